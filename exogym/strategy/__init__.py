@@ -1,10 +1,10 @@
-"""The strategies: each algorithm one short file that reads like its paper.
+"""Strategies: each algorithm is one short file that reads like its paper.
 
-A class with a `name` in any file of this folder can be imported from here, and is known by its name; a file is loaded
-when one of its names is used (all of them where strategies are looked up by name).
+Import every strategy from here. A class with a `name`, in any file of this folder, is found by its class name and by
+its `name`. A file is loaded when one of its classes is used. A lookup by `name` loads all files.
 
-A strategy of one's own is made of modules: gradients go through `GradientModule`s at every step, parameters through
-`CommunicationModule`s now and then; what they may know of the run is a `Run`.
+Build your own strategy from modules. `GradientModule`s change the gradients at every step. `CommunicationModule`s
+change the parameters at steps they choose. A `Run` tells both about the run.
 
 >>> class Halved(GradientModule):
 ...     def transform(self, fleet, step, lr):

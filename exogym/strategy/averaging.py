@@ -1,17 +1,17 @@
-"""How strategies average: options that every strategy of means takes, and none of them has to know.
+"""How strategies average: options that every strategy with means takes and no strategy needs to know.
 
-`transport` says how all-reduces travel, S being the payload of each of n members; results are the same, bit for bit:
+`transport` chooses how all-reduces travel. The results are the same, bit for bit. With payload S and n members:
 
-    ring      2(n-1)/n S each way for everyone
-    tree      up a binomial tree to the lowest id and down again: 2(n-1)/n S each way in the mean, ceil(log2 n) S at
-              the root, S at a leaf
-    server    S each way for everyone, n S for a server that is none of them
+    ring      each member sends and receives 2(n-1)/n S
+    tree      sums go up a binomial tree to the lowest id, and the result goes down. Each member sends and receives
+              2(n-1)/n S on average: ceil(log2 n) S at the root, S at a leaf
+    server    each member sends and receives S; the server, which is no member, n S
 
-What each takes on a network is in `exogym.network.costs`.
+`exogym.network.costs` gives the time of each on a network.
 
-`robust` puts something in the place of the mean that a few bad nodes cannot drag away: rules and bytes are in
-`exogym.core.communicator.robust`, and for `NormCap` in `exogym.strategy.updates`. With `secure_aggregation` a server
-learns means and nobody's own values: `exogym.core.communicator.secure`.
+`robust` replaces the mean by a rule that a few bad nodes cannot drag away. `exogym.core.communicator.robust` describes
+the rules and their bytes, `exogym.strategy.updates` describes `NormCap`. With `secure_aggregation` a server learns
+means but no node's values: see `exogym.core.communicator.secure`.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ NORM_BYTES = 8
 
 @dataclass(frozen=True)
 class NormCap:
-    """Scale down the updates of nodes whose 2-norm is over a cap, and take the mean as before.
+    """Scale down updates whose 2-norm is over a cap, then take the mean.
 
     Args:
-        norm: the cap; None: the median norm of those who bring something (of two in the middle the lower), which costs
-            an all-gather of 8 bytes.
+        norm: the cap. None: the median norm of the nodes that send an update (the lower of two middle values). The
+            median costs an all-gather of 8 bytes.
 
     Raises:
-        ArgumentError: a cap that is no number over 0.
+        ArgumentError: `norm` is not a number over 0.
     """
 
     norm: float | None = None
@@ -54,16 +54,16 @@ class NormCap:
 
 @dataclass(frozen=True)
 class Averaging:
-    """How the means of a strategy are taken.
+    """How a strategy takes its means.
 
     Args:
-        transport: "ring", "tree" or "server"; None: what the strategy itself would take.
+        transport: "ring", "tree" or "server". None: the strategy's own choice.
         robust: "median", "trimmed_mean", "krum", "norm_cap", or a `Median`, `TrimmedMean`, `Krum` or `NormCap` with
-            arguments of your own; None: the mean.
-        secure_aggregation: True, or a `SecureAggregation` with arguments of your own.
+            your arguments. None: the mean.
+        secure_aggregation: True, or a `SecureAggregation` with your arguments.
 
     Raises:
-        ArgumentError: an unknown name; options that contradict each other.
+        ArgumentError: a name is unknown, or two options contradict each other.
     """
 
     transport: str | None = None
@@ -85,12 +85,12 @@ class Averaging:
 
     @property
     def rule(self) -> Rule | None:
-        """What takes the place of the mean."""
+        """The rule that replaces the mean."""
         return None if self.robust in (None, "norm_cap") or isinstance(self.robust, NormCap) else rule_of(self.robust)
 
     @property
     def secure(self) -> SecureAggregation | None:
-        """How sums are kept from showing their parts."""
+        """The method that hides the parts of a sum."""
         given = self.secure_aggregation
         return SecureAggregation() if given is True else given or None
 
@@ -100,7 +100,7 @@ class Averaging:
         return NormCap() if self.robust == "norm_cap" else self.robust if isinstance(self.robust, NormCap) else None
 
     def features(self) -> dict[str, str]:
-        """Return which of `exogym.core.combinations.FEATURES` these options are, as name to what was given."""
+        """Return these options as features: a name from `exogym.core.combinations.FEATURES` -> the given value."""
         found = {}
         if self.robust is not None:
             found['robust="norm_cap"' if self.rule is None else "robust"] = f"robust={self.robust!r}"
@@ -113,20 +113,20 @@ class Averaging:
         return found
 
     def check_members(self, name: str, traffic: Iterable[Traffic], N: int) -> None:
-        """Raise ArgumentError where so few of N nodes meet in strategy `name` that the rule bears no bad one."""
+        """Raise ArgumentError if too few of N nodes meet in strategy `name` for the rule to bear a bad node."""
         if (rule := self.rule) is None:
             return
         for n in sorted({N, *(t.members for t in traffic if t.members)}):
             if 1 < n < rule.least:
                 instead = [given for given, kind in RULES.items() if kind.least <= n]
                 raise ArgumentError(
-                    f"robust={self.robust!r} bears a bad node among {rule.least} or more, and in {name} {n} meet: let "
-                    f"{rule.least} meet, or "
+                    f"robust={self.robust!r} bears a bad node among {rule.least} or more nodes; in {name} {n} meet: "
+                    f"let {rule.least} meet, or "
                     + (f"take {' or '.join(map(repr, instead))}" if instead else "leave robust out")
                 )
 
     def traffic(self, given: list[Traffic], N: int, b: float) -> list[Traffic]:
-        """Return what the collectives of a strategy become, with b bytes per element on N nodes."""
+        """Return the collectives that replace `given` under these options, with b bytes per element on N nodes."""
         if self.secure is not None:
             return [
                 Traffic(kind, size, t.every_steps, t.members, "server")
@@ -146,10 +146,10 @@ class Averaging:
         return replace(t, algorithm=algorithm)
 
     def bind(self, comm: Communicator, weighs: bool, seed: int = 0) -> None:
-        """Let `comm` average so; `seed` is the run's.
+        """Make `comm` average by these options; `seed` is the run's.
 
         Raises:
-            ArgumentError: the strategy weighs nodes, and the rule does not.
+            ArgumentError: the strategy weights nodes, and the rule cannot.
         """
         comm.transport, comm.rule = self.transport, self.rule
         comm.secure = None if self.secure is None else replace(self.secure, seed=seed)
@@ -158,7 +158,7 @@ class Averaging:
 
 
 class AveragingOptions(InnerOptions, total=False):
-    """What every strategy on rows takes: that of its inner optimizer, the arguments of `Averaging`, and a tuner."""
+    """Options of every strategy on rows: its inner optimizer's, the arguments of `Averaging`, and a tuner."""
 
     transport: str | None
     robust: str | Rule | NormCap | None
@@ -167,7 +167,7 @@ class AveragingOptions(InnerOptions, total=False):
 
 
 def tuned(tuner: str | float | Tuner | None = None) -> Tuner | None:
-    """Return the tuner that the option `tuner` stands for; None: nothing is tuned."""
+    """Return the tuner for the option `tuner`. None: nothing is tuned."""
     return None if tuner is None else tuner_of(tuner)
 
 
@@ -175,9 +175,10 @@ defined(AveragingOptions, Averaging, tuned)
 
 
 def with_options(init: Callable[..., None]) -> Callable[..., None]:
-    """Return the constructor of a strategy with all of `AveragingOptions` but the inner optimizer's, and the tuner.
+    """Add the options of `AveragingOptions`, without the inner optimizer's, to a strategy's constructor.
 
-    The tuner gives the constructor what it is to tune. An option that the constructor does not hand on is taken here.
+    The tuner gives the constructor the values that it tunes. Options that the constructor does not take are handled
+    here.
     """
     own = signature_of(init)
     further = [

@@ -1,21 +1,22 @@
-"""DeMo: decoupled momentum optimisation.
+"""DeMo: decoupled momentum optimization.
 
 Peng, Quesnelle, Kingma, DeMo, arXiv:2411.19870 (the 2024 rule, alpha = 1). With lr gamma, per node i:
 
     theta <- theta (1 - gamma lambda)                        # decoupled weight decay
     e_i   <- beta e_i + gamma g_i                            # residual momentum
     (I_i, V_i) <- the k largest of each chunk of DCT(e_i)
-    e_i   <- e_i - IDCT(scatter(I_i, V_i))                   # remove what is sent
+    e_i   <- e_i - IDCT(scatter(I_i, V_i))                   # remove the sent part
     q     <- mean, over the nodes that sent a coefficient, of its values
     theta <- theta - gamma sign(IDCT(q))
 
-Payload per node and step: chunks * k * (4-byte value + index of 1 byte up to 256 coefficients a chunk, 2 bytes up to
-32768, else 4), all-gather, tx = rx = (N-1) payload. (The published code sends 8-byte indices: 12 bytes each.)
+Payload per node and step: chunks * k * (4-byte value + index), all-gather, tx = rx = (N-1) payload. An index takes 1
+byte if a chunk has up to 256 coefficients, 2 bytes up to 32768, otherwise 4. (The published code sends 8-byte indices:
+12 bytes for each coefficient.)
 
-With absent nodes: only the n nodes that are there send and step, tx = rx = (n-1) payload, and q is the mean over those
-of them that sent. The momentum e_i of a node that is away rests; when it comes back it starts from zero (what was left
-unsent belongs to parameters long gone), at the fleet's step, with the parameters and buffers of a node that stayed: P b
-bytes, broadcast. A lost synchronisation is a missed step.
+With absent nodes: only the n present nodes send and step, tx = rx = (n-1) payload, and q is the mean over the senders
+among them. An absent node's momentum e_i rests. A returning node starts with e_i = 0, because its unsent rest belongs
+to old parameters. It continues at the fleet's step with parameters and buffers of a node that stayed: P b bytes,
+broadcast. A lost synchronization is a missed step.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ from exogym.strategy.traffic import Traffic
 
 
 class DCTMomentum(GradientModule):
-    """Replace the gradients by the sign of the decoded mean of everyone's largest momentum coefficients.
+    """Replace the gradients by the sign of the decoded mean of all nodes' largest momentum coefficients.
 
     Args:
         decay: beta.
-        topk: k, coefficients sent per chunk (all, where a chunk has fewer).
+        topk: k, coefficients sent per chunk (all of them, if a chunk has fewer).
         chunk: target side of a chunk: h x w blocks of at most chunk x chunk.
 
     State: e, (rows, P). Each node's own gradient is clipped, before the momentum.
@@ -83,7 +84,7 @@ class DCTMomentum(GradientModule):
             e = self.row_state[f"residual.{b}"]
             resting = e[away]
             if away and block.grads is not None:
-                block.grads[away] = 0  # nothing was computed there
+                block.grads[away] = 0  # absent nodes computed no gradient
             self._transform_block(fleet, block, e, self.transforms[b], lr)
             e[away] = resting
 
@@ -100,7 +101,7 @@ class DCTMomentum(GradientModule):
             payload += [indices.to(_index_dtype(t.size)), values]
 
         def decode(*parts: Tensor) -> Tensor:
-            """(rows, 2, P): each node's coefficients, and a one where it sent one."""
+            """Return (rows, 2, P): each node's coefficients, and 1 where the node sent a coefficient."""
             dense = [_scatter(i.long(), v, t.size) for i, v, t in zip(parts[::2], parts[1::2], transforms, strict=True)]
             return torch.cat(dense, dim=-1)
 
@@ -118,7 +119,7 @@ def _index_dtype(size: int) -> torch.dtype:
 
 
 def _scatter(indices: Tensor, values: Tensor, size: int) -> Tensor:
-    """(rows, blocks, k) to (rows, 2, blocks * size): values and ones, in place, zero elsewhere."""
+    """Spread (rows, blocks, k) to (rows, 2, blocks * size): values and ones at their places, zeros elsewhere."""
     rows, blocks, _ = indices.shape
     dense = values.new_zeros(2, rows, blocks, size)
     dense[0].scatter_(-1, indices, values)
@@ -127,15 +128,20 @@ def _scatter(indices: Tensor, values: Tensor, size: int) -> Tensor:
 
 
 class DeMoStrategy(CommunicateOptimizeStrategy):
-    """DeMo, equal to the published rule; parameters stay identical on all nodes.
+    """DeMo: nodes send their largest momentum coefficients and step along the sign of the decoded mean.
+
+        e_i <- beta e_i + gamma g_i - (the top k of DCT(e_i), which are sent);   theta <- theta - gamma sign(IDCT(mean))
+
+    Payload: chunks * k * (value + index) bytes per node and step. Equals the published rule; parameters stay identical
+    on all nodes.
 
     Args:
-        compression_decay: beta, what is kept of the residual momentum.
+        compression_decay: beta, the share of the residual momentum that a step keeps.
         compression_topk: k, coefficients sent per chunk.
         compression_chunk: target side of a chunk; up to chunk x chunk coefficients each.
         weight_decay: lambda, decoupled.
         lr, inner_lr: gamma (default 1e-3).
-        max_norm: clips each node's own gradient.
+        max_norm: clips each node's own gradient to this 2-norm.
         lr_scheduler, warmup_steps: as `Strategy`.
 
     >>> strategy = DeMoStrategy(compression_decay=0.999, compression_topk=32, compression_chunk=64, weight_decay=1e-4)

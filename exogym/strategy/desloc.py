@@ -1,4 +1,4 @@
-"""DES-LOC: parameters and the moments of the inner optimizer are averaged, each at a period of its own.
+"""DES-LOC: average parameters and the inner optimizers' moments, each at its own period.
 
 Iacob et al., DES-LOC: desynced low communication adaptive optimizers, arXiv:2505.22549. Nodes take local steps of Adam,
 with first moments u_i and second moments v_i, and
@@ -8,16 +8,19 @@ with first moments u_i and second moments v_i, and
     v_i     <- (1/N) sum_j v_j          after steps that H_v divides
 
 Local Adam averages all three every H steps. Moments change more slowly than parameters, so they need fewer averages: by
-default H_u = H_v = 3 H. Second moments change slowest, and the paper averages them half as often again, H_v = 6 H. That
-is for dense gradients: a node that has seen next to no gradient of a parameter takes the others' u_i and divides it by
-its own sqrt(v_i), near 0. Where second moments are averaged whenever first ones are (H_v divides H_u), |u| stays within
-Adam's multiple of sqrt(v). With H_u and H_v over all steps it is local SGD (FedAvg) with Adam; with H = H_u = 1 and SGD
-with momentum, DDP. Averaging gradients is something else: the mean of squares is not the square of the mean.
+default H_u = H_v = 3 H. Second moments change slowest, and the paper averages them half as often as first moments,
+H_v = 6 H. This suits dense gradients only: a node that has seen almost no gradient of a parameter takes the others' u_i
+and divides it by its own sqrt(v_i), near 0. If second moments are averaged whenever first moments are (H_v divides
+H_u), |u| stays within Adam's multiple of sqrt(v).
 
-Payload P b (1/H + 1/H_u + 1/H_v) bytes per node and step; ring all-reduces, tx = rx = 2 (N-1)/N of it. Moments go in
-the precision of their parameters. Left over at the end, parameters are averaged once more, moments are not.
+With H_u and H_v over all steps this is local SGD (FedAvg) with Adam. With H = H_u = 1 and SGD with momentum it is DDP.
+Averaging gradients is a different method: the mean of squares is not the square of the mean.
 
-With absent nodes: means are over those that are there. A node that comes back takes parameters, and keeps its moments.
+Payload P b (1/H + 1/H_u + 1/H_v) bytes per node and step; ring all-reduces, tx = rx = 2 (N-1)/N times the payload.
+Moments travel in the precision of their parameters. At the end, unsynchronized parameters are averaged once more;
+moments are not.
+
+With absent nodes: means are over the present nodes. A returning node takes parameters and keeps its moments.
 """
 
 from __future__ import annotations
@@ -55,18 +58,23 @@ class MomentAverage(PeriodicModule):
         self.moments.average(fleet, self.kind)
 
     def finish(self, fleet: Fleet, step: int, since: int) -> None:
-        """Nobody trains on, so the moments may stay apart."""
+        """Do nothing: moments may differ once training ends."""
 
 
 class DESLOCStrategy(CommunicateOptimizeStrategy):
-    """Local Adam whose parameters, first and second moments are averaged at periods of their own.
+    """DES-LOC: local Adam that averages parameters, first moments u and second moments v, each at its own period.
+
+        theta_i <- mean_j theta_j every H steps;   u_i <- mean_j u_j every H_u;   v_i <- mean_j v_j every H_v
+
+    Payload: P b (1/H + 1/H_u + 1/H_v) bytes per node and step.
 
     Args:
-        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: as `Strategy`; it must keep moments, as "adamw"
-            and "adam" do, or SGD with momentum.
-        H: steps from one average of the parameters to the next.
-        H_u: of the first moments ("exp_avg", SGD's "momentum_buffer"); None: 3 H.
-        H_v: of the second moments ("exp_avg_sq"), where the optimizer has some; None: H_u. The paper's is 6 H.
+        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: as `Strategy`. The optimizer must keep moments:
+            "adamw", "adam", or SGD with momentum.
+        H: steps between averages of the parameters.
+        H_u: steps between averages of the first moments ("exp_avg", SGD's "momentum_buffer"). None: 3 H.
+        H_v: steps between averages of the second moments ("exp_avg_sq"), if the optimizer has them. None: H_u. The
+            paper's is 6 H.
 
     >>> strategy = DESLOCStrategy(H=32, lr=3e-4)
     """

@@ -7,23 +7,24 @@ Douillard et al., DiLoCo, arXiv:2311.08105. Every H inner steps, with the outer 
     theta   <- OuterOpt(theta, Delta)               # Nesterov: v <- mu v + Delta; theta <- theta - eta_r (Delta + mu v)
     theta_i <- theta                                # for all i
 
-The outer learning rate eta_r is eta, or eta s(r) with a schedule s over the outer rounds r = 0, 1, ..., R - 1; with W
-rounds of warm-up it is eta (r+1)/W for r < W, and then, by name, eta shape((r-W)/(R-W)) (`Schedule`, with rounds as
-steps). The outer momentum may follow the rounds likewise, mu_r = mu s(r), and restart, v <- 0, every K rounds. H may be
-a function of the round: round r takes H(r) steps, and R counts a last round that training cuts short.
+The outer learning rate is eta_r = eta, or eta s(r) with a schedule s over the outer rounds r = 0, 1, ..., R - 1. With W
+rounds of warm-up it is eta (r+1)/W for r < W, and then eta shape((r-W)/(R-W)), with a shape chosen by name (`Schedule`,
+with rounds as steps). The outer momentum can follow the rounds in the same way, mu_r = mu s(r), and restart (v <- 0)
+every K rounds. H may be a function of the round: round r takes H(r) steps. R includes a last round that training cuts
+short.
 
-Averages that arrive late are in `exogym.strategy.delayed_diloco` (`delay`) and `eager_diloco` (`eager`). In islands of
-s nodes (`exogym.strategy.island`), (0, ..., s-1), (s, ..., 2s-1), ..., nodes also average their parameters inside their
-island after every H_island steps, but where an outer step follows at once.
+For averages that arrive late see `exogym.strategy.delayed_diloco` (`delay`) and `eager_diloco` (`eager`). Islands have
+s nodes each: (0, ..., s-1), (s, ..., 2s-1), .... Nodes also average their parameters inside their island after every
+H_island steps, except right before an outer step (`exogym.strategy.island`).
 
 Inner optimizer states stay local and are kept. Payload P b bytes per node every H steps; ring all-reduce,
 tx = rx = 2 (N-1)/N P b. Islands: P b more every H_island steps, tx = rx = 2 (s-1)/s P b. With outer SGD(lr=1), no
 momentum and the same weighting this is FedAvg.
 
-With absent nodes: Delta is the mean over the n nodes that are there, each of which sends 2 (n-1)/n P b bytes (one alone
-none, and its outer step is on its own Delta_i); with nobody there is no outer step. A node whose synchronisation was
-lost keeps theta_i and goes on another H steps; its next Delta_i is measured against the theta it last received. A node
-that was down comes back with theta: P b bytes, broadcast by one that stayed.
+With absent nodes: Delta is the mean over the n present nodes, and each sends 2 (n-1)/n P b bytes. A single present node
+sends nothing and steps along its own Delta_i. If no node is present, no outer step happens. A node that missed the
+synchronization keeps theta_i and trains another H steps. Its next Delta_i is theta_last - theta_i, where theta_last is
+the theta that it last received. A node that was down returns with theta: P b bytes, broadcast by a node that stayed.
 
 >>> outer_spec("sgd", None).kwargs["lr"]
 0.7
@@ -62,15 +63,15 @@ __all__ = ["DiLoCoCommunicator", "DiLoCoStrategy", "IslandCommunicator", "outer_
 
 
 class DiLoCoCommunicator(PeriodicModule, HasOuterModel):
-    """The outer step of DiLoCo, after every step divisible by H.
+    """Take DiLoCo's outer step after every step divisible by H.
 
     Args:
-        H: inner steps between outer steps, or a pure function of the round (from 0) that gives them.
+        H: inner steps between outer steps, or a pure function from the round (from 0) to this number.
         outer_optim, outer_lr, outer_lr_scheduler, outer_warmup_rounds, outer_momentum, outer_momentum_scheduler,
             outer_restarts: as `OuterRule`.
         weighting: "uniform", or "examples" to weight outer gradients by each node's examples (non-IID, section 6.1).
 
-    State: theta and the outer optimizer's, one copy for all nodes; of earlier thetas those that a node last received.
+    State: theta and the outer optimizer's state, one copy for all nodes. Older thetas, if a node last received them.
     """
 
     weighted_means = True
@@ -135,26 +136,29 @@ class DiLoCoCommunicator(PeriodicModule, HasOuterModel):
 
 
 class DiLoCoOptions(OuterRuleOptions, AveragingOptions, total=False):
-    """Options of `DiLoCoStrategy` that others have, too."""
+    """Options of `DiLoCoStrategy` that other strategies have, too."""
 
 
 class DiLoCoStrategy(CommunicateOptimizeStrategy):
-    """DiLoCo: H local steps with an inner optimizer, then one outer step on the average difference.
+    """DiLoCo: nodes take H local steps, then one outer step along their mean difference from theta.
+
+        Delta = mean_i (theta - theta_i);   theta <- OuterOpt(theta, Delta);   theta_i <- theta
+
+    Payload: P b bytes per node every H steps. The evaluation model is theta. N=1 is a valid setting (an outer momentum
+    over one node).
 
     Args:
         inner_optim: inner optimizer; the paper's is AdamW.
         outer_optim: outer optimizer; 'sgd' is Nesterov with lr 0.7 and momentum 0.9.
-        H: inner steps between outer steps, or a pure function of the round (from 0) that gives them.
+        H: inner steps between outer steps, or a pure function from the round (from 0) to this number.
         lr, inner_lr, max_norm, lr_scheduler, warmup_steps: of the inner optimizer, as `Strategy`.
         outer_lr: eta; it grows with N and H (arXiv:2503.09799: 0.4 to 0.8).
         outer_lr_scheduler, outer_warmup_rounds, outer_momentum, outer_momentum_scheduler, outer_restarts: as
-            `OuterRule`; both are constant by default, and there are no restarts.
+            `OuterRule`. By default rate and momentum are constant, without restarts.
         weighting: "uniform" or "examples".
         delay: d, steps by which the average comes late; 0 to H.
-        eager: `EagerCommunicator` instead: the average arrives a whole round late, and each node's own part is fresh.
-        island_size, island_H: s and H_island, which is below H; None: no islands.
-
-    The evaluation model is theta. N=1 is a valid setting (an outer momentum over one node).
+        eager: True: use `EagerCommunicator`. The average arrives a whole round late, but each node's own part is fresh.
+        island_size, island_H: s nodes, and H_island steps (below H) between an island's averages. None: no islands.
 
     In a simulation's clock, averages that arrive late overlap with computing. On hosts, a run waits for them where it
     sends them.

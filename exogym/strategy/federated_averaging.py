@@ -5,21 +5,22 @@ McMahan et al., arXiv:1602.05629; local SGD, Stich, arXiv:1805.09767. Round r, w
     theta_i <- H_i local steps from theta            for i in S_r
     theta   <- sum_{i in S_r} (n_i / n_S) theta_i,   n_S = sum_{i in S_r} n_i
 
-Islands: the nodes of a round are shuffled into groups of s, and each group averages for itself.
+Islands: the round's nodes are shuffled into groups of s, and each group takes its own average.
 
 Payload P b bytes per sampled client every H steps. All clients: ring all-reduce, tx = rx = 2 (n-1)/n P b over
 the n members of an island (N without islands). Sampled clients: through the server, tx = rx = P b; others 0.
 
-With absent nodes: clients and islands are drawn among all nodes, and those of them that are there at the end of the
-round average and send the above, n counting them (one alone in an island sends nothing, one client alone does); with
-none there, theta stays. A node whose synchronisation was lost keeps theta_i and goes on from it, even as a client that
-should have received theta. A node that was down comes back with the parameters of one that stayed, which broadcasts
-them: P b bytes. Where clients are sampled only a client of the running round takes parameters, theta, at that price;
-any other keeps what it had, to receive theta when it next takes part (islands of sampled clients have no theta: there
-all keep what they had).
+With absent nodes: clients and islands are drawn among all nodes. Drawn nodes that are present at the round's end
+average. They send the bytes above, where n counts them: a node alone in an island sends nothing, a single client
+sends its P b. If no client is present, theta stays.
 
-With `privacy` each node is a client of a round with probability C, independently, and the server takes the mean of
-clipped updates over C N, and noise: `exogym.strategy.privacy`.
+A node that missed the synchronization keeps theta_i and continues from it, even as a client that should have received
+theta. A node that was down returns with parameters that a node which stayed broadcasts: P b bytes. If clients are
+sampled, only clients of the running round receive parameters (theta, at that price). Other nodes keep their values
+until they next take part. Islands of sampled clients have no theta, so all returning nodes keep their values.
+
+With `privacy` each node takes part in a round with probability C, independently. The server divides the sum of
+clipped updates by C N and adds noise: see `exogym.strategy.privacy`.
 """
 
 from __future__ import annotations
@@ -52,25 +53,26 @@ class AveragingCommunicator(PeriodicModule, ChoosesClients, HasOuterModel):
     """Average the parameters after every step divisible by H.
 
     Args:
-        H: local steps of a round (global steps; the slowest client's, where clients differ), or a pure function of the
-            round, from 0.
-        island_size: s; None averages over everyone. The last island is smaller where s does not divide.
-            Islands are drawn anew each round from (seed, round), so nobody has to send them.
+        H: local steps of a round (global steps; if clients differ, the slowest client's steps), or a pure function of
+            the round, from 0.
+        island_size: s; None averages over everyone. If s does not divide N, the last island is smaller. Each round
+            draws its islands from (seed, round), so no bytes are needed.
         client_fraction: C; each round samples max(ceil(C N), 1) clients without replacement. The others do
             nothing and receive theta when they next take part.
         weighting: "examples" (n_i, the paper's), or "uniform".
-        local_steps: H_i per node, each from 1 to H: clients with different amounts of work.
+        local_steps: H_i per node, each from 1 to H, for clients with different amounts of work.
         local_epochs: E; H_i = E ceil(n_i / B), and H is the largest of them.
         keep_inner_state: False starts every round with a fresh inner optimizer, as stateless clients do.
-        privacy: a `DifferentialPrivacy`; the history then has what was spent, as `epsilon`. Without islands, weights by
-            examples that differ, and buffers that training changes (they would be averaged as they are).
-        over_sampling, deadline_s, min_reports: a server that asks more clients than it needs (0.3: 30 % more), takes
-            the first reports that come in deadline_s seconds by `fit(step_seconds=)`, and gives a round up where fewer
-            than min_reports came (`exogym.strategy.participation`); `fit(faults=Faults(trace=...))` says who is there.
-            The history then has `server_time_s`, and of the last round `asked` and `reports`, and `failed_rounds`.
+        privacy: a `DifferentialPrivacy`; the history then records the `epsilon` spent. Not possible with islands, with
+            weights by examples that differ, or with buffers that training changes (their averages are not private).
+        over_sampling: share of clients that the server asks beyond its need (0.3: 30 % more).
+        deadline_s: seconds that the server waits for reports, by `fit(step_seconds=)`. It takes the first reports.
+        min_reports: the server gives a round up if fewer reports came. `exogym.strategy.participation` describes such
+            rounds; `fit(faults=Faults(trace=...))` says when clients are available. The history then has
+            `server_time_s`, `failed_rounds`, and the last round's `asked` and `reports`.
 
-    The mean over nodes of equal weight is unchanged by an average. With client sampling the evaluation model is
-    theta with the buffers that clients last brought, else the mean of the rows (of the nodes that are there).
+    An average with equal weights keeps the mean over nodes. The evaluation model is the mean of the present nodes'
+    rows. With client sampling it is theta, with the buffers that clients last sent.
     """
 
     weighted_means = True
@@ -112,10 +114,10 @@ class AveragingCommunicator(PeriodicModule, ChoosesClients, HasOuterModel):
         self.local_steps_given, self.local_epochs = local_steps, local_epochs
         self.work: np.ndarray | None = None
         self.fresh_inner_state = not keep_inner_state
-        self.acts_on = "elements" if privacy is None else "row"  # whose norms are cut
+        self.acts_on = "elements" if privacy is None else "row"  # privacy clips the norm of a whole row
         self.privacy, self.released, self.rounds_ended = privacy, 0, 0
         if privacy is not None:
-            self.counters = ("released",)  # rounds whose mean was given to clients
+            self.counters = ("released",)  # rounds whose mean the clients received
         self.samples = self.draws.samples
         self.asks_clients = client_fraction < 1 and island_size is None and privacy is None
         self.asks_all_lengths = local_epochs is not None
@@ -131,8 +133,8 @@ class AveragingCommunicator(PeriodicModule, ChoosesClients, HasOuterModel):
         return found | ({"nodes that rest": " and ".join(rest.values())} if rest else {})
 
     def traffic(self, P: float, N: int, b: float) -> list[Traffic]:
-        if self.local_epochs is not None and self.work is None:  # which is known once a run has begun
-            raise ArgumentError("how many steps local_epochs takes depends on the data: give H instead")
+        if self.local_epochs is not None and self.work is None:  # a run's start sets `work`
+            raise ArgumentError("local_epochs takes a number of steps that depends on the data: give H instead")
         island = self.draws.sizes(N)[1]
         way = "server" if N > 1 and self.samples else None
         members = island if way or island < N else None
@@ -168,7 +170,7 @@ class AveragingCommunicator(PeriodicModule, ChoosesClients, HasOuterModel):
         self._drawn: dict[int, list[int]] = {}
         self.weights = example_weights(run, self.weighting)
         if self.weighting == "examples" and not run.examples.all():
-            self.weights = torch.from_numpy(run.examples)  # which is filled in as nodes are seated
+            self.weights = torch.from_numpy(run.examples)  # filled in when nodes take seats
         self.work = None
         if self.local_epochs is not None:
             self.work = self.local_epochs * -(-run.examples // run.batch_size)
@@ -183,13 +185,13 @@ class AveragingCommunicator(PeriodicModule, ChoosesClients, HasOuterModel):
             self._check_private(fleet)
         if self.samples:
             self.server = Server(fleet, self.privacy, self.draws.client_fraction, run.seed)
-            kept = self.server.state()  # in islands there is no server, and nobody has its buffers
+            kept = self.server.state()  # islands have no server and no shared buffers
             self.shared_state = {n: x for n, x in kept.items() if self.has_server or n.startswith("theta.")}
 
     def _participation(self, run: Run) -> Participation | None:
         if not self.draws.asks and run.availability is None:
             return None
-        if run.step_s is None:  # of a run that `fit` did not check
+        if run.step_s is None:  # `fit` did not check this run
             untimed = {"no step_seconds": "no step_seconds"}
             check(untimed | features_of(deadline_s=self.draws.deadline_s, trace=run.availability))
         self.counters = ("rounds_ended",)
@@ -202,7 +204,7 @@ class AveragingCommunicator(PeriodicModule, ChoosesClients, HasOuterModel):
         return self.draws.asked(run.seed, run.num_nodes, work, step_s, run.availability)
 
     def _check_private(self, fleet: Fleet) -> None:
-        """Raise ArgumentError where something of the clients would be seen that is not clipped and blurred."""
+        """Raise ArgumentError if clients would send anything that is neither clipped nor noised."""
         found = self.features()
         if self.weights is not None:
             found["weights by examples"] = "weights by examples"
@@ -211,7 +213,7 @@ class AveragingCommunicator(PeriodicModule, ChoosesClients, HasOuterModel):
         check(found)
 
     def clients(self, round_: int) -> list[int]:
-        """Return the sorted ids that take part in round `round_` (from 0); with `privacy` there may be none."""
+        """Return the sorted ids that take part in round `round_` (from 0); with `privacy` perhaps nobody."""
         n = self.run.num_nodes
         if not self.samples:
             return list(range(n))
@@ -241,7 +243,7 @@ class AveragingCommunicator(PeriodicModule, ChoosesClients, HasOuterModel):
         return steps
 
     def weights_among(self, nodes: Sequence[int]) -> Tensor | None:
-        """Return the (N,) weights by examples of a mean over `nodes`; None where they weigh alike."""
+        """Return the (N,) weights by examples of a mean over `nodes`; None if their weights are equal."""
         if self.weights is None or (self.samples and len(set(self.weights[list(nodes)].tolist())) == 1):
             return None
         return self.weights
@@ -269,14 +271,14 @@ class AveragingCommunicator(PeriodicModule, ChoosesClients, HasOuterModel):
             self.rounds_ended = round_ + 1
 
     def figures(self) -> dict[str, float]:
-        """Return the epsilon spent so far; of rounds that clients are asked for, what came of them."""
+        """Return the epsilon spent so far and, if a server asks clients, the figures of its rounds."""
         found = (
             {} if self.privacy is None else {"epsilon": self.privacy.epsilon(self.draws.client_fraction, self.released)}
         )
         if self.participation is not None and self.rounds_ended:
             found |= self.participation.figures(self.rounds_ended)
         if self.run.empty:
-            found["empty_clients"] = len(self.run.empty)  # of those that were ever drawn, or asked for their length
+            found["empty_clients"] = len(self.run.empty)  # counts only clients that were drawn or asked for their size
         return found
 
     def joining(self, nodes: list[int], step: int) -> list[int]:
@@ -295,7 +297,7 @@ class AveragingCommunicator(PeriodicModule, ChoosesClients, HasOuterModel):
 
 
 class ClientOptions(TypedDict, total=False):
-    """What all federated strategies take: arguments of `AveragingCommunicator`."""
+    """Options of all federated strategies: arguments of `AveragingCommunicator`."""
 
     client_fraction: float
     local_steps: Sequence[int] | None
@@ -310,16 +312,20 @@ defined(ClientOptions, AveragingCommunicator)
 
 
 class FederatedOptions(ClientOptions, AveragingOptions, total=False):
-    """What all federated strategies take: of clients, of means, and of the inner optimizer."""
+    """All options of federated strategies: about clients, means, and the inner optimizer."""
 
 
 class FedAvgStrategy(CommunicateOptimizeStrategy):
-    """Federated averaging, with islands, client sampling, weights by data and unequal work.
+    """FedAvg: clients train H steps, then a server (or an all-reduce) averages their parameters.
+
+        theta <- sum_i n_i theta_i / sum_i n_i          over the clients i of the round, with n_i examples
+
+    Payload: P b bytes per client every H steps.
 
     Args:
-        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: of the clients, as `Strategy`.
         island_size, H, client_fraction, weighting, local_steps, local_epochs, keep_inner_state, privacy, over_sampling,
             deadline_s, min_reports: as `AveragingCommunicator`.
+        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: of the clients, as `Strategy`.
 
     >>> strategy = FedAvgStrategy(inner_optim='sgd', island_size=4, H=5, lr=0.01)
     """

@@ -5,8 +5,8 @@ for the hidden matrices and AdamW for the rest (`exogym.strategy.muon`, torch's 
 
     Delta = (1/N) sum_i (theta - theta_i),  v <- mu v + Delta,  theta <- theta - eta (Delta + mu v),  theta_i <- theta
 
-as in DiLoCo, with a larger outer learning rate and a smaller outer momentum. Payload, traffic and absent nodes as
-DiLoCo. One node is a valid setting (the paper's K = 1: eta 0.7, mu 0.6). Its compressed variants are not built.
+as in DiLoCo, with a larger outer learning rate and a smaller outer momentum. Payload, traffic and absent nodes: as
+DiLoCo. One node is a valid setting (the paper's K = 1: eta 0.7, mu 0.6). The paper's compressed variants are not built.
 """
 
 from __future__ import annotations
@@ -22,18 +22,22 @@ from exogym.strategy.rounds import RoundLength
 
 
 class MuLoCoOptions(OuterOptions, AveragingOptions, total=False):
-    """Options of `MuLoCoStrategy` that others have, too."""
+    """Options of `MuLoCoStrategy` that other strategies have, too."""
 
 
 class MuLoCoStrategy(CommunicateOptimizeStrategy):
-    """DiLoCo with Muon as the inner optimizer.
+    """MuLoCo: DiLoCo with Muon as the inner optimizer.
+
+        Delta = mean_i (theta - theta_i);   v <- mu v + Delta;   theta <- theta - eta (Delta + mu v);   theta_i <- theta
+
+    Payload: P b bytes per node every H steps.
 
     Args:
-        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: as `Strategy`. By default learning rates are
-            AdamW's (Muon's updates are scaled to their size); `OptimSpec("muon", adjust_lr_fn="original", lr=0.02)`
-            takes Muon's own.
+        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: as `Strategy`. Learning rates are AdamW's by
+            default, because Muon's updates are scaled to their size. `OptimSpec("muon", adjust_lr_fn="original",
+            lr=0.02)` takes Muon's own rates.
         H, outer_optim, weighting, outer_lr_scheduler, outer_warmup_rounds: as `DiLoCoStrategy`.
-        outer_lr, outer_momentum: eta and mu; of 'sgd' 0.9 and 0.8.
+        outer_lr, outer_momentum: eta and mu; 0.9 and 0.8 for 'sgd'.
 
     >>> strategy = MuLoCoStrategy(H=30, lr=1e-3)
     """

@@ -6,10 +6,10 @@ Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Traini
 
 Per step: payload P b bytes per node, ring all-reduce, tx = rx = 2 (N-1)/N P b.
 
-With absent nodes: the mean is over the n nodes that are there, each of which sends 2 (n-1)/n P b bytes (one alone
-none), and only they step. A node that comes back takes parameters, buffers and inner optimizer state of one that
-stayed and goes on at the fleet's step, so all are equal again: P b + the state's bytes, broadcast. A lost
-synchronisation is a missed step.
+With absent nodes: the mean is over the n present nodes, and only they step. Each sends 2 (n-1)/n P b bytes (a single
+node: none). A returning node takes parameters, buffers and inner optimizer state from a node that stayed, and
+continues at the fleet's step. So all nodes are equal again: P b + the state's bytes, broadcast. A lost synchronization
+is a missed step.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ from exogym.strategy.traffic import Traffic
 
 
 class GradientAverage(GradientModule):
-    """Replace every node's gradient by the mean over nodes; a parameter no node has a gradient for is left alone.
+    """Replace every node's gradient by the mean over nodes. Parameters without a gradient on any node stay unchanged.
 
-    Buffers follow torch's DDP (`broadcast_buffers`): all nodes take those of the lowest id there; counted apart.
+    Buffers follow torch's DDP (`broadcast_buffers`): all nodes copy the buffers of the lowest present id. Their
+    bytes count apart.
 
     Args:
-        bucket_size_mb: size in MiB of the buckets whose sum may begin while backward still runs.
+        bucket_size_mb: MiB per bucket; a bucket's sum may begin while backward still runs.
     """
 
     weighted_means = True
@@ -47,34 +48,38 @@ class GradientAverage(GradientModule):
     def transform(self, fleet: Fleet, step: int, lr: float) -> None:
         for block in fleet.blocks:
             assert block.grads is not None
-            out = None if all_present(fleet) else block.grads  # else one row expanded; absent rows keep theirs, unused
+            out = None if all_present(fleet) else block.grads  # None: one row, expanded; otherwise absent rows stay
             block.grads = fleet.comm.all_reduce(block.grads, "mean", out=out)
             mark_used(fleet, block)
         broadcast_buffers(fleet)
 
 
 def mark_used(fleet: Fleet, block: Block) -> None:
-    """Say that a parameter has a gradient on all nodes if it has one on any of those that are there."""
+    """Record that a parameter has a gradient on all nodes if any present node has one."""
     used = fleet.comm.wire.reduce(block.has_grad.float(), fleet.comm.present, "max")
     block.has_grad[:] = used > 0
 
 
 def broadcast_buffers(fleet: Fleet) -> None:
-    """Give all nodes that are there the buffers of the lowest id among them, as torch's DDP does; counted apart."""
+    """Copy the buffers of the lowest present id to all present nodes, as torch's DDP does. Their bytes count apart."""
     with fleet.comm.counted_as("buffers"):
         for rows in fleet.buffers.values():
             rows.copy_(fleet.comm.broadcast(rows, src=fleet.comm.present[0]).clone())
 
 
 class SimpleReduceStrategy(CommunicateOptimizeStrategy):
-    """DDP, equal to `torch.nn.parallel.DistributedDataParallel` up to the rounding of sums.
+    """DDP: all nodes average their gradients at every step.
+
+        g = mean_i g_i;   theta <- Opt(theta, clip(g))
+
+    Payload: P b bytes per node and step. Equals `torch.nn.parallel.DistributedDataParallel` up to the rounding of sums.
 
     Args:
         inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: as `Strategy`; clipping acts on the
             averaged gradient.
-        bucket_size_mb: as torch's `bucket_cap_mb`. Where each process holds one node and `reduction="native"`, buckets
-            of gradients are summed while backward still runs; elsewhere it has no effect. A parameter without
-            gradient needs no `find_unused_parameters`, and micro-batches but the last send nothing (`no_sync`).
+        bucket_size_mb: MiB per bucket of gradients, as torch's `bucket_cap_mb`. Buckets are summed while backward still
+            runs if each process holds one node and `reduction="native"`; otherwise it has no effect. Parameters without
+            a gradient need no `find_unused_parameters`. Only the last micro-batch sends (`no_sync`).
 
     >>> strategy = SimpleReduceStrategy(inner_optim="sgd", lr=0.1)
     """

@@ -5,15 +5,14 @@ workshop (openreview stFPf3gzq1). After the inner step, with an index set I_t th
 
     theta_i[I_t] <- (1/N) sum_j theta_j[I_t]
 
-The index set is a function of (seed, step), so no index is sent: payload p P b bytes per node and step, ring
-all-reduce. Quantised to q bits: p P q / 8 + 4 bytes, all-gather (packed values cannot be summed in flight).
-Rounding stochastically costs no bytes.
-Top-k: one node announces k 4-byte indices (broadcast), then k values as above.
+All nodes draw the same index set from (seed, step), so no index is sent. Payload p P b bytes per node and step, ring
+all-reduce. Quantized to q bits: p P q / 8 + 4 bytes, all-gather (packed values cannot be summed in flight). Stochastic
+rounding costs no bytes. Top-k: one node announces k 4-byte indices (broadcast), then k values as above.
 
-With absent nodes: the mean is over the n nodes that are there (ring: tx = rx = 2 (n-1)/n of the payload; quantised:
-n-1 times), the others keep their values; they draw the same index sets when they are back. One node alone changes and
-sends nothing. Top-k: one of those there announces. A node that was down comes back with the parameters of one that
-stayed: P b bytes, broadcast; its inner optimizer state is its own. One that lost an average goes on with its own.
+With absent nodes: the mean is over the n present nodes (ring: tx = rx = 2 (n-1)/n of the payload; quantized: n-1
+times). The others keep their values. After their return they draw the same index sets. A single present node changes
+and sends nothing. Top-k: a present node announces. A node that was down returns with the parameters of a node that
+stayed (P b bytes, broadcast) and keeps its inner optimizer state. A node that missed an average keeps its own values.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ ROUNDINGS = ("nearest", "stochastic")
 
 
 def random_indices(total: int, p: float, g: torch.Generator) -> Tensor:
-    """Draw each of 0..total-1 independently with probability `p`; ascending, in O(p total) time.
+    """Draw each of 0..total-1 independently with probability `p`; return them ascending, in O(p total) time.
 
     The gaps between chosen indices are geometric: gap = 1 + floor(log u / log(1 - p)).
     """
@@ -75,16 +74,16 @@ class SparseCommunicator(PeriodicModule, Tunable):
             "sequential": one fixed random permutation, cut into ceil(1/p) nearly equal chunks, taken in turn.
             "partitioned": as sequential, with a new permutation after each full cycle.
             "topk": node (t mod N) announces the k = max(1, round(p P)) indices at which its parameters moved
-                furthest from their last averaged values; then all average those.
-        quantization_bits: None or 32 for full precision; 2 to 8, or 16: absmax codes of the chosen values,
-            really packed. The average of the decoded values is within scale / 2 of the exact one.
-        rounding: of the codes. "nearest" sets back each move under scale / 2, for ever where p is near 1; "stochastic"
-            rounds up or down so that the mean is right, each node with draws of its own from (seed, step, node), and
-            is off by less than scale.
+                furthest from their last averaged values; then all nodes average these.
+        quantization_bits: None or 32 for full precision; 2 to 8, or 16: absmax codes of the chosen values, packed into
+            bytes. The average of the decoded values is within scale / 2 of the exact average.
+        rounding: of the codes. "nearest" undoes every move under scale / 2, forever if p is near 1. "stochastic"
+            rounds up or down so that the mean is right; its error is below scale. Each node draws its own numbers from
+            (seed, step, node).
         interval: steps between averages.
         final_average: average all parameters once at the end of training (`final_sync`), P b bytes.
 
-    A node alone has nobody to average with: N=1 changes nothing.
+    With N=1 nothing changes.
     """
 
     weighted_means = True
@@ -157,7 +156,7 @@ class SparseCommunicator(PeriodicModule, Tunable):
                 reference[:, chosen] = where_present(fleet, mean, reference[:, chosen])
 
     def rejoin(self, fleet: Fleet, nodes: Sequence[int], step: int) -> None:
-        if self.method == "topk":  # what it has just taken is what it shares with others
+        if self.method == "topk":  # its new values are the averaged values
             for b, block in enumerate(fleet.blocks):
                 rows = rows_of(fleet, nodes)
                 self.row_state[f"reference.{b}"][rows] = block.params[rows]
@@ -205,10 +204,14 @@ class SparseCommunicator(PeriodicModule, Tunable):
 
 
 class SPARTAStrategy(CommunicateOptimizeStrategy):
-    """SPARTA at every step.
+    """SPARTA: after each step, nodes average a small share of their parameters.
+
+        theta_i[I_t] <- mean_j theta_j[I_t]          I_t: a share p of the indices, equal on all nodes
+
+    Payload: p P b bytes per node and step, and P b once at the end of training.
 
     Args:
-        p_sparta: share of the parameters averaged at each step.
+        p_sparta: p, the share of the parameters averaged at each step.
         compression_method, quantization_bits, rounding, interval: as `SparseCommunicator`.
         inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: as `Strategy`.
 
@@ -238,16 +241,18 @@ class SPARTAStrategy(CommunicateOptimizeStrategy):
 
 
 class SPARTADiLoCoOptions(OuterRates, AveragingOptions, total=False):
-    """Options of `SPARTADiLoCoStrategy` that others have, too."""
+    """Options of `SPARTADiLoCoStrategy` that other strategies have, too."""
 
 
 class SPARTADiLoCoStrategy(CommunicateOptimizeStrategy):
     """SPARTA between DiLoCo's outer steps: inner step, SPARTA, and every H steps the outer step.
 
-    Bytes per H steps and node: (H / interval) p P b + P b. Since SPARTA keeps the mean of the nodes, one SPARTA
-    average right before an outer step does not change it. The last synchronisation is an outer step.
+        theta_i[I_t] <- mean_j theta_j[I_t] at each step;   theta <- OuterOpt(theta, mean_i (theta - theta_i)) every H
 
-    With absent nodes: as SPARTA and DiLoCo; a node that was down comes back with DiLoCo's theta, P b bytes.
+    Payload: (H / interval) p P b + P b bytes per node and H steps. SPARTA keeps the nodes' mean, so a SPARTA average
+    right before an outer step does not change that step. The last synchronization is an outer step.
+
+    With absent nodes: as SPARTA and DiLoCo. A node that was down returns with DiLoCo's theta, P b bytes.
 
     Args:
         p_sparta, sparta_interval, compression_method, quantization_bits, rounding: of SPARTA.

@@ -1,4 +1,4 @@
-"""Streaming DiLoCo: the model in fragments, each synchronised in its turn.
+"""Streaming DiLoCo: the model in fragments, each synchronized in its turn.
 
 Douillard et al., Streaming DiLoCo with overlapping communication, arXiv:2501.18512. Fragment p = 0, ..., F-1 with the
 outer parameters theta_p is sent after the steps t > 0 with (t - t_p) mod H = 0, where t_p = floor(p H / F):
@@ -8,16 +8,17 @@ outer parameters theta_p is sent after the steps t > 0 with (t - t_p) mod H = 0,
     theta_p     <- OuterOpt_p(theta_p, Delta_p)                            # Nesterov, as DiLoCo
     theta_{i,p} <- alpha theta_{i,p} + (1 - alpha) theta_p
 
-Delta_p is measured against the last theta_p, though node i went on from the mixed value. alpha = 0 drops the tau local
-steps of the fragment; with alpha = 1 communication has no effect on the nodes.
+Delta_p uses the last theta_p, although node i continued from the mixed value. alpha = 0 drops the fragment's tau local
+steps. With alpha = 1 communication has no effect on the nodes.
 
-Payload of a fragment of p elements: p b bytes, ring all-reduce; P b every H steps in all, as DiLoCo, but at most the
-largest fragment at once. With 8 or 4 bits ceil(p bits / 8) and 4 bytes for each tensor's scale, which cannot be summed
-on their way: all-gather, tx = rx = (N-1) payload; sums are in fp32. Buffers are averaged once every H steps.
+Payload of a fragment of p elements: p b bytes, ring all-reduce. All fragments take P b every H steps, as DiLoCo, but
+at most the largest fragment travels at once. With 8 or 4 bits: ceil(p bits / 8) bytes, and 4 bytes for each tensor's
+scale. Such codes cannot be summed in flight: all-gather, tx = rx = (N-1) payload, with sums in fp32. Buffers are
+averaged once every H steps.
 
-At the end (`final_sync`) a fragment that is on its way arrives then. Any other is sent once more, unless it arrived
-after the last step. Steps that were taken while a fragment was on its way are not sent at the end. With absent nodes as
-DiLoCo, for each fragment by itself.
+At the end (`final_sync`) a fragment in flight arrives. Each other fragment is sent once more, unless it arrived after
+the last step. Steps taken while a fragment was in flight are not sent at the end. With absent nodes: as DiLoCo, for
+each fragment by itself.
 
 In a simulation's clock, averages that arrive late overlap with computing. On hosts, a run waits for them where it sends
 them.
@@ -50,7 +51,7 @@ QUANTIZERS = {4: E3M0, 8: lambda: Absmax(8)}
 
 
 class StreamingCommunicator(CommunicationModule, HasOuterModel):
-    """The outer steps of Streaming DiLoCo. Arguments as `StreamingDiLoCoStrategy`."""
+    """Take the outer steps of Streaming DiLoCo. Arguments as `StreamingDiLoCoStrategy`."""
 
     weighted_means = True
 
@@ -84,7 +85,7 @@ class StreamingCommunicator(CommunicationModule, HasOuterModel):
                 f"offsets={list(offsets)} must be num_fragments={num_fragments} steps from 0 to below H={H}"
             )
         self.H, self.num_fragments, self.rule, self.pattern, self.bits = H, num_fragments, rule, pattern, bits
-        self.acts_on = "elements" if bits == 32 else "row"  # whose fragments have scales
+        self.acts_on = "elements" if bits == 32 else "row"  # codes share a scale per tensor
         self.delay, self.alpha = fragment_sync_delay, fragment_update_alpha
         self.offsets = [p * H // num_fragments for p in range(num_fragments)] if offsets is None else list(offsets)
 
@@ -167,33 +168,37 @@ class StreamingCommunicator(CommunicationModule, HasOuterModel):
 
 
 class StreamingOptions(OuterOptions, AveragingOptions, total=False):
-    """Options of `StreamingDiLoCoStrategy` that others have, too."""
+    """Options of `StreamingDiLoCoStrategy` that other strategies have, too."""
 
 
 class StreamingDiLoCoStrategy(CommunicateOptimizeStrategy):
-    """DiLoCo in fragments that are sent one after the other, may arrive late, and may be quantised.
+    """Streaming DiLoCo: outer steps fragment by fragment, which may arrive late and be quantized.
+
+        Delta_p = mean_i Q(theta_p - theta_{i,p});   tau steps later: theta_p <- OuterOpt(theta_p, Delta_p)
+        theta_{i,p} <- alpha theta_{i,p} + (1 - alpha) theta_p
+
+    Payload: P b bytes per node every H steps (32 bits), at most the largest fragment at once. The evaluation model is
+    theta.
 
     Args:
         inner_optim: inner optimizer; the paper's is AdamW.
-        outer_optim, outer_lr, outer_lr_scheduler, outer_warmup_rounds, outer_momentum: as `DiLoCoStrategy`; for 'sgd'
-            the rate is 0.7 as there, the paper's 0.4.
-        H: steps from one synchronisation of a fragment to the next.
-        num_fragments: F; where the model has parameters outside of its layers (embeddings, the last norm, the head),
-            they are the last fragment, and the layers are dealt out to the others.
-        fragment_sync_delay: tau, below H; the paper's 1.
-        fragment_update_alpha: alpha, the share of the local parameters kept; the paper's 0.5.
+        outer_optim, outer_lr, outer_lr_scheduler, outer_warmup_rounds, outer_momentum: as `DiLoCoStrategy`. For 'sgd'
+            the rate is 0.7, as there; the paper's is 0.4.
+        H: steps from one synchronization of a fragment to the next.
+        num_fragments: F. Parameters outside of the model's layers (embeddings, the last norm, the head) are the last
+            fragment, and the other fragments share the layers.
+        fragment_sync_delay: tau, steps from sending a fragment to its arrival, below H; the paper's is 1.
+        fragment_update_alpha: alpha, the share of the local parameters kept; the paper's is 0.5.
         pattern: "strided" or "sequential" (`exogym.strategy.fragments`).
-        bits: of an element of Delta: 32 as it is, 8 (int8 by each tensor's largest), 4 (E3M0, the paper's).
-        offsets: t_p of each fragment instead, from 0 to below H.
+        bits: per element of Delta: 32 (exact), 8 (int8, scaled by each tensor's largest value), 4 (E3M0, the paper's).
+        offsets: t_p of each fragment, steps from 0 to below H. None: t_p = floor(p H / F).
         lr, inner_lr, max_norm, lr_scheduler, warmup_steps: of the inner optimizer, as `Strategy`.
-
-    The evaluation model is theta.
 
     In a simulation's clock, averages that arrive late overlap with computing. On hosts, a run waits for them where it
     sends them.
 
-    >>> strategy = StreamingDiLoCoStrategy(H=100, num_fragments=4, fragment_sync_delay=1, fragment_update_alpha=0.5, bits=4)
-    """  # noqa: E501
+    >>> strategy = StreamingDiLoCoStrategy(H=100, num_fragments=4, fragment_sync_delay=1, bits=4)
+    """
 
     name, title, paper, payload = "streaming_diloco", "Streaming DiLoCo", "arXiv:2501.18512", "P b / H"
     equation = (
