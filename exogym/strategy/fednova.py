@@ -1,28 +1,28 @@
-"""FedNova: FedAvg that does not favour clients which take more steps.
+"""FedNova: FedAvg that does not favor clients which take more steps.
 
-Wang et al., arXiv:2007.07481. The change of client i in a round is -gamma (a weighted sum of the round's gradients);
-a_i is the sum of these weights (the paper's 1-norm of its vector a_i). With FedAvg's weights w_i over the round's
+Wang et al., arXiv:2007.07481. Client i changes in a round by -gamma times a weighted sum of the round's gradients.
+a_i is the sum of these weights (the 1-norm of the paper's vector a_i). With FedAvg's weights w_i over the round's
 clients
 
     d_i = (theta - theta_i) / a_i;   tau = sum_i w_i a_i;   theta <- theta - tau sum_i w_i d_i
 
-So each client is brought to theta - (tau / a_i) (theta - theta_i) before the mean. For t local steps the paper gives
+So each client moves to theta - (tau / a_i) (theta - theta_i) before the mean. For t local steps the paper gives
 
     SGD                       a_i = t
     SGD with momentum rho     a_i = (t - rho (1 - rho^t) / (1 - rho)) / (1 - rho)
     SGD, proximal term mu     a_i = (1 - (1 - gamma mu)^t) / (gamma mu)
 
-Here the weights are added up step by step, by a rule that gives these sums: with momentum c <- rho c + 1, a_i <- a_i +
-c (Nesterov: a_i + 1 + rho c); with a proximal term a_i <- |1 - gamma mu| a_i + 1. A schedule's step k counts gamma_k /
-gamma in the place of 1, gamma being the rate at factor 1. t counts the steps that a client has really taken, whatever
-was planned. Weight decay is part of the gradient.
+This code adds the weights up step by step, by a rule that gives these sums. With momentum: c <- rho c + 1, a_i <- a_i +
+c (Nesterov: a_i + 1 + rho c). With a proximal term: a_i <- |1 - gamma mu| a_i + 1. With a schedule, step k counts
+gamma_k / gamma instead of 1, where gamma is the rate at factor 1. t counts the steps that a client really took, not the
+planned steps. Weight decay is part of the gradient.
 
-The sums are of one round's gradients, so momentum begins each round at zero (`keep_inner_state=False`), as in the
+The sums cover one round's gradients, so momentum begins each round at zero (`keep_inner_state=False`), as in the
 published code. For other optimizers, dampening, and momentum with a proximal term the paper gives no a_i; clipping
-would cut the proximal term. All these are refused.
+would cut the proximal term. ExoGym refuses all these.
 
-Payload P b + 8 bytes per client every H steps: a_i goes along. With absent nodes: as FedAvg; one whose synchronisation
-was lost has taken the more steps next time.
+Payload P b + 8 bytes per client every H steps: a_i is sent too. With absent nodes: as FedAvg. A node that missed the
+synchronization has simply taken more steps at the next one.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ from exogym.strategy.traffic import Traffic
 
 
 class EqualisedWork(RoundModule, Corrects):
-    """Scales what each client has come to by tau / a_i; before the averaging.
+    """Scale each client's change by tau / a_i; runs before the averaging.
 
     Args:
         inner: the strategy's inner optimizer.
-        mu: of the proximal term.
+        mu: weight of the proximal term.
 
-    State: where a client began its round, (rows, P), and a_i, (rows, 1); with momentum its weight c, and with a
-    schedule the client's steps since the run began, (rows, 1).
+    State: each client's parameters at the round's begin, (rows, P), and a_i, (rows, 1). With momentum also its weight
+    c, and with a schedule the client's steps since the run began, (rows, 1).
 
     Raises:
-        ArgumentError: the paper gives no a_i for what the clients do.
+        ArgumentError: the paper gives no a_i for the clients' optimizer.
     """
 
     def __init__(self, average: AveragingCommunicator, inner: Inner, mu: float):
@@ -73,7 +73,7 @@ class EqualisedWork(RoundModule, Corrects):
             raise ArgumentError(f"FedNova divides by a_i, the sum of the weights of a round's gradients, and {unknown}")
 
     def _unknown(self) -> str | None:
-        """Return for what the clients do no a_i is known, and what to do."""
+        """Return why no a_i is known for the clients' optimizer, and the remedy; None: a_i is known."""
         spec = self.inner.spec
         if spec.cls is not torch.optim.SGD:
             return f"none is known for {spec.cls.__name__}: take inner_optim='sgd', or FedAvg or FedOpt"
@@ -120,7 +120,7 @@ class EqualisedWork(RoundModule, Corrects):
         self.a[row] = abs(1 - rate * base * self.mu) * self.a[row] + rate * one
 
     def communicate(self, fleet: Fleet, step: int) -> None:
-        self.velocity.zero_()  # as every client's momentum, also of one whose synchronisation was lost
+        self.velocity.zero_()  # like every client's momentum, also after a lost synchronization
         members = self.members(fleet, step)
         if not members:
             return
@@ -136,19 +136,23 @@ class EqualisedWork(RoundModule, Corrects):
 
 
 class FedNovaStrategy(CommunicateOptimizeStrategy):
-    """Federated averaging of normalised changes.
+    """FedNova: FedAvg of normalized changes, so that clients with more steps do not count more.
+
+        theta <- theta - (sum_i w_i a_i) sum_i w_i (theta - theta_i) / a_i          for plain SGD a_i is i's steps
+
+    Payload: P b + 8 bytes per client every H steps.
 
     Args:
         H, client_fraction, weighting, local_steps, local_epochs, keep_inner_state, over_sampling,
-            deadline_s, min_reports: as `AveragingCommunicator`; without
-            `local_steps` or `local_epochs` (or slow nodes) all take the same number of steps, and it is FedAvg.
-        mu: of a proximal term mu (theta_i - theta) in every local gradient, as in FedProx; 0: none.
-        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: of the clients, as `Strategy`; SGD, without
-            momentum, or with momentum and keep_inner_state=False.
+            deadline_s, min_reports: as `AveragingCommunicator`. Without `local_steps`, `local_epochs` or slow nodes all
+            clients take the same number of steps, and FedNova is FedAvg.
+        mu: weight of a proximal term mu (theta_i - theta) in every local gradient, as in FedProx; 0: no term.
+        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: of the clients, as `Strategy`. The optimizer
+            is SGD, without momentum, or with momentum and keep_inner_state=False.
 
     Raises:
-        ArgumentError: the paper gives no a_i for what the clients do (another optimizer, momentum that is kept or has a
-            proximal term beside it).
+        ArgumentError: the paper gives no a_i for the clients' optimizer: not SGD, momentum that is kept, or momentum
+            with a proximal term.
 
     >>> strategy = FedNovaStrategy(inner_optim='sgd', local_epochs=1, lr=0.01)
     """

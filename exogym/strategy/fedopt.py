@@ -7,15 +7,15 @@ of the round's clients and D = x - theta:
     the others: m <- beta1 m + (1 - beta1) D;     theta <- theta + eta m / (sqrt(v) + tau)
         adagrad: v <- v + D^2;   adam: v <- beta2 v + (1 - beta2) D^2;   yogi: v <- v - (1 - beta2) D^2 sign(v - D^2)
 
-m = 0 and v = tau^2 at first. There is no correction of bias, as in the paper; with bias_correction=True m and v of adam
-and yogi are divided by 1 - beta^r in round r, as in `torch.optim.Adam` (Flower corrects with r + 1, and tau apart).
+m = 0 and v = tau^2 at first. As in the paper, no bias is corrected. With bias_correction=True, m and v of adam and yogi
+are divided by 1 - beta^r in round r, as in `torch.optim.Adam` (Flower corrects with r + 1, and tau apart).
 
-Payload P b bytes per client every H steps, as FedAvg: the server sends theta instead of the mean; without sampling
-every node takes the server's step for itself. With absent nodes: as FedAvg; where none of a round's clients is there,
-there is no step.
+Payload P b bytes per client every H steps, as FedAvg. The server sends theta instead of the mean; without sampling
+every node computes the server's step itself. With absent nodes: as FedAvg. If none of a round's clients is present,
+the server takes no step.
 
-With `privacy` D is the sum of clipped updates and noise over C N, as in FedAvg (`exogym.strategy.privacy`), in every
-round, also one without clients. What the server makes of D costs no more epsilon, whichever its step.
+With `privacy` D is (the sum of clipped updates + noise) / (C N), as in FedAvg (`exogym.strategy.privacy`), in every
+round, also in a round without clients. The server's step does not change the epsilon.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ RATES = {"adam": 0.1, "yogi": 0.01, "adagrad": 0.1, "momentum": 1.0}  # Flower's
 
 
 class ServerStep(RoundModule, HasOuterModel):
-    """The server's step, after the averaging; arguments as `FedOptStrategy`.
+    """Take the server's step after the averaging. Arguments as `FedOptStrategy`.
 
     State: theta, m and v, one copy for all nodes.
     """
@@ -97,7 +97,7 @@ class ServerStep(RoundModule, HasOuterModel):
             block.params[rows_of(fleet, receivers)] = theta
 
     def _direction(self, b: int, D: Tensor) -> Tensor:
-        """Return (1, P), what theta moves by at a rate of 1, for the change D."""
+        """Return (1, P), the move of theta at a rate of 1, for the change D."""
         m = self.shared_state[f"m.{b}"]
         if self.rule == "momentum":
             return m.mul_(self.beta1).add_(D)
@@ -119,20 +119,23 @@ class ServerStep(RoundModule, HasOuterModel):
 
 
 class FedOptStrategy(CommunicateOptimizeStrategy):
-    """Federated averaging with an optimizer at the server.
+    """FedOpt: FedAvg whose server takes an optimizer's step along the clients' mean change.
+
+        D = mean_i theta_i - theta;   theta <- theta + eta m / (sqrt(v) + tau)          m and v of D, as in adam
+
+    Payload: P b bytes per client every H steps. The evaluation model is theta.
 
     Args:
         server_optim: "adam", "yogi", "adagrad" or "momentum" (FedAvgM).
-        server_lr: eta; 0.1 for adam and adagrad, 0.01 for yogi, 1 for momentum.
-        beta1, beta2: 0.9 (0 for adagrad) and 0.99.
-        tau: the smaller, the more adaptive; 1e-3.
-        initial_v: v before the first round; tau^2.
-        bias_correction: of adam and yogi, as `torch.optim.Adam`.
+        server_lr: eta. None: 0.1 for adam and adagrad, 0.01 for yogi, 1 for momentum.
+        beta1: decay of m. None: 0.9, but 0 for adagrad.
+        beta2: decay of v.
+        tau: the smaller, the more adaptive.
+        initial_v: v before the first round. None: tau^2.
+        bias_correction: correct the bias of adam and yogi, as `torch.optim.Adam` does.
         H, client_fraction, weighting, local_steps, local_epochs, keep_inner_state, privacy, over_sampling,
             deadline_s, min_reports: as `AveragingCommunicator`.
         inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: of the clients, as `Strategy`.
-
-    The evaluation model is theta.
 
     >>> strategy = FedOptStrategy(inner_optim='sgd', server_optim='adam', server_lr=0.01, H=5, lr=0.01)
     """

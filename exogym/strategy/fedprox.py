@@ -1,17 +1,17 @@
-"""FedProx: FedAvg whose clients are held near the parameters they started the round with.
+"""FedProx: FedAvg whose clients are held near the parameters with which they started the round.
 
-Li et al., arXiv:1812.06127. Client i minimises F_i(w) + (mu/2) |w - theta|^2 in a round, theta being what it last
-received:
+Li et al., arXiv:1812.06127. In a round client i minimizes F_i(w) + (mu/2) |w - theta|^2, where theta is the last value
+that it received:
 
     g_i(w) + mu (w - theta)                         # at every local step, before clipping and the inner optimizer
     theta <- sum_i n_i theta_i / sum_i n_i          # as FedAvg
 
-Clients may take different numbers of steps, and all are used. The term is part of the gradient: with Adam inside it
-enters the moments; decoupled weight decay does not see it. A parameter to which a step gives no gradient is left alone.
-Clients are sampled as FedAvg samples them and weighed by `weighting` (the paper: sampled by n_i, weighed alike).
+Clients may take different numbers of steps, and all are used. The term is part of the gradient: Adam takes it into its
+moments; decoupled weight decay ignores it. If a step gives a parameter no gradient, the parameter gets no term. Clients
+are sampled as in FedAvg and weighted by `weighting` (the paper: sampled by n_i, equal weights).
 
-Payload P b bytes per client every H steps, as FedAvg; each client keeps a copy of theta. With absent nodes: as FedAvg;
-a node whose synchronisation was lost is still held near the theta that it last received.
+Payload P b bytes per client every H steps, as FedAvg; each client keeps a copy of theta. With absent nodes: as FedAvg.
+A node that missed the synchronization stays near the theta that it last received.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from exogym.strategy.strategy import Run
 
 
 class ProximalTerm(RoundModule, Corrects):
-    """Adds mu (w - theta) to every local gradient; after the averaging. State: theta as last received, (rows, P)."""
+    """Add mu (w - theta) to every local gradient; runs after the averaging. State: theta last received, (rows, P)."""
 
     def __init__(self, average: AveragingCommunicator, mu: float):
         super().__init__(average)
@@ -71,7 +71,11 @@ class ProximalTerm(RoundModule, Corrects):
 
 
 class FedProxStrategy(CommunicateOptimizeStrategy):
-    """Federated averaging with a proximal term.
+    """FedProx: FedAvg with a proximal term that keeps clients near theta.
+
+        g_i <- g_i + mu (theta_i - theta) at every local step;   theta <- sum_i n_i theta_i / sum_i n_i
+
+    Payload: P b bytes per client every H steps.
 
     Args:
         mu: weight of the proximal term; the paper has 0.001 to 1, and 0 is FedAvg.

@@ -1,26 +1,26 @@
 """Stochastic gradient push: gossip along a directed graph, with weights that undo its bias.
 
 Assran et al., Stochastic gradient push for distributed deep learning, arXiv:1811.10792. Node i has x_i and a weight
-w_i, 1 at first; it trains z_i = x_i / w_i. After every step that H divides, P having columns that sum to 1,
+w_i, 1 at first; it trains z_i = x_i / w_i. The columns of P sum to 1. After every step that H divides,
 
     x_i <- sum_j P_ij x_j,   w_i <- sum_j P_ij w_j,   z_i <- x_i / w_i
 
-where x_i had taken what the inner optimizer changed of z_i: a step -gamma g_i(z_i) of z_i is one of x_i. Each giver
-splits what it has evenly between itself and those it gives to, so the sums over the nodes of x_i and of w_i are kept
-(the second is N). Forgetting w_i would give a biased mean. The model is the mean of the z_i.
+Before that, x_i takes the inner optimizer's change of z_i: a step -gamma g_i(z_i) of z_i is the same step of x_i. Each
+node splits its x_i and w_i evenly between itself and its takers. So the sums over the nodes of x_i and of w_i are kept
+(the second is N). Without w_i the mean would be biased. The model is the mean of the z_i.
 
-With H > 1 a node's local steps between two exchanges are those of its inner optimizer on z_i, at the full rate; at the
-exchange x_i takes their sum. So where w_i is not 1 (on a graph where a node is not given as much as it gives, or with
-absent nodes) z_i goes on from x_i / w_i, not from where its local steps led. The paper has H = 1, where no gradient is
-computed in between. To step x_i at every local step, so z_i at 1 / w_i of the rate, would be another algorithm: on
-quadratic clients and an uneven graph it ended further from the optimum and diverged at lower rates.
+With H > 1 a node's local steps between two exchanges are its inner optimizer's steps on z_i, at the full rate. At the
+exchange x_i takes their sum. If w_i is not 1 (a node gives more or less than it receives, or nodes are absent), z_i
+continues from x_i / w_i, not from the end of its local steps. The paper has H = 1, where no gradient is computed in
+between. Stepping x_i at every local step, so z_i at 1 / w_i of the rate, would be a different algorithm. On quadratic
+clients and an uneven graph it ended further from the optimum and diverged at lower rates.
 
-Payload P b + 8 bytes per node and taker every H steps (w_i in 8); tx the same, rx for each giver. By default one taker,
-i + 2^(t mod ceil(log2 N)): after ceil(log2 N) turns without training all N = 2^k nodes hold the exact mean. A node
-waits for those that give to it only. The paper's overlap of several steps is not built.
+Payload P b + 8 bytes per node and taker every H steps (w_i in 8); tx the same, rx for each giver. By default a node has
+one taker, i + 2^(t mod ceil(log2 N)): after ceil(log2 N) turns without training all N = 2^k nodes hold the exact mean.
+A node waits for its givers only. The paper's overlap of several steps is not built.
 
-With absent nodes: nobody gives to them, and what they have stays theirs. A node that comes back takes z of one that
-stayed, and keeps its weight; one that is started anew (`forget`) takes the weight, too.
+With absent nodes: absent nodes keep x_i and w_i, and nobody gives to them. A returning node takes z from a node that
+stayed, and keeps its weight. A node that starts anew (`forget`) takes the weight, too.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class PushSum(PeriodicModule):
         takers = takers_of(self.graph, fleet.num_nodes, self.round_of(step)) if self.takers is None else self.takers
         P = pushing(takers, fleet.comm.present)
         for block, x in zip(fleet.blocks, self.x, strict=True):
-            x.add_(block.params - x / self.w.to(x))  # what was trained of z is added to x
+            x.add_(block.params - x / self.w.to(x))  # add the change of z since the last exchange
         *mixed, w = fleet.comm.mix_all([*self.x, self.w[:, 0]], P)
         self.w.copy_(w[:, None])
         for block, x, new in zip(fleet.blocks, self.x, mixed, strict=True):
@@ -85,14 +85,18 @@ class PushSum(PeriodicModule):
 
 
 class GradientPushStrategy(CommunicateOptimizeStrategy):
-    """Stochastic gradient push: training over push-sum on a directed graph that may change from step to step.
+    """Stochastic gradient push: nodes train while they push weighted shares to takers on a directed graph.
+
+        x_i <- sum_j P_ij x_j;   w_i <- sum_j P_ij w_j;   z_i <- x_i / w_i, which node i trains
+
+    Payload: P b + 8 bytes per node and taker every H steps.
 
     Args:
         inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: as `Strategy`; clipping acts on each node's own
             gradient.
         graph: "exponential" (one taker at a time, which changes), "ring" (i to i + 1), "complete", or a networkx graph
             of the nodes 0, 1, ..., along whose edges nodes give.
-        H: steps from one exchange to the next; between them z_i takes local steps at the full rate, whatever w_i is.
+        H: steps from one exchange to the next. In between, z_i takes local steps at the full rate for every w_i.
 
     >>> strategy = GradientPushStrategy("sgd", lr=0.1)
     """

@@ -1,4 +1,4 @@
-"""Muon for the hidden matrices of a model, AdamW for the rest.
+"""Muon for a model's hidden matrices, AdamW for the rest.
 
 Jordan et al., Muon: an optimizer for hidden layers in neural networks, 2024; with the learning rate of Liu et al., Muon
 is scalable for LLM training, arXiv:2502.16982. For a hidden matrix W (m, n) with gradient G, learning rate gamma:
@@ -7,7 +7,7 @@ is scalable for LLM training, arXiv:2502.16982. For a hidden matrix W (m, n) wit
     O <- five steps of Newton and Schulz from B / |B|   # about U V^T of the singular value decomposition U S V^T
     W <- W (1 - gamma lambda) - gamma 0.2 sqrt(max(m, n)) O
 
-The factor gives O the size of an update of AdamW, so that one learning rate serves both.
+The factor scales O to the size of an AdamW update, so that one learning rate serves both.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from exogym.strategy.kernels import bare_step, can_fuse
 class MuonAdamW(Optimizer):
     """Muon for the parameter groups with `use_muon`, AdamW for the others: `inner_optim="muon"`.
 
-    Named by "muon", a model's hidden matrices go to Muon: parameters of two dimensions, both over 1, that are neither
-    an embedding (a tied head counts as one) nor the head (`fleet.layout.hidden_matrices`). All others go to AdamW:
-    embeddings, head, norms, biases, and what has more than two dimensions, as convolutions have. Groups may say
-    otherwise: `OptimSpec("muon", groups=[("*.gate.weight", {"use_muon": False})])`.
+    Under the name "muon", a model's hidden matrices go to Muon: parameters with two dimensions, both over 1, except
+    embeddings (a tied head counts as one) and the head (`fleet.layout.hidden_matrices`). All others go to AdamW:
+    embeddings, head, norms, biases, and parameters of more dimensions, such as convolutions. Groups can overrule this:
+    `OptimSpec("muon", groups=[("*.gate.weight", {"use_muon": False})])`.
 
     Args:
-        params: parameters, or groups, of which each may have a `use_muon` and all that follows of its own.
-        lr, weight_decay: gamma and lambda, of both.
-        momentum, nesterov, ns_steps, adjust_lr_fn: Muon's, as torch's; "original" instead of "match_rms_adamw" scales
+        params: parameters, or groups; each group may have its own `use_muon` and its own value of every argument below.
+        lr, weight_decay: gamma and lambda, for both.
+        momentum, nesterov, ns_steps, adjust_lr_fn: Muon's, as torch's. "original" instead of "match_rms_adamw" scales
             by sqrt(max(1, m / n)), for learning rates near 0.02.
         betas, eps: AdamW's.
 
-    State: that of both, with each parameter.
+    State: Muon's and AdamW's state, per parameter.
 
     >>> p = torch.nn.Parameter(torch.eye(2))
     >>> MuonAdamW([{"params": [p], "use_muon": True}], lr=0.1).param_groups[0]["momentum"]
@@ -62,7 +62,7 @@ class MuonAdamW(Optimizer):
             for name, value in (muon if group["use_muon"] else adamw).items():
                 group.setdefault(name, value)
         self.defaults |= muon | adamw
-        _ = self.parts  # which check their arguments
+        _ = self.parts  # the optimizers check their arguments
 
     @property
     def parts(self) -> list[Optimizer]:
@@ -84,13 +84,13 @@ class MuonAdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Step both on what is in `.grad`; `closure` computes the loss and the gradients first."""
+        """Step both optimizers along `.grad`; `closure`, if given, first computes the loss and the gradients."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         for part, step in zip(self.parts, self._steps, strict=True):
-            part.state = self.state  # which may be another row's
+            part.state = self.state  # may belong to another row
             part.param_groups = self._groups(isinstance(part, torch.optim.Muon))
             step()
         return loss

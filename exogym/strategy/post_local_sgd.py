@@ -5,11 +5,11 @@ Lin et al., Don't use large mini-batches, use local SGD, arXiv:1808.07217. With 
     t <= t0:  g = (1/N) sum_i g_i,  theta_i <- Opt(theta_i, clip(g))     # DDP
     t >  t0:  theta_i <- Opt(theta_i, clip(g_i)), and after steps divisible by H: theta_i <- (1/N) sum_j theta_j
 
-Inner optimizer states are kept across the switch, and stay local afterwards.
+Inner optimizer states are kept across the switch, and stay local.
 
 Payload P b bytes per node and step up to t0, then P b every H steps; ring all-reduce, tx = rx = 2 (N-1)/N P b. With
-t0 >= T it is DDP; with t0 = 0, H = 1 and plain SGD, too. torch's own (`post_localSGD_hook` and `PeriodicModelAverager`)
-counts H from its warm-up instead, and may go on averaging gradients inside a machine.
+t0 >= T it is DDP; with t0 = 0, H = 1 and plain SGD, too. torch's version (`post_localSGD_hook` and
+`PeriodicModelAverager`) counts H from its warm-up instead, and can continue to average gradients inside a machine.
 
 With absent nodes: as DDP up to t0, as local SGD later.
 """
@@ -29,7 +29,7 @@ from exogym.strategy.traffic import Traffic
 
 
 class EarlyGradientAverage(GradientModule):
-    """`GradientAverage` up to and including step `stop`; afterwards every node has its own gradient."""
+    """Average the gradients up to and including step `stop`; later every node uses its own gradient."""
 
     weighted_means = True
 
@@ -39,7 +39,7 @@ class EarlyGradientAverage(GradientModule):
         self.stop, self.average = stop, GradientAverage()
 
     def traffic(self, P: float, N: int, b: float) -> list[Traffic]:
-        return []  # what is repeated comes after it
+        return []  # the repeated collectives follow this phase
 
     def start(self, fleet: Fleet, run: Run) -> None:
         super().start(fleet, run)
@@ -77,13 +77,18 @@ class LateAverage(PeriodicModule):
 
 
 class PostLocalSGDStrategy(CommunicateOptimizeStrategy):
-    """DDP up to a step, local SGD from there on.
+    """Post-local SGD: DDP up to step t0, local SGD after it.
+
+        t <= t0:  theta_i <- Opt(theta_i, clip(mean_j g_j))
+        t >  t0:  theta_i <- Opt(theta_i, clip(g_i)), and theta_i <- mean_j theta_j every H steps
+
+    Payload: P b bytes per node and step up to t0, then P b every H steps.
 
     Args:
-        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: as `Strategy`; clipping acts on the averaged
-            gradient up to `start_step`, on each node's own later.
+        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: as `Strategy`. Clipping acts on the averaged
+            gradient up to `start_step`, on each node's own gradient later.
         H: steps between averages of the parameters, after `start_step`.
-        start_step: t0, steps with averaged gradients; the paper's is that of the first decay of the learning rate.
+        start_step: t0, steps with averaged gradients. The paper switches when the learning rate first decays.
 
     >>> strategy = PostLocalSGDStrategy("sgd", H=16, start_step=500, lr=0.1)
     """

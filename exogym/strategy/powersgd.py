@@ -1,4 +1,4 @@
-"""PowerSGD: the gradient of each matrix as a product of two thin ones, by one step of power iteration.
+"""PowerSGD: each matrix's gradient as a product of two thin matrices, by one step of power iteration.
 
 Vogels, Karimireddy, Jaggi, arXiv:1905.13727. A tensor of several dimensions is a matrix, n x m: first dimension by the
 rest. Per matrix, with rank r and node i's error E_i, as torch's `powerSGD_hook`:
@@ -6,17 +6,16 @@ rest. Per matrix, with rank r and node i's error E_i, as torch's `powerSGD_hook`
     M_i = G_i + E_i;   Q <- orth(Q);   P <- orth(mean_i M_i Q);   Q <- mean_i M_i^T P
     G = P Q^T;   E_i = M_i - G;   theta <- Opt(theta, clip(G)) for all i
 
-Q, m x r, is the same on all nodes, drawn once from the seed and kept from step to step (warm start). The error is that
-against the common approximation (epfml/powersgd keeps M_i - P Q_i^T; the sums over i are the same). So with E_i of zero
-at first, sum_t G + mean_i E_i = sum_t mean_i G_i. A matrix is compressed if (n + m) r min_rate < n m; vectors and the
-rest go uncompressed, in the first of the two all-reduces of a step.
+Q, m x r, is the same on all nodes, drawn once from the seed and kept from step to step (warm start). The error is the
+difference to the common approximation (epfml/powersgd keeps M_i - P Q_i^T; the sums over i are the same). So if E_i = 0
+at first, sum_t G + mean_i E_i = sum_t mean_i G_i. A matrix is compressed if (n + m) r min_rate < n m. Vectors and other
+matrices travel uncompressed, in the first of a step's two all-reduces.
 
 Payload: sum over matrices of r (n + m) b + rest b bytes per step, in two all-reduces, and P b in the first `start_step`
-steps. `advise` reckons with matrices of 1024 x 1024 only: 2 r P b / 1024.
+steps. `advise` assumes matrices of 1024 x 1024: 2 r P b / 1024.
 
-With absent nodes: means are over those that are there. The error of a node that is away rests, and is zero when it
-comes back, at the fleet's step, with parameters, buffers and inner optimizer state of one that stayed, and Q,
-broadcast.
+With absent nodes: means are over the present nodes. An absent node's error rests. A returning node's error is zero. It
+continues at the fleet's step with parameters, buffers, inner optimizer state and Q of a node that stayed, broadcast.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from exogym.strategy.simple_reduce import broadcast_buffers, mark_used
 from exogym.strategy.strategy import Run
 from exogym.strategy.traffic import Traffic
 
-SIDE = 1024  # of the matrices that `advise` reckons with
+SIDE = 1024  # rows and columns of the matrices that `advise` assumes
 
 
 class LowRankMean(GradientModule):
@@ -47,8 +46,8 @@ class LowRankMean(GradientModule):
 
     Args:
         rank: r; a matrix takes min(r, n, m).
-        start_step: steps with a plain average before.
-        min_rate: a matrix is compressed if that makes it smaller by more than this factor.
+        start_step: number of first steps with a plain average.
+        min_rate: a matrix is compressed if this makes it smaller by more than this factor.
 
     State: E, (rows, P); Q, one for all.
     """
@@ -67,7 +66,7 @@ class LowRankMean(GradientModule):
         return [Traffic("all_reduce", self.rank * P * b / SIDE), Traffic("all_reduce", self.rank * P * b / SIDE)]
 
     def shape(self, slot: Slot) -> tuple[int, int, int] | None:
-        """Return n, m and the rank of the matrix that a parameter is; None where it goes uncompressed."""
+        """Return a parameter's n, m and rank as a matrix; None if it travels uncompressed."""
         if not slot.shape:
             return None
         n, m = slot.shape[0], slot.numel // slot.shape[0]
@@ -78,7 +77,7 @@ class LowRankMean(GradientModule):
         super().start(fleet, run)
         self.row_state = {f"error.{b}": block.zeros() for b, block in enumerate(fleet.blocks)}
         self.shared_state = {}
-        count = 0  # of those in all processes of a node
+        count = 0  # numbers the matrices of all processes of a node
         for block in fleet.blocks:
             here = {slot.name for slot in block.layout}
             for slot in block.layout.whole or block.layout:
@@ -107,7 +106,7 @@ class LowRankMean(GradientModule):
         broadcast_buffers(fleet)
 
     def _approximate(self, fleet: Fleet, block: Block, G: Tensor, E: Tensor) -> Tensor:
-        """Return (1, P), the mean as all nodes then know it, and keep in `E` what it lacks."""
+        """Return (1, P), the mean as all nodes then know it, and keep in `E` the rest."""
         M = G + E
         shapes = {slot: shape for slot in block.layout if (shape := self.shape(slot)) is not None}
         rest = [slot for slot in block.layout if slot not in shapes]
@@ -133,7 +132,7 @@ class LowRankMean(GradientModule):
 
     @staticmethod
     def _mean(fleet: Fleet, parts: Sequence[Tensor]) -> list[Tensor]:
-        """All-reduce (rows, ...) parts as one; return the mean's, (...) each."""
+        """All-reduce (rows, ...) parts as one; return their means, (...) each."""
         if not parts:
             return []
         mean = shared_row(fleet, fleet.comm.all_reduce(torch.cat(list(parts), 1), "mean"))[0]
@@ -141,22 +140,26 @@ class LowRankMean(GradientModule):
 
 
 def orthogonal(x: Tensor) -> Tensor:
-    """Return (n, r) orthonormal columns that span those of `x`, in fp32 at least."""
+    """Return (n, r) orthonormal columns that span the columns of `x`, in fp32 at least."""
     wide = x if x.dtype == torch.float64 else x.float()
     return torch.linalg.qr(wide).Q.to(x)
 
 
 def _products(views: Tensor, thin: Tensor) -> Tensor:
-    """(rows, n, m) times (m, r), node by node: a product over several may round otherwise than over one."""
+    """Multiply (rows, n, m) by (m, r), node by node, because a batched product may round differently."""
     return torch.stack([node.clone() @ thin for node in views])
 
 
 class PowerSGDStrategy(CommunicateOptimizeStrategy):
-    """Data-parallel training with low-rank gradients.
+    """PowerSGD: nodes average rank-r approximations of their gradients, with error feedback.
+
+        P <- orth(mean_i (G_i + E_i) Q);   Q <- mean_i (G_i + E_i)^T P;   G = P Q^T;   E_i <- G_i + E_i - G
+
+    Payload: r (n + m) b bytes per n x m matrix, node and step, and b per element of other parameters.
 
     Args:
         rank: r; the paper has 1 to 4 for images, 4 to 32 for language.
-        start_step: steps with a plain average before (torch's hook has 1000).
+        start_step: number of first steps with a plain average (torch's hook has 1000).
         min_rate: a matrix is compressed if (n + m) r min_rate < n m, as in torch's hook.
         inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: as `Strategy`; the optimizer (momentum) and
             clipping act on the approximation.

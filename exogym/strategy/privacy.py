@@ -1,4 +1,4 @@
-"""Differential privacy of clients: what a run says of any one of them is bounded, and the bound is counted.
+"""Differential privacy of clients: bound and count how much a run reveals about any client.
 
 McMahan, Ramage, Talwar, Zhang, Learning Differentially Private Recurrent Language Models, arXiv:1710.06963 (DP-FedAvg,
 flat clipping, fixed denominator). In each round every one of N clients takes part with probability q, independently:
@@ -6,11 +6,13 @@ flat clipping, fixed denominator). In each round every one of N clients takes pa
     Delta_i <- Delta_i min(1, C / |Delta_i|)                          Delta_i = theta_i - theta, at the client
     theta   <- theta + (sum of Delta_i + noise) / (q N)               noise ~ N(0, (z C)^2) in each element
 
-A round in which nobody takes part adds noise like any other. Clients weigh the same: weights by examples would have to
-be bounded, too. The epsilon spent after R rounds, for neighbouring sets of clients that differ in one, is that of R
-Gaussian mechanisms with noise multiplier z under Poisson sampling with rate q, by Renyi accounting (`dp-accounting`).
+A round in which nobody takes part adds noise like any other. Clients have equal weights, because weights by examples
+would need a bound, too. Two sets of clients are neighbors if they differ in one client. The epsilon spent after R
+rounds is the epsilon of R Gaussian mechanisms with noise multiplier z under Poisson sampling with rate q, by Renyi
+accounting (`dp-accounting`).
 
-Bytes: as FedAvg with sampled clients. The numbers drawn follow from the run's seed: who knows it can take them away.
+Bytes: as FedAvg with sampled clients. The noise follows from the run's seed: anybody who knows the seed can subtract
+it.
 """
 
 from __future__ import annotations
@@ -31,15 +33,17 @@ from exogym.errors import ArgumentError, check_number
 
 @dataclass(frozen=True)
 class DifferentialPrivacy:
-    """How updates of clients are clipped and blurred.
+    """Clip clients' updates and add noise to their mean, so that a run reveals little about any client.
+
+        Delta_i <- Delta_i min(1, C / |Delta_i|);   theta <- theta + (sum_i Delta_i + noise) / (q N)
 
     Args:
-        clip: C, the most that the 2-norm of a client's update may be.
-        noise_multiplier: z; 0 clips only, and epsilon is infinite.
-        delta: of (epsilon, delta); under 1 / N, as a rule.
+        clip: C, the largest 2-norm of a client's update.
+        noise_multiplier: z; the noise has the standard deviation z C. 0 clips only, and epsilon is infinite.
+        delta: of (epsilon, delta); usually under 1 / N.
 
     Raises:
-        ArgumentError: a number that cannot be; `dp-accounting` is not installed.
+        ArgumentError: a number is out of range, or `dp-accounting` is not installed.
 
     >>> round(DifferentialPrivacy(clip=1.0, noise_multiplier=1.0, delta=1e-5).epsilon(rate=0.1, rounds=100), 2)
     7.9
@@ -56,7 +60,7 @@ class DifferentialPrivacy:
         accounting()
 
     def epsilon(self, rate: float, rounds: int) -> float:
-        """Return the epsilon spent by `rounds` rounds, each with a share `rate` of the clients in the mean."""
+        """Return the epsilon spent by `rounds` rounds, if a share `rate` of the clients takes part on average."""
         if not rounds:
             return 0.0
         if not self.noise_multiplier:
@@ -64,7 +68,7 @@ class DifferentialPrivacy:
         dp = accounting()
         event = dp.GaussianDpEvent(self.noise_multiplier)
         event = event if rate == 1 else dp.PoissonSampledDpEvent(rate, event)
-        log = logging.getLogger("absl")  # which warns of each order that gives no bound, and is then left out
+        log = logging.getLogger("absl")  # warns about each order without a bound, which the accountant then skips
         before = log.level
         log.setLevel(logging.ERROR)
         try:
@@ -73,7 +77,7 @@ class DifferentialPrivacy:
             log.setLevel(before)
 
     def clip_rows(self, fleet: Fleet, rows: Sequence[int], theta: Sequence[Tensor]) -> None:
-        """Shorten what the nodes in `rows` have moved from `theta`, (1, P) per block, to `clip` where it is longer."""
+        """Shorten each row's change from `theta`, (1, P) per block, to the norm `clip` if it is longer."""
         for row in rows:
             moved = [block.params[row] - x[0] for block, x in zip(fleet.blocks, theta, strict=True)]
             norm = math.sqrt(sum(float(u.double().square().sum()) for u in moved))
@@ -82,7 +86,7 @@ class DifferentialPrivacy:
                     torch.add(x[0], u, alpha=self.clip / norm, out=block.params[row])
 
     def noise(self, like: Tensor, clients: float, seed: int, *ids: int) -> Tensor:
-        """Return the noise on a mean over `clients` in the mean, shaped `like`."""
+        """Return the noise, shaped `like`, for a mean over `clients` clients (an expected number)."""
         drawn = torch.randn(like.shape, generator=generator(seed, "privacy", *ids), dtype=torch.float64)
         return (drawn * (self.noise_multiplier * self.clip / clients)).to(like.device, like.dtype)
 
@@ -91,7 +95,7 @@ def accounting() -> Any:
     """Return `dp_accounting`.
 
     Raises:
-        ArgumentError: it is not installed.
+        ArgumentError: `dp-accounting` is not installed.
     """
     try:
         import dp_accounting

@@ -1,15 +1,15 @@
-"""QSGD: gradients rounded to a few levels by chance, so that their mean stays right.
+"""QSGD: gradients rounded at random to a few levels, so that their mean stays right.
 
 Alistarh et al., arXiv:1610.02132. The row is cut into buckets of d numbers; in each, with s levels:
 
     a_j = |g_j| s / |g|_2;   level_j = floor(a_j), or one more with probability a_j - floor(a_j)
     Q(g_j) = |g|_2 sign(g_j) level_j / s;   g = mean_i Q(g_i),   theta <- Opt(theta, clip(g))
 
-E Q(g) = g, and E|Q(g) - g|^2 <= min(d / s^2, sqrt(d) / s) |g|^2. Each node draws for itself from (seed, step, node), so
-errors are independent and the variance of the mean falls as 1/N.
+E Q(g) = g, and E|Q(g) - g|^2 <= min(d / s^2, sqrt(d) / s) |g|^2. Each node draws its own numbers from (seed, step,
+node), so errors are independent and the mean's variance falls as 1/N.
 
-Payload ceil(P (1 + ceil(log2(s + 1))) / 8) + 4 ceil(P / d) bytes per step, codes of fixed length (the paper's Elias
-coding is shorter), all-gather, tx = rx = (N-1) payload. With absent nodes: as DDP, among those that are there.
+Payload ceil(P (1 + ceil(log2(s + 1))) / 8) + 4 ceil(P / d) bytes per step, all-gather, tx = rx = (N-1) payload. Codes
+have a fixed length (the paper's Elias coding is shorter). With absent nodes: as DDP, among the present nodes.
 """
 
 from __future__ import annotations
@@ -25,11 +25,15 @@ from exogym.strategy.compressed_gradients import CompressedMean
 
 
 class QSGDStrategy(CommunicateOptimizeStrategy):
-    """Data-parallel training with stochastically quantised gradients.
+    """QSGD: nodes average stochastically quantized gradients.
+
+        g = mean_i Q(g_i), with E Q(g_i) = g_i;   theta <- Opt(theta, clip(g))
+
+    Payload: ceil(P (1 + ceil(log2(s + 1))) / 8) + 4 ceil(P / d) bytes per node and step.
 
     Args:
         levels: s, without zero; the codes take 1 + ceil(log2(s + 1)) bits. The paper's 4 and 8 bits are 7 and 127.
-        bucket: d, numbers that share a norm.
+        bucket: d, entries that share a norm.
         inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: as `Strategy`; clipping acts on the mean.
 
     >>> strategy = QSGDStrategy(inner_optim="sgd", levels=7, lr=0.1)

@@ -1,16 +1,15 @@
 """int8 all-reduce: data-parallel training whose sums travel in codes of 8 bits.
 
-As in INTELLECT-1, arXiv:2412.01152, but symmetric: scale = max|x| / 127 in each bucket, q = round(x / scale), off by at
-most scale / 2. Codes cannot be added up in a ring, so there are two stages (`mean_in_shards`):
+As in INTELLECT-1, arXiv:2412.01152, but symmetric: scale = max|x| / 127 in each bucket, q = round(x / scale), with an
+error of at most scale / 2. A ring cannot add codes, so the mean has two stages (`mean_in_shards`):
 
     shard k of everyone -> node k:  m_k = mean_i Q(g_i)_k in fp32;   all gather Q(m_k);   g = (Q(m_1), ..., Q(m_N))
     theta <- Opt(theta, clip(g))
 
-Each entry is rounded twice, however many nodes there are (in a ring it would be N times). All nodes end with the same
-bits.
+Each entry is rounded twice, for every N (a ring would round N times). All nodes end with the same bits.
 
 Payload: S = N (ceil(w bits / 8) + 4 ceil(w / bucket)) bytes with w = ceil(P / N), all-to-all, then S / N, all-gather;
-tx = rx = 2 (N-1)/N S. With absent nodes: as DDP, in shards of those that are there.
+tx = rx = 2 (N-1)/N S. With absent nodes: as DDP, in shards of the present nodes.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from exogym.strategy.traffic import Traffic
 
 
 class QuantizedAverage(GradientModule):
-    """Replace the gradients by their quantised mean."""
+    """Replace the gradients by their quantized mean."""
 
     weighted_means = only_means = True
     acts_on = "row"
@@ -53,10 +52,14 @@ class QuantizedAverage(GradientModule):
 
 
 class QuantizedReduceStrategy(CommunicateOptimizeStrategy):
-    """Data-parallel training with a quantised all-reduce.
+    """Quantized all-reduce: nodes average gradients that travel in 8-bit codes.
+
+        g = Q(mean_i Q(g_i)), each Q with an error of at most half its scale;   theta <- Opt(theta, clip(g))
+
+    Payload: about a quarter of DDP's bytes at 8 bits, (1 + 1/N) (P bits / 8 + 4 P / bucket) per node and step.
 
     Args:
-        bits: 2 to 8, or 16.
+        bits: per entry, 2 to 8, or 16.
         bucket: entries that share a scale.
         inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: as `Strategy`; clipping acts on the mean.
 

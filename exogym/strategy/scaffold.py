@@ -1,4 +1,4 @@
-"""SCAFFOLD: FedAvg whose clients correct their gradients for how their data differ from everyone's.
+"""SCAFFOLD: FedAvg whose clients correct their gradients for the difference between their data and everyone's.
 
 Karimireddy et al., arXiv:1910.06378. With control variates c at the server and c_i at each client, zero at first:
 
@@ -6,13 +6,13 @@ Karimireddy et al., arXiv:1910.06378. With control variates c at the server and 
     c_i+ = (1/K) sum of the round's g_i(y_i)                 # of SGD: option II, c_i - c + (theta - y_i) / (K eta_l)
     theta <- theta + eta_g mean_{i in S} (y_i - theta);   c <- c + (1/N) sum_{i in S} (c_i+ - c_i);   c_i <- c_i+
 
-N counts all clients, S those of the round. Option II is written as what it is equal to, the mean of the local gradients
-that the round saw, so that it holds for any inner optimizer and schedule. Gradients are as the loss gives them, before
-clipping; weight decay of the inner optimizer is not in them.
+N counts all clients, S the round's clients. The paper's option II equals the mean of the round's local gradients, and
+is computed as this mean, so that it holds for any inner optimizer and schedule. Gradients are the loss's, before
+clipping and without the inner optimizer's weight decay.
 
-Payload 2 P b bytes per client every H steps, y_i and c_i+ - c_i, each like FedAvg's. With absent nodes: those of S that
-are there; one whose synchronisation was lost goes on, and its next c_i+ is the mean over all its steps since. A node
-that was down keeps its c_i, and gets c with the parameters: 2 P b bytes.
+Payload 2 P b bytes per client every H steps, y_i and c_i+ - c_i, each like FedAvg's. With absent nodes: S counts the
+present clients only. A node that missed the synchronization continues, and its next c_i+ is the mean over all its steps
+since the last one. A node that was down keeps its c_i, and receives c with the parameters: 2 P b bytes.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ from exogym.strategy.traffic import Traffic
 
 
 class ControlVariates(RoundModule, Corrects):
-    """Adds c - c_i to every local gradient; before the averaging.
+    """Add c - c_i to every local gradient; runs before the averaging.
 
-    State: c, one for all; c_i and the sum of a round's gradients, (rows, P); how many these are, (rows, 1).
+    State: c, one for all nodes; c_i and the sum of a round's gradients, (rows, P); the number of these gradients,
+    (rows, 1).
     """
 
     weighted_means = False  # c is a sum over clients
@@ -96,11 +97,18 @@ class ControlVariates(RoundModule, Corrects):
 
 
 class ScaffoldStrategy(CommunicateOptimizeStrategy):
-    """Federated averaging with control variates.
+    """SCAFFOLD: FedAvg with control variates, which correct each local gradient for the client's own data.
 
-    Args: server_lr: eta_g. H, client_fraction, weighting, local_steps, local_epochs, keep_inner_state, over_sampling,
-    deadline_s, min_reports: as `AveragingCommunicator`; clients count the same by default, as in the paper.
-    inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: of the clients, as `Strategy`; the paper's is SGD.
+        g_i <- g_i + c - c_i at every local step;   c_i <- mean of the round's g_i;   c <- c + sum_i (change of c_i) / N
+
+    Payload: 2 P b bytes per client every H steps.
+
+    Args:
+        server_lr: eta_g, the server's learning rate.
+        H, client_fraction, weighting, local_steps, local_epochs, keep_inner_state, over_sampling, deadline_s,
+            min_reports: as `AveragingCommunicator`. By default clients have equal weights, as in the paper.
+        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: of the clients, as `Strategy`; the paper's is
+            SGD.
 
     >>> strategy = ScaffoldStrategy(inner_optim='sgd', H=5, lr=0.01)
     """

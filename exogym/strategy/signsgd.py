@@ -4,8 +4,8 @@ Majority vote, Bernstein et al., arXiv:1802.04434, with the inner optimizer SGD(
 
     theta <- theta - gamma sign(sum_i sign(g_i))
 
-A tie gives 0. One bit cannot say zero, so a node's gradient of exactly zero is a vote up and down in turn, at step t of
-node i up where t + i is even. Payload ceil(P / 8) bytes per step.
+A tie gives 0. One bit cannot say zero, so for a gradient of exactly zero node i votes up at step t if t + i is even,
+and down otherwise. Payload ceil(P / 8) bytes per step.
 
 EF-signSGD, Karimireddy et al., arXiv:1901.09847, per tensor of d entries (see `compressed_gradients`):
 
@@ -13,7 +13,7 @@ EF-signSGD, Karimireddy et al., arXiv:1901.09847, per tensor of d entries (see `
 
 with sign(0) = +. Payload ceil(P / 8) + 4 per tensor. Both: all-gather, tx = rx = (N-1) payload.
 
-With absent nodes: those that are there vote; for the rest as `compressed_gradients`.
+With absent nodes: the present nodes vote; otherwise as `compressed_gradients`.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from exogym.strategy.traffic import Traffic
 
 
 class MajorityVote(GradientModule):
-    """Replace the gradients by the sign of the sum of everyone's signs."""
+    """Replace the gradients by the sign of the sum of all nodes' signs."""
 
-    clip_first = True  # which no sign sees
+    clip_first = True  # clipping does not change a sign
 
     def traffic(self, P: float, N: int, b: float) -> list[Traffic]:
         return [Traffic("all_gather", P / 8)]
@@ -60,13 +60,17 @@ class MajorityVote(GradientModule):
 
 
 class SignSGDStrategy(CommunicateOptimizeStrategy):
-    """Data-parallel training with one bit per gradient entry.
+    """signSGD: nodes send one bit per gradient entry and step along the majority of the signs.
+
+        theta <- theta - gamma sign(sum_i sign(g_i))
+
+    Payload: P / 8 bytes per node and step.
 
     Args:
-        error_feedback: send the scaled signs of gradient and error together (EF-signSGD) instead of a vote.
+        error_feedback: send the scaled signs of gradient plus error (EF-signSGD) instead of a vote.
         inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: as `Strategy`. A vote moves every parameter by
-            the learning rate: start at 1e-3 or below. With error feedback the rate is that of SGD, and each node's own
-            gradient is clipped.
+            the learning rate, so start at 1e-3 or below. With error feedback the rate is SGD's usual rate, and each
+            node's own gradient is clipped.
 
     >>> strategy = SignSGDStrategy(inner_optim="sgd", lr=1e-3)
     """

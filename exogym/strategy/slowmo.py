@@ -7,11 +7,11 @@ H inner steps, with the inner learning rate gamma of the last of them:
     u       <- beta u + (theta - xbar) / gamma
     theta   <- theta - alpha gamma u,   theta_i <- theta
 
-The states of the inner optimizers (their "buffers") are maintained, start afresh, or are averaged too.
+The inner optimizers' states (the paper's "buffers") are kept, reset or averaged.
 
-Payload P b bytes per node every H steps; ring all-reduce, tx = rx = 2 (N-1)/N P b. Averaged states add as much for
-each. With beta = 0 and alpha = 1 it is local SGD. With a constant gamma it is DiLoCo with a heavy ball, eta = alpha,
-mu = beta; with another it is not, since u is in units of gradients. With absent nodes as DiLoCo.
+Payload P b bytes per node every H steps; ring all-reduce, tx = rx = 2 (N-1)/N P b. Each averaged state adds as much.
+With beta = 0 and alpha = 1 it is local SGD. With a constant gamma it is DiLoCo with a heavy ball, eta = alpha,
+mu = beta. With a changing gamma it is not, because u has the unit of a gradient. With absent nodes: as DiLoCo.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from exogym.strategy.traffic import Traffic
 
 
 class SlowMomentum(Optimizer):
-    """u <- beta u + g / gamma; p <- p - alpha gamma u, where `lr` is gamma.
+    """Step u <- beta u + g / gamma; p <- p - alpha gamma u, where `lr` is gamma.
 
     >>> p = torch.nn.Parameter(torch.zeros(1))
     >>> p.grad = torch.ones(1)
@@ -67,13 +67,13 @@ class SlowMomentum(Optimizer):
 
 
 class SlowMoCommunicator(OuterModule):
-    """SlowMo's outer step, after every step divisible by H.
+    """Take SlowMo's outer step after every step divisible by H.
 
     Args:
-        inner: the strategy's inner optimizer, whose rate gamma is.
-        H: inner steps of a round, or a pure function of the round (from 0) that gives them.
+        inner: the strategy's inner optimizer, which has the rate gamma.
+        H: inner steps of a round, or a pure function from the round (from 0) to this number.
         slow_lr, slow_momentum: alpha and beta.
-        buffers: what becomes of the inner optimizers' states: "maintain", "reset" or "average".
+        buffers: "maintain", "reset" or "average" the inner optimizers' states.
     """
 
     weighted_means = True
@@ -111,14 +111,16 @@ class SlowMoCommunicator(OuterModule):
 
 
 class SlowMoStrategy(CommunicateOptimizeStrategy):
-    """SlowMo over any inner optimizer.
+    """SlowMo: local steps with any inner optimizer, then a step of slow momentum along the nodes' mean change.
+
+        u <- beta u + (theta - mean_i theta_i) / gamma;   theta <- theta - alpha gamma u;   theta_i <- theta
+
+    Payload: P b bytes per node every H steps. The evaluation model is theta.
 
     Args:
         inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: as `Strategy`. gamma is the optimizer's own
-            rate, not that of a parameter group with another.
+            rate, not a parameter group's rate.
         H, slow_lr, slow_momentum, buffers: as `SlowMoCommunicator`; the paper takes alpha = 1, beta from 0.4 to 0.8.
-
-    The evaluation model is theta.
 
     >>> strategy = SlowMoStrategy("sgd", H=12, lr=0.1, slow_momentum=0.6)
     """

@@ -1,25 +1,26 @@
-"""SparseLoCo: DiLoCo that sends the largest entries of its outer gradients in 2 bits, with error feedback for momentum.
+"""SparseLoCo: DiLoCo that sends its outer gradients' largest entries in 2 bits, with error feedback for momentum.
 
 Sarfi et al., arXiv:2508.15706. Every H inner steps, with the outer parameters theta:
 
     e_i <- beta e_i + (theta - theta_i)
     (I_i, V_i) <- the k largest of each chunk of e_i;   V_i <- Q(V_i)
-    e_i <- e_i - scatter(I_i, V_i)                        # what Q has changed stays, too
+    e_i <- e_i - scatter(I_i, V_i)                        # Q's error stays in e_i, too
     theta <- theta - eta mean_i scatter(I_i, V_i);   theta_i <- theta
 
-Chunks are 64 x 64 blocks of a matrix, 4096 entries of a vector; of a smaller one as large a share is sent, at least
-one. Q puts values into 4 bins over 6 standard deviations and sends the mean of each bin's members (`Statistical`). The
-mean is over all N nodes; the published code divides by the number of those that sent an entry
-(aggregation="contributors"). That code multiplies by eta twice, here once. There is no outer momentum: beta < 1 forgets
-on purpose.
+Chunks are 64 x 64 blocks of a matrix, or 4096 entries of a vector. A smaller chunk sends the same share, at least one
+entry. Q puts values into 4 bins over 6 standard deviations and sends the mean of each bin's members (`Statistical`).
+The mean is over all N nodes; the published code divides by the number of nodes that sent an entry
+(aggregation="contributors"). The published code multiplies by eta twice, this code once. It has no outer momentum:
+beta < 1 forgets on purpose.
 
-Payload per round, of whole chunks: P k/chunk entries of bits + ceil(log2 chunk) bits, P 64/4096 14/8 bytes with the
-defaults, 1/146 of fp32; an index into a smaller chunk of s entries has ceil(log2 s) bits, and indices and values of a
-tensor fill whole bytes each. For the tables of Q 4 2^bits bytes per tensor, 16. All-gather, tx = rx = (N-1) payload.
+Payload per round, for whole chunks: P k/chunk entries of bits + ceil(log2 chunk) bits, P 64/4096 14/8 bytes with the
+defaults, 1/146 of fp32. An index into a smaller chunk of s entries has ceil(log2 s) bits. A tensor's indices fill whole
+bytes, and so do its values. Q's tables add 4 2^bits bytes per tensor, 16 by default. All-gather, tx = rx = (N-1)
+payload.
 
-With absent nodes: means are over those that are there. A node whose synchronisation was lost keeps theta_i and e_i and
-goes on; its next difference is to the theta it last received. One that was down comes back with theta, P b bytes, and
-e_i = 0.
+With absent nodes: means are over the present nodes. A node that missed the synchronization keeps theta_i and e_i and
+continues. Its next difference is to the theta that it last received. A node that was down returns with theta, P b
+bytes, and e_i = 0.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from exogym.strategy.traffic import Traffic
 
 
 class SparseOuterStep(PeriodicModule, HasOuterModel):
-    """The outer step of SparseLoCo, after every step divisible by H; arguments as `SparseLoCoStrategy`.
+    """Take SparseLoCo's outer step after every step divisible by H. Arguments as `SparseLoCoStrategy`.
 
     State: theta, one copy for all nodes; e and the theta last received, (rows, P).
     """
@@ -100,7 +101,7 @@ class SparseOuterStep(PeriodicModule, HasOuterModel):
         fleet.synchronise_buffers()
 
     def _mean(self, fleet: Fleet, compressor: ChunkTopK, payload: Sequence[Tensor], theta: Tensor) -> Tensor:
-        """Return (1, P), the mean of what was sent: over the nodes, or for each entry over those that sent it."""
+        """Return (1, P), the mean of the sent values: over all nodes, or for each entry over its senders."""
         wide = torch.promote_types(theta.dtype, torch.float32)
 
         def decode(*parts: Tensor) -> Tensor:
@@ -123,20 +124,23 @@ class SparseOuterStep(PeriodicModule, HasOuterModel):
 
 
 class SparseLoCoStrategy(CommunicateOptimizeStrategy):
-    """SparseLoCo: H local steps, then the largest entries of the difference in a few bits.
+    """SparseLoCo: H local steps, then nodes exchange the largest entries of their differences from theta in few bits.
+
+        e_i <- beta e_i + theta - theta_i;   V_i = Q(top_k(e_i));   e_i <- e_i - V_i;   theta <- theta - eta mean_i V_i
+
+    Payload: P topk/chunk (bits + ceil(log2 chunk)) / 8 bytes per node every H steps, 1/146 of fp32 by default. The
+    evaluation model is theta. With topk = chunk and bits=32 it is DiLoCo with outer SGD(eta).
 
     Args:
         inner_optim: inner optimizer; the paper's is AdamW.
-        H: inner steps between outer steps, or a pure function of the round (from 0) that gives them.
-        topk: entries kept of a chunk; the paper's are 32 to 128.
+        H: inner steps between outer steps, or a pure function from the round (from 0) to this number.
+        topk: entries sent per chunk; the paper's are 32 to 128.
         chunk: entries of a chunk, a square number.
-        bits: of a value, 1 to 8; 32 for the values as they are.
+        bits: per value, 1 to 8; 32 sends the exact values.
         error_decay: beta.
         outer_lr: eta.
         aggregation: "mean" over all nodes, or over the "contributors" of each entry.
         lr, inner_lr, max_norm, lr_scheduler, warmup_steps: of the inner optimizer, as `Strategy`.
-
-    The evaluation model is theta. With topk = chunk and bits=32 it is DiLoCo with outer SGD(eta).
 
     >>> strategy = SparseLoCoStrategy(inner_optim='adamw', H=30, topk=64, lr=4e-4)
     """

@@ -1,4 +1,4 @@
-"""Top-k: every node sends the largest k entries of its gradient, and keeps the rest for later.
+"""Top-k: every node sends its gradient's k largest entries, and keeps the rest for later.
 
 Stich, Cordonnier, Jaggi, Sparsified SGD with memory, arXiv:1809.07599; Lin et al., Deep Gradient Compression,
 arXiv:1712.01887, without its momentum tricks. With error feedback (`compressed_gradients`), at the learning rate gamma:
@@ -6,8 +6,9 @@ arXiv:1712.01887, without its momentum tricks. With error feedback (`compressed_
     p_i = gamma g_i + e_i;   send the k largest of |p_i|, with indices;   e_i <- p_i - sent_i
     g = (1 / gamma) mean_i sent_i,   theta <- Opt(theta, g)
 
-k = max(1, round(density P)), over all parameters (of one dtype) together; the mean is over all N nodes, whoever sent.
-Payload k (b + 4) bytes per step, all-gather, tx = rx = (N-1) payload: what a node gets grows with N.
+k = max(1, round(density P)), over all parameters (of one dtype) together. The mean is over all N nodes, also over nodes
+that did not send the entry. Payload k (b + 4) bytes per step, all-gather, tx = rx = (N-1) payload: the bytes that a
+node receives grow with N.
 """
 
 from __future__ import annotations
@@ -22,15 +23,17 @@ from exogym.strategy.compressed_gradients import CompressedMean
 
 
 class TopKStrategy(CommunicateOptimizeStrategy):
-    """Data-parallel training with the largest entries of each node's gradient.
+    """Top-k: nodes average their gradients' largest entries and keep the rest as error feedback.
+
+        p_i = gamma g_i + e_i;   e_i <- p_i - top_k(p_i);   theta <- theta - mean_i top_k(p_i)
+
+    Payload: density P (b + 4) bytes per node and step. With density 1 it is DDP.
 
     Args:
         density: share of the entries that a node sends, over 0 and at most 1.
-        error_feedback: keep what is not sent; without it most of the gradient is lost.
+        error_feedback: keep the unsent entries; without it most of the gradient is lost.
         inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: as `Strategy`. With error feedback each node's
             own gradient is clipped.
-
-    With density 1 it is DDP.
 
     >>> strategy = TopKStrategy(inner_optim="sgd", density=0.01, lr=0.1)
     """
