@@ -14,8 +14,8 @@ momentum beta, the period K (N by default), and m = A = 0, t = 0 at first:
     discount           the same with g = (1+s)^(-1/2) Delta/K                   s: updates of theta since w pulled it
     fedbuff            A <- A + Delta; every K arrivals g = A/K, the same, A <- 0; nothing between (arXiv:2106.06639)
 
-Every rule divides by K, so that K arrivals weigh as much as one outer step of DiLoCo and eta means the same in all of
-them. `nesterov` with K = 1 is DiLoCo's outer step at every arrival. Where all Delta come from one theta, K = N and c = 0,
+Every rule divides by K, so that K arrivals weigh as much as one outer step of DiLoCo, and eta means the same in every
+rule. `nesterov` with K = 1 is DiLoCo's outer step at every arrival. If all Delta come from one theta, K = N and c = 0,
 `delayed_nesterov` and `fedbuff` are DiLoCo.
 """  # noqa: E501
 
@@ -36,15 +36,16 @@ from exogym.strategy.strategy import InnerOptions
 
 
 class RuleServer:
-    """Theta, and what turns an arriving Delta into the next theta.
+    """The server: keeps theta and applies each arriving Delta by one rule.
 
     Args:
         theta: (P,) per block, copied.
-        rule, K, c, eta, beta: as above.
+        rule, K, c, eta, beta: see the top of this file.
 
     Attributes:
         theta, m, A: (P,) per block.
-        t: arrivals that were applied; `version`: updates of theta.
+        t: number of applied arrivals.
+        version: number of updates of theta.
 
     >>> server = RuleServer([torch.zeros(1)], "delayed_nesterov", K=2, c=0.0, eta=1.0, beta=0.5)
     >>> for _ in range(2):
@@ -61,16 +62,16 @@ class RuleServer:
         self.t = self.version = 0
 
     def apply(self, delta: list[Tensor], staleness: int = 0, steps: int = 1, batch_size: int = 1) -> None:
-        """Take in one node's `delta`, (P,) per block, which may be overwritten; however many steps it is of."""
+        """Apply one node's `delta`, (P,) per block, whatever its number of steps. May overwrite `delta`."""
         changes = [self.rule(self, b, x, staleness) for b, x in enumerate(delta)]
         self.t += 1
         self.version += any(changes)
 
     def release(self) -> None:
-        """Each Delta was applied as it came."""
+        """Do nothing: each Delta was applied on arrival."""
 
     def flush(self) -> None:
-        """Take the step of `fedbuff` that fewer than K arrivals wait for; each weighs 1/K, as ever."""
+        """Take the step of `fedbuff` for which fewer than K arrivals wait; each arrival still weighs 1/K."""
         waiting = self.t % self.K if self.rule is _fedbuff else 0
         for b, A in enumerate(self.A if waiting else []):
             self.outer_step(b, A.div_(self.K))
@@ -79,11 +80,11 @@ class RuleServer:
 
     @property
     def completes_period(self) -> bool:
-        """Whether the arrival at hand is the last of its K."""
+        """Whether the current arrival is the last of its K."""
         return (self.t + 1) % self.K == 0
 
     def outer_step(self, b: int, g: Tensor) -> None:
-        """Nesterov's step with the gradient `g` of block `b`."""
+        """Take Nesterov's step with the gradient `g` of block `b`."""
         theta, m = self.theta[b], self.m[b]
         m.mul_(self.beta).add_(g)
         theta.sub_(g.add(m, alpha=self.beta), alpha=self.eta)
@@ -140,37 +141,42 @@ BUFFERED = ("delayed_nesterov", "fedbuff")
 
 
 class AsyncDiLoCoStrategy(ClockedStrategy):
-    """Asynchronous DiLoCo: nodes act in the order of their virtual clocks, and a server applies each Delta at once.
+    """Async DiLoCo: each node trains in its own time, and a server applies each node's Delta on arrival.
+
+        A <- A + Delta;   every K-th arrival: m <- beta m + A/K and a step of theta along m;   A <- 0
+
+    Bytes: P b up and P b down for each round of a node. Payload P b, T_w / H_w times over T_w local steps of node w.
+    Memory: each node needs one more row, the theta that it pulled. The evaluation model is theta.
 
     Args:
-        inner_optim: inner optimizer; its state stays with the node and is kept.
-        H: inner steps of a round; with `dylu` of the fastest node.
+        inner_optim: inner optimizer; each node keeps its state between rounds.
+        H: inner steps of a round; with `dylu` the fastest node's.
         outer_lr, outer_momentum: eta and beta.
         rule: "delayed_nesterov", "nesterov" (naive), "discount" or "fedbuff"; see the top of this file.
-        dylu: dynamic local updates, H_w = max(1, floor(v_w / max v * H)) with v the mean steps per second: all nodes
-            come back at about the same time.
+        dylu: dynamic local updates, H_w = max(1, floor(v_w / max v * H)) with v the mean steps per second, so that all
+            nodes return at about the same time.
         shard_sampling: a node draws a shard of the data for each round, p_i ~ max(|D_i| / sum_j |D_j| - n_i / sum_j
-            n_j, 0) with n_i the examples handed out of shard i, so that shards get on alike although nodes do not.
-        grace_s: after an arrival wait so many virtual seconds for others; those that come are applied one after the
-            other, and all pull the same theta. math.inf waits for all. 0: nobody waits.
+            n_j, 0). n_i counts the examples taken from shard i, so that shards are used evenly although nodes are not
+            equally fast.
+        grace_s: virtual seconds that the server waits for others after an arrival. Their Delta are applied one after
+            the other, and all of them pull the same theta. 0: no waiting. math.inf: wait for all.
         period: K; N if None.
-        activation: c of delayed_nesterov, from 0 to 1/K. With c > 0 it is not DiLoCo, even where all nodes are alike.
+        activation: c of delayed_nesterov, from 0 to 1/K. With c > 0 it is not DiLoCo, even if all nodes are alike.
         delay_compensation: lambda of Delta + lambda Delta * Delta * (theta - theta_pulled), elementwise
-            (arXiv:1609.08326); 0 is none.
-        max_staleness: a Delta from a theta that was updated more often since is dropped; None: none is.
+            (arXiv:1609.08326); 0 for no compensation.
+        max_staleness: drop a Delta if theta was updated more often since its node pulled. None: drop nothing.
         lr, inner_lr, max_norm, lr_scheduler, warmup_steps: of the inner optimizer, as `Strategy`. A schedule follows
-            the fleet's step, so that it ends for fast and slow nodes alike; with `shard_sampling` that of the shard.
+            the fleet's step, so that it ends for fast and slow nodes alike; with `shard_sampling` the shard's step.
 
-    Bytes: P b up and P b down for each round of a node, payload P b (T_w / H_w times over T_w local steps of node w).
-    One step of the fleet is N local steps, whoever takes them. The evaluation model is theta. Every node draws from its
-    own share of the data, and a fast one more of it, but with `shard_sampling`: then every node must be able to read
-    every share, and the bytes of that are not counted. Memory: a node costs one row more, the theta it pulled.
+    One step of the fleet is N local steps, by whichever nodes. Every node draws from its own share of the data, so a
+    fast node uses more of its share. With `shard_sampling` every node must be able to read every share; those bytes are
+    not counted.
 
-    Steps taken since a node's last push are pushed at the end of training (`final_sync`); those nodes pull once more,
-    the others do not, so as many bytes go up as down. `fedbuff` then takes the step that fewer than K pushes wait for,
-    g = A/K. These rounds are half done, but a period that they complete takes the whole step along the momentum, so
-    the loss may jump there. Changing buffers travel along: the server's are moved towards the mean of n nodes that
-    pull together by n/N. Planned faults and compute="vmap" are refused.
+    At the end of training nodes push the steps since their last push (`final_sync`). Only those nodes pull once more,
+    so as many bytes go up as down. `fedbuff` then takes the step for which fewer than K pushes wait, g = A/K. These
+    rounds are unfinished, but a period that they complete takes the whole step along the momentum, so the loss may jump
+    there. Changing buffers travel along: if n nodes pull together, the server's buffers move by n/N toward their mean.
+    Planned faults and compute="vmap" are refused.
 
     >>> strategy = AsyncDiLoCoStrategy(inner_optim='adamw', H=50, lr=3e-4, dylu=True)
     >>> naive = AsyncDiLoCoStrategy(inner_optim='adamw', H=50, lr=3e-4, rule='nesterov', outer_lr=0.1)

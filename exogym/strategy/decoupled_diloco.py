@@ -1,18 +1,18 @@
-"""Decoupled DiLoCo: a server that goes on with a quorum, a grace window, and weights by tokens.
+"""Decoupled DiLoCo: a server that continues with a quorum, a grace window, and weights by tokens.
 
 Douillard et al., Decoupled DiLoCo for Resilient Distributed Pre-training, arXiv:2604.21428. Node w pulls theta, takes H
-inner steps to theta_w on its own clock, pushes Delta_w = theta_pulled - theta_w and waits. Once at least Q nodes have
-arrived, and `grace_s` seconds have passed in which others may join them, the server merges those there, the set M:
+inner steps to theta_w on its own clock, pushes Delta_w = theta_pulled - theta_w and waits. When at least Q nodes have
+arrived, the server waits another `grace_s` seconds for others. Then it merges the arrived nodes, the set M:
 
     c_w = tokens of the round;  s_w = its steps;  weight_w = c_w c_w / s_w
     g = sum_M weight_w Delta_w / sum_M weight_w
     m <- beta m + g;  theta <- theta - eta (g + beta m)
 
-and the nodes of M pull theta. Nobody waits for the others, whose Delta comes later, from an older theta.
+and the nodes of M pull theta. Nobody waits for the other nodes; their Delta comes later, from an older theta.
 
-What is left open here: the paper syncs fragments one after the other while nodes go on, and adapts the grace window to
-the slack there is; here all of the model travels at once, nodes wait, and the window is a number. Its other way of
-merging (by radius and direction) is left out. A late Delta is taken from the theta that its node had pulled.
+Differences to the paper: it syncs fragments one after the other while nodes continue, and adapts the grace window to
+the time left; here the whole model travels at once, nodes wait, and the window is a number. The paper's second way of
+merging (by radius and direction) is left out. A late Delta starts from the theta that its node had pulled.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ from exogym.strategy.strategy import InnerOptions
 
 
 class QuorumServer:
-    """Theta, and the weighted mean of the Delta that wait for the next step of it.
+    """The server: keeps theta and the weighted mean of the Delta that wait for the next update of theta.
 
     Attributes:
-        theta, m, total: (P,) per block; `total` is the weighted sum, `weight` the sum of weights.
-        version: updates of theta.
+        theta, m, total: (P,) per block; `total` is the weighted sum of the waiting Delta.
+        weight: the sum of their weights.
+        version: number of updates of theta.
 
     >>> server = QuorumServer([torch.zeros(1)], eta=1.0, beta=0.0)
     >>> server.apply([torch.ones(1)], staleness=0, steps=10, batch_size=8)
@@ -52,7 +53,7 @@ class QuorumServer:
         self.weight, self.version = 0.0, 0
 
     def apply(self, delta: list[Tensor], staleness: int, steps: int, batch_size: int) -> None:
-        tokens = steps * batch_size  # up to a factor that is the same for all
+        tokens = steps * batch_size  # up to a factor that all nodes share
         weight = tokens * tokens / steps
         for total, x in zip(self.total, delta, strict=True):
             total.add_(x, alpha=weight)
@@ -82,26 +83,30 @@ class QuorumServer:
 
 
 class DecoupledDiLoCoStrategy(ClockedStrategy):
-    """Decoupled DiLoCo: whoever is there makes the outer step, once there are enough of them.
+    """Decoupled DiLoCo: a server takes the outer step as soon as Q nodes have arrived, without the slower nodes.
+
+        g = sum_M weight_w Delta_w / sum_M weight_w;   m <- beta m + g;   theta <- theta - eta (g + beta m)
+
+    Bytes: P b up and P b down for each round of a node; payload P b / H per step of the node. Memory: each node needs
+    one more row, the theta that it pulled. The evaluation model is theta.
 
     Args:
-        inner_optim: inner optimizer; its state stays with the node and is kept.
+        inner_optim: inner optimizer; each node keeps its state between rounds.
         H: inner steps of a round.
         quorum: Q, nodes that must have arrived; None: more than half of them.
-        grace_s: virtual seconds that the server waits for more once Q are there; 0: those who arrive at the same moment
-            join them, if Q is over 1; math.inf waits for all.
+        grace_s: virtual seconds that the server waits for more after the Q-th arrival. 0: only nodes that arrive at the
+            same moment join, if Q is over 1. math.inf: wait for all.
         outer_lr, outer_momentum: eta and beta.
         lr, inner_lr, max_norm, lr_scheduler, warmup_steps: of the inner optimizer, as `Strategy`; a schedule follows
             the fleet's step.
 
-    Bytes: P b up and P b down for each round of a node, payload P b / H per step of it. The evaluation model is theta;
-    one step of the fleet is N local steps, whoever takes them. A node that is Q - 1 rounds behind still counts, with
-    what it did. At the end of training unfinished rounds are pushed and merged (`final_sync`). Q = N is DiLoCo, up to
-    the order of a sum; Q = 1 without grace is asynchronous DiLoCo's naive rule with period 1. Planned faults and
-    compute="vmap" are refused. Memory: a node costs one row more, the theta it pulled.
+    One step of the fleet is N local steps, by whichever nodes. A node that is Q - 1 rounds behind still counts, with
+    its own steps. At the end of training unfinished rounds are pushed and merged (`final_sync`). Q = N is DiLoCo, up to
+    the order of a sum. Q = 1 without grace is asynchronous DiLoCo's naive rule with period 1. Planned faults and
+    compute="vmap" are refused.
 
     Raises:
-        ArgumentError: a quorum of more nodes than there are.
+        ArgumentError: the quorum is larger than the number of nodes.
 
     >>> strategy = DecoupledDiLoCoStrategy(inner_optim='adamw', H=50, quorum=3, grace_s=0.5, lr=3e-4)
     """
@@ -138,7 +143,7 @@ class DecoupledDiLoCoStrategy(ClockedStrategy):
         if self.quorum is None:
             return num_nodes // 2 + 1
         if self.quorum > num_nodes:
-            raise ArgumentError(f"quorum={self.quorum} of {num_nodes} nodes can never be there: lower it")
+            raise ArgumentError(f"quorum={self.quorum} is more than the {num_nodes} nodes of this run: lower it")
         return self.quorum
 
     def server(self, fleet: Fleet) -> QuorumServer:

@@ -1,9 +1,9 @@
-"""Delayed DiLoCo: DiLoCo whose averages arrive d steps after they were sent.
+"""Delayed DiLoCo: DiLoCo with averages that arrive d steps late.
 
-With 0 < d <= H, the average that is sent after step r H arrives after step r H + d, and theta_i <- theta drops what was
-trained meanwhile. With d = H (arXiv:2502.12996, "naive delay") outer step r takes the average of round r - 1, and 0 in
-the first; what the nodes trained in round r is on its way, and they go on from theta. What is on its way at the end of
-training arrives then (`final_sync`).
+With 0 < d <= H, the average sent after step r H arrives after step r H + d, and theta_i <- theta drops the steps in
+between. With d = H (arXiv:2502.12996, "naive delay") outer step r takes the average of round r - 1, and 0 in the first
+round. The nodes' work of round r is then in flight, and they continue from theta. Averages in flight at the end of
+training arrive then (`final_sync`).
 
 In a simulation's clock, averages that arrive late overlap with computing. On hosts, a run waits for them where it sends
 them. Bytes and absent nodes as DiLoCo.
@@ -26,9 +26,9 @@ from exogym.strategy.traffic import Traffic
 
 
 class DelayedCommunicator(OuterModule):
-    """The outer step of DiLoCo, `delay` steps after every step divisible by H. Else arguments as `DiLoCoCommunicator`.
+    """Take DiLoCo's outer step `delay` steps after every step divisible by H. Other arguments as `DiLoCoCommunicator`.
 
-    State: as DiLoCo, and the average on its way.
+    State: as DiLoCo, and the average in flight.
     """
 
     weighted_means = True
@@ -52,7 +52,7 @@ class DelayedCommunicator(OuterModule):
             raise ArgumentError(f"delay={delay} is more than the H={H} steps of a round: take at most H")
         self.rule = OuterRule(outer_optim, **outer)
         self.weighting, self.delay = weighting, delay
-        self.name = "DiLoCoCommunicator"  # what its state has always been kept under
+        self.name = "DiLoCoCommunicator"  # checkpoints have always used this name
 
     def features(self) -> dict[str, str]:
         return super().features() | {"outer steps in parts or late": f"delay={self.delay}"}

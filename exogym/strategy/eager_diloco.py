@@ -1,21 +1,21 @@
-"""DiLoCo with eager updates: the average arrives a whole round late, and each node's own part of it is fresh.
+"""DiLoCo with eager updates: the average arrives a whole round late, but each node's own part of it is fresh.
 
-Kale et al., Eager Updates for Overlapped Communication and Computation in DiLoCo, arXiv:2502.12996. After the H steps
-of round r, with the outer parameters theta_i that each node has for itself and Delta_i = theta_i - (what it trained):
+Kale et al., Eager Updates for Overlapped Communication and Computation in DiLoCo, arXiv:2502.12996. Each node has its
+own outer parameters theta_i. After the H steps of round r, Delta_i = theta_i - (node i's trained parameters):
 
-    E_i     = (1/N) Delta_i^(r) + (1/N) sum_{j != i} Delta_j^(r-1)     # the others' part is that of the round before
-    theta_i <- OuterOpt_i(theta_i, E_i)                                # and training goes on from theta_i
+    E_i     = (1/N) Delta_i^(r) + (1/N) sum_{j != i} Delta_j^(r-1)     # the others' part is one round old
+    theta_i <- OuterOpt_i(theta_i, E_i)                                # and training continues from theta_i
     the mean of Delta_i^(r) is sent, and is needed after the next round
 
 In the first round the others' part is 0. Payload P b bytes per node every H steps; ring all-reduce, tx = rx =
-2 (N-1)/N P b. Nodes are never equal; the model is their mean. What is on its way at the end is not waited for.
+2 (N-1)/N P b. Nodes are never equal; the model is their mean. At the end nobody waits for averages in flight.
 
 In a simulation's clock, averages that arrive late overlap with computing. On hosts, a run waits for them where it sends
 them.
 
-With absent nodes: the mean is over the n nodes that are there, and 1/N becomes 1/n. A node that is left out keeps what
-it has trained and what it was to receive, and goes on. One that was down comes back with the parameters of one that
-stayed as its theta_i, nothing on its way to it and a fresh outer optimizer.
+With absent nodes: the mean is over the n present nodes, and 1/N becomes 1/n. An absent node keeps its trained
+parameters and its pending average, and continues. A node that was down returns with the parameters of a node that
+stayed as its theta_i, no pending average and a fresh outer optimizer.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from exogym.strategy.traffic import Traffic
 
 
 class EagerCommunicator(PeriodicModule):
-    """The eager outer step, after every step divisible by H. Arguments as `DiLoCoCommunicator`."""
+    """Take the eager outer step after every step divisible by H. Arguments as `DiLoCoCommunicator`."""
 
     weighted_means = True
 
@@ -69,7 +69,7 @@ class EagerCommunicator(PeriodicModule):
         super().start(fleet, run)
         self.weights = example_weights(run, self.weighting)
         self.theta = [block.zeros().copy_(block.params) for block in fleet.blocks]
-        self.others = [block.zeros() for block in fleet.blocks]  # their part of the mean that is on its way
+        self.others = [block.zeros() for block in fleet.blocks]  # the other nodes' part of the mean in flight
         self.row_state = {f"theta.{b}": x for b, x in enumerate(self.theta)}
         self.row_state |= {f"others.{b}": x for b, x in enumerate(self.others)}
         self.flight = fleet.comm.new_flight()
@@ -85,7 +85,7 @@ class EagerCommunicator(PeriodicModule):
         return OuterOptimizer(self.rule, named, self.hidden, self.round_of(self.run.total_steps) + 1)
 
     def communicate(self, fleet: Fleet, step: int) -> None:
-        fleet.comm.arrive(self.flight)  # the average of the round before
+        fleet.comm.arrive(self.flight)  # the last round's average
         rows, share = rows_of(fleet, fleet.comm.present), self._shares(fleet)
         eager = []
         for block, theta, others in zip(fleet.blocks, self.theta, self.others, strict=True):
@@ -104,7 +104,7 @@ class EagerCommunicator(PeriodicModule):
         fleet.synchronise_buffers()
 
     def _shares(self, fleet: Fleet) -> Tensor:
-        """Return (rows, 1) the share that each row here has in the mean."""
+        """Return (rows, 1), the share of each row here in the mean."""
         weights = fleet.comm.weights if self.weights is None else self.weights
         weights = torch.ones(fleet.num_nodes, dtype=torch.float64) if weights is None else weights.double()
         return (weights[fleet.ranks] / weights[fleet.comm.present].sum())[:, None]

@@ -1,17 +1,18 @@
-"""D-PSGD: each node averages with its neighbours on a graph, and there is no server and no all-reduce.
+"""D-PSGD: each node averages with its neighbors on a graph, without a server or an all-reduce.
 
-Lian et al., Can decentralized algorithms outperform centralized algorithms?, arXiv:1705.09056. With symmetric weights W
-whose rows sum to 1, Metropolis's on the graph (`exogym.strategy.graphs`), after every step that H divides
+Lian et al., Can decentralized algorithms outperform centralized algorithms?, arXiv:1705.09056. W holds symmetric
+weights whose rows sum to 1, by Metropolis's rule on the graph (`exogym.strategy.graphs`). After every step divisible
+by H
 
     theta_i <- sum_j W_ij theta_j                       # adapt, then combine: after the inner step
 
-or, in the paper's order, theta_i <- sum_j W_ij theta_j - gamma g_i(theta_i): the gradient is that of theta_i before it
-is mixed. Moments stay local. The model is the mean of all nodes, which W keeps.
+or, in the paper's order, theta_i <- sum_j W_ij theta_j - gamma g_i(theta_i), with the gradient at theta_i before the
+mix. Moments stay local. The model is the mean of all nodes; W keeps this mean.
 
-Payload deg P b bytes per node every H steps, deg being its neighbours: tx = rx = deg P b, one message to each of them.
-A node waits for its neighbours only.
+Payload deg P b bytes per node every H steps with deg neighbors: tx = rx = deg P b, one message to each of them.
+A node waits for its neighbors only.
 
-With absent nodes: W is that of the graph between the nodes that are there. One without neighbours goes on by itself.
+With absent nodes: W is built on the graph between the present nodes. A node without present neighbors continues alone.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Neighbours:
         return [Traffic("mix", degree * P * b, H, fan=degree)] if degree else []
 
     def couples_every(self, N: int, H: int) -> float:
-        """Return H times the most hops between two nodes."""
+        """Return H times the largest number of hops between two nodes."""
         if self.graph == "matching":
             return H * math.ceil(math.log2(max(N, 2)))
         near = torch.eye(N, dtype=torch.bool)
@@ -68,7 +69,7 @@ class Neighbours:
         return H * hops
 
     def mix(self, fleet: Fleet, turn: int) -> None:
-        """Mix the rows of the nodes that are there, the `turn`-th time."""
+        """Mix the rows of the present nodes, for the `turn`-th time."""
         edges = edges_of(self.graph, fleet.num_nodes, self.seed, turn) if self.edges is None else self.edges
         W = metropolis(edges, tuple(fleet.comm.present), fleet.num_nodes)
         mixed = fleet.comm.mix_all([block.params for block in fleet.blocks], W)
@@ -81,7 +82,7 @@ class Neighbours:
 
 
 class GossipCommunicator(PeriodicModule):
-    """Mix the parameters with those of the neighbours after every step divisible by H."""
+    """Mix the parameters with the neighbors' parameters after every step divisible by H."""
 
     def __init__(self, graph: Any, H: RoundLength):
         super().__init__()
@@ -126,7 +127,11 @@ class GossipBeforeStep(GradientModule):
 
 
 class GossipStrategy(CommunicateOptimizeStrategy):
-    """Decentralised training: averages with the neighbours on a graph.
+    """D-PSGD: nodes average with their neighbors on a graph.
+
+        theta_i <- sum_j W_ij theta_j          W: Metropolis's weights on the graph
+
+    Payload: deg P b bytes per node every H steps, with deg neighbors. The evaluation model is the nodes' mean.
 
     Args:
         inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: as `Strategy`; clipping acts on each node's own

@@ -6,17 +6,17 @@ and a momentum delta_i. After every H inner steps nodes are drawn into groups G 
     delta_i <- alpha delta_i + beta mean_G(D) + gamma (mean_G(phi) - phi_i)
     phi_i   <- phi_i + delta_i,   theta_i <- phi_i
 
-The paper prints beta with the sign of Delta = theta - phi turned round, which would lead away; the published code adds.
-It calls the momentum Nesterov's; it is a heavy ball. Stable for sqrt(n / (2 (n-1))) alpha < gamma and beta > alpha (the
-paper's appendix), so gamma = beta = 0.7 and alpha = 0.5 are.
+The paper prints beta with the opposite sign for Delta = theta - phi, which would lead away; the published code adds.
+The paper calls the momentum Nesterov's, but it is a heavy ball. The paper's appendix finds it stable for
+sqrt(n / (2 (n-1))) alpha < gamma and beta > alpha, so for gamma = beta = 0.7 and alpha = 0.5.
 
-Payload 2 P b bytes per node every H steps, D and phi: pairs exchange them, tx = rx = 2 P b; in larger groups a ring
-all-reduce, tx = rx = 4 (n-1)/n P b. Which nodes meet follows from (seed, round) and is not sent. Nodes are never equal;
-the model is their mean. Their spread follows the inner learning rate, so let that decay.
+Payload 2 P b bytes per node every H steps, D and phi. Pairs exchange them, tx = rx = 2 P b; larger groups take a ring
+all-reduce, tx = rx = 4 (n-1)/n P b. The groups follow from (seed, round) and are not sent. Nodes are never equal; the
+model is their mean. Their spread follows the inner learning rate, so let the rate decay.
 
-With absent nodes: groups are drawn among those that are there. A node left over is a group of its own: its outer step
-is on its own D, and it sends nothing. A node that was down comes back with the parameters of one that stayed as its
-phi_i, and no momentum.
+With absent nodes: groups are drawn among the present nodes. A leftover node is its own group: its outer step uses its
+own D, and it sends nothing. A node that was down returns with the parameters of a node that stayed as its phi_i, and
+without momentum.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from exogym.strategy.traffic import Traffic
 
 
 class NoLoCoCommunicator(PeriodicModule):
-    """NoLoCo's outer step, after every step divisible by H.
+    """Take NoLoCo's outer step after every step divisible by H.
 
     Args:
-        H: inner steps of a round, or a pure function of the round (from 0) that gives them.
+        H: inner steps of a round, or a pure function from the round (from 0) to this number.
         group_size: n.
-        alpha, beta, gamma: None is beta, as in the published code.
+        alpha, beta, gamma: factors in the equation above. gamma None: beta, as in the published code.
 
     State: phi_i and delta_i of each node.
     """
@@ -99,7 +99,7 @@ class NoLoCoCommunicator(PeriodicModule):
 
 
 def _group_mean(fleet: Fleet, x: Tensor, groups: Sequence[Sequence[int]]) -> Tensor:
-    """Return (rows, ...) the mean of `x` over each node's group: swapped in pairs, reduced in larger groups."""
+    """Return (rows, ...), the mean of `x` over each node's group: swapped in pairs, reduced in larger groups."""
     if max(map(len, groups)) > 2:
         return fleet.comm.all_reduce(x, "mean", groups=groups, out=x.clone())
     partner = list(range(fleet.num_nodes))
@@ -109,7 +109,11 @@ def _group_mean(fleet: Fleet, x: Tensor, groups: Sequence[Sequence[int]]) -> Ten
 
 
 class NoLoCoStrategy(CommunicateOptimizeStrategy):
-    """NoLoCo: DiLoCo's outer step in random pairs, which pull each other together.
+    """NoLoCo: H local steps, then an outer step in small random groups, whose members move toward each other.
+
+        delta_i <- alpha delta_i + beta mean_G(theta - phi) + gamma (mean_G(phi) - phi_i);   phi_i <- phi_i + delta_i
+
+    Payload: 2 P b bytes per node every H steps. The evaluation model is the nodes' mean.
 
     Args:
         inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: as `Strategy`; the paper's is Adam, clipped

@@ -1,4 +1,4 @@
-"""What methods with outer parameters theta share: the outer optimizer, and which theta each node last received."""
+"""Common parts of methods with outer parameters theta: the outer optimizer, and which theta each node last received."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from exogym.strategy.schedule import Schedule, Scheduler, check_schedule, forget
 
 
 def outer_spec(outer_optim: Any, outer_lr: float | None, outer_momentum: float | None = None) -> OptimSpec:
-    """Return the outer optimizer: 'sgd' by name is the paper's Nesterov, lr 0.7, momentum 0.9.
+    """Return the outer optimizer's spec. 'sgd' is the paper's Nesterov, lr 0.7, momentum 0.9.
 
     Raises:
-        ArgumentError: a learning rate or a momentum that is no number, or out of range.
+        ArgumentError: the learning rate or momentum is not a number, or out of range.
     """
     if outer_lr is not None and (isinstance(outer_lr, bool) or not isinstance(outer_lr, int | float) or outer_lr < 0):
         remedy = ": give it as outer_lr_scheduler, a factor for each outer round" if callable(outer_lr) else ""
@@ -40,16 +40,17 @@ def outer_spec(outer_optim: Any, outer_lr: float | None, outer_momentum: float |
 
 
 class OuterRule:
-    """The outer optimizer as a value: spec, and what follows from the outer round.
+    """The outer optimizer as a value: its spec, and its schedules over outer rounds.
 
     Args:
         outer_optim: 'sgd' (the paper's Nesterov), any other name, a class, or an `OptimSpec`.
         outer_lr: eta; 0.7 for 'sgd'.
-        outer_lr_scheduler: eta_r as `lr_scheduler` gives a rate, over outer rounds: "constant", "cosine", "linear", a
-            torch scheduler class or a callable of the round that gives a factor on eta.
+        outer_lr_scheduler: gives eta_r over outer rounds, as `lr_scheduler` does over steps: "constant", "cosine",
+            "linear", a torch scheduler class, or a callable from the round to a factor on eta.
         outer_warmup_rounds: W.
         outer_momentum: mu; 0.9 for 'sgd'.
-        outer_momentum_scheduler: mu_r likewise, a factor on mu (on the first beta of an optimizer that has betas).
+        outer_momentum_scheduler: gives mu_r in the same way, as a factor on mu (on an optimizer's first beta, if it has
+            betas).
         outer_restarts: K: the outer optimizer forgets its state before the rounds K, 2 K, ...; None: never.
     """
 
@@ -87,7 +88,7 @@ class OuterOptions(OuterRates, total=False):
 
 
 class OuterRuleOptions(OuterOptions, total=False):
-    """All arguments of `OuterRule` but the optimizer."""
+    """All arguments of `OuterRule` except the optimizer."""
 
     outer_momentum_scheduler: Scheduler
     outer_restarts: int | None
@@ -97,13 +98,13 @@ defined(OuterRuleOptions, OuterRule)
 
 
 class OuterOptimizer:
-    """An outer optimizer over named tensors, which it changes in place.
+    """An outer optimizer that changes named tensors in place.
 
     Args:
-        rounds: R, outer rounds in all, for the schedules.
+        rounds: R, the number of outer rounds, for the schedules.
 
     Raises:
-        ArgumentError: an optimizer that draws random numbers, or has no momentum where one is scheduled.
+        ArgumentError: the optimizer draws random numbers, or momentum is scheduled and it has none.
     """
 
     def __init__(self, rule: OuterRule, named: Mapping[str, Tensor], hidden: frozenset[str], rounds: int):
@@ -132,7 +133,7 @@ class OuterOptimizer:
             p.grad = None
 
     def _step_with(self, factor: float) -> None:
-        """Step with momenta times `factor`."""
+        """Step with all momenta multiplied by `factor`."""
         groups = [(group, name) for group in self.optimizer.param_groups if (name := _momentum(group))]
         before = [group[name] for group, name in groups]
         for group, name in groups:
@@ -143,14 +144,14 @@ class OuterOptimizer:
             group[name] = value
 
     def state(self) -> Tensors:
-        forget_rates(self.optimizer)  # they follow from the round
+        forget_rates(self.optimizer)  # the round gives the rates
         return optimizer_state(self.optimizer)
 
     def load_state(self, tensors: Tensors) -> None:
         load_optimizer_state(self.optimizer, tensors)
 
     def cut(self, name: str, shape: Sequence[int], slots: Sequence[tuple[Layout, Slot]]) -> Cut | None:
-        """Return what of a tensor of the state is here, where the named tensors are those of `slots`."""
+        """Return this process's part of a state tensor, for the named tensors in `slots`."""
         return optimizer_cut(self.optimizer, self.parameters, slots, name, shape)
 
 
@@ -160,10 +161,10 @@ def _momentum(group: dict[str, Any]) -> str | None:
 
 
 class Received:
-    """Which theta each node last received, where nodes miss synchronisations; `theta` is changed in place elsewhere.
+    """The theta that each node last received, for runs in which nodes miss synchronizations.
 
-    A node that is left out keeps its parameters, and its next Delta_i is measured against the theta it last received.
-    So of earlier thetas those are kept that a node last received.
+    A node that misses one keeps its parameters, and its next Delta_i uses the theta that it last received. So this
+    class keeps an older theta as long as a node last received it. Other code changes `theta` in place.
 
     Args:
         theta: the newest, (1, p) tensors.
@@ -172,14 +173,14 @@ class Received:
     def __init__(self, num_nodes: int, theta: list[Tensor]):
         self.theta, self.number = theta, 0
         self.last = torch.zeros(num_nodes, dtype=torch.int64)  # the number of each node's last theta
-        self.earlier: dict[int, list[Tensor]] = {}  # number to theta, where a node's last is not the newest
+        self.earlier: dict[int, list[Tensor]] = {}  # number -> an older theta that some node last received
 
     def of(self, node: int) -> list[Tensor]:
         """Return the theta that `node` last received."""
         return self.earlier.get(int(self.last[node]), self.theta)
 
     def differences(self, fleet: Fleet, k: int, x: Tensor, out: Tensor) -> Tensor:
-        """Write theta - x into `out` in the rows of the nodes that are there; theta is the `k`-th tensor of each's."""
+        """Write theta - x into `out` for the present nodes' rows. theta: tensor number `k` that each last received."""
         rows = rows_of(fleet, fleet.comm.present)
         if len(rows) == len(x) and not self.earlier:
             return torch.sub(self.theta[k], x, out=out)
@@ -188,7 +189,7 @@ class Received:
         return out
 
     def renew(self, takers: Sequence[int]) -> None:
-        """Before theta changes: `takers` receive the new one. Keep this one for those who last received it."""
+        """Prepare for a change of theta that `takers` will receive: keep the present theta if other nodes need it."""
         self.last[list(takers)] = self.number + 1
         if bool((self.last == self.number).any()):
             self.earlier[self.number] = [theta.clone() for theta in self.theta]
@@ -196,7 +197,7 @@ class Received:
         self._forget()
 
     def rejoin(self, nodes: Sequence[int]) -> None:
-        """`nodes` have just taken theta."""
+        """Record that `nodes` have just received theta."""
         self.last[list(nodes)] = self.number
         self._forget()
 
@@ -205,7 +206,7 @@ class Received:
         self.earlier = {number: theta for number, theta in self.earlier.items() if number in held}
 
     def state(self) -> Tensors:
-        """Return all of it, theta too."""
+        """Return all state, including theta."""
         tensors = {f"theta.{k}": theta for k, theta in enumerate(self.theta)}
         tensors |= {"received": self.last, "number": torch.tensor(self.number)}
         return tensors | {f"earlier.{n}.{k}": x for n, theta in self.earlier.items() for k, x in enumerate(theta)}

@@ -1,4 +1,4 @@
-"""Rounds: after which steps nodes synchronise, where H is a number or a function of the round."""
+"""Rounds: after which steps nodes synchronize, if H is a number or a function of the round."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from exogym.errors import ArgumentError, check_count
 
 
 class Rounds:
-    """Where rounds end: after step H, 2 H, ..., or after H(0), H(0) + H(1), ... for a function H of the round.
+    """The steps that end rounds: H, 2 H, ..., or H(0), H(0) + H(1), ... if H is a function of the round.
 
-    The function must be pure: the same round, the same number, in every process and after a stop.
+    The function must be pure: the same round gives the same number, in every process and after a stop.
 
     Args:
-        H: steps of a round, at least 1, or a function from the round's number (from 0) to them.
+        H: steps of a round, at least 1, or a function from the round's number (from 0) to its steps.
 
     Raises:
-        ArgumentError: anything else, now or when the round comes; a function that answers differently the second time.
+        ArgumentError: H is anything else (a function may fail later, at its round), or a function's second answer
+            differs from its first.
 
     Attributes:
-        foreseen: whether the lengths of rounds to come are known.
+        foreseen: whether the lengths of future rounds are known.
 
     >>> rounds = Rounds(lambda r: 2 * (r + 1))  # 2, 4, 6, ...
     >>> [rounds.end_after(step) for step in (0, 1, 2, 6)], rounds.of_step(3), rounds.lengths(7)
@@ -32,7 +33,7 @@ class Rounds:
     foreseen = True
 
     def __init__(self, H: RoundLength):
-        self.H, self._ends = H, [0]  # the step after which each round begins, as far as they are known
+        self.H, self._ends = H, [0]  # the step after which each known round begins
         if callable(H):
             self._add()
         else:
@@ -84,7 +85,7 @@ def check_one_length(H: Any, name: str) -> None:
     """Refuse H unless it is a number, for the strategy or module `name`.
 
     Raises:
-        ArgumentError: a function, a tuner's rounds, or no whole number of at least 1.
+        ArgumentError: H is a function, a tuner's rounds, or not a whole number of at least 1.
     """
     if callable(H) or isinstance(H, Rounds):
         lengths = f"H={H!r}" if callable(H) else "an H that a tuner chooses"

@@ -1,4 +1,4 @@
-"""Learning-rate schedules as functions of a node's own step: nothing to carry, nothing to resume."""
+"""Learning-rate schedules as pure functions of a node's own step, so that they have no state."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ class Schedule:
     """Values of an optimizer's hyper-parameters at each step.
 
     With warm-up over W steps and T steps in all, the factor on the learning rate at step t = 0, 1, ... is
-    (t + 1) / W for t < W, and then shape((t - W) / (T - W)), where shape is constant 1, the cosine
+    (t + 1) / W for t < W, and then shape((t - W) / (T - W)). The shape is the constant 1, the cosine
     (1 + cos(pi x)) / 2, or the line 1 - x.
 
     Args:
-        scheduler: "constant", "cosine", "linear"; a `torch.optim.lr_scheduler` class (or a
-            `functools.partial` of one, for its arguments; T_max, total_steps and total_iters are filled in,
-            T - W each; only the learning rate follows, so OneCycleLR does not cycle the momentum);
-            or a callable from the step to a factor. None is constant.
+        scheduler: "constant", "cosine", "linear"; a `torch.optim.lr_scheduler` class, or a `functools.partial` of such
+            a class for its arguments; or a callable from the step to a factor. None is constant. T_max, total_steps and
+            total_iters of a torch class are filled in with T - W. Only the learning rate follows, so OneCycleLR does
+            not cycle the momentum.
         warmup_steps: W.
         total_steps: T.
         spec_lr: the learning rate at factor 1.
 
     Attributes:
-        is_constant: whether each group's rate is its own base rate at every step, so that there is none to set.
+        is_constant: whether every step has the base rate, so that no rate must be set.
 
     >>> [round(Schedule("linear", 2, 4, 1.0).lr(t), 2) for t in range(4)]
     [0.5, 1.0, 1.0, 0.5]
@@ -60,7 +60,7 @@ class Schedule:
             self._factor = scheduler
 
     def lr(self, step: int, base_lr: float | None = None) -> float:
-        """Return the learning rate of a node's step number `step`, from 0 on; a group may have its own `base_lr`."""
+        """Return the learning rate at a node's step `step`, from 0. A group may have its own `base_lr`."""
         base = self.base_lr if base_lr is None else base_lr
         if step < self.warmup_steps:
             return base * (step + 1) / self.warmup_steps
@@ -87,14 +87,14 @@ class Schedule:
         return table + table[-1:] * (upto - len(table))
 
 
-BASE, GIVEN = "exogym_base_lr", "exogym_lr"  # in a parameter group: its own rate, and what a schedule gave it last
+BASE, GIVEN = "exogym_base_lr", "exogym_lr"  # in a parameter group: its base rate, and the last rate set here
 
 
 def set_rates(optimizer: Optimizer, schedule: Any, step: int) -> None:
-    """Give each group of `optimizer` its learning rate for a node's step number `step`: its own base rate, scaled.
+    """Set each group of `optimizer` to its learning rate for a node's step `step`: its own base rate, scaled.
 
-    The base rate is the group's when it is first seen. A rate that is not what was given last is someone else's (the
-    user's, a torch scheduler's, the optimizer's own) and stays, for as long as it differs.
+    A group's first rate is its base rate. A rate that differs from the last rate set here belongs to the user, a torch
+    scheduler or the optimizer. It stays as long as it differs.
     """
     for group in optimizer.param_groups:
         given = group.get(GIVEN)
@@ -115,7 +115,7 @@ def set_rates(optimizer: Optimizer, schedule: Any, step: int) -> None:
 
 
 def forget_rates(optimizer: Optimizer) -> None:
-    """Give the groups that follow the schedule their base rates again: what is left is not derived from the step."""
+    """Give the groups that follow the schedule their base rates again, so that no saved rate depends on the step."""
     for group in optimizer.param_groups:
         if GIVEN in group and group["lr"] == group[GIVEN]:
             base = group.pop(BASE)
@@ -135,7 +135,7 @@ def is_torch_scheduler(scheduler: Any) -> bool:
 def check_schedule(
     scheduler: Scheduler, warmup: int, names: tuple[str, str] = ("lr_scheduler", "warmup_steps")
 ) -> None:
-    """Raise ArgumentError for a schedule that cannot be built; `names` are the two arguments in the message.
+    """Raise ArgumentError for a schedule that cannot be built; the message uses the argument names `names`.
 
     `ReduceLROnPlateau` is refused: it follows a metric, and nodes train between metrics.
     """
@@ -164,13 +164,13 @@ def _build(scheduler: Any, optimizer: Optimizer, total_steps: int) -> LRSchedule
         fill["max_lr"] = optimizer.param_groups[0]["lr"]
     if bound.get("cycle_momentum"):
         raise ArgumentError(
-            f"lr_scheduler {scheduler!r} asks for cycle_momentum, but only the learning rate follows a schedule here: "
+            f"lr_scheduler={scheduler!r} asks for cycle_momentum, but only the learning rate follows a schedule here: "
             "leave it out"
         )
     try:
         return scheduler(optimizer, **fill)
     except (TypeError, ValueError) as error:
         raise ArgumentError(
-            f"lr_scheduler {scheduler!r} cannot be built: {error}; give its arguments with "
+            f"lr_scheduler={scheduler!r} cannot be built: {error}; give its arguments with "
             "functools.partial, for example functools.partial(StepLR, step_size=30)"
         ) from error

@@ -1,8 +1,8 @@
-"""The base of every strategy, and the way to write one for a single node.
+"""The base class of every strategy, and the way to write a strategy for a single node.
 
-A user's strategy is a subclass written as if for one node of many, as with torch.distributed: it has a
-model, a rank and a number of nodes, and calls collectives. ExoGym runs one instance per node; they meet
-at each collective. The strategies of this package act on rows instead (`CommunicateOptimizeStrategy`).
+Your strategy is a subclass, written for one node of many, as with torch.distributed: it has a model, a rank
+and a number of nodes, and calls collectives. ExoGym runs one instance per node; the instances meet at each
+collective. The strategies of this package act on rows instead (`CommunicateOptimizeStrategy`).
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from exogym.strategy.options import defined, split, taking
 from exogym.strategy.schedule import Schedule, Scheduler, check_schedule, set_rates
 from exogym.strategy.traffic import Plan
 
-STRATEGIES: dict[str, type[Strategy]] = {}  # by `name`; each enters when its class is made
+STRATEGIES: dict[str, type[Strategy]] = {}  # by `name`; a class enters when Python defines it
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a strategy may know of the run it is in.
+    """The facts about a run that a strategy may use.
 
     Attributes:
         num_nodes: N.
-        seed: of the run; choices that nodes share come from it.
+        seed: the run's seed; choices that nodes share come from it.
         total_steps: T, the steps each node takes.
         examples: (N,) training examples of each node.
-        batch_size: examples per step of a node; (N,) where they differ.
-        step_s: (N,) seconds of a step, where they were given.
-        availability: whom a server can ask for a round; None: everybody, always.
-        empty: nodes without examples, as far as they are known; they take part in nothing.
-        final_sync: whether what is left is synchronised at the end.
+        batch_size: examples per step of a node; (N,) if nodes differ.
+        step_s: (N,) seconds of a step, if they were given.
+        availability: which clients a server can ask for a round. None: always everybody.
+        empty: nodes known to have no examples; they take part in nothing.
+        final_sync: whether the last unsynchronized steps are synchronized at the end.
     """
 
     num_nodes: int
@@ -84,7 +84,7 @@ class Inner:
 
 
 class InnerOptions(TypedDict, total=False):
-    """What every strategy takes beside `inner_optim`: the arguments of `Inner`."""
+    """Options of every strategy beside `inner_optim`: the arguments of `Inner`."""
 
     lr: float | None
     inner_lr: float | None
@@ -100,49 +100,48 @@ class Strategy:
     """A strategy written for one node. Subclass it and override `step`.
 
     Args:
-        inner_optim: a name, a class of optimizers or an `OptimSpec`; "muon" is `exogym.strategy.muon.MuonAdamW`.
-        lr, inner_lr: learning rate of the inner optimizer (one thing, two names); its own default if None.
-        max_norm: clip the gradient's 2-norm to this before each step.
-        lr_scheduler: "constant", "cosine", "linear", a torch scheduler class or a callable of the step.
+        inner_optim: a name, an optimizer class or an `OptimSpec`; "muon" is `exogym.strategy.muon.MuonAdamW`.
+        lr, inner_lr: two names for the inner optimizer's learning rate. None: the optimizer's default.
+        max_norm: clip the gradient's 2-norm to this before each step. None: no clipping.
+        lr_scheduler: "constant", "cosine", "linear", a torch scheduler class or a callable from the step to a factor.
         warmup_steps: steps of linear warm-up.
 
-    Within a step a node has `self.model` (an ordinary model holding this node's parameters, gradients in
+    Within a step a node has `self.model` (an ordinary model with this node's parameters and their gradients in
     `.grad`), `self.rank`, `self.num_nodes`, `self.optim`, `self.local_step` (steps done), and the collectives of
-    `exogym.strategy.communicate`. In fp16, where any node's gradients overflow, `self.overflowed` is set on all nodes:
-    gradients are zero, and `update_parameters()` leaves the parameters alone. The schedule scales the base rate of each
-    group of `self.optim`, which may be an optimizer of your own; a rate that you, or a torch scheduler, set stays.
+    `exogym.strategy.communicate`. If any node's gradients overflow in fp16, all nodes get `self.overflowed` and zero
+    gradients, and `update_parameters()` changes nothing. The schedule scales the base rate of each group of
+    `self.optim`, which may be your own optimizer. A rate that you or a torch scheduler set stays.
 
-    With `stacked = True` the subclass gets all rows at once: parameters and gradients are (rows, *shape) and
-    `self.rank` is a (rows,) tensor. The first `fit` compares it with one row at a time.
+    With `stacked = True` the subclass gets all rows at once: parameters and gradients are (rows, *shape), and
+    `self.rank` is a (rows,) tensor. The first `fit` compares the results with one row at a time.
 
-    With absent nodes (`exogym.faults`): a node that is away takes no step, and collectives meet among those in
-    `self.present`, so `op="mean"` divides by their number; ranks and `num_nodes` stay what they are, and a collective
-    from or to a node that is away is an error. A node that comes back takes over parameters, buffers and all that the
-    strategy keeps, but the rank, from one that stayed (their bytes, broadcast); see `rejoin`. A lost synchronisation is
-    a missed step.
+    With absent nodes (`exogym.faults`): an absent node takes no step. Collectives run among `self.present`, so
+    `op="mean"` divides by their number. Ranks and `num_nodes` stay the same. A collective from or to an absent node is
+    an error. A returning node copies parameters, buffers and all of the strategy's state, except the rank, from a node
+    that stayed (their bytes, broadcast); see `rejoin`. A lost synchronization is a missed step.
 
-    With batches of different sizes (`exogym.balance`) a node weighs what it has in every collective with `op="mean"`,
-    `communicate_gradients` among them. `weighted_means = True` says that all that is averaged is averaged so; without
-    it `balance="batch"` is refused.
+    With batches of different sizes (`exogym.balance`) nodes are weighted by their batches in every collective with
+    `op="mean"`, including `communicate_gradients`. Set `weighted_means = True` if all your averages are such means;
+    otherwise `balance="batch"` is refused.
 
-    Others ask a strategy, never for its class. What a class says of itself:
+    A class describes itself by these attributes, so that other code never checks for a class:
 
     Attributes:
-        name: what it is called on the command line, in lower case. A class that gives one enters `STRATEGIES`, so that
-            `exogym compare` and `advise` know it; a comparison then saves its runs, too. A subclass has none from its
-            parent.
-        title, paper, equation, payload, needs, identities: for tables (`exogym.strategy.registry.table`). `payload` is
-            a formula of the bytes that a node hands over per step, of P, N and b as in `plan` and the constructor's
-            arguments: "P b / H". `needs` is what it asks of the network, `identities` what it is equal to where its
-            arguments are such and such; tests hold it to them.
-        driven_by: "programs": one instance for each node, all step together. "rounds": a
-            `CommunicateOptimizeStrategy`, between whose events nodes are independent; so hosts may be lost for good
+        name: its name on the command line, in lower case. A class with a name enters `STRATEGIES`: `exogym compare` and
+            `advise` know it, and a comparison saves its runs. Subclasses do not inherit the name.
+        title, paper, equation: for tables (`exogym.strategy.registry.table`).
+        payload: for tables: a formula of the bytes that a node hands over per step, of P, N and b as in `plan` and the
+            constructor's arguments: "P b / H".
+        needs: for tables: what it asks of the network.
+        identities: for tables: what it equals for certain arguments. Tests check each.
+        driven_by: "programs": one instance for each node; all step together. "rounds": a
+            `CommunicateOptimizeStrategy`, whose nodes are independent between events, so hosts may be lost for good
             (`min_hosts`). "clock": nodes at their own pace, in the order of a virtual clock, and nobody waits.
-        needs_gradients: whether nodes take every step together, since gradients meet there.
-        own_rule: whether the update is a rule of its own, whatever inner optimizer others have.
-        only_inner: names of the inner optimizers that its equation holds for; empty: any. `exogym compare` keeps its
-            default where the task's optimizer is none of them.
-        not_taken: arguments of other strategies that this one does not take, and why.
+        needs_gradients: whether nodes take every step together, because they average gradients.
+        own_rule: whether it has its own update rule, independent of the inner optimizer that other strategies get.
+        only_inner: names of the inner optimizers for which its equation holds; empty: any. `exogym compare` uses the
+            strategy's default if the task's optimizer is not among them.
+        not_taken: arguments of other strategies that it does not take -> why.
 
     >>> class MyStrategy(Strategy):
     ...     def step(self):
@@ -194,7 +193,7 @@ class Strategy:
         self.inner = Inner(inner_optim, **split(options, Inner)[0])
 
     def plan(self, P: float, N: int, b: float) -> Plan:
-        """Return what it sends with P parameters of b bytes on N nodes, as `exogym.advise` reckons with it.
+        """Return what it sends, for `exogym.advise`, with P parameters of b bytes on N nodes.
 
         Raises:
             ArgumentError: no formula is known.
@@ -204,29 +203,29 @@ class Strategy:
         )
 
     def seats(self, num_nodes: int) -> int | None:
-        """Return how many of `num_nodes` nodes act in a round at most, where the others need no row; None: all do."""
+        """Return the largest number of nodes that act in a round, if the other nodes need no row. None: all act."""
         return None
 
     @property
     def asks_clients(self) -> bool:
-        """Whether a server asks some of the nodes to take part in a round, who may not be there."""
+        """Whether a server asks some nodes to take part in a round, and they may be unavailable."""
         return False
 
     @property
     def asks_all_lengths(self) -> bool:
-        """Whether it must know how many examples each node has before any acts."""
+        """Whether it must know each node's number of examples before any node acts."""
         return False
 
     def round_lengths(self, total_steps: int) -> dict[str, list[int]]:
-        """Return the steps of each round, by module, of modules whose H is a function of the round."""
+        """Return the steps of each round, by module, for modules whose H is a function of the round."""
         return {}
 
     def beside(self, faults: Faults) -> Strategy:
-        """Return this strategy for a run in which the bad nodes of `faults` bring wrong updates, where it has any."""
+        """Return this strategy with the wrong updates of the bad nodes in `faults`, if `faults` has any."""
         return self
 
     def features(self) -> dict[str, str]:
-        """Return which of `exogym.core.combinations.FEATURES` this strategy has, as name to what was given."""
+        """Return the features of this strategy: a name from `exogym.core.combinations.FEATURES` -> the given value."""
         name = type(self).__name__
         found = {"a clock of its own": name} if self.driven_by == "clock" else {}
         found |= {"no modules": f"{name}, which has no modules"} if self.driven_by != "rounds" else {}
@@ -240,14 +239,14 @@ class Strategy:
         return found | own
 
     def features_in_parts(self) -> dict[str, str]:
-        """Return further features, of a run in which each of several processes has a part of a node's row.
+        """Return further features, for a run whose processes each hold a part of a node's row.
 
-        They are asked for there alone: what an outer optimizer looks at is found by trial steps.
+        Only such runs call it, because it takes trial steps of the outer optimizer.
         """
         return {}
 
     def _init_node(self, model: nn.Module, rank: Any, num_nodes: int) -> None:
-        """Called once per node before training. Overrides call `super()._init_node(model, rank, num_nodes)`."""
+        """Set the node up, once before training. Overrides call `super()._init_node(model, rank, num_nodes)`."""
         self.model, self.rank, self.num_nodes = model, rank, num_nodes
         self.present = list(range(num_nodes))
         self.local_step = 0
@@ -259,10 +258,10 @@ class Strategy:
         self._set_lr()
 
     def communicate_gradients(self) -> None:
-        """Average the gradients over the nodes that are there: all-reduce of P elements, payload P b bytes.
+        """Average the gradients over the present nodes: all-reduce of P elements, payload P b bytes.
 
-        A node without a gradient, where others have one, gives zeros, as in torch's DDP; a parameter that no node has
-        a gradient for is left alone.
+        As in torch's DDP, a node without a gradient gives zeros if another node has one. A parameter without a gradient
+        on any node stays unchanged.
         """
         parameters = self._parameters()
         mine = torch.tensor([p.grad is not None for p in parameters])
@@ -274,7 +273,7 @@ class Strategy:
                 communicate.all_reduce(p.grad, op="mean")
 
     def update_parameters(self) -> None:
-        """Clip the gradient to `max_norm` and step the inner optimizer; not where the gradients overflowed in fp16."""
+        """Clip the gradient to `max_norm` and step the inner optimizer, unless gradients overflowed in fp16."""
         if self.overflowed:
             return
         if self.inner.max_norm is not None:
@@ -287,9 +286,9 @@ class Strategy:
         self._set_lr()
 
     def rejoin(self, nodes: list[int], source: int) -> None:
-        """Called on every node that is there before the step for which `nodes` have come back. Nothing by default.
+        """Adjust state after `nodes` have returned. Every present node calls it before their first step.
 
-        They now hold what node `source` holds. Override it to mend what is a node's own (and may call collectives):
+        They now hold the values of node `source`. Override it to reset a node's own state; it may call collectives:
 
             if self.rank in nodes:
                 self.residual.zero_()
@@ -305,8 +304,8 @@ class Strategy:
 def clip_rows(grads: list[torch.Tensor], max_norm: float, stacked: bool, inside: Inside = ALONE) -> None:
     """Scale gradients in place so that each node's 2-norm over all tensors is at most `max_norm` (torch's rule).
 
-    With `stacked` each tensor is (rows, *shape) and every row has a norm of its own. A norm that is NaN scales
-    nothing, so that the NaN stays in its tensor, where it can be named. The node is all the processes of `inside`.
+    With `stacked` each tensor is (rows, *shape) and every row has its own norm. A norm that is NaN scales nothing, so
+    that the NaN stays in its tensor, where messages can name it. All processes of `inside` are one node.
     """
     if not grads:
         return
@@ -315,7 +314,7 @@ def clip_rows(grads: list[torch.Tensor], max_norm: float, stacked: bool, inside:
         factor = (max_norm / (total + 1e-6)).clamp(max=1.0).nan_to_num(1.0)
         scale_(grads, factor)
         return
-    # Row by row: a kernel over several rows may add up in another order than over one.
+    # Row by row: a kernel over several rows may add in another order than over one row.
     rows = zip(*(g.unbind(0) for g in grads), strict=True)
     norms = torch.stack(
         [torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in row])) for row in rows]

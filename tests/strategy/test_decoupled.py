@@ -167,5 +167,5 @@ def test_bad_arguments(options: dict[str, Any], words: str) -> None:
 
 
 def test_a_quorum_that_cannot_be() -> None:
-    with pytest.raises(ArgumentError, match="quorum=5 of 4 nodes can never be there: lower it"):
+    with pytest.raises(ArgumentError, match="quorum=5 is more than the 4 nodes of this run: lower it"):
         train(decoupled(quorum=5), steps=4)
