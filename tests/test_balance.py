@@ -445,7 +445,7 @@ def test_the_predicted_clock_knows_how_much_a_step_holds() -> None:
         (lambda: fit(DiLoCoStrategy(), balance="step"), "did you mean 'steps'"),
         (lambda: fit(DiLoCoStrategy(), balance=Balance("batch", [1, 2])), "2 speeds for 3 nodes"),
         (lambda: fit(DiLoCoStrategy(), processes=2, balance=Balance("nodes", [1, 2, 3])), "3 speeds for 2 processes"),
-        (lambda: fit(DeMoStrategy(), balance="batch"), r"a way of its own \(DCTMomentum\)"),
+        (lambda: fit(DeMoStrategy(), balance="batch"), r"its own way \(DCTMomentum\)"),
         (lambda: fit(DeMoStrategy(), balance="steps"), "every step is of all nodes together"),
         (lambda: fit(SimpleReduceStrategy(), balance="steps"), "use balance='batch' or 'nodes'"),
         (lambda: fit(Mine(), balance="steps"), "every step is of all nodes together"),

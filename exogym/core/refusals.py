@@ -49,15 +49,15 @@ FEATURES: dict[str, str] = {
     "no all-reduce": "a strategy that never takes an all-reduce",
     "several modules": "a strategy of more than one module",
     "outer steps in parts or late": "`num_fragments=` over 1, or `delay=` or `fragment_sync_delay=` over 0",
-    "a mean of its own": "a strategy or module whose means are not those of the communicator (`weighted_means`)",
+    "its own mean": "a strategy or module whose means are not those of the communicator (`weighted_means`)",
     "parts of a mean": "a module that averages factors or shards only (`only_means`)",
     "values right in the mean only": "a module that sends sparse entries, rounds by chance, or has error feedback "
     "(`right_in_mean`)",
     "acts_on left unsaid": "a module of yours without `acts_on`",
     "an outer optimizer of whole tensors": "`outer_optim=` that looks at more than one element at a time, as Muon",
-    "a clock of its own": "a strategy whose nodes do not wait for each other",
+    "its own clock": "a strategy whose nodes do not wait for each other",
     "gradients at every step": "a strategy whose nodes meet at every step",
-    "no modules": "a strategy that is not made of modules: written for one node, or with a clock of its own",
+    "no modules": "a strategy that is not made of modules: written for one node, or with its own clock",
     "a server that asks nobody": "a strategy in which no server asks some of the nodes to take part",
     "stacked": "a strategy for one node with `stacked = True`",
     "one node's strategy in processes": "a strategy for one node in a run of several processes",
@@ -231,7 +231,7 @@ _MEANS: tuple[Refused, ...] = (
         "a server that sees sums alone cannot hand on what others read",
         "leave secure_aggregation out",
     ),
-    Refused("robust", "a mean of its own", _NEEDS_MEAN, "leave robust out, or take 'norm_cap'"),
+    Refused("robust", "its own mean", _NEEDS_MEAN, "leave robust out, or take 'norm_cap'"),
     Refused("robust", "parts of a mean", _NEEDS_MEAN, "leave robust out, or take 'norm_cap'"),
     Refused(
         "robust",
@@ -302,7 +302,7 @@ _OPTIONS: tuple[Refused, ...] = (
         "give a number as H, without a tuner of H",
     ),
     Refused(
-        "a clock of its own",
+        "its own clock",
         "H as a function",
         "here rounds are each node's own",
         "give a number, and dylu=True for slow nodes to take fewer steps",
@@ -392,7 +392,7 @@ _SPLIT: tuple[Refused, ...] = (
 )
 _COMPUTING: tuple[Refused, ...] = (
     *(
-        Refused("a clock of its own", feature, "it takes its nodes one after another", "use compute='loop'")
+        Refused("its own clock", feature, "it takes its nodes one after another", "use compute='loop'")
         for feature in ('compute="vmap"', 'compute="compiled" or "graphs"')
     ),
     *(
@@ -426,7 +426,7 @@ _COMPUTING: tuple[Refused, ...] = (
 _BALANCE: tuple[Refused, ...] = (
     Refused(
         'balance="batch" or "steps"',
-        "a clock of its own",
+        "its own clock",
         "there no node waits for another, and dylu=True gives slow nodes fewer steps",
         "leave balance out",
     ),
@@ -450,7 +450,7 @@ _BALANCE: tuple[Refused, ...] = (
     ),
     Refused(
         'balance="batch" or "steps"',
-        "a mean of its own",
+        "its own mean",
         _OWN_MEANS,
         "use balance='nodes', or SimpleReduce, DiLoCo, FedAvg, SPARTA or SPARTADiLoCo. In a class of yours "
         "weighted_means = True says that all it averages are means of the communicator",
@@ -464,7 +464,7 @@ _FAULTS: tuple[Refused, ...] = (
         "take a strategy that acts on rows (DDP, DiLoCo, FedAvg, SPARTA, ...), or leave bad_nodes out",
     ),
     Refused(
-        "a clock of its own",
+        "its own clock",
         "faults",
         "slow nodes are slow on its clock, and it takes no planned faults",
         "leave faults out",
@@ -512,7 +512,7 @@ _TIME: tuple[Refused, ...] = (
         for feature in ("step_seconds", "timeline", "speeds", "target_loss")
     ),
     Refused(
-        "a clock of its own",
+        "its own clock",
         "network without step_seconds",
         "it goes by how long steps take, and measured times would give another order each time",
         "give step_seconds, for example step_seconds=0.1, or a list with each node's",

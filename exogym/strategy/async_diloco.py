@@ -205,7 +205,7 @@ class AsyncDiLoCoStrategy(ClockedStrategy):
         **options: Unpack[InnerOptions],
     ):
         if callable(H):
-            refuse({"a clock of its own": type(self).__name__, "H as a function": f"H={H!r}"})
+            refuse({"its own clock": type(self).__name__, "H as a function": f"H={H!r}"})
         check_count("H", H)
         check_choice("rule", rule, RULES)
         for name, given in (("period", period), ("max_staleness", max_staleness)):

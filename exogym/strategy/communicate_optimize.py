@@ -134,11 +134,9 @@ class CommunicateOptimizeStrategy(Strategy):
         name, found = type(self).__name__, super().features()
         own = [type(m).__name__ for m in self.modules if not m.weighted_means]
         parts = [type(m).__name__ for m in self.modules if m.only_means]
-        found.pop("a mean of its own", None)  # a robust rule is a feature of its own
-        found |= {"a mean of its own": f"{name}, which averages in a way of its own ({', '.join(own)})"} if own else {}
-        found |= (
-            {"parts of a mean": f"{name}, which averages in a way of its own ({', '.join(parts)})"} if parts else {}
-        )
+        found.pop("its own mean", None)  # a robust rule is a feature of its own
+        found |= {"its own mean": f"{name}, which averages in its own way ({', '.join(own)})"} if own else {}
+        found |= {"parts of a mean": f"{name}, which averages in its own way ({', '.join(parts)})"} if parts else {}
         if in_mean := [type(m).__name__ for m in self.modules if m.right_in_mean]:
             found["values right in the mean only"] = (
                 f"{name}, whose {', '.join(in_mean)} sends a part of what a node has"

@@ -128,7 +128,7 @@ class DecoupledDiLoCoStrategy(ClockedStrategy):
         **options: Unpack[InnerOptions],
     ):
         if callable(H):
-            refuse({"a clock of its own": type(self).__name__, "H as a function": f"H={H!r}"})
+            refuse({"its own clock": type(self).__name__, "H as a function": f"H={H!r}"})
         check_count("H", H)
         if quorum is not None:
             check_count("quorum", quorum)

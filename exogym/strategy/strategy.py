@@ -227,7 +227,7 @@ class Strategy:
     def features(self) -> dict[str, str]:
         """Return the features of this strategy: a name from `exogym.core.combinations.FEATURES` -> the given value."""
         name = type(self).__name__
-        found = {"a clock of its own": name} if self.driven_by == "clock" else {}
+        found = {"its own clock": name} if self.driven_by == "clock" else {}
         found |= {"no modules": f"{name}, which has no modules"} if self.driven_by != "rounds" else {}
         if self.driven_by == "programs" and self.stacked:
             found["stacked"] = f"{name}, which is stacked"
@@ -235,7 +235,7 @@ class Strategy:
             found["a server that asks nobody"] = f"{name}, which as it is asks nobody"
         if self.needs_gradients:
             found["gradients at every step"] = f"{name}, whose nodes meet at every step"
-        own = {} if self.weighted_means else {"a mean of its own": f"{name}, which averages in a way of its own"}
+        own = {} if self.weighted_means else {"its own mean": f"{name}, which averages in its own way"}
         return found | own
 
     def features_in_parts(self) -> dict[str, str]:

@@ -441,9 +441,9 @@ def test_blocks_of_two_dtypes_are_compressed_apart() -> None:
         (lambda: PowerSGDStrategy(start_step=-1), "start_step=-1"),
         (lambda: PowerSGDStrategy(min_rate=-1.0), "min_rate=-1.0"),
         (lambda: SignSGDStrategy(error_feed=True), "did you mean 'error_feedback'"),
-        (lambda: PowerSGDStrategy(robust="median"), "averages in a way of its own .LowRankMean."),
-        (lambda: QuantizedReduceStrategy(robust="krum"), "averages in a way of its own .QuantizedAverage."),
-        (lambda: SignSGDStrategy(robust="median"), "averages in a way of its own .MajorityVote."),
+        (lambda: PowerSGDStrategy(robust="median"), "averages in its own way .LowRankMean."),
+        (lambda: QuantizedReduceStrategy(robust="krum"), "averages in its own way .QuantizedAverage."),
+        (lambda: SignSGDStrategy(robust="median"), "averages in its own way .MajorityVote."),
         (lambda: TopKStrategy(transport="tree"), "has no all-reduce"),
     ],
 )

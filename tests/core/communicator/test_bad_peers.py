@@ -316,7 +316,7 @@ def test_a_rule_with_arguments_is_saved_with_the_run(robust: Any, tmp_path: Any)
         (lambda: DiLoCoStrategy(robust="medain"), "did you mean 'median'"),
         (lambda: DiLoCoStrategy(robust=3), "must be a name, such as 'median', or a rule"),
         (lambda: DiLoCoStrategy(robust="krum", transport="ring"), "adds them up on the way"),
-        (lambda: parse_strategy("demo:robust=median"), r"averages in a way of its own \(DCTMomentum\)"),
+        (lambda: parse_strategy("demo:robust=median"), r"averages in its own way \(DCTMomentum\)"),
         *(
             (
                 functools.partial(parse_strategy, f"{sparse}:robust={rule}"),
