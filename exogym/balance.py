@@ -1,11 +1,11 @@
-"""Load shared out by speed: fast machines get more nodes, larger batches, or more local steps.
+"""Share the load by speed: fast machines get more nodes, larger batches, or more local steps.
 
-    nodes    the nodes are dealt to the processes by speed: the placement changes, and no bit of the result
-    batch    node i takes b_i examples per step, the sum over nodes staying N b, and weighs b_i in every mean
+    nodes    fast processes hold more nodes: only the placement changes, and the result keeps the same bits
+    batch    node i takes b_i examples per step and weighs b_i in every mean; the b_i sum to N b
     steps    node i takes a share v_i / max v of the local steps, and weighs that share in every mean
 
-With v_i the speeds, and counts c_i of at least 1 that sum up to a total, all wait for the node with the largest
-c_i / v_i. `share_out` makes that as small as it can be.
+v_i are the speeds. All wait for the node with the largest c_i / v_i, where c_i >= 1 is its count of nodes or examples.
+`share_out` makes this maximum as small as possible.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ KINDS = ("nodes", "batch", "steps")
 
 
 class Balance:
-    """How the load of a run is shared out.
+    """Share a run's load by speed.
 
     Args:
-        kind: "nodes", "batch" or "steps", as above.
-        speeds: relative speed of each process ("nodes") or node ("batch", "steps"), over 0; None: measured at the
-            start of `fit`, by a few training steps of every process.
+        kind: "nodes" shares the nodes among processes; "batch" or "steps" shares examples or local steps among nodes.
+        speeds: relative speeds over 0, one per process ("nodes") or per node ("batch", "steps"). None: `fit` measures
+            them at its start, by a few training steps in every process.
 
     Raises:
-        ArgumentError: an unknown kind, or speeds that are not positive numbers.
+        ArgumentError: `kind` is unknown, or a speed is not a positive number.
 
     >>> balance = Balance("batch", speeds=[1, 3])
     >>> balance.counts(2 * 16)
@@ -47,7 +47,7 @@ class Balance:
 
     @staticmethod
     def of(given: Any) -> Balance:
-        """Return `given` as a Balance; text is its kind."""
+        """Return `given` as a Balance. Text is taken as the kind."""
         if isinstance(given, Balance):
             return given
         if not isinstance(given, str):
@@ -55,42 +55,42 @@ class Balance:
         return Balance(given)
 
     def check_speeds(self, count: int, of: str) -> None:
-        """Raise ArgumentError unless there are `count` speeds, one for each `of`, or none are given."""
+        """Raise ArgumentError if speeds were given, but not `count` of them: one for each of the `of` (nodes, ...)."""
         if self.speeds is not None and len(self.speeds) != count:
             raise ArgumentError(
                 f"balance={self.kind!r} has {len(self.speeds)} speeds for {count} {of}: give one for each, or leave "
-                "speeds out to have them measured"
+                "speeds out and fit measures them"
             )
 
     def counts(self, total: int) -> list[int]:
-        """Return `total` whole things shared out by the speeds, at least one each."""
+        """Return whole counts that sum to `total`, shared by the speeds, each at least 1."""
         assert self.speeds is not None
         return share_out(total, self.speeds)
 
     def shares(self) -> list[Fraction]:
-        """Return each speed as a share of the largest, exactly as the numbers are written."""
+        """Return each speed as a fraction of the largest, exact in the decimals given."""
         assert self.speeds is not None
         exact = [Fraction(str(speed)) for speed in self.speeds]
         return [speed / max(exact) for speed in exact]
 
 
 def share_out(total: int, speeds: Sequence[float]) -> list[int]:
-    """Return whole counts of at least 1 with sum `total` and the least possible largest count / speed.
+    """Return whole counts of at least 1 that sum to `total`, with the smallest possible maximum of count / speed.
 
-    One after the other goes to whoever would be done with it first, the lowest of equals (D'Hondt's rule). With equal
-    speeds the first ones get one more.
+    Items are dealt one after another to the member that would finish it first; ties go to the lower index (D'Hondt's
+    rule). With equal speeds the first members get one more.
 
     Raises:
-        ArgumentError: fewer than one for each.
+        ArgumentError: `total` is smaller than the number of speeds.
 
     >>> share_out(10, [1.0, 1.0, 3.0]), share_out(5, [1.0, 1.0]), share_out(4, [100.0, 1.0, 1.0])
     ([2, 2, 6], [3, 2], [2, 1, 1])
     """
     n = len(speeds)
     if total < n:
-        raise ArgumentError(f"{total} cannot be shared out among {n}: each needs at least one")
+        raise ArgumentError(f"total={total} is too small for {n} speeds: each needs at least one")
     whole = sum(speeds)
-    counts = [max(1, math.floor((total - n) * (speed / whole))) for speed in speeds]  # no less in any case
+    counts = [max(1, math.floor((total - n) * (speed / whole))) for speed in speeds]  # lower bounds
     queue = [((counts[i] + 1) / speeds[i], i) for i in range(n)]
     heapq.heapify(queue)
     for _ in range(total - sum(counts)):
@@ -101,7 +101,7 @@ def share_out(total: int, speeds: Sequence[float]) -> list[int]:
 
 
 def speeds_of(seconds: Sequence[float]) -> list[float]:
-    """Return the speeds, relative to the fastest and with three digits, of those that take so many `seconds`.
+    """Return speeds relative to the fastest, rounded to three digits, from each one's `seconds` for the same work.
 
     >>> speeds_of([0.01, 0.03])
     [1.0, 0.333]

@@ -1,10 +1,9 @@
-"""Callbacks: a function of the running training, called after evaluations or every so many steps.
+"""Callbacks: functions that the training loop calls after evaluations, or every n steps.
 
-A callback is any callable taking a `Running` training. It is called after each evaluation; wrapped in `Every(n,
-function)`, after each n-th step. It runs once, whatever the layout, may use what `Running` has,
-and ends the training by returning True.
+A callback is any callable that takes a `Running` training. `fit` calls it after each evaluation; wrapped in `Every(n,
+function)`, after each n-th step. It runs in the main process only, and ends the training by returning True.
 
-A callback with a rhythm and a state of its own, which checkpoints keep:
+A callback with its own rhythm, and with state that checkpoints keep:
 
 >>> import torch
 >>> from exogym import LocalTrainer
@@ -42,12 +41,13 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 class Running(Protocol):
-    """A training as a callback sees it.
+    """The running training, as a callback sees it.
 
     Attributes:
-        step: steps done; evaluated_at: the step of the last evaluation.
-        history: its records; `history.add_evaluation(step, epoch, values, node=None)` adds numbers of one's own.
-        fleet: blocks, their layout, buffers; the rows that this process holds.
+        step: steps done.
+        evaluated_at: step of the last evaluation.
+        history: the records; `history.add_evaluation(step, epoch, values, node=None)` adds your own numbers.
+        fleet: this process's rows: blocks, their layout, buffers.
     """
 
     step: int
@@ -60,32 +60,32 @@ class Running(Protocol):
         """The epoch of the last step, from 0."""
 
     def rows(self) -> list[Tensor]:
-        """Return the parameters of all nodes, (N, P) per block, from wherever they are; traffic is not recorded."""
+        """Return all nodes' parameters, (N, P) per block, gathered from all processes. Traffic does not count."""
 
     def average(self) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """Return (P,) per block and the buffers of the averaged (or outer) model."""
+        """Return the averaged (or outer) model: a tensor (P,) per block, and the buffers by name."""
 
     def evaluate(self, node: int | None = None) -> dict[str, float]:
-        """Return losses and metrics of a node's model, or (None) of the averaged one; {} without a validation set."""
+        """Return losses and metrics of a node's model; None: of the averaged model. {} without a validation set."""
 
     def measure(self, vectors: list[Tensor], buffers: dict[str, Tensor]) -> dict[str, float]:
-        """Return the same of any parameters, given as `average` gives them, anywhere."""
+        """Return losses and metrics of any parameters and buffers, in the form that `average` returns."""
 
     def save(self) -> Any:
-        """Write a checkpoint, where there is a save_dir; return its folder."""
+        """Write a checkpoint if there is a save_dir, and return its folder."""
 
     def beat(self) -> None:
-        """Say that a callback which takes very long in several processes goes on (see `hang_s` of `fit`)."""
+        """Report that a long callback is still at work: the time that `hang_s` of `fit` allows starts anew."""
 
 
 class Callback:
-    """A callback that has a rhythm of its own, or state that belongs into checkpoints.
+    """A callback with its own rhythm, or with state that checkpoints save.
 
     Attributes:
-        steps: it is called after every step divisible by this, where nodes meet; None: never for that.
-        at_evaluations: whether it is called after each evaluation.
-        may_end: whether it may end the training. If so, how far nodes are apart is measured before a synchronisation at
-            its steps, for the evaluation that would follow: between hosts that moves all rows twice.
+        steps: call it after every step that this number divides. None: not by steps.
+        at_evaluations: call it after each evaluation.
+        may_end: it may end the training by returning True. Then a synchronization at its steps first measures the
+            consensus distance, for the last evaluation. Between hosts that moves all rows twice.
     """
 
     steps: int | None = None
@@ -94,24 +94,24 @@ class Callback:
 
     @staticmethod
     def of(given: Callable[[Running], Any]) -> Callback:
-        """Return a callback as given, or one that calls the function `given` after each evaluation."""
+        """Return `given` as a Callback. A plain function is called after each evaluation."""
         return given if isinstance(given, Callback) else _AtEvaluations(given)
 
     def __call__(self, loop: Running) -> Any:
         raise NotImplementedError(f"{type(self).__name__} needs a method __call__(loop)")
 
     def state(self) -> dict[str, Tensor]:
-        """Return what a checkpoint is to hold."""
+        """Return the tensors that a checkpoint saves."""
         return {}
 
     def load_state(self, state: dict[str, Tensor]) -> None:
-        """Go on from what `state` returned; it is {} where a run starts, or its checkpoint knew no such callback."""
+        """Load the tensors of `state`; {} if the run starts, or if the checkpoint has no such callback."""
 
 
 class Every(Callback):
-    """Call `function(loop)` after every step divisible by `steps`. Nodes meet there, so stretches end there.
+    """Call `function(loop)` after every step that `steps` divides. Stretches end there.
 
-    With `may_end=False` the function never returns True, which is cheaper between hosts (see `Callback`).
+    Give `may_end=False` if the function never returns True: it is cheaper between hosts (see `Callback`).
 
     >>> Every(100, lambda loop: loop.step >= 500).steps
     100
@@ -136,7 +136,7 @@ class _AtEvaluations(Callback):
 
 
 class EvaluateNodes(Callback):
-    """At each evaluation also evaluate every single node that is there, as rows of their own in the history."""
+    """At each evaluation, evaluate each present node too. The history gets a record for each."""
 
     may_end = False
 
@@ -146,25 +146,25 @@ class EvaluateNodes(Callback):
 
 
 class WeightAverage(Callback):
-    """The average over time of the averaged (or outer) model: exponential (EMA), or of all (SWA).
+    """The averaged (or outer) model's average over time: exponential (EMA), or the plain mean (SWA).
 
     After every k-th step, with theta the model there and n the number of models so far, this one included:
 
-        a <- d a + (1 - d) theta      with `decay` d; the first is taken as it is
-        a <- a + (theta - a) / n      without
+        a <- d a + (1 - d) theta      with `decay` d; the first model is copied
+        a <- a + (theta - a) / n      with `decay=None`
 
-    so for DiLoCo theta is the outer model, which changes at outer steps only. Floating-point buffers (BatchNorm's
-    statistics) are averaged likewise, others taken as they are. Nothing is sent: nodes' bytes stay what they were. At
-    each evaluation it is evaluated too, as `average_val_loss`, `average_val_accuracy`, ... in the averaged model's row.
-    It is saved in checkpoints; a run that goes on without one of its own in the checkpoint begins anew there.
+    For DiLoCo theta is the outer model, which changes at outer steps only. Floating-point buffers (BatchNorm's
+    statistics) are averaged in the same way; other buffers are copied. Nothing is sent, so the nodes' bytes stay the
+    same. Each evaluation evaluates the average too: its values `average_val_loss`, `average_val_accuracy`, ... stand
+    in the averaged model's record. Checkpoints save it. A resumed run whose checkpoint has no average starts a new one.
 
     Polyak, Juditsky, SIAM J. Control Optim. 30, 1992; Izmailov et al., arXiv:1803.05407. Memory: P elements in the
     model's dtype, in the main process.
 
     Args:
-        decay: d, from 0 to under 1; None: the plain mean.
+        decay: d, from 0 to under 1. None: the plain mean.
         steps: k.
-        start_step: models before this step are left out.
+        start_step: ignore models before this step.
 
     >>> average = WeightAverage(decay=0.99, steps=10)
     """
@@ -198,7 +198,7 @@ class WeightAverage(Callback):
             loop.history.add_evaluation(loop.step, loop.epoch, values)
 
     def _take(self, vectors: list[Tensor], buffers: dict[str, Tensor]) -> None:
-        """Take one more model into the average."""
+        """Add a model to the average."""
         self.count += 1
         if self.count == 1:
             self._vectors = [x.clone() for x in vectors]
@@ -215,20 +215,22 @@ class WeightAverage(Callback):
 
     @torch.no_grad()
     def load_into(self, model: Model) -> Model:
-        """Give `model` the average's parameters and buffers; return it. It is of the architecture that was trained.
+        """Copy the average's parameters and buffers into `model`, and return it.
 
         Raises:
-            ArgumentError: there is no average (yet), or `model` is another one.
+            ArgumentError: no model was averaged yet, or `model` has another architecture than the trained model.
         """
         if not self.count:
-            raise ArgumentError("no model was averaged: give this to fit as a callback, with steps within the run")
-        there = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+            raise ArgumentError(
+                "no model was averaged: give this to fit(callbacks=[...]), and train past its start_step"
+            )
+        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         given = {slot.name: slot.of(self._vectors[b]) for slot, b in self._names} | self._buffers
         for name, x in given.items():
-            if name not in there or there[name].shape != x.shape:
+            if name not in tensors or tensors[name].shape != x.shape:
                 raise ArgumentError(f"model has no {name!r} of shape {tuple(x.shape)}: give the model that was trained")
         for name, x in given.items():
-            there[name].copy_(x)
+            tensors[name].copy_(x)
         return model
 
     def state(self) -> dict[str, Tensor]:

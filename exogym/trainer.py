@@ -1,4 +1,4 @@
-"""Trainers: one call trains a model on a fleet of nodes and gives back the averaged model."""
+"""Trainers: one call trains a model on many nodes and returns the averaged model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from exogym.core.training.options import FitOptions, takes
 from exogym.core.training.subject import Subject
 from exogym.errors import ArgumentError, checked
 
-if TYPE_CHECKING:  # what a run is made of is loaded by the first fit
+if TYPE_CHECKING:  # the first fit loads a run's parts
     from exogym.core.clock import Clock
     from exogym.core.communicator import Wire
     from exogym.core.engine import Engine
@@ -33,9 +33,9 @@ if TYPE_CHECKING:  # what a run is made of is loaded by the first fit
 
 
 class _Turn:
-    """Lets one thread of this process train at a time: random generators and thread counts are the process's.
+    """A lock: one thread of this process trains at a time, since threads share random generators and thread counts.
 
-    In that thread a callback may train another model meanwhile: each step puts the generators where it needs them.
+    In that thread a callback may train another model: each step sets the generators that it needs.
     """
 
     def __init__(self) -> None:
@@ -47,15 +47,15 @@ class _Turn:
         if not self.lock.acquire(blocking=False):
             if self.thread != threading.get_ident():
                 raise ArgumentError(
-                    "another thread of this process is in fit: both would draw from the same random generators, and "
-                    "neither result would be right. Call one fit after the other, or give each a process of its own; "
-                    "to use more cores for one fit, give it processes="
+                    "another thread of this process is in fit, and both would draw from the same random generators. "
+                    "Call one fit after the other, or give each its own process. To use more cores for one fit, give "
+                    "it processes="
                 )
             mine = {id(p) for p in model.parameters()}
             if any(id(p) in mine for outer in self.models for p in outer.parameters()):
                 raise ArgumentError(
-                    "this model is being trained already, by the fit that called this one (from a callback): its "
-                    "parameters stand at a node's row. Train a copy.deepcopy of it, or train after that fit"
+                    "this model is being trained already, by the fit whose callback called this fit. Train a "
+                    "copy.deepcopy of it, or train it after that fit"
                 )
         self.thread = threading.get_ident()
         self.models.append(model)
@@ -67,7 +67,7 @@ class _Turn:
                 self.lock.release()
 
     def forked(self) -> None:
-        """In a new process: of the threads there is the one that forked."""
+        """Reset the lock in a forked process, if another thread held it: only the forking thread lives on there."""
         if self.thread != threading.get_ident():
             self.__init__()  # type: ignore[misc]
 
@@ -78,21 +78,21 @@ if hasattr(os, "register_at_fork"):
 
 
 class Trainer(ABC):
-    """What all trainers share: the model, the data, and what the last `fit` left.
+    """Base of all trainers: the model, the data, and the last `fit`'s results.
 
     Args:
-        model: a module whose `model(batch)` gives its loss (`exogym.core.compute.outputs`), or predictions
-            with `loss_fn`.
+        model: a module. `model(batch)` returns the loss (`exogym.core.compute.outputs`), or predictions if there is a
+            `loss_fn`.
         train_dataset: a data set, or a factory called as `factory(rank, num_nodes, is_train)`.
         val_dataset: likewise, or None.
         loss_fn: `loss_fn(predictions, targets)` for models that return predictions.
-        metrics: name to `function(predictions, targets)`, reported as val_<name>.
+        metrics: functions by name, called as `function(predictions, targets)` and reported as val_<name>.
 
     Attributes:
-        history: a `History` of the last fit; a sequence of dicts.
-        description: the last run as one JSON-able value.
-        clock: the virtual clock of the last fit with a `network`, else None.
-        traffic: of the last fit: name of the collective to its calls and its payload, tx and rx bytes, over all nodes.
+        history: the last fit's `History`, a sequence of dicts.
+        description: the last run's options, as a JSON-able dict.
+        clock: the last fit's virtual clock; None without a `network`.
+        traffic: the last fit's calls and payload, tx and rx bytes by collective, summed over all nodes.
 
     >>> from exogym import LocalTrainer
     >>> trainer: Trainer = LocalTrainer(nn.Linear(1, 1), [0.0])
@@ -130,11 +130,11 @@ class Trainer(ABC):
 
     @abstractmethod
     def fit(self, strategy: Strategy) -> nn.Module:
-        """Train the model under `strategy`; each trainer says where."""
+        """Train the model with `strategy`. Each trainer decides on which machines."""
 
 
 class LocalTrainer(Trainer):
-    """Trains on this machine: N simulated nodes, a row each, in one process or several; or in torchrun's world.
+    """Train on this machine: N simulated nodes in one process or several, or in torchrun's processes.
 
     >>> import torch
     >>> from exogym import LocalTrainer
@@ -148,27 +148,29 @@ class LocalTrainer(Trainer):
     True
     """
 
-    max_stretch: int | None = None  # caps every stretch, for tests: it must change no bit
-    spent = (0, 0.0, 0.0)  # in the last run: steps after its first stretch, their seconds, those without the wire
+    max_stretch: int | None = None  # longest stretch in steps, for tests: the result keeps the same bits
+    spent = (0, 0.0, 0.0)  # of the last run: steps after its first stretch, their seconds, and these without the wire's
     engine: Engine | None = None  # where rows live; None: the first of `exogym.engine.ENGINES` that applies
-    assembles: Callable[..., TrainingLoop] | None = None  # puts a run together; None: `core.training.assembly`
+    assembles: Callable[..., TrainingLoop] | None = None  # assembles a run; None: `core.training.assembly`
 
     @takes(FitOptions)
     def fit(self, asked: FitOptions) -> nn.Module:
-        """Train and return the final (averaged or outer) model, which is the model that was passed in, updated.
+        """Train the trainer's model in place, and return it: it holds the final averaged (or outer) parameters.
 
         Raises:
-            ArgumentError, DataError, ModelError, StrategyError: before training, wherever it can be known; also where
-                another thread of this process is in `fit`, or another run holds `save_dir`.
-            TrainingError: a loss, gradient or update that is not finite; node, step and tensor are named.
-            CheckpointError: `resume` on a checkpoint of another run, or with none that can be read.
-            WorkerError: one of several processes was killed, or hung, and where it stood; none of the others is left.
-            KeyboardInterrupt, SystemExit: SIGINT (Ctrl-C) or SIGTERM; with `save_dir` the run was saved first, where
-                each node stood. A second signal acts at once.
+            ArgumentError, DataError, ModelError, StrategyError: a wrong option, data set, model or strategy. Raised
+                before training if possible. Also if another thread of this process is in `fit`, or if another run
+                holds `save_dir`.
+            TrainingError: a loss, gradient or update is not finite. The message names node, step and tensor.
+            CheckpointError: `resume` found a checkpoint of another run, or no readable checkpoint.
+            WorkerError: one of several processes was killed or hung. The message says at which step; the other
+                processes have ended.
+            KeyboardInterrupt, SystemExit: SIGINT (Ctrl-C) or SIGTERM. With `save_dir` the run is saved first, with
+                each node's state. A second signal acts at once.
 
-        After an error, Ctrl-C or SIGTERM in training the model holds the average of where the nodes stood (after an
-        error with several processes: the nodes here), and `trainer.history` what happened until then. After an error
-        with `engine="ray"` both are as they were before.
+        After an error, Ctrl-C or SIGTERM during training, the model holds the average of the nodes' parameters at that
+        moment. With several processes an error leaves the average of this process's nodes. `trainer.history` holds the
+        records so far. After an error with `engine="ray"` model and history are as before `fit`.
         """
         from exogym.core.training.checking import asked_to_go_on, checked_options
 
@@ -180,7 +182,7 @@ class LocalTrainer(Trainer):
         from exogym.core.engine.world import local_device
         from exogym.core.training.placement import run_placed
 
-        # Of an engine elsewhere no process is here: each looks for the device of its own machine.
+        # With an engine elsewhere no process runs here: each chooses its own machine's device.
         place = resolve_device(local_device(options.device)) if options.engine is None else torch.device("cpu")
         with _turn.taken(self.model), preserved_state(place), OneThread(place):
             modes = [(module, module.training) for module in self.model.modules()]
@@ -196,7 +198,7 @@ class LocalTrainer(Trainer):
                     module.training = training
 
     def _train(self, device: torch.device, options: FitOptions, wire: Wire) -> None:
-        """Train the rows that `wire` says are here."""
+        """Train the rows that `wire` assigns to this process."""
         from exogym.core.training.assembly import assemble
 
         loop = (self.assembles or assemble)(self.subject, options, device, self.max_stretch, wire)

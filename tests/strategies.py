@@ -302,7 +302,7 @@ def combinations_of_the_page():
         for name, rows in combinations.GROUPS.items()
     ]
     features = [(f"`{name}`", what) for name, what in combinations.FEATURES.items()]
-    return "\n".join([*sections, "## Who has a feature\n\n" + _markdown(("feature", "who has it"), features)])
+    return "\n".join([*sections, "## The features\n\n" + _markdown(("feature", "meaning"), features)])
 
 
 def _markdown(heads, rows):

@@ -1,14 +1,13 @@
-"""What cannot be combined: one table of pairs of features, each with its reason and what to do instead.
+"""Check a run's features against the table of pairs that cannot be combined (`core.refusals`).
 
-A feature is something that a run has, under the name a user writes: an option (`privacy`), an option with a value
-(`compute="vmap"`), what a strategy does ("packed values"), or what was left out ("no network"). Modules, strategies
-and the options of `fit` say which features they have (`features()`), and `check` raises for the first row of the table
-whose two features a run has. A strategy is checked when it is made, the whole run before it trains. Features that show
-later (who started the process, what the model and the data are like) are checked where they are seen, still before
-training.
+A feature is a property of a run, under the name that a user writes: an option (`privacy`), an option with a value
+(`compute="vmap"`), a strategy's behavior ("packed values"), or a missing option ("no network"). Modules, strategies and
+`fit`'s options list their features (`features()`). `check` raises for the first row of the table whose two features a
+run has. A strategy is checked when it is made, the whole run before it trains. Some features are known later, still
+before training: the launcher, the model's and the data's properties. They are checked where they are first known.
 
-To refuse another pair, add a row to its group in `GROUPS`, and, if its feature is new, a line to `FEATURES` and to the
-`features()` of what has it. A number too large for another one is no pair: it is checked where the numbers are.
+To refuse another pair, add a row to its group in `GROUPS`. If its feature is new, add a line to `FEATURES` and to the
+`features()` of the class that has it. Limits between two numbers are not pairs: check them where the numbers are.
 
 >>> check({"privacy": "privacy", "robust": "robust='krum'"})
 Traceback (most recent call last):
@@ -28,7 +27,7 @@ __all__ = ["FEATURES", "GROUPS", "REFUSED", "Refused", "check", "features_of", "
 
 
 def features_of(**options: Any) -> dict[str, str]:
-    """Return the options that were given, as features; None and False were not.
+    """Return the given options as features. None and False count as not given.
 
     >>> features_of(delay=3, eager=False, island_H=None)
     {'delay': 'delay=3'}
@@ -40,10 +39,11 @@ def check(features: Mapping[str, str]) -> None:
     """Refuse features that cannot be combined.
 
     Args:
-        features: name in `FEATURES` to what was given, as `{"robust": "robust='krum'"}`.
+        features: the user's text by name in `FEATURES`, as `{"robust": "robust='krum'"}`.
 
     Raises:
-        ArgumentError: the first row of `REFUSED` whose two features are among them: what was given, why, what to do.
+        ArgumentError: `REFUSED` has a row for two of them. The message has the features, the reason and the alternative
+            of the first such row.
 
     >>> check({"robust": "robust='krum'", "client_fraction": "client_fraction=0.5"})
     """
@@ -55,6 +55,6 @@ def check(features: Mapping[str, str]) -> None:
 
 
 def refuse(features: Mapping[str, str]) -> NoReturn:
-    """Raise as `check` does, for features of which a row refuses two."""
+    """Raise as `check` does. A row must refuse two of the features."""
     check(features)
     raise AssertionError(f"no row refuses {features}")

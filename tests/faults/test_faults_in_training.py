@@ -125,7 +125,7 @@ def test_another_plan_of_faults_is_another_run(tmp_path):
     [
         ("diloco", {"faults": 0.1}, "must be an exogym.faults.Faults"),
         ("diloco", {"faults": Faults(absent={4: [(1, 2)]})}, "node 4"),
-        ("ddp", {"faults": Faults(slow={1: 0.5})}, "every step is of all nodes together"),
+        ("ddp", {"faults": Faults(slow={1: 0.5})}, "all nodes take every step together"),
         ("stacked", {"faults": Faults(absent=ABSENT)}, "without stacked = True"),
         ("one node", {"faults": Faults(absent=ABSENT), "processes": 2}, "in one process"),
     ],

@@ -69,7 +69,7 @@ def test_what_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "other.csv").write_text("a,b\n1,2\n")
     with pytest.raises(DataError, match="no column client, from, to"):
         Faults(trace=tmp_path / "other.csv")
-    with pytest.raises(ArgumentError, match=r"trace=.* with drop_rate=0.1: both say who is there"):
+    with pytest.raises(ArgumentError, match=r"trace=.* with drop_rate=0.1: both decide which nodes are absent"):
         Faults(trace=Diurnal(), drop_rate=0.1)
     unknown = trace(tmp_path, f"{CLIENTS},0,10,1\n")
     with pytest.raises(DataError, match=f"row 2: client {CLIENTS}, but num_nodes={CLIENTS}"):
@@ -78,7 +78,7 @@ def test_what_else_is_refused(tmp_path: Path) -> None:
         Diurnal(peak_s=float("nan"))
     with pytest.raises(ArgumentError, match="DiLoCoStrategy, which as it is asks nobody"):
         trained(DiLoCoStrategy(H=4), faults=Faults(trace=Diurnal()))
-    with pytest.raises(ArgumentError, match="give fit step_seconds"):
+    with pytest.raises(ArgumentError, match="give fit the step time"):
         trained(FedAvgStrategy("sgd", deadline_s=3, **SAMPLED))
     with pytest.raises(ArgumentError, match="give client_fraction under 1"):
         FedAvgStrategy(H=4, over_sampling=0.5)

@@ -173,7 +173,7 @@ def test_no_layout_and_no_stop_changes_anything(secure: bool, tmp_path: Any) -> 
         ({"delta": 1}, "delta=1 must be a number over 0 and under 1"),
         ({"island_size": 2}, "leave island_size out"),
         ({"privacy": 3}, "privacy=3 must be a DifferentialPrivacy"),
-        ({"transport": "ring"}, "clients of the next round get the parameters from a server"),
+        ({"transport": "ring"}, "next round's clients may not have averaged"),
     ],
 )
 def test_what_cannot_be_is_refused(options: dict[str, Any], words: str) -> None:

@@ -334,7 +334,7 @@ class Odd(Tuner):
         (lambda: DiLoCoStrategy(tuner=Odd()), "does not take hight"),
         (lambda: DiLoCoStrategy(H=lambda r: 3, tuner="drift"), "give the first H as a number"),
         (lambda: DiLoCoStrategy(outer_lr_scheduler="cosine", tuner="autocorrelation"), "both set the outer rate"),
-        (lambda: FedAvgStrategy(local_steps=[1, 2], H=2, tuner="drift"), "of rounds of one length"),
+        (lambda: FedAvgStrategy(local_steps=[1, 2], H=2, tuner="drift"), "local_steps needs rounds of one length"),
         (lambda: SPARTADiLoCoStrategy(tuner="drift"), "has several modules"),
         (lambda: SPARTAStrategy(compression_method="sequential", tuner=9.0), "take compression_method='random'"),
         (lambda: Drift(1.0), "target=1.0 must be a number over 0 and under 1"),
@@ -351,7 +351,7 @@ def test_what_cannot_be_is_refused(make: Any, words: str) -> None:
 
 @pytest.mark.parametrize("name", ["gossip", "noloco", "sparseloco"])
 def test_drift_from_no_mean_says_so(name: str) -> None:
-    with pytest.raises(ArgumentError, match="goes by the mean that nodes take when they meet, and here they take none"):
+    with pytest.raises(ArgumentError, match="reads the mean of a synchronization, and this strategy takes no mean"):
         parse_strategy(f"{name}:H=3:tuner=drift")
 
 
@@ -368,7 +368,9 @@ def test_a_budget_for_others(name: str) -> None:
     "streaming_diloco:H=4", "streaming_diloco:H=4:num_fragments=1:fragment_sync_delay=1", "diloco:H=4:delay=1",
 ])  # fmt: skip
 def test_outer_gradients_that_no_tuner_sees_whole_are_refused_before_training(text: str) -> None:
-    with pytest.raises(ArgumentError, match=r"goes by the mean of all outer gradients at once.* DiLoCo without delay"):
+    with pytest.raises(
+        ArgumentError, match=r"reads the mean of all outer gradients at a synchronization.* DiLoCo without delay"
+    ):
         parse_strategy(f"{text}:tuner=autocorrelation")
     parse_strategy(text)
 

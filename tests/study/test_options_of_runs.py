@@ -153,10 +153,13 @@ def test_a_sweep_goes_on_that_began_under_earlier_names(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"compute": "vmap", "minibatch_size": 2}, "compute='vmap' with minibatch_size=2: rows are computed at once"),
+        (
+            {"compute": "vmap", "minibatch_size": 2},
+            "compute='vmap' with minibatch_size=2: vmap computes all rows at once",
+        ),
         ({"faults": "none"}, "faults='none' must be an exogym.faults.Faults"),
         ({"precision": "fp8"}, "precision='fp8'"),
-        ({"faults": Faults(slow={1: 0.5})}, "ddp: faults with slow=.* every step is of all nodes together"),
+        ({"faults": Faults(slow={1: 0.5})}, "ddp: faults with slow=.* all nodes take every step together"),
         ({"max_restarts": 1}, "max_restarts needs a folder: give it as out"),
         ({"val_size": 0}, "val_size=0"),
     ],

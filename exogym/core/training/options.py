@@ -1,8 +1,8 @@
-"""The options of a run: names, types, defaults and words, written here once.
+"""A run's options: their names, types, defaults and descriptions, written here once.
 
-`FitOptions` is the definition. The trainers' `fit` take their signature and their words from it (`takes`). Comparisons
-and sweeps pass the options of `RunOptions` on to each of their runs. The command line takes types, defaults and words
-of the options that it shares with `fit` (`written_as`, `words_of`).
+`FitOptions` defines them. A trainer's `fit` takes its signature and its descriptions from there (`takes`). Comparisons
+and sweeps pass `RunOptions` on to each of their runs. The command line takes the types, defaults and descriptions of
+the options that it shares with `fit` (`written_as`, `words_of`).
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ if TYPE_CHECKING:  # none of this is needed to know the options
 DECISIVE = (
     *("num_nodes", "batch_size", "gradient_accumulation", "minibatch_size", "max_memory_usage", "shuffle", "precision"),
     *("seed", "compute", "reduction", "val_size"),
-)  # options that a resumed run must share with its checkpoint
+)  # a resumed run must have the same values as its checkpoint
 SAID = (
     *("compute", "precision", "processes", "engine", "cpus_per_process", "minibatch_size", "gradient_accumulation"),
     *("max_memory_usage", "network", "timeline", "checkpoint_interval", "resume", "max_restarts"),
     "client_state_memory",
-)  # options that some others do not go with, whatever their value: features under their own names
-LEFT_OUT = ("save_dir", "network", "engine", "step_seconds")  # without which some others say nothing
-# The command line has a shorter word for these: --nodes, --steps, --partition.
+)  # these options, with any value, exclude some others: they are features under their own names
+LEFT_OUT = ("save_dir", "network", "engine", "step_seconds")  # other options need these
+# The command line has shorter names for these: --nodes, --steps, --partition.
 LONG = {"nodes": "num_nodes", "steps": "max_steps", "partition": "partitioner"}
 
 
 def in_full(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options under their names in Python, whether they have these or those of the command line.
+    """Return options under their Python names. The command line's shorter names are translated.
 
     >>> in_full({"nodes": 4, "H": 5})
     {'num_nodes': 4, 'H': 5}
@@ -53,49 +53,49 @@ def in_full(options: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """Options that `fit`, `compare` and `sweep` take alike: the last two pass them on to each of their runs.
+    """Options of `fit` that `compare` and `sweep` take too. They pass them on to each of their runs.
 
     Args:
-        node: Each node is several devices, its model split over them (see `exogym.NodeMesh`); a list: each node has its
-            own split. Under `python -m exogym.launch` or torchrun each process is one device. In one process the result
-            is that of one device per node, computed in the micro-batches of its devices; `inside_bytes` in the history
-            counts what the devices of a node would send each other. In several processes only the main one has the
-            final model; in the others its parameters are on the meta device.
-        gradient_accumulation: Batches whose gradients make a step. The step's gradient is their mean, whatever the
-            loss. Where targets are below 0, a batch counts as many as it has of the others.
-        minibatch_size: Examples computed at once. This changes memory, not results beyond rounding: before training a
-            few examples are computed together and in parts, and a loss that is not a mean over examples (a sum, class
-            weights, pairs inside a batch) is refused where these show it. Torch's `CrossEntropyLoss` and `NLLLoss` as
-            `loss_fn` are taken with `weight` and `ignore_index`: a part counts what its classes weigh. BatchNorm takes
-            its statistics, and dropout its draws, in each minibatch.
-        max_memory_usage: Fraction of the memory (0 to 1) to stay in. A minibatch_size that fits is found and said.
-            Where batches must be split, losses are refused as for `minibatch_size`.
-        shuffle: Deal the examples in a random order.
+        node: Split each node's model over several devices (see `exogym.NodeMesh`). A list gives each node its own
+            split. Under `python -m exogym.launch` or torchrun each process is one device. One process simulates the
+            devices: the result equals one device per node, computed in the same micro-batches. `inside_bytes` in the
+            history counts what a node's devices would send each other. With several processes only the main process
+            has the final model; in the others its parameters are on the meta device.
+        gradient_accumulation: Batches per step. The step's gradient is the mean of their gradients, whatever the loss.
+            If some targets are negative, a batch weighs as much as it has other targets.
+        minibatch_size: Examples computed at once. This saves memory; results change by rounding only. Before training,
+            a test computes a few examples together and in parts. It refuses a loss that is not a mean over examples
+            (a sum, class weights, pairs inside a batch) if the parts differ. Torch's `CrossEntropyLoss` and `NLLLoss`
+            as `loss_fn` may have `weight` and `ignore_index`: a part weighs as much as its classes. BatchNorm's
+            statistics and dropout's draws are per minibatch.
+        max_memory_usage: Share of the memory to use at most, from 0 to 1. ExoGym finds a minibatch_size that fits and
+            prints it. If it must split batches, it refuses losses as `minibatch_size` does.
+        shuffle: Deal the examples in random order.
         precision: "fp32", or autocast in "bf16" or "fp16". `autocast=True` is bf16.
-        compute: "loop" (one node after another, exact), "vmap" (rows at once), "compiled" (steps as one graph by
-            torch.compile, for long runs), "graphs" (such steps of many rows as CUDA graphs), "auto" (tries the first
-            three and says which ends this run soonest).
+        compute: "loop" (one node after another, exact), "vmap" (all rows at once), "compiled" (each step as one graph
+            by torch.compile, for long runs), "graphs" (such steps of many rows as CUDA graphs) or "auto". "auto" tries
+            the first three and prints which ends this run soonest.
         reduction: "tree" (exact: the same bits on every layout) or "native" (torch's own all-reduce and sums).
-        balance: Share the load out by speed (see `exogym.balance`): "nodes" to processes, "batch" sizes or local
-            "steps" to nodes, or a `Balance` with speeds. None: all nodes do the same, as evenly placed as can be.
-        faults: Nodes that drop out and come back, slow nodes, lost synchronisations (see `exogym.faults`). The
-            docstring of each strategy says what it does then. A node that is away has no row in the history.
-        on_nonfinite: "raise", "skip" or "ignore" a gradient or an update that is not finite, before others see it.
-            "skip": the node gives nothing to the round, as one that is away, then takes all that another holds, and has
-            no row in the history for such steps. "ignore": only losses are looked at. Infs that fp16's scaling handles
-            are no errors.
-        final_sync: Synchronise steps left over at the end, and count it.
+        balance: Share the load by speed (see `exogym.balance`): "nodes" to processes, "batch" sizes or local "steps"
+            to nodes, or a `Balance` with speeds. None: all nodes do the same, placed as evenly as possible.
+        faults: Nodes that drop out and return, slow nodes, lost synchronizations (see `exogym.faults`). Each strategy's
+            docstring says how it handles them. An absent node has no record in the history.
+        on_nonfinite: "raise", "skip" or "ignore" a gradient or update that is not finite, before other nodes see it.
+            With "skip" the node sends nothing in that round, as if absent. Then it copies a healthy node's whole state;
+            the history has no record of it for such steps. With "ignore" only losses are checked. Infs that fp16's
+            scaling handles are not errors.
+        final_sync: Synchronize leftover steps at the end, and count the bytes.
         log_interval: Steps between records.
-        max_restarts: So often, where training fails or one of several processes dies, all start again from the last
-            checkpoint. Under torchrun its own --max-restarts counts, with resume=True here.
-        hang_s: Seconds that a step of a node may take (of a micro-batch, where steps are split) with several processes.
-            A process that takes longer counts as hung: it is killed, and handled like one that died (`max_restarts`).
-            The start, the first step, each batch of an evaluation, a checkpoint and a callback (between two
-            `loop.beat()`) may take six times as long. None: never, as when a debugger holds a process.
-        client_state_memory: Bytes that each process may hold of the state that sampled clients keep while they do not
-            act (optimizers, control variates). The rest lies in files under `save_dir`. None: all in memory. While a
-            checkpoint is written all of it is in memory.
-        dataloader_kwargs: For torch's DataLoader (num_workers, collate_fn, ...).
+        max_restarts: How often all processes start again from the last checkpoint, after an error or a crash. Under
+            torchrun use its own --max-restarts, and resume=True here.
+        hang_s: Seconds that a node's step may take (its micro-batch, if steps are split) with several processes. A
+            process that takes longer counts as hung: it is killed and handled like a crash (`max_restarts`). Six times
+            as long is allowed for the start, the first step, each batch of an evaluation, a checkpoint, and a callback
+            (between two `loop.beat()`). None: no limit, for example while a debugger holds a process.
+        client_state_memory: Bytes that each process may hold of the saved state of idle sampled clients (optimizers,
+            control variates). The rest lies in files under `save_dir`. None: all in memory. While a checkpoint is
+            written, all of it is in memory.
+        dataloader_kwargs: Arguments for torch's DataLoader (num_workers, collate_fn, ...).
     """
 
     node: NodeMesh | Sequence[NodeMesh] | None = None
@@ -117,7 +117,7 @@ class RunOptions:
     dataloader_kwargs: dict[str, Any] | None = None
 
     def changed(self) -> dict[str, Any]:
-        """Return those that have not their defaults.
+        """Return the options that differ from their defaults.
 
         >>> RunOptions(precision="bf16", shuffle=True).changed()
         {'precision': 'bf16'}
@@ -128,43 +128,43 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class FitOptions(RunOptions):
-    """What `fit` was asked.
+    """All options of one `fit`.
 
     Args:
-        strategy: What nodes do and tell each other.
-        num_nodes: Nodes of the fleet, N.
-        num_epochs, max_steps: Length of the run. Neither: one epoch; `max_steps` alone: as many epochs as it takes;
-            both: whichever ends first. An epoch is ceil(examples / (N batch_size gradient_accumulation)) steps.
-        batch_size: Examples of a batch. A step of a node consumes `gradient_accumulation` batches; a node that has
+        strategy: The training method (see `exogym.strategy`).
+        num_nodes: Number of nodes, N.
+        num_epochs, max_steps: Length of the run. Default: one epoch. With `max_steps` only: as many epochs as needed.
+            With both: whichever ends first. An epoch is ceil(examples / (N batch_size gradient_accumulation)) steps.
+        batch_size: Examples per node and batch. A node's step consumes `gradient_accumulation` batches. A node with
             fewer examples takes all it has.
-        partitioner: Who gets which examples. None (see `exogym.data`): they are dealt anew each epoch.
-        val_size: Evaluate on at most so many examples.
+        partitioner: Which node gets which examples (see `exogym.data`). None: dealt anew each epoch.
+        val_size: Evaluate on at most this many examples.
         val_interval: Steps between evaluations; None: after each epoch. Also at the start and the end.
-        seed: It fixes everything; the caller's random state is left as it was.
-        device: "auto", or a torch device: cpu, cuda, cuda:1, mps. "auto" takes a GPU where there is one (CUDA, then
+        seed: Seed of everything random in the run. The caller's random state stays as it was.
+        device: "auto", or a torch device: cpu, cuda, cuda:1, mps. "auto" takes a GPU if there is one (CUDA, then
             Apple's MPS).
-        processes: Processes that share the nodes, or "auto". They are forked from this one (Linux, CPU); the result has
-            the same bits. "auto" takes the cores there are where a short trial says that it pays, and says so. Under
-            torchrun or `python -m exogym.launch` the processes there are share the nodes: leave it out.
-        engine: "ray": on a cluster of Ray's, or one that is started here, in as many processes as there is room for
-            (see `exogym.engine.Ray`, which may be given instead, with an address). None: on this machine, or where the
-            processes are that run this script together.
+        processes: Processes that share the nodes, or "auto". They are forked from this one (Linux, CPU). The result has
+            the same bits. "auto" runs a short trial, uses the machine's cores if that is faster, and prints its choice.
+            Leave it out under torchrun or `python -m exogym.launch`: there the launched processes share the nodes.
+        engine: "ray" trains on a Ray cluster, or starts one here, in as many processes as fit. For a cluster's address
+            give an `exogym.engine.Ray`. None: this machine, or the machines whose processes run this script together.
         cpus_per_process: Processors that Ray gives to each process.
         network: Predict the time on this network. Text ("wifi", "100Mbps,20ms") or a `Network` (see `exogym.network`).
-            `time_s` in the history and `trainer.clock` say how long the run would take there.
-        step_seconds: Seconds of a node's step there. A number, text ("80ms"), one per node or a `StepTime`; None: as
-            measured here. Of a `node` of several devices: what one of them takes alone; they share it out.
-        timeline: Keep what each node did when, in `trainer.clock.spans`, and with `run_dir` in its timeline.json.
+            `time_s` in the history and `trainer.clock` hold the predicted time.
+        step_seconds: Seconds of a node's step on that network. A number, text ("80ms"), one per node or a `StepTime`;
+            None: as measured here. For a `node` of several devices: seconds on one device; the devices share the work.
+        timeline: Record when each node computed, sent and waited, in `trainer.clock.spans`. With `run_dir` also in its
+            timeline.json.
         logger: A logger, several, or callables (see `exogym.logger`).
         progress: Show a progress bar; None: if stderr is a terminal.
-        callbacks: Functions of the training loop (see `exogym.callbacks`).
-        save_dir, checkpoint_interval, keep_checkpoints: Where and how often to checkpoint (also at the end), and how
-            many are kept.
-        resume: Go on from the newest good checkpoint of `save_dir`, or start where there is none. Another number of
-            processes will do.
-        run_dir: Write what the run is, does and comes to into this folder (see `core.record.run_folder`). It is a new
-            folder, or with `resume` the folder of the run that goes on. Without `save_dir` checkpoints go there too,
-            where `checkpoint_interval` or `resume` asks for them.
+        callbacks: Functions that the training loop calls (see `exogym.callbacks`).
+        save_dir, checkpoint_interval, keep_checkpoints: Folder of the checkpoints, steps between two of them (one more
+            at the end), and how many to keep.
+        resume: Continue from the newest good checkpoint in `save_dir`, or start if there is none. The number of
+            processes may differ.
+        run_dir: Write the run's options, records, events and result into this folder (see `core.record.run_folder`). It
+            must be new, or with `resume` the folder of the resumed run. Without `save_dir`, checkpoints go there too
+            if `checkpoint_interval` or `resume` is given.
     """
 
     strategy: Strategy
@@ -194,7 +194,7 @@ class FitOptions(RunOptions):
     run_dir: str | Path | None = None
 
     def features(self) -> dict[str, str]:
-        """Return which of `exogym.core.combinations.FEATURES` this run has, the strategy's among them."""
+        """Return the run's features (names in `exogym.core.refusals.FEATURES`), the strategy's included."""
         given = {name: getattr(self, name) for name in SAID if getattr(self, name) != getattr(FitOptions, name)}
         found = self.strategy.features() | {name: f"{name}={value!r}" for name, value in given.items()}
         found |= {f"no {name}": f"no {name}" for name in LEFT_OUT if getattr(self, name) is None}
@@ -224,45 +224,45 @@ class FitOptions(RunOptions):
 
     @property
     def may_be_away(self) -> bool:
-        """Whether nodes may be away, or late, whatever a strategy asks; a trace is looked at by the strategy itself."""
+        """Whether `faults` may make nodes absent or late. A trace does not count: its strategy reads it itself."""
         return self.faults is not None and self.faults.trace is None
 
     @property
     def meshes(self) -> tuple[NodeMesh, ...]:
-        """The split of each node; empty where nodes are one device each."""
+        """Each node's split; empty if each node is one device."""
         return self.node if isinstance(self.node, tuple) else ()
 
     @property
     def step_examples(self) -> int:
-        """Examples a node consumes per step."""
+        """Examples that a node consumes per step."""
         return self.batch_size * self.gradient_accumulation
 
     @property
     def micro_batch_size(self) -> int | None:
-        """Examples computed at once, or None for a whole step's."""
+        """Examples computed at once; None: a whole step's."""
         if self.minibatch_size is None and self.gradient_accumulation > 1:
             return self.batch_size
         return self.minibatch_size
 
     @property
     def shares(self) -> Balance | None:
-        """How the load is shared out, as a value."""
+        """`balance` as a `Balance`."""
         return None if self.balance is None else Balance.of(self.balance)
 
     @property
     def weighing(self) -> Balance | None:
-        """How nodes work and weigh by their speeds. Dealing nodes to processes changes no result."""
+        """The balance, if it changes nodes' work and weights; None for "nodes", which changes placement only."""
         return None if self.shares is None or self.shares.kind == "nodes" else self.shares
 
     def total_steps(self, steps_per_epoch: int) -> int:
-        """Steps each node takes."""
+        """Return the number of steps that each node takes."""
         if self.num_epochs is None:
             return self.max_steps or steps_per_epoch
         steps = self.num_epochs * steps_per_epoch
         return min(steps, self.max_steps or steps)
 
     def description(self) -> dict[str, Any]:
-        """Return what decides the result of a run, as JSON."""
+        """Return everything that decides the run's result, as JSON."""
         given = {name: getattr(self, name) for name in DECISIVE}
         given |= {"strategy": describe(self.strategy), "partitioner": describe(self.partitioner)}
         if self.network is not None:
@@ -283,17 +283,17 @@ T = TypeVar("T")
 
 
 class takes(Generic[P, V]):
-    """Give a function that is handed one value of a class of options these options as its arguments.
+    """Decorate a function of one options object: callers then give the options as keyword arguments.
 
-    Type checkers and editors read names, types and defaults from the class, as Python does: there is no second list. A
-    docstring without "Args:" gets the section of the class, and of those above it.
+    Type checkers, editors and Python read names, types and defaults from the options class. A docstring without "Args:"
+    gets that section from the class and its base classes.
 
     Args:
-        options: the class.
-        defaults: in place of the class's.
+        options: the options class.
+        defaults: defaults that replace the class's own.
 
     Raises:
-        ArgumentError: by the function: an argument that is no option; the message names the nearest.
+        ArgumentError: the decorated function got an unknown option. The message names the nearest one.
 
     >>> @dataclass(frozen=True)
     ... class Options:
@@ -328,7 +328,7 @@ class takes(Generic[P, V]):
         call.__signature__ = signature  # type: ignore[attr-defined]
         text = inspect.cleandoc(function.__doc__ or "")
         if "\nArgs:" not in text:
-            text = re.sub(r"(?=\nRaises:|\Z)", f"\nArgs:\n{_told(self.options)}\n", text, count=1)
+            text = re.sub(r"(?=\nRaises:|\Z)", f"\nArgs:\n{_args_of(self.options)}\n", text, count=1)
         call.__doc__ = text
         call.not_taken = getattr(self.options, "not_taken", {})  # type: ignore[attr-defined]
         return checked(call)
@@ -339,8 +339,8 @@ class takes(Generic[P, V]):
         return option.replace(default=default, annotation=option.annotation + " | None" * is_none)
 
 
-def _told(options: Any) -> str:
-    """Return what the docstrings of a class and of those above it say under "Args:"."""
+def _args_of(options: Any) -> str:
+    """Return the "Args:" sections of a class and its base classes."""
     docs = [inspect.cleandoc(vars(kind).get("__doc__") or "") for kind in options.__mro__]
     found = [re.search(r"^Args:\n((?:    .*\n?|\n(?=    ))*)", doc, re.M) for doc in docs]
     return "\n".join(section[1].rstrip() for section in found if section is not None)
@@ -348,12 +348,12 @@ def _told(options: Any) -> str:
 
 @functools.cache
 def words_of(name: str) -> str:
-    """Return the first sentence of the words of an option.
+    """Return the first sentence of an option's description.
 
     >>> words_of("num_nodes")
-    'Nodes of the fleet, N.'
+    'Number of nodes, N.'
     """
-    text = " " + " ".join(_told(FitOptions).split())
+    text = " " + " ".join(_args_of(FitOptions).split())
     found = re.search(rf"(?<=[ ,]){name}(?:, \w+)*: (.*?\.)(?= |$)", text)
     assert found is not None, name
     return found[1]
@@ -361,7 +361,7 @@ def words_of(name: str) -> str:
 
 @functools.cache
 def written_as(name: str) -> type | None:
-    """Return the type of an option that can be written as text: int, float, bool or str; None: no text says it.
+    """Return the type of an option that text can express: int, float, bool or str. None if no text can.
 
     >>> written_as("max_restarts"), written_as("hang_s"), written_as("balance"), written_as("faults")
     (<class 'int'>, <class 'float'>, <class 'str'>, None)
@@ -372,7 +372,7 @@ def written_as(name: str) -> type | None:
 
 
 def describe(value: Any) -> Any:
-    """Return an object as JSON: plain values as they are, others by class name and constructor arguments."""
+    """Return an object as JSON: plain values unchanged, others as class name and constructor arguments."""
     if isinstance(value, bool | int | float | str) or value is None:
         return value
     if isinstance(value, list | tuple):
@@ -382,7 +382,7 @@ def describe(value: Any) -> Any:
     attributes = getattr(value, "__dict__", {})
     plain = {key: item for key, item in attributes.items() if isinstance(item, bool | int | float | str)}
     given = getattr(value, "given_arguments", None)
-    if given is not None:  # attributes too: a subclass's own arguments are not among those of the base
+    if given is not None:  # attributes too: the base class does not know a subclass's own arguments
         return {"name": type(value).__name__} | plain | {key: describe(item) for key, item in given.items()}
     if isinstance(value, functools.partial):
         return {"name": describe(value.func), "args": describe(value.args)} | describe(value.keywords)

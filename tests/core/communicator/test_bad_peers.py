@@ -315,7 +315,7 @@ def test_a_rule_with_arguments_is_saved_with_the_run(robust: Any, tmp_path: Any)
         (lambda: train(parse_strategy("async_diloco"), faults=Faults(bad_nodes=[1])), "leave bad_nodes out"),
         (lambda: DiLoCoStrategy(robust="medain"), "did you mean 'median'"),
         (lambda: DiLoCoStrategy(robust=3), "must be a name, such as 'median', or a rule"),
-        (lambda: DiLoCoStrategy(robust="krum", transport="ring"), "adds them up on the way"),
+        (lambda: DiLoCoStrategy(robust="krum", transport="ring"), "sums them on the way"),
         (lambda: parse_strategy("demo:robust=median"), r"averages in its own way \(DCTMomentum\)"),
         *(
             (

@@ -170,7 +170,7 @@ def test_where_too_few_come_through_the_run_says_so() -> None:
         ("sparta:quantization_bits=8:secure_aggregation=true", "does not send sums alone, but all_gather"),
         (
             "diloco:secure_aggregation=true:robust=median",
-            "robust='median': the server sees nobody's own values.* leave robust out",
+            "robust='median': a rule compares the nodes' values.* leave robust out",
         ),
         ("diloco:secure_aggregation=true:transport=ring", "transport='ring': .* leave transport out"),
         ("diloco:secure_aggregation=3", "must be True, False or a SecureAggregation"),

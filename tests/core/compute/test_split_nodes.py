@@ -230,7 +230,7 @@ keep(said)
         "balance": "give speeds",
         "dealt": "node= in several processes with balance='nodes'",
         "memory": "give minibatch_size instead",
-        "secure": "secure_aggregation looks at all of a node's row",
+        "secure": "secure_aggregation needs a node's whole row",
         "optimizer": "looks at whole tensors",
         "module": "Own, which does not say what it acts on",
         "scalar": "parameter 'scale' is one number without an axis",

@@ -172,8 +172,8 @@ def with_layer(layer):
 REFUSED = {
     "dropout": (lambda: with_layer(nn.Dropout(0.1)), {}, "draws random numbers"),
     "BatchNorm": (lambda: with_layer(nn.BatchNorm1d(6)), {}, r"changes its buffers \(1.running_mean"),
-    "micro-batches": (network, {"minibatch_size": 2}, "each with all of its batch"),
-    "accumulation": (network, {"gradient_accumulation": 2}, "each with all of its batch"),
+    "micro-batches": (network, {"minibatch_size": 2}, "each with its whole batch"),
+    "accumulation": (network, {"gradient_accumulation": 2}, "each with its whole batch"),
     "fp16": (network, {"precision": "fp16"}, "fp16 scales"),
     "closure over a parameter": (Closure, {}, "gives 'a.weight' another gradient"),
     "unused parameter": (Unused, {}, "gives 'unused.weight' no gradient"),

@@ -230,7 +230,7 @@ def test_slots_that_make_no_whole_nodes_are_refused(monkeypatch: pytest.MonkeyPa
         NetworkTrainer(slots(2), nn.Linear(1, 1), [], nodes_per_host=0)
     model, data = small_problem()
     trainer = NetworkTrainer(slots(2, 2), model, data, loss_fn=MSE, nodes_per_host=1, min_hosts=1)
-    with pytest.raises(ArgumentError, match="min_hosts with node=: those that remain"):
+    with pytest.raises(ArgumentError, match="min_hosts with node=: the remaining hosts"):
         trainer.fit(strategy(), batch_size=8)
 
 
