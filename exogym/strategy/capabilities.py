@@ -1,9 +1,9 @@
-"""What only some communication modules do: small protocols, which a module declares by inheriting them.
+"""Rarer abilities of communication modules: small protocols, which a module declares by inheriting them.
 
     class Proximal(PeriodicModule, Corrects):
         def correct(self, row, parameters, grads): ...
 
-A module that defines a method of one of them has it, too, if it does not say so (`adopt`).
+A module that defines a protocol's method without inheriting it gets the protocol, too (`adopt`).
 """
 
 from __future__ import annotations
@@ -20,44 +20,44 @@ from exogym.strategy.traffic import AskedRounds
 
 
 class Corrects(ABC):
-    """Rewrites each node's own gradients at every local step. Not together with gradient modules."""
+    """Rewrites each node's own gradients at every local step. Cannot be combined with gradient modules."""
 
     @abstractmethod
     def correct(self, row: int, parameters: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
         """Rewrite in place the gradients of the node in `row`, at every local step, before they are clipped.
 
-        For a method that changes local steps themselves (a proximal term, a control variate); it may read the module's
-        own state of the row and nothing of other nodes. `parameters` are the row's, in fleet order; a gradient is None
-        where the step gave none.
+        It is for methods that change local steps themselves (a proximal term, a control variate). It may read the
+        module's state of that row, but nothing of other nodes. `parameters` are the row's, in fleet order. A
+        parameter without a gradient has None.
         """
 
 
 class HasOuterModel(ABC):
-    """Keeps a model that all nodes share, other than the mean of the rows."""
+    """Keeps a model that all nodes share and that is not the mean of the rows."""
 
     @abstractmethod
     def consensus(self, fleet: Fleet) -> list[Tensor] | None:
-        """Return the outer parameters, (P,) per block, or None where the mean of the rows is the model."""
+        """Return the outer parameters, (P,) per block, or None if the mean of the rows is the model."""
 
     def consensus_buffers(self, fleet: Fleet) -> dict[str, Tensor] | None:
-        """Return the buffers of the outer parameters, by name, or None where these have the mean of the rows'."""
+        """Return the outer parameters' buffers by name, or None if the mean of the rows' buffers serves."""
         return None
 
 
 class Tunable(ABC):
-    """Follows a tuner in an argument other than H and the outer rate, which need no word of a module."""
+    """Lets a tuner change an argument. H and the outer rate need no such module."""
 
     @abstractmethod
     def tune(self, name: str, value: float) -> bool:
-        """Take another value of the strategy's argument `name` from now on; return whether it is this module's."""
+        """Use `value` for the strategy's argument `name` from now on. Return whether this module has the argument."""
 
 
 class ChoosesClients(ABC):  # noqa: B024 (a module overrides what it needs)
-    """Lets some of the nodes take part in a round, or some of them take fewer steps.
+    """Lets some nodes rest during a round, or take fewer steps.
 
     Attributes:
-        asks_clients: whether a server asks some of the nodes to take part in a round, who may not be there.
-        asks_all_lengths: whether it must know how many examples each node has before any acts.
+        asks_clients: whether a server asks some nodes to take part in a round, and they may be unavailable.
+        asks_all_lengths: whether it must know each node's number of examples before any node acts.
     """
 
     asks_clients = asks_all_lengths = False
@@ -67,31 +67,31 @@ class ChoosesClients(ABC):  # noqa: B024 (a module overrides what it needs)
         return None
 
     def joining(self, nodes: list[int], step: int) -> list[int]:
-        """Return those of `nodes`, which come back for step `step`, that take parameters then; all by default."""
+        """Return which of `nodes`, which return for step `step`, take parameters then; all by default."""
         return nodes
 
     def server_round(self, step: int) -> tuple[list[int], float] | None:
-        """Return whose reports count in a server's round that ends with `step`, and the seconds it waits for others.
+        """Return whose reports count in the server's round that ends with `step`, and how many seconds it waits longer.
 
-        It waits once they have computed. None: there is no such server, or no round of it ends with `step`. The server
-        ends the round for all nodes: on the virtual clock nobody begins the next round before.
+        It waits after their computing. None: no such server exists, or none of its rounds ends with `step`. The server
+        ends the round for all nodes: on the virtual clock no node begins the next round earlier.
         """
         return None
 
     def rounds_among(self, N: int) -> AskedRounds | None:
-        """Return who is asked in each round, for `Plan.rounds`; None: all N nodes take part."""
+        """Return the clients asked in each round, for `Plan.rounds`; None: all N nodes take part."""
         return None
 
     def seats(self, num_nodes: int) -> int | None:
-        """Return how many nodes act in a round at most; None: each needs a row all the time, which is the default.
+        """Return the largest number of nodes that act in a round. None, the default: each node always needs a row.
 
-        For a module that gives the nodes of a round their parameters when it begins, and looks at no others: then only
-        these, and those of the next round when it ends, have rows.
+        It is for a module that gives a round's nodes their parameters at its begin, and reads no other nodes. Then only
+        these nodes have rows, and at the round's end the next round's nodes.
         """
         return None
 
     def seated(self, step: int) -> tuple[list[int], list[int]]:
-        """Return the nodes of the round after `step`, and of the round that `step` is in; where there are `seats`."""
+        """Return the nodes of the round after `step`, and of the current round; only with `seats`."""
         raise NotImplementedError
 
 
@@ -99,7 +99,7 @@ CAPABILITIES = (Corrects, HasOuterModel, Tunable, ChoosesClients)
 
 
 def adopt(module: type) -> None:
-    """Let a class of modules that defines a method of a capability have this capability, with its other methods.
+    """Add a capability to a class of modules that defines one of its methods, with the capability's other methods.
 
     >>> class Proximal:
     ...     def correct(self, row, parameters, grads): ...
@@ -117,7 +117,7 @@ def adopt(module: type) -> None:
 
 
 class Clients(ChoosesClients):
-    """The modules of a strategy that choose clients, as one."""
+    """All modules of a strategy that choose clients, as one."""
 
     def __init__(self, modules: Sequence[object]):
         self.modules = [module for module in modules if isinstance(module, ChoosesClients)]
@@ -142,7 +142,7 @@ class Clients(ChoosesClients):
         found = [one for module in self.modules if (one := module.rounds_among(N)) is not None]
         if len(found) > 1:
             raise ArgumentError(
-                "two modules each ask nodes of their own, and no formula is known for both: give a Plan"
+                "two modules ask their own nodes, and no formula is known for both together: give a Plan"
             )
         return found[0] if found else None
 

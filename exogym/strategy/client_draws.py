@@ -1,6 +1,6 @@
-"""Who takes part in the rounds of an averaging: which clients are drawn, in which islands, and whom a server asks.
+"""The draws of federated rounds: which clients take part, in which islands, and which clients a server asks.
 
-All of it follows from (seed, round), so nobody has to send it.
+All draws follow from (seed, round), so no node has to send them.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class ClientDraws:
     """The draws of clients and islands. Arguments as `AveragingCommunicator`.
 
     Args:
-        by_chance: each node is a client with probability C by itself, as `privacy` wants it.
+        by_chance: each node is a client with probability C, independently; `privacy` needs this.
 
     Raises:
-        ArgumentError: a number out of range.
+        ArgumentError: a number is out of range.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class ClientDraws:
         self.asks = over_sampling > 0 or deadline_s is not None or min_reports > 1
 
     def features(self) -> dict[str, str]:
-        """Return which of `exogym.core.combinations.FEATURES` there are, as name to text."""
+        """Return its features: a name from `exogym.core.combinations.FEATURES` -> text."""
         found = features_of(island_size=self.island_size, deadline_s=self.deadline_s)
         found |= {"no client_fraction": "client_fraction=1"} if self.client_fraction == 1 else {}
         if self.asks:
@@ -60,22 +60,22 @@ class ClientDraws:
         return found
 
     def sizes(self, N: int) -> tuple[int, int]:
-        """Return how many of N nodes take part in a round, and how many of them are an island."""
+        """Return how many of N nodes take part in a round, and the size of an island."""
         clients = max(math.ceil(self.client_fraction * N - 1e-9), 1)
         return clients, min(self.island_size or clients, clients)
 
     def couples_every(self, H: float, N: int) -> float:
-        """Return the steps after which all of the model has been exchanged once, with rounds of H steps."""
+        """Return the number of steps in which the whole model is exchanged once, with rounds of H steps."""
         clients, island = self.sizes(N)
         rounds = 1 if island == clients else math.ceil(math.log(clients, max(island, 2)))
         return H * rounds * N / clients
 
     def seats(self, N: int) -> int | None:
-        """Return how many nodes act in a round at most; None: all, or there is no server that knows theta."""
+        """Return the largest number of nodes that act in a round; None: all, or no server holds theta."""
         clients, island = self.sizes(N)
         if island < clients:
             return None
-        if self.by_chance:  # never more in practice
+        if self.by_chance:  # practically never exceeded
             mean = self.client_fraction * N
             return min(N, math.ceil(mean + 8 * math.sqrt(mean) + 8))
         return clients if clients < N else None
@@ -89,7 +89,7 @@ class ClientDraws:
         return sorted(drawn.tolist())
 
     def islands(self, clients: list[int], seed: int, round_: int) -> list[list[int]]:
-        """Return the groups of a round's clients that average: disjoint, covering them."""
+        """Return the groups of a round's clients that average: disjoint, covering all clients."""
         if self.island_size is None or self.island_size >= len(clients):
             return [clients]
         order = numpy_generator(seed, "islands", round_).permutation(clients).tolist()
@@ -106,7 +106,7 @@ class ClientDraws:
         )  # fmt: skip
 
     def rounds_among(self, N: int, H: int) -> AskedRounds | None:
-        """Return who is asked in each round of H steps, for `Plan.rounds`; None: all N nodes take part."""
+        """Return the clients asked in each round of H steps, for `Plan.rounds`; None: all N nodes take part."""
         if self.client_fraction == 1 or N == 1:
             return None
 

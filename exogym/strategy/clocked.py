@@ -1,4 +1,4 @@
-"""Strategies whose nodes go at their own pace: what they have in common, and what the driver asks of a server."""
+"""The common base of strategies whose nodes go at their own pace, and the methods that the driver calls on a server."""
 
 from __future__ import annotations
 
@@ -16,40 +16,42 @@ from exogym.strategy.traffic import Plan, Traffic
 
 
 class ParameterServer(Protocol):
-    """Theta, and what turns the Delta of nodes into the next theta.
+    """Keeps theta, and turns the nodes' Delta into the next theta.
 
     Attributes:
-        theta: (P,) per block; version: how often it was updated.
+        theta: (P,) per block.
+        version: number of updates of theta.
     """
 
     theta: list[Tensor]
     version: int
 
     def apply(self, delta: list[Tensor], staleness: int, steps: int, batch_size: int) -> None:
-        """Take in the Delta of a node, (P,) per block, which may be overwritten.
+        """Take in a node's Delta, (P,) per block. May overwrite it.
 
         Args:
             staleness: updates of theta since the node pulled it.
-            steps, batch_size: local steps that the Delta is of, and the examples of one.
+            steps: local steps in the Delta.
+            batch_size: examples per step.
         """
 
     def release(self) -> None:
-        """Nodes are about to pull: theta is to hold what they have waited for."""
+        """Update theta with the waiting Delta, because nodes are about to pull."""
 
     def flush(self) -> None:
-        """Training ends: take in what still waits for something."""
+        """Take in all waiting Delta, because training ends."""
 
     def state(self) -> dict[str, Tensor]: ...
     def load_state(self, tensors: dict[str, Tensor]) -> None: ...
 
 
 class ClockedStrategy(Strategy):
-    """A strategy of rounds of each node's own, in the order of virtual clocks, with a server.
+    """A strategy with a server, whose nodes have their own rounds, in the order of virtual clocks.
 
     Attributes:
-        H: local steps of a round; with `dylu` of the fastest node.
-        grace_s: virtual seconds that the server waits for others once there are enough.
-        max_staleness: a Delta from a theta that was updated more often since is dropped; None: none is.
+        H: local steps of a round; with `dylu` the fastest node's.
+        grace_s: virtual seconds that the server waits for others once enough nodes have arrived.
+        max_staleness: drop a Delta if theta was updated more often since its node pulled. None: drop nothing.
         shard_sampling: nodes draw a shard of the data for each round (`exogym.core.training.shards`).
         delay_compensation: lambda of Delta + lambda Delta * Delta * (theta - theta_pulled), elementwise.
     """
@@ -76,7 +78,7 @@ class ClockedStrategy(Strategy):
         return 1
 
     def local_steps(self, seconds: np.ndarray) -> np.ndarray:
-        """Return (N,) H_w for the mean `seconds` (N,) of a step of each node: max(1, floor(v_w / max v * H)) by `dylu`.
+        """Return (N,) H_w for (N,) mean `seconds` of a node's step: max(1, floor(v_w / max v * H)) with `dylu`.
 
         >>> from exogym.strategy import AsyncDiLoCoStrategy
         >>> AsyncDiLoCoStrategy(H=40, dylu=True).local_steps(np.array([4.0, 2.0, 1.0])).tolist()
@@ -89,19 +91,19 @@ class ClockedStrategy(Strategy):
 
     def plan(self, P: float, N: int, b: float) -> Plan:
         if self.grace_s:
-            raise ArgumentError("no formula is known for nodes that wait for a while: leave out grace_s")
+            raise ArgumentError("grace_s: no formula is known for nodes that wait for a while: leave it out")
         both = tuple(Traffic(way, P * b, self.H, 1, "server") for way in ("push", "pull"))
         return Plan(type(self).__name__, both, self.H, local_steps=self.local_steps, quorum=self.quorum_of(N))
 
     def _init_node(self, model: Any, rank: Any, num_nodes: int) -> None:
         raise StrategyError(
-            f"the nodes of {type(self).__name__} do not meet step by step, so it cannot be run one node at a time: "
+            f"{type(self).__name__}: its nodes do not meet step by step, so it cannot run one node at a time: "
             "give it to LocalTrainer.fit"
         )
 
 
 def check_numbers(*given: tuple[str, Any, float]) -> None:
-    """Raise ArgumentError for a (name, value, most) whose value is no number from 0 to `most`."""
+    """Raise ArgumentError for a (name, value, most) whose value is not a number from 0 to `most`."""
     for name, value, most in given:
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
             limit = "" if math.isinf(most) else f" to {most:g}"

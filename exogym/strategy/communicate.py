@@ -1,10 +1,10 @@
-"""Collectives for a strategy written for one node: what `torch.distributed` would give it.
+"""Collectives for a strategy written for one node, like the collectives of `torch.distributed`.
 
-Each call waits for all nodes that are there to make the same call; `send`, `recv` and `exchange` for one other node.
-`all_reduce` and `broadcast` change the tensor in place, as torch's do, and return it. All of them work inside
-`Strategy.step` and `Strategy._init_node` only. Bytes are counted as `exogym.communicator` says.
+Each collective waits until all present nodes make the same call; `send`, `recv` and `exchange` wait for one other node.
+`all_reduce` and `broadcast` change the tensor in place, as torch's do, and return it. Call them inside `Strategy.step`
+and `Strategy._init_node` only. Bytes are counted as `exogym.communicator` describes.
 
-All of them in a step, on three nodes; each returns what `torch.distributed` would give the same rank:
+All of them in one step on three nodes. Each returns the same as `torch.distributed` would on that rank:
 
 >>> from exogym import LocalTrainer
 >>> from exogym.strategy import Strategy
@@ -52,7 +52,7 @@ OPERATIONS = ("sum", "mean", "max", "min")
 
 
 class Place(Protocol):
-    """Where a node stands while its strategy runs: it can meet the others."""
+    """A running node, from which a strategy can call the other nodes."""
 
     def meet(self, kind: str, tensor: Tensor | None, **options: Any) -> Tensor | None: ...
 
@@ -61,7 +61,7 @@ _here = threading.local()
 
 
 def set_place(place: Place | None) -> None:
-    """Tell the collectives of this thread which node they speak for (used by the runner of strategies)."""
+    """Set the node that this thread's collectives act for (used by the runner of strategies)."""
     _here.place = place
 
 
@@ -71,7 +71,7 @@ def _meet(kind: str, given: Tensor | None, **options: Any) -> Tensor:
     tensor = None if given is None else given.detach()
     place = getattr(_here, "place", None)
     if place is None:
-        raise StrategyError(f"{kind}() was called outside a strategy's step: nobody to communicate with here")
+        raise StrategyError(f"{kind}() was called outside a strategy's step, where no other node can answer")
     return place.meet(kind, tensor, **options)
 
 
@@ -82,7 +82,7 @@ def _in_place(kind: str, tensor: Tensor, **options: Any) -> Tensor:
 
 
 def all_reduce(tensor: Tensor, op: str = "sum") -> Tensor:
-    """Reduce over all nodes there, in place: "sum" (as torch), "mean", "max" or "min". Payload: `tensor.nbytes`."""
+    """Reduce over all present nodes, in place: "sum" (as torch), "mean", "max" or "min". Payload: `tensor.nbytes`."""
     check_choice("op", op, OPERATIONS)
     return _in_place("all_reduce", tensor, op=op)
 
@@ -93,38 +93,38 @@ def broadcast(tensor: Tensor, src: int = 0) -> Tensor:
 
 
 def reduce(tensor: Tensor, dst: int = 0, op: str = "sum") -> Tensor:
-    """Reduce to node `dst`, in place there; other nodes keep their tensor."""
+    """Reduce to node `dst`, in place on that node; other nodes keep their tensor."""
     check_choice("op", op, OPERATIONS)
     return _in_place("reduce", tensor, dst=dst, op=op)
 
 
 def all_gather(tensor: Tensor) -> list[Tensor]:
-    """Return the tensors of all nodes there in rank order."""
+    """Return the tensors of all present nodes in rank order."""
     return list(_meet("all_gather", tensor).clone().unbind(0))
 
 
 def gather(tensor: Tensor, dst: int = 0) -> list[Tensor] | None:
-    """Return the tensors of all nodes there in rank order on node `dst`, None on the others."""
+    """Return the tensors of all present nodes in rank order on node `dst`, None on the others."""
     gathered: Any = _meet("gather", tensor, dst=dst)
     return None if gathered is None else list(gathered.unbind(0))
 
 
 def scatter(tensors: Tensor, src: int = 0) -> Tensor:
-    """Return this node's slice of the (n, ...) tensor of node `src`: the k-th of the n nodes there gets slice k."""
+    """Return this node's slice of the (n, ...) tensor of node `src`: the k-th of n present nodes gets slice k."""
     return _meet("scatter", tensors, src=src).clone()
 
 
 def reduce_scatter(tensors: Tensor, op: str = "sum") -> Tensor:
-    """Reduce an (n, ...) tensor over the n nodes there and return this node's slice: the k-th gets slice k."""
+    """Reduce an (n, ...) tensor over the n present nodes and return this node's slice: the k-th gets slice k."""
     check_choice("op", op, OPERATIONS)
     return _meet("reduce_scatter", tensors, op=op).clone()
 
 
 def send(tensor: Tensor, dst: int) -> None:
-    """Give `tensor` to node `dst`, which calls `recv` from this node; returns when it has it.
+    """Send `tensor` to node `dst`, which calls `recv` from this node; return when `dst` has it.
 
-    Sent by this node and received by `dst`: S = `tensor.nbytes`; nothing for others. Where `dst` never calls it, or all
-    nodes send before they receive, no node can go on, and that is an error.
+    This node sends and `dst` receives S = `tensor.nbytes`; other nodes send nothing. If `dst` never calls `recv`, or
+    all nodes send before they receive, no node can continue: StrategyError.
     """
     _meet("send", tensor, dst=dst)
 
@@ -135,19 +135,19 @@ def recv(src: int) -> Tensor:
 
 
 def exchange(tensor: Tensor, partner: int | Tensor) -> Tensor:
-    """Swap tensors of equal shape with node `partner`, which names this node; return its tensor. Others go on.
+    """Swap tensors of equal shape with node `partner`, which names this node; return its tensor. Others don't wait.
 
-    S = `tensor.nbytes` sent and S received by each of the two. A node that names itself gets a copy of its own, and
-    nothing is sent. With `stacked = True`, `partner` is (rows,), one for each row.
+    Each of the two sends and receives S = `tensor.nbytes`. A node that names itself sends nothing and gets a
+    copy of `tensor`. With `stacked = True`, `partner` is (rows,), one for each row.
     """
     return _meet("exchange", tensor, partner=partner)
 
 
 def agree(flags: Tensor) -> Tensor:
-    """Return, for each of the bool `flags`, whether it is set on any node. Not counted, as torch's DDP does not."""
+    """Return, for each of the bool `flags`, whether any node has set it. Its bytes do not count (as in torch's DDP)."""
     return _meet("agree", flags)
 
 
 def barrier() -> None:
-    """Wait for all nodes there."""
+    """Wait for all present nodes."""
     _meet("barrier", None)

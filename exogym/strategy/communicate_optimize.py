@@ -6,10 +6,10 @@ One step of every node, in order:
     2. each row takes its inner optimizer's step;
     3. the communication modules whose turn it is mix the rows, in the order given.
 
-A module acts on the fleet and its communicator and on nothing else. Every tensor is (rows, ...).
+A module acts on the fleet and its communicator only. Every tensor is (rows, ...).
 
-With absent nodes (`exogym.faults`): before the steps above the driver sets `fleet.comm.present` to the ids that take
-part, and a module reads and writes their rows only. Nobody present: nobody communicates, and it is not made up for.
+With absent nodes (`exogym.faults`): before these three parts the driver sets `fleet.comm.present` to the ids that take
+part. A module reads and writes their rows only. If nobody is present, nobody communicates, and nobody catches up later.
 
 >>> issubclass(PeriodicModule, CommunicationModule), issubclass(CommunicationModule, Module)
 (True, True)
@@ -55,20 +55,21 @@ __all__ = [
 
 
 class CommunicateOptimizeStrategy(Strategy):
-    """Any communication modules, any gradient modules, any inner optimizer.
+    """Compose a strategy from communication modules, gradient modules and an inner optimizer.
+
+    Bytes are the sum over the modules.
 
     Args:
         communication_modules: act on the parameters after the inner step, in this order.
         inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: as `Strategy`.
         gradient_modules: act on the gradients before the inner step, in this order.
-        transport, robust, secure_aggregation: how the means over nodes are taken, as
-            `exogym.strategy.averaging.Averaging`. Every subclass takes them, and `tuner`, a name or a
-            `exogym.strategy.tuning.Tuner`, though its constructor does not name them.
+        transport, robust, secure_aggregation: how nodes take means, as `exogym.strategy.averaging.Averaging`.
+        tuner: a name or a `exogym.strategy.tuning.Tuner`, which chooses an argument during the run.
 
-    Bytes are the sum over the modules.
+    Every subclass takes these last four options, too, even if its constructor does not name them.
 
-    With absent nodes: each module goes on with those that are there, and a node that comes back takes parameters and
-    buffers (`bring_back`): P b bytes, a broadcast from the node it takes them from.
+    With absent nodes: each module continues with the present nodes. A returning node takes parameters and buffers
+    (`bring_back`): P b bytes, broadcast by the node that gives them.
 
     >>> from exogym.strategy import CommunicateOptimizeStrategy
     >>> from exogym.strategy.sparta import SparseCommunicator
@@ -102,11 +103,11 @@ class CommunicateOptimizeStrategy(Strategy):
             for module in modules:
                 if not isinstance(module, kind):
                     raise ArgumentError(
-                        f"{module!r} is not a {kind.__name__}; subclass it, or see exogym.strategy for ready ones"
+                        f"{module!r} is not a {kind.__name__}: subclass it, or take a module of exogym.strategy"
                     )
         self.faults: Faults | None = None
         self.tuning: Tuning | None = None
-        self.tuned: list[int] = []  # numbers of the modules that follow it
+        self.tuned: list[int] = []  # numbers of the modules that follow the tuner
         self.average_by(**split(options, Averaging)[0])
 
     def __init_subclass__(cls) -> None:
@@ -114,7 +115,7 @@ class CommunicateOptimizeStrategy(Strategy):
         for name in ("step", "_init_node", "communicate_gradients", "update_parameters", "rejoin"):
             if name in cls.__dict__:
                 raise StrategyError(
-                    f"{cls.__name__} overrides {name}() of a strategy that acts on rows, where it is never called: "
+                    f"{cls.__name__} overrides {name}(), which is never called in a strategy that acts on rows: "
                     "subclass Strategy to write for one node, or pass your own CommunicationModule"
                 )
         if "__init__" in cls.__dict__:
@@ -124,7 +125,7 @@ class CommunicateOptimizeStrategy(Strategy):
         """Take means as `Averaging(**options)` says.
 
         Raises:
-            ArgumentError: an unknown way, or one that the modules cannot take.
+            ArgumentError: an option is unknown, or the modules cannot average that way.
         """
         self.averaging = Averaging(**options)
         self._look_at_updates()
@@ -134,12 +135,12 @@ class CommunicateOptimizeStrategy(Strategy):
         name, found = type(self).__name__, super().features()
         own = [type(m).__name__ for m in self.modules if not m.weighted_means]
         parts = [type(m).__name__ for m in self.modules if m.only_means]
-        found.pop("its own mean", None)  # a robust rule is a feature of its own
+        found.pop("its own mean", None)  # a robust rule is a separate feature
         found |= {"its own mean": f"{name}, which averages in its own way ({', '.join(own)})"} if own else {}
         found |= {"parts of a mean": f"{name}, which averages in its own way ({', '.join(parts)})"} if parts else {}
         if in_mean := [type(m).__name__ for m in self.modules if m.right_in_mean]:
             found["values right in the mean only"] = (
-                f"{name}, whose {', '.join(in_mean)} sends a part of what a node has"
+                f"{name}, whose {', '.join(in_mean)} sends a part of a node's values"
             )
         found |= {"gradient_modules": f"gradient_modules of {name}"} if self.gradient_modules else {}
         if len(self.communication_modules) + len(self.gradient_modules) > 1:
@@ -167,10 +168,10 @@ class CommunicateOptimizeStrategy(Strategy):
         return other
 
     def tune_by(self, tuning: Tuning) -> None:
-        """Let `tuning` choose an argument of this strategy as it goes.
+        """Let `tuning` choose an argument of this strategy during the run.
 
         Raises:
-            ArgumentError: no module follows it, or the strategy has something that a tuner cannot be combined with.
+            ArgumentError: no module follows the argument, or the strategy cannot be combined with a tuner.
         """
         self.tuning = tuning
         check(self.features())
@@ -180,7 +181,7 @@ class CommunicateOptimizeStrategy(Strategy):
             and (tuning.name != "p_sparta" or (isinstance(module, Tunable) and module.tune(tuning.name, tuning.value)))
         ]  # fmt: skip
         if not self.tuned:
-            what = f"{type(self).__name__}, which does not follow {tuning.name} in rounds of its own"
+            what = f"{type(self).__name__}, which does not follow {tuning.name} in its own rounds"
             refuse(features_of(tuner=tuning.tuner) | {"nothing to tune": what})
         self._look_at_updates()
 
@@ -199,7 +200,7 @@ class CommunicateOptimizeStrategy(Strategy):
 
     @property
     def bucket_bytes(self) -> int | None:
-        """Size of the buckets whose sum may begin while backward runs: the first gradient module's, unclipped."""
+        """Bytes of a bucket whose sum may begin during backward, from the first gradient module. None: no buckets."""
         first = self.gradient_modules[:1]
         one_by_one = bool(self.updates or self.averaging.rule or self.averaging.secure)
         seen_whole = one_by_one or any(module.clip_first for module in self.gradient_modules)
@@ -215,9 +216,11 @@ class CommunicateOptimizeStrategy(Strategy):
 
     def plan(self, P: float, N: int, b: float) -> Plan:
         if self.tuning is not None:
-            raise ArgumentError(f"a tuner chooses {self.tuning.name} as it goes, and a formula needs one: leave it out")
+            raise ArgumentError(
+                f"a tuner chooses {self.tuning.name}, but a formula needs one value: leave the tuner out"
+            )
         if self.round_lengths(1):
-            raise ArgumentError("H is a function of the round, and a formula needs one number: give it, or a Plan")
+            raise ArgumentError("H is a function of the round, but a formula needs one number: give one, or a Plan")
         given = [t for module in self.modules for t in module.traffic(P, N, b)]
         self.averaging.check_members(type(self).__name__, given, N)
         traffic = tuple(self.averaging.traffic(given, N, b))
@@ -233,14 +236,14 @@ class CommunicateOptimizeStrategy(Strategy):
 
     @property
     def clients(self) -> Clients:
-        """Who acts in a round, where modules choose clients."""
+        """The modules that choose which nodes act in a round."""
         return Clients(self.communication_modules)
 
     def features_in_parts(self) -> dict[str, str]:
         return {name: said for module in self.modules for name, said in _of_parts(module).items()}
 
     def seats(self, num_nodes: int) -> int | None:
-        """Return how many nodes act in a round at most, where the others need no row; None: all have one."""
+        """Return the largest number of nodes that act in a round; None: every node needs a row."""
         if self.gradient_modules or self.updates is not None or self.tuning is not None:
             return None
         return self.clients.seats(num_nodes)
@@ -258,7 +261,7 @@ CommunicateOptimizeStrategy.__init__ = with_options(CommunicateOptimizeStrategy.
 
 
 def _of_parts(module: Module) -> dict[str, str]:
-    """Return what does not go with several processes for each node, where each has a part of a row."""
+    """Return what forbids a module to run on a part of a row, if each node has several processes."""
     name, found = type(module).__name__, {}
     if not module.says_what_it_acts_on:
         found["acts_on left unsaid"] = f"{name}, which does not say what it acts on"

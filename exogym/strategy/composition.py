@@ -1,7 +1,7 @@
-"""The modules of a strategy on a fleet: who acts when, and what else is done around it.
+"""A strategy's modules on a fleet: which module acts when, and the work around it.
 
-Bad peers and caps of norms (`updates`), a tuner (`tuning`), and nodes of several processes (`Dealing`) are there only
-where they are asked for.
+Bad nodes and norm caps (`updates`), a tuner (`tuning`), and nodes of several processes (`Dealing`) take part only if
+the run asks for them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NEVER = 2**62  # a step after all others
 
 
 class Composed(Protocol):
-    """What a composition asks of a strategy; see `CommunicateOptimizeStrategy`."""
+    """The parts of a strategy that a composition uses; see `CommunicateOptimizeStrategy`."""
 
     inner: Inner
     averaging: Averaging
@@ -51,7 +51,7 @@ class Composition:
     """A `CommunicateOptimizeStrategy` on a fleet.
 
     Raises:
-        ArgumentError: modules that do not go together in this run.
+        ArgumentError: the modules do not fit together in this run.
     """
 
     def __init__(self, strategy: Composed, fleet: Fleet, run: Run):
@@ -68,7 +68,7 @@ class Composition:
                 if given is not None:
                     module.start(given, run)
                     fleet.state.register(name, module)
-                    module.shared()  # what cannot be saved is to be known now
+                    module.shared()  # fails now, not at the first checkpoint, if state cannot be saved
         weighs = any(getattr(module, "weights", None) is not None for module in self.modules)
         strategy.averaging.check_members(
             type(strategy).__name__, known_traffic(self.modules, run.num_nodes)[0], run.num_nodes
@@ -111,7 +111,7 @@ class Composition:
             self._clip()
 
     def communicate(self, step: int) -> bool:
-        """Let the modules whose turn it is act. Return whether inner states are to start afresh."""
+        """Let the modules that are due act. Return whether inner states must start afresh."""
         fleet = self.fleet
         if not fleet.comm.present and not self.clients.asks_clients:
             return False
@@ -126,7 +126,7 @@ class Composition:
 
     @contextlib.contextmanager
     def _around(self, acting: Sequence[int], step: int) -> Iterator[None]:
-        """Do what is asked for before and after a meeting."""
+        """Do the work before and after a meeting: bad nodes, norm caps, the tuner."""
         fleet, updates, tuning = self.fleet, self.updates if acting else None, self.tuning
         if tuning is not None and not set(acting) & set(self.strategy.tuned):
             tuning = None
@@ -144,17 +144,17 @@ class Composition:
                     module.tune(tuning.name, tuning.value)
 
     def bring_back(self, nodes: Sequence[int], source: int, step: int, forget: bool = False) -> bool:
-        """Bring back `nodes`, which were away at step `step - 1` and are there for step `step`.
+        """Bring back `nodes`, which were away at step `step - 1` and take part in step `step`.
 
-        They take the outer parameters where there are some, else those of `source`, and its buffers; the modules put
-        their own state in order. Inner optimizer states and step counts stay what they were, unless gradients meet
-        at every step: then replicas are to be equal again. Nodes that `forget` take all that from `source`, and what
-        its modules keep of it.
+        They take the outer parameters, if the strategy has some, otherwise the parameters of `source`. They take the
+        buffers of `source`, and each module repairs its own state. Inner optimizer states and step counts stay, unless
+        gradients are averaged at every step, because then replicas must be equal again. With `forget` the nodes take
+        all this from `source`, including its modules' state.
 
-        Payload P b bytes, broadcast by `source` to `nodes`; buffers counted apart.
+        Payload P b bytes, broadcast by `source` to `nodes`; buffers count apart.
 
         Returns:
-            Whether the nodes are to take over the inner optimizer state of `source` too, and the fleet's step.
+            Whether the nodes must also take the inner optimizer state of `source`, and the fleet's step.
         """
         fleet, joining = self.fleet, list(nodes)
         if not forget:
@@ -175,7 +175,7 @@ class Composition:
         return bool(self.gradients) or forget
 
     def finish(self, step: int) -> None:
-        """Synchronise what is left at the end of training."""
+        """Synchronize the last steps at the end of training."""
         if not self.fleet.comm.present and not self.clients.asks_clients:
             return
         if self.updates is not None and self.communications and step > max(self.last_events):
@@ -187,7 +187,7 @@ class Composition:
             self.last_events[m] = step
 
     def consensus(self) -> list[Tensor] | None:
-        """Return the outer parameters, (P,) per block, or None where the mean of the rows is the model."""
+        """Return the outer parameters, (P,) per block, or None if the mean of the rows is the model."""
         for module in reversed(self.communications):
             if not isinstance(module, HasOuterModel):
                 continue
@@ -201,13 +201,13 @@ class Composition:
         return None
 
     def consensus_buffers(self) -> dict[str, Tensor] | None:
-        """Return the buffers of the outer parameters, by name, or None where these have the mean of the rows'."""
+        """Return the outer parameters' buffers by name, or None if the mean of the rows' buffers serves."""
         shared = [module for module in reversed(self.communications) if isinstance(module, HasOuterModel)]
         found = (module.consensus_buffers(self.fleet) for module in shared)
         return next((buffers for buffers in found if buffers is not None), None)
 
     def _given(self, module: Module, gradients: bool = False) -> contextlib.AbstractContextManager[Fleet | None]:
-        """Return the fleet that a module acts on; None, where it has nothing in this process of the node."""
+        """Return the fleet on which a module acts; None if it has no work in this process of the node."""
         if self.fleet.comm.wire.inside.parts == 1 or module.acts_on == "elements":
             return contextlib.nullcontext(self.fleet)
         if module.acts_on not in self._dealings:

@@ -1,16 +1,16 @@
-"""Data-parallel training with compressed gradients: the mean of what every node sends of its own.
+"""Data-parallel training with compressed gradients: nodes average compressed messages.
 
 With a compressor C, and error feedback (Seide et al., 1-bit SGD, Interspeech 2014; Karimireddy et al.,
 arXiv:1901.09847) at the step's learning rate gamma:
 
     p_i = gamma g_i + e_i;   send C(p_i);   e_i <- p_i - C(p_i);   g = (1 / gamma) mean_i C(p_i)
 
-and without it g = mean_i C(g_i). What is sent and what is kept add up to what came in: sum_t C(p_i) + e_i = sum_t gamma
+Without error feedback g = mean_i C(g_i). Sent and kept values add up to the input: sum_t C(p_i) + e_i = sum_t gamma
 g_i. The inner optimizer takes g. At a rate of zero nothing is sent, and e_i waits.
 
-With absent nodes: only the n nodes that are there send, and step. The error e_i of a node that is away rests; when it
-comes back it starts from zero (what was left unsent belongs to parameters long gone), at the fleet's step, with
-parameters, buffers and inner optimizer state of a node that stayed, broadcast. A lost synchronisation is a missed step.
+With absent nodes: only the n present nodes send and step. An absent node's error e_i rests. A returning node starts
+with e_i = 0, because its unsent rest belongs to old parameters. It continues at the fleet's step with parameters,
+buffers and inner optimizer state of a node that stayed, broadcast. A lost synchronization is a missed step.
 """
 
 from __future__ import annotations
@@ -31,14 +31,15 @@ from exogym.strategy.traffic import Traffic
 
 
 class CompressedMean(GradientModule):
-    """Replace every node's gradient by the mean of what all of them sent, compressed; all-gather.
+    """Replace every node's gradient by the mean of all nodes' compressed messages; all-gather.
 
     Args:
-        make: returns the compressor of a row laid out as it is told.
-        payload_bytes: (P, b) to the bytes of a node's payload, for `advise`.
-        error_feedback: keep what was not sent, and add it to the next gradient.
+        make: returns the compressor for rows of a given layout.
+        payload_bytes: (P, b) -> bytes of a node's payload, for `advise`.
+        error_feedback: keep the unsent rest, and add it to the next gradient.
 
-    State: e, (rows, P), with error feedback; then each node's own gradient is clipped, else the mean.
+    State: with error feedback e, (rows, P). Error feedback clips each node's own gradient; without it the mean is
+    clipped.
     """
 
     weighted_means = right_in_mean = True
@@ -97,7 +98,7 @@ class CompressedMean(GradientModule):
         return self._mean_of(fleet, b, payload, grads.dtype) / lr
 
     def _mean_of(self, fleet: Fleet, b: int, payload: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        """Return (rows, P), the mean of what everyone's payload stands for, in fp32 or, for rows of fp64, in that."""
+        """Return (rows, P), the mean of all decoded payloads, in fp32, or in fp64 for rows of fp64."""
         compressor, wide = self.compressors[b], torch.promote_types(dtype, torch.float32)
         is_part = fleet.blocks[b].layout.whole is not None
         size = compressor.share_bytes if is_part and isinstance(compressor, Quantized) else None
@@ -105,12 +106,12 @@ class CompressedMean(GradientModule):
 
 
 def mark_sent(block: Block, mean: Tensor) -> None:
-    """Say that a parameter has a gradient where `mean` (P,) moves it: what was kept may come when none is computed."""
+    """Record that a parameter has a gradient where `mean` (P,) moves it: a kept rest may arrive without a gradient."""
     if not block.has_grad.all():
         block.has_grad |= torch.tensor([bool(view.any()) for _, view in block.views(mean)])
 
 
 def own_gradients(fleet: Fleet, block: Block) -> Tensor:
-    """Return (rows, P) gradients, zero where a node is away, since nothing was computed there."""
+    """Return (rows, P) gradients, with zeros for absent nodes, which computed none."""
     assert block.grads is not None
     return where_present(fleet, block.grads, torch.zeros_like(block.grads))

@@ -1,7 +1,7 @@
-"""What a federated method adds to rounds of averaging: a module that goes with an `AveragingCommunicator`.
+"""A base for federated methods: a module that acts at the end of an `AveragingCommunicator`'s rounds.
 
-The averaging decides when rounds end, who takes part, how much each client works, and what weighs how much. Modules
-before it in a strategy see what the clients have come to, those after it the mean.
+The averaging decides when rounds end, which clients take part, how much each client works, and the weights. Modules
+before the averaging see the clients' results; modules after it see the mean.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from exogym.strategy.traffic import Traffic
 
 
 class RoundModule(CommunicationModule, ChoosesClients):
-    """Acts at the end of every round of `average`, which is a module of the same strategy. Abstract."""
+    """Acts at the end of every round of `average`, a module of the same strategy. Abstract."""
 
     weighted_means = True
 
@@ -44,19 +44,19 @@ class RoundModule(CommunicationModule, ChoosesClients):
         return self.average.seated(step)
 
     def members(self, fleet: Fleet, step: int) -> list[int]:
-        """Return the clients of the round that ends after `step` that are there."""
+        """Return the present clients of the round that ends after `step`."""
         return [i for i in self.average.clients(self.average.round_of(step)) if i in fleet.comm.present]
 
     def all_reduce(self, fleet: Fleet, x: Tensor, op: str, members: list[int], weights: Tensor | None = None) -> Tensor:
-        """Reduce `x` (rows, ...) among `members`, the way the averaging goes; return (1, ...) in every process."""
+        """Reduce `x` (rows, ...) among `members`, by the averaging's transport; return (1, ...) in every process."""
         comm, way = fleet.comm, "server" if self.average.samples else "ring"
-        if members == comm.present:  # then everyone has the result
+        if members == comm.present:  # every process has the result
             return shared_row(fleet, comm.all_reduce(x, op, weights=weights, algorithm=way))
         result = comm.all_reduce(x, op, groups=[members], weights=weights, algorithm=way)
         return comm.wire.rows(result, members[:1])
 
 
 def with_gradient(grads: Sequence[Tensor | None], *others: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Return the gradients that there are, and what lies beside them in each of `others`."""
+    """Return the gradients that exist, and the matching entries of each of `others`."""
     there = [(k, g) for k, g in enumerate(grads) if g is not None]
     return [[g for _, g in there], *([x[k] for k, _ in there] for x in others)]

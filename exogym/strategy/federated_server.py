@@ -1,4 +1,4 @@
-"""The server of sampled clients: theta between rounds, and the buffers that clients last brought."""
+"""The server of sampled clients: theta between rounds, and the buffers that clients last sent."""
 
 from __future__ import annotations
 
@@ -25,15 +25,16 @@ class Server:
         self.privacy, self.wanted, self.seed = privacy, fraction * fleet.num_nodes, seed
 
     def state(self) -> Tensors:
-        """Return what it keeps, by the names that checkpoints have."""
+        """Return its state, by the names in checkpoints."""
         named = {f"theta.{b}": theta for b, theta in enumerate(self.theta)}
         return named | {f"buffer.{name}": rows for name, rows in self.buffers.items()}
 
     def serve(self, fleet: Fleet, round_: int, came: list[int], clients: list[int], following: list[int]) -> None:
-        """Take theta from the clients that came, if any, who hold their mean; give it to `following` who are there.
+        """Take theta from the clients that came, which hold their mean; give it to the present ones of `following`.
 
         Args:
-            clients, following: of the round that ends, and of the next.
+            came: clients that reported; perhaps none.
+            clients, following: the clients of the round that ends, and of the next round.
         """
         present, holder = fleet.comm.present, came[:1]
         for b, (block, theta) in enumerate(zip(fleet.blocks, self.theta, strict=True)):
@@ -43,9 +44,9 @@ class Server:
             else:
                 theta.add_(mean - theta, alpha=len(came) / self.wanted)
                 theta.add_(self.privacy.noise(theta, self.wanted, self.seed, b, round_))
-                _give(block.params, rows_of(fleet, came), theta)  # what the server sends down
+                _give(block.params, rows_of(fleet, came), theta)  # the server's message to its clients
             _give(block.params, rows_of(fleet, [i for i in following if i in present]), theta)
-        # nodes that sit out have no use for their own buffers until they get these
+        # resting nodes do not use their own buffers before they receive these
         lost = rows_of(fleet, [i for i in {*following, *clients} if i not in present])
         for name, rows in fleet.buffers.items() if holder else ():
             theirs = rows[lost]

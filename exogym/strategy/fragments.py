@@ -1,8 +1,8 @@
-"""Fragments: a model's parameters in parts that are synchronised at different times.
+"""Fragments: parts of the model that are synchronized at different times.
 
-A fragment is some whole parameters, in `Piece`s of the fleet's blocks. Layers are dealt out to fragments in turn
-("strided": layer l to fragment l mod F) or in stretches ("sequential"); what belongs to no layer (embeddings, the last
-norm, the head) is a fragment of its own.
+A fragment is some whole parameters, in `Piece`s of the fleet's blocks. "strided" deals layers out in turn: layer l goes
+to fragment l mod F. "sequential" deals them out in stretches. Parameters outside of layers (embeddings, the last norm,
+the head) are a separate fragment.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Piece:
     """Some whole parameters of a block, as columns side by side.
 
     Attributes:
-        block, slots: whose columns they are.
-        ranges: the (start, stop) of their columns in a row, neighbours joined.
+        block, slots: the block, and the slots of the parameters.
+        ranges: the (start, stop) of their columns in a row; adjacent ranges are joined.
     """
 
     def __init__(self, block: Block, slots: Sequence[Slot]):
@@ -38,7 +38,7 @@ class Piece:
                 self.ranges.append((slot.start, slot.stop))
 
     def take(self, rows: Tensor) -> Tensor:
-        """Return the piece of `rows` (rows, P) as (rows, p): a view where its columns are neighbours, else a copy."""
+        """Return the piece of `rows` (rows, P) as (rows, p): a view if its columns are adjacent, otherwise a copy."""
         parts = [rows[:, start:stop] for start, stop in self.ranges]
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
@@ -68,12 +68,12 @@ def whole(blocks: Sequence[Block]) -> Fragment:
 def fragments(blocks: Sequence[Block], count: int, pattern: str = "strided") -> list[Fragment]:
     """Cut the parameters into `count` fragments.
 
-    Layers are the numbered modules of the largest stack ("blocks.0", "blocks.1", ...), or, where nothing is numbered,
-    the modules that have parameters. Where some parameters belong to no layer they are the last fragment, and the
-    layers are dealt out to the others.
+    Layers are the numbered modules of the largest stack ("blocks.0", "blocks.1", ...). If no module is numbered, layers
+    are the modules that have parameters. Parameters outside of layers are the last fragment, and the other fragments
+    share the layers.
 
     Raises:
-        ArgumentError: fewer layers than fragments.
+        ArgumentError: the model has fewer layers than fragments.
     """
     if count == 1:
         return [whole(blocks)]
@@ -98,7 +98,7 @@ def _of(blocks: Sequence[Block], names: set[str]) -> Fragment:
 
 
 def layers_of(names: Sequence[str]) -> tuple[list[list[str]], list[str]]:
-    """Return the parameters of each layer, in order, and those of none.
+    """Return the parameters of each layer, in order, and the parameters outside of layers.
 
     >>> layers_of(["embed.weight", "blocks.0.a", "blocks.0.b", "blocks.1.a", "head.weight"])
     ([['blocks.0.a', 'blocks.0.b'], ['blocks.1.a']], ['embed.weight', 'head.weight'])

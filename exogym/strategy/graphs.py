@@ -1,4 +1,4 @@
-"""Graphs over the nodes: who gives to whom, and with which weights rows are mixed."""
+"""Graphs over the nodes: which nodes give to which, and with which weights rows are mixed."""
 
 from __future__ import annotations
 
@@ -23,14 +23,13 @@ def edges_of(graph: Any, num_nodes: int, seed: int = 0, turn: int = 0) -> Edges:
     """Return the edges (i, j), i < j, of an undirected graph over the nodes.
 
     Args:
-        graph: "ring"; "torus", of rows and columns as near to a square as `num_nodes` allows; "exponential", node i
-            with i + 1, i + 2, i + 4, ...; "complete"; "random", each edge with probability min(1, 2 ln N / N), drawn
-            from the seed until it is connected; "matching", pairs drawn anew each turn; or a networkx graph of the
-            nodes 0, 1, ..., whose weights are not looked at.
+        graph: "ring"; "torus", whose rows and columns are as near to a square as `num_nodes` allows; "exponential",
+            node i with i + 1, i + 2, i + 4, ...; "complete"; "random", each edge with probability min(1, 2 ln N / N),
+            drawn from the seed until it is connected; "matching", pairs drawn anew each turn; or a networkx graph of
+            the nodes 0, 1, ..., without its weights.
 
     Raises:
-        ArgumentError: an unknown name, or a graph that is not of these nodes, directed, or not connected.
-
+        ArgumentError: a name is unknown, or a graph has other nodes, is directed, or is not connected.
     >>> sorted(edges_of("ring", 4)), len(edges_of("torus", 6)), len(edges_of("exponential", 8))
     ([(0, 1), (0, 3), (1, 2), (2, 3)], 9, 20)
     """
@@ -58,7 +57,7 @@ def _check(graph: Any, num_nodes: int, directed: bool) -> None:
     if graph.is_directed() and not directed:
         raise ArgumentError(f"graph={graph} is directed, so weights would not keep the mean: use GradientPushStrategy")
     if num_nodes > 1 and not nx.is_connected(graph.to_undirected()):
-        raise ArgumentError(f"graph={graph} is not connected: some nodes would never hear of others")
+        raise ArgumentError(f"graph={graph} is not connected, so some nodes would never exchange anything: add edges")
 
 
 @functools.cache
@@ -84,7 +83,7 @@ def _named(graph: str, n: int, seed: int) -> Edges:
 
 
 def _reached(edges: Edges, n: int) -> set[int]:
-    """Return the nodes that node 0 is connected with."""
+    """Return the nodes that are connected with node 0."""
     near: dict[int, set[int]] = {i: set() for i in range(n)}
     for i, j in edges:
         near[i].add(j)
@@ -98,7 +97,7 @@ def _reached(edges: Edges, n: int) -> set[int]:
 
 
 def _hops(n: int) -> list[int]:
-    """1, 2, 4, ... below n."""
+    """Return 1, 2, 4, ... below n."""
     return [1 << k for k in range((n - 1).bit_length())]
 
 
@@ -106,8 +105,8 @@ def _hops(n: int) -> list[int]:
 def metropolis(edges: Edges, present: tuple[int, ...], num_nodes: int) -> Tensor:
     """Return W (N, N): W_ij = 1 / (1 + max(d_i, d_j)) on the edges between present nodes, W_ii = 1 - sum_j W_ij.
 
-    Degrees d count present neighbours. W is symmetric and its rows sum to 1, so it keeps the mean; on a graph whose
-    nodes have one degree d all its weights are 1 / (d + 1).
+    Degrees d count present neighbors. W is symmetric and its rows sum to 1, so it keeps the mean. If all nodes have the
+    same degree d, all its weights are 1 / (d + 1).
 
     >>> metropolis(edges_of("complete", 4), (0, 1, 3), 4)[0]
     tensor([0.3333, 0.3333, 0.0000, 0.3333], dtype=torch.float64)
@@ -122,7 +121,7 @@ def metropolis(edges: Edges, present: tuple[int, ...], num_nodes: int) -> Tensor
 
 
 def takers_of(graph: Any, num_nodes: int, turn: int = 0) -> list[list[int]]:
-    """Return to whom each node gives at `turn`, along a directed graph.
+    """Return each node's takers at `turn`, along a directed graph.
 
     Args:
         graph: "exponential", one peer at a time: i + 2^(turn mod ceil(log2 N)); "ring", i + 1; "complete"; or a
@@ -144,7 +143,7 @@ def takers_of(graph: Any, num_nodes: int, turn: int = 0) -> list[list[int]]:
 
 
 def pushing(takers: Sequence[Sequence[int]], present: Sequence[int]) -> Tensor:
-    """Return P (N, N), whose columns sum to 1: a present node splits what it has between itself and present takers."""
+    """Return P (N, N), whose columns sum to 1: each present node splits evenly among itself and its present takers."""
     there, n = set(present), len(takers)
     P = torch.zeros(n, n, dtype=torch.float64)
     for i in range(n):

@@ -1,4 +1,4 @@
-"""Islands: fixed groups of nodes near each other, which average more often than all nodes meet."""
+"""Islands: fixed groups of nodes near each other, which average more often than all nodes together."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from exogym.strategy.traffic import Traffic
 
 
 class IslandCommunicator(PeriodicModule):
-    """Average the parameters inside fixed islands of consecutive nodes, but where `above` acts after the same step.
+    """Average the parameters inside fixed islands of consecutive nodes, except if `above` acts after the same step.
 
     Args:
-        island_size: s; the last island is smaller where s does not divide N.
+        island_size: s; if s does not divide N, the last island is smaller.
         H: steps from one average to the next.
-        above: what joins the islands; it is asked to synchronise what is left at the end.
+        above: the module that joins the islands; it also synchronizes the last steps.
     """
 
     weighted_means = True
@@ -49,4 +49,4 @@ class IslandCommunicator(PeriodicModule):
         fleet.synchronise_buffers(groups)
 
     def finish(self, fleet: Fleet, step: int, since: int) -> None:
-        """Leave it to what joins the islands."""
+        """Do nothing: the module that joins the islands synchronizes."""

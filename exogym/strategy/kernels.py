@@ -1,4 +1,4 @@
-"""Which of torch's kernels an optimizer steps with, and its step without torch's wrappers."""
+"""Choose the torch kernel with which an optimizer steps, and step without torch's wrappers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FULL = (torch.float32, torch.float64)
 def can_fuse(parameters: Iterable[Tensor]) -> bool:
     """Tell whether torch's fused kernels are right for `parameters`.
 
-    On the CPU in fp32 and fp64 only: with half precision torch 2.13's SGD skips every whole vector of elements.
+    On the CPU only in fp32 and fp64: with half precision torch 2.13's SGD skips every whole vector of elements.
     """
     return all(
         p.is_contiguous() and (p.device.type in ("cuda", "mps") or (p.device.type == "cpu" and p.dtype in FULL))
@@ -27,14 +27,14 @@ def can_fuse(parameters: Iterable[Tensor]) -> bool:
 
 
 def bare_step(optimizer: Optimizer) -> Callable[[], Any]:
-    """Return the step of one of torch's optimizers without the wrappers (11 us a call); others' as it is.
+    """Return a torch optimizer's step without its wrappers (11 us a call); other optimizers' steps stay wrapped.
 
-    The wrapper calls hooks, too: where there are some, of this optimizer or of all, it stays.
+    The wrapper also calls hooks, so it stays if this optimizer or the Optimizer class has hooks.
     """
     bare = torch_private.bare_step(optimizer) if is_torchs(type(optimizer)) else None
     return optimizer.step if bare is None else bare
 
 
 def is_torchs(cls: type[Optimizer]) -> bool:
-    """Tell whether `cls` is of torch or of this package: what it keeps is in `state[p]` and `param_groups`."""
+    """Tell whether `cls` belongs to torch or this package, so that all state is in `state[p]` and `param_groups`."""
     return cls.__module__.partition(".")[0] in ("torch", "exogym")

@@ -1,11 +1,11 @@
-"""Modules: the parts that strategies are composed of, which act on the fleet and its communicator.
+"""Modules: the parts of a strategy, which act on the fleet and its communicator.
 
-A gradient module implements `transform`; a communication module `next_event` and `communicate`. Every other method has
-a default: `start` makes state, `rejoin` mends the state of a node that was away, `finish` ends a run, and `traffic`,
-`couples_every` and `features` describe the module.
+A gradient module implements `transform`; a communication module implements `next_event` and `communicate`. Every other
+method has a default: `start` makes state, `rejoin` repairs a returning node's state, `finish` ends a run, and
+`traffic`, `couples_every` and `features` describe the module.
 
-A gradient module rewrites the gradients of all rows before the inner optimizer, a communication module mixes the rows
-after it. Every tensor is (rows, ...).
+A gradient module rewrites the gradients of all rows before the inner optimizer. A communication module mixes the rows
+after the inner optimizer. Every tensor is (rows, ...).
 """
 
 from __future__ import annotations
@@ -29,26 +29,25 @@ from exogym.strategy.traffic import Traffic
 
 
 class Module(Stateful, ABC):
-    """What gradient and communication modules share: a start, and state, which checkpoints save without code of theirs.
+    """The common base of gradient and communication modules: a start, and state that checkpoints save by themselves.
 
-    State is tensors in two dicts, and numbers by their names. A module that keeps more overrides the methods.
+    State is tensors in two dicts, and numbers by their names. A module with other state overrides the methods.
 
     Attributes:
-        acts_on: "elements" where any columns will do, "tensors" where it needs whole parameters, "row" where it needs
-            all of a node's at once: it is given these where a node is several processes. A module of yours says it.
-        row_state: name to (rows, ...) tensor; a row belongs to its node and moves with it.
-        shared_state: name to tensor that is the same for all nodes.
-        counters: names of the attributes that hold plain numbers which change while it runs, such as a count of rounds;
-            they are saved with the shared state. A number that changes and is not named here ends a run that is saved.
-        layouts: of the blocks here, once it has started.
-        name: what its state is kept under; None: the name of its class.
-        weighted_means: whether all that it averages are means of the communicator (`op="mean"`), where nodes weigh what
-            they have done; without it `balance="batch"` and "steps" are refused.
-        only_means: whether what it averages is nothing but a part of a mean (a shard, a factor), so that no robust rule
-            can take its place.
-        right_in_mean: whether what a node sends stands for what it has in the mean only: sparse entries, values that
-            are rounded by chance, or with the rest kept for later (error feedback). Then no robust rule can take the
-            mean's place: of sparse entries a median is zero, and what was sent is not kept.
+        acts_on: how much of a node's row the module must see, if a node has several processes. "elements": any columns.
+            "tensors": whole parameters. "row": all of the row. Your own module must set it for such runs.
+        row_state: name -> (rows, ...) tensor; each row belongs to a node and moves with it.
+        shared_state: name -> tensor that is the same for all nodes.
+        counters: names of attributes with plain numbers that change during a run, such as a count of rounds. They are
+            saved with the shared state. If another plain number changes, saving the run fails.
+        layouts: the layouts of the blocks here, after the start.
+        name: the name of its state in checkpoints; None: the class name.
+        weighted_means: whether all its averages are the communicator's means (`op="mean"`), which weight nodes by their
+            work. Without it `balance="batch"` and "steps" are refused.
+        only_means: whether it averages only parts of a mean (a shard, a factor), which no robust rule can replace.
+        right_in_mean: whether a node's message is right only in the mean: sparse entries, values rounded at random, or
+            values whose rest is kept for later (error feedback). No robust rule can replace such a mean: the median of
+            sparse entries is zero, and the sent values would be lost.
     """
 
     acts_on = "elements"
@@ -59,7 +58,7 @@ class Module(Stateful, ABC):
     def __init__(self) -> None:
         self.row_state: dict[str, Tensor] = {}
         self.shared_state: dict[str, Tensor] = {}
-        self._at_first: dict[str, bool | int | float] | None = None  # plain numbers, when the run began
+        self._at_first: dict[str, bool | int | float] | None = None  # the plain numbers when the run began
         self.layouts: list[Layout] = []
 
     def start(self, fleet: Fleet, run: Run) -> None:
@@ -67,10 +66,12 @@ class Module(Stateful, ABC):
         self.run = run
         self.layouts = [block.layout for block in fleet.blocks]
 
-    # What it may say of itself
+    # How it describes itself
 
     def traffic(self, P: float, N: int, b: float) -> list[Traffic]:
-        """Return the collectives it repeats with P parameters of b bytes on N nodes; without one `advise` refuses it.
+        """Return the collectives that it repeats, with P parameters of b bytes on N nodes.
+
+        `advise` refuses a module that does not override this.
 
         Raises:
             ArgumentError: no formula is known.
@@ -78,27 +79,27 @@ class Module(Stateful, ABC):
         raise ArgumentError(f"no formula is known for {type(self).__name__}: give a Plan of its traffic")
 
     def couples_every(self, N: int) -> float:
-        """Return the steps after which all of the model has been exchanged once."""
+        """Return the number of steps in which the whole model is exchanged once."""
         return 1
 
     def features(self) -> dict[str, str]:
-        """Return which of `exogym.core.combinations.FEATURES` it has beside those its attributes say: name to text."""
+        """Return features beyond its attributes: a name from `exogym.core.combinations.FEATURES` -> text."""
         return {}
 
     @property
     def says_what_it_acts_on(self) -> bool:
-        """Whether `acts_on` was said: by this object, or a class that is not ExoGym's."""
+        """Whether `acts_on` was set: by this object, or by a class outside of ExoGym."""
         foreign = [kind for kind in type(self).__mro__ if not kind.__module__.startswith("exogym.")]
         said = "acts_on" in vars(self) or any("acts_on" in vars(kind) for kind in foreign)
         return said or type(self) not in foreign
 
     def rejoin(self, fleet: Fleet, nodes: Sequence[int], step: int) -> None:
-        """Put the state of `nodes` in order: they were away, and have just taken parameters before step `step`."""
+        """Repair the state of `nodes`, which were away and have just taken parameters before step `step`."""
 
-    # What it keeps, as `fleet.state` asks for it
+    # Its state, for `fleet.state`
 
     def cut(self, name: str, shape: Sequence[int]) -> Cut | None:
-        """A tensor whose name ends in the number of a block, and whose last axis is of its columns, is cut by them."""
+        """Return the cut of a tensor by a block's columns, if its name ends in the block's number. None: not cut."""
         b = name.rpartition(".")[2]
         if b.isdigit() and int(b) < len(self.layouts) and shape:
             layout = self.layouts[int(b)]
@@ -123,8 +124,8 @@ class Module(Stateful, ABC):
         changed = [name for name, value in numbers.items() if name not in at_first or at_first[name] != value]
         if lost := sorted({*changed} - {*self.counters}):
             raise StrategyError(
-                f"{type(self).__name__}.{lost[0]} is a plain number that changes while the run goes on, and would be "
-                f"lost when it is taken up again: name it in the class, as in counters = ({lost[0]!r},)"
+                f"{type(self).__name__}.{lost[0]} is a plain number that changes during the run, so a resumed run "
+                f"would lose it: name it in the class, as in counters = ({lost[0]!r},)"
             )
         return self.save_state() | {f"counter.{name}": _as_tensor(numbers[name]) for name in self.counters}
 
@@ -150,11 +151,11 @@ class GradientModule(Module):
     """Rewrites the gradients of all rows before the inner optimizer, at every step.
 
     Attributes:
-        clip_first: clip each node's own gradient before this module instead of its result.
+        clip_first: clip each node's own gradient before this module, instead of the module's result.
     """
 
     clip_first = False
-    bucket_bytes: int | None = None  # of gradients that may travel while backward runs, where the wire can
+    bucket_bytes: int | None = None  # bytes of gradients that may travel during backward, if the wire can do it
 
     @abstractmethod
     def transform(self, fleet: Fleet, step: int, lr: float) -> None:
@@ -162,13 +163,13 @@ class GradientModule(Module):
 
 
 class CommunicationModule(Module):
-    """Mixes rows after the inner step. Two methods: when, and what.
+    """Mixes rows after the inner step. Two methods say when and how.
 
-    What only some modules need they declare by a capability beside it: `Corrects`, `HasOuterModel`, `ChoosesClients`,
-    `Tunable` (`exogym.strategy.capabilities`).
+    For rarer abilities a module inherits a capability, too: `Corrects`, `HasOuterModel`, `ChoosesClients` or `Tunable`
+    (`exogym.strategy.capabilities`).
 
     Attributes:
-        fresh_inner_state: whether inner optimizers start afresh after it has acted.
+        fresh_inner_state: whether inner optimizers start afresh after this module has acted.
     """
 
     fresh_inner_state = False
@@ -186,7 +187,7 @@ class CommunicationModule(Module):
         """Mix rows after inner step number `step` (from 1)."""
 
     def finish(self, fleet: Fleet, step: int, since: int) -> None:
-        """Synchronise what is left at the end; `since` steps passed after the last event."""
+        """Synchronize the last steps at the end of training; `since` steps passed after the last event."""
         if since:
             self.communicate(fleet, step)
 
@@ -195,8 +196,8 @@ class PeriodicModule(CommunicationModule):
     """A communication module that acts after every step divisible by `interval_steps`.
 
     Attributes:
-        interval_steps: H; where `rounds` differ in length, the first one's.
-        rounds: where each ends, if H is a function of the round; else None.
+        interval_steps: H; if rounds differ in length, the first round's.
+        rounds: the rounds, if H is a function of the round; otherwise None.
     """
 
     interval_steps = 1
@@ -240,7 +241,7 @@ def _as_tensor(value: bool | int | float) -> Tensor:
 
 
 def named(modules: Sequence[Module]) -> dict[str, Module]:
-    """Return modules by their names; a second one of a name is "<name> 2"."""
+    """Return the modules by name; the second module with a name gets "<name> 2"."""
     found: dict[str, Module] = {}
     for module in modules:
         name = module.name or type(module).__name__
@@ -250,12 +251,12 @@ def named(modules: Sequence[Module]) -> dict[str, Module]:
 
 
 def views(matrices: Sequence[Tensor], layouts: Sequence[Layout], row: int) -> list[Tensor]:
-    """Return a row of (rows, P) matrices, one for each block, as the parameters that lie in it."""
+    """Return row `row` of (rows, P) matrices, one matrix per block, as the parameters in it."""
     return [slot.of(x[row]) for x, layout in zip(matrices, layouts, strict=True) for slot in layout]
 
 
 def known_traffic(modules: Sequence[Module], N: int) -> tuple[list[Traffic], bool]:
-    """Return what modules repeat with a million parameters on N nodes, if that is known, and whether it is."""
+    """Return the modules' known traffic with a million parameters on N nodes, and whether all of it is known."""
     try:
         return [t for module in modules for t in module.traffic(1e6, N, 4)], True
     except ArgumentError:
@@ -263,7 +264,7 @@ def known_traffic(modules: Sequence[Module], N: int) -> tuple[list[Traffic], boo
 
 
 def example_weights(run: Run, weighting: str) -> Tensor | None:
-    """Return (N,) weights by data, or None where all are equal (the plain mean, exact).
+    """Return (N,) weights by data, or None if all are equal (the plain mean, exact).
 
     >>> import numpy as np
     >>> run = Run(num_nodes=2, seed=0, total_steps=10, examples=np.array([30, 10]), batch_size=8)

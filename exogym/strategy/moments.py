@@ -1,4 +1,4 @@
-"""The moments of the inner optimizers as matrices (rows, P), so that a strategy may mix them as it mixes parameters."""
+"""The inner optimizers' moments as matrices (rows, P), so that a strategy can mix them like parameters."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Kind = tuple[str, ...]
 
 
 class Moments:
-    """What the optimizers of `spec` keep of each parameter, in its shape.
+    """The per-parameter state, in the parameter's shape, of the optimizers that `spec` builds.
 
     Attributes:
-        kinds: each as the names under which torch's optimizers keep it, of which a parameter has one: `FIRST` moments,
-            `SECOND` moments, then any other by its own name.
+        kinds: the moments, each a tuple of the names that torch's optimizers give it; a parameter has one of them.
+            `FIRST` moments, `SECOND` moments, then any other by its own name.
 
     Raises:
-        ArgumentError: an optimizer that keeps nothing of that kind.
+        ArgumentError: the optimizer keeps no such state.
 
     >>> Moments(OptimSpec("adamw")).kinds, Moments(OptimSpec("sgd", momentum=0.9)).kinds == [FIRST]
     ([('exp_avg', 'momentum_buffer'), ('exp_avg_sq', 'square_avg')], True)
@@ -40,14 +40,14 @@ class Moments:
         kept = [(p, name, x) for p in named.values() for name, x in optimizer.state[p].items()]
         names = [name for p, name, x in kept if isinstance(x, Tensor) and x.shape == p.shape]
         if not names:
-            raise ArgumentError(f"{spec!r} keeps nothing of its parameters that could be averaged: take 'adamw'")
+            raise ArgumentError(f"{spec!r} keeps no state per parameter that could be averaged: take 'adamw'")
         own: list[Kind] = [(name,) for name in dict.fromkeys(names) if name not in FIRST + SECOND]
         self.kinds: list[Kind] = [*(kind for kind in (FIRST, SECOND) if {*kind} & {*names}), *own]
 
     def average(self, fleet: Fleet, kind: Kind) -> None:
-        """Average the moments of a kind over the nodes that are there: payload P b bytes.
+        """Average the moments of a kind over the present nodes: payload P b bytes.
 
-        A parameter that has none yet, as it never had a gradient, counts as zeros and stays without.
+        A moment that does not exist yet, because its parameter never had a gradient, counts as zeros and stays absent.
         """
         optimizers = getattr(fleet.state.parts.get("optimizer"), "optimizers", {})
         for block in fleet.blocks:
@@ -64,7 +64,7 @@ class Moments:
 
 
 def _places(optimizer: Optimizer, block: Block, kind: Kind) -> Iterator[tuple[int, Tensor]]:
-    """Yield (start, tensor) of the moment of each of the block's parameters, side by side in the optimizer's order."""
+    """Yield (start, tensor) for the moment of each parameter of the block, side by side in the optimizer's order."""
     start = 0
     for p in (p for group in optimizer.param_groups for p in group["params"]):
         if p.dtype != block.layout.dtype:

@@ -1,4 +1,4 @@
-"""The strategies' names, read from their files: for who shows runs and must not wait for torch."""
+"""The strategies' names, read from their files: for commands that show runs and must not wait for torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 @functools.cache
 def short_names() -> dict[str, str]:
-    """Return the name of each class of this package that has one, by the name of the class.
+    """Return the name of each class of this package that has a name, by class name.
 
     >>> short_names()["DiLoCoStrategy"]
     'diloco'
@@ -25,7 +25,7 @@ def short_names() -> dict[str, str]:
 
 
 def _name(target: ast.expr, value: ast.expr) -> str | None:
-    """Return the text that `name = ...` gives, or `name, title, ... = ..., ...`."""
+    """Return the text that `name = ...` or `name, title, ... = ..., ...` assigns to the name."""
     if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
         target, value = target.elts[0], value.elts[0]
     if not isinstance(target, ast.Name) or target.id != "name" or not isinstance(value, ast.Constant):

@@ -1,7 +1,6 @@
-"""Optimizers named, described and built: torch's own, and any that steps on gradients alone.
+"""Name, describe and build optimizers: torch's own, and any that needs only gradients.
 
-What an optimizer keeps can be taken out and put into another one like it:
-
+You can take out an optimizer's state and put it into another optimizer of the same kind:
 >>> layer = torch.nn.Linear(2, 1)
 >>> first, second = (torch.optim.Adam(layer.parameters()) for _ in range(2))
 >>> layer(torch.ones(1, 2)).sum().backward()
@@ -42,19 +41,19 @@ Pattern = str | Callable[[str, nn.Parameter], bool]
 
 
 class OptimSpec:
-    """An optimizer class and its arguments, to be built later for each node.
+    """An optimizer class and its arguments, from which each node builds its optimizer later.
 
     Args:
         cls: a `torch.optim.Optimizer` class, or its name in any case ("adamw"). "muon" is `MuonAdamW`.
-        groups: (pattern, options) pairs: a parameter takes the options of the first pattern that matches it, and the
-            optimizer's own arguments for the rest. A pattern is text as for file names, held against the parameter's
+        groups: (pattern, options) pairs. A parameter takes the options of the first pattern that matches it, and the
+            optimizer's own arguments for the rest. A pattern is text as for file names, compared with the parameter's
             whole name ("*" is any text, "*.bias", "layers.[01].*"), or a function of name and parameter. A learning
             rate is the group's base rate, which schedules scale.
         **kwargs: the optimizer's own arguments; each is checked against its signature.
 
     Raises:
-        ArgumentError: an unknown name or argument, or an optimizer that cannot work on a row. When it is built: a
-            pattern that matches nothing, or an option that the optimizer has not.
+        ArgumentError: a name or argument is unknown, or the optimizer cannot work on a row. When it is built: a
+            pattern matches nothing, or the optimizer lacks an option.
 
     >>> OptimSpec("sgd", lr=0.1, momentum=0.9)
     OptimSpec(SGD, lr=0.1, momentum=0.9)
@@ -101,7 +100,7 @@ class OptimSpec:
 
     @staticmethod
     def of(given: str | type[Optimizer] | OptimSpec, **overrides: Any) -> OptimSpec:
-        """Return the spec of a name, class or spec; `overrides` that are not None are added.
+        """Return the spec for a name, class or spec; `overrides` that are not None are added.
 
         Raises:
             ArgumentError: an override contradicts the spec's own argument.
@@ -119,7 +118,7 @@ class OptimSpec:
         return OptimSpec(spec.cls, spec.groups, **kwargs)
 
     def base_lr(self) -> float:
-        """Return the learning rate of what no group says otherwise.
+        """Return the learning rate of parameters in no group with its own rate.
 
         Raises:
             ArgumentError: the optimizer cannot be built, or has no learning rate.
@@ -128,14 +127,14 @@ class OptimSpec:
         group = alone.build({"weight": nn.Parameter(torch.zeros(1, 1))}, hidden={"weight"}).param_groups[0]
         if not isinstance(group.get("lr"), int | float | torch.Tensor):
             raise ArgumentError(
-                f"{self!r} has no learning rate (its 'lr' is {group.get('lr')!r}), which schedules and records need: "
+                f"{self!r} has no learning rate (its 'lr' is {group.get('lr')!r}), but schedules and records need one: "
                 "step it in a strategy for one node"
             )
         return float(group["lr"])
 
     @property
     def acts_on(self) -> str:
-        """ "elements"; or "tensors", where it does something else to a tensor than to its halves, each by itself."""
+        """ "elements", or "tensors" if a step of a whole tensor differs from steps of its halves."""
         start, grads = (torch.linspace(-1, 1, 24).reshape(6, 4) ** power for power in (1, 3))
         ends = []
         for cuts in ([6], [3, 3]):
@@ -154,11 +153,11 @@ class OptimSpec:
         may_fuse: bool = True,
         hidden: Collection[str] = (),
     ) -> Optimizer:
-        """Return the optimizer over `parameters`; the fused kernel where torch has a right one and none is asked for.
+        """Return the optimizer over `parameters`, with torch's fused kernel if it is right and no kernel is chosen.
 
         Args:
-            parameters: by name, or in order, their numbers being their names.
-            hidden: names of those that are hidden matrices, which "muon" gives to Muon.
+            parameters: by name; or in order, with their numbers as names.
+            hidden: names of the hidden matrices, which "muon" gives to Muon.
         """
         named = parameters if isinstance(parameters, Mapping) else {str(k): p for k, p in enumerate(parameters)}
         kwargs = dict(self.kwargs)
@@ -183,7 +182,7 @@ class OptimSpec:
                         f"groups: {name!r} is no option of a group of {self.cls.__name__}: "
                         f"{nearest(name, optimizer.defaults)}"
                     )
-        if not is_torchs(cls) and callable(getattr(optimizer, "train", None)):  # schedule-free ones want to be told
+        if not is_torchs(cls) and callable(getattr(optimizer, "train", None)):  # schedule-free optimizers need the call
             optimizer.train()  # type: ignore[attr-defined]
         try:
             return remember_as_built(optimizer)
@@ -191,10 +190,10 @@ class OptimSpec:
             raise self._unsaved(error) from error
 
     def try_out(self, named: Mapping[str, nn.Parameter], hidden: Collection[str] = ()) -> bool:
-        """Take steps with copies of the parameters, where the optimizer is not torch's; return whether it draws.
+        """Take trial steps on copies of the parameters if the optimizer is not torch's; return whether it draws.
 
         Raises:
-            ArgumentError: it needs more than gradients, or keeps what cannot be saved.
+            ArgumentError: it needs more than gradients, or its state cannot be saved.
         """
         if is_torchs(self.cls):
             return False
@@ -218,26 +217,26 @@ class OptimSpec:
         except Exception as error:
             raise ArgumentError(
                 f"{self.cls.__name__} cannot be used here: a step on given gradients, without a closure or a graph, "
-                f"fails ({type(error).__name__}: {error}); take one whose step() needs only .grad"
+                f"fails ({type(error).__name__}: {error}); take an optimizer whose step() needs only .grad"
             ) from error
         if places != [p.data_ptr() for p in copies.values()]:
             raise ArgumentError(
                 f"{self.cls.__name__} cannot be used here: its step puts new tensors in the place of parameters "
-                "(p.data = ...), which are views of a row; take one that changes them in place"
+                "(p.data = ...), which are views of a row; take an optimizer that changes them in place"
             )
         return any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
     def _unsaved(self, error: StrategyError) -> ArgumentError:
         what = str(error).partition(":")[0]
         return ArgumentError(
-            f"{self.cls.__name__} cannot be used here: its {what}; take one that keeps tensors and numbers"
+            f"{self.cls.__name__} cannot be used here: its {what}; take an optimizer that keeps tensors and numbers"
         )
 
     def _grouped(self, named: Mapping[str, nn.Parameter], hidden: Collection[str]) -> list[dict[str, Any]]:
         """Return the parameter groups, in the order of their first parameters.
 
         Raises:
-            ArgumentError: a pattern is the first to match of no parameter, or nothing is left for Muon.
+            ArgumentError: a pattern is no parameter's first match, or nothing is left for Muon.
         """
         found: dict[tuple[int, bool], dict[str, Any]] = {}
         for name, p in named.items():
@@ -253,14 +252,14 @@ class OptimSpec:
                 continue
             if any(_matches(pattern, name, p) for name, p in named.items()):
                 raise ArgumentError(
-                    f"groups: {_name(pattern)} comes too late: patterns before it match all that it matches, and the "
-                    "first one counts"
+                    f"groups: {_name(pattern)} comes too late: earlier patterns match all its parameters, and the "
+                    "first match counts"
                 )
             raise ArgumentError(f"groups: {_name(pattern)} matches no parameter; {_near(pattern, list(named))}")
         if self.cls is MuonAdamW and not any(group["use_muon"] for group in found.values()):
             raise ArgumentError(
                 "muon finds no hidden matrix in this model (a weight of two dimensions, no embedding and no head); a "
-                "stacked strategy, whose tensors have a row axis, cannot use it. Take 'adamw', or say which: "
+                "stacked strategy, whose tensors have a row axis, cannot use it. Take 'adamw', or name the matrices: "
                 "OptimSpec('muon', groups=[('*.weight', {'use_muon': True})])"
             )
         return list(found.values())
@@ -271,7 +270,7 @@ def _matches(pattern: Pattern, name: str, p: nn.Parameter) -> bool:
 
 
 def _near(pattern: Pattern, names: list[str]) -> str:
-    """Return the parameters whose names, or a part of them, are like the text of a pattern; else the first ones."""
+    """Return the parameters whose names resemble a pattern's text; if none does, the first ones."""
     if isinstance(pattern, str):
         text = pattern.strip("*.?")
         close = [n for n in names if difflib.get_close_matches(text, [n, *n.split("."), n.rpartition(".")[0]], n=1)]
@@ -285,12 +284,12 @@ def _name(pattern: Pattern) -> str:
 
 
 def _need(cls: type[Optimizer]) -> str | None:
-    """Return what an optimizer needs that a step of a row has not, as far as its class says."""
+    """Return what an optimizer needs but a row's step does not offer, as far as its class tells."""
     if issubclass(cls, torch.optim.LBFGS):
         return "it evaluates the loss several times per step through a closure"
     if issubclass(cls, torch.optim.SparseAdam):
         return "it needs sparse gradients, which a row of the fleet does not have"
     closure = inspect.signature(cls.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
-        return "its step() needs a closure that evaluates the loss, and here gradients are there before the step"
+        return "its step() needs a closure that evaluates the loss, but here gradients exist before the step"
     return None
