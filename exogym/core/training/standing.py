@@ -123,6 +123,12 @@ class Standing:
         if self.driver.attendance is not None:
             self.driver.meet(self.driver.attendance.up(self.step))
 
+    def take_history(self, history: History) -> None:
+        self.history = history
+
+    def take_description(self, description: dict[str, Any]) -> None:
+        self.agenda.description = description
+
     def carry_on(self, wall_s: float) -> None:
         """After going back in a run that goes on: the time has passed."""
         self._wall_before_s = wall_s

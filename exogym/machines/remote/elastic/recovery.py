@@ -262,7 +262,7 @@ class Recovery:
                 if name in told.shared:
                     x.copy_(told.shared.pop(name))
         self._stand(Snapshot(rows, told.shared, meta))
-        self.loop.agenda.description = meta["description"]
+        self.loop.standing.take_description(meta["description"])
         self._begin()
 
     def _begin(self) -> None:
