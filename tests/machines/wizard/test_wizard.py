@@ -526,7 +526,3 @@ def test_the_pages_name_options_that_are_there() -> None:
     for page in ("wizard", "discovery"):
         text = (ROOT / "docs" / f"{page}.md").read_text()
         assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", text)) <= known | {"--not-here", "--help"}
-    rows = re.findall(r"^\| `(--[a-z-]+)`", (ROOT / "docs" / "discovery.md").read_text(), re.M)
-    for command in ("agent", "discover"):
-        own = {option.opts[0] for option in commands.commands[command].params} - {"--debug", "--code", "--help"}
-        assert own <= set(rows), command
