@@ -1,11 +1,11 @@
-"""What goes wrong in a run: nodes that drop out, lag or lie, and clients that are there only now and then.
+"""Faults in a run: nodes that drop out, lag or send wrong values, and clients that are available at times.
 
 >>> import numpy as np
 >>> from exogym.faults.availability import There
->>> there: Attendance = Faults(absent={2: [(10, 20)]}).bind(num_nodes=3)
->>> there.up(9), there.up(10), there.up(20)
+>>> attendance: Attendance = Faults(absent={2: [(10, 20)]}).bind(num_nodes=3)
+>>> attendance.up(9), attendance.up(10), attendance.up(20)
 ([0, 1, 2], [0, 1], [0, 1, 2])
->>> class Nights(Availability):  # everybody, in the first half of each minute
+>>> class Nights(Availability):  # all clients, in the first half of each minute
 ...     def at(self, time_s, num_nodes):
 ...         minute, ids = time_s // 60 * 60, np.arange(num_nodes if time_s % 60 < 30 else 0)
 ...         return There(ids, np.full(len(ids), minute + 30), np.ones(len(ids)))

@@ -1,10 +1,10 @@
-"""Who is there when, on the clock of a server that asks sampled clients, and how fast each of them is.
+"""Which clients a server can ask at which time, and how fast each client is.
 
     Trace       intervals from a file: client, from, to, speed
-    Diurnal     each client is there for a part of each day, most of them at night
-    Devices     kinds of devices, each there for its share of the time and as fast as it is
+    Diurnal     each client is available for a part of each day, most clients at night
+    Devices     kinds of devices, each available for its share of the time, at its own speed
 
-Times are seconds from the start of the run. A speed is relative: at speed 0.5 a step takes twice `step_seconds`.
+Times are seconds since the start of the run. A speed is relative: at speed 0.5 a step takes twice `step_seconds`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ COLUMNS = ("client", "from", "to", "speed")
 
 
 class There(NamedTuple):
-    """The clients that are there at a moment: ids ascending, until when each is, and how fast."""
+    """The clients available at some time: ids (ascending), the time at which each one leaves, and its speed."""
 
     ids: np.ndarray
     until_s: np.ndarray
@@ -36,26 +36,27 @@ class There(NamedTuple):
 
 
 class Availability:
-    """Says who is there; a subclass says how. A function of its arguments and the time alone."""
+    """Tells which clients are available. Subclasses implement `at`, which depends only on its arguments."""
 
     def check(self, num_nodes: int) -> None:
-        """Raise ArgumentError or DataError where it cannot be of a fleet of `num_nodes`."""
+        """Raise ArgumentError or DataError if this cannot describe a fleet of `num_nodes`."""
 
     def at(self, time_s: float, num_nodes: int) -> There:
-        """Return who is there at `time_s`."""
+        """Return the clients that are available at `time_s`."""
         raise NotImplementedError
 
 
 class Trace(Availability):
-    """Intervals from a CSV file with the columns client, from, to, speed, or from a Parquet file of the same columns.
+    """Intervals from a CSV file with the columns client, from, to, speed, or from a Parquet file with these columns.
 
     Args:
-        file: a row for each time that a client is there: from `from` up to `to`, in seconds, at `speed`, over 0.
-            Clients are numbers from 0. Without a column `speed` all have 1.
-        repeat_s: begin anew after so many seconds; None: after the last `to` nobody is there.
+        file: one row for each interval in which a client is available: `from` and `to` in seconds, and `speed`, over 0.
+            Clients are numbers from 0. Without a column `speed` all clients have speed 1.
+        repeat_s: start again after this many seconds; None: no client is available after the last `to`.
 
     Raises:
-        DataError: no such file, or a row that cannot be: which, and why. A client may not be there twice at a time.
+        DataError: the file does not exist, or a row is impossible; the message names the row and the reason. A
+            client's intervals must not overlap.
     """
 
     @checked
@@ -70,13 +71,13 @@ class Trace(Availability):
         table = _parquet(path) if path.suffix == ".parquet" else _csv(path)
         client = np.array(_numbers(self.file, "client", table["client"]))
         if wrong := [k for k, x in enumerate(client) if not 0 <= x < 1 << 53 or x != int(x)]:
-            raise DataError(f"{_row(self.file, wrong[0])}: client {client[wrong[0]]:g} is no number of a client from 0")
+            raise DataError(f"{_row(self.file, wrong[0])}: client {client[wrong[0]]:g} is no whole number from 0")
         self.client = client.astype(np.int64)
         self.begin, self.end, self.speed = (
             np.array(_numbers(self.file, name, table[name])) for name in ("from", "to", "speed")
         )
         for k in np.flatnonzero(~((self.begin >= 0) & (self.end > self.begin)))[:1]:
-            raise DataError(f"{_row(self.file, k)}: from {self.begin[k]:g} to {self.end[k]:g} is no time that passes")
+            raise DataError(f"{_row(self.file, k)}: from {self.begin[k]:g} to {self.end[k]:g} is no time span")
         for k in np.flatnonzero(~((self.speed > 0) & np.isfinite(self.speed)))[:1]:
             raise DataError(f"{_row(self.file, k)}: speed {self.speed[k]:g} must be over 0")
         order = np.lexsort((self.begin, self.client))
@@ -84,11 +85,11 @@ class Trace(Availability):
         for k in np.flatnonzero(same & (self.begin[order][1:] < self.end[order][:-1]))[:1]:
             one, other = order[k], order[k + 1]
             raise DataError(
-                f"{_row(self.file, other)}: client {self.client[other]} is there from {self.begin[other]:g}, and until "
-                f"{self.end[one]:g} by row {one + 2}: give times that do not overlap"
+                f"{_row(self.file, other)}: client {self.client[other]} is available from {self.begin[other]:g}, and "
+                f"until {self.end[one]:g} by row {one + 2}: give times that do not overlap"
             )
         if repeat_s is not None and self.end.max(initial=0) > repeat_s:
-            raise DataError(f"{self.file!r} goes on to {self.end.max():g} s, past repeat_s={repeat_s:g}")
+            raise DataError(f"{self.file!r} ends at {self.end.max():g} s, after repeat_s={repeat_s:g}")
 
     def check(self, num_nodes: int) -> None:
         for k in np.flatnonzero(self.client >= num_nodes)[:1]:
@@ -105,10 +106,10 @@ class Trace(Availability):
 
 
 class _Windows(Availability):
-    """Each client is there for a window of a period of its own, again and again."""
+    """Each client is available for a window that repeats with its own period."""
 
     def windows(self, num_nodes: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Return (N,) each: when the first window begins, how long it is, after what it repeats, and the speed."""
+        """Return (N,) arrays: start of the first window, length of a window, period, and speed."""
         raise NotImplementedError
 
     def at(self, time_s: float, num_nodes: int) -> There:
@@ -121,14 +122,14 @@ class _Windows(Availability):
 
 
 class Diurnal(_Windows):
-    """Each client is there for `share` of each day, from about the same time on: as phones that charge at night.
+    """Each client is available for `share` of each day, at about the same time, like phones that charge at night.
 
     Args:
-        share: of a day, over 0 and at most 1.
-        peak_s: the time of day in whose middle most are there.
-        spread_s: standard deviation of it between clients: time zones and habits.
-        day_s: of a day.
-        seed: of who is there when.
+        share: share of a day, over 0 and at most 1.
+        peak_s: the time of day around which most clients are available.
+        spread_s: standard deviation of that time between clients (time zones and habits).
+        day_s: length of a day in seconds.
+        seed: seed of the clients' times.
     """
 
     @checked
@@ -150,7 +151,7 @@ class Diurnal(_Windows):
 
 @dataclass(frozen=True)
 class Profile:
-    """A kind of device: its share of the clients, its speed, its share of the time there, and how long at a time."""
+    """A kind of device: its share of the clients, speed, share of the time online, and seconds online in a row."""
 
     clients: float
     speed: float
@@ -163,7 +164,7 @@ class Profile:
         check_number("online", self.online, over=0, most=1)
 
 
-PROFILES = {  # assumed: no measurement is behind them
+PROFILES = {  # assumed, not measured
     "phone": Profile(0.7, speed=0.2, online=0.1, session_s=2 * 3600.0),
     "laptop": Profile(0.2, speed=1.0, online=0.3, session_s=3 * 3600.0),
     "board": Profile(0.1, speed=0.05, online=0.95, session_s=24 * 3600.0),
@@ -171,16 +172,16 @@ PROFILES = {  # assumed: no measurement is behind them
 
 
 class Devices(_Windows):
-    """Kinds of devices in a fleet, each there for its share of the time, as fast as it is.
+    """A fleet of several kinds of devices. Each kind is available for its share of the time, at its own speed.
 
     Args:
-        kinds: name to `Profile`; by default phones, laptops and boards, with numbers that are assumed.
-        seed: of which client is what, and when it is there.
+        kinds: name to `Profile`; default: phones, laptops and boards, with assumed numbers.
+        seed: seed of each client's kind and times.
 
     >>> fleet = Devices({"phone": Profile(0.9, speed=0.2, online=0.1, session_s=7200),
     ...                  "board": Profile(0.1, speed=0.05, online=1.0, session_s=3600)})
-    >>> there = fleet.at(0.0, num_nodes=1000)
-    >>> 100 < len(there.ids) < 300, sorted(set(there.speed.tolist()))
+    >>> available = fleet.at(0.0, num_nodes=1000)
+    >>> 100 < len(available.ids) < 300, sorted(set(available.speed.tolist()))
     (True, [0.05, 0.2])
     """
 
@@ -189,7 +190,7 @@ class Devices(_Windows):
         self.kinds = dict(PROFILES if kinds is None else kinds)
         if not self.kinds or not all(isinstance(kind, Profile) for kind in self.kinds.values()):
             raise ArgumentError(
-                f"kinds={kinds!r} must map names to devices, as {{'phone': Profile(1.0, 0.2, 0.1, 7200)}}"
+                f"kinds={kinds!r} must map names to devices, such as {{'phone': Profile(1.0, 0.2, 0.1, 7200)}}"
             )
         self.seed = seed
 
@@ -204,7 +205,7 @@ class Devices(_Windows):
 
 def _csv(path: Path) -> Mapping[str, Any]:
     try:
-        with open(path, newline="", encoding="utf-8-sig") as file:  # spreadsheets begin with a mark
+        with open(path, newline="", encoding="utf-8-sig") as file:  # spreadsheets write a byte order mark
             rows = list(csv.DictReader(file))
     except (UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"{str(path)!r} is no CSV file: {error}") from error
@@ -227,8 +228,8 @@ def _columns(path: Path, table: dict[str, Any]) -> Mapping[str, Any]:
     lacking = [name for name in COLUMNS[:3] if name not in table]
     if lacking:
         raise DataError(
-            f"{str(path)!r} has no column {', '.join(lacking)}: wanted a header with {', '.join(COLUMNS)} and a row "
-            "for each time that a client is there"
+            f"{str(path)!r} has no column {', '.join(lacking)}: wanted a header with {', '.join(COLUMNS)} and one row "
+            "for each interval in which a client is available"
         )
     return {"speed": [1.0] * len(table["client"])} | table
 

@@ -1,15 +1,15 @@
-"""Planned faults: nodes that drop out and come back, slow nodes, lost synchronisations.
+"""Planned faults: nodes that drop out and return, slow nodes, lost synchronizations.
 
-Who is there is a function of (step, node) alone: the same on every layout, with nothing to carry over a stop, however
-training is cut into stretches. Steps are the fleet's, counted from 1.
+Presence depends only on (step, node). So it is the same on every placement and after every resume, however training
+is cut into stretches. Steps are the fleet's, counted from 1.
 
-    away    the node neither computes nor communicates; back, it takes the others' parameters
-    lost    the synchronisation after that step passes the node by: it keeps its own parameters and goes on
-    slow    the node takes only a share of the local steps, and takes part with what it has
-    bad     the node brings wrong updates to the others (`exogym.strategy.updates`); its own training is right
+    absent  the node neither computes nor communicates; when it returns, it takes another node's parameters
+    lost    the node misses the synchronization after that step: it keeps its own parameters and continues
+    slow    the node takes only a share of the local steps, and synchronizes what it has
+    bad     the node sends wrong updates to the others (`exogym.strategy.updates`); its own training is correct
 
-`Outages` are the faults that nobody planned: a run on real hosts writes down who was away when, and the same written
-into `Faults(absent=..., forget=True)` gives the same run in simulation.
+`Outages` are unplanned: a run on real hosts records which nodes were absent when. As `Faults(absent=..., forget=True)`
+they give the same run in simulation.
 """
 
 from __future__ import annotations
@@ -33,37 +33,37 @@ FIRST_HORIZON = 1024
 
 
 class Faults:
-    """What goes wrong in a run, as a schedule, as rates with a seed, or both.
+    """Faults as a schedule, as rates with a seed, or both.
 
     Args:
-        absent: node to its outages [(first, last), ...]: it is away from step `first` on and there again at step
-            `last`; None: it does not come back.
-        drop_rate: probability per step that a node that is there drops out. Each node has its own chain, so it is
-            away drop_rate m / (1 + drop_rate m) of the time, m being the mean outage.
-        mean_outage_steps: m, at least 1; outages last a geometric number of steps.
-        lost: node to the steps whose synchronisation it loses.
-        lost_rate: probability that a node loses a synchronisation.
-        slow: node to the share of its steps that it takes, over 0 and at most 1: floor(share * n) of the first n
-            steps it is there for.
-        forget: a node that comes back was started anew and remembers nothing: besides parameters it takes the state of
-            its inner optimizer, and what its strategy keeps, from the node whose parameters it takes. Otherwise it was
-            out of reach only.
-        seed: of the rates, of which nodes are bad, and of their noise.
-        bad_nodes: ids of the nodes that send wrong updates, or a share of all, rounded, drawn by the seed.
-        attack: what they send: "sign_flip", "noise" or "scale".
-        trace: whom a server can ask for a round, and how fast each is: a file, or a `Trace`, `Diurnal` or `Devices`
-            (`exogym.faults.availability`). For strategies that sample clients; with none of the others.
-        attack_factor: c, over 0: the update times -c, noise of c times its norm, or the update times c; by default 1
-            for "sign_flip", and 10 for the others.
+        absent: node to its outages [(first, last), ...]: the node is absent from step `first` and present again at
+            step `last`; None: it does not return.
+        drop_rate: probability per step that a present node drops out. Nodes drop out independently. A node is absent
+            for a share drop_rate m / (1 + drop_rate m) of the steps, where m is the mean outage.
+        mean_outage_steps: m, at least 1; lengths of outages are geometric.
+        lost: node to the steps whose synchronization it loses.
+        lost_rate: probability that a node loses a synchronization.
+        slow: node to the share of its steps that it takes, over 0 and at most 1. It takes
+            floor(share * n) of its first n steps while present.
+        forget: True: a returning node has restarted and lost its state. Besides parameters it takes the inner
+            optimizer's state and the strategy's state from the same node. False: it was only unreachable.
+        seed: seed of the rates, of the choice of bad nodes, and of their noise.
+        bad_nodes: ids of the nodes that send wrong updates, or their share of all nodes, rounded, drawn from the seed.
+        attack: the wrong updates: "sign_flip", "noise" or "scale".
+        trace: which clients a server can ask for a round, and how fast each is: a file, or a `Trace`, `Diurnal` or
+            `Devices` (`exogym.faults.availability`). Only for strategies that sample clients, and
+            without planned faults.
+        attack_factor: c, over 0. The wrong update is the right one times -c ("sign_flip"), noise of c times its norm
+            ("noise"), or the right one times c ("scale"). Default: 1 for "sign_flip", 10 for the others.
 
     Raises:
-        ArgumentError: a node, step, rate or share that cannot be.
+        ArgumentError: an impossible node, step, rate or share.
 
     >>> faults = Faults(absent={3: [(100, 200)], 1: [(150, None)]}, slow={2: 0.5})
-    >>> there = faults.bind(num_nodes=4)
-    >>> there.up(99), there.up(100), there.up(150), there.up(200)
+    >>> attendance = faults.bind(num_nodes=4)
+    >>> attendance.up(99), attendance.up(100), attendance.up(150), attendance.up(200)
     ([0, 1, 2, 3], [0, 1, 2], [0, 2], [0, 2, 3])
-    >>> there.steps_between(90, 110).tolist()
+    >>> attendance.steps_between(90, 110).tolist()
     [20, 20, 10, 9]
     """
 
@@ -86,7 +86,7 @@ class Faults:
     ):
         for name, given in (("absent", absent), ("lost", lost), ("slow", slow)):
             if not isinstance(given, Mapping | None):
-                raise ArgumentError(f"{name}={given!r} must map nodes, as in {_EXAMPLES[name]}")
+                raise ArgumentError(f"{name}={given!r} must map nodes, such as {_EXAMPLES[name]}")
             for node in given or {}:
                 check_count(f"each node of {name}", node, least=0)
         for name, rate in (("drop_rate", drop_rate), ("lost_rate", lost_rate)):
@@ -127,7 +127,7 @@ class Faults:
             check({"trace": f"faults with trace={trace!r}"} | ({"planned faults": planned} if planned else {}))
 
     def bad(self, num_nodes: int) -> list[int]:
-        """Return the sorted ids of the bad nodes among `num_nodes`: the same in every step.
+        """Return the sorted ids of the bad nodes among `num_nodes`; they are the same in every step.
 
         Raises:
             ArgumentError: a node that the fleet does not have.
@@ -142,12 +142,12 @@ class Faults:
         return sorted(set(self.bad_nodes))
 
     def bind(self, num_nodes: int, lockstep: bool = False, shares: Sequence[Fraction] = ()) -> Attendance:
-        """Return who is there in a fleet of `num_nodes`.
+        """Return the attendance of a fleet of `num_nodes`: which nodes are present at each step.
 
         Args:
-            shares: of the steps that each node takes, beside `slow`, which then takes a share of that.
-            lockstep: the nodes take every step together (gradients meet at each): then a lost synchronisation is
-                a missed step, after which the node comes back, and no node can be slow.
+            shares: each node's share of the steps; a share in `slow` multiplies it.
+            lockstep: the nodes take every step together, because gradients meet at each. Then a lost synchronization
+                is a missed step, after which the node returns, and no node can be slow.
 
         Raises:
             ArgumentError: a node that the fleet does not have; slow nodes in lockstep.
@@ -162,9 +162,9 @@ class Faults:
 
 
 class Attendance:
-    """Who is there at each step of a run; made by `Faults.bind`.
+    """Which nodes are present at each step of a run. `Faults.bind` makes it.
 
-    Every answer is a function of the arguments; what is kept here only saves asking twice.
+    Every answer depends only on the arguments; stored values are a cache.
     """
 
     def __init__(self, faults: Faults, num_nodes: int, lockstep: bool, shares: Sequence[Fraction] = ()):
@@ -177,34 +177,37 @@ class Attendance:
         self._loses = bool(faults.lost) or faults.lost_rate > 0
 
     def reread(self) -> None:
-        """Forget what was kept: the schedule has changed."""
-        self._outages = [_Outages(self.faults, node) for node in range(self.num_nodes)]
-        self._span, self._there = (0, 1), list(range(self.num_nodes))  # who is there from a step up to another
+        """Clear the cache because the schedule has changed."""
+        self._outages = [_NodeOutages(self.faults, node) for node in range(self.num_nodes)]
+        self._span, self._attending = (
+            (0, 1),
+            list(range(self.num_nodes)),
+        )  # present from a step up to another
 
     def up(self, step: int) -> list[int]:
-        """Return the sorted ids of the nodes that are there for step `step`; before step 1 all are. May be empty."""
-        there = self._not_away(step)
+        """Return the sorted ids of the nodes that compute in step `step`, all before step 1. May be empty."""
+        nodes = self._not_away(step)
         if self.lockstep and self._loses:
             lost = self._losers(step)
-            return [node for node in there if node not in lost]
-        return list(there)
+            return [node for node in nodes if node not in lost]
+        return list(nodes)
 
     def present(self, step: int) -> list[int]:
-        """Return the sorted ids of the nodes that take part in the communication after step `step`.
+        """Return the sorted ids of the nodes that communicate after step `step`.
 
-        Empty where all are away or lose it: then nobody communicates.
+        The list is empty if all nodes are absent or lose the synchronization. Then no node communicates.
         """
-        there = self.up(step)
-        if self.lockstep or not self._loses or not there:
-            return there
+        nodes = self.up(step)
+        if self.lockstep or not self._loses or not nodes:
+            return nodes
         lost = self._losers(step)
-        return [node for node in there if node not in lost]
+        return [node for node in nodes if node not in lost]
 
     def returning(self, step: int) -> tuple[list[int], int | None]:
-        """Return the nodes that are there at step `step` and were not at the step before, and whose state they take.
+        """Return the nodes that are back at step `step`, and the node whose state they take.
 
-        That is the lowest id of those who stayed; where nobody stayed, of those now there who were last there before
-        (it may be one of the returning nodes). ([], None) where nobody returns.
+        That node is the lowest id among the nodes that stayed. If none stayed, it is the lowest id among those
+        present nodes that were present last; it may itself be returning. Without returning nodes: ([], None).
         """
         now, before = self.up(step), set(self.up(step - 1))
         back = [node for node in now if node not in before]
@@ -217,7 +220,7 @@ class Attendance:
         return back, stayed[0]
 
     def next_change(self, step: int) -> int:
-        """Return the last step for which the same nodes are there as for step `step + 1`; a stretch ends there."""
+        """Return the last step with the same present nodes as step `step + 1`. A stretch ends there."""
         if self.lockstep and self._loses:
             return step + 1
         self._not_away(step + 1)
@@ -226,10 +229,10 @@ class Attendance:
     def steps_between(
         self, first: int, last: int, work: Callable[[int, int], np.ndarray | None] | None = None
     ) -> np.ndarray:
-        """Return (N,) local steps that each node takes while the fleet goes from step `first` to `last`.
+        """Return (N,) the local steps that each node takes while the fleet goes from step `first` to step `last`.
 
-        Additive: what is taken from a to b and from b to c is what is taken from a to c. `work(first, last)` is what
-        the strategy asks of each node, additive too (None: every step); a node takes the steps that both give it.
+        Additive: steps(a, b) + steps(b, c) == steps(a, c). `work(first, last)` returns the strategy's steps for each
+        node, also additive; None means every step. A node takes a step only if faults and strategy both allow it.
         """
         if self.lockstep and self._loses:
             return sum((self._flags(step) for step in range(first + 1, last + 1)), np.zeros(self.num_nodes, np.int64))
@@ -251,8 +254,8 @@ class Attendance:
         if not self._span[0] <= step < self._span[1]:
             states = [outages.state(step) for outages in self._outages]
             self._span = (max(begin for _, begin, _ in states), min(end for _, _, end in states))
-            self._there = [node for node, (away, _, _) in enumerate(states) if not away]
-        return self._there
+            self._attending = [node for node, (away, _, _) in enumerate(states) if not away]
+        return self._attending
 
     def _losers(self, step: int) -> set[int]:
         lost = {node for node, steps in self.faults.lost.items() if step in steps}
@@ -267,13 +270,13 @@ class Attendance:
         return flags
 
     def _taken(self, node: int, step: int) -> int:
-        """Local steps of the node's first `step` steps: floor(share * those it was there for)."""
-        there = step - self._outages[node].steps_until(step)
+        """Return the node's local steps among the first `step`: floor(share * steps while present)."""
+        present = step - self._outages[node].steps_until(step)
         share = self._shares.get(node)
-        return there if share is None else there * share.numerator // share.denominator
+        return present if share is None else present * share.numerator // share.denominator
 
     def _last_up(self, node: int, step: int) -> int:
-        """The last step before `step` at which the node was there; 0: before training."""
+        """Return the last step before `step` at which the node was present; 0: before training."""
         while True:
             step -= 1
             away, begin, _ = self._outages[node].state(step)
@@ -283,13 +286,13 @@ class Attendance:
 
 
 class Outages(Faults):
-    """The outages of a run as they happen; `Faults(absent=outages.as_absent(), forget=True)` says the same.
+    """A run's unplanned outages as they happen. `Faults(absent=outages.as_absent(), forget=True)` repeats them.
 
     >>> outages = Outages()
-    >>> there = outages.bind(num_nodes=3)
-    >>> outages.note(100, [0, 2])  # node 1 is away from step 101 on
+    >>> attendance = outages.bind(num_nodes=3)
+    >>> outages.note(100, [0, 2])  # node 1 is absent from step 101
     >>> outages.note(160, [0, 1, 2])
-    >>> there.up(100), there.up(101), there.up(161), outages.as_absent()
+    >>> attendance.up(100), attendance.up(101), attendance.up(161), outages.as_absent()
     ([0, 1, 2], [0, 2], [0, 1, 2], {1: [(101, 161)]})
     """
 
@@ -302,45 +305,45 @@ class Outages(Faults):
         return self._bound[-1]
 
     def note(self, step: int, present: Collection[int]) -> None:
-        """From step `step + 1` on the nodes `present` are there, and no others, whatever was noted for it before."""
-        for there in self._bound:
-            up = set(there.up(step + 1))
+        """From step `step + 1` on only the nodes `present` are present. This replaces earlier notes for these steps."""
+        for attendance in self._bound:
+            up = set(attendance.up(step + 1))
             for node in up - set(present):
                 spans = self.absent.setdefault(node, [])
-                first = spans.pop()[0] if spans and spans[-1][1] == step + 1 else step + 1  # it was to return just now
+                first = spans.pop()[0] if spans and spans[-1][1] == step + 1 else step + 1  # it was about to return
                 spans.append((first, NEVER))
             for node in set(present) - up:
                 first, _ = self.absent[node].pop()
                 if first <= step:
                     self.absent[node].append((first, step + 1))
             self.absent = {node: spans for node, spans in self.absent.items() if spans}
-        self._tell()
+        self._clear_caches()
 
     def state(self) -> list[list[int]]:
-        """Return [node, first, last] of each outage, as JSON."""
+        """Return [node, first, last] for each outage, for JSON."""
         return [[node, first, last] for node, spans in sorted(self.absent.items()) for first, last in spans]
 
     def load(self, state: Sequence[Sequence[int]]) -> None:
-        """Take over what `state` returned."""
+        """Load what `state` returned."""
         self.absent = {}
         for node, first, last in state:
             self.absent.setdefault(node, []).append((first, last))
-        self._tell()
+        self._clear_caches()
 
     def as_absent(self) -> dict[int, list[tuple[int, int | None]]]:
-        """Return what `Faults(absent=...)` takes, None standing for an outage that has not ended."""
+        """Return the outages for `Faults(absent=...)`. None stands for an outage that has not ended."""
         return {
             node: [(first, None if last == NEVER else last) for first, last in spans]
             for node, spans in sorted(self.absent.items())
         }
 
-    def _tell(self) -> None:
-        for there in self._bound:
-            there.reread()
+    def _clear_caches(self) -> None:
+        for attendance in self._bound:
+            attendance.reread()
 
 
-class _Outages:
-    """The outages of one node, disjoint and in order: the planned ones, and those drawn up to a horizon that grows."""
+class _NodeOutages:
+    """One node's outages, disjoint and in order: planned outages, and random ones drawn up to a growing horizon."""
 
     def __init__(self, faults: Faults, node: int):
         self.faults, self.node = faults, node
@@ -348,7 +351,7 @@ class _Outages:
         self._learn(FIRST_HORIZON)
 
     def state(self, step: int) -> tuple[bool, int, int]:
-        """Return (whether the node is away at `step`, the first step of that, the first step after that)."""
+        """Return whether the node is absent at `step`, the first step of that state, and the first step after it."""
         while True:
             self._learn(step)
             k = bisect_right(self.begins, step) - 1
@@ -357,16 +360,16 @@ class _Outages:
             end = self.ends[k] if away else (*self.begins, NEVER)[k + 1]
             if end < self.horizon or self.horizon == NEVER or (away and end == NEVER):
                 return away, begin, end
-            self._learn(min(end, 2 * self.horizon))  # an outage that is not drawn yet may begin before that
+            self._learn(min(end, 2 * self.horizon))  # an outage that is not drawn yet may begin earlier
 
     def steps_until(self, step: int) -> int:
-        """Return how many of the steps 1 to `step` the node was away."""
+        """Return for how many of the steps 1 to `step` the node was absent."""
         self._learn(step)
         k = bisect_right(self.begins, step) - 1
         return 0 if k < 0 else self.away_before[k] + min(self.ends[k], step + 1) - self.begins[k]
 
     def _learn(self, step: int) -> None:
-        """Know all outages that begin at `step` or before."""
+        """Extend the list to all outages that begin at `step` or before."""
         if step < self.horizon:
             return
         self.horizon = min(2 * max(step, FIRST_HORIZON), NEVER) if self.faults.drop_rate > 0 else NEVER
@@ -380,12 +383,12 @@ class _Outages:
         self.away_before = np.cumsum([0, *(end - begin for begin, end in merged)], dtype=object).tolist()
 
     def _drawn(self, horizon: int) -> list[tuple[int, int]]:
-        """Draw the outages that begin before `horizon`, one after the other; a longer horizon adds to the same list."""
+        """Draw the outages that begin before `horizon`, in order. A longer horizon continues the same list."""
         if self.faults.drop_rate == 0:
             return []
         g = numpy_generator(self.faults.seed, "outages", self.node)
         found: list[tuple[int, int]] = []
-        at = 0  # the last step at which it was there
+        at = 0  # the last step at which the node was present
         while (at := at + int(g.geometric(self.faults.drop_rate))) < horizon:
             end = at + int(g.geometric(1 / self.faults.mean_outage_steps))
             found.append((at, end))
@@ -405,19 +408,19 @@ def _check_nodes(name: str, nodes: Iterable[int], num_nodes: int) -> None:
 
 
 def _intervals(node: int, given: Any) -> list[tuple[int, int]]:
-    wanted = "a list of (first, last) steps, last being None where the node does not come back, as in [(100, 200)]"
+    wanted = "a list of (first, last) steps such as [(100, 200)]; last=None if the node does not return"
     if not isinstance(given, list | tuple) or not all(isinstance(x, list | tuple) and len(x) == 2 for x in given):
         raise ArgumentError(f"absent={{{node}: {given!r}}} must be {wanted}")
     for first, last in given:
         check_count(f"first step of an outage of node {node}", first)
         if last is not None:
-            check_count(f"step at which node {node} is back", last, least=first + 1)
+            check_count(f"step at which node {node} returns", last, least=first + 1)
     return [(first, NEVER if last is None else last) for first, last in given]
 
 
 def _steps(node: int, given: Any) -> set[int]:
     if not isinstance(given, list | tuple | range):
-        raise ArgumentError(f"lost={{{node}: {given!r}}} must be a list of steps, as in {_EXAMPLES['lost']}")
+        raise ArgumentError(f"lost={{{node}: {given!r}}} must be a list of steps, such as {_EXAMPLES['lost']}")
     for step in given:
         check_count(f"each step of lost={{{node}: ...}}", step)
     return set(given)

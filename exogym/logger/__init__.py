@@ -1,15 +1,15 @@
-"""Loggers: where the records of a run go while it trains. CSV, JSON lines, W&B, Trackio, TensorBoard, or your own.
+"""Loggers receive a run's records while it trains: CSV, JSON lines, W&B, Trackio, TensorBoard, or your own.
 
-A record is a row of the history, `exogym.core.record.history`: a dict with `step`, `node` (None: the averaged model),
-`train_loss`, ...; what is missing is None. Records come in the order of steps, the averaged model's first. Your own
-logger is a function of a record, or a class with `log`, and with `start` and `finish` if it needs them:
+A record is a row of the history (`exogym.core.record.history`): a dict with `step`, `node` (None: the averaged model),
+`train_loss` and others. A missing value is `None`. Records come in the order of steps, with the averaged model first.
+Your own logger is a function of a record, or a class with `log`, and with `start` and `finish` if needed:
 
 >>> records = []
 >>> logger = combine([records.append, JSONLinesLogger("runs/metrics.jsonl")])
 
 >>> import tempfile
 >>> with tempfile.TemporaryDirectory() as folder:
-...     check_writable(f"{folder}/runs")  # an ArgumentError where it cannot be
+...     check_writable(f"{folder}/runs")  # raises ArgumentError if it is not
 """
 
 from typing import TYPE_CHECKING

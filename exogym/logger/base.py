@@ -1,4 +1,4 @@
-"""What a logger may do, and how several are one."""
+"""The interface of loggers, and one logger for several."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from exogym.core.record.history import plain
 from exogym.errors import ArgumentError
 
 Record = Mapping[str, Any]
-# numbers that JSON has no word for, and what stands for them
+# numbers that JSON lacks, and the texts that replace them
 NOT_IN_JSON = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
 
 
 class Logger:
-    """What a logger may do; only `log` is needed.
+    """Base of loggers. Only `log` is required.
 
     >>> class Best(Logger):
     ...     loss = float("inf")
@@ -26,32 +26,32 @@ class Logger:
     ...         self.loss = min(self.loss, record["val_loss"] or self.loss)
     """
 
-    is_silent = False  # whether records need not be made at all
+    is_silent = False  # True: the run need not make records
 
     def start(self, run: Mapping[str, Any]) -> None:
-        """Prepare, before training; `run` describes the run, and `run["resumed_step"]`, if there, is where it goes on.
+        """Prepare before training. `run` describes the run; a resumed run also has its step, `run["resumed_step"]`.
 
         Raises:
-            ArgumentError: what this logger writes to cannot be written.
+            ArgumentError: the logger cannot write to its target.
         """
 
     def restore(self, records: Callable[[], Iterable[Record]]) -> None:
-        """Hold these records and no later ones: the run goes on after them. The default does nothing.
+        """Keep exactly these records, because the run continues after them. The default does nothing.
 
-        Called after `start` of a resumed run, up to `run["resumed_step"]` as the checkpoint has them, and where hosts
-        that lost one go back.
+        A resumed run calls it after `start`, with the checkpoint's records up to `run["resumed_step"]`. A run that goes
+        back because a host was lost calls it, too.
         """
 
     def log(self, record: Record) -> None:
-        """Take one record."""
+        """Receive one record."""
         raise NotImplementedError(f"{type(self).__name__} needs a method log(record)")
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Finish, after training, also one that failed or was interrupted; `summary` is the last averaged record."""
+        """Finish after training, even if it failed or was interrupted. `summary` is the last averaged record."""
 
 
 class _Function(Logger):
-    """A callable, or an object with `log` that is no Logger."""
+    """Wraps a callable, or an object with `log` that is not a Logger."""
 
     def __init__(self, target: Any) -> None:
         self.log = getattr(target, "log", target)  # type: ignore[method-assign]
@@ -84,16 +84,16 @@ class _Several(Logger):
             logger.log(record)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        with contextlib.ExitStack() as stack:  # each is called, whatever the others raise
+        with contextlib.ExitStack() as stack:  # finishes all loggers even if some raise
             for logger in reversed(self.loggers):
                 stack.callback(logger.finish, summary)
 
 
 def combine(loggers: Any) -> Logger:
-    """Return one logger for None, a logger, a function of a record, or several of these.
+    """Return one logger for None, a logger, a function of a record, or a list of these.
 
     Raises:
-        ArgumentError: anything else.
+        ArgumentError: `loggers` is anything else.
 
     >>> combine(None).is_silent, combine([print, None]).is_silent
     (True, False)
@@ -112,12 +112,12 @@ def combine(loggers: Any) -> Logger:
         wanted = "one of exogym.logger, an object with log(record), a function of a record, or a list of these"
         raise ArgumentError(f"logger={loggers!r} is not a logger: give {wanted}") from None
     except ValueError:
-        pass  # a builtin that does not tell its arguments
+        pass  # a builtin without a signature
     return _Function(loggers)
 
 
 def in_json(value: Any) -> Any:
-    """Return a value as strict JSON has it: numbers that it lacks are the texts "NaN", "Infinity", "-Infinity".
+    """Return a value in strict JSON. Numbers that JSON lacks become the texts "NaN", "Infinity" and "-Infinity".
 
     >>> in_json({"loss": float("nan"), "at": [1, float("-inf")], "script": os.fsdecode(b"run\\xe9.py")})
     {'loss': 'NaN', 'at': [1, '-Infinity'], 'script': 'run\\\\udce9.py'}
@@ -131,10 +131,10 @@ def in_json(value: Any) -> Any:
 
 
 def check_writable(folder: str | os.PathLike[str], name: str = "path") -> None:
-    """Make `folder` and write a file into it, to see that it can be done; the file is removed again.
+    """Check that `folder` is writable: make it, write a file into it and remove the file.
 
     Raises:
-        ArgumentError: it cannot; folders made on the way are removed, and `name` is the argument in the message.
+        ArgumentError: the folder is not writable. New folders are removed again. The message names the argument `name`.
     """
     try:
         make_folder(folder)

@@ -17,11 +17,11 @@ from exogym.core.record.history import plain
 from exogym.errors import ArgumentError, checked
 from exogym.logger.base import Logger, Record, check_writable, in_json
 
-_encode = json.JSONEncoder(allow_nan=False, check_circular=False).encode  # made once: half the time of a record
+_encode = json.JSONEncoder(allow_nan=False, check_circular=False).encode  # made once, to halve a record's time
 
 
 class OnDisk(Logger):
-    """What is written to a disk. A full one does not end the training: that is said, once, and no more is written."""
+    """A logger that writes to a disk. On a full disk it prints one message and stops writing; training continues."""
 
     _given_up = False
 
@@ -31,18 +31,18 @@ class OnDisk(Logger):
             yield
         except OSError as error:
             if not self._given_up:
-                notice(f"{path} is no longer written: {error}; the training goes on")
+                notice(f"{path} is no longer written: {error}; training continues")
             self._given_up = True
             self._abandon()
 
     def _abandon(self) -> None:
-        """Close what is open, without writing."""
+        """Close open files without writing."""
 
 
 class FileLogger(OnDisk):
-    """Lines in a text file. A new run replaces the file; a resumed one writes it anew up to its step, and goes on.
+    """Writes records to a text file. A new run replaces the file; a resumed run rewrites it up to its step.
 
-    The file is opened at the first record, and each record is in it, whole, when `log` returns.
+    The first record opens the file. When `log` returns, the file holds the complete record.
     """
 
     suffix = ""
@@ -53,11 +53,11 @@ class FileLogger(OnDisk):
         if os.path.isdir(self.path) or str(path).endswith(("/", os.sep)):
             self.path = self.path / name
         self._file: IO[str] | None = None
-        self._begun = False  # whether what the file holds is of this run
+        self._begun = False  # whether the file's contents belong to this run
         self._columns: list[str] = []
 
     def start(self, run: Mapping[str, Any]) -> None:
-        """Check that the file can be written; of a resumed run, drop the records after `run["resumed_step"]`."""
+        """Check that the file is writable. If the run is resumed, drop the records after `run["resumed_step"]`."""
         self.finish({})
         self._columns, self._begun, self._given_up = [], False, False
         check_writable(self.path.parent)
@@ -65,7 +65,7 @@ class FileLogger(OnDisk):
             os.lstat(self.path)
         except FileNotFoundError:
             return
-        except (OSError, ValueError) as error:  # it cannot be a name
+        except (OSError, ValueError) as error:  # not a valid name
             raise ArgumentError(f"path={str(self.path)!r} cannot be written ({error}): name another file") from error
         try:
             open(self.path, "a").close()
@@ -76,7 +76,7 @@ class FileLogger(OnDisk):
             raise ArgumentError(f"path={str(self.path)!r} cannot be written ({error}): name another file") from error
         except (ValueError, AttributeError, csv.Error) as error:
             raise ArgumentError(
-                f"path={str(self.path)!r} is not a log of exogym ({error!r}), so the run cannot go on in it: name the "
+                f"path={str(self.path)!r} is not a log of exogym ({error!r}), so the run cannot continue it: name the "
                 "resumed run's log, or a new file"
             ) from error
 
@@ -88,21 +88,21 @@ class FileLogger(OnDisk):
         return self._file
 
     def _whole_lines(self) -> Iterator[str]:
-        """Yield the lines of the file, without one that was torn when the run was killed."""
+        """Yield the file's lines, except a last line that was cut off when the run was killed."""
         with open(self.path, encoding="utf-8", newline="") as file:
             yield from (line for line in file if line.endswith("\n"))
 
-    _keep: Any  # (step) -> None: drop the records after step
+    _keep: Any  # function of a step: drop the records after it
 
     def restore(self, records: Callable[[], Iterable[Record]]) -> None:
-        """Write these records in place of the file's: a power cut may have taken some that a checkpoint still has."""
+        """Replace the file's records: after a power cut the checkpoint may have more records than the file."""
         with self._writing(self.path):
-            self._close()  # in a run that went back, it is open
+            self._close()  # it is open if the run went back
             if not self._given_up:
                 self._replace(records)
                 self._begun = True
 
-    _replace: Any  # (records) -> None: let the file hold what `records()` yields, and no more
+    _replace: Any  # function: write exactly the records of `records()`
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Close the file."""
@@ -131,14 +131,14 @@ class FileLogger(OnDisk):
 
 
 class CSVLogger(FileLogger):
-    """Writes records to a CSV file with a header; missing values are empty.
+    """Writes records to a CSV file with a header. Missing values are empty.
 
-    A metric that comes late makes a new column: the file is rewritten then, and only then, so its header is right at
-    every moment. A new run replaces a file that is there already; a resumed run writes its earlier records anew.
+    A new metric adds a column and rewrites the file, so the header is always right. A new run replaces an existing
+    file; a resumed run rewrites its earlier records.
 
     Args:
         path: the file, or a folder for `<experiment_name>.csv`; default: that file in the current folder.
-        experiment_name: names the file where `path` does not; default: "metrics".
+        experiment_name: name of the file if `path` does not name one; default: "metrics".
 
     >>> logger = CSVLogger(path="runs/diloco.csv")
     >>> CSVLogger(experiment_name="sparta").path.name
@@ -185,9 +185,9 @@ class CSVLogger(FileLogger):
 
 
 class JSONLinesLogger(FileLogger):
-    """Writes each record as one line of JSON; numbers that JSON lacks are the texts "NaN", "Infinity", "-Infinity".
+    """Writes each record as one line of JSON. Numbers that JSON lacks become "NaN", "Infinity" and "-Infinity".
 
-    A new run replaces a file that is there already; a resumed run writes its earlier records anew.
+    A new run replaces an existing file; a resumed run rewrites its earlier records.
 
     >>> logger = JSONLinesLogger("runs/diloco.jsonl")
     """

@@ -1,4 +1,4 @@
-"""Loggers for trackers of others: Weights & Biases, Trackio, TensorBoard."""
+"""Loggers for external trackers: Weights & Biases, Trackio, TensorBoard."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _need(package: str, extra: str, name: str) -> None:
 
 
 class _ByStep(Logger):
-    """Gathers the records of a step, and hands them on as {name: number}, a node's as `node_3/train_loss`."""
+    """Collects a step's records and passes them on as {name: number}. A node's names are like `node_3/train_loss`."""
 
     def __init__(self) -> None:
         self._step: int | None = None
@@ -31,7 +31,7 @@ class _ByStep(Logger):
         self._shared: Record = {}
 
     def log(self, record: Record) -> None:
-        """Take one record; a step is handed on when the next one begins."""
+        """Receive one record. The next step's first record passes the collected step on."""
         if record["step"] != self._step:
             self._flush()
             self._step = record["step"]
@@ -53,17 +53,18 @@ class _ByStep(Logger):
 
 
 class WandbLogger(_ByStep):
-    """Logs to Weights & Biases: one `log` a step, over the axis `step`; a node's values are `node_3/train_loss`.
+    """Logs to Weights & Biases: one `log` per step, with the axis `step`. A node's values are `node_3/train_loss`.
 
-    What belongs to the whole step (bytes, lr, seconds) is logged once. A resumed run is a new W&B run of that name.
+    Values of the whole step (bytes, lr, seconds) are logged once. A resumed run becomes a new W&B run with the same
+    name.
 
     Args:
-        project, experiment_name: W&B's project and the name of the run in it.
-        mode: "online", "offline" (nothing is sent; `wandb sync` does it later) or "disabled"; default: W&B's settings.
-        config: added to the run's description in W&B's configuration.
-        dir: folder in which W&B makes its own; default: the current one.
+        project, experiment_name: W&B's project, and the run's name in it.
+        mode: "online", "offline" (nothing is sent until `wandb sync`) or "disabled"; default: W&B's settings.
+        config: values to add to the run's description in W&B's configuration.
+        dir: folder in which W&B makes its own; default: the current folder.
 
-    Raises ExoGymError where wandb is not installed.
+    Raises ExoGymError if wandb is not installed.
 
     >>> logger = WandbLogger(project="diloco", experiment_name="H=100", mode="offline")
     """
@@ -80,7 +81,7 @@ class WandbLogger(_ByStep):
         self._run: Any = None
 
     def start(self, run: Mapping[str, Any]) -> None:
-        """Begin a W&B run, beside any that is active."""
+        """Start a W&B run beside any active run."""
         import wandb
 
         self.finish({})
@@ -97,7 +98,7 @@ class WandbLogger(_ByStep):
         self._run.log({"step": step, **values})
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Send what is left and end the W&B run."""
+        """Send the remaining values and end the W&B run."""
         if self._run is not None:
             self._flush()
             self._run.summary.update({name: value for name, value in summary.items() if value is not None})
@@ -106,17 +107,17 @@ class WandbLogger(_ByStep):
 
 
 class TrackioLogger(_ByStep):
-    """Logs to Trackio, which keeps runs on this machine: one `log` a step; a node's values are `node_3/train_loss`.
+    """Logs to Trackio, which keeps runs on this machine: one `log` per step. A node's values are `node_3/train_loss`.
 
-    What belongs to the whole step (bytes, lr, seconds) is logged once. A resumed run is a new Trackio run of that name.
-    `trackio show` draws them. Nothing is sent anywhere, and nobody is asked who you are, unless Trackio's own variables
-    TRACKIO_SPACE_ID or TRACKIO_SERVER_URL name a place; TRACKIO_DIR names the folder.
+    Values of the whole step (bytes, lr, seconds) are logged once. A resumed run becomes a new Trackio run with the same
+    name. `trackio show` draws the runs. Nothing leaves this machine, and no account is needed, unless you set Trackio's
+    variables TRACKIO_SPACE_ID or TRACKIO_SERVER_URL. TRACKIO_DIR sets the folder.
 
     Args:
-        project, experiment_name: Trackio's project and the name of the run in it; default: one that Trackio makes up.
-        config: added to the run's description in Trackio's configuration.
+        project, experiment_name: Trackio's project, and the run's name in it; default: a name that Trackio invents.
+        config: values to add to the run's description in Trackio's configuration.
 
-    Raises ExoGymError where trackio is not installed.
+    Raises ExoGymError if trackio is not installed.
 
     >>> logger = TrackioLogger(project="diloco", experiment_name="H=100")
     """
@@ -131,7 +132,7 @@ class TrackioLogger(_ByStep):
         self._run: Any = None
 
     def start(self, run: Mapping[str, Any]) -> None:
-        """Begin a Trackio run, beside any that is active."""
+        """Start a Trackio run beside any active run."""
         import trackio
         from trackio.utils import TRACKIO_DIR
 
@@ -140,14 +141,14 @@ class TrackioLogger(_ByStep):
         given = {"name": self.experiment_name, "config": {**run, **self.config}, "embed": False}
         begin = lambda: trackio.init(self.project, auto_log_cpu=False, auto_log_gpu=False, **given)  # noqa: E731
         with _hub_not_asked():
-            # In a context of its own, since `init` ends the run that is active in the present one.
+            # In its own context, because `init` ends the run that is active in the current context.
             self._run = contextvars.Context().run(begin)
 
     def _write(self, step: int, values: dict[str, Any]) -> None:
         self._run.log(values, step=step)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Write what is left and end the Trackio run."""
+        """Write the remaining values and end the Trackio run."""
         if self._run is not None:
             self._flush()
             self._run.finish()
@@ -156,7 +157,7 @@ class TrackioLogger(_ByStep):
 
 @contextlib.contextmanager
 def _hub_not_asked() -> Iterator[None]:
-    """While entered, Hugging Face's hub, which Trackio would ask for the user's name, is out of reach."""
+    """Block access to Hugging Face's hub in this context. Trackio would ask the hub for the user's name."""
     from huggingface_hub import constants
 
     before = constants.HF_HUB_OFFLINE
@@ -169,10 +170,10 @@ def _hub_not_asked() -> Iterator[None]:
 
 
 class TensorBoardLogger(_ByStep, OnDisk):
-    """Writes TensorBoard event files; a node's values are `node_3/train_loss`.
+    """Writes TensorBoard event files. A node's values are `node_3/train_loss`.
 
-    Each run has a `folder` of its own, `run_1`, `run_2`, ... in `log_dir`; a resumed one goes on in the last, and hides
-    the events there after its step. Raises ExoGymError where tensorboard is not installed.
+    Each run has its own `folder` in `log_dir`: `run_1`, `run_2`, ... A resumed run continues in the last folder and
+    hides later events there. Raises ExoGymError if tensorboard is not installed.
 
     >>> logger = TensorBoardLogger("runs/diloco")
     """
@@ -185,7 +186,7 @@ class TensorBoardLogger(_ByStep, OnDisk):
         self._writer: Any = None
 
     def start(self, run: Mapping[str, Any]) -> None:
-        """Open an event file and write the description of the run into it, as text."""
+        """Open an event file, and write the run's description into it as text."""
         from torch.utils.tensorboard import SummaryWriter
 
         self.finish({})
@@ -213,7 +214,7 @@ class TensorBoardLogger(_ByStep, OnDisk):
                 writer.close()
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Write what is left and close the file."""
+        """Write the remaining values and close the file."""
         if self._writer is not None:
             self._flush()
         with self._writing(self.log_dir):

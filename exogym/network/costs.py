@@ -1,10 +1,11 @@
-"""What a collective costs: the alpha-beta model.
+"""What a collective costs in the alpha-beta model.
 
-A message of m bytes over a link takes alpha + m / B: the latency, and the bytes over the bandwidth (Hockney, Parallel
-Computing 20, 1994). Links are full duplex: a node sends and receives at once. **A collective is a list of rounds; a
-round is the pairs that talk at once, and lasts as long as its slowest pair.** Adding numbers up costs no time.
+A message of m bytes takes alpha + m / B on a link: its latency plus the bytes divided by its bandwidth (Hockney,
+Parallel Computing 20, 1994). Links are full duplex: a node sends and receives at the same time. **A collective is a
+list of rounds.** In a round some pairs talk at the same time. The round lasts as long as its slowest pair. Adding
+numbers takes no time.
 
-With n members, payload S, one bandwidth B and one latency alpha everywhere, L = ceil(log2 n):
+With n members, payload S, the same bandwidth B and latency alpha everywhere, and L = ceil(log2 n):
 
     all_reduce      ring              2(n-1) (alpha + S/(n B))                 Patarasuk, Yuan, JPDC 69, 2009
                     exact             2(n-1) (alpha + S/(n B))                 slices all to all by pairwise exchange
@@ -14,7 +15,7 @@ With n members, payload S, one bandwidth B and one latency alpha everywhere, L =
                     tree              2L (alpha + S/B)                         binomial reduce and broadcast, ibid.
                     double_tree       2L alpha + 2 S/B                         pipelined; Sanders et al., Par. Comp. 35, 2009
                     hierarchical      ring inside islands, ring between their first nodes, broadcast inside
-                    server            2 alpha + 2 max(1, n B / B_server) S/B   every member up, then every member down
+                    server            2 alpha + 2 max(1, n B / B_server) S/B   every member sends, then every one receives
     all_gather      ring              (n-1) (alpha + S/B)                      S is one member's own part
                     bruck             L alpha + (n-1) S/B                      Bruck et al., IEEE TPDS 8, 1997
     reduce_scatter  ring              (n-1) (alpha + S/(n B))
@@ -26,13 +27,13 @@ With n members, payload S, one bandwidth B and one latency alpha everywhere, L =
     scatter         direct            alpha + (n-1)/n S/B
     exchange        pairwise          alpha + S/B
     send            direct            alpha + S/B                              the first member to the second
-    mix             neighbours        alpha + d S/B                            d: most neighbours of a node
+    mix             `neighbours`      alpha + d S/B                            d: the most neighbors that a node has
     barrier         tree              2L alpha;  dissemination: L alpha        Hensgen et al., IJPP 17, 1988
-    push, pull      server            alpha + S/B                              one member to or from the server
+    push, pull      server            alpha + S/B                              a member sends to the server, or receives
 
 Thakur, Rabenseifner, Gropp, Optimization of collective communication operations in MPICH, IJHPCA 19, 2005. NCCL calls
-`ring` Ring and `double_tree` Tree; gloo's all-reduces are `ring` and `halving_doubling`. No all-reduce in which every
-member holds S bytes beats 2(n-1)/n S/B (Patarasuk, Yuan): the ring's bytes.
+`ring` Ring and `double_tree` Tree. Gloo has the all-reduces `ring` and `halving_doubling`. If every member holds S
+bytes, no all-reduce transfers faster than the ring: 2(n-1)/n S/B (Patarasuk, Yuan).
 """  # noqa: E501
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ Pairs = Callable[[int], tuple[np.ndarray, np.ndarray]]
 
 @dataclass(frozen=True)
 class Cost:
-    """How long a collective takes: `latency_s` for its `hops` messages one after the other, and `transfer_s`."""
+    """The time of a collective: `latency_s` for `hops` messages in a row, plus `transfer_s`."""
 
     latency_s: float = 0.0
     transfer_s: float = 0.0
@@ -67,13 +68,14 @@ class Cost:
 
 @dataclass(frozen=True)
 class MessageRound:
-    """Messages that go at once, `count` times in a row.
+    """Messages that start at the same time, repeated `count` times in a row.
 
     Attributes:
-        bytes_: of each message.
-        pairs: n to the positions of senders and receivers among the members; None: every pair, by its slowest.
+        bytes_: bytes of each message.
+        pairs: function from n to the senders' and receivers' positions among the members. None: all pairs; the
+            slowest one counts.
         fan_out, fan_in: messages that share a sender's or receiver's line.
-        hops: latencies of the round; 0 where it follows the one before without a gap.
+        hops: latencies of the round; 0 if it follows the previous round without a gap.
     """
 
     count: int
@@ -84,7 +86,7 @@ class MessageRound:
     hops: int = 1
 
 
-# Who talks to whom
+# The pairs of a round
 
 
 def _ring(n: int) -> tuple[np.ndarray, np.ndarray]:
@@ -96,7 +98,7 @@ def _first_to_second(n: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _down(hop: int) -> Pairs:
-    """One level of a binomial tree from position 0: every multiple of 2 hop to the one `hop` on."""
+    """One level of a binomial tree from position 0: every multiple of 2 hop sends to the position `hop` further."""
 
     def pairs(n: int) -> tuple[np.ndarray, np.ndarray]:
         senders = np.arange(0, n - hop, 2 * hop)
@@ -110,7 +112,7 @@ def _up(hop: int) -> Pairs:
 
 
 def _across(hop: int, size: int) -> Pairs:
-    """Each of the first `size` positions with the one whose number differs in bit `hop`."""
+    """Pair each of the first `size` positions with the position whose number differs in bit `hop`."""
     return lambda n: (np.arange(size), np.arange(size) ^ hop)
 
 
@@ -119,7 +121,7 @@ def _onto(n: int, hop: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _hops(n: int) -> list[int]:
-    """1, 2, 4, ... below n: ceil(log2 n) of them."""
+    """The powers of two below n: 1, 2, 4, ...; ceil(log2 n) numbers."""
     return [1 << k for k in range((n - 1).bit_length())]
 
 
@@ -135,13 +137,13 @@ def _tree_up(n: int, S: float) -> list[MessageRound]:
 
 
 def _halving(n: int, S: float, count: int) -> list[MessageRound]:
-    """Vector halving, distance doubling; `count` 2 goes back the same way, which makes an all-reduce of it."""
+    """Vector halving, distance doubling. `count=2` also goes back the same way, which makes it an all-reduce."""
     k = n.bit_length() - 1
     size, extra = 1 << k, n - (1 << k)
     rounds = [MessageRound(count, S / 2 ** (r + 1), _across(1 << r, size)) for r in range(k)]
-    if extra:  # the members over a power of two hand theirs to a partner first and get the result last
+    if extra:  # members beyond the power of two give their data to a partner first and get the result last
         late, early = np.arange(size, n), np.arange(extra)
-        back = S if count == 2 else S / n  # of a reduce-scatter, its own slice
+        back = S if count == 2 else S / n  # a reduce-scatter returns only the member's slice
         rounds = [MessageRound(1, S, lambda _: (late, early)), *rounds, MessageRound(1, back, lambda _: (early, late))]
     return rounds
 
@@ -188,13 +190,13 @@ ALGORITHMS: dict[str, dict[str, Callable[[int, float], list[MessageRound]]]] = {
         "dissemination": lambda n, S: [MessageRound(len(_hops(n)), 0.0)],
     },
 }
-# What needs more than the members: a server, or islands
+# Algorithms that need a server or islands
 SPECIAL: dict[str, tuple[str, ...]] = {
     "all_reduce": ("server", "hierarchical"),
     "push": ("server",),
     "pull": ("server",),
 }
-NAMES = {  # what NCCL, gloo and MPI call an algorithm: its name here
+NAMES = {  # the names of NCCL, gloo and MPI, and ours
     "nccl_ring": "ring",
     "nccl_tree": "double_tree",
     "gloo_ring": "ring",
@@ -203,7 +205,7 @@ NAMES = {  # what NCCL, gloo and MPI call an algorithm: its name here
 
 
 def algorithms_of(kind: str) -> list[str]:
-    """Return the names of the algorithms that carry out `kind`.
+    """Return the names of the algorithms for the collective `kind`.
 
     Raises:
         ArgumentError: an unknown collective.
@@ -216,11 +218,11 @@ def algorithms_of(kind: str) -> list[str]:
 
 
 def price(rounds: Sequence[MessageRound], links: Links, members: Any) -> Cost:
-    """Return what `rounds` cost among `members` (ids, in order)."""
+    """Return the cost of `rounds` among `members` (ids, in order)."""
     latency = transfer = 0.0
     hops, ids = 0, None
     for r in rounds:
-        if isinstance(links, UniformLinks):  # no pair differs from another: no need to name them
+        if isinstance(links, UniformLinks):  # all pairs are equal
             bandwidth, alpha = links.bandwidth_bps, links.latency_s
             slots = max(1 / bandwidth, r.fan_out / links.up_bps, r.fan_in / links.down_bps)
         else:
@@ -233,7 +235,7 @@ def price(rounds: Sequence[MessageRound], links: Links, members: Any) -> Cost:
 
 
 def _slowest_pair(r: MessageRound, links: Links, ids: np.ndarray) -> tuple[float, float]:
-    """Return latency and seconds per bit of the pair that ends last."""
+    """Return the slowest pair's latency and its seconds per bit."""
     if r.pairs is None:
         bandwidth, alpha = links.slowest(ids)
         up, down = links.line(ids)
@@ -252,9 +254,9 @@ def _slowest_pair(r: MessageRound, links: Links, ids: np.ndarray) -> tuple[float
 
 
 def price_server(links: Links, members: Any, size: float, server_bps: float | None, ways: Sequence[str]) -> Cost:
-    """Return what it costs that every member sends `size` bytes to a server ("up"), or gets them from it ("down").
+    """Return the cost if every member sends `size` bytes to a server ("up") or receives them from it ("down").
 
-    The server's line carries all members' bytes, at `server_bps` each way; None: as fast as the fastest member's.
+    All bytes share the server's line: `server_bps` each way. None: as fast as the fastest member's line.
     """
     n = len(members)
     up, down, alpha = links.outside(members if isinstance(links, UniformLinks) else np.asarray(members))
@@ -267,9 +269,9 @@ def price_server(links: Links, members: Any, size: float, server_bps: float | No
 
 
 def price_hierarchical(links: Links, members: Any, size: float) -> Cost:
-    """Return what an all-reduce costs that goes by islands: a ring in each, a ring of their first nodes, a broadcast.
+    """Return the cost of an all-reduce by islands: a ring in each, a ring of their first nodes, a broadcast in each.
 
-    Islands work at once; the slowest governs.
+    Islands work at the same time; the slowest one counts.
 
     Raises:
         ArgumentError: the network has no islands.
@@ -293,10 +295,10 @@ def cost_among(
     links: Links, server_bps: float | None, kind: str, way: str, payload_bytes: float, ids: Sequence[int],
     root: int | None = None, fan: Sequence[float] | None = None,
 ) -> Cost:  # fmt: skip
-    """Return what a collective costs by its formula, before loss and jitter; the arguments are `Network.cost`'s.
+    """Return a collective's cost by formula, before loss and jitter. The arguments are the same as in `Network.cost`.
 
     Raises:
-        ArgumentError: `root` is none of the members, or islands are wanted of a network that has none.
+        ArgumentError: `root` is not a member, or the algorithm needs islands and the network has none.
     """
     n = len(ids)
     if kind in ("push", "pull") or way == "server":
@@ -314,7 +316,7 @@ def cost_among(
         return price([MessageRound(1, payload_bytes, None, out, into)] if busy else [], links, ids)
     if root is not None and ids[0] != root and kind in ("broadcast", "reduce", "gather", "scatter"):
         if root not in ids:
-            raise ArgumentError(f"root={root!r} is none of the {n} members: give one of them")
+            raise ArgumentError(f"root={root!r} is not among the {n} members: name one of them")
         at = list(ids).index(root)
         ids = [*ids[at:], *ids[:at]]
     return price(ALGORITHMS[kind][way](n, payload_bytes), links, ids)

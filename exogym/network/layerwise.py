@@ -1,18 +1,19 @@
-"""Compute utilisation of training that sends each layer as soon as it can and needs it as late as it may.
+"""Compute utilization if each layer is sent as early as possible and needed as late as possible.
 
-The simulator of Douillard et al., Streaming DiLoCo, arXiv:2501.18512, section 3.1, from its description. A step is a
-chain of 3L - 1 equal compute nodes for L layers: forward through layers 1..L, then backward from L to 1, for each
-layer first the gradient of its activations (not for layer 1) and then that of its parameters. Beside it runs one link.
-After a layer's last backward node of a step in which it is sent, its reduction (P/L elements) joins the link, which
-takes them in that order. The forward pass of the layer in a later step waits for it:
+This is the simulator of Douillard et al., Streaming DiLoCo, arXiv:2501.18512, section 3.1, built from its description.
+
+With L layers, a step is a chain of 3L - 1 equal compute nodes: forward through layers 1..L, then backward from L to 1.
+Backward, a layer computes the gradient of its activations (except layer 1), then the gradient of its parameters.
+Beside the chain there is one link. After its last backward node, a layer that this step sends joins the link's queue
+with its reduction (P/L elements). The layer's forward pass in a later step waits for that reduction:
 
     method       a layer is sent                                  and needed
     ddp          at every step                                    at the next step
     diloco       at every H-th step                               at the next step
-    streaming    at every H-th step, fragment p of F = L/layers   tau steps later than that
+    streaming    at every H-th step, fragment p of F = L/layers   tau steps later than the next step
                  at steps round((p+1) H/F), layers p, p+F, ...
 
-Utilisation is computing time over all time, once the pattern repeats. A reduction of m bytes among N replicas takes
+Utilization is computing time over total time, once the pattern repeats. A reduction of m bytes among N replicas takes
 2 (N-1)/N m/B, the lower bound that the papers use (Patarasuk, Yuan, 2009).
 """
 
@@ -25,7 +26,7 @@ from exogym.errors import ArgumentError, check_choice, check_count, check_number
 from exogym.network.units import parse_bandwidth, parse_seconds
 
 METHODS = ("ddp", "diloco", "streaming")
-CYCLES = 4  # enough for the pattern to repeat: what is sent in one cycle is needed in the next
+CYCLES = 4  # enough for the pattern to repeat: a layer sent in one cycle is needed in the next
 SEARCH_BPS = (1.0, 1e18)
 
 
@@ -46,16 +47,16 @@ def compute_utilisation(
     """Return the share of time that a replica computes, from 0 to 1.
 
     Args:
-        bandwidth: of each replica's link, bits per second or text.
-        step_seconds: forward and backward pass of one step.
-        parameters: P; each layer has P / layers.
+        bandwidth: bandwidth of each replica's link, in bits per second or as text.
+        step_seconds: seconds of a step's forward and backward pass.
+        parameters: P, the number of parameters; each layer has P / layers.
         method: "ddp", "diloco" or "streaming".
-        layers: L.
+        layers: L, the number of layers.
         H: steps between two sends of the same layer (not for "ddp").
-        num_nodes: N replicas.
-        bits_per_element: on the wire; 16 is bf16.
-        fragment_layers: layers of a fragment (for "streaming"); those of fragment p are p, p + F, p + 2 F, ...
-        overlap_steps: tau, steps that a fragment may be under way (for "streaming").
+        num_nodes: N, the number of replicas.
+        bits_per_element: bits per element on the link; 16 is bf16.
+        fragment_layers: layers per fragment (for "streaming"); fragment p has the layers p, p + F, p + 2 F, ...
+        overlap_steps: tau, the further steps that a fragment may be under way (for "streaming").
         latency: seconds added to each layer's reduction.
 
     Raises:
@@ -94,15 +95,15 @@ def required_bandwidth(
     overlap_steps: int = 0,
     latency: Any = 0.0,
 ) -> float:
-    """Return the least bandwidth, in bits per second, at which a replica computes this share of the time.
+    """Return the least bandwidth, in bits per second, at which a replica computes for this share of the time.
 
     Args:
-        utilisation: over 0 and under 1.
+        utilisation: the wanted share, over 0 and under 1.
         step_seconds, parameters, method, layers, H, num_nodes, bits_per_element, fragment_layers, overlap_steps,
-            latency: as `compute_utilisation`.
+            latency: as in `compute_utilisation`.
 
     Raises:
-        ArgumentError: no bandwidth reaches it (the latency alone takes too long), or an argument is out of range.
+        ArgumentError: no bandwidth suffices because the latency alone takes too long; an argument is out of range.
 
     >>> round(required_bandwidth(0.9, 0.1, 1e9, "diloco", H=100) / 1e9, 1)
     13.6
@@ -124,7 +125,7 @@ def required_bandwidth(
     most = iteration.utilisation(math.exp(high))
     if most < utilisation:
         raise ArgumentError(
-            f"utilisation={utilisation!r} is out of reach: with latency={latency!r} even an infinite bandwidth gives "
+            f"`utilisation`={utilisation!r} is out of reach: with latency={latency!r} even an infinite bandwidth gives "
             f"{most:.3f}; send less often (H), or overlap more"
         )
     if iteration.utilisation(math.exp(low)) >= utilisation:
@@ -136,7 +137,7 @@ def required_bandwidth(
 
 
 class _Iteration:
-    """The checked description of a method: which layers are sent at which step of a cycle of `H` steps."""
+    """A method's checked settings: which layers it sends at each step of a cycle of `H` steps."""
 
     def __init__(
         self,
@@ -186,7 +187,7 @@ class _Iteration:
         node_s = self.step_s / (3 * self.layers - 1)
         cycles = CYCLES + self.layers if self.H == 1 else CYCLES
         now = link_free = before = 0.0
-        arrivals: dict[int, tuple[int, float]] = {}  # layer -> first step that needs it, when it is there
+        arrivals: dict[int, tuple[int, float]] = {}  # layer -> (first step that needs it, time of its arrival)
         for step in range(1, cycles * self.H + 1):
             sent = self.sent.get((step - 1) % self.H + 1, set())
             if not sent and not arrivals:

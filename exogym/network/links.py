@@ -1,9 +1,14 @@
-"""Which link two nodes have: all alike, one per pair, or fast inside islands and slow between them.
+"""The link between two nodes: the same for all pairs, one per pair, or fast inside islands and slow between them.
 
-Each kind answers the same questions, for one id or for arrays of them: `link(i, j)` from i to j; `crowd(i, j)`, how
-many of these messages, sent at once, share the narrowest part of the way; `line(i)`, the node's own connection, which
-all its messages share; `outside(i)`, to a server that is not a node; `slowest(ids)`, when each sends to some other at
-once. A bandwidth is in bits per second, a latency in seconds one way.
+Each kind of links has the same methods, for one id or for arrays of ids:
+
+- `link(i, j)`: the link from i to j.
+- `crowd(i, j)`: how many of these messages, sent at the same time, share the narrowest part of their way.
+- `line(i)`: the node's own connection, which all its messages share.
+- `outside(i)`: the way to a server, which is not a node.
+- `slowest(ids)`: the slowest link if each node sends to some other node at the same time.
+
+Bandwidths are in bits per second, latencies in seconds one way.
 """
 
 from __future__ import annotations
@@ -17,11 +22,11 @@ import numpy as np
 from exogym.errors import ArgumentError
 from exogym.network.units import parse_bandwidth, parse_seconds
 
-Pair = tuple[Any, Any]  # bandwidth_bps and latency_s, numbers or arrays of the ids' shape
+Pair = tuple[Any, Any]  # bandwidth_bps and latency_s: numbers, or arrays of the ids' shape
 
 
 class Links(Protocol):
-    """What a network must know of its links; `size` nodes, or any number."""
+    """What a network asks of its links. `size` is the number of nodes; None: any number."""
 
     @property
     def size(self) -> int | None: ...
@@ -34,7 +39,7 @@ class Links(Protocol):
 
 @dataclass(frozen=True)
 class UniformLinks:
-    """Every node has the same line, `up_bps` and `down_bps`; between two nodes the slower of the two governs."""
+    """Every node has the same line, `up_bps` and `down_bps`. Two nodes communicate at the slower of the two rates."""
 
     up_bps: float
     down_bps: float
@@ -62,9 +67,10 @@ class UniformLinks:
 
 
 class MatrixLinks:
-    """Each pair its own: `bandwidth_bps[i, j]` and `latency_s[i, j]` from i to j; diagonals mean nothing.
+    """Each ordered pair has its own link: `bandwidth_bps[i, j]` and `latency_s[i, j]` from i to j.
 
-    A node's line is as fast as its fastest link. A server is as far as the node's farthest peer.
+    Diagonals are unused. A node's line is as fast as its fastest link. A server is as far away as the node's farthest
+    peer.
     """
 
     def __init__(self, bandwidth: Any, latency: Any):
@@ -103,10 +109,10 @@ class MatrixLinks:
 
 
 class GroupLinks:
-    """Islands: `inside[g]` for pairs of island g, `between` (whose nodes are the islands) for the others.
+    """Islands: pairs inside island g use `inside[g]`; other pairs use `between`, whose nodes are the islands.
 
-    `shared`: an island's line to the others carries all its messages; else each pair of nodes has such a line. A
-    node's line is as fast as its faster kind of link. A server is reached over `between`.
+    `shared=True`: an island's line to the others carries all its messages. False: each pair of nodes has such a line.
+    A node's line is as fast as its faster kind of link. Nodes reach a server over `between`.
     """
 
     def __init__(self, groups: Sequence[Any], inside: Sequence[UniformLinks], between: Links, shared: bool = True):
@@ -142,7 +148,7 @@ class GroupLinks:
             most = int(max(a.max(), b.max())) + 1
             out, into = (np.bincount(g[across], minlength=most) for g in (a, b))
             many = np.maximum(out[a], into[b])
-        else:  # a way of its own for each pair of islands
+        else:  # each pair of islands has its own line
             _, place, counts = np.unique(a * (int(b.max()) + 1) + b, return_inverse=True, return_counts=True)
             many = counts[place]
         return np.where(across, many, 1)
@@ -166,7 +172,7 @@ class GroupLinks:
 
 
 def _square(given: Any, name: str, read: Any) -> np.ndarray:
-    """Return a square matrix of checked numbers; the diagonal may hold anything."""
+    """Return a square matrix of checked numbers. The diagonal may hold anything."""
     rows = given.tolist() if hasattr(given, "tolist") else list(given)
     n = len(rows)
     lengths = {len(row) if isinstance(row, list | tuple) else -1 for row in rows}
@@ -188,14 +194,14 @@ def _square(given: Any, name: str, read: Any) -> np.ndarray:
                     out[i, j] = read(rows[i][j], name)
                 except ArgumentError as error:
                     raise ArgumentError(
-                        f"node {i} cannot reach node {j}: {error}. Every pair needs a {name}; where two nodes have no "
-                        "link, give that of the way between them"
+                        f"node {i} cannot reach node {j}: {error}. Every pair needs a {name}; if two nodes have no "
+                        "link, give the value for the way between them"
                     ) from None
     return out
 
 
 def _membership(groups: Sequence[Any]) -> np.ndarray:
-    """Return (nodes,) the group of each node, from sizes or from lists of ids that cover 0..N-1 once."""
+    """Return each node's group, (nodes,), from group sizes or from lists of ids that name each node once."""
     if not isinstance(groups, Sequence) or isinstance(groups, str) or not groups:
         raise ArgumentError(f"groups={groups!r} must be a list of sizes, as [4, 4], or of lists of ids")
     if all(isinstance(g, int) and not isinstance(g, bool) for g in groups):
@@ -214,7 +220,7 @@ def _membership(groups: Sequence[Any]) -> np.ndarray:
 
 
 def without_diagonal(tables: dict[str, list[list[float]]]) -> dict[str, list[list[float]]]:
-    """Return matrices with zeros on their diagonals, which mean nothing."""
+    """Return the matrices with zeros on their unused diagonals."""
     return {
         name: [[0.0 if i == j else value for j, value in enumerate(row)] for i, row in enumerate(rows)]
         for name, rows in tables.items()

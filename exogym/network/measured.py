@@ -1,8 +1,8 @@
-"""Times of real collectives in place of a formula, and the file that the self-test writes them to.
+"""Times of real collectives instead of formulas, and the file that holds them.
 
-Between probes of two sizes time is linear in the bytes (`exogym.network.probes`). Where a collective was not probed
-(another kind, another way, fewer members), the formulas hold, on links that are the probed pairs or, without these,
-such that the formula for the largest probe gives its time.
+Between two probes the time is linear in the bytes (`exogym.network.probes`). Formulas price every collective that was
+not probed (another kind, another algorithm, fewer members). They use the probed pairs of hosts as links. Without such
+pairs they use links on which the formula gives the largest probe's time.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from exogym.network.probes import NOISE, Probes, kind_and_way, positive_s, table
 FIELDS = (
     *("num_nodes", "hosts", "pairs", "collectives", "first", "message_s", "step_s", "evaluation_s", "versions", "date"),
 )
-ALIKE = {("all_reduce", "exact"): "ring", ("all_reduce", "ring"): "exact"}  # stand for each other, bytes being equal
+ALIKE = {("all_reduce", "exact"): "ring", ("all_reduce", "ring"): "exact"}  # equal bytes: each may replace the other
 
 
 class Measurement:
-    """What was measured of hosts and of the network between them; `of` reads it from the fields of a file.
+    """Measured times of hosts and of the network between them. `of` reads them from a file's fields.
 
     Attributes:
-        num_nodes: N.
-        hosts: their addresses, (N,), or None.
-        probes: of each collective that was measured, by its name in the file ("exact all_reduce").
-        message_s: of a few bytes among all nodes, by which processes agree; 0 where it was not measured.
-        step_s: (N,) seconds of a step of the user's model on each host, or None; `task` is its name.
-        evaluation_s: (N,) seconds of an evaluation of its validation set on each host, or None.
-        links: for what was not probed.
+        num_nodes: N, the number of nodes.
+        hosts: (N,) addresses of the hosts, or None.
+        probes: measured times of each collective, by its name in the file ("exact all_reduce").
+        message_s: seconds in which all nodes agree on a few bytes; 0 if not measured.
+        step_s: (N,) seconds of a step of the user's model on each host, or None; `task` names the model.
+        evaluation_s: (N,) seconds of an evaluation on the validation set on each host, or None.
+        links: links for the formulas of collectives without probes.
     """
 
     def __init__(
@@ -66,19 +66,19 @@ class Measurement:
         self._first = {kind: positive_s(s, f"first of {kind}") for kind, s in (first or {}).items()}
         unprobed = sorted(self._first.keys() - tables.keys())
         if unprobed:
-            raise ArgumentError(f"first is of {unprobed[0]}, of which there is no probe: give warm times of it, too")
+            raise ArgumentError(f"first has {unprobed[0]}, but no probe measured it: give its warm times, too")
         self.probes = {name: self._probes(name, *table) for name, table in tables.items()}
         self._by_way = {kind_and_way(name): probes for name, probes in self.probes.items()}
         if len(self._by_way) < len(self.probes):
-            raise ArgumentError(f"of {', '.join(sorted(self.probes))} two are the same collective: give one of them")
+            raise ArgumentError(f"two of {', '.join(sorted(self.probes))} are the same collective: give one of them")
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Measurement:
-        """Return what the fields of a file say.
+        """Return the measurement that a file's fields describe.
 
         Raises:
-            ArgumentError: an unknown or missing field, values that are missing, not over 0 or no numbers, probes that
-                contradict each other, or hosts, pairs or steps for another number of nodes.
+            ArgumentError: an unknown or missing field; a value that is missing, not a number or not over 0; probes
+                that contradict each other; hosts, pairs or steps for another number of nodes.
         """
         for name in fields:
             if name not in FIELDS:
@@ -93,7 +93,7 @@ class Measurement:
         return cls(given.pop("num_nodes"), given.pop("collectives"), **given)
 
     def describe(self) -> dict[str, Any]:
-        """Return it as a file holds it, from which `of` makes it again."""
+        """Return the fields of a file, from which `of` makes the same measurement."""
         out: dict[str, Any] = {"num_nodes": self.num_nodes, "collectives": {}}
         for kind, probes in self.probes.items():
             sizes = (f"{size:.17g}" for size in probes.sizes_bytes)
@@ -112,29 +112,29 @@ class Measurement:
         return out | self.about
 
     def probes_for(self, kind: str, way: str, members: int) -> Probes | None:
-        """Return the probes that stand for a collective among so many members carried out in that way, or None."""
+        """Return the probes for an algorithm of a collective among this many members, or None without any."""
         if members != self.num_nodes:
             return None
         return self._by_way.get((kind, way)) or self._by_way.get((kind, ALIKE.get((kind, way), "")))
 
     def set_up_s(self, kind: str, way: str) -> float:
-        """Return by how many seconds the first collective takes longer; of one not probed so, as the longest."""
+        """Return the extra seconds of the first collective. If it was not measured, return the longest known."""
         probes = self.probes_for(kind, way, self.num_nodes)
         if probes is not None and probes.name in self._first:
             return probes.set_up_s
         return max((probes.set_up_s for probes in self.probes.values()), default=0.0)
 
     def check_hosts(self, hosts: Sequence[str]) -> None:
-        """Refuse a measurement of other hosts.
+        """Check that the measurement belongs to these hosts.
 
         Raises:
-            ArgumentError: it does not say of which hosts it is, or they are others, or in another order.
+            ArgumentError: it names no hosts, other hosts, or the same hosts in another order.
         """
         if self.hosts is None:
-            raise ArgumentError("the measurement does not say of which hosts it is: measure these hosts")
+            raise ArgumentError("the measurement does not name its hosts: measure these hosts")
         if list(self.hosts) != list(hosts):
             raise ArgumentError(
-                f"the measurement is of {', '.join(self.hosts)}; the hosts are {', '.join(hosts)}: measure these hosts"
+                f"the measurement is for {', '.join(self.hosts)}; the hosts are {', '.join(hosts)}: measure these hosts"
             )
 
     def _probes(self, name: str, sizes: np.ndarray, times: np.ndarray) -> Probes:
@@ -146,7 +146,7 @@ class Measurement:
             if cold_s < (1 - NOISE) * warm_s:
                 raise ArgumentError(
                     f"probes contradict each other: the first {name} took {cold_s:g} s, a later one of "
-                    f"{sizes[-1]:g} bytes {warm_s:g} s; first is that of the largest size, so measure both again"
+                    f"{sizes[-1]:g} bytes {warm_s:g} s; `first` has the largest size, so measure both again"
                 )
             set_up_s = max(0.0, cold_s - warm_s)
         return Probes(name, sizes, times, floor_s, set_up_s)
@@ -162,12 +162,12 @@ def _per_host(name: str, given: Any, num_nodes: int) -> list[Any] | None:
         return None
     if isinstance(given, str) or not isinstance(given, Sequence) or len(given) != num_nodes:
         count = len(given) if isinstance(given, Sequence) and not isinstance(given, str) else "no list"
-        raise ArgumentError(f"{name} is for {count} hosts, wanted {num_nodes}: one for each node")
+        raise ArgumentError(f"{name} has values for {count} hosts, wanted {num_nodes}: give one value per node")
     return list(given)
 
 
 def _pairs(given: Any, num_nodes: int) -> MatrixLinks:
-    """Return the links of pairs[i][j] = [bandwidth_bps, latency_s] from i to j; the diagonal may hold anything."""
+    """Return the links for pairs[i][j] = [bandwidth_bps, latency_s] from i to j. The diagonal may hold anything."""
     wanted = f"pairs must hold [bandwidth_bps, latency_s] for each of {num_nodes} hosts to each other"
     if not isinstance(given, Sequence) or len(given) != num_nodes:
         raise ArgumentError(f"{wanted}; it has {len(given) if isinstance(given, Sequence) else 'no'} rows")
@@ -177,24 +177,24 @@ def _pairs(given: Any, num_nodes: int) -> MatrixLinks:
             raise ArgumentError(f"{wanted}; row {i} is {row!r}")
         for j, pair in enumerate(row):
             if i != j and (not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2):
-                raise ArgumentError(f"{wanted}; from {i} to {j} it is {pair!r}")
+                raise ArgumentError(f"{wanted}; from {i} to {j} it has {pair!r}")
         for k, table in enumerate(tables):
             table.append([1.0 if i == j else pair[k] for j, pair in enumerate(row)])
     return MatrixLinks(*tables)
 
 
 def _fitted(tables: Mapping[str, tuple[np.ndarray, np.ndarray]], num_nodes: int) -> UniformLinks:
-    """Return links on which the formula gives the time of the largest probe, and of the smallest no less than it took.
+    """Return links on which the formula gives the largest probe's time, and at least the smallest probe's time.
 
-    t = h alpha + k S / B, with the hops h and the share k of the payload that the kind's first algorithm has.
+    t = h alpha + k S / B: h hops and the share k of the payload, both of the kind's first algorithm.
     """
-    rest = sorted(tables, key=lambda name: name == "barrier")  # which says nothing of bytes
+    rest = sorted(tables, key=lambda name: name == "barrier")  # a barrier's time does not depend on bytes
     name = next(name for name in ("all_reduce", "exact all_reduce", *rest) if name in tables)
     sizes, times = tables[name]
     kind, way = kind_and_way(name)
     unit = cost_among(UniformLinks(1.0, 1.0, 1.0), None, kind, way, 1.0, range(num_nodes))
     if not unit.transfer_s:
-        raise ArgumentError(f"probes of {name} alone say nothing of the bandwidth: probe all_reduce, too")
+        raise ArgumentError(f"probes of {name} alone do not show the bandwidth: probe all_reduce, too")
     per_byte = float(times[-1] / sizes[-1])
     if len(sizes) > 1 and times[-1] > times[0]:
         per_byte = float((times[-1] - times[0]) / (sizes[-1] - sizes[0]))

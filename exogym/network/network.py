@@ -1,4 +1,4 @@
-"""A network: its links, made from what a user says of them. What a collective costs on them is in `pricing`."""
+"""A network: its links, built from a user's description. `pricing` computes what a collective costs on them."""
 
 from __future__ import annotations
 
@@ -21,26 +21,28 @@ SHAPES = ("preset", "bandwidth", "latency", "up", "down", "matrix", "groups", "i
 
 
 class Network(Pricing):
-    """Links with a bandwidth and a latency each, and the time a collective takes on them.
+    """A network of links with bandwidth and latency. It predicts how long a collective takes.
 
-    Every node has a full-duplex line to every other. `Network.matrix` gives each pair its own, `Network.groups` makes
-    islands, `Network.preset` knows some by name, and `Network.parse` reads what a command line gives.
+    Every node has a full-duplex line to every other node. `Network.matrix` gives each pair its own link,
+    `Network.groups` makes islands, `Network.preset` returns a network by name, and `Network.parse` reads text.
 
     Args:
         bandwidth: bits per second, or text such as "1Gbps" or "100MB/s".
         latency: seconds one way, or text such as "0.5ms".
-        up, down: of a node's line, where they differ; what is not given is `bandwidth`. Two nodes have the slower.
-        jitter: mean seconds by which a message is late, exponentially distributed, drawn for each message of a
-            collective's longest chain from (seed, number of the event).
-        loss: share of packets lost, from 0 and under 1. Each is sent again until it arrives, which takes
-            1 / (1 - loss) times the transfer: the expectation under selective repeat (Bertsekas, Gallager, Data
-            Networks, 2.4). That TCP slows down on loss is not in it.
-        seed: of the jitter.
-        server: bandwidth of a parameter server's line; by default it has the fastest line of the members it serves.
-        trace: rates over time, a CSV file or rows (time_s, who, rate), see `exogym.network.trace`; a clock follows it.
-        tcp: connections that were idle start slowly, see `exogym.network.overheads`.
-        memory: rate at which a host reads and writes memory, as "10GB/s": then the copies and sums of the exact
-            reduction take time (torch's own, `reduction="native"`, has fewer).
+        up, down: bandwidths of a node's line if they differ; default: `bandwidth`. Two nodes communicate at the
+            slower of the sender's `up` and the receiver's `down`.
+        jitter: mean delay of a message in seconds, or text. Each message in a collective's longest chain draws an
+            exponential delay from (seed, number of the event).
+        loss: share of lost packets, at least 0 and under 1. Packets are sent again until they arrive, so a transfer
+            takes 1 / (1 - loss) times as long: the expectation under selective repeat (Bertsekas, Gallager, Data
+            Networks, 2.4). TCP's slowdown after a loss is not included.
+        seed: seed of the jitter.
+        server: bandwidth of a parameter server's line; default: the fastest line of the members that it serves.
+        trace: rates over time, which a clock follows: a CSV file or rows (time_s, who, rate). See
+            `exogym.network.trace`.
+        tcp: True: idle connections start slowly, see `exogym.network.overheads`.
+        memory: a host's memory speed, such as "10GB/s". The exact reduction's copies and sums then take time.
+            torch's own reduction (`reduction="native"`) copies less.
 
     Raises:
         ArgumentError: an unknown unit; a bandwidth that is not over 0; a negative latency, jitter or loss.
@@ -89,15 +91,15 @@ class Network(Pricing):
         server: Any = None, trace: Any = None,
         tcp: bool = False, memory: Any = None,
     ) -> Network:  # fmt: skip
-        """Return a network with a link of its own for each ordered pair of nodes.
+        """Return a network in which each ordered pair of nodes has its own link.
 
         Args:
-            bandwidth, latency: (N, N) numbers or text, entry [i][j] from i to j, the diagonal ignored; one latency
-                may stand for all. Every pair needs a way.
-            jitter, loss, seed, server, trace, tcp, memory: as `Network`.
+            bandwidth, latency: (N, N) numbers or text; entry [i][j] is for the link from i to j. The diagonal is
+                ignored. One latency may serve all pairs. Every pair needs a link.
+            jitter, loss, seed, server, trace, tcp, memory: as in `Network`.
 
         Raises:
-            ArgumentError: not square, of different sizes, or a pair that cannot reach each other.
+            ArgumentError: matrices that are not square or differ in size, or a pair that cannot reach each other.
 
         >>> network = Network.matrix([[0, "1Gbps"], ["20Mbps", 0]], "10ms")
         >>> network.link(1, 0)
@@ -116,18 +118,18 @@ class Network(Pricing):
         loss: float = 0.0, seed: int = 0, server: Any = None, trace: Any = None,
         tcp: bool = False, memory: Any = None,
     ) -> Network:  # fmt: skip
-        """Return islands: fast links inside each, slow ones between them.
+        """Return a network of islands: fast links inside each, slow links between them.
 
         Args:
-            groups: their sizes, as [4, 4], or lists of ids that name each node once.
-            inside: the network inside an island, or one per island: a `Network`, or what `Network.parse` reads.
-            between: the network of two nodes of different islands; a matrix has one row per island.
-            shared: an island has one such line, which all its messages of a moment share; False gives each node its
-                own.
-            jitter, loss, seed, server, trace, tcp, memory: as `Network`, for all links.
+            groups: the islands' sizes, such as [4, 4], or lists of ids that name each node once.
+            inside: the network inside an island, or one per island: a `Network`, or text or settings for `Network.of`.
+            between: the network between nodes of different islands; a matrix has one row per island.
+            shared: True: an island has one line to the others, which its simultaneous messages share. False: each
+                node has its own.
+            jitter, loss, seed, server, trace, tcp, memory: as in `Network`, for all links.
 
         Raises:
-            ArgumentError: groups that are empty or miss nodes, or networks that do not fit them.
+            ArgumentError: groups that are empty or leave out nodes, or networks that do not fit them.
 
         >>> network = Network.groups([4, 4], inside="nvlink", between="100Mbps,20ms")
         >>> network.link(0, 3), network.link(3, 4)
@@ -144,7 +146,7 @@ class Network(Pricing):
                 )
         kinds: list[UniformLinks] = [part.links for part in insides if isinstance(part.links, UniformLinks)]
         if len(kinds) < len(insides):
-            raise ArgumentError("the network inside an island must be uniform, as Network('10Gbps', '0.1ms')")
+            raise ArgumentError("the network inside an island must be uniform, such as Network('10Gbps', '0.1ms')")
         if isinstance(groups, Sequence) and not many:
             kinds *= len(groups)
         links = GroupLinks(groups, kinds, outer.links, shared)
@@ -159,20 +161,20 @@ class Network(Pricing):
     @classmethod
     @checked
     def measured(cls, all_reduce: Mapping[float, Any], *, num_nodes: int, first: Any = None) -> Network:
-        """Return the network on which all-reduces took as long as was measured.
+        """Return a network that gives all-reduces their measured times.
 
-        Between probes the time is linear in the bytes; outside of them it is extrapolated, and a notice says so. Other
-        collectives go by formula, on links that give the probes' times (`exogym.network.measured`).
+        Between two probes the time is linear in the bytes. Outside the probes it is extrapolated, with a notice. Other
+        collectives use formulas on links that give the probes' times (`exogym.network.measured`).
 
         Args:
-            all_reduce: bytes to seconds, of all-reduces among all nodes over connections that had been used.
-            num_nodes: N, how many took part.
-            first: seconds of the first one of all, of the largest size, which sets connections up; the first
-                collective of a clock takes as much longer.
+            all_reduce: bytes to seconds, for all-reduces among all nodes over connections already in use.
+            num_nodes: N, the number of nodes that took part.
+            first: seconds of the very first all-reduce, with the largest size, which also set connections up. A
+                clock's first collective takes the same extra time.
 
         Raises:
-            ArgumentError: no probe, sizes or times that are missing or not over 0, or probes that contradict each
-                other: a larger or a cold one that took less than nine tenths of the other.
+            ArgumentError: no probe; a size or time that is missing or not over 0; probes that contradict each
+                other. They contradict if a larger or colder probe took less than nine tenths of the other's time.
 
         >>> network = Network.measured({1e6: 0.02, 3e6: 0.04}, num_nodes=4, first=0.1)
         >>> round(network.cost("all_reduce", 2e6, 4).seconds, 6), round(network.set_up_s("all_reduce"), 6)
@@ -189,7 +191,7 @@ class Network(Pricing):
 
     @classmethod
     def preset(cls, name: str) -> Network:
-        """Return a network by name; `exogym.network.PRESETS` lists them, each with its source.
+        """Return a network by name. `exogym.network.PRESETS` lists the names, each with its source.
 
         Raises:
             ArgumentError: an unknown name.
@@ -201,15 +203,20 @@ class Network(Pricing):
 
     @classmethod
     def parse(cls, text: str) -> Network:
-        """Return the network that a text describes: a preset, a bandwidth and perhaps a latency, or a JSON file.
+        """Return the network that a text describes: a preset, a bandwidth and optionally a latency, or a JSON file.
 
-        `wifi`, `lan-1g`, `100Mbps`, `100Mbps,20ms`, `wifi,loss=0.01`, `up=20Mbps,down=100Mbps`, `sites.json`. The file
-        holds one object: the arguments of `Network`; {"matrix": {...}} with those of `Network.matrix`; "groups",
-        "inside" and "between"; `jitter`, `loss`, `seed` and `server` may stand beside each; or what the self-test
-        measured.
+        Examples: `wifi`, `lan-1g`, `100Mbps`, `100Mbps,20ms`, `wifi,loss=0.01`, `up=20Mbps,down=100Mbps`,
+        `sites.json`. The file holds one object:
+
+        - the arguments of `Network`;
+        - {"matrix": {...}} with the arguments of `Network.matrix`;
+        - "groups", "inside" and "between" of `Network.groups`;
+        - or the self-test's measurements.
+
+        The second and third may also have `jitter`, `loss`, `seed` and `server`.
 
         Raises:
-            ArgumentError: none of these; a file that is missing or is no such object.
+            ArgumentError: the text is none of these; the file is missing or does not hold such an object.
 
         >>> Network.parse("100Mbps,20ms,jitter=5ms")
         Network('100 Mbps', '20 ms', jitter='5 ms')
@@ -223,17 +230,17 @@ class Network(Pricing):
 
     @classmethod
     def of(cls, given: Network | str | Mapping[str, Any]) -> Network:
-        """Return a network from one, from text as `parse`, or from what `describe` returned.
+        """Return a network from a `Network`, from text as in `parse`, or from the result of `describe`.
 
         Raises:
-            ArgumentError: a setting that no network has, or settings that do not go together.
+            ArgumentError: an unknown setting, or settings that do not go together.
         """
         if isinstance(given, Network):
             return given
         if isinstance(given, str):
             return cls.parse(given)
         if not isinstance(given, Mapping):
-            raise ArgumentError(f"{given!r} is no network: wanted a Network, text as '1Gbps,0.5ms', or settings")
+            raise ArgumentError(f"{given!r} is no network: wanted a Network, text such as '1Gbps,0.5ms', or settings")
         settings = dict(given)
         if settings.keys() & {"collectives", "num_nodes", "pairs"}:
             return cls._of_measurement(Measurement.of(settings))
@@ -281,10 +288,10 @@ class Network(Pricing):
         self._description = shape | {name: value for name, value in options.items() if value}
         return self
 
-    # What it is
+    # Describing it
 
     def describe(self) -> dict[str, Any]:
-        """Return the network as plain numbers, lists and dicts, from which `Network.of` makes it again."""
+        """Return the network as plain numbers, lists and dicts. `Network.of` makes the same network from them."""
         return dict(self._description)
 
     def __repr__(self) -> str:
@@ -307,9 +314,9 @@ class Network(Pricing):
         return f"Network(latency={readable_seconds(latency)!r}, up={up!r}, down={down!r}{extra})"
 
     def link(self, i: Any, j: Any) -> tuple[Any, Any]:
-        """Return bits per second and seconds of latency from node i to node j, for numbers or arrays of ids.
+        """Return bits per second and seconds of latency from node i to node j, for ids or arrays of ids.
 
-        A node reaches itself at once: infinite bandwidth, no latency.
+        From a node to itself the bandwidth is infinite and the latency zero.
 
         Raises:
             ArgumentError: an id that the network does not have.
@@ -321,6 +328,6 @@ class Network(Pricing):
         return (bandwidth, latency) if i.ndim else (float(bandwidth), float(latency))
 
     def line_bps(self, num_nodes: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return (num_nodes,) bits per second up and down of each node's own line, which all its messages share."""
+        """Return the bits per second up and down, each (num_nodes,), of each node's own line for all its messages."""
         up, down = self.links.line(np.arange(num_nodes))
         return np.broadcast_to(up, num_nodes), np.broadcast_to(down, num_nodes)

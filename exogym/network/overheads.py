@@ -1,33 +1,33 @@
-"""What a collective costs beside latency and rate, where a network is asked for it: TCP's slow start, copies and sums.
+"""Costs of a collective beyond latency and rate, if a network asks for them: TCP's slow start, copies and sums.
 
-**TCP** (`tcp=True`). A connection that fills the way has a window of W = B RTT bytes. For each retransmission timeout
-that it is idle, RTO = RTT + 200 ms (Linux, TCP_RTO_MIN), it halves that (RFC 2861, as Linux does), down to 10 segments
-(RFC 6928), with which a new one starts. Then it doubles it each round trip until it fills the way again, or until its m
-bytes are gone. After an idle time t it loses
+**TCP** (`tcp=True`). A connection fills its link with a window of W = B RTT bytes, where RTT is two latencies. A new
+connection starts with 10 segments (RFC 6928). An idle connection halves its window for each retransmission timeout
+RTO = RTT + 200 ms (Linux, TCP_RTO_MIN), down to 10 segments (RFC 2861, as in Linux). Then it doubles the window in
+each round trip until it fills the link, or until its m bytes are sent. After an idle time t it loses
 
     k RTT - w (2^k - 1) / B,   w = max(14,600, W / 2^floor(t / RTO)),
                                k = min(ceil(log2(W / w)), ceil(log2(m / w + 1)) - 1)
 
-once for each collective, whose connections all ramp up at once; RTT is two latencies. Queues and losses are not in it.
+once per collective, because all its connections speed up at the same time. Queues and losses are not included.
 
-**Copies and sums** (`memory=`, bytes per second that a host reads and writes). The exact all-reduce of S bytes among n
-reads and writes, beside what the network stack does: its own slices (4 S/n), the slices it got, put together (2 S),
-their sum (3 (n-1)/n S), the result put together (2 S), and written to the parameters (2 S).
+**Copies and sums** (`memory=`, the bytes per second that a host reads and writes). The exact all-reduce of S bytes
+among n members moves more in memory than the network stack does: its own slices (4 S/n), the received slices put
+together (2 S), their sum (3 (n-1)/n S), the result put together (2 S), and the result written to the parameters (2 S).
 """
 
 from __future__ import annotations
 
 import math
 
-TIMEOUT_S = 0.2  # of a retransmission, beside the round trip
+TIMEOUT_S = 0.2  # retransmission timeout minus the round trip
 FIRST_WINDOW_BYTES = 10 * 1460
 MOST_HALVINGS = 64
 
 
 def slow_start_s(payload_bytes: float, bandwidth_bps: float, latency_s: float, idle_s: float = math.inf) -> float:
-    """Return the seconds that a connection loses on `payload_bytes` in a row, because it starts slowly after idling.
+    """Return the seconds that a connection loses on `payload_bytes` because it starts slowly after an idle time.
 
-    >>> round(slow_start_s(1e9, 500e6, 0.075), 3)  # 10 round trips, 15 MB less than the line carries in them
+    >>> round(slow_start_s(1e9, 500e6, 0.075), 3)  # 10 round trips, minus the time of the 15 MB sent in them
     1.261
     >>> slow_start_s(14_600, 500e6, 0.075), slow_start_s(1e9, 500e6, 0.0)
     (0.0, 0.0)
@@ -45,7 +45,7 @@ def slow_start_s(payload_bytes: float, bandwidth_bps: float, latency_s: float, i
 
 
 def moved_in_memory(kind: str, way: str, n: int) -> float:
-    """Return the bytes that a host reads and writes for each byte of a collective's payload; 0 where it is not known.
+    """Return the bytes that a host moves in memory for each byte of a collective's payload; 0 if unknown.
 
     >>> moved_in_memory("all_reduce", "exact", 2), moved_in_memory("broadcast", "tree", 2)
     (9.5, 0.0)

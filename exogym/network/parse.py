@@ -1,4 +1,4 @@
-"""The settings of a network from text, as on a command line, or from a file."""
+"""Read a network's settings from text, as on a command line, or from a file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from exogym.network.units import value_of
 
 
 def settings_of(text: str) -> dict[str, Any]:
-    """Return the settings that a text names: a preset, a bandwidth and perhaps a latency, name=value, or a .json file.
+    """Return the settings in a text: a preset, a bandwidth and optionally a latency, name=value, or a .json file.
 
     Raises:
         ArgumentError: the text is none of these, or gives a setting twice; the file is missing or not JSON.
@@ -40,7 +40,7 @@ def settings_of(text: str) -> dict[str, Any]:
         places = ("preset",)
     if len(bare) > len(places) or any(name in named for name in places[: len(bare)]):
         raise ArgumentError(
-            f"network {text!r} should be a preset ({', '.join(PRESETS)}), a bandwidth and a latency as in "
+            f"network {text!r} must be a preset ({', '.join(PRESETS)}), a bandwidth and a latency such as "
             "'100Mbps,20ms', or a .json file"
         )
     return dict(zip(places, bare, strict=False)) | named
@@ -56,5 +56,5 @@ def _read(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ArgumentError(f"the network file {str(path)!r} is not JSON: {error}") from None
     if not isinstance(settings, dict):
-        raise ArgumentError(f'the network file {str(path)!r} must hold one object, as {{"bandwidth": "1Gbps"}}')
+        raise ArgumentError(f'the network file {str(path)!r} must hold one object, such as {{"bandwidth": "1Gbps"}}')
     return settings

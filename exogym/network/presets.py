@@ -1,6 +1,6 @@
-"""Networks by name. `source` says where each number is from; what it calls assumed is a round figure of ours.
+"""Networks by name. `source` says where each number is from. "Assumed" marks our round figures.
 
-Latency is one way, per message, as a collective's message sees it.
+Latency is one way and per message, as in a collective.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Preset:
-    """Settings of `Network` and where they are from."""
+    """Settings of `Network`, and their source."""
 
     settings: dict[str, Any]
     source: str
 
 
-PRESETS: dict[str, Preset] = {  # by name, each with what it was taken from
+PRESETS: dict[str, Preset] = {  # by name, with sources
     "nvlink": Preset(
         {"bandwidth": "450GB/s", "latency": "2us"},
         "NVIDIA H100 data sheet: NVLink 900 GB/s per GPU, both directions together; latency assumed",
@@ -48,7 +48,7 @@ PRESETS: dict[str, Preset] = {  # by name, each with what it was taken from
     ),
     "wan": Preset(
         {"bandwidth": "500Mbps", "latency": "75ms", "jitter": "5ms"},
-        "assumed: 10,000 km of fibre at 200,000 km/s is 50 ms, and half as much again for the way it takes",
+        "assumed: 10,000 km of fiber at 200,000 km/s is 50 ms, and half as much again for detours",
     ),
     "archetype-high": Preset({"bandwidth": "400Gbps", "latency": "0.1ms"}, "arXiv:2503.09799, appendix on time"),
     "archetype-medium": Preset({"bandwidth": "100Gbps", "latency": "1ms"}, "arXiv:2503.09799, appendix on time"),

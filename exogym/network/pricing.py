@@ -1,4 +1,4 @@
-"""What a network asks for a collective: by formula or as it was measured, at a moment, with jitter and loss."""
+"""What a network charges for a collective: by formula or from measurements, at a given time, with jitter and loss."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from exogym.core.communicator import Event
 
 Members = int | Sequence[int]
-# What every page and docstring says of averages that arrive late; `Pricing.late_overlaps` is the same for the clock
+# Pages and docstrings repeat this sentence about averages that arrive late; `Pricing.late_overlaps` is its flag.
 LATE = (
     "In a simulation's clock, averages that arrive late overlap with computing. "
     "On hosts, a run waits for them where it sends them."
@@ -30,11 +30,12 @@ LATE = (
 
 
 class Pricing:
-    """The half of `exogym.network.Network` that prices what is sent; the other one says what the links are.
+    """The half of `exogym.network.Network` that prices communication. The other half describes the links.
 
     Attributes:
-        links: as they are at the beginning; `trace` has how they change, or is None.
-        measurement: where collectives were measured, not reckoned.
+        links: the links at the beginning.
+        trace: how the links change; None: they don't.
+        measurement: measured times, which replace formulas; None: formulas only.
         jitter_s, loss, seed, server_bps, tcp, memory_bps: see `Network`.
     """
 
@@ -51,21 +52,21 @@ class Pricing:
 
     @property
     def num_nodes(self) -> int | None:
-        """How many nodes the network is for; None: any number."""
+        """The number of nodes that the network is for; None: any number."""
         return self.links.size if self.measurement is None else self.measurement.num_nodes
 
     @property
     def lines_differ(self) -> bool:
-        """Whether it matters which nodes send: they have lines of their own, also where a trace gives them these."""
+        """Whether nodes' lines differ, by the links or by a trace. Then it matters which nodes send."""
         return self.num_nodes is not None or not isinstance(self.links, UniformLinks)
 
     @property
     def late_overlaps(self) -> bool:
-        """Whether averages that arrive late overlap with computing: not on hosts that were measured (see `LATE`)."""
+        """Whether averages that arrive late overlap with computing. False on measured hosts (see `LATE`)."""
         return self.measurement is None
 
     def at(self, time_s: float) -> Self:
-        """Return the network with the links that it has at a moment, by its trace; itself where it has none."""
+        """Return the network with the links of that time, by its trace. Without a trace, return the network itself."""
         return self if self.trace is None else self._in_interval(self.trace.interval(time_s))
 
     def _in_interval(self, k: int) -> Self:
@@ -80,14 +81,14 @@ class Pricing:
         self, event: Event, draw: int | None = None, algorithm: str | None = None, start_s: float = 0.0,
         idle_s: float = math.inf,
     ) -> float:  # fmt: skip
-        """Return how many seconds an event of the communicator takes, from the moment its last member is ready.
+        """Return how many seconds a communicator's event takes once its last member is ready.
 
         Args:
-            draw: number of the event, which picks its jitter; the first, 0, sets connections up. None: the mean jitter
-                of any other.
-            algorithm: another way to carry it out than the event names.
-            start_s: that moment, which counts where links change.
-            idle_s: how long the members' lines had been idle then, which counts where connections start slowly.
+            draw: the event's number, which picks its jitter. Event 0 also sets connections up. None: the mean jitter,
+                without setting up.
+            algorithm: an algorithm to use instead of the event's own.
+            start_s: time at which the last member is ready; it matters if links change.
+            idle_s: seconds that the members' lines were idle until then; it matters if connections start slowly.
         """
         if self.trace is not None:
             return self.trace.seconds(
@@ -98,7 +99,7 @@ class Pricing:
         if event.links:
             return self.duration_s(self._cost_of_links(event), draw)
         if not isinstance(self.links, UniformLinks):
-            if len(event.givers) == 1:  # broadcast and scatter have a root that gives, gather and reduce one that gets
+            if len(event.givers) == 1:  # the root gives in broadcast and scatter; it receives in gather and reduce
                 options["root"] = event.givers[0]
             elif event.kind in ("gather", "reduce"):
                 options["root"] = members[int(np.argmin(event.tx_bytes))]
@@ -108,7 +109,7 @@ class Pricing:
         return self.duration_s(cost, draw) + ramp_s + (self.set_up_s(event.kind, way) if draw == 0 else 0.0)
 
     def _cost_of_links(self, event: Event) -> Cost:
-        """Return what the messages of a mix cost, which go at once; those of a node share its line."""
+        """Return the cost of a mix's messages. All start at the same time; a node's messages share its line."""
         at = {node: position for position, node in enumerate(event.members)}
         givers, takers = (np.array([at[link[end]] for link in event.links]) for end in (0, 1))
         out, into = (float(np.bincount(ends).max()) for ends in (givers, takers))
@@ -116,7 +117,7 @@ class Pricing:
         return price([messages], self.links, self._members(event.members))
 
     def duration_s(self, cost: Cost, draw: int | None = None) -> float:
-        """Return the seconds of a cost with the network's loss and jitter: of event number `draw`, or the mean."""
+        """Return a cost's seconds with loss and jitter: event number `draw`'s jitter, or the mean jitter."""
         late = 0.0
         if self.jitter_s and cost.hops:
             late = cost.hops * self.jitter_s
@@ -137,15 +138,15 @@ class Pricing:
         """Return what a collective costs, before loss and jitter.
 
         Args:
-            kind: "all_reduce", "all_gather", ...: as the communicator names them.
-            payload_bytes: what each giver hands over.
-            members: ids, or how many (the first ones).
-            algorithm: how; the first of `algorithms_of(kind)` if None. NCCL's and gloo's names are known too.
-            root: of a broadcast, reduce, gather or scatter; the first member if None.
-            fan: of a mix, the most messages a node sends and gets; all others if None.
+            kind: the communicator's name for it: "all_reduce", "all_gather", ...
+            payload_bytes: bytes that each giver hands over.
+            members: their ids, or their number (the first nodes).
+            algorithm: its name here or in NCCL or gloo; default: the first of `algorithms_of(kind)`.
+            root: the root of a broadcast, reduce, gather or scatter; default: the first member.
+            fan: for a mix, the most messages that a node sends and receives; default: all other nodes.
 
         Raises:
-            ArgumentError: an unknown collective or algorithm, a bad payload, or a node the network does not have.
+            ArgumentError: an unknown collective or algorithm, a bad payload, or a node that the network does not have.
         """
         names = algorithms_of(kind)
         way = names[0] if algorithm is None else NAMES.get(algorithm, algorithm)
@@ -163,11 +164,11 @@ class Pricing:
         return cost
 
     def cheapest(self, kind: str, payload_bytes: float, members: Members) -> tuple[str, float]:
-        """Return the fastest algorithm for a collective among nodes alone (no server), and its mean seconds."""
+        """Return the fastest algorithm without a server for a collective, and its mean seconds."""
         names = [name for name in algorithms_of(kind) if name != "server" or kind in ("push", "pull")]
         among = len(self._members(members))
         measured = [name for name in names if self._measured(kind, name, among) is not None]
-        names = measured or names  # what was measured stands for the best that the library has
+        names = measured or names  # the measured algorithm counts as the library's best
         if not isinstance(self.links, GroupLinks):
             names = [name for name in names if name != "hierarchical"]
         times = {name: self.duration_s(self.cost(kind, payload_bytes, members, name)) for name in names}
@@ -175,7 +176,7 @@ class Pricing:
         return best, times[best]
 
     def ramp_s(self, kind: str, payload_bytes: float, members: Members, idle_s: float) -> float:
-        """Return the seconds that a collective loses as its connections start slowly; 0 where they were not idle."""
+        """Return the seconds that a collective loses because idle connections start slowly; 0 if they were not idle."""
         ids = self._members(members)
         if not self.tcp or len(ids) < 2 or self._measured(kind, algorithms_of(kind)[0], len(ids)):
             return 0.0
@@ -183,13 +184,13 @@ class Pricing:
         return slow_start_s(payload_bytes, float(bandwidth), float(latency), idle_s)
 
     def set_up_s(self, kind: str, algorithm: str | None = None) -> float:
-        """Return by how many seconds the first collective of a run takes longer, as far as it was measured."""
+        """Return the extra seconds of a run's first collective; 0 if not measured."""
         way = algorithms_of(kind)[0] if algorithm is None else NAMES.get(algorithm, algorithm)
         return 0.0 if self.measurement is None else self.measurement.set_up_s(kind, way)
 
     @property
     def message_s(self) -> float:
-        """Seconds in which all nodes agree on a few bytes, as far as it was measured."""
+        """Seconds in which all nodes agree on a few bytes; 0 if not measured."""
         return 0.0 if self.measurement is None else self.measurement.message_s
 
     def _measured(self, kind: str, way: str, members: int) -> Probes | None:

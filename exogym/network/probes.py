@@ -1,15 +1,14 @@
-"""Times of one kind of collective by size, measured, and the times between and beyond them.
+"""Measured times of one kind of collective by size, and times between and beyond these sizes.
 
-Between two probes, of S_1 < S_2 bytes in t_1 and t_2 seconds, time is linear in the bytes, as the alpha-beta model has
-it:
+Between two probes of S_1 < S_2 bytes, which took t_1 and t_2 seconds, the time is linear, as in the alpha-beta model:
 
     t(S) = t_1 + (S - S_1) (t_2 - t_1) / (S_2 - S_1)
 
-Outside of them nothing was measured. The line of the two outermost probes goes on, but down to no less than 0; one
-probe alone is a line through the links' latency at no bytes. A notice says so, once for each kind and side.
+Beyond the probes the line through the outermost two continues, but never below 0. With a single probe the line starts
+at the links' latency for zero bytes. A notice reports each extrapolation, once per kind and side.
 
-A table of probes has the name of a collective, "all_reduce", which is then carried out as its library does, or of a
-way to carry it out before it: "exact all_reduce" is the reduction in the fixed tree.
+A table of probes is named after its collective ("all_reduce", carried out by the library's algorithm). An algorithm
+may stand before it: "exact all_reduce" is the reduction in the fixed tree.
 """
 
 from __future__ import annotations
@@ -27,17 +26,17 @@ from exogym.errors import ArgumentError, check_choice
 from exogym.network.costs import ALGORITHMS, Cost
 from exogym.network.units import parse_seconds
 
-NOISE = 0.1  # a larger message may take so much less, or a cold one than a warm one, before it is a contradiction
+NOISE = 0.1  # a larger or colder message may be faster by this share before the probes contradict each other
 
 
 def kind_and_way(name: str) -> tuple[str, str]:
-    """Return the collective and the way to carry it out that a table of probes is named after.
+    """Return the collective and the algorithm in the name of a table of probes.
 
     >>> kind_and_way("exact all_reduce"), kind_and_way("broadcast")
     (('all_reduce', 'exact'), ('broadcast', 'tree'))
 
     Raises:
-        ArgumentError: an unknown collective or way.
+        ArgumentError: an unknown collective or algorithm.
     """
     way, _, kind = str(name).rpartition(" ")
     check_choice("collective", kind, ALGORITHMS)
@@ -48,13 +47,13 @@ def kind_and_way(name: str) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Probes:
-    """One kind of collective among all nodes, measured.
+    """Measured times of one kind of collective among all nodes.
 
     Attributes:
-        name: of the collective, and of the way to carry it out where that is not its library's.
-        sizes_bytes, times_s: (probes,) payloads, rising, and what they took.
-        floor_s: of no bytes at all, where a single probe does not say it.
-        set_up_s: by how much the first collective takes longer.
+        name: the collective's name, after its algorithm if that is not the library's.
+        sizes_bytes, times_s: (probes,) payloads, rising, and their seconds.
+        floor_s: seconds of zero bytes if there is only one probe.
+        set_up_s: extra seconds of the first collective.
     """
 
     name: str
@@ -65,7 +64,7 @@ class Probes:
     _said: set[str] = field(default_factory=set, compare=False, repr=False)
 
     def seconds(self, payload_bytes: float) -> float:
-        """Return the seconds of a payload, with a notice where no probe is on one side of it."""
+        """Return the seconds for a payload. Notify once if it is outside the probes."""
         sizes, times = self.sizes_bytes, self.times_s
         text = self.beyond(payload_bytes)
         if text is None:
@@ -79,23 +78,23 @@ class Probes:
         return float(times[-1] + (payload_bytes - sizes[-1]) * self._slope())
 
     def beyond(self, payload_bytes: float) -> str | None:
-        """Return what is to be known of a payload outside the probes; None for one between them."""
+        """Return a warning about a payload outside the probes; None inside."""
         least, most = (readable_bytes(float(size)) for size in (self.sizes_bytes[0], self.sizes_bytes[-1]))
-        probed = f"probes of {self.name} are of {least}" + ("" if least == most else f" to {most}")
+        probed = f"probes of {self.name} have {least}" + ("" if least == most else f" to {most}")
         if payload_bytes < self.sizes_bytes[0]:
-            return f"{probed}: the time of less is extrapolated, not measured"
+            return f"{probed}: times for less are extrapolated, not measured"
         if payload_bytes > self.sizes_bytes[-1]:
-            return f"{probed}: the time of more is extrapolated, not measured"
+            return f"{probed}: times for more are extrapolated, not measured"
         return None
 
     def cost(self, payload_bytes: float) -> Cost:
-        """Return the seconds of a payload as a cost, what no bytes at all would take as its latency."""
+        """Return the cost of a payload; the time for zero bytes counts as its latency."""
         seconds = self.seconds(payload_bytes)
         start_s = min(self._start_s(), seconds)
         return Cost(start_s, seconds - start_s, 1)
 
     def _start_s(self) -> float:
-        """Return the seconds of no bytes: where the line of the two smallest probes meets the axis."""
+        """Return the seconds of zero bytes: where the line through the two smallest probes meets the axis."""
         if len(self.sizes_bytes) == 1:
             return min(self.floor_s, float(self.times_s[0]))
         (a, b), (s, t) = self.sizes_bytes[:2], self.times_s[:2]
@@ -120,9 +119,9 @@ def positive_s(given: Any, name: str) -> float:
 
 
 def never_falling(table: Mapping[float, float]) -> dict[float, float]:
-    """Return times by size, rising, in which more bytes never take less: a probe that took longer has the larger's.
+    """Return times by rising size in which more bytes never take less. A slower probe gets the larger size's time.
 
-    What else hosts do only adds time.
+    This is safe because other work on the hosts only adds time.
 
     >>> never_falling({8: 0.5, 100: 0.4, 1000: 2.0})
     {8: 0.4, 100: 0.4, 1000: 2.0}
@@ -134,10 +133,10 @@ def never_falling(table: Mapping[float, float]) -> dict[float, float]:
 
 
 def table_of(name: str, given: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Return sizes, rising, and seconds of the probes of a kind, checked."""
+    """Return the checked sizes (rising) and seconds of a kind's probes."""
     kind_and_way(name)
     if not isinstance(given, Mapping) or not given:
-        raise ArgumentError(f"{name}={given!r} must be probes, bytes and their seconds, as {{4_000_000: 0.05}}")
+        raise ArgumentError(f"{name}={given!r} must be probes, bytes to seconds, such as {{4_000_000: 0.05}}")
     rows = {}
     for size, time in given.items():
         try:
@@ -145,7 +144,7 @@ def table_of(name: str, given: Any) -> tuple[np.ndarray, np.ndarray]:
         except (TypeError, ValueError):
             number = math.nan
         if not 0 < number < math.inf:
-            raise ArgumentError(f"{name}: the size {size!r} of a probe must be a number of bytes, over 0")
+            raise ArgumentError(f"{name}: a probe's size {size!r} must be a number of bytes over 0")
         if number in rows:
             raise ArgumentError(f"{name}: probes contradict each other: {number:g} bytes are given twice")
         rows[number] = positive_s(time, f"{name} of {number:g} bytes")

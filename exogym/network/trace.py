@@ -1,12 +1,12 @@
-"""Links that change: rates over time, from a CSV file, and how long a collective takes while they do.
+"""Links that change: rates over time, from a CSV file, and how long a collective takes meanwhile.
 
-A file has the columns `time_s`, `who` and `rate`: from that virtual second on, a node's line ("3"), the way from one
-node to another ("0-3"), or every line ("*") has that rate each way, until its next row. A rate is text with a unit, as
-"20Mbps"; 0 is a line that is down. In rows given from Python a number is bits per second. Before its first row a line
-is as the network has it.
+A file has the columns `time_s`, `who` and `rate`. From second `time_s` of virtual time until `who`'s next row, that
+rate holds each way. `who` is a node's line ("3"), a pair ("0-3", from 0 to 3), or every line ("*"). A rate is text
+with a unit, such as "20Mbps"; 0 means that the line is down. In rows from Python a number is in bits per second.
+Before its first row a line has the network's rate.
 
-A collective under way keeps its share of progress when rates change: with c_k the seconds that it would take if links
-stayed as they are in interval k, and d_k those that it spends there, it ends when sum of d_k / c_k = 1.
+When rates change, a collective keeps its progress. Let c_k be the seconds that it would take if the links of interval
+k stayed, and d_k the seconds that it spends in interval k. It ends when the sum of d_k / c_k is 1.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from exogym.errors import ArgumentError
 from exogym.network.links import Links, Pair
 from exogym.network.units import parse_bandwidth, parse_seconds
 
-DOWN_BPS = 1e-6  # of a line that is down: nothing arrives in any time that a run takes
+DOWN_BPS = 1e-6  # rate of a line that is down: nothing arrives during a run
 COLUMNS = ("time_s", "who", "rate")
 Row = tuple[float, str, float]
 
 
 class TracedLinks:
-    """Links of which some have other rates for now; `rates` is by "*", a node's id, or a pair's.
+    """Links, some with other rates at the moment: `rates` by "*", a node's id or a pair.
 
-    A pair's own rate governs where it has one, else the slower of its two nodes' lines.
+    A pair's own rate counts first; without it, the slower of the two nodes' lines.
     """
 
     def __init__(self, base: Links, rates: Mapping[str, float]):
@@ -80,14 +80,14 @@ class TracedLinks:
 
 
 class RateTrace:
-    """Rates over time; `links(k)` are those of interval k, which ends at `ends_s[k]`.
+    """Rates over time. `links(k)` returns the links of interval k, which ends at `ends_s[k]`.
 
     Args:
-        base: the links without it.
+        base: the links without the trace.
         given: a CSV file, or its rows (time_s, who, rate).
 
     Raises:
-        ArgumentError: the file cannot be read or lacks a column, or a row has a time, a node or a rate that cannot be.
+        ArgumentError: the file cannot be read or lacks a column; a row has an impossible time, node or rate.
     """
 
     def __init__(self, base: Links, given: str | Path | Iterable[Any]):
@@ -96,18 +96,18 @@ class RateTrace:
         for _, who, _ in self.rows:
             ids = [int(part) for part in who.split("-") if part != "*"]
             if size is not None and any(i >= size for i in ids):
-                raise ArgumentError(f"trace: {who!r} is of a node that a network of {size} nodes does not have")
+                raise ArgumentError(f"trace: {who!r} names a node that a network of {size} nodes does not have")
         last = {who: rate for _, who, rate in self.rows}
         down = sorted(who for who, rate in last.items() if rate == 0)
         if down:
-            raise ArgumentError(f"trace: the line of {down[0]!r} is down for ever: end it with a rate over 0")
+            raise ArgumentError(f"trace: the line of {down[0]!r} stays down: end it with a rate over 0")
         starts = sorted({time for time, _, _ in self.rows})
         self.ends_s = [*(time for time in starts if time > 0), math.inf]
         self._base = base
         self._links: dict[int, Links] = {}
 
     def interval(self, time_s: float) -> int:
-        """Return the interval that a moment is in; a change counts from its own moment on."""
+        """Return the number of the interval that contains a time. An interval includes its first moment."""
         return bisect_right(self.ends_s, time_s)
 
     def links(self, k: int) -> Links:
@@ -119,7 +119,7 @@ class RateTrace:
         return self._links[k]
 
     def seconds(self, start_s: float, alone: Callable[[int], float]) -> float:
-        """Return how long something takes from `start_s` on that takes `alone(k)` with the links of interval k."""
+        """Return the seconds of a task that starts at `start_s` and takes `alone(k)` on the links of interval k."""
         now_s, left = start_s, 1.0
         for k in range(self.interval(start_s), len(self.ends_s)):
             whole_s = alone(k)

@@ -11,19 +11,19 @@ from exogym.errors import ArgumentError
 PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 BITS, BYTES = ("bps", "bit/s", "b/s"), ("Bps", "B/s", "byte/s")
 SECONDS = {"h": 3600.0, "min": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
-PER_SECOND = {"ms": 1e3, "us": 1e6, "µs": 1e6, "ns": 1e9}  # dividing by these rounds as the decimal does
+PER_SECOND = {"ms": 1e3, "us": 1e6, "µs": 1e6, "ns": 1e9}  # dividing by these rounds as the decimal text does
 _WORDS = {"none": None, "true": True, "false": False}
 _QUANTITY = re.compile(r"\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|[-+]?inf|nan)\s*([^\s\d]*)\s*")
 
 
 def parse_bandwidth(given: Any, name: str = "bandwidth") -> float:
-    """Return bits per second, over 0, from a number of them or from text.
+    """Return bits per second, over 0, from a number or from text.
 
-    Units: bps, kbps, Mbps, Gbps, Tbps (also bit/s and b/s) are bits, B/s, KB/s, MB/s, GB/s, TB/s (also Bps) bytes,
-    with powers of 1000. A small b is a bit and a capital B a byte; the prefix may be written either way.
+    Units with powers of 1000: bps, kbps, Mbps, Gbps, Tbps (also bit/s and b/s) are bits; B/s, KB/s, MB/s, GB/s, TB/s
+    (also Bps) are bytes. A small b is a bit and a capital B a byte. The prefix may be small or capital.
 
     Raises:
-        ArgumentError: no number, text without a unit, an unknown unit, or not over 0.
+        ArgumentError: not a number, no unit, an unknown unit, or not over 0.
 
     >>> parse_bandwidth("1Gbps"), parse_bandwidth("12.5 MB/s"), parse_bandwidth(1e6)
     (1000000000.0, 100000000.0, 1000000.0)
@@ -58,12 +58,12 @@ def parse_bandwidth(given: Any, name: str = "bandwidth") -> float:
 
 
 def parse_seconds(given: Any, name: str = "latency", least: float = 0.0) -> float:
-    """Return seconds, at least `least`, from a number of them or from text: ns, us, ms, s, min, h.
+    """Return seconds, at least `least`, from a number or from text in ns, us, ms, s, min or h.
 
-    Text needs a unit, except for 0, or where `name` says the unit: it ends in "_s" or "seconds".
+    Text needs a unit, except for 0 or if `name` ends in "_s" or "seconds".
 
     Raises:
-        ArgumentError: no number, text without a unit, an unknown unit, negative or not finite.
+        ArgumentError: not a number, no unit, an unknown unit, below `least` or not finite.
 
     >>> parse_seconds("0.5ms"), parse_seconds(2), parse_seconds("50 us")
     (0.0005, 2.0, 5e-05)
@@ -87,11 +87,11 @@ def parse_seconds(given: Any, name: str = "latency", least: float = 0.0) -> floa
 
 
 def _split(given: Any, name: str, example: str) -> tuple[float, str]:
-    """Return number and unit of a text, or a number and no unit."""
+    """Return a text's number and unit, or a number and no unit."""
     if isinstance(given, str):
         match = _QUANTITY.fullmatch(given)
         if match is None:
-            raise ArgumentError(f"{name}={given!r} is no number with a unit: wanted something like {example}")
+            raise ArgumentError(f"{name}={given!r} is not a number with a unit: wanted something like {example}")
         return float(match[1]), match[2]
     if isinstance(given, bool) or (not isinstance(given, int | float) and not hasattr(given, "__float__")):
         raise ArgumentError(f"{name}={given!r} must be a number or text like {example}")
@@ -99,7 +99,7 @@ def _split(given: Any, name: str, example: str) -> tuple[float, str]:
 
 
 def readable_bandwidth(bps: float) -> str:
-    """Return bits per second in the unit that suits them.
+    """Return text for bits per second, in a suitable unit.
 
     >>> readable_bandwidth(941e6), readable_bandwidth(2e4)
     ('941 Mbps', '20 kbps')
@@ -109,7 +109,7 @@ def readable_bandwidth(bps: float) -> str:
 
 
 def readable_seconds(seconds: float) -> str:
-    """Return a time in the unit that suits it.
+    """Return text for a time, in a suitable unit.
 
     >>> readable_seconds(0.0005), readable_seconds(90), readable_seconds(0)
     ('500 us', '1.5 min', '0 s')
@@ -121,7 +121,7 @@ def readable_seconds(seconds: float) -> str:
 
 
 def value_of(text: str) -> Any:
-    """Return the whole number, number, `true`, `false` or `none` that a text stands for, or else the text."""
+    """Return the whole number, number, `true`, `false` or `none` that a text names; otherwise the text."""
     if text.lower() in _WORDS:
         return _WORDS[text.lower()]
     for read in (int, float):

@@ -189,7 +189,7 @@ def test_faults_are_described_as_json() -> None:
         ({"absent": {"3": [(1, 2)]}}, "each node of absent='3'"),
         ({"absent": {3: (1, 2)}}, "a list of \\(first, last\\) steps"),
         ({"absent": {3: [(0, 2)]}}, "first step of an outage of node 3=0"),
-        ({"absent": {3: [(5, 5)]}}, "node 3 is back=5 must be a whole number of at least 6"),
+        ({"absent": {3: [(5, 5)]}}, "node 3 returns=5 must be a whole number of at least 6"),
         ({"drop_rate": 1.5}, "drop_rate=1.5 must be a number of at least 0 and at most 1"),
         ({"lost_rate": "0.1"}, "lost_rate='0.1'"),
         ({"mean_outage_steps": 0.5}, "mean_outage_steps=0.5"),

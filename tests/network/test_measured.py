@@ -45,8 +45,8 @@ def test_outside_of_probes_it_goes_on_and_says_so_once(capsys):
     assert seconds(network, 15e6) == pytest.approx(0.22)
     assert seconds(network, 18e6) == pytest.approx(0.265)
     lines = capsys.readouterr().err.splitlines()
-    assert [line.partition("time of ")[2] for line in lines] == [
-        "less is extrapolated, not measured", "more is extrapolated, not measured"
+    assert [line.partition("times for ")[2] for line in lines] == [
+        "less are extrapolated, not measured", "more are extrapolated, not measured"
     ]  # fmt: skip
 
 
@@ -224,7 +224,7 @@ def test_a_file_is_the_network_again(tmp_path):
 
 @pytest.mark.parametrize("hosts", [["a", "b"], ["a", "b", "d"], ["b", "a", "c"]])
 def test_a_file_of_other_hosts_is_refused(hosts):
-    with pytest.raises(ArgumentError, match="of a, b, c; the hosts are"):
+    with pytest.raises(ArgumentError, match="for a, b, c; the hosts are"):
         Network.of(FILE).measurement.check_hosts(hosts)
     with pytest.raises(ArgumentError, match="for 3 nodes, the clock for 2"):
         Clock(2, Network.of(FILE))
@@ -239,9 +239,9 @@ def test_a_file_of_other_hosts_is_refused(hosts):
         ({1e6: 0.0}, "must be over 0"),
         ({1e6: None}, "is missing"),
         ({1e6: float("nan")}, "finite"),
-        ({-1e6: 0.04}, "size -1000000.0 of a probe must be"),
-        ({0: 0.04}, "size 0 of a probe must be"),
-        ({"many": 0.04}, "size 'many' of a probe must be"),
+        ({-1e6: 0.04}, "probe's size -1000000.0 must be"),
+        ({0: 0.04}, "probe's size 0 must be"),
+        ({"many": 0.04}, "probe's size 'many' must be"),
         ({}, "must be probes"),
         (None, "must be probes"),
     ],
@@ -254,24 +254,27 @@ def test_wrong_probes_are_refused(probes, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_nodes": 4}, "hosts is for 3 hosts, wanted 4"),
+        ({"num_nodes": 4}, "hosts has values for 3 hosts, wanted 4"),
         ({"num_nodes": 1}, "at least 2"),
         ({"num_nodes": None}, "has no num_nodes: measure it again"),
         ({"collectives": None}, "has no collectives"),
         ({"collectives": {"all_redude": {1: 1}}}, "did you mean 'all_reduce'"),
         ({"collectives": {"exakt all_reduce": {1: 1}}}, "did you mean 'exact'"),
-        ({"collectives": {"all_reduce": {1: 1}, "ring all_reduce": {1: 1}}, "first": {}}, "two are the same"),
+        (
+            {"collectives": {"all_reduce": {1: 1}, "ring all_reduce": {1: 1}}, "first": {}},
+            "two of all_reduce, ring all_reduce are the same",
+        ),
         ({"message_s": -1}, "message_s"),
         ({"message_s": 0}, "message_s=0 must be over 0"),
         ({"collectives": {}, "pairs": None, "first": {}}, "needs a probe"),
         ({"first": {"all_reduce": 0.2}}, "contradict each other: the first all_reduce took 0.2 s"),
-        ({"first": {"gather": 0.2}}, "of which there is no probe"),
+        ({"first": {"gather": 0.2}}, "no probe measured it"),
         ({"first": 0.5}, "must name each collective"),
         ({"step_s": [0.1, None, 0.1]}, "step_s of host 1 is missing"),
         ({"step_s": [0.1, -1, 0.1]}, "step_s of host 1=-1 must be"),
-        ({"step_s": [0.1, 0.1]}, "step_s is for 2 hosts"),
+        ({"step_s": [0.1, 0.1]}, "step_s has values for 2 hosts"),
         ({"pairs": PAIRS[:2]}, "it has 2 rows"),
-        ({"pairs": [[None, [1e8], [1e8, 0.0]], *PAIRS[1:]]}, "from 0 to 1 it is"),
+        ({"pairs": [[None, [1e8], [1e8, 0.0]], *PAIRS[1:]]}, "from 0 to 1 it has"),
         ({"pairs": [[None, [-1e8, 0.0], [1e8, 0.0]], *PAIRS[1:]]}, "node 0 cannot reach node 1"),
         ({"jitter": "1ms"}, "has no field 'jitter'"),
     ],

@@ -395,9 +395,9 @@ def test_text(text, same):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("wify", "did you mean 'wifi'"), ("1Gbps,2ms,3", "should be a preset"), ("1Gbps,wifi", "latency='wifi'"),
+        ("wify", "did you mean 'wifi'"), ("1Gbps,2ms,3", "must be a preset"), ("1Gbps,wifi", "latency='wifi'"),
         ("1Gbps,jiter=2ms", "did you mean 'jitter'"), ("1Gbps,loss=0.1,loss=0.2", "gives loss twice"),
-        ("1Gbps,bandwidth=2", "should be a preset"), ("1Gbps,loss=half", "loss='half'"), ("", "network"),
+        ("1Gbps,bandwidth=2", "must be a preset"), ("1Gbps,loss=half", "loss='half'"), ("", "network"),
         ("no/such.json", "cannot be read"),
         ("1Gbps,seed=1.5", "seed=1.5"),
         ("100", "bandwidth='100' has no unit: write '100Mbps' .*, '100MB/s' .* or '100bps'"),
@@ -483,7 +483,7 @@ def test_a_wrong_file_is_refused(content, message, tmp_path):
         (lambda: LINE.cost("all_reduce", math.nan, 4), "payload_bytes=nan"),
         (lambda: LINE.cost("all_reduce", S, 0), "members=0"),
         (lambda: LINE.cost("all_reduce", S, []), "members is empty"),
-        (lambda: LINE.cost("broadcast", S, 3, root=5), "root=5 is none of the 3 members"),
+        (lambda: LINE.cost("broadcast", S, 3, root=5), "root=5 is not among the 3 members"),
         (lambda: Network.matrix(np.ones((2, 2))).cost("all_reduce", S, 3), "node 2 is not in this network of 2 nodes"),
         (lambda: Network.matrix(np.ones((2, 2))).link(0, 2), "node 2 is not in this network"),
         (lambda: LINE.link(-1, 0), "node -1 is not in this network"),

@@ -122,7 +122,7 @@ def test_a_run_leaves_what_it_saw_and_is_held_against_what_was_measured(tmp_path
     other = json.dumps(fields | {"hosts": ["a", "b"]})
     (tmp_path / "measured.json").write_text(other)
     assert main([*words, "--network", "measured.json"]) == 2
-    assert "the measurement is of a, b; the hosts are localhost, localhost" in capsys.readouterr().err
+    assert "the measurement is for a, b; the hosts are localhost, localhost" in capsys.readouterr().err
 
 
 def test_what_is_predicted_afterwards_is_what_advice_says():

@@ -65,7 +65,7 @@ def test_what_was_reckoned_may_be_too_fast_and_not_too_slow(capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--network", "m.json", "--hosts", "others.json"), "the measurement is of a, b; the hosts are a, c"),
+        (("--network", "m.json", "--hosts", "others.json"), "the measurement is for a, b; the hosts are a, c"),
         (("--network", "wifi", "--hosts", "hosts.json"), "is no measurement"),
         (("--network", "m.json", "--nodes", "4"), "network is for 2 nodes, wanted num_nodes=4"),
         (("--network", "m.json", "--task", "digits"), "should be module:function"),
