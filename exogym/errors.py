@@ -1,21 +1,21 @@
-"""Every error ExoGym raises on purpose, and the one way it refuses a misspelt argument.
+"""All errors that ExoGym raises on purpose, and the checks of arguments.
 
     ExoGymError
-    ├── ArgumentError    a wrong, unknown or misspelt argument       (also a ValueError and a TypeError)
+    ├── ArgumentError    a wrong, unknown or misspelled argument     (also a ValueError and a TypeError)
     ├── ModelError       a model that cannot be trained as a row of the fleet
     ├── DataError        a data set, shard or batch that cannot be used
-    ├── StrategyError    a strategy that breaks the rules it was written under
+    ├── StrategyError    a strategy that breaks the rules for strategies
     ├── TrainingError    training itself went wrong (a loss that is not a number, ...)
-    ├── CheckpointError  a checkpoint that is missing, torn, or of another run
+    ├── CheckpointError  a checkpoint that is missing, damaged, or from another run
     └── WorkerError      a process of the run is gone (killed, out of memory, cut off)
 
-Each message says what was given, what was wanted, and what to do.
+Each message names the given value, the wanted value, and the remedy.
 
-Each is caught by its own name, or by that of what is above it:
+Catch an error by its own name, or by a name above it:
 
 >>> for kind in (ArgumentError, ModelError, DataError, StrategyError, TrainingError, CheckpointError, WorkerError):
 ...     try:
-...         raise kind("what was given; what was wanted; what to do")
+...         raise kind("given, wanted, remedy")
 ...     except ExoGymError as error:
 ...         assert type(error) is kind
 >>> try:
@@ -43,11 +43,11 @@ from exogym.core.base.streams import BROKEN_PIPE, STDERR, fill_in, is_stdout_gon
 
 
 class ExoGymError(Exception):
-    """The root of the tree: catch this to catch everything ExoGym raises on purpose."""
+    """The root of the tree: catch this to catch every error that ExoGym raises on purpose."""
 
 
 class ArgumentError(ExoGymError, ValueError, TypeError):
-    """An argument is unknown, misspelt, of the wrong kind or out of range."""
+    """An argument is unknown, misspelled, of the wrong kind or out of range."""
 
 
 class ModelError(ExoGymError):
@@ -59,7 +59,7 @@ class DataError(ExoGymError):
 
 
 class StrategyError(ExoGymError):
-    """A strategy breaks the rules it was written under."""
+    """A strategy breaks the rules for strategies."""
 
 
 class TrainingError(ExoGymError):
@@ -67,7 +67,7 @@ class TrainingError(ExoGymError):
 
 
 class CheckpointError(ExoGymError):
-    """A checkpoint is missing, torn, or belongs to another run."""
+    """A checkpoint is missing, damaged, or from another run."""
 
 
 class WorkerError(ExoGymError):
@@ -75,14 +75,14 @@ class WorkerError(ExoGymError):
 
 
 class Stopped(KeyboardInterrupt):
-    """A run was ended by a signal, after it was saved where it has a `save_dir`; not an error, so not in the tree.
+    """A signal ended the run. With a `save_dir` the run was saved first. This is not an error, so not in the tree.
 
     Args:
-        by: the signal; None: it came to another process.
+        by: the signal; None: another process got it.
         step: the steps done.
 
     Attributes:
-        left: what the run had come to, where it was not in this process.
+        left: the run's result so far, if another process held it.
     """
 
     def __init__(self, by: signal.Signals | None, step: int):
@@ -92,9 +92,9 @@ class Stopped(KeyboardInterrupt):
 
 
 def nearest(given: str, known: Iterable[str]) -> str:
-    """Return "did you mean 'x'?" for the nearest known name, whatever its case, or a list of the known ones.
+    """Return "did you mean 'x'?" for the nearest known name in any case, or a list of the known names.
 
-    The one name that ends in the given word comes first: for "nodes" that is "num_nodes", and not "node".
+    A single known name that ends in the given word comes first: for "nodes" this is "num_nodes", not "node".
 
     >>> nearest("h", ["H", "island_H"]), nearest("quorum", ["H", "lr"]), nearest("nodes", ["node", "num_nodes"])
     ("did you mean 'H'?", 'known: H, lr', "did you mean 'num_nodes'?")
@@ -110,9 +110,9 @@ def nearest(given: str, known: Iterable[str]) -> str:
 
 
 def run_script(main: Callable[[], object]) -> None:
-    """Call `main`, and end the process in one line where it fails: an error of ExoGym with status 1, Ctrl-C with 130.
+    """Call `main`. If it fails, print one line and exit: status 1 for an ExoGym error, 130 for Ctrl-C.
 
-    Where nobody reads stdout any more, as behind `| head`, the status is 141.
+    The status is 141 if nobody reads stdout any more, as behind `| head`.
 
     >>> run_script(lambda: print("trained"))
     trained
@@ -133,7 +133,7 @@ def run_script(main: Callable[[], object]) -> None:
         sys.exit(BROKEN_PIPE)
 
 
-# second name of an argument -> the argument, and what each value means there (None: nothing); no values: the same
+# second name of an argument -> the argument, and a mapping of values (None: no such value); no mapping: the same value
 ALIASES: dict[str, tuple[str, dict[Any, Any]]] = {
     "autocast": ("precision", {True: "bf16", False: None}),
     "inner_lr": ("lr", {}),
@@ -144,15 +144,15 @@ F = TypeVar("F", bound=Callable[..., Any])
 def checked(function: F) -> F:
     """Refuse unknown keyword arguments of `function` with the nearest real name.
 
-    A second name of an argument (`ALIASES`) is taken for the first. A value for an argument declared as `bool` must be
-    True or False: the text "no" would count as true.
+    It accepts an argument's second name (`ALIASES`). An argument declared as `bool` must be True or False, because the
+    text "no" would count as true.
 
-    Around an `__init__` it also keeps what was given in `self.given_arguments`, so that an object can be described.
-    What the class, or another function, says in `not_taken`, a dict, of an argument that others of its kind take is
-    said instead of a name.
+    Around an `__init__` it also keeps the given arguments in `self.given_arguments`, so that an object can describe
+    itself. A class or function may explain in its dict `not_taken` why it lacks an argument of its relatives; the error
+    then gives this reason instead of a name.
 
     Raises:
-        ArgumentError: an argument that `function` does not take, or one it needs that is missing.
+        ArgumentError: `function` does not take an argument, or a required argument is missing.
 
     >>> @checked
     ... def train(num_nodes=1): ...
@@ -189,13 +189,13 @@ def checked(function: F) -> F:
 
 
 def without_aliases(given: dict[str, Any], names: Collection[str], kept: Collection[str] = ()) -> dict[str, Any]:
-    """Return the arguments `given` to a function that takes `names`, with first names in place of second ones.
+    """Return the `given` arguments with first names instead of second names, for a function that takes `names`.
 
     Args:
-        kept: second names that stay, as the signature shows them.
+        kept: second names that stay, because the signature shows them.
 
     Raises:
-        ArgumentError: a value that means nothing there, or another one under the first name.
+        ArgumentError: the value means nothing under the first name, or contradicts the value given there.
     """
     for alias in given.keys() & ALIASES.keys() - set(kept):
         name, values = ALIASES[alias]
@@ -216,7 +216,7 @@ def without_aliases(given: dict[str, Any], names: Collection[str], kept: Collect
 
 
 def _lacking(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
-    """Return the names of all arguments that are needed and not given."""
+    """Return the names of all required arguments that are missing."""
     given = signature.bind_partial(*args, **kwargs).arguments
     several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return [
@@ -259,14 +259,14 @@ def check_number(
     name: str, given: Any, *, over: float | None = None, least: float | None = None, under: float | None = None,
     most: float | None = None, more: str = "",
 ) -> None:  # fmt: skip
-    """Raise ArgumentError unless `given` is a finite number in a range; `more` is said behind it.
+    """Raise ArgumentError unless `given` is a finite number in a range. The message ends with `more`.
 
     >>> check_number("decay", 1.5, least=0, under=1, more=", or None")
     Traceback (most recent call last):
     ...
     exogym.errors.ArgumentError: decay=1.5 must be a number of at least 0 and under 1, or None
     """
-    number: Any = given  # numpy's are some, too
+    number: Any = given  # may be numpy's, too
     fits = isinstance(given, Real) and not isinstance(given, bool) and -math.inf < number < math.inf
     words = []
     for bound, text, holds in (
@@ -281,10 +281,10 @@ def check_number(
 
 
 def needs(module: str, extra: str | None = None) -> Any:
-    """Return a module of an optional package.
+    """Import and return a module of an optional package.
 
     Raises:
-        ExoGymError: it is not installed; the message names the extra that brings it, if one does.
+        ExoGymError: the package is not installed. The message names the extra that installs it, if there is one.
 
     >>> needs("surely_not_installed", "whisper")
     Traceback (most recent call last):

@@ -1,9 +1,9 @@
-"""The laws as a battery that any strategy can be held against, and fingerprints of models.
+"""Test any strategy against the laws, and compare models by fingerprints.
 
     from exogym.testing import check_strategy
     check_strategy(lambda: MyStrategy(lr=0.01))
 
-A law that does not hold raises `StrategyError` with the law, what was seen, and the usual cause.
+If a law does not hold, `StrategyError` names the law, the observation, and the usual cause.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def fingerprint(model: nn.Module) -> str:
 
 
 def small_problem(seed: int = 0) -> tuple[nn.Module, TensorDataset]:
-    """Return a small network with dropout and batch normalisation, and 256 examples it can learn."""
+    """Return a small network with dropout and batch normalization, and 256 examples that it can learn."""
     g = torch.Generator().manual_seed(seed)
     x = torch.randn(256, 6, generator=g)
     y = torch.tanh(x @ torch.randn(6, 2, generator=g))
@@ -75,22 +75,23 @@ def check_strategy(
     learning: float = 0.7,
     skip: tuple[str, ...] = (),
 ) -> dict[str, str]:
-    """Hold a strategy against the laws.
+    """Test a strategy against the laws.
 
     Args:
         factory: makes the strategy; called for each run.
-        num_nodes, steps: of the runs. Take `steps` so long that the strategy communicates a few times.
-        payload_bytes: function of (parameter bytes P b, steps) giving what each node hands over in all, for the law
-            of bytes; left out, that law is not checked.
-        learning: the validation loss must fall below this share of what it was.
-        skip: names of laws that are not asked for.
+        num_nodes: nodes of each run.
+        steps: steps of each run. Take enough for the strategy to communicate a few times.
+        payload_bytes: function of (parameter bytes P b, steps) that returns the bytes that each node hands over in the
+            whole run. None: the law of bytes is not checked.
+        learning: the validation loss must fall below this share of its first value.
+        skip: names of laws to leave out.
 
     Returns:
-        The laws, each with what was seen.
+        Each law's name -> the observation.
 
     Raises:
         StrategyError: a law does not hold.
-        ArgumentError: what is given is no function, or no law.
+        ArgumentError: `factory` or `payload_bytes` is not a function, or `skip` names an unknown law.
 
     >>> from exogym.strategy import SimpleReduceStrategy
     >>> seen = check_strategy(lambda: SimpleReduceStrategy(lr=0.02), payload_bytes=lambda row, steps: row * steps)
@@ -141,7 +142,7 @@ class _Battery:
         again, _ = self.run()
         if again != self.reference:
             raise StrategyError(
-                "law 'repeatable': two runs with one seed end in different weights; draw random numbers only from "
+                "law 'repeatable': two runs with one seed end in different weights. Draw random numbers only from "
                 "generators seeded from the run's seed and the step"
             )
         return "two runs end in the same bits"
@@ -150,8 +151,8 @@ class _Battery:
         capped, _ = self.run(max_stretch=1)
         if capped != self.reference:
             raise StrategyError(
-                "law 'stretches': one step at a time gives other weights than whole stretches; next_event() must "
-                "name every step at which the strategy acts, and local_steps() must not depend on how a round is cut"
+                "law 'stretches': single steps and whole stretches end in different weights. next_event() must name "
+                "every step at which the strategy acts, and local_steps() must not depend on how a round is cut"
             )
         return "one step at a time ends in the same bits"
 
@@ -159,24 +160,23 @@ class _Battery:
         for stop in self.stops:
             with tempfile.TemporaryDirectory() as folder:
                 self.run(save_dir=folder, checkpoint_interval=stop, callbacks=[Every(stop, lambda loop: True)])
-                with without_notices():  # that it goes on, which is known
+                with without_notices():  # no notice that the run continues
                     resumed, history = self.run(save_dir=folder, resume=True)
             if resumed != self.reference:
                 raise StrategyError(
-                    f"law 'stopping': stopped after step {stop} and resumed, the run ends in other weights; "
-                    "everything that changes during training must be in a module's row_state or shared_state, or a "
-                    "plain "
-                    "number; a strategy for one node may keep tensors and numbers in any attribute"
+                    f"law 'stopping': stopped after step {stop} and resumed, the run ends in different weights. Keep "
+                    "everything that changes during training in a module's row_state or shared_state, or in a plain "
+                    "number. A strategy for one node may keep tensors and numbers in any attribute"
                 )
             if history.column("payload_bytes")[1][-1] != self.history.column("payload_bytes")[1][-1]:
-                raise StrategyError(f"law 'stopping': stopped after step {stop} and resumed, other bytes are counted")
+                raise StrategyError(f"law 'stopping': stopped after step {stop} and resumed, a run counts other bytes")
         return "stopped and resumed, runs end in the same bits"
 
     def placement(self) -> str:
-        """One block of all rows against one block per row, on random local steps: the same bits."""
+        """Compare one block of all rows with one block per row, on random local steps: the same bits."""
         strategy = self.factory()
         if strategy.driven_by != "rounds":
-            return "written for one node: nodes are apart by construction"
+            return "written for one node, so nodes are always apart"
         whole = _mix_blocks(strategy, [list(range(self.nodes))], self.nodes, self.steps)
         for blocks in ([[i] for i in range(self.nodes)], [list(range(1)), list(range(1, self.nodes))]):
             if not all(blocks):
@@ -186,15 +186,15 @@ class _Battery:
                 off = float((whole - apart).abs().max())
                 raise StrategyError(
                     f"law 'placement': with rows in blocks {blocks} the parameters differ by up to {off:.3g} from "
-                    "those with all rows in one: some operation crosses the row axis (a norm, mean or topk over all "
-                    "of x). Rows meet only through the communicator"
+                    "a run with all rows in one block. Some operation crosses the row axis (a norm, mean or topk over "
+                    "all of x). Rows may meet only through the communicator"
                 )
         return "rows in one block, in two and each apart give the same bits"
 
     def single_node(self) -> str:
         _, history = self.run(nodes=1)
         if history.column("tx_bytes")[1][-1] != 0:
-            raise StrategyError("law 'single node': one node alone sends bytes, but there is nobody to send them to")
+            raise StrategyError("law 'single node': a single node sends bytes, but no other node exists")
         return "one node alone trains and sends nothing"
 
     def bytes(self) -> str:
@@ -214,14 +214,14 @@ class _Battery:
         if not losses[-1] < self.learning * losses[0]:
             raise StrategyError(
                 f"law 'learns': in {self.learning_steps} steps the validation loss went from {losses[0]:.4f} to "
-                f"{losses[-1]:.4f}, not below {self.learning} of what it was; look at the sign of the update and the "
-                "learning rate: for this small model AdamW wants about 0.02"
+                f"{losses[-1]:.4f}, not below {self.learning} of its first value. Look at the sign of the update and "
+                "the learning rate: for this small model AdamW wants about 0.02"
             )
         return f"validation loss from {losses[0]:.4f} to {losses[-1]:.4f}"
 
 
 class _MeetingWire(Wire):
-    """Carries rows between blocks that run as programs meeting at collectives."""
+    """Carries rows between blocks that run as programs and meet at collectives."""
 
     def __init__(self, blocks: list[list[int]], process: int):
         super().__init__(blocks[process])
@@ -237,7 +237,7 @@ class _MeetingWire(Wire):
 
 
 def _mix_blocks(strategy: Any, blocks: list[list[int]], nodes: int, steps: int) -> Tensor:
-    """Run a strategy on rows placed in `blocks`, local steps being random; return all parameters, (N, P)."""
+    """Run a strategy with random local steps on rows placed in `blocks`; return all parameters, (N, P)."""
     model, _ = small_problem()
     everyone = [rank for block in blocks for rank in block]
     run = Run(nodes, 0, steps, torch.full((nodes,), 64).numpy(), 8)

@@ -1,11 +1,11 @@
 """Options that many constructors take: written once where they are used, and named by a typed dict everywhere else.
 
-A constructor that hands options on names them by a typed dict, which editors and type checkers show:
+A constructor that passes options on names them by a typed dict, which editors and type checkers show:
 
     def __init__(self, inner_optim: Any = "adamw", H: int = 10, **options: Unpack[AveragingOptions]): ...
 
-`defined` says which callables use the options of a typed dict; their defaults come from there. `taking` gives the
-constructor the signature with all names, and refuses any other name.
+`defined` says which callables use a typed dict's options; their defaults come from there. `taking` gives the
+constructor a signature with all names, and refuses any other name.
 
 >>> import inspect
 >>> from typing import TypedDict, Unpack
@@ -32,16 +32,16 @@ from exogym.errors import ALIASES, checked, without_aliases
 
 __all__ = ["Unpack", "defined", "parameters_of", "signature_of", "split", "taking"]
 
-_OPTIONS: dict[str, inspect.Parameter] = {}  # each by its name
+_OPTIONS: dict[str, inspect.Parameter] = {}  # by name
 
 
 def defined(kind: type, *uses: Callable[..., Any]) -> None:
-    """Say that the options of the typed dict `kind`, but those known already, are arguments of `uses`.
+    """Record that the options of the typed dict `kind`, except known ones, are arguments of `uses`.
 
-    An alias has the default of what it stands for.
+    An alias has the default of the argument for which it stands.
 
     Raises:
-        KeyError: one is an argument of none of them.
+        KeyError: an option is an argument of none of `uses`.
     """
     arguments = {name: p for use in uses for name, p in inspect.signature(use).parameters.items()}
     for name in kind.__annotations__.keys() - _OPTIONS.keys():
@@ -56,7 +56,7 @@ def parameters_of(kind: type) -> list[inspect.Parameter]:
 
 
 def signature_of(function: Callable[..., Any]) -> inspect.Signature:
-    """Return the signature of `function`, with options that `**options: Unpack[...]` names in its place."""
+    """Return the signature of `function`, with the options of `**options: Unpack[...]` in its place."""
     given = inspect.signature(function)
     parameters = list(given.parameters.values())
     last = parameters[-1] if parameters else None
@@ -71,7 +71,7 @@ def signature_of(function: Callable[..., Any]) -> inspect.Signature:
 
 
 def taking(init: Callable[..., None]) -> Callable[..., None]:
-    """Return a constructor that takes exactly the arguments of `signature_of`, and aliases as what they stand for."""
+    """Return a constructor that takes exactly the arguments of `signature_of`, and their aliases."""
     signature = signature_of(init)
 
     @functools.wraps(init)
@@ -88,7 +88,7 @@ def _names(use: Callable[..., Any]) -> frozenset[str]:
 
 
 def split(options: Mapping[str, Any], use: Callable[..., Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return those of `options` that are arguments of `use`, and the others."""
+    """Return the options that are arguments of `use`, and the others."""
     names = _names(use)
     return (
         {name: value for name, value in options.items() if name in names},

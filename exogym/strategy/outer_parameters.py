@@ -1,13 +1,13 @@
-"""Outer parameters whose averages arrive late, come in fragments, or leave a node a share of its own.
+"""Outer parameters whose averages arrive late, come in fragments, or leave each node a share of the node's values.
 
-With theta the outer parameters, of all of the model or of a fragment, and alpha the share of its own that a node keeps:
+theta are the outer parameters, of the whole model or of a fragment. A node keeps the share alpha of its theta_i:
 
-    Delta   = mean_i (theta - theta_i)          # sent after some step t, over the nodes that are there
+    Delta   = mean_i (theta - theta_i)          # sent after some step t, over the present nodes
     theta   <- OuterOpt(theta, Delta)           # after step t + delay
     theta_i <- alpha theta_i + (1 - alpha) theta
 
-Streaming DiLoCo, delayed DiLoCo and SlowMo are made of these. DiLoCo itself, where alpha = 0, nothing is late and all
-of the model meets at once, is written out in `exogym.strategy.diloco`.
+Streaming DiLoCo, delayed DiLoCo and SlowMo use them. DiLoCo itself has alpha = 0, no delay and one fragment, and is
+written out in `exogym.strategy.diloco`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from exogym.strategy.outer import OuterOptimizer, OuterRule, Received
 
 
 class Codec(Protocol):
-    """What packs outer gradients for the wire: `encode` (rows, p) into tensors of rows, which `decode` makes again."""
+    """Packs outer gradients for the wire: `encode` turns (rows, p) into tensors with rows, `decode` turns them back."""
 
     def encode(self, x: Tensor) -> Sequence[Tensor]: ...
     def decode(self, *parts: Tensor) -> Tensor: ...
@@ -38,7 +38,7 @@ class Codec(Protocol):
 
 @dataclass
 class Flight:
-    """An average on its way: of outer round `round_`, measured by `senders`, to arrive after step `due`."""
+    """An average in flight: of outer round `round_`, of the nodes `senders`, to arrive after step `due`."""
 
     mean: list[Tensor]  # (1, p) of each piece
     senders: list[int]
@@ -47,17 +47,17 @@ class Flight:
 
 
 class OuterParameters:
-    """theta of a fragment, in one copy for all nodes, with its outer optimizer, and the average that is on its way.
+    """A fragment's theta, in one copy for all nodes, with its outer optimizer and the average in flight.
 
     Args:
         fragment: None: all parameters.
         delay: steps from sending to arrival.
         keep: alpha.
-        weights: (num_nodes,) of the mean; None: all alike.
-        codec: packs what each node sends; None: as it is, and it is summed on its way.
+        weights: (num_nodes,) of the mean; None: equal weights.
+        codec: packs each node's message. None: nodes send plain values, which are summed in flight.
 
-    Nodes take theta that have just sent their Delta_i, or, where none is sent when an average arrives, those whose
-    Delta_i it holds; they must be there. Any other keeps theta_i (`Received`).
+    Present nodes take theta if they have just sent their Delta_i. If none is sent when an average arrives, the senders
+    of that average take it. All other nodes keep theta_i (`Received`).
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class OuterParameters:
             piece.put(x, own)
 
     def communicate(self, fleet: Fleet, step: int, round_: int | None) -> bool:
-        """Send where a round ends (`round_`), and let arrive what is due; return whether something did."""
+        """Send if a round ends (`round_`), and let due averages arrive. Return whether either happened."""
         if self.flight is not None and step >= self.flight.due:
             self._wait(fleet)
         sent = None if round_ is None else self.send(fleet, step, round_)
@@ -122,7 +122,7 @@ class OuterParameters:
         return True
 
     def finish(self, fleet: Fleet, step: int, round_: int | None) -> None:
-        """Let everything arrive, and what was trained since it was sent, too, where `round_` says there is some."""
+        """Let averages in flight arrive, and synchronize later steps if `round_` says that there are any."""
         left = None if round_ is None else self.send(fleet, step, round_)
         self._wait(fleet)
         for flight in (self.flight, left):
@@ -138,15 +138,15 @@ class OuterParameters:
         return [i for i in flight.senders if i in fleet.comm.present]
 
     def expect_nothing(self, fleet: Fleet) -> None:
-        """Let an average of nothing be on its way, as if of a round before the first, where each waits a round."""
+        """Put an average of zeros in flight, as if from a round before the first, if averages take a whole round."""
         nothing = [torch.zeros_like(theta) for theta in self.theta]
         self.flight = Flight(nothing, list(range(fleet.num_nodes)), 0, self.delay)
 
     def rejoin(self, nodes: Sequence[int]) -> None:
-        """`nodes` have just taken theta."""
+        """Record that `nodes` have just taken theta."""
         self.received.rejoin(nodes)
 
-    # What a checkpoint holds
+    # The state in a checkpoint
 
     def state(self) -> Tensors:
         tensors = self.received.state()
@@ -166,7 +166,7 @@ class OuterParameters:
         self.optimizer.load_state(below("outer.", tensors))
 
     def cut(self, name: str, shape: Sequence[int]) -> Cut | None:
-        """Return what of a tensor of `state` is here (see `Stateful.cut`)."""
+        """Return this process's part of a tensor of `state` (see `Stateful.cut`)."""
         kind, _, rest = name.partition(".")
         if kind in ("theta", "earlier", "flight"):
             piece = self.fragment[int(rest.rpartition(".")[2])]
@@ -176,7 +176,7 @@ class OuterParameters:
 
 
 class OuterModule(PeriodicModule, HasOuterModel):
-    """A module that keeps outer parameters of the whole model and acts at the end of rounds; `start` makes `outer`."""
+    """A module with outer parameters of the whole model that acts at the end of rounds; `start` makes `outer`."""
 
     outer: OuterParameters
 

@@ -1,7 +1,7 @@
-"""Nested values as named tensors and one line of JSON; and so all that an optimizer keeps, wherever it keeps it.
+"""Pack nested values, such as an optimizer's whole state, as named tensors and one line of JSON.
 
-Tensors, numbers, strings, numpy arrays, lists, tuples, deques and dicts of these, optimizers, schedulers and generators
-are kept; functions and classes stay what they are.
+It packs tensors, numbers, strings, numpy arrays, optimizers, schedulers, generators, and lists, tuples, deques and
+dicts of these. Functions and classes stay what they are.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from exogym.strategy.kernels import is_torchs
 SKELETON = "skeleton"
 KEEP = object()
 _CONSTANT = (type, nn.Module, torch.dtype, torch.device)
-_KERNELS = ("fused", "foreach")  # chosen anew by each step or run
+_KERNELS = ("fused", "foreach")  # each step or run chooses these again
 
 
 def pack(
     value: Any, path: str, tensors: dict[str, Tensor], own: dict[int, int], constant: tuple[type, ...] = ()
 ) -> Any:
-    """Return `value` as JSON, its tensors put into `tensors` by their `path`.
+    """Return `value` as JSON, and put its tensors into `tensors` by their `path`.
 
     Args:
-        own: id to number, of parameters that are saved apart.
-        constant: further types of which nothing is kept.
+        own: id -> number, of parameters that are saved elsewhere.
+        constant: further types that need not be saved.
 
     Raises:
-        StrategyError: a value is of a kind that cannot be kept.
+        StrategyError: a value is of a kind that cannot be saved.
     """
 
     def inside(item: Any, name: Any) -> Any:
@@ -65,8 +65,8 @@ def pack(
     if isinstance(value, dict):
         if any(not isinstance(key, str | int | float) and id(key) not in own for key in value):
             raise StrategyError(
-                f"attribute {path!r} is a dict with keys other than text, numbers and the model's parameters; it "
-                "cannot be saved"
+                f"attribute {path!r} is a dict with keys other than text, numbers and the model's parameters, so it "
+                "cannot be saved: use such keys"
             )
         return {
             "dict": [
@@ -91,10 +91,10 @@ def pack(
 
 
 def unpack(packed: dict[str, Any], existing: Any, tensors: dict[str, Tensor], own: list[nn.Parameter]) -> Any:
-    """Return what was packed, where possible in the place of `existing`; `KEEP` where there is nothing to set.
+    """Return the packed value, if possible inside `existing`; `KEEP` if nothing must be set.
 
     Raises:
-        StrategyError: something is to be loaded into an object that is not there.
+        StrategyError: a packed state belongs to an object that does not exist here.
     """
     kind = next(iter(packed))
     content = packed[kind]
@@ -126,7 +126,7 @@ def unpack(packed: dict[str, Any], existing: Any, tensors: dict[str, Tensor], ow
         before = existing if isinstance(existing, dict) else {}
         keys = [own[key["parameter"]] if isinstance(key, dict) else key for key, _ in content]
         after = {key: unpack(item, before.get(key), tensors, own) for key, (_, item) in zip(keys, content, strict=True)}
-        before.clear()  # filled again in place: a defaultdict stays one
+        before.clear()  # filled again in place: a defaultdict stays a defaultdict
         before.update(after)
         return before
     if existing is None:
@@ -158,20 +158,20 @@ def from_text(text: Tensor) -> Any:
 
 
 def remember_as_built(optimizer: Optimizer) -> Optimizer:
-    """Note what `optimizer` holds beside `state`: what still is so later is not saved. Returns it."""
+    """Record the optimizer's values beside `state`, so that unchanged values need not be saved. Return it."""
     tensors: dict[str, Tensor] = {}
     optimizer.as_built = _beside(optimizer, tensors), {k: x.clone() for k, x in tensors.items()}  # type: ignore[attr-defined]
     return optimizer
 
 
 def optimizer_state(optimizer: Optimizer) -> dict[str, Tensor]:
-    """Return all that an optimizer keeps, as tensors.
+    """Return all of an optimizer's state, as tensors.
 
-    The tensors of `state` are named "<parameter>.<entry>". What else there is (numbers in `state`, entries of
-    `param_groups`, attributes), and differs from the optimizer as it was built, is in "skeleton", JSON as bytes.
+    The tensors of `state` are named "<parameter>.<entry>". "skeleton" holds all other values that differ from the new
+    optimizer, as JSON in bytes: numbers in `state`, entries of `param_groups`, attributes.
 
     Raises:
-        StrategyError: something is of a kind that cannot be kept.
+        StrategyError: a value is of a kind that cannot be saved.
     """
     own = _numbers(optimizer)
     tensors: dict[str, Tensor] = {}
@@ -199,9 +199,10 @@ def optimizer_cut(
     optimizer: Optimizer, parameters: Sequence[nn.Parameter], slots: Sequence[tuple[Layout, Slot]], name: str,
     shape: Sequence[int],
 ) -> Cut | None:  # fmt: skip
-    """Return what of the tensor `name` of `optimizer_state` is here, where `parameters` lie in `slots`; None: all.
+    """Return this process's part of the tensor `name` of `optimizer_state`; None: all of it.
 
-    An optimizer keeps of a parameter what has its shape, or what is no part of it.
+    The optimizer's `parameters` lie in `slots`. An entry in a parameter's shape is cut like the parameter; other
+    entries are whole.
     """
     number = name.partition(".")[0]
     if not number.isdigit():
@@ -212,8 +213,10 @@ def optimizer_cut(
 
 
 def load_optimizer_state(optimizer: Optimizer, tensors: dict[str, Tensor]) -> None:
-    """Put `tensors` from `optimizer_state` back, cloned, each where torch keeps it: with its parameter, but "step"
-    on the CPU unless the optimizer is fused or capturable.
+    """Put `tensors` from `optimizer_state` back, as copies.
+
+    Each goes to its parameter's device, as in torch; "step" goes to the CPU unless the optimizer is fused or
+    capturable.
     """
     places = [(group, p) for group in optimizer.param_groups for p in group["params"]]
     parameters = [p for _, p in places]
@@ -233,7 +236,7 @@ def load_optimizer_state(optimizer: Optimizer, tensors: dict[str, Tensor]) -> No
         else:
             optimizer.state[where[0]] = value
     built, built_tensors = _as_built(optimizer)
-    for path in _beside(optimizer, {}).keys() - built.keys() if built else ():  # made since
+    for path in _beside(optimizer, {}).keys() - built.keys() if built else ():  # made since then
         holder, name = _holder(optimizer, path)
         del holder[name]
     for source, values in ((built, built_tensors), (skeleton["beside"], here)):
@@ -254,7 +257,7 @@ def _numbers(optimizer: Optimizer) -> dict[int, int]:
 
 
 def _holder(optimizer: Optimizer, path: str) -> tuple[dict[str, Any], str]:
-    """Return where "group.<number>.<name>" or "attribute.<name>" is, and the name."""
+    """Return the dict that holds "group.<number>.<name>" or "attribute.<name>", and the name."""
     kind, _, name = path.partition(".")
     if kind == "attribute":
         return optimizer.__dict__, name
@@ -263,7 +266,7 @@ def _holder(optimizer: Optimizer, path: str) -> tuple[dict[str, Any], str]:
 
 
 def _beside(optimizer: Optimizer, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """Return what an optimizer holds beside `state`, packed by path: its groups' entries, and its own attributes."""
+    """Return an optimizer's values beside `state`, packed by path: its groups' entries, and its own attributes."""
     values = {
         f"group.{number}.{name}": value
         for number, group in enumerate(optimizer.param_groups)
@@ -278,7 +281,7 @@ def _beside(optimizer: Optimizer, tensors: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def _same(a: Any, b: Any, tensors: dict[str, Tensor], others: dict[str, Tensor]) -> bool:
-    """Tell whether two packed values are equal, and so are their tensors."""
+    """Tell whether two packed values and their tensors are equal."""
     if a != b:
         return False
     if isinstance(a, dict):

@@ -1,14 +1,14 @@
-"""Who takes part in a round that a server asks for: clients that are there, in time, and enough of them.
+"""Rounds of a server that asks clients: which clients are available, in time, and enough.
 
-Bonawitz et al., Towards Federated Learning at Scale, arXiv:1902.01046: a server asks more clients than it needs, takes
-the first reports that come until a deadline, and gives the round up where too few came. Round r begins at T_r:
+Bonawitz et al., `Towards Federated Learning at Scale`, arXiv:1902.01046. A server asks more clients than it needs,
+takes the first reports until a deadline, and gives the round up if too few came. Round r begins at T_r:
 
-    asked      ceil(k (1 + over_sampling)) of those that are there at T_r, drawn without replacement
+    asked      ceil(k (1 + over_sampling)) of the clients available at T_r, drawn without replacement
     t_i        = (local steps) step_seconds / speed_i
-    reports    of those asked with t_i <= deadline_s that are there until T_r + t_i; the first k of them count
-    T_r+1      = T_r + the time of the k-th report; with fewer the deadline, else that of the last report
+    reports    of asked clients with t_i <= deadline_s that stay available until T_r + t_i; the first k count
+    T_r+1      = T_r + the time of the k-th report; with fewer reports the deadline, or without one the last report
 
-All of it follows from (seed, round), given step times and the trace, so runs repeat and nothing is kept.
+All of it follows from (seed, round), the step times and the trace, so runs repeat and nothing needs saving.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from exogym.faults import Availability
 
 @dataclass(frozen=True)
 class Round:
-    """When a round begins and ends on the server's clock, who was asked, whose reports count, whether it holds."""
+    """A round on the server's clock: begin and end, the asked clients, the counted reports, and whether it holds."""
 
     begin_s: float
     end_s: float
@@ -36,11 +36,11 @@ class Round:
 
     @property
     def clients(self) -> list[int]:
-        """Return those who act in it: nobody where it was given up."""
+        """Return the clients that act in the round: nobody if it was given up."""
         return self.reported if self.holds else []
 
     def record(self, fleet: Fleet) -> None:
-        """Record what clients got and sent that were asked and whose reports do not count."""
+        """Record the bytes of asked clients whose reports do not count."""
         counted = set(self.clients)
         in_vain = [i for i in self.asked if i not in counted]
         for block in fleet.blocks:
@@ -55,10 +55,12 @@ class Participation:
     """The rounds of a run.
 
     Args:
-        num_nodes, wanted: N, and k of a round.
-        work: local steps of each client in a round, (N,) or a number, from its number.
+        num_nodes: N.
+        wanted: k, reports that the server needs in a round.
+        work: round's number -> local steps of each client, (N,) or a number.
         step_s: seconds of a step at speed 1, (N,) or a number.
-        over_sampling, deadline_s, min_reports: as above; at least so many reports, or the round is given up.
+        over_sampling, deadline_s: as above.
+        min_reports: the server gives the round up if fewer reports came.
 
     >>> rounds = Participation(seed=0, num_nodes=10, wanted=2, work=lambda r: 5, step_s=0.1, over_sampling=0.5)
     >>> first = rounds.of(0)
@@ -82,7 +84,7 @@ class Participation:
         self.availability, self.over_sampling = availability, over_sampling
         self.deadline_s, self.min_reports = deadline_s, min_reports
         self._begins = [0.0]
-        self._fails: list[bool] = []  # of rounds whose end is known
+        self._fails: list[bool] = []  # one entry per round with a known end
         self._known: dict[int, Round] = {}
 
     def of(self, number: int) -> Round:
@@ -103,13 +105,13 @@ class Participation:
         return sum(self._fails[:count])
 
     def figures(self, ended: int) -> dict[str, float]:
-        """Return what came of the first `ended` rounds, for the history."""
+        """Return the figures of the first `ended` rounds, for the history."""
         last = self.of(ended - 1)
         found = {"server_time_s": last.end_s, "asked": len(last.asked), "reports": len(last.reported)}
         return found | {"failed_rounds": self.failed(ended)}
 
     def slack_s(self, number: int, clients: Sequence[int]) -> float:
-        """Return how much longer round `number` lasts than steps at speed 1 take the slowest of `clients`."""
+        """Return how many seconds longer round `number` lasts than the slowest of `clients` takes at speed 1."""
         work_s = np.broadcast_to(np.asarray(self.work(number)) * self.step_s, self.num_nodes)
         held = self.of(number)
         return max(0.0, held.end_s - held.begin_s - max((float(work_s[i]) for i in clients), default=0.0))
@@ -135,7 +137,7 @@ class Participation:
             took_s = deadline_s
         elif len(first):
             took_s = float(takes_s[first].max())
-        else:  # nobody is there: as long as a round takes at speed 1
+        else:  # nobody is available: the round lasts as long as at speed 1
             took_s = float(np.max(work) * np.max(self.step_s))
         reported = sorted(asked[first].tolist())
         return Round(begin_s, begin_s + took_s, asked.tolist(), reported, len(reported) >= max(self.min_reports, 1))

@@ -15,12 +15,12 @@ from exogym.network.units import value_of
 from exogym.strategy.strategy import STRATEGIES as STRATEGIES
 from exogym.strategy.strategy import Strategy
 
-for _file in pkgutil.iter_modules(sys.modules[__package__].__path__):  # a class enters `STRATEGIES` when it is made
+for _file in pkgutil.iter_modules(sys.modules[__package__].__path__):  # importing a file registers its classes
     if _file.name != "registry":
         importlib.import_module(f"{__package__}.{_file.name}")
 
 DEFAULTS = ("inner_optim", "lr", "max_norm", "lr_scheduler", "warmup_steps", "H", "outer_lr", "outer_momentum")
-_ELSEWHERE = {  # methods that are an option of another, by the names that papers give them
+_ELSEWHERE = {  # methods that are options of other strategies, by the names in papers
     "streaming": "streaming_diloco", "eager": "diloco:eager=true", "delayed_diloco": "diloco:delay=50",
     "hierarchical_diloco": "diloco:island_size=2:island_H=10", "delayed_nesterov": "async_diloco", "muon": "muloco",
     "fedbuff": "async_diloco:rule=fedbuff", "local_sgd": "fedavg", "fedavgm": "fedopt:server_optim=momentum",
@@ -34,14 +34,14 @@ def parse_strategy(text: str, **defaults: Any) -> Strategy:
     """Return the strategy written as `name`, or `name:option=value:option=value`.
 
     Args:
-        text: a name of `STRATEGIES` and arguments of its class. A value is a whole number, a number, `true`,
-            `false`, `none`, or else text.
-        **defaults: any of `DEFAULTS`, each for the classes that take it where the text does not say otherwise.
-            `outer_lr` is only for the outer optimizer of the paper, `outer_momentum` only beside it, and `inner_optim`
-            only for a class that takes it (`only_inner`).
+        text: a name of `STRATEGIES`, and arguments of its class. A value is a whole number, a number, `true`, `false`,
+            `none`, or otherwise text.
+        **defaults: any of `DEFAULTS`. Each applies if the class takes it and the text does not set it. `outer_lr`
+            applies only to the paper's outer optimizer, `outer_momentum` only beside `outer_lr`, and `inner_optim` only
+            to a class whose equation allows it (`only_inner`).
 
     Raises:
-        ArgumentError: an unknown strategy or option, with the nearest known one; a value that will not do.
+        ArgumentError: a strategy or option is unknown (the message names the nearest), or a value is not allowed.
 
     >>> parse_strategy("diloco:H=20:outer_lr=0.5", lr=0.01, max_norm=1.0).given_arguments
     {'H': 20, 'outer_lr': 0.5, 'lr': 0.01, 'max_norm': 1.0}
@@ -83,10 +83,10 @@ def parse_strategy(text: str, **defaults: Any) -> Strategy:
 
 
 def unknown(name: str, *further: str) -> ArgumentError:
-    """Return the error of a strategy's name that is not known, with the one that it has here, or the nearest.
+    """Return the error for an unknown strategy name, with its name in ExoGym or the nearest name.
 
     Args:
-        further: names that are known beside `STRATEGIES`.
+        further: known names beside `STRATEGIES`.
 
     >>> print(unknown("fedadam"))
     unknown strategy 'fedadam': it is 'fedopt:server_optim=adam' here
@@ -100,7 +100,7 @@ def unknown(name: str, *further: str) -> ArgumentError:
 
 
 def table() -> str:
-    """Return the table of this package's strategies, in Markdown: what each sends, how, and what it needs."""
+    """Return the Markdown table of this package's strategies: payload, collectives and needs."""
     heads = ("name", "payload of a node per step", "collectives", "needs")
     lines = []
     for name, kind in _ours():
@@ -110,7 +110,7 @@ def table() -> str:
 
 
 def table_of_identities() -> str:
-    """Return the table of this package's strategies, in Markdown: class, equation, paper and identities of each."""
+    """Return the Markdown table of this package's strategies: class, equation, paper and identities."""
     heads = ("name and class", "paper", "equation", "equal to")
     lines = [
         (f"`{name}`, `{kind.__name__}`", kind.paper, f"`{kind.equation}`", "; ".join(kind.identities))

@@ -1,4 +1,4 @@
-"""What a strategy sends, as a formula: the collectives it repeats, for a model and a fleet of any size."""
+"""A strategy's traffic as a formula: the collectives it repeats, for a model and a fleet of any size."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ class Traffic:
     """A collective that a strategy repeats.
 
     Attributes:
-        kind: as the communicator names it.
-        payload_bytes: what each giver hands over.
+        kind: the communicator's name for it.
+        payload_bytes: bytes that each giver hands over.
         every_steps: steps from one to the next; may be a mean, and so a fraction.
         members: nodes that take part; None: all.
-        algorithm: how; None: left to `advise`.
+        algorithm: its collective algorithm; None: `advise` chooses.
         overlap_steps: steps from sending to arrival, for averages that arrive late. In a simulation's clock, averages
             that arrive late overlap with computing. On hosts, a run waits for them where it sends them.
-        fan: of a mix, to how many neighbours a giver hands the payload's parts.
+        fan: of a mix: the number of neighbors to which a giver hands the payload's parts.
     """
 
     kind: str
@@ -34,7 +34,7 @@ class Traffic:
     fan: float = 1.0
 
     def sent_bytes(self, N: int) -> float:
-        """Return what a node sends in one of them, in the mean over N nodes.
+        """Return the bytes that a node sends in one such collective, in the mean over N nodes.
 
         >>> Traffic("all_reduce", 100.0).sent_bytes(4), Traffic("all_reduce", 100.0, 1, 1, "server").sent_bytes(4)
         (150.0, 25.0)
@@ -43,28 +43,28 @@ class Traffic:
         if self.kind in ("broadcast", "reduce"):
             return self.payload_bytes * (n - 1) / n
         way = self.algorithm or next((way for kind, way in FACTORS if kind == self.kind), "")
-        factor = FACTORS.get((self.kind, way), lambda n: 1.0)(n)  # what goes to one other, or several, is told as it is
-        among = n / N if way == "server" else 1.0  # islands cover all nodes, the clients of a server do not
+        factor = FACTORS.get((self.kind, way), lambda n: 1.0)(n)  # point-to-point collectives send the payload itself
+        among = n / N if way == "server" else 1.0  # islands cover all nodes, a server's clients do not
         return self.payload_bytes * factor * among
 
 
-# (N,) seconds of a step to, round by round, the groups that average and the least seconds that a server gives them for
-# computing; None in their place: the groups have no server in common, and wait for nobody else
+# (N,) seconds of a step -> round by round, the groups that average, and the least seconds that a server gives them for
+# computing. None instead of the seconds: the groups share no server, and wait only for their own members
 AskedRounds = Callable[[np.ndarray], Iterator[tuple[list[list[int]], float | None]]]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a strategy sends.
+    """A strategy's whole communication.
 
     Attributes:
-        couples_every: the steps after which all of the model has been exchanged once, and has arrived.
-        can_train: False where there is only the formula, so that `advise` shows it and never recommends it.
-        local_steps: of a strategy whose nodes do not wait for each other, (N,) seconds of a step to (N,) steps of a
-            round; `traffic` is then of one node and one round.
-        quorum: of such a strategy, nodes that must have come to the server before any of them goes on.
-        rounds: of a strategy in which some of the nodes take part in each round and the others sit it out: who does.
-            It is for the traffic that says how many `members` it has.
+        couples_every: steps in which the whole model is exchanged once and has arrived.
+        can_train: False if only the formula exists, so that `advise` shows the plan and never recommends it.
+        local_steps: for strategies whose nodes do not wait for each other: (N,) seconds of a step -> (N,) steps of a
+            round. `traffic` then counts one node and one round.
+        quorum: for such a strategy: nodes that must have come to the server before any of them continues.
+        rounds: for strategies in which only some nodes take part in each round: which nodes. It applies to traffic that
+            sets `members`.
     """
 
     name: str

@@ -1,29 +1,29 @@
-"""Self-tuning: how often nodes meet, how much they send, or how far an outer step goes, by what a run shows of itself.
+"""Self-tuning: a run's own figures decide how often nodes meet, how much they send, or how far an outer step goes.
 
-ByteBudget chooses H (or SPARTA's p) such that B bytes per node last to the end. After each round, with s bytes sent so
-far, c of a meeting, d of what a step sends whatever H is, and t steps left:
+ByteBudget chooses H (or SPARTA's p) such that B bytes per node last to the end. After each round, t steps are left and
+s bytes are sent. A meeting takes c bytes, and each step takes d bytes whatever H is:
 
     H <- ceil(t / floor((B - s - d t) / c));   p <- (B - s - w - m) / (w' t)
 
-w are the bytes of the last synchronisation, w' those of a step with p = 1, and m = 4 w' sqrt(p/P) is kept back, since
-the number of coordinates is drawn. c, d and w follow from the strategy's formula; c is the most that a meeting has
-taken, where that is more.
+w are the bytes of the last synchronization, w' the bytes of a step with p = 1. The margin m = 4 w' sqrt(p/P) stays
+unspent, because the number of coordinates is random. c, d and w follow from the strategy's formula. If a meeting took
+more than c, the largest measured value replaces c.
 
-Drift chooses H by how much nodes disagree on where to go. With u_i what node i has moved since it last met the others:
+Drift chooses H by the nodes' disagreement. With u_i the change of node i since it last met the others:
 
     rho = mean_i |u_i - mean u|^2 / mean_i |u_i|^2,  from 0 (all alike) to 1, with the weights of the mean
-    H <- floor(H / 2) where rho > target, else H + max(1, floor(H / 4))
+    H <- floor(H / 2) if rho > target, otherwise H + max(1, floor(H / 4))
 
-Autocorrelation chooses the outer rate eta by whether averages Delta agree from round to round, as the multiplicative
-rule of hypergradient descent (Baydin et al., arXiv:1703.04782):
+Autocorrelation chooses the outer rate eta by the agreement of Delta from round to round, as the multiplicative rule of
+hypergradient descent (Baydin et al., arXiv:1703.04782):
 
     eta <- eta (1 + gain (cos(Delta_r, Delta_(r-1)) - target))
 
-The first two rules are our own; each stays within the bounds it is given. What is chosen is equal in all processes and
-follows from the run so far, so it is kept in checkpoints, and neither placement nor a stop changes it.
+The first two rules are ExoGym's own. Each choice stays within given bounds. Choices are equal in all processes and
+follow from the run so far. So checkpoints keep them, and neither placement nor a stop changes them.
 
-Bytes: Drift sums up two numbers per node in each round, a ring all-reduce of 16 bytes; the others send nothing.
-State: where rounds ended, and what was chosen; Drift keeps what each node held after it last met, (rows, P);
+Bytes: Drift sums two numbers per node in each round, a ring all-reduce of 16 bytes; the others send nothing.
+State: where rounds ended, and the choices. Drift also keeps each node's values at its last meeting, (rows, P);
 Autocorrelation the last Delta, (P,).
 """
 
@@ -54,13 +54,13 @@ DRIFT_BYTES = 16
 
 @dataclass(frozen=True)
 class Costs:
-    """What a node sends, in bytes and in the mean over nodes.
+    """The bytes that a node sends, in the mean over nodes.
 
     Attributes:
-        each: where H is tuned in a meeting, where p_sparta is in a step with p = 1.
-        per_step: in each step, whatever is chosen.
-        final: in the last synchronisation; 0, where there is none.
-        scatter: the standard deviation of a step with p = 1, where coordinates are drawn.
+        each: per meeting if H is tuned; per step with p = 1 if p_sparta is tuned.
+        per_step: in each step, whatever the choice.
+        final: in the last synchronization; 0 without one.
+        scatter: the standard deviation of a step with p = 1, if coordinates are drawn.
     """
 
     each: float
@@ -71,14 +71,14 @@ class Costs:
 
 @dataclass
 class Sight:
-    """What a tuner may go by after a round.
+    """The figures on which a tuner may decide after a round.
 
     Attributes:
-        value: what it tunes, as it is.
-        steps_left: of the run.
-        sent, last: bytes that a node has sent in the mean: so far, and in the round that ends.
-        drift: rho; nan where it was not asked for.
-        costs: what is still to be paid, of a tuner that sees "bytes".
+        value: the current value of the tuned argument.
+        steps_left: steps until the end of the run.
+        sent, last: bytes that a node has sent on average, so far and in this round.
+        drift: rho; nan if the tuner does not see it.
+        costs: the costs still to come, for a tuner that sees "bytes".
         correlation: of the last two outer gradients; nan before there are two.
     """
 
@@ -93,10 +93,10 @@ class Sight:
 
 @dataclass(frozen=True)
 class Tuner:
-    """What is tuned, and how; a subclass is a rule. Times and randomness have no place in it.
+    """The base of tuners: a subclass is a rule. Rules must not use times or random numbers.
 
     Attributes:
-        of: the arguments of strategies that it can tune; the first that a strategy has is taken.
+        of: the arguments of strategies that it can tune; it takes the first that a strategy has.
         sees: "bytes", "drift" or "correlation".
     """
 
@@ -108,7 +108,7 @@ class Tuner:
         raise NotImplementedError
 
     def check(self, name: str, value: float, costs: Costs, total_steps: int) -> None:
-        """Raise ArgumentError where it cannot keep what it promises; asked before training, of what sees "bytes"."""
+        """Raise ArgumentError if it cannot keep its promise. Called before training for tuners that see "bytes"."""
 
 
 @dataclass(frozen=True)
@@ -116,14 +116,14 @@ class ByteBudget(Tuner):
     """Meet as often as a budget of bytes allows.
 
     Args:
-        total_bytes: B, what a node may send in the whole run, in the mean over nodes.
+        total_bytes: B, bytes that a node may send in the whole run, in the mean over nodes.
 
-    It keeps the first round and the last synchronisation of the run (`final_sync`) free, so B must pay for both.
-    What nodes take that come back after an absence is not foreseen.
+    The first round and the last synchronization (`final_sync`) always happen, so B must pay for both. Bytes that
+    returning nodes take are not foreseen.
 
     Raises:
-        ArgumentError: before training, if B does not.
-        TrainingError: in training, if a meeting takes more than the strategy's formula says, and B does not pay for it.
+        ArgumentError: before training, if B does not pay for both.
+        TrainingError: during training, if a meeting takes more bytes than the formula says, and B does not pay for it.
 
     >>> ByteBudget(1000.0).choose("H", Sight(value=5, steps_left=80, sent=200, last=100, costs=Costs(each=100)))
     10
@@ -144,7 +144,7 @@ class ByteBudget(Tuner):
             rounds = math.floor(left / costs.each + 1e-9)
             if rounds < 1 and costs.final and seen.steps_left:
                 raise TrainingError(
-                    f"{self!r}: a node has sent {seen.sent:,.0f} bytes, and the last synchronisation takes "
+                    f"{self!r}: a node has sent {seen.sent:,.0f} bytes, and the last synchronization takes "
                     f"{costs.final:,.0f} more: raise the budget, or give final_sync=False"
                 )
             return math.ceil(steps / rounds) if rounds > 0 else steps + 1
@@ -164,18 +164,18 @@ class ByteBudget(Tuner):
         least += costs.per_step * total_steps
         if least > self.total_bytes * (1 + 1e-9):
             raise ArgumentError(
-                f"tuner={self!r} cannot be kept: a node {what}, which takes {least:,.0f} bytes in all, in the mean "
+                f"tuner={self!r} is too small: a node {what}, which takes {least:,.0f} bytes in all, in the mean "
                 f"over nodes; {do}, or leave tuner out"
             )
 
 
 @dataclass(frozen=True)
 class Drift(Tuner):
-    """Meet more often where nodes drift apart, and more rarely where they go the same way.
+    """Meet more often if nodes drift apart, and less often if they move the same way.
 
     Args:
-        target: rho, over 0 and under 1. Of N nodes that go anywhere at random it is (N-1)/N.
-        least, most: bounds of H; `most` None: none.
+        target: rho, over 0 and under 1. For N nodes that move at random it is (N-1)/N.
+        least, most: bounds of H; `most` None: no upper bound.
 
     >>> [Drift(0.5).choose("H", Sight(value=10, steps_left=80, sent=0, last=0, drift=rho)) for rho in (0.4, 0.6)]
     [12, 5]
@@ -202,7 +202,7 @@ class Drift(Tuner):
 
 @dataclass(frozen=True)
 class Autocorrelation(Tuner):
-    """Step further while outer gradients agree from round to round, and less far where they turn.
+    """Step further while outer gradients agree from round to round, and less far when they turn.
 
     Args:
         target: the correlation at which nothing changes, from -1 to 1.
@@ -241,10 +241,10 @@ TUNERS: dict[str, type[Tuner]] = {"drift": Drift, "autocorrelation": Autocorrela
 
 
 def tuner_of(given: Any) -> Tuner:
-    """Return a tuner by its name, or as it is; a number is a `ByteBudget` of so many bytes.
+    """Return a tuner by its name, or unchanged; a number is a `ByteBudget` of so many bytes.
 
     Raises:
-        ArgumentError: an unknown name, or no tuner.
+        ArgumentError: the name is unknown, or `given` is not a tuner.
     """
     if isinstance(given, Tuner):
         return given
@@ -257,7 +257,7 @@ def tuner_of(given: Any) -> Tuner:
 
 
 class TunedRounds(Rounds):
-    """Rounds whose length is chosen as they go: those that have ended are kept, the others have the last choice's."""
+    """Rounds whose length is chosen during the run: ended rounds stay, later rounds take the last choice."""
 
     foreseen = False
 
@@ -279,21 +279,21 @@ class TunedRounds(Rounds):
         return len(ended) - 1 + (step - ended[-1] - 1) // self.H
 
     def end(self, step: int, H: int) -> None:
-        """Rounds have ended up to `step`; the next ones take H steps."""
+        """End rounds at `step`; the next rounds take H steps."""
         while self._ends[-1] + self.H <= step:
             self._ends.append(self._ends[-1] + self.H)
-        if self._ends[-1] < step:  # one that was cut short
+        if self._ends[-1] < step:  # a round that was cut short
             self._ends.append(step)
         self.H = H
 
 
 class Tuning(Stateful):
-    """A tuner in a run: the value it tunes, and what it watches.
+    """A tuner in a run: the value that it tunes, and the figures that it watches.
 
     Args:
         tuner: the rule.
-        name: of the argument that it tunes.
-        value: as it was given; for "outer_lr" a factor, 1.
+        name: the argument that it tunes.
+        value: the given value; for "outer_lr" a factor, 1.
     """
 
     def __init__(self, tuner: Tuner, name: str, value: float):
@@ -303,20 +303,20 @@ class Tuning(Stateful):
         self._sent = 0.0
 
     def features(self) -> dict[str, str]:
-        """Return which of `exogym.core.combinations.FEATURES` the tuner is."""
+        """Return the tuner's features: a name from `exogym.core.combinations.FEATURES` -> text."""
         given = f"tuner={self.tuner!r}"
         sees = {"drift": 'tuner="drift"', "correlation": 'tuner="autocorrelation"'}.get(self.tuner.sees)
         return {"tuner": given} | ({} if sees is None else {sees: given})
 
     def factor(self, round_: int) -> float:
-        """The outer rate's factor, as `outer_lr_scheduler`."""
+        """Return the outer rate's factor, as `outer_lr_scheduler`."""
         return self.value
 
     def start(self, fleet: Fleet, run: Run, costs: Costs | None = None) -> None:
-        """Begin a run; `costs` by the strategy's formula, None: none is known, or nobody asks.
+        """Begin a run. `costs` follow from the strategy's formula; None: no formula, or the tuner does not need it.
 
         Raises:
-            ArgumentError: the tuner cannot keep what it promises.
+            ArgumentError: the tuner cannot keep its promise.
         """
         self._costs, self._most = costs, 0.0 if costs is None else costs.each
         if costs is not None:
@@ -327,13 +327,13 @@ class Tuning(Stateful):
         sees_correlation = self.tuner.sees == "correlation"
         self._last = [block.zeros(1)[0] if sees_correlation else torch.empty(0) for block in fleet.blocks]
         self._now: list[Tensor] = []
-        self._means = 0  # seen since the last meeting
+        self._means = 0  # since the last meeting
         self._counted = 0  # outer gradients so far
         if self.tuner.sees != "bytes":
             fleet.comm.watchers.append(self._watch)
 
     def _watch(self, fleet_rows: Sequence[int], weights: Sequence[float], x: Tensor, mean: Tensor) -> None:
-        """See a mean being taken: who takes part and weighs how much, what they bring, (rows, F), and it, (F,)."""
+        """Watch a mean: the rows that take part, their weights, their values (rows, F), and the mean (F,)."""
         self._means += 1
         if self.tuner.sees == "drift":
             for row, weight in zip(fleet_rows, weights, strict=True):
@@ -343,7 +343,7 @@ class Tuning(Stateful):
             self._now.append(mean.clone())
 
     def before_meeting(self, fleet: Fleet, met: Sequence[Tensor]) -> None:
-        """Measure what each has moved since `met`, (rows, P) per block, before they meet."""
+        """Measure each node's change since `met`, (rows, P) per block, before they meet."""
         self._before = float(fleet.comm.ledger.tx_bytes.mean())
         self._apart.zero_()
         self._now, self._means = [], 0
@@ -373,15 +373,15 @@ class Tuning(Stateful):
             self.rounds.end(step, int(self.value))
 
     def _measure_drift(self, fleet: Fleet) -> None:
-        """Set rho: those who have moved sum up how far, and how far from their mean."""
+        """Set rho from two sums over the nodes that moved: their distances, and their distances from the mean."""
         comm = fleet.comm
         both = comm.wire.inside.sum(torch.stack([self._apart, self._weights * self._moved], 1))
-        told = comm.wire.rows(both[:, 1], comm.present).tolist()  # who takes part is known
+        told = comm.wire.rows(both[:, 1], comm.present).tolist()  # all processes know who takes part
         movers = [node for node, moved in zip(comm.present, told, strict=True) if moved]
         if movers and not self._means:
             raise StrategyError(
-                f"{self.tuner!r} goes by the mean that nodes take when they meet, and they take none that all members "
-                "add up: take a strategy that averages (DiLoCo, FedAvg, ...), a ByteBudget, or leave the tuner out"
+                f"{self.tuner!r} needs the mean that all members add up when they meet, but this strategy takes none: "
+                "take a strategy that averages (DiLoCo, FedAvg, ...), a ByteBudget, or leave the tuner out"
             )
         if movers:
             with comm.of_nodes():
@@ -390,13 +390,12 @@ class Tuning(Stateful):
             self.drift = apart / moved
 
     def _correlate(self, inside: Inside) -> None:
-        """Set the cosine of this outer gradient and the last, over all blocks; `inside` have the other columns."""
+        """Set the cosine of this and the last outer gradient, over all blocks; `inside` holds the other columns."""
         last, now = self._last, self._now
         if [len(x) for x in now] != [len(x) for x in last]:
             raise StrategyError(
-                f"{self.tuner!r} goes by the mean of all outer gradients at once, and here were taken {len(now)} means "
-                f"of {[len(x) for x in now]} numbers, wanted {[len(x) for x in last]}: take "
-                "DiLoCo, or leave the tuner out"
+                f"{self.tuner!r} needs one mean of all outer gradients, but got {len(now)} means of "
+                f"{[len(x) for x in now]} numbers, wanted {[len(x) for x in last]}: take DiLoCo, or leave the tuner out"
             )
         if self._counted:
             here = [
@@ -436,10 +435,10 @@ class Tuning(Stateful):
 
 
 def begun(tuner: Tuner, own: inspect.Signature, call: inspect.BoundArguments, name: str) -> Tuning:
-    """Return the tuning of a strategy whose constructor, with signature `own`, is about to get `call`, and change that.
+    """Return the tuning for a strategy whose constructor is about to get `call`, and put the tuned value into `call`.
 
     Raises:
-        ArgumentError: strategy `name` has nothing that `tuner` could tune, or something else decides about it.
+        ArgumentError: strategy `name` has no argument that `tuner` can tune, or another option sets it.
     """
     of = next((argument for argument in tuner.of if argument in own.parameters), None)
     if of is None or (of == "outer_lr" and "outer_lr_scheduler" not in own.parameters):

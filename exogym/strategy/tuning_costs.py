@@ -1,4 +1,4 @@
-"""What the rest of a run costs, by the formulas of a strategy's modules: for a tuner that goes by bytes."""
+"""The bytes of the rest of a run, by the formulas of a strategy's modules: for tuners that see bytes."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ def costs_of(
     fleet: Fleet,
     run: Run,
 ) -> Costs | None:
-    """Return what the rest of a run costs by the formulas of `modules`; None: one has no formula.
+    """Return the costs of the rest of a run, by the formulas of `modules`; None: a module has no formula.
 
     Args:
-        tuned: those that the tuner changes; rounds: which follow it, where it tunes H.
+        tuned: the modules that the tuner changes.
+        rounds: the tuned rounds, if the tuner chooses H.
     """
     P = sum(block.layout.total for block in fleet.blocks)
     row_bytes = sum(block.layout.total * block.layout.dtype.itemsize for block in fleet.blocks)

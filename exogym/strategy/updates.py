@@ -1,25 +1,25 @@
-"""What a node brings to the others: its update since it last met them, and what becomes of it on the way.
+"""A node's update since it last met the others, and how attacks and norm caps change it on the way.
 
-The update u_i of node i is its gradient where gradients are averaged, and theta_i less what it held after it last met
-others elsewhere. So this needs no word of the strategy: the rows are changed before its modules see them.
+If gradients are averaged, the update u_i of node i is its gradient. Otherwise it is theta_i minus its value after node
+i last met others. The rows are changed before the strategy's modules see them, so strategies need not know.
 
-Bad peers (`Faults(bad_nodes=..., attack=...)`), with the factor c of the attack:
+Bad nodes (`Faults(bad_nodes=..., attack=...)`), with the factor c of the attack:
 
     sign_flip   u <- -c u
     scale       u <- c u
     noise       u <- c |u| z / |z|, z Gaussian, drawn from (seed of the faults, node, step)
 
-They train as the others do; only what they bring is wrong. Where rows stay what they were brought as (SPARTA's other
-coordinates, a gossiping node's own part), a bad node goes on from the wrong one.
+Bad nodes train like the others; only their messages are wrong. If a row keeps its message (SPARTA's other coordinates,
+a gossiping node's own part), a bad node continues from the wrong values.
 
 Norm capping (Sun, Kairouz, Suresh, McMahan, Can You Really Backdoor Federated Learning?, arXiv:1911.07963), M the cap:
 
     u <- u min(1, M / |u|)
 
-With M the median of the norms (of two in the middle the lower; who brings nothing does not count), nodes tell each
-other theirs: an all-gather of 8 bytes. A fixed M costs nothing.
+M may be the median of the norms (the lower of two middle values; nodes without an update do not count). Then nodes
+share their norms: an all-gather of 8 bytes. A fixed M costs no bytes.
 
-State: what each node held after it last met others, (rows, P), where there are communication modules.
+State: each node's values after it last met others, (rows, P), if the strategy has communication modules.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from exogym.strategy.traffic import Traffic
 
 
 class Updates(Module):
-    """Changes updates before the modules of a strategy see them.
+    """Changes updates before a strategy's modules see them.
 
     Args:
-        cap: of the norms; None: none.
-        faults: whose bad nodes bring wrong ones; None: none.
-        on_parameters: whether nodes bring parameters, not gradients alone.
+        cap: of the norms; None: no cap.
+        faults: whose bad nodes send wrong updates; None: no bad nodes.
+        on_parameters: whether nodes send parameters, not only gradients.
     """
 
     weighted_means = True
@@ -56,7 +56,7 @@ class Updates(Module):
         self.cap, self.faults, self.on_parameters = cap, faults, on_parameters
 
     def traffic(self, P: float, N: int, b: float) -> list[Traffic]:
-        return []  # `NormCap`'s goes with the meetings of the others; `Averaging.traffic` knows it
+        return []  # `NormCap`'s bytes go with the other modules' meetings; see `Averaging.traffic`
 
     def couples_every(self, N: int) -> float:
         return math.inf
@@ -71,12 +71,12 @@ class Updates(Module):
         self._note(fleet, nodes)
 
     def before_gradients(self, fleet: Fleet, step: int) -> None:
-        """Change the gradients of those who are there."""
+        """Change the present nodes' gradients."""
         grads = [block.grads for block in fleet.blocks if block.grads is not None]
         self._change(fleet, step, {row: [g[row] for g in grads] for row in self._rows(fleet)})
 
     def before_parameters(self, fleet: Fleet, step: int) -> None:
-        """Change the parameters of those who are there by changing what they have moved since they last met."""
+        """Change the present nodes' parameters through their updates since they last met."""
         met = list(self.row_state.values())
         both = list(zip(fleet.blocks, met, strict=True))
         moved = {row: [block.params[row] - old[row] for block, old in both] for row in self._rows(fleet)}
@@ -85,7 +85,7 @@ class Updates(Module):
                 torch.add(old[row], u, out=block.params[row])
 
     def after_meeting(self, fleet: Fleet) -> None:
-        """Note what those who were there hold now."""
+        """Record the values that the present nodes now hold."""
         self._note(fleet, fleet.comm.present)
 
     def _note(self, fleet: Fleet, nodes: Sequence[int]) -> None:
@@ -94,11 +94,11 @@ class Updates(Module):
             old[rows] = block.params[rows]
 
     def _rows(self, fleet: Fleet) -> list[int]:
-        """Return the rows here of those who are there and whose updates are looked at."""
+        """Return the local rows of present nodes whose updates may change."""
         return rows_of(fleet, [i for i in fleet.comm.present if self.cap is not None or i in self.bad])
 
     def _change(self, fleet: Fleet, step: int, updates: dict[int, list[Tensor]]) -> list[int]:
-        """Change `updates`, (P,) per block of each row, in place; return the rows whose updates are others now."""
+        """Change `updates`, (P,) per block of each row, in place; return the rows with changed updates."""
         changed = {row for row in updates if fleet.ranks[row] in self.bad}
         for row in changed:
             self._attack(fleet, updates[row], fleet.ranks[row], step)
@@ -125,7 +125,7 @@ class Updates(Module):
         most = cap.norm
         if most is None:
             mine = torch.tensor([norms.get(row, 0.0) for row in range(len(fleet))], dtype=torch.float64)
-            told = fleet.comm.wire.rows(mine, fleet.comm.present).tolist()  # who brings something is known
+            told = fleet.comm.wire.rows(mine, fleet.comm.present).tolist()  # all processes know who sends an update
             movers = [node for node, norm in zip(fleet.comm.present, told, strict=True) if norm]
             if not movers:
                 return set()
@@ -138,9 +138,9 @@ class Updates(Module):
 
 
 def _norm(u: list[Tensor], fleet: Fleet) -> float:
-    """Return the 2-norm of a node's update over all blocks, which does not depend on where its row lies.
+    """Return the 2-norm of a node's update over all blocks; it does not depend on where the row lies.
 
-    Where nodes are several processes, all of a node's ask for those of the same updates, and get the same.
+    If a node has several processes, all of them call this for the same updates, and get the same norm.
     """
     here = sum(float(x.double().square().sum()) for x in u)
     return math.sqrt(float(fleet.comm.wire.inside.sum(torch.tensor(here, dtype=torch.float64))))

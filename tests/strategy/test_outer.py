@@ -423,7 +423,7 @@ def test_slowmo_with_shared_buffers() -> None:
     same(kept, slowmo([0.05] * 12, 4, 1.0, 0.6))
     fresh = train(SlowMoStrategy(MOMENTUM, buffers="reset", **options), shards(3), 3).rows
     unlike(averaged.rows, kept), unlike(fresh, kept)
-    with pytest.raises(ArgumentError, match="keeps nothing"):
+    with pytest.raises(ArgumentError, match="keeps no state"):
         SlowMoStrategy("sgd", buffers="average")
 
 

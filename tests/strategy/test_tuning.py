@@ -125,7 +125,7 @@ def test_a_budget_under_two_rounds_is_refused_before_training(budget: float) -> 
 
 def test_a_budget_that_a_meeting_breaks_ends_the_run() -> None:
     """SparseLoCo's formula is of large blocks; of a small one a meeting takes more."""
-    with pytest.raises(TrainingError, match="the last synchronisation takes 327 more: raise the budget"):
+    with pytest.raises(TrainingError, match="the last synchronization takes 327 more: raise the budget"):
         budgeted("sparseloco", 400.0, max_steps=12)
 
 
@@ -341,7 +341,7 @@ class Odd(Tuner):
         (lambda: Drift(most=2, least=3), "most"),
         (lambda: Autocorrelation(gain=0.7), "gain=0.7"),
         (lambda: Autocorrelation(least=3.0), "at most most=2.0"),
-        (lambda: DiLoCoStrategy(tuner="drift").plan(1e6, 4, 4), "a tuner chooses H as it goes"),
+        (lambda: DiLoCoStrategy(tuner="drift").plan(1e6, 4, 4), "a tuner chooses H, but a formula needs one value"),
     ],
 )
 def test_what_cannot_be_is_refused(make: Any, words: str) -> None:

@@ -619,7 +619,7 @@ def test_bad_runs(options: dict[str, Any], words: str) -> None:
 
 
 def test_it_is_not_for_one_node_at_a_time() -> None:
-    with pytest.raises(StrategyError, match="cannot be run one node at a time"):
+    with pytest.raises(StrategyError, match="cannot run one node at a time"):
         AsyncDiLoCoStrategy()._init_node(nn.Linear(1, 1), 0, 1)
 
 
