@@ -1,6 +1,6 @@
-"""The command line: `exogym COMMAND`. One file per command; a command says what is wrong in one line.
+"""The command line: `exogym COMMAND`. One file per command; an error is one line on stderr.
 
-Exit status: 0 done, 1 failed, 2 bad input, 130 interrupted, 141 where nobody reads stdout any more.
+Exit status: 0 done, 1 failed, 2 bad input, 130 interrupted, 141 stdout is closed.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from exogym.core.base.streams import BROKEN_PIPE, STDERR, fill_in, is_stdout_gon
 from exogym.core.progress import notice
 from exogym.errors import ArgumentError, DataError, nearest
 
-# Typer brings its own copy of click or uses the installed one: what both raise for bad usage is this.
+# The error for bad usage. Typer uses its own copy of click or the installed one; this finds the right class.
 _UsageError: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 
-# Each command: its file in this folder, and its line in `exogym --help`. A file is loaded when its command runs, so
-# help does not wait for torch.
+# Each command: its file in this folder, and its line in `exogym --help`. Files load only when their command runs, so
+# `exogym --help` does not wait for torch.
 COMMANDS = {
-    "demo": ("demo", "Compare six ways to train four nodes, in half a minute."),
+    "demo": ("demo", "Compare six ways to train four nodes in half a minute."),
     "compare": ("compare", "Train one model under several strategies; compare them."),
     "sweep": ("sweep", "Train with every combination of the options you list."),
     "ui": ("ui", "Show runs in the browser, and start new ones."),
@@ -38,7 +38,7 @@ COMMANDS = {
     "wizard": ("wizard", "Train on the computers of this network, step by step."),
     "agent": ("agent", "Let other computers find this one and pair with it."),
     "discover": ("discover", "List computers that run exogym agent; pair with one."),
-    "reproduce": ("reproduce", "Train the claims of papers again, at a small size."),
+    "reproduce": ("reproduce", "Test claims of papers in small runs."),
     "benchmark": ("benchmark", "Measure bytes, quality and speed of every method."),
     "runs": ("runs", "List, show, compare, export and remove run folders."),
     "cluster": ("cluster", "Write job files for SLURM and Kubernetes."),
@@ -50,7 +50,7 @@ HELP = {"help_option_names": ["-h", "--help"]}
 
 
 class _Loaded(Mapping[str, Any]):
-    """The commands of `COMMANDS` by name, each loaded when it is asked for."""
+    """The commands of `COMMANDS` by name. A command loads at its first use."""
 
     def __iter__(self) -> Iterator[str]:
         return iter(COMMANDS)
@@ -74,7 +74,7 @@ class _Loaded(Mapping[str, Any]):
 
 
 class _Commands(typer.core.TyperGroup):
-    """`exogym`: its commands, of which help loads none."""
+    """The command `exogym`. Its help loads no command."""
 
     def __init__(self, **given: Any):
         super().__init__(**given)
@@ -93,7 +93,7 @@ app = typer.Typer(
     name="exogym",
     cls=_Commands,
     context_settings=HELP,
-    help="Simulate distributed training on one machine, and measure what each method costs and gives.",
+    help="Simulate distributed training on one machine; compare methods by bytes, time and quality.",
 )
 
 
@@ -106,14 +106,14 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and end.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     pass
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line on `arguments` (those of the process if None) and return the exit status."""
+    """Run the command line and return the exit status. `arguments`: default, the process's own."""
     given = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     fill_in()
     replace_letters()
@@ -122,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             status = app(given, prog_name="exogym", standalone_mode=False) or 0
             sys.stdout.flush()
-        except SystemExit as end:  # with 1 where click could not print
+        except SystemExit as end:  # click exits with 1 if it cannot print
             if not isinstance(end.__context__, BrokenPipeError):
                 raise
             status = BROKEN_PIPE
@@ -136,7 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _report(error: BaseException) -> int:
-    """Say in one line on stderr what went wrong; return the exit status."""
+    """Print the error as one line on stderr and return the exit status."""
     if isinstance(error, typer.Exit):
         return error.exit_code
     if isinstance(error, KeyboardInterrupt | typer.Abort):

@@ -1,4 +1,4 @@
-"""`exogym advise`: which strategy suits a model, a fleet and a network."""
+"""`exogym advise`: recommend a strategy for a model, its nodes and a network."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ from exogym.study.tasks import load_task
 
 DEFAULT_DEVICE = "h100"
 WANTED = {
-    "network": "which network, --network wifi",
-    "parameters": "how large the model is, --parameters 124M, or which task it is, --dataset NAME",
-    "nodes": "how many nodes there are, --nodes 4",
-    "step": "how long a step takes, --step-seconds 0.8, or what it computes, --flops 6e14",
-}  # what there is no answer without
+    "network": "the network (--network wifi)",
+    "parameters": "the model's size (--parameters 124M) or a task (--dataset NAME)",
+    "nodes": "the number of nodes (--nodes 4)",
+    "step": "a step's time (--step-seconds 0.8) or operations (--flops 6e14)",
+}  # required
 
 
 def advise(
     network: Annotated[str | None, typer.Option(metavar="TEXT", help=NETWORK_HELP)] = None,
     parameters: Annotated[
-        str | None, typer.Option(metavar="P", help="Trainable numbers of the model, as 124M or 1.3B.")
+        str | None, typer.Option(metavar="P", help="The model's trainable parameters, as 124M or 1.3B.")
     ] = None,
     dataset: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME", help=f"A task instead: its model, and a step measured here. {', '.join(DATASETS)}."
+            metavar="NAME", help=f"A task with its model; ExoGym measures a step here. {', '.join(DATASETS)}."
         ),
     ] = None,
     own_task: Annotated[
@@ -59,135 +59,157 @@ def advise(
     ] = None,
     hosts: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Measure these hosts first, into measured.json; see docs/real_machines.md."),
+        typer.Option(metavar="FILE", help="First measure these hosts into measured.json; see docs/real_machines.md."),
     ] = None,
     data: Annotated[
-        str | None, typer.Option(metavar="PATH", help="File or folder of the data, if not in the usual places.")
+        str | None, typer.Option(metavar="PATH", help="The task's data: a file or folder. [default: the usual places]")
     ] = None,
     nodes: Annotated[
-        int | None, typer.Option(metavar="N", help="[default: as --speeds or the network has, or the task's]")
+        int | None, typer.Option(metavar="N", help="Number of nodes. [default: from --speeds, the network or the task]")
     ] = None,
-    step_seconds: Annotated[str | None, typer.Option(metavar="S", help="Of a node's step, as 0.8 or 80ms.")] = None,
+    step_seconds: Annotated[
+        str | None, typer.Option(metavar="S", help="Time of a node's step, as 0.8 or 80ms.")
+    ] = None,
     flops: Annotated[
-        str | None, typer.Option(metavar="F", help="Operations of a node's step instead, as 6e14; on --device.")
+        str | None,
+        typer.Option(metavar="F", help="Instead of the time: operations of a node's step on --device, as 6e14."),
     ] = None,
     device: Annotated[
-        str | None, typer.Option(metavar="NAME", help=f"{', '.join(DEVICES)}. [default: {DEFAULT_DEVICE}]")
+        str | None,
+        typer.Option(metavar="NAME", help=f"Device for --flops: {', '.join(DEVICES)}. [default: {DEFAULT_DEVICE}]"),
     ] = None,
     device_utilisation: Annotated[
-        float | None, typer.Option(metavar="U", help=f"Share of the device's peak. [default: {DEFAULT_UTILISATION}]")
+        float | None,
+        typer.Option(
+            metavar="U", help=f"Share of the device's peak that a step reaches. [default: {DEFAULT_UTILISATION}]"
+        ),
     ] = None,
     speeds: Annotated[
-        str | None, typer.Option(metavar="LIST", help="Of the nodes, as 1,1,0.5: half as fast takes twice as long.")
+        str | None,
+        typer.Option(metavar="LIST", help="The nodes' speeds, as 1,1,0.5. A node with 0.5 takes twice as long."),
     ] = None,
     bytes_per_element: Annotated[
-        float | None, typer.Option(metavar="B", help="On the wire: 4 for fp32, 2 for bf16. [default: 4]")
+        float | None, typer.Option(metavar="B", help="Bytes sent for each number: 4 for fp32, 2 for bf16. [default: 4]")
     ] = None,
     strategies: Annotated[
         str,
         typer.Option(
             metavar="LIST",
-            help="To choose from, as in 'ddp,diloco:H=50,streaming_diloco:H=100:bits=4'. "
+            help="Strategies to rank, as 'ddp,diloco:H=50,streaming_diloco:H=100:bits=4'. "
             f"Names: {', '.join(sorted(STRATEGIES))}.",
         ),
     ] = ",".join(DEFAULT_STRATEGIES),
     target_utilisation: Annotated[
-        float, typer.Option(metavar="U", help="Share of its time that the slowest node must compute.")
+        float, typer.Option(metavar="U", help="The slowest node must compute for at least this share of the time.")
     ] = 0.9,
     algorithm: Annotated[
         str | None,
         typer.Option(
-            help="Collectives: cheapest for the network, or recorded, as exogym does them. [default: cheapest]"
+            help="Algorithm of collectives: cheapest on this network, or recorded (ExoGym's own). [default: cheapest]"
         ),
     ] = None,
     simulated: Annotated[
-        bool, typer.Option("--simulate", help="Also train each strategy for a short while; needs --dataset.")
+        bool, typer.Option("--simulate", help="Also train each strategy for some steps. Needs --dataset.")
     ] = False,
-    steps: Annotated[int | None, typer.Option(help="Of the simulation. [default: a quarter of the task's]")] = None,
-    seeds: Annotated[int | None, typer.Option(help="Of the simulation. [default: 1]")] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="With --simulate: steps of each node. [default: a quarter of the task's]")
+    ] = None,
+    seeds: Annotated[int | None, typer.Option(help="With --simulate: number of seeds. [default: 1]")] = None,
     batch_size: Annotated[
-        int | None, typer.Option(help="Of a node in a step, with --dataset. [default: the task's]")
+        int | None, typer.Option(help="With --dataset: examples per node and batch. [default: the task's]")
     ] = None,
     target_loss: Annotated[
-        float | None, typer.Option(metavar="L", help="Of the simulation. [default: 95 % of DDP's quality]")
+        float | None, typer.Option(metavar="L", help="With --simulate: loss to reach. [default: 95 % of DDP's quality]")
     ] = None,
-    processes: Annotated[str | None, typer.Option(metavar="P", help="Of the simulation, or auto. [default: 1]")] = None,
+    processes: Annotated[
+        str | None,
+        typer.Option(metavar="P", help="With --simulate: processes that share the nodes, or auto. [default: 1]"),
+    ] = None,
     accelerators: Annotated[
         str | None,
-        typer.Option(metavar="A", help="Of the whole fleet, each node having its share, as 1M: gives the goodput."),
+        typer.Option(
+            metavar="A", help="Accelerators of all nodes together, as 1M. Predicts the goodput despite failures."
+        ),
     ] = None,
     mtbf: Annotated[
         str | None, typer.Option(metavar="T", help="Mean time between failures of one accelerator, as 8760h.")
     ] = None,
     restart: Annotated[
         str | None,
-        typer.Option(metavar="T", help="From a failure until its node computes something new. [with --spot: 5min]"),
+        typer.Option(
+            metavar="T", help="Time from a failure until its node computes something new. [with --spot: 5min]"
+        ),
     ] = None,
     spot: Annotated[
         float | None,
         typer.Option(
-            metavar="RATE", help="Times an hour that a spot machine (of a node) is taken away: time and money."
+            metavar="RATE",
+            help="How often per hour the provider takes a node's spot machine away. Predicts time and money.",
         ),
     ] = None,
-    price: Annotated[float | None, typer.Option(metavar="P", help="Of such a machine an hour.")] = None,
+    price: Annotated[float | None, typer.Option(metavar="P", help="With --spot: price of a machine per hour.")] = None,
     checkpoint: Annotated[
-        str | None, typer.Option(metavar="T", help="With --spot: from one to the next. [default: 10min]")
+        str | None, typer.Option(metavar="T", help="With --spot: time between two checkpoints. [default: 10min]")
     ] = None,
     node: Annotated[
         str | None,
         typer.Option(
-            metavar="TEXT", help="A node is several devices, as 'shard=8,network=nvlink'; see docs/islands.md."
+            metavar="TEXT", help="Nodes of several devices, as 'shard=8,network=nvlink'; see docs/islands.md."
         ),
     ] = None,
     layers: Annotated[
-        int | None, typer.Option(help="Of the model; with --node, for tensor= or stages= needed.")
+        int | None, typer.Option(help="Layers of the model. Required if --node has tensor= or stages=.")
     ] = None,
     activation_bytes: Annotated[
         str | None,
-        typer.Option(metavar="B", help="That go from a layer to the next for a node's batch, as 100M; likewise."),
+        typer.Option(
+            metavar="B", help="Bytes from one layer to the next for a node's batch, as 100M. Required like --layers."
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Say which strategy suits a network.
+    """Recommend a strategy for a network.
 
-    --network takes a preset, a bandwidth and latency, or a file that exogym doctor --measure or the self-test wrote;
-    with --hosts the hosts are measured now. What was measured there of a step is used, too.
+    Ranks strategies by predicted time per step. Formulas need --parameters, --nodes and --step-seconds or --flops. With
+    --dataset, the task brings the model and ExoGym measures a step. With --simulate, ExoGym also trains each strategy
+    for some steps and ranks by predicted time to a validation loss.
 
-    Strategies are ranked by predicted time per step: for a model of any size by formula, from --parameters, --nodes and
-    --step-seconds (or --flops); for a task, --dataset, the model is its own and a step is measured. With --simulate
-    each is also trained for a short while, and ranked by the predicted time to a validation loss.
+    --network takes a preset, a bandwidth and a latency, or a file from exogym doctor --measure or the self-test.
+    --hosts measures the hosts first. A step measured in either way is used, too.
     """
     if dataset is not None and own_task is not None:
-        raise ArgumentError("--dataset and --task both name a task: give one of them")
+        raise ArgumentError("--dataset and --task both name a task: give only one")
     if own_task is not None and ":" not in own_task:
         raise ArgumentError(f"--task={own_task!r} should be module:function; --dataset takes {', '.join(DATASETS)}")
     if dataset is not None:
         check_dataset(dataset)
     dataset = own_task if dataset is None else dataset
     if parameters is not None and dataset is not None:
-        raise ArgumentError(f"say either {WANTED['parameters']}: not both")
+        raise ArgumentError("--parameters and a task both give the model's size: give only one")
     if flops is not None and step_seconds is not None:
-        raise ArgumentError("--step-seconds and --flops both say how long a step takes: give one of them")
+        raise ArgumentError("--step-seconds and --flops both give a step's time: give only one")
     _needs("--dataset", dataset, {"--data": data, "--batch-size": batch_size, "--simulate": simulated or None})
     of_simulations = {"--steps": steps, "--seeds": seeds, "--target-loss": target_loss, "--processes": processes}
     _needs("--simulate", simulated or None, of_simulations)
     _needs("--flops", flops, {"--device": device, "--device-utilisation": device_utilisation})
     if (spot is None) != (price is None):
-        raise ArgumentError("--spot and --price go together: how often a machine is taken away, what it costs an hour")
+        raise ArgumentError(
+            "--spot (machines lost per hour) and --price (per machine and hour) need each other: give both"
+        )
     _needs("--node", node, {"--layers": layers, "--activation-bytes": activation_bytes})
     _needs("--spot", spot, {"--checkpoint": checkpoint})
     machines = None if spot is None else Spot(spot, price or 0.0, restart or "5min", checkpoint or "10min")
     failing = {"--accelerators": accelerators, "--mtbf": mtbf} | ({} if spot is not None else {"--restart": restart})
     lacking = [option for option, given in failing.items() if given is None]
     if 0 < len(lacking) < len(failing):
-        raise ArgumentError(f"failures are said by {', '.join(failing)} together: give {' and '.join(lacking)}, too")
+        raise ArgumentError(f"{', '.join(failing)} belong together: also give {' and '.join(lacking)}")
     failures = None
     if accelerators is not None:
         failures = Failures(count_of("--accelerators", accelerators), mtbf, restart or "5min")
     speed = numbers_of("--speeds", speeds)
     if own_task is not None:
-        sys.path.insert(0, os.getcwd())  # where a module of one's own is looked for
+        sys.path.insert(0, os.getcwd())  # so that the user's module is found
     links = _links(network, hosts, dataset)
     work = None if flops is None else count_of("--flops", flops)
     step_s: Any = None if step_seconds == MEASURED else step_seconds
@@ -201,7 +223,7 @@ def advise(
     }  # fmt: skip
     missing = [WANTED[name] for name, value in told.items() if value is None]
     if links is None or missing:
-        raise ArgumentError("say " + "; ".join(missing))
+        raise ArgumentError("missing: " + "; ".join(missing))
     task = None
     if dataset is not None:
         task = load_task(dataset, data)
@@ -216,7 +238,7 @@ def advise(
         }
         for option, given in by_formula.items():
             if given is not None:
-                raise ArgumentError(f"{option} is for formulas; a simulation does as exogym does: leave it out")
+                raise ArgumentError(f"{option} is only for formulas: leave it out with --simulate")
         step = (step_s or step_seconds) if work is None else seconds_of(work, device or DEFAULT_DEVICE, share)
         live = LiveTable(split_strategies(strategies), 1 if seeds is None else seeds)
         with live:
@@ -258,7 +280,7 @@ def _print_spot(machines: Spot, advice: Advice, num_nodes: int) -> None:
 
 
 def _links(network: str | None, hosts: Path | None, task: str | None) -> Network | None:
-    """Return the network that is named, or that is measured on the hosts now; one that is named must be theirs."""
+    """Return the named network, or measure the hosts. With both, the named measurement must belong to the hosts."""
     if hosts is None:
         return None if network is None else Network.of(network)
     config = HostsConfig.load(hosts)
@@ -266,27 +288,27 @@ def _links(network: str | None, hosts: Path | None, task: str | None) -> Network
         return measure_hosts(config, MEASURED_FILE, task=task)
     links = Network.of(network)
     if links.measurement is None:
-        raise ArgumentError(f"--hosts measures, and --network {network} is no measurement: leave one of them out")
+        raise ArgumentError(f"--network {network} is not a measurement of --hosts: leave one of them out")
     links.measurement.check_hosts(config.addresses)
     return links
 
 
 def _measured_steps(links: Network | None, task: str | None) -> list[float] | None:
-    """Return the seconds of a step of each node, if they were measured of this task; no task: of any."""
+    """Return the measured seconds of each node's step, if they are this task's. Without a task, any task's count."""
     if links is None or links.measurement is None or links.measurement.step_s is None:
         return None
     return links.measurement.step_s if task in (None, links.measurement.task) else None
 
 
 def _needs(option: str, given: object, others: Mapping[str, object]) -> None:
-    """Raise ArgumentError where one of `others` is given without `option`."""
+    """Raise ArgumentError if one of `others` is given without `option`."""
     for other, value in others.items():
         if value is not None and given is None:
             raise ArgumentError(f"{other} needs {option}: give it too, or leave {other} out")
 
 
 def print_advice(advice: Advice, file: TextIO) -> None:
-    """Print the ranked table, the recommendation and the assumptions: drawn where `file` is a terminal, else plain."""
+    """Print the ranked table, the recommendation and the assumptions. A terminal gets tables, a file plain text."""
     console = Console(file=file)
     if not console.is_terminal:
         print(advice, file=file)

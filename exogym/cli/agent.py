@@ -17,11 +17,7 @@ PORT = 8422
 
 
 def needs_packages() -> None:
-    """See that the extra is installed.
-
-    Raises:
-        ExoGymError: it is not.
-    """
+    """Raise ExoGymError if a package of the extra `discover` is not installed."""
     for name in PACKAGES:
         needs(name, "discover")
 

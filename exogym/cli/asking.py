@@ -1,4 +1,4 @@
-"""Questions in the terminal. An option answers each of them, too."""
+"""Questions in the terminal. Each question also has an option."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from exogym.core.progress import notice
 from exogym.errors import ArgumentError
 
 T = TypeVar("T")
-PLAIN_WIDTH = 160  # where there is no terminal
+PLAIN_WIDTH = 160  # without a terminal
 
 
 def console_on(file: TextIO) -> Console:
@@ -22,13 +22,13 @@ def console_on(file: TextIO) -> Console:
 
 
 def say(text: str) -> None:
-    """Print `text`, in a terminal broken between words."""
+    """Print `text`. A terminal breaks its lines between words."""
     console = Console(file=sys.stdout, highlight=False)
     console.print(text, markup=False, soft_wrap=not console.is_terminal)
 
 
 class Asker:
-    """Asks what no option has answered, where there is a terminal; elsewhere takes the default, and says which.
+    """Asks in a terminal the questions that no option has answered. Without a terminal it takes and prints the default.
 
     Raises (from each question):
         ArgumentError: there is no terminal and no default; the message names the option.
@@ -50,7 +50,7 @@ class Asker:
         return answer
 
     def several(self, flag: str, question: str, choices: Mapping[T, str]) -> list[T]:
-        """Return some of `choices`, at first all."""
+        """Return some of `choices`, {value: text}. At first all are selected."""
         if not self.can_ask:
             return self._without(flag, question, None)
         import questionary
@@ -62,7 +62,7 @@ class Asker:
         return answer
 
     def text(self, flag: str, question: str, read: Callable[[str], T], default: str | None = None) -> T:
-        """Return what `read` makes of the answer; what it refuses is asked again."""
+        """Return `read(answer)`. If `read` raises ArgumentError, ask again."""
         if not self.can_ask:
             return read(self._without(flag, question, default))
         import questionary
@@ -77,7 +77,7 @@ class Asker:
         return read(questionary.text(question, default=default or "", validate=is_good).unsafe_ask())
 
     def sure(self, question: str, default: bool = True) -> bool:
-        """Ask for a yes; without a terminal it is a no."""
+        """Ask yes or no. Without a terminal, return False."""
         if not self.can_ask:
             return False
         import questionary
@@ -92,10 +92,10 @@ class Asker:
 
 
 def count(text: str) -> int:
-    """Return a whole number of at least 1.
+    """Read a whole number of at least 1.
 
     Raises:
-        ArgumentError: `text` is something else.
+        ArgumentError: `text` is not such a number.
 
     >>> count(" 300 ")
     300
@@ -106,10 +106,10 @@ def count(text: str) -> int:
 
 
 def pairs(option: str, given: Sequence[str]) -> dict[str, str]:
-    """Return the texts NAME=VALUE of an option by name.
+    """Read the texts NAME=CODE of an option as a dict.
 
     Raises:
-        ArgumentError: a text without "=".
+        ArgumentError: a text has no "=".
 
     >>> pairs("--code", ["den=123-456"])
     {'den': '123-456'}

@@ -1,4 +1,4 @@
-"""`exogym benchmark`: the table of methods, measured again on this machine, and its page."""
+"""`exogym benchmark`: measure all methods on this machine and write a page with the table."""
 
 from __future__ import annotations
 
@@ -29,45 +29,52 @@ PAGE = "benchmark.md"
 
 def benchmark(
     full: Annotated[
-        bool, typer.Option("--full", help="All strategies, 2 to 64 nodes, MNIST too, and CIFAR-10 with --data: hours.")
+        bool,
+        typer.Option(
+            "--full", help="All strategies, 2 to 64 nodes, also MNIST, and CIFAR-10 with --data. Takes hours."
+        ),
     ] = False,
     tasks: Annotated[
-        str | None, typer.Option(metavar="LIST", help=f"Of {', '.join(FULL.tasks)}. [default: {','.join(SHORT.tasks)}]")
+        str | None,
+        typer.Option(metavar="LIST", help=f"Tasks: {', '.join(FULL.tasks)}. [default: {','.join(SHORT.tasks)}]"),
     ] = None,
-    nodes: Annotated[str | None, typer.Option(metavar="LIST", help="[default: 2,4,8]")] = None,
+    nodes: Annotated[str | None, typer.Option(metavar="LIST", help="Numbers of nodes. [default: 2,4,8]")] = None,
     strategies: Annotated[
-        str | None, typer.Option(metavar="LIST", help="As `exogym compare` has them; single and ddp go with any.")
+        str | None,
+        typer.Option(metavar="LIST", help="Strategies, as in exogym compare. single and ddp are always added."),
     ] = None,
-    data: Annotated[str | None, typer.Option(metavar="PATH", help="cifar10.npz, or its folder.")] = None,
+    data: Annotated[str | None, typer.Option(metavar="PATH", help="The file cifar10.npz, or its folder.")] = None,
     out: Out = Path("runs/benchmark"),
     page: Annotated[Path | None, typer.Option(metavar="FILE", help=PAGE_HELP.format(PAGE))] = None,
     only_page: OnlyPage = False,
     throughput: Annotated[
-        bool, typer.Option("--throughput", help="Measure examples per second again, best while nothing else runs.")
+        bool, typer.Option("--throughput", help="Measure examples per second again. Nothing else should run.")
     ] = False,
     short: Short = False,
     processes: Processes = "1",
     device: Device = "auto",
     debug: Debug = False,
 ) -> None:
-    """Measure what each method sends, what it loses and how fast it is, with more and more nodes; write a page of it.
+    """Measure the bytes, quality and speed of each method as nodes are added, and write a page.
 
-    Says first how long it will take: without options less than an hour on two quiet cores. Each run is kept when it has
-    ended: the same command goes on after Ctrl-C, and trains nothing twice.
+    First prints how long it will take: without options, less than an hour on two idle cores. Each finished run is
+    saved. After Ctrl-C the same command continues and trains no finished run again.
     """
     scope = _scope(full, tasks, nodes, strategies)
     command = _command(full, short, tasks=tasks, nodes=nodes, strategies=strategies, data=data)
     if page is None:
         page = out / ("short.md" if short else PAGE)
     elif short:
-        raise ArgumentError("--short says nothing about a method, so it writes to no --page: leave out one of the two")
+        raise ArgumentError(
+            "--short proves nothing about a method, so it writes no --page: leave out --short or --page"
+        )
     if page.suffix != ".md":
         raise ArgumentError(f"--page={str(page)!r} should end in .md, as docs/{PAGE}")
     check_matplotlib()
     results = Results(page.with_suffix(".json"))
     if only_page:
         if not results.parts:
-            raise ArgumentError(f"{results.path} is not there: train first, without --only-page")
+            raise ArgumentError(f"{results.path} does not exist: train first, without --only-page")
         write(results.found, page)
         print(f"written: {page}")
         return
@@ -78,15 +85,15 @@ def benchmark(
     )  # fmt: skip
     parts = parts_of(scope, work, files, lambda why: notice(f"left out: {why}"))
     if not parts:
-        raise ArgumentError(f"nothing is left of the tasks {', '.join(scope.tasks)}: see the lines above")
+        raise ArgumentError(f"none of the tasks {', '.join(scope.tasks)} can be trained: see the lines above")
     for method in scope.methods if strategies is not None else ():
         if not any(method in part.cells for part in parts):
-            raise ArgumentError(f"--strategies: {method!r} can be trained on none of the tasks: see the lines above")
+            raise ArgumentError(f"--strategies: none of the tasks can train {method!r}: see the lines above")
     cells = different(cell for part in parts for cell in part.cells.values())
     left = sum(len(work.missing(cell)) for cell in cells)
     if left:
         span = readable_seconds(work.seconds_left(cells))
-        notice(f"{left} of {len(cells) * len(work.seeds)} runs are to be trained, about {span} in one process")
+        notice(f"{left} of {len(cells) * len(work.seeds)} runs left to train, about {span} in one process")
     try:
         for part in parts:
             work.train([part], of=parts)
@@ -95,7 +102,7 @@ def benchmark(
         untimed = [part for part in parts if throughput or not results.is_timed(part)]
         if untimed:
             span = readable_seconds(sum(seconds_of_turns(part, work) for part in untimed))
-            notice(f"examples per second are measured, in about {span}: best while nothing else runs here")
+            notice(f"measuring examples per second for about {span}: nothing else should run here")
         for part in untimed:
             results.time(part, work, command)
             write(results.found, page)
@@ -103,13 +110,13 @@ def benchmark(
         at = {"out": out, "page": page, "processes": processes, "device": device}
         defaults = {"page": out / ("short.md" if short else PAGE), "processes": "1", "device": "auto"}
         options = [f"--{name} {value}" for name, value in at.items() if value != defaults.get(name)]
-        notice(f"to go on: {' '.join([command, *options])}")
+        notice(f"to continue: {' '.join([command, *options])}")
         raise typer.Exit(INTERRUPTED) from None
     print(f"written: {page}")
 
 
 def _scope(full: bool, tasks: str | None, nodes: str | None, strategies: str | None) -> Scope:
-    """Return what is trained, as the options say."""
+    """Return the tasks, node counts and methods that the options name."""
     scope = FULL if full else SHORT
     if tasks is not None:
         names = tuple(dict.fromkeys(name.strip() for name in tasks.split(",")))
@@ -128,7 +135,7 @@ def _scope(full: bool, tasks: str | None, nodes: str | None, strategies: str | N
 
 
 def _command(full: bool, short: bool, **options: str | None) -> str:
-    """Return the command as it was given."""
+    """Return the command with the options given."""
     words = ["exogym benchmark", "--full" if full else "", "--short" if short else ""]
     words += [f"--{name} {value}" for name, value in options.items() if value is not None]
     return " ".join(word for word in words if word)

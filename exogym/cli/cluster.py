@@ -20,7 +20,7 @@ from exogym.machines.cluster import Pods, SlurmJob, cancel, dockerfile, job_scri
 from exogym.machines.cluster.kubernetes import document
 
 app = typer.Typer(help="Write job scripts for SLURM and manifests for Kubernetes; watch SLURM jobs.")
-WORDS = {"allow_interspersed_args": False}  # behind the script all words are its own
+WORDS = {"allow_interspersed_args": False}  # words after the script belong to the script
 Script = Annotated[str, typer.Argument(metavar="SCRIPT", help="Path of a Python file.")]
 Arguments = Annotated[
     list[str] | None,
@@ -34,14 +34,14 @@ Processes = Annotated[int | None, typer.Option(metavar="P", help="Processes per 
 
 
 class _OfScript(typer.core.TyperCommand):
-    """A command that takes a script and the script's arguments, and refuses its own options among these."""
+    """A command with a script and the script's arguments. It refuses its own options after the script."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         given = list(args)
         left: list[str] = super().parse_args(ctx, args)
         words = list(ctx.params.get("arguments") or ())
         before = given[: len(given) - len(words)]
-        if before[-2:-1] != ["--"]:  # else all that follows is the script's
+        if before[-2:-1] != ["--"]:  # after --, all words are the script's
             ctx.params["arguments"] = self._script_words(ctx, before, words)
         return left
 
@@ -49,7 +49,7 @@ class _OfScript(typer.core.TyperCommand):
         """Return the script's words, without the -- among them.
 
         Raises:
-            ArgumentError: an option of this command stands among them, and no -- before it.
+            ArgumentError: one of this command's options stands among them, without -- before it.
         """
         end = words.index("--") if "--" in words else len(words)
         known: dict[str, Any] = {
@@ -68,8 +68,8 @@ class _OfScript(typer.core.TyperCommand):
             right = shlex.join([*before[:-1], *ours, before[-1], *theirs, *words[end:]])
             as_theirs = shlex.join([*before, "--", *words[:end], *words[end + 1 :]])
             raise ArgumentError(
-                f"{ours[0].partition('=')[0]} stands after the script. For the job, put it before the script: "
-                f"{ctx.command_path} {right}. For the script, put -- before it: {ctx.command_path} {as_theirs}"
+                f"{ours[0].partition('=')[0]} stands after the script. For the job, write it before the script: "
+                f"{ctx.command_path} {right}. For the script, write -- first: {ctx.command_path} {as_theirs}"
             )
         return [*words[:end], *words[end + 1 :]]
 
@@ -141,7 +141,7 @@ def kubernetes(
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for run.yaml and Dockerfile.")] = Path("kubernetes"),
     debug: Debug = False,
 ) -> None:
-    """Write manifests for Kubernetes, and a Dockerfile for the image.
+    """Write manifests for Kubernetes and a Dockerfile.
 
     The pods may be preempted. Your script must call fit(save_dir=MOUNT, resume=True).
     """
@@ -177,7 +177,10 @@ def logs(
 
 @app.command("cancel")
 def end(job: JobNumber, debug: Debug = False) -> None:
-    """Cancel a SLURM job; it saves first if the script has a save_dir."""
+    """Cancel a SLURM job.
+
+    The job saves a checkpoint first, if its script has a save_dir.
+    """
     cancel(job)
     notice(f"job {job} is canceled")
 

@@ -1,4 +1,4 @@
-"""`exogym compare`: train one model under several strategies; a table, pictures and the numbers."""
+"""`exogym compare`: train one model under several strategies; print a table, draw curves, save the numbers."""
 
 from __future__ import annotations
 
@@ -26,34 +26,36 @@ from exogym.study.compare.asked import PASSED_AS_TEXT, ComparisonOptions
 from exogym.study.compare.comparison import Comparison
 from exogym.study.compare.folder import saved_in
 
-NETWORK_HELP = f"Preset ({', '.join(PRESETS)}), a bandwidth and a latency as '100Mbps,20ms', or a .json file."
+NETWORK_HELP = f"A preset ({', '.join(PRESETS)}), '100Mbps,20ms' (bandwidth, latency), or a .json file."
 
-# Options that several commands have, named as in `fit` and shorter on the command line.
+# Options of several commands. Parameters are named as in `fit`; the command line's names are shorter.
 NodesOption = Annotated[int | None, typer.Option("--nodes", help=f"{words_of('num_nodes')} [default: the task's]")]
 StepsOption = Annotated[int | None, typer.Option("--steps", help="Steps of each node. [default: the task's]")]
-BatchOption = Annotated[int | None, typer.Option(help="Examples of a node's batch. [default: the task's]")]
+BatchOption = Annotated[int | None, typer.Option(help="Examples per node and batch. [default: the task's]")]
 ValSizeOption = Annotated[int | None, typer.Option(help=f"{words_of('val_size')} [default: 500]")]
-ValIntervalOption = Annotated[int | None, typer.Option(help="Steps between evaluations. [default: 10 to 30 of them]")]
+ValIntervalOption = Annotated[
+    int | None, typer.Option(help="Steps between evaluations. [default: gives 10 to 30 evaluations]")
+]
 PartitionOption = Annotated[
     str | None,
     typer.Option(
         "--partition",
         metavar="HOW",
-        help=f"{words_of('partitioner')} iid, dirichlet:0.3, shards:2, quantity:1. [default: the task's]",
+        help=f"{words_of('partitioner')} One of iid, dirichlet:0.3, shards:2, quantity:1. [default: the task's]",
     ),
 ]
 DeviceOption = Annotated[str, typer.Option(help=words_of("device"))]
 NetworkOption = Annotated[str | None, typer.Option(metavar="TEXT", help=f"{words_of('network')} {NETWORK_HELP}")]
 StepSecondsOption = Annotated[
     str | None,
-    typer.Option(metavar="S", help=f"{words_of('step_seconds')} As 0.08 or 80ms. [default: measured, on this machine]"),
+    typer.Option(metavar="S", help=f"{words_of('step_seconds')} As 0.08 or 80ms. [default: measured on this machine]"),
 ]
 
 
 def also_of_runs(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the options that are passed on to each run and have a text form, but for those that it has.
+    """Add the options of runs that can be written as text, except those that the command already has.
 
-    The command finds them in its context, by `options_of_runs`.
+    The command reads them with `options_of_runs`.
     """
     own = inspect.signature(command, eval_str=True).parameters
     further = [
@@ -73,18 +75,16 @@ def also_of_runs(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def options_of_runs(context: typer.Context) -> dict[str, Any]:
-    """Return what a command that `also_of_runs` changed is given for each run."""
+    """Return the options that `also_of_runs` added, with their given values."""
     return {name: context.params[name] for name in PASSED_AS_TEXT}
 
 
 @also_of_runs
 def compare(
     context: typer.Context,
-    dataset: Annotated[
-        str, typer.Option(help=f"What to train on: {', '.join(DATASETS)}, or MODULE:FUNCTION of your own.")
-    ] = "digits",
+    dataset: Annotated[str, typer.Option(help=f"Task: {', '.join(DATASETS)}, or your own MODULE:FUNCTION.")] = "digits",
     data: Annotated[
-        str | None, typer.Option(metavar="PATH", help="File or folder of the data, if not in the usual places.")
+        str | None, typer.Option(metavar="PATH", help="The task's data: a file or folder. [default: the usual places]")
     ] = None,
     strategies: Annotated[
         str,
@@ -97,7 +97,7 @@ def compare(
     num_nodes: NodesOption = None,
     max_steps: StepsOption = None,
     batch_size: BatchOption = None,
-    seeds: Annotated[int, typer.Option(help="How often to train, each time from other weights.")] = 3,
+    seeds: Annotated[int, typer.Option(help="Number of seeds: runs per strategy, each from other weights.")] = 3,
     lr: Annotated[
         float | None, typer.Option(help="Learning rate of the inner optimizer. [default: the task's]")
     ] = None,
@@ -110,36 +110,36 @@ def compare(
     step_seconds: StepSecondsOption = None,
     speeds: Annotated[
         str | None,
-        typer.Option(metavar="LIST", help="Of the nodes there, as 1,1,0.5: half as fast takes twice as long."),
+        typer.Option(metavar="LIST", help="The nodes' speeds there, as 1,1,0.5. A node with 0.5 takes twice as long."),
     ] = None,
     target_loss: Annotated[
         float | None,
-        typer.Option(metavar="L", help="Loss whose time of arrival is predicted. [default: 95 % of DDP's quality]"),
+        typer.Option(metavar="L", help="Predict the time to reach this loss. [default: 95 % of DDP's quality]"),
     ] = None,
     timeline: Annotated[
-        bool, typer.Option("--timeline", help="Draw who computes, sends and waits in the first rounds; write traces.")
+        bool,
+        typer.Option("--timeline", help="Draw which node computes, sends or waits in the first rounds; write traces."),
     ] = False,
     out: Annotated[
-        Path, typer.Option(metavar="DIR", help="Folder in which the new folder NAME-TIME of results is made.")
+        Path, typer.Option(metavar="DIR", help="Parent of the new folder NAME-TIME with the results.")
     ] = Path("runs"),
     resume: Annotated[
         bool,
-        typer.Option("--resume", help="Go on with an interrupted comparison in its own folder, --out RUN, as it was."),
+        typer.Option("--resume", help="Continue an interrupted comparison with its options; --out is its folder."),
     ] = False,
     debug: Debug = False,
 ) -> None:
     """Train the same model from the same weights on the same data under several strategies, and compare.
 
-    Prints a table and one sentence, and writes run.json, summary.csv, metrics.csv, loss_vs_steps.png and
-    loss_vs_bytes.png into a new folder. Quality is DDP's validation loss over the strategy's; reduction is DDP's bytes
-    over the strategy's; mean ± standard deviation over seeds.
+    Prints a table and its main finding. Writes run.json, summary.csv, metrics.csv, loss_vs_steps.png and
+    loss_vs_bytes.png into a new folder. Quality is DDP's validation loss divided by the strategy's; reduction is DDP's
+    bytes divided by the strategy's. Numbers are mean ± standard deviation over seeds.
 
-    With --network the table also has predicted time to the end, share of it waited, and time to the target loss; and
-    loss_vs_time.png is drawn.
+    With --network the table also predicts the total time, the share of it spent waiting, and the time to the target
+    loss. It also draws loss_vs_time.png.
 
-    Each run is kept in a folder of its own as soon as it has ended, so Ctrl-C or a crash loses only the one under way,
-    and --resume goes on. MODULE:FUNCTION is a function of yours that returns an exogym.tasks.Task; the current folder
-    is looked in.
+    Each finished run has its own folder. Ctrl-C or a crash loses only the current run; --resume continues.
+    MODULE:FUNCTION names your function that returns an exogym.tasks.Task. The module may be in the current folder.
     """
     known = {field.name for field in fields(ComparisonOptions)} - {"out", "resume"}
     given = {name: value for name, value in context.params.items() if name in known}
@@ -157,23 +157,25 @@ def compare(
     except ComparisonInterrupted as stopped:
         if stopped.result is not None:
             show(stopped.result)
-        notice(f"to go on: exogym compare --resume --out {shlex.quote(str(stopped.folder))}")
+        notice(f"to continue: exogym compare --resume --out {shlex.quote(str(stopped.folder))}")
         raise typer.Exit(INTERRUPTED) from stopped
     show(result)
 
 
 def _as_before(context: typer.Context, out: Path, given: dict[str, Any]) -> dict[str, Any]:
-    """Return those arguments of the comparison in `out` that this command line leaves open."""
+    """Return the arguments of the comparison in `out` that this command line does not give."""
 
     def is_open(option: str) -> bool:
         source = context.get_parameter_source(option)
         return source is not None and source.name == "DEFAULT"
 
     if is_open("out"):
-        raise ArgumentError("--resume goes on in a comparison's folder: name it, --out runs/digits-20261122-120000")
+        raise ArgumentError(
+            "--resume needs the comparison's folder: give --out, as in --out runs/digits-20261122-120000"
+        )
     before = in_full(saved_in(out).get("arguments", {}))
     if not isinstance(before.get("problem"), str) or not isinstance(before.get("strategies"), str):
-        raise ArgumentError(f"--out {out}: that comparison was started from Python: go on there, with resume=True")
+        raise ArgumentError(f"--out {out}: this comparison was started from Python: continue it there with resume=True")
     options = {name: "dataset" if name == "problem" else name for name in given}
     return {name: before[name] for name, option in options.items() if name in before and is_open(option)}
 

@@ -1,4 +1,4 @@
-"""`exogym demo`: the comparison to begin with, and the command that makes it."""
+"""`exogym demo`: a first comparison. It prints the command that it runs."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ PASSED_ON = {"ignore_unknown_options": True, "allow_extra_args": True, "help_opt
 
 
 def demo(context: typer.Context) -> None:
-    """Compare six ways to train four nodes on 1,797 real handwritten digits: about half a minute.
+    """Compare six ways to train four nodes on 1,797 handwritten digits, in about half a minute.
 
-    It is an `exogym compare`, shown as it is started; further options are those of that command.
+    Prints an exogym compare command and runs it. Takes the options of exogym compare, too.
     """
     words = [*WORDS, *context.args]
     notice(f"exogym compare {shlex.join(words)}")

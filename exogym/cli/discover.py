@@ -1,4 +1,4 @@
-"""`exogym discover`: list the computers that wait for others in this network, and pair with one."""
+"""`exogym discover`: list the computers of this network that run `exogym agent`, and pair with one."""
 
 from __future__ import annotations
 
@@ -25,17 +25,18 @@ from exogym.machines.remote import Host, HostsConfig
 if TYPE_CHECKING:
     from exogym.machines.discovery import Found
 
-AT_ONCE = 16  # computers that are asked
+AT_ONCE = 16  # computers asked at the same time
 
 
 def discover(
-    seconds: Annotated[float, typer.Option(metavar="S", help="How long to listen.")] = 3.0,
+    seconds: Annotated[float, typer.Option(metavar="S", help="Seconds to listen.")] = 3.0,
     at: At = None,
     pair_with: Annotated[
-        str | None, typer.Option("--pair", metavar="NAME", help="Pair with this computer. Needs the code it shows.")
+        str | None, typer.Option("--pair", metavar="NAME", help="Pair with this computer, by the code that it shows.")
     ] = None,
     code: Annotated[
-        str | None, typer.Option(metavar="CODE", help="Code that it shows. [default: ask in the terminal]")
+        str | None,
+        typer.Option(metavar="CODE", help="Code that the computer of --pair shows. [default: ask in the terminal]"),
     ] = None,
     hosts: Annotated[Path, typer.Option(metavar="FILE", help="Hosts file with the paired computers.")] = Path(
         "distributed_hosts.json"
@@ -47,8 +48,8 @@ def discover(
 ) -> None:
     """List the computers that run exogym agent, or pair with one.
 
-    Computers in the hosts file report their device and versions over SSH. --pair adds the computer of that name to the
-    hosts file, after you type the code that it shows.
+    Computers in the hosts file report their device and versions over SSH. --pair adds the named computer to the hosts
+    file after you type the code that it shows.
     """
     needs_packages()
     if seconds <= 0:
@@ -77,7 +78,7 @@ def discover(
 
 
 def _row(found: Found, host: Host | None) -> dict[str, Any]:
-    """Return what is known of an agent: what it is, if it is the `host` of the hosts file that lets us in."""
+    """Return an agent's row of the table. For a `host` of the hosts file, add the facts it reports over SSH."""
     from exogym.machines.discovery.facts import cleaned
     from exogym.machines.remote.inquiry import ask
 
@@ -91,10 +92,11 @@ def _row(found: Found, host: Host | None) -> dict[str, Any]:
 
 
 def agents(seconds: float, places: Sequence[str]) -> list[Found]:
-    """Return the agents at `places`, or those that announce themselves.
+    """Return the agents at `places`. Without places, return all agents that announce themselves.
 
     Raises:
-        ArgumentError: a place is no address with a port.
+        ArgumentError: a place is not ADDRESS or ADDRESS:PORT.
+        ExoGymError: no agent answers at a place.
     """
     from exogym.machines.discovery import Found, find
     from exogym.machines.discovery.announcing import name_at
@@ -115,26 +117,24 @@ def agents(seconds: float, places: Sequence[str]) -> list[Found]:
 
 
 def chosen(found: Sequence[Found], name: str) -> Found:
-    """Return the one agent of that name, or at that address.
+    """Return the agent with this name or address.
 
     Raises:
-        ArgumentError: no computer or several have that name.
+        ArgumentError: no computer, or several computers, have this name.
     """
     alike = [one for one in found if one.answers and name in (one.name, one.address)]
     if len(alike) > 1:
         places = ", ".join(one.address for one in alike)
-        raise ArgumentError(f"several computers are called {name}: give your computer's address: {places}")
+        raise ArgumentError(f"several computers have the name {name}: give one address: {places}")
     if not alike:
         names = [one.name for one in found if one.answers]
-        hint = (
-            nearest(name, names) if names else "no computer was found: start exogym agent there, or give --at ADDRESS"
-        )
-        raise ArgumentError(f"there is no computer {name!r}: {hint}")
+        hint = nearest(name, names) if names else "no computer was found: start exogym agent there or give --at ADDRESS"
+        raise ArgumentError(f"found no computer {name!r}: {hint}")
     return alike[0]
 
 
 def described(facts: dict[str, Any]) -> str:
-    """Return in words what a paired computer told.
+    """Return a paired computer's facts as one line of text.
 
     >>> described({"device": "cpu", "cores": 8, "memory_bytes": 16e9, "speed_flops": 2e11, "torch": "2.13.0"})
     'cpu, 8 cores, 16 GB, 200 GFLOP/s, torch 2.13.0'
@@ -152,8 +152,8 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
     console = console_on(sys.stdout)
     if not rows:
         console.print(
-            "no computer was found: start exogym agent on the other computers of this network. If mDNS does not reach "
-            "them (guest networks, firewalls on UDP 5353), give --at ADDRESS", soft_wrap=True,
+            "no computer was found: start exogym agent on the other computers of this network. If mDNS cannot reach "
+            "them (guest network, firewall on UDP 5353), give --at ADDRESS", soft_wrap=True,
         )  # fmt: skip
         return
     table = Table("name", "address", "", box=None, pad_edge=False)

@@ -1,4 +1,4 @@
-"""`exogym distributed-train`: train what a profile of a config file describes on the hosts of a hosts file."""
+"""`exogym distributed-train`: train on the hosts of a hosts file, as a profile in a config file says."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ JOB = "exogym.machines.remote.job"
 
 
 def distributed_train(
-    profile: Annotated[str, typer.Argument(metavar="PROFILE", help="NAME of a section [distributed:NAME].")],
+    profile: Annotated[
+        str, typer.Argument(metavar="PROFILE", help="NAME of the config file's section [distributed:NAME].")
+    ],
     hosts: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Hosts file. [default: the profile's hosts_config]")
     ] = None,
@@ -58,7 +60,9 @@ def distributed_train(
         raise ArgumentError("no hosts file: give --hosts FILE, or hosts_config in the profile")
     known = HostsConfig.load(file)
     if run.nodes is not None and run.nodes < known.slots:
-        raise ArgumentError(f"nodes = {run.nodes} for {known.slots} slots in the hosts file: each needs a node")
+        raise ArgumentError(
+            f"nodes = {run.nodes} for {known.slots} slots in the hosts file: give each slot at least one node"
+        )
     expected = _measurement_of(known, network)
     if dry_run:
         launcher_of(run, known, sync).launch(
@@ -86,13 +90,13 @@ def train(
     sync: bool,
     watching: Callable[[Path], contextlib.AbstractContextManager[object]] | None = None,
 ) -> tuple[Path, FitResults]:
-    """Train a profile on hosts, from the current folder; return the new folder in runs/, and the results in it.
+    """Train a profile on hosts, from the current folder. Return the new folder in runs/ and the results in it.
 
     Args:
-        watching: entered with that folder while it trains, instead of printing what the ranks print.
+        watching: called with the new folder; the context manager that it returns replaces the ranks' output.
 
     Raises:
-        typer.Exit: a host failed; with its exit status.
+        typer.Exit: a host failed. The exit status is the host's.
     """
     launcher = launcher_of(run, hosts, sync, echo=watching is None)
     folder = new_folder(Path(RUNS).absolute(), name.replace("/", "-"))
@@ -122,13 +126,13 @@ def train(
 
 
 def _measurement_of(hosts: HostsConfig, file: Path | None) -> Network | None:
-    """Return what was measured of the hosts, in the file that is named, or in measured.json if it is of them."""
+    """Return the hosts' measurement from `file`. Default: measured.json, if it belongs to these hosts."""
     path = file or Path(MEASURED_FILE)
     if file is None and not path.exists():
         return None
     network = Network.of(str(path))
     if network.measurement is None:
-        raise ArgumentError(f"{path} is no measurement: exogym doctor --hosts FILE --measure writes one")
+        raise ArgumentError(f"{path} is not a measurement: exogym doctor --hosts FILE --measure writes one")
     try:
         network.measurement.check_hosts(hosts.addresses)
     except ArgumentError as error:

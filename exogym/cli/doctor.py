@@ -23,7 +23,7 @@ def doctor(
         "distributed_hosts.json"
     ),
     sync: Annotated[
-        bool, typer.Option("--sync", help="Check that the project can be copied, instead of its files.")
+        bool, typer.Option("--sync", help="Check that the project can be copied, not that its files are equal.")
     ] = False,
     save_dir: Annotated[
         str | None,
@@ -31,20 +31,22 @@ def doctor(
     ] = None,
     measure: Annotated[
         bool,
-        typer.Option("--measure", help="Then time every collective and pair of hosts, for advise --network."),
+        typer.Option("--measure", help="Afterward time every collective and pair of hosts, for advise --network."),
     ] = False,
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="File for the measurement. [default: measured.json]")
     ] = None,
     task: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="With --measure: also time a step of this task, NAME or module:function."),
+        typer.Option(metavar="NAME", help="With --measure: also time a step of this task (NAME or module:function)."),
     ] = None,
     sizes: Annotated[
         str | None,
-        typer.Option(metavar="LIST", help="Bytes to measure. [default: 4096,65536,262144,1048576,4194304,16777216]"),
+        typer.Option(
+            metavar="LIST", help="Sizes to measure, in bytes. [default: 4096,65536,262144,1048576,4194304,16777216]"
+        ),
     ] = None,
-    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="How long to wait for each answer.")] = 60.0,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Seconds to wait for each answer.")] = 60.0,
     debug: Debug = False,
 ) -> None:
     """Check all hosts before a run, and name a remedy for each problem.
@@ -52,7 +54,7 @@ def doctor(
     Checks login, Python, versions, code, port, disk, clock, device, and the connections between hosts. The project's
     code must equal the current folder's. Nothing is started on the hosts; --save-dir writes and removes a small file.
     Exit status 1 if a check fails. If all checks pass, --measure runs the self-test on the hosts and writes the
-    measurement for predictions here.
+    measurement into a file on this machine, for predictions.
     """
     for option, given in {"--out": out, "--task": task, "--sizes": sizes}.items():
         if given is not None and not measure:
@@ -89,4 +91,4 @@ def print_checks(checks: Sequence[Check], file: TextIO) -> None:
     for check in failed:
         console.print(Text(f"{check.host}, {check.check}: {check.remedy}"), soft_wrap=True)
     if not failed:
-        console.print("all is well")
+        console.print("all checks passed")

@@ -1,4 +1,4 @@
-"""From the computers in a network to a hosts file: found, chosen, paired."""
+"""Find the computers of a network, let the user choose, pair with them, and write a hosts file."""
 
 from __future__ import annotations
 
@@ -19,27 +19,29 @@ if TYPE_CHECKING:
     from exogym.machines.discovery import Found
 
 FIND_S = 3.0
-TRIES = 3  # at typing a code
+TRIES = 3  # to type a code
 NONE_FOUND = (
-    "no computer was found. On each of the others, install the same exogym, run exogym agent, and leave it open. "
-    "All must be in this network. If it is a guest network, or a firewall blocks UDP port 5353, start again with "
-    "--at ADDRESS, the address that exogym agent shows"
+    "no computer was found. On each of the others, install the same exogym and run exogym agent; leave it open. "
+    "All must be in this network. In a guest network, or behind a firewall that blocks UDP port 5353, start again "
+    "with --at ADDRESS, the address that exogym agent shows"
 )
 READ, LOOK = "read", "look"
 
 
 class Finder:
-    """Writes the computers that were chosen into a hosts file.
+    """Writes the chosen computers into a hosts file.
 
     Args:
-        file: the hosts file; key, ssh_config: see `machines.discovery.enrol`; address: of this computer, or None.
+        file: the hosts file.
+        key, ssh_config: see `machines.discovery.enrol`.
+        address: this computer's address, or None.
     """
 
     def __init__(self, asker: Asker, file: Path, key: str, ssh_config: str | None, address: str | None):
         self.asker, self.file, self.key, self.ssh_config, self.address = asker, file, key, ssh_config, address
 
     def find(self, computers: str | None, codes: Mapping[str, str], places: Sequence[str], here: bool | None) -> None:
-        """Ask which computers to use, and pair with those that the hosts file does not have.
+        """Ask which computers to use, and pair with those that are not in the hosts file.
 
         Raises:
             ArgumentError: no computer was found, a named computer does not answer, or its code is missing.

@@ -1,4 +1,4 @@
-"""Tables in the terminal: one that grows while a comparison trains, and the final one."""
+"""Tables in the terminal: the progress of a comparison, and its result."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ PAUSE_S = 0.2  # between drawings
 
 
 class LiveTable:
-    """Shows, while it is entered, how far each strategy is; on stderr.
+    """Shows on stderr how far each strategy is, while the context is open.
 
-    Where stderr is a terminal it is a table that is drawn anew, at most five times a second; elsewhere one plain line
-    for each strategy that has finished, and one every 30 seconds. Both say how long all of it will still take.
+    A terminal gets a table, redrawn at most five times a second. Other outputs get a line for each finished strategy,
+    and a line every 30 seconds. Both show the time left.
 
     Args:
         labels: the strategies as written, in order.
-        seeds: how many runs each will have.
+        seeds: runs of each strategy.
     """
 
     def __init__(self, labels: Iterable[str], seeds: int) -> None:
@@ -53,7 +53,7 @@ class LiveTable:
             self._live = None
 
     def update(self, progress: Standing) -> None:
-        """Take notice of how far a strategy is."""
+        """Show a strategy's new progress."""
         self._lines[progress.label] = progress
         self._left_s = progress.left_s
         if self._live is None:
@@ -93,9 +93,9 @@ def _line(at: Standing) -> str:
 
 
 def print_table(result: Comparison | Swept, file: TextIO) -> None:
-    """Print the table of a comparison or sweep and its finding: drawn where `file` is a terminal, else as Markdown.
+    """Print the table and finding of a comparison or sweep. A terminal gets a drawn table, a file Markdown.
 
-    Columns that a line has no room for come in tables below, each with the strategies first.
+    In a terminal, columns that do not fit follow in tables below. Each table starts with the strategies.
     """
     console = Console(file=file)
     if not console.is_terminal:
@@ -108,7 +108,7 @@ def print_table(result: Comparison | Swept, file: TextIO) -> None:
 def drawn(
     headers: Sequence[str], rows: Sequence[Sequence[str]], width: int, bold: Sequence[bool] | None = None
 ) -> list[Table | str]:
-    """Return tables whose lines fit in `width`, an empty line after each; the rows that are `bold` are."""
+    """Return tables that fit in `width`, an empty line after each. `bold` marks the rows to print in bold."""
     tables: list[Table | str] = []
     for columns in _side_by_side(headers, rows, width):
         table = Table(*(headers[c] for c in columns), box=None, pad_edge=False)
@@ -122,7 +122,7 @@ def drawn(
 
 
 def _side_by_side(headers: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> list[list[int]]:
-    """Return the numbers of the columns of each table, the first of all in front, so that each has room in a line.
+    """Divide columns among tables that fit in `width`. Each table starts with column 0. Return column numbers.
 
     >>> _side_by_side(["a", "bbbb", "cc"], [["1", "2", "3"]], width=9)
     [[0, 1], [0, 2]]

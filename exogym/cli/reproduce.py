@@ -1,4 +1,4 @@
-"""`exogym reproduce`: train claims of papers again in small, and write up what came out."""
+"""`exogym reproduce`: test claims of papers in small runs, and write a page with the results."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from exogym.study.reproduce import Page, Reproduction
     from exogym.study.reproduce.training import CellProgress
 
-SHORT_SHARE = 0.05  # of the steps
+SHORT_SHARE = 0.05  # share of the steps
 PAGE = "reproductions.md"
 
-# What commands that train cells and write a page of them share
-PAGE_HELP = "Page to write, .md; its results lie beside it. [default: DIR/{}]"
-Out = Annotated[Path, typer.Option(metavar="DIR", help="Folder of the runs; what has ended there stays.")]
-OnlyPage = Annotated[bool, typer.Option("--only-page", help="Train nothing: write the page from its results.")]
+# Options of all commands that train cells and write a page
+PAGE_HELP = "Page to write (.md). Its results go beside it as .json. [default: DIR/{}]"
+Out = Annotated[Path, typer.Option(metavar="DIR", help="Folder of the runs. Its finished runs are kept.")]
+OnlyPage = Annotated[bool, typer.Option("--only-page", help="Train nothing; write the page from the saved results.")]
 Short = Annotated[
-    bool, typer.Option("--short", help="One seed and a twentieth of the steps: does it run? Says nothing else.")
+    bool, typer.Option("--short", help="One seed and a twentieth of the steps. Shows only that everything runs.")
 ]
 Processes = Annotated[str, typer.Option(metavar="P", help="Processes that share the nodes, or auto.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 or mps.")]
@@ -36,24 +36,24 @@ Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 or mps.")]
 
 def reproduce(
     claims: Annotated[
-        list[str] | None, typer.Argument(metavar="[CLAIM]...", help="Which, as R1; none: all. --list names them.")
+        list[str] | None, typer.Argument(metavar="[CLAIM]...", help="Claims to test, as R1; see --list. [default: all]")
     ] = None,
-    listed: Annotated[bool, typer.Option("--list", help="Name the claims, and end.")] = False,
+    listed: Annotated[bool, typer.Option("--list", help="List the claims and exit.")] = False,
     out: Out = Path("runs/reproductions"),
     page: Annotated[Path | None, typer.Option(metavar="FILE", help=PAGE_HELP.format(PAGE))] = None,
     only_page: OnlyPage = False,
     short: Short = False,
     data: Annotated[
-        str | None, typer.Option(metavar="PATH", help="Folder of the data, if not in the usual places.")
+        str | None, typer.Option(metavar="PATH", help="Folder of the data. [default: the usual places]")
     ] = None,
     processes: Processes = "1",
     device: Device = "auto",
     debug: Debug = False,
 ) -> None:
-    """Train claims of papers again in small, over three seeds, and write which are confirmed.
+    """Test claims of papers in small runs with three seeds, and write which claims hold.
 
-    Says first what there is to train and how long it will take. Each run is kept when it has ended, and claims share
-    those they have in common: the same command goes on after Ctrl-C, and trains nothing twice.
+    First prints the number of runs and how long they will take. Each finished run is saved, and claims share equal
+    runs. After Ctrl-C the same command continues and trains no finished run again.
     """
     if listed:
         for claim in CLAIMS.values():
@@ -66,7 +66,7 @@ def reproduce(
     if page is None:
         page = out / ("short.md" if short else PAGE)
     elif short:
-        raise ArgumentError("--short says nothing about a claim, so it writes to no --page: leave out one of the two")
+        raise ArgumentError("--short proves nothing about a claim, so it writes no --page: leave out --short or --page")
     written = Page(page, judges=not short)
     if only_page:
         written.write()
@@ -82,13 +82,13 @@ def reproduce(
     runs = len(cells) * len(work.seeds)
     if left:
         span = readable_seconds(work.seconds_left(cells))
-        notice(f"{len(chosen)} claims: {left} of {runs} runs are to be trained, about {span} in one process")
+        notice(f"{len(chosen)} claims: {left} of {runs} runs left to train, about {span} in one process")
     for claim in chosen:
         try:
             work.train([claim], of=chosen)
         except KeyboardInterrupt:
             again = " ".join(["exogym reproduce", *(claims or []), *(["--short"] if short else []), "--out", str(out)])
-            notice(f"to go on: {again}")
+            notice(f"to continue: {again}")
             raise typer.Exit(INTERRUPTED) from None
         except ExoGymError as error:
             if claims:
@@ -103,7 +103,7 @@ def reproduce(
 
 
 def _possible(work: Reproduction, claims: list[Claim], named: bool) -> list[Claim]:
-    """Return the claims that can be trained; one that was named and cannot be is an error."""
+    """Return the claims that can be trained. Raise if the user named a claim that cannot."""
     possible = []
     for claim in claims:
         try:
@@ -132,7 +132,7 @@ def _say(claim: Claim, page: Page) -> None:
 
 
 class Teller:
-    """Says a line for each run that has ended, and one every 30 seconds."""
+    """Prints a line for each finished run, and a line every 30 seconds."""
 
     def __init__(self) -> None:
         self.due = time.perf_counter() + SELDOM_S

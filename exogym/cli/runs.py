@@ -1,4 +1,4 @@
-"""`exogym runs`: what lies in run folders."""
+"""`exogym runs`: list, show, compare, export and remove run folders."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ from exogym.errors import ArgumentError, check_choice
 from exogym.network import readable_seconds
 from exogym.study import runs
 
-app = typer.Typer(help="List, show, note, compare, export and remove what runs have left in their folders.")
-Where = Annotated[Path, typer.Option("--runs", metavar="DIR", help="Folder in which the runs lie.")]
+app = typer.Typer(help="List, show, note, compare, export and remove run folders.")
+Where = Annotated[Path, typer.Option("--runs", metavar="DIR", help="Folder with the runs.")]
+Name = Annotated[str, typer.Argument(metavar="NAME", help="Name from exogym runs list: NAME or PARENT/CHILD.")]
 Names = Annotated[
-    list[str], typer.Argument(metavar="NAME...", help="As exogym runs list shows them: NAME or PARENT/CHILD.")
+    list[str], typer.Argument(metavar="NAME...", help="Names from exogym runs list: NAME or PARENT/CHILD.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 STATES = ("running", "done", "stopped", "failed", "lost", runs.UNREADABLE)
@@ -42,16 +43,18 @@ def root(context: typer.Context) -> None:
 @app.command("list")
 def list_runs(
     where: Where = RUNS,
-    state: Annotated[str | None, typer.Option(metavar="S", help=f"Only those: {', '.join(STATES)}.")] = None,
-    tag: Annotated[str | None, typer.Option(metavar="TAG", help="Only those with this tag.")] = None,
+    state: Annotated[
+        str | None, typer.Option(metavar="S", help=f"Only runs in this state: {', '.join(STATES)}.")
+    ] = None,
+    tag: Annotated[str | None, typer.Option(metavar="TAG", help="Only runs with this tag.")] = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """List runs, comparisons and sweeps, the newest first; a comparison's runs are PARENT/CHILD.
+    """List runs, comparisons and sweeps, newest first. A comparison's runs are PARENT/CHILD.
 
-    The loss is the newest validation loss, of a comparison or sweep the lowest; bytes are those that a node has sent;
-    time is that of training here; age says when it was last heard of. A run that was killed is lost. A folder whose
-    files hold what no run writes is unreadable; its note says why.
+    loss: a run's newest validation loss, or the lowest of a comparison or sweep. sent/node: bytes that a node has sent.
+    time: wall time of training. age: time since the last sign of life. A killed run is "lost". A folder with damaged
+    files is "unreadable"; its note gives the reason.
     """
     if state is not None:
         check_choice("--state", state, STATES)
@@ -74,9 +77,8 @@ def list_runs(
 
 
 @app.command()
-def show(name: Annotated[str, typer.Argument(metavar="NAME")], where: Where = RUNS, as_json: Json = False,
-         debug: Debug = False) -> None:  # fmt: skip
-    """Show one run: what it was, how far it came, and what came out; --json has the whole description."""
+def show(name: Name, where: Where = RUNS, as_json: Json = False, debug: Debug = False) -> None:
+    """Show one run: its options, progress and results. --json prints the whole description."""
     run = _load(where, name)
     if as_json:
         about = {"name": name, "state": run.state, "status": run.status, "summary": run.summary}
@@ -101,20 +103,22 @@ def show(name: Annotated[str, typer.Argument(metavar="NAME")], where: Where = RU
 
 @app.command()
 def note(
-    name: Annotated[str, typer.Argument(metavar="NAME")],
+    name: Name,
     where: Where = RUNS,
     text: Annotated[str | None, typer.Option("--text", metavar="TEXT", help="The note; '' removes it.")] = None,
-    tag: Annotated[list[str], typer.Option("--tag", metavar="TAG", help="Add a tag; give it for several.")] = [],  # noqa: B006
-    untag: Annotated[list[str], typer.Option("--untag", metavar="TAG", help="Remove a tag.")] = [],  # noqa: B006
+    tag: Annotated[list[str], typer.Option("--tag", metavar="TAG", help="Add a tag. Repeatable.")] = [],  # noqa: B006
+    untag: Annotated[list[str], typer.Option("--untag", metavar="TAG", help="Remove a tag. Repeatable.")] = [],  # noqa: B006
     debug: Debug = False,
 ) -> None:
-    """Give a run, comparison or sweep a note and tags, and print what it has."""
+    """Give a run, comparison or sweep a note and tags, and print them."""
     known = {run.name: run for run in runs.list(where)}
     if name not in known:
-        raise ArgumentError(f"there is no run {name!r} in {where}: see exogym runs list")
+        raise ArgumentError(f"found no run {name!r} in {where}: see exogym runs list")
     before = read_notes(known[name].path)
     if missing := [word for word in untag if word not in before.tags]:
-        raise ArgumentError(f"{name} has no tag {missing[0]!r}: it has {', '.join(before.tags) or 'none'}")
+        raise ArgumentError(
+            f"--untag={missing[0]!r} is not a tag of {name}; its tags: {', '.join(before.tags) or 'none'}"
+        )
     tags = [word for word in (*before.tags, *tag) if word not in untag]
     now = Notes(tags, before.note if text is None else text)
     if now != before:
@@ -131,9 +135,9 @@ def compare(
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the pictures.")] = Path("compared"),
     debug: Debug = False,
 ) -> None:
-    """Draw the validation loss of any runs over steps, bytes and predicted time, and print how each ended.
+    """Draw the validation losses of runs, and print their results.
 
-    The name of a comparison or sweep stands for all its runs.
+    Draws losses over steps, bytes and predicted time. The name of a comparison or sweep stands for all its runs.
     """
     wanted = _with_children(where, names)
     loaded = [(name, _load(where, name)) for name in wanted]
@@ -145,19 +149,19 @@ def compare(
 
 @app.command()
 def export(
-    name: Annotated[str, typer.Argument(metavar="NAME")],
-    to: Annotated[Path, typer.Option(metavar="FILE", help="A .csv or .parquet file.")],
+    name: Name,
+    to: Annotated[Path, typer.Option(metavar="FILE", help="File to write: .csv or .parquet.")],
     where: Where = RUNS,
     debug: Debug = False,
 ) -> None:
-    """Write the records of a run into one CSV or Parquet file; of a comparison or sweep those of all its runs.
+    """Write a run's records to a CSV or Parquet file.
 
-    Then the first column, `run`, names the run that a row is of.
+    For a comparison or sweep, writes the records of all its runs. The first column, run, then names each row's run.
     """
-    check_choice("--to: the end of the name", to.suffix, (".csv", ".parquet"))
+    check_choice("--to: the file's ending", to.suffix, (".csv", ".parquet"))
     names = _with_children(where, [name]) if where.is_dir() else [name]
     if not names:
-        raise ArgumentError(f"{name} has no run yet: wait until one has begun")
+        raise ArgumentError(f"{name} has no run yet: wait until its first run has begun")
     run = _load(where, names[0])
     if names != [name]:
         of_all = [{"run": one.removeprefix(f"{name}/")} | row for one in names for row in _load(where, one).records]
@@ -174,16 +178,16 @@ def remove(
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Remove the folders of runs, comparisons or sweeps, with all that is in them; one that is running is refused."""
+    """Remove the folders of runs, comparisons or sweeps with all files. Running ones are refused."""
     known = {run.name: run for run in runs.list(where)}
     for name in names:
         if name not in known:
-            raise ArgumentError(f"there is no run {name!r} in {where}: see exogym runs list")
+            raise ArgumentError(f"found no run {name!r} in {where}: see exogym runs list")
         if known[name].state == "running":
             raise ArgumentError(f"{name} is running: stop it first")
     if not yes:
         if not sys.stdin.isatty():
-            raise ArgumentError(f"removing {', '.join(names)} cannot be undone: say --yes")
+            raise ArgumentError(f"removing {', '.join(names)} cannot be undone: give --yes to confirm")
         typer.confirm(f"Remove {', '.join(names)}?", abort=True)
     for name in names:
         shutil.rmtree(known[name].path, ignore_errors=name.partition("/")[0] in names)
@@ -195,7 +199,7 @@ def _load(where: Path, name: str) -> runs.Run:
 
 
 def _with_children(where: Path, names: Sequence[str]) -> list[str]:
-    """Return the names with those of comparisons and sweeps replaced by their runs'."""
+    """Return the names. Replace each comparison and sweep by its runs."""
     known = runs.list(where)
     parents = {run.name for run in known if run.kind != "run"}
     wanted: list[str] = []
@@ -215,7 +219,7 @@ def _texts(row: Sequence[Any]) -> list[str]:
 
 
 def _remark(run: runs.Listed) -> str:
-    """Return why a run is unreadable, whole, or the first line of its note."""
+    """Return the whole reason why a run is unreadable, or the first line of its note."""
     if run.reason is not None:
         return run.reason
     first = run.note.partition("\n")[0]

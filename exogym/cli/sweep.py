@@ -1,4 +1,4 @@
-"""`exogym sweep`: a task with every combination of some options."""
+"""`exogym sweep`: train a task with every combination of some options."""
 
 from __future__ import annotations
 
@@ -39,42 +39,46 @@ def sweep(
         typer.Option(
             "--sweep",
             metavar="OPTION=A,B",
-            help="Values of an option; give it for several. strategy, nodes, steps, batch_size, lr, partition, network "
-            "and step_seconds are the run's, as are precision, compute and other options that are passed on to runs; "
-            "any other is the strategy's. With --search also a range, lr=1e-4..1e-1.",
+            help="Values of an option. Repeatable. The run's options: strategy, nodes, steps, batch_size, lr, "
+            "partition, network, step_seconds, and options of runs such as precision and compute. Other names are "
+            "the strategy's options. With --search also a range, as lr=1e-4..1e-1.",
         ),
     ],
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the sweep: a new one, or with --resume its own.")],
-    dataset: Annotated[
-        str, typer.Option(help=f"What to train on: {', '.join(DATASETS)}, or MODULE:FUNCTION of your own.")
-    ] = "digits",
-    data: Annotated[str | None, typer.Option(metavar="PATH", help="File or folder of the data.")] = None,
-    strategy: Annotated[str, typer.Option(help="Where it is not swept, as 'diloco:outer_lr=0.5'.")] = "diloco",
+    out: Annotated[
+        Path, typer.Option(metavar="DIR", help="New folder for the sweep, or with --resume the sweep's folder.")
+    ],
+    dataset: Annotated[str, typer.Option(help=f"Task: {', '.join(DATASETS)}, or your own MODULE:FUNCTION.")] = "digits",
+    data: Annotated[
+        str | None, typer.Option(metavar="PATH", help="The task's data: a file or folder. [default: the usual places]")
+    ] = None,
+    strategy: Annotated[
+        str, typer.Option(help="Strategy of all cells, if not swept, as 'diloco:outer_lr=0.5'.")
+    ] = "diloco",
     num_nodes: NodesOption = None,
     max_steps: StepsOption = None,
     batch_size: BatchOption = None,
-    seeds: Annotated[int, typer.Option(help="How often to train each cell, each time from other weights.")] = 3,
-    lr: Annotated[float | None, typer.Option(help="Inner learning rate. [default: the task's]")] = None,
+    seeds: Annotated[int, typer.Option(help="Number of seeds: runs per cell, each from other weights.")] = 3,
+    lr: Annotated[
+        float | None, typer.Option(help="Learning rate of the inner optimizer. [default: the task's]")
+    ] = None,
     partitioner: PartitionOption = None,
     val_size: ValSizeOption = None,
     val_interval: ValIntervalOption = None,
     processes: Annotated[
-        str, typer.Option(metavar="P", help="Runs at once; auto: one a core, as far as memory reaches.")
+        str, typer.Option(metavar="P", help="Runs at the same time. auto: one per core, as far as memory allows.")
     ] = "auto",
-    engine: Annotated[str | None, typer.Option(help="ray: the runs are tasks of a Ray cluster.")] = None,
+    engine: Annotated[str | None, typer.Option(help="ray: train the runs as tasks of a Ray cluster.")] = None,
     device: DeviceOption = str(FitOptions.device),
     network: NetworkOption = None,
     step_seconds: StepSecondsOption = None,
-    search: Annotated[
-        int | None, typer.Option(metavar="N", help="Train N cells that optuna proposes, not all combinations.")
-    ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted sweep, as it was.")] = False,
+    search: Annotated[int | None, typer.Option(metavar="N", help="Train only N cells, proposed by optuna.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted sweep with its options.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Train a task with every combination of the values of some options, each from several seeds.
+    """Train a task with every combination of some options' values, each with several seeds.
 
-    Prints a table, mean ± standard deviation over seeds, and names the best cell; writes sweep.json, summary.csv and
-    sweep.png, and the folder of each run. What is interrupted goes on with --resume and the same options.
+    Prints a table (mean ± standard deviation over seeds) and the best cell. Writes sweep.json, summary.csv, sweep.png
+    and each run's folder. --resume with the same options continues an interrupted sweep.
     """
     check_dataset(dataset)
 
@@ -91,7 +95,8 @@ def sweep(
         )  # fmt: skip
     except SweepInterrupted as stopped:
         notice(
-            f"{stopped}".partition(";")[0] + f"; to go on: the same command with --resume --out {shlex.quote(str(out))}"
+            f"{stopped}".partition(";")[0]
+            + f"; to continue: the same command with --resume --out {shlex.quote(str(out))}"
         )
         raise typer.Exit(INTERRUPTED) from stopped
     print_table(result, sys.stdout)
@@ -99,6 +104,6 @@ def sweep(
 
 
 def _in_full(axes: list[str]) -> list[str]:
-    """Return axes with their options' names in Python, which are longer: "nodes=2,4" is "num_nodes=2,4"."""
+    """Return axes under the options' names in Python: "nodes=2,4" becomes "num_nodes=2,4"."""
     named = [text.partition("=") for text in axes]
     return [LONG.get(name.strip(), name) + equals + values for name, equals, values in named]

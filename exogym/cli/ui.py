@@ -1,4 +1,4 @@
-"""`exogym ui`: the page over the run folders."""
+"""`exogym ui`: show run folders in the browser."""
 
 from __future__ import annotations
 
@@ -15,35 +15,38 @@ from exogym.cli.values import Debug
 from exogym.core.progress import notice
 from exogym.errors import ExoGymError
 
-COMMANDS = ("compare", "sweep")  # what the page may start
-OURS = ("out", "resume", "debug", "help")  # of their options, those that the page gives itself
+COMMANDS = ("compare", "sweep")  # commands that the page may start
+OURS = ("out", "resume", "debug", "help")  # their options that the page sets itself
 
 
 def ui(
     context: typer.Context,
-    where: Annotated[Path, typer.Option("--runs", metavar="DIR", help="Folder in which the runs lie.")] = Path("runs"),
+    where: Annotated[Path, typer.Option("--runs", metavar="DIR", help="Folder with the runs.")] = Path("runs"),
     port: Annotated[
-        int, typer.Option(metavar="N", help="Port to listen on, or the next free one; 0: any free one.")
+        int, typer.Option(metavar="N", help="Port to listen on, or the next free port; 0: any free port.")
     ] = 8421,
     host: Annotated[
-        str, typer.Option(metavar="ADDRESS", help="Address to listen on; one that others reach needs --token.")
+        str,
+        typer.Option(metavar="ADDRESS", help="Address to listen on. An address that others can reach needs --token."),
     ] = "127.0.0.1",
     token: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="What a browser must bring. [default: drawn at random]")
+        str | None, typer.Option(metavar="TEXT", help="Secret that a browser must send. [default: random]")
     ] = None,
-    opens: Annotated[bool, typer.Option("--open/--no-open", help="Open a browser where there is one.")] = True,
-    read_only: Annotated[
-        bool, typer.Option("--read-only", help="Start, stop and resume nothing from the page.")
-    ] = False,
+    opens: Annotated[
+        bool, typer.Option("--open/--no-open", help="Open the page in a browser, if there is a screen.")
+    ] = True,
+    read_only: Annotated[bool, typer.Option("--read-only", help="The page cannot start, stop or resume runs.")] = False,
     allow_code: Annotated[
         bool,
-        typer.Option("--allow-code", help="Let forms name code (MODULE:FUNCTION) and files, and scripts go on."),
+        typer.Option(
+            "--allow-code", help="Forms may name code (MODULE:FUNCTION) and files; the page may resume scripts."
+        ),
     ] = False,
     debug: Debug = False,
 ) -> None:
-    """Show runs, comparisons and sweeps in the browser, while they train, and start more.
+    """Show runs, comparisons and sweeps in the browser while they train, and start new ones.
 
-    Prints the address with its token; only this machine reaches it. Ctrl-C ends the page; runs go on.
+    Prints the address with its token. By default only this machine can open it. Ctrl-C ends the page; runs continue.
     """
     if missing := [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]:
         raise ExoGymError(f"the page needs {missing[0]}, which is not installed: pip install 'exogym[ui]'")
@@ -51,7 +54,7 @@ def ui(
 
     def ready(address: str) -> None:
         print(address, flush=True)
-        notice("open this address in a browser; Ctrl-C ends the page, and what it started goes on")
+        notice("open this address in a browser; Ctrl-C ends the page, its runs continue")
         has_screen = sys.platform == "darwin" or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
         if opens and sys.stdout.isatty() and has_screen:
             webbrowser.open(address)
@@ -60,7 +63,7 @@ def ui(
 
 
 def forms_of(context: typer.Context) -> dict[str, list[dict[str, Any]]]:
-    """Return the options of the commands that the page may start, as JSON has them."""
+    """Return each command's options for the page's forms, as JSON values."""
     commands: Any = context.find_root().command
     forms = {}
     for command in COMMANDS:

@@ -1,4 +1,4 @@
-"""Options that several commands have; values of options that are more than one number."""
+"""Options of several commands, and readers of options' values."""
 
 from __future__ import annotations
 
@@ -15,54 +15,56 @@ from exogym.errors import ArgumentError, check_choice
 INTERRUPTED = 130  # exit status after Ctrl-C
 DATASETS = ("digits", "mnist", "shakespeare", "cifar10", "whisper")
 KEY_FILE = "~/.ssh/exogym_ed25519"
-Debug = Annotated[bool, typer.Option("--debug", help="On an error, show the traceback.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 At = Annotated[
     list[str] | None,
-    typer.Option("--at", metavar="IP[:PORT]", help="Ask this address, if mDNS does not reach it. Repeatable."),
+    typer.Option("--at", metavar="IP[:PORT]", help="Ask this address if mDNS does not reach it. Repeatable."),
 ]
-KeyFile = Annotated[str, typer.Option(metavar="FILE", help="Private key for the login; made if it does not exist.")]
+KeyFile = Annotated[
+    str, typer.Option(metavar="FILE", help="Private key for the login. Made if the file does not exist.")
+]
 SSHConfig = Annotated[str | None, typer.Option(metavar="FILE", help="File for ssh -F. [default: your SSH config]")]
 FACTORS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12, "p": 1e15, "e": 1e18}
 _COUNT = re.compile(r"(\d[\d_]*\.?\d*|\.\d+)(e[-+]?\d+)?([a-z]?)", re.IGNORECASE)
 
 
 def count_of(option: str, text: str) -> float:
-    """Return the number of a text like "124M", "1.3B", "6e14" or "2_410": K, M, B or G, T, P, E are powers of 1000.
+    """Read a number such as "124M", "1.3B", "6e14" or "2_410". K, M, B or G, T, P, E are powers of 1000.
 
     Raises:
-        ArgumentError: no such number, or not over 0.
+        ArgumentError: `text` is not such a number, is not over 0, or is infinite.
 
     >>> count_of("--parameters", "124M"), count_of("--flops", "6e14")
     (124000000.0, 600000000000000.0)
     """
     match = _COUNT.fullmatch(text.strip())
     if match is None or match[3].lower() not in FACTORS:
-        raise ArgumentError(f"{option}={text!r} is no number: wanted something like 124M, 1.3B or 6e14")
+        raise ArgumentError(f"{option}={text!r} must be a number such as 124M, 1.3B or 6e14")
     number = float(match[1].replace("_", "") + (match[2] or "")) * FACTORS[match[3].lower()]
     if not 0 < number < math.inf:
-        raise ArgumentError(f"{option}={text!r} must be over 0 and finite")
+        raise ArgumentError(f"{option}={text!r} must be a finite number over 0")
     return number
 
 
 def numbers_of(option: str, text: str | None) -> list[float] | None:
-    """Return the numbers of a text like "1,1,0.5".
+    """Read numbers such as "1,1,0.5". None stays None.
 
     Raises:
-        ArgumentError: something else in it.
+        ArgumentError: a part is not a number.
     """
     if text is None:
         return None
     try:
         return [float(part) for part in text.split(",")]
     except ValueError:
-        raise ArgumentError(f"{option}={text!r} should be numbers with commas between, as 1,1,0.5") from None
+        raise ArgumentError(f"{option}={text!r} must be numbers separated by commas, as 1,1,0.5") from None
 
 
 def processes_of(text: str) -> int | str:
-    """Return a number of processes, or "auto".
+    """Read a number of processes, or "auto".
 
     Raises:
-        ArgumentError: neither.
+        ArgumentError: `text` is neither.
     """
     if text == "auto":
         return text
@@ -72,10 +74,10 @@ def processes_of(text: str) -> int | str:
 
 
 def check_dataset(text: str) -> None:
-    """See that a task of that name is known; "module:function" may be a module of the current folder.
+    """Check a task's name. "module:function" may name a module of the current folder.
 
     Raises:
-        ArgumentError: no such name.
+        ArgumentError: no task has this name.
     """
     if ":" not in text:
         check_choice("--dataset", text, DATASETS)

@@ -1,4 +1,4 @@
-"""A run on hosts, seen while it goes on: where it stands and how its hosts are, from its folder here."""
+"""A live view of a run on hosts: its progress and its hosts, read from the run's folder on the controller."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from exogym.network import readable_seconds
 
 PAUSE_S = 0.5
 BAR = 30
-TAIL_BYTES = 1 << 16  # of a log, in which the newest line is looked for
-NUMBERS = ("step", "total_steps", "heartbeat_s", "started_s")  # of the status
+TAIL_BYTES = 1 << 16  # end of a log, searched for the newest progress
+NUMBERS = ("step", "total_steps", "heartbeat_s", "started_s")  # required keys of status.json
 LOSS = re.compile(r"step \d+.*?(?:loss|val) ")
 
 
 class LiveView:
-    """While it is entered, shows on stderr how far a run is, and each host.
+    """Shows a run's progress and hosts on stderr, while the context is open.
 
     Args:
-        folder: of the run, here; `exogym.machines.remote.health` keeps it up to date.
-        estimated_s: of its training.
+        folder: the run's folder on this machine. `exogym.machines.remote.health` keeps it up to date.
+        estimated_s: predicted seconds of training.
     """
 
     def __init__(self, folder: Path, estimated_s: float):
@@ -57,30 +57,30 @@ class LiveView:
             self._live.update(self.shown(), refresh=True)
 
     def shown(self) -> Text:
-        """Return the present view."""
+        """Return the current view."""
         lines = [*self._steps(), *self._said(), *map(_host, read_hosts(self.folder).get("hosts", []))]
         return Text("\n".join(map(printable, lines)), no_wrap=True, overflow="ellipsis")
 
     def _steps(self) -> Iterator[str]:
         status = figures(read_object(self.folder / "status.json"), NUMBERS)
         if len(status) < len(NUMBERS) or not status["total_steps"]:
-            yield f"starting, since {time.monotonic() - self._begun:.0f} s"
+            yield f"starting for {time.monotonic() - self._begun:.0f} s"
             return
         done = min(status["step"] / status["total_steps"], 1.0)
         gone_s = max(0.0, status["heartbeat_s"] - status["started_s"])
         left = f", about {gone_s / done - gone_s:.0f} s left" if 0 < done < 1 else ""
         bar = "#" * round(done * BAR) + "-" * (BAR - round(done * BAR))
         yield f"{bar} step {status['step']} of {status['total_steps']}"
-        yield f"training since {gone_s:.0f} s{left}; estimated {readable_seconds(self.estimated_s)}"
+        yield f"training for {gone_s:.0f} s{left}; estimated {readable_seconds(self.estimated_s)}"
 
     def _said(self) -> Iterator[str]:
-        """Yield the newest line of progress of rank 0, if there is one."""
+        """Yield rank 0's newest progress line, if any."""
         lines = end_of(self.folder / "training_rank_0.log", TAIL_BYTES).decode("utf-8", "replace").splitlines()
         yield from [line for line in lines if LOSS.search(line)][-1:]
 
 
 def _host(host: dict[str, Any]) -> str:
-    """Return a line about a host.
+    """Describe a host in one line.
 
     >>> _host({"address": "10.0.0.2", "state": "running", "cpu_use": 0.5, "tx_bps": 8e6})
     '10.0.0.2 running, CPU 50 %, sends 1 MB/s'

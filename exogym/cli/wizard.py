@@ -1,4 +1,4 @@
-"""`exogym wizard`: from computers in a network to a trained model, by three questions."""
+"""`exogym wizard`: train a model on the computers of a network, after a few questions."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ from exogym.study.tasks import Task, load_task
 
 HOSTS_FILE = "distributed_hosts.json"
 START, CHANGE, FILES, STOP = "start", "change", "files", "stop"
-SAVES, RESTARTS, RETRIES = 5, 1, 2  # checkpoints of a run, new starts of its processes, and of all of it
+SAVES, RESTARTS, RETRIES = 5, 1, 2  # checkpoints of a run, restarts of its processes, restarts of the whole run
 LABELS = {"val_wer": "word error rate"}
-GENERAL = "general"  # of the options of Whisper: what to copy along, since it lies on this computer
+GENERAL = "general"  # Whisper option with a path on this computer, copied to the hosts
 FIREWALL = (
-    "perhaps a firewall is in the way: the computers must reach each other on ports 1024 and above. Debian and Ubuntu: "
+    "a firewall may block connections: the computers must reach each other on ports 1024 and above. Debian and Ubuntu: "
     "ufw allow from NETWORK to any, on each; macOS: Settings, Network, Firewall, let Python accept connections"
 )
 VERSIONS = (
-    "each computer needs the same exogym and torch: install this computer's versions there, then restart exogym agent"
+    "each computer needs the same exogym and torch: install this computer's versions there and restart exogym agent"
 )
 HELP = {"way to the others": FIREWALL, "port": FIREWALL, "torch": VERSIONS, "exogym": VERSIONS}
 
@@ -82,7 +82,7 @@ def wizard(
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of weights and data.")] = 0,
     save_dir: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Folder for five checkpoints, to resume from after a loss.")
+        str | None, typer.Option(metavar="DIR", help="Folder for five checkpoints, to resume from after a failure.")
     ] = None,
     folder: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Folder for all files of this run. [default: exogym-TASK]")
@@ -104,8 +104,8 @@ def wizard(
     """Train on the computers of your network, after a few questions.
 
     Finds computers that run exogym agent, or reads a hosts file. Checks them, and measures the network and a step.
-    Then it proposes strategy, H, batch size and time, and trains after your yes. Every question has an option, so the
-    command also runs without a terminal; --yes is the yes.
+    Then it proposes strategy, H, batch size and time, and trains if you agree. Every question has an option, so the
+    command also runs without a terminal; --yes agrees.
     """
     needs("questionary", "wizard")
     asker = Asker()
@@ -148,10 +148,10 @@ def _steps(asker: Asker, task: Task) -> int:
 
 
 def general_of(options: str | None) -> Path | None:
-    """Return the folder or file of running speech that the options of a task name; None: they name none.
+    """Return the folder or file of running speech that a task's options name, or None.
 
     Raises:
-        ArgumentError: it is not here.
+        ArgumentError: this computer has no such file or folder.
     """
     given = options_of(options).get(GENERAL)
     if given in (None, "spoken"):
@@ -163,17 +163,19 @@ def general_of(options: str | None) -> Path | None:
 
 
 def free(name: str) -> Path:
-    """Return `name`, with a number behind it if there is such a folder already."""
+    """Return `name`, or `name` with a number if such a folder exists."""
     return next(path for n in range(1, 10_000) if not (path := Path(name if n == 1 else f"{name}-{n}")).exists())
 
 
 @dataclass(frozen=True)
 class RunPlace:
-    """The folder of the run here, and what its hosts file says.
+    """The run's folder on this computer, and the contents of its hosts file.
 
     Attributes:
-        data: of the task, beside the other files once it was copied; None: in the usual places.
-        general: running speech that the task's options name, copied too; None: they name none that is here.
+        folder: the run's folder.
+        hosts: the hosts file's contents.
+        data: the task's data, copied into the folder; None: the data is in the usual places.
+        general: running speech that the task's options name, copied too; None: the options name no path.
     """
 
     folder: Path
@@ -185,7 +187,7 @@ class RunPlace:
     def of(
         cls, folder: Path, there: str | None, hosts_file: Path, data: Path | None, general: Path | None = None
     ) -> RunPlace:
-        """Raises ArgumentError where the hosts file is wrong, or has one computer only."""
+        """Read the hosts file. Raise ArgumentError if it is wrong or names only one computer."""
         config = HostsConfig.load(hosts_file)
         if config.slots < 2:
             raise ArgumentError(f"{hosts_file} has only one computer: add a second with exogym discover --pair")
@@ -204,7 +206,7 @@ class RunPlace:
         return None if self.general is None else f"data/{GENERAL}/{self.general.name}"
 
     def options_there(self, options: str | None) -> str | None:
-        """Return the task's options as they hold in the folder, here and on each host."""
+        """Return the task's options with paths relative to the run's folder, valid on each host."""
         if options is None or self.general_there is None:
             return options
         parts = options.split(",")
@@ -213,7 +215,7 @@ class RunPlace:
         return ",".join(parts).strip()
 
     def make(self) -> None:
-        """Make the folder, with the data in it."""
+        """Make the folder and copy the data into it."""
         self.folder.mkdir(parents=True, exist_ok=True)
         for source, name in ((self.data, self.data_there), (self.general, self.general_there)):
             if source is not None and name is not None:
@@ -223,13 +225,15 @@ class RunPlace:
 
 
 class Preparing:
-    """Goes from hosts to a plan that was agreed to.
+    """Checks and measures the hosts, proposes a plan, and lets the user change it.
 
     Args:
-        profile: as far as it was said; strategy: None: what suits the network.
+        profile: the options given so far.
+        strategy: None: choose a strategy that suits the network.
+        yes: start without asking.
 
     Attributes:
-        starts: whether training was agreed to, and not only files.
+        starts: True: the user agreed to train. False: the user wants no training, at most files.
     """
 
     def __init__(self, asker: Asker, profile: RunProfile, strategy: str | None, task: Task, place: RunPlace, yes: bool):
@@ -239,35 +243,35 @@ class Preparing:
         self.starts = False
         self._network: Network | None = None
         self._made = False
-        self._batch: int | None = None  # with which it was measured
+        self._batch: int | None = None  # batch size of the measured step
 
     def look(self) -> bool:
-        """Look at the hosts until all is well; False: it is not, and that is all for now."""
+        """Check the hosts until all checks pass. Return False if the user gives up."""
         while True:
             say(f"checking {_several(len(self.config.hosts), 'computer')} ...")
             checks = check_hosts(self.config, sync=True, code=False)
             failed = [check for check in checks if not check.ok]
             if not failed:
-                say("all is well: " + ", ".join(host.address for host in self.config.hosts))
+                say("all checks passed: " + ", ".join(host.address for host in self.config.hosts))
                 return True
             print_checks(failed, sys.stdout)
             for text in dict.fromkeys(HELP[check.check] for check in failed if check.check in HELP):
                 say(text)
-            if not self.asker.sure("Look again?"):
+            if not self.asker.sure("Check again?"):
                 return False
 
     def may_measure(self) -> bool:
-        """Ask before anything is run there."""
+        """Ask before running anything on the hosts."""
         there = self.place.hosts["project_path"]
         data = "" if self.place.data is None else " with the data"
         say(
-            f"next: measure the network and a step of {self.profile.task} on each computer, about half a minute. This "
-            f"copies the folder {self.place.folder}{data} to {there} on each"
+            f"next: measure the network and a step of {self.profile.task} on each computer, for about half a minute. "
+            f"This copies the folder {self.place.folder}{data} to {there} on each"
         )
         return self.yes or self.asker.sure("Measure now?")
 
     def agree(self, measured: Path | None) -> Proposal | None:
-        """Return the plan that the user agreed to, or None; `measured`: the file of an earlier measurement."""
+        """Return the plan that the user agreed to, or None. `measured` is an earlier measurement's file."""
         if measured is not None:
             network = Network.of(os.fspath(measured))
             if network.measurement is None:
@@ -286,7 +290,7 @@ class Preparing:
             self._change(plan)
 
     def write(self, plan: Proposal) -> WizardRun:
-        """Write all files; say which, and the command that repeats the run."""
+        """Write all files. Print their names and the command that repeats the run."""
         place = self.place
         self._make()
         assert self._network is not None and self._network.measurement is not None
@@ -297,7 +301,7 @@ class Preparing:
         return session
 
     def _fields(self, plan: Proposal) -> dict[str, Any]:
-        """Return the profile's fields that say something."""
+        """Return the profile's fields that are set."""
         profile = replace(self.profile, strategy=plan.strategy)
         if profile.save_dir is not None:
             often = max(1, plan.steps // SAVES)
@@ -305,7 +309,7 @@ class Preparing:
         return {name: x for name, x in profile.as_dict().items() if x or name == "seed"}
 
     def leave(self) -> None:
-        """Remove the folder that was made before the user agreed."""
+        """Remove the folder if this object made it."""
         if self._made:
             shutil.rmtree(self.place.folder, ignore_errors=True)
         say("nothing was trained")
@@ -344,12 +348,15 @@ class Preparing:
         return self.asker.choose("--yes", "Start training?", choices, START)
 
     def _change(self, plan: Proposal) -> None:
-        """Ask what else may be chosen."""
+        """Ask for strategy, steps, batch size and balance."""
         asker = self.asker
-        rows = {row.strategy: f"{row.strategy}, {row.speedup:.3g} times as fast" for row in plan.advice.rows}
+        rows = {
+            row.strategy: f"{row.strategy}, {row.speedup:.3g} times as fast as the fastest computer alone"
+            for row in plan.advice.rows
+        }
         self.strategy = asker.choose("--strategy", "Which strategy?", rows, plan.strategy)
         steps = asker.text("--steps", "How many steps?", count, str(plan.steps))
-        batch_size = asker.text("--batch-size", "How many examples in a batch?", count, str(plan.batch_size))
+        batch_size = asker.text("--batch-size", "How many examples per node and batch?", count, str(plan.batch_size))
         shares = {
             "": "equally", "nodes": "nodes: more nodes on faster computers",
             "batch": "batch: larger batches on faster computers", "steps": "steps: fewer steps on slower computers",
@@ -359,9 +366,10 @@ class Preparing:
 
 
 def carry_out(session: WizardRun, plan: Proposal, watched: bool, evaluates: str | None) -> None:
-    """Train, with a view of it in a terminal, and say how it went.
+    """Train, then print the validation losses and times.
 
     Args:
+        watched: show a live view in the terminal.
         evaluates: see `exogym.tasks.Task`.
 
     Raises:

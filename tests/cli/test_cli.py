@@ -164,7 +164,7 @@ BAD = {
     "timeline without network": (["--timeline"], "--timeline needs --network"),
     "target without network": (["--target-loss", "1"], "--target-loss needs --network"),
     "speeds without network": (["--speeds", "1,1"], "--speeds needs --network"),
-    "words for speeds": (["--network", "wifi", "--speeds", "1,fast"], "--speeds='1,fast' should be numbers"),
+    "words for speeds": (["--network", "wifi", "--speeds", "1,fast"], "--speeds='1,fast' must be numbers"),
     "no speed": (["--network", "wifi", "--nodes", "2", "--step-seconds", "1", "--speeds", "1,0"], "over 0 per node"),
     "number of speeds": (
         ["--network", "wifi", "--nodes", "2", "--step-seconds", "1", "--speeds", "1,1,1"],
@@ -298,15 +298,15 @@ def test_advice_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 WORSE = {
-    "nothing": (["--network", "wifi"], "--parameters 124M, or which task it is, --dataset NAME"),
-    "both": ([*FLEET[1:], "--dataset", "digits"], "--parameters 124M, or which task it is, --dataset NAME"),
+    "nothing": (["--network", "wifi"], "the model's size (--parameters 124M) or a task (--dataset NAME)"),
+    "both": ([*FLEET[1:], "--dataset", "digits"], "--parameters and a task both give the model's size"),
     "no network": (
         ["--parameters", "1M"],
-        "which network, --network wifi; how many nodes there are, --nodes 4; how",
+        "missing: the network (--network wifi); the number of nodes (--nodes 4); a step's time",
     ),
     "all": (
         [],
-        "--network wifi; how large the model is, --parameters 124M, or which task it is, --dataset NAME; how many",
+        "(--network wifi); the model's size (--parameters 124M) or a task (--dataset NAME); the number",
     ),
     "parameters": (
         ["--parameters", "12X", "--nodes", "4", "--network", "wifi", "--step-seconds", "1"],
@@ -315,13 +315,13 @@ WORSE = {
     "no parameters": (["--parameters", "0", "--nodes", "4", "--network", "wifi", "--step-seconds", "1"], "over 0"),
     "no nodes": (["--parameters", "1M", "--network", "wifi", "--step-seconds", "1"], "--nodes 4"),
     "nodes": ([*FLEET[1:], "--nodes", "0"], "num_nodes=0"),
-    "no step": (["--parameters", "1M", "--nodes", "4", "--network", "wifi"], "--step-seconds 0.8, or what it computes"),
+    "no step": (["--parameters", "1M", "--nodes", "4", "--network", "wifi"], "(--step-seconds 0.8) or operations"),
     "measured what": (
         ["--parameters", "1M", "--nodes", "4", "--network", "wifi", "--step-seconds", "measured"],
         "--flops",
     ),
     "step": ([*FLEET[1:], "--step-seconds", "soon"], "step_seconds='soon'"),
-    "step and work": ([*FLEET[1:], "--flops", "1e12"], "give one of them"),
+    "step and work": ([*FLEET[1:], "--flops", "1e12"], "give only one"),
     "device without work": ([*FLEET[1:], "--device", "h100"], "--device needs --flops"),
     "device": (
         ["--parameters", "1M", "--nodes", "4", "--network", "wifi", "--flops", "1T", "--device", "h10"],
@@ -336,7 +336,7 @@ WORSE = {
     "dataset": (["--dataset", "digit", "--network", "wifi"], "did you mean 'digits'"),
     "simulated size": ([*FLEET[1:], "--simulate"], "--simulate needs --dataset"),
     "steps of nothing": ([*FLEET[1:], "--steps", "5"], "--steps needs --simulate"),
-    "bytes of a simulation": ([*SIMULATE[1:], "--bytes-per-element", "2"], "--bytes-per-element is for formulas"),
+    "bytes of a simulation": ([*SIMULATE[1:], "--bytes-per-element", "2"], "--bytes-per-element is only for formulas"),
     "too short": ([*SIMULATE[1:], "--steps", "3", "--strategies", "diloco:H=5"], "communicates twice in max_steps=3"),
     "nothing to send": ([*SIMULATE[1:], "--strategies", "single,ddp"], "'single' sends nothing"),
     "processes": ([*SIMULATE[1:], "--processes", "0"], "--processes='0'"),

@@ -330,7 +330,9 @@ def test_nothing_is_done_without_a_yes(hosts: Hosts, tmp_path: Path) -> None:
     words += ["--path-on-hosts", str(there)]
     with hosts.controller.inside():
         done = python(*words, cwd=tmp_path)
-    assert done.returncode == 0 and "all is well" in done.stdout and "nothing was done" in done.stdout, done.stderr
+    assert done.returncode == 0 and "all checks passed" in done.stdout and "nothing was done" in done.stdout, (
+        done.stderr
+    )
     fields = measured_of(hosts)
     (tmp_path / "measured.json").write_text(json.dumps(fields | {"hosts": fields["hosts"][::-1]}))
     with hosts.controller.inside():
@@ -431,12 +433,17 @@ def talk(terminal: Terminal, codes: list[str], task: int, steps: int, measures: 
     terminal.until("paired with studio")
     terminal.answer("Train on this computer, too?", "n")
     terminal.answer("How many steps on each computer?", BACK * 6 + str(steps) + ENTER)
-    terminal.until("all is well")
+    terminal.until("all checks passed")
     if measures:
         terminal.answer("Measure now?", ENTER)
     terminal.until("times as fast")
     terminal.answer("Start training?", DOWN + ENTER)
-    for question in ("Which strategy?", "How many steps?", "How many examples in a batch?", "How should the load"):
+    for question in (
+        "Which strategy?",
+        "How many steps?",
+        "How many examples per node and batch?",
+        "How should the load",
+    ):
         terminal.answer(question, ENTER)
     terminal.answer("Start training?", ENTER)
     terminal.until("to repeat the run, in that folder: exogym distributed-train wizard --sync; or python train.py")

@@ -59,5 +59,5 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr().out
     assert "from checkpoints" in said and "taken away 0.1 times an hour" in said
     assert main([*ASKED, "--spot", "0.1"]) == 2
-    assert "--spot and --price go together" in capsys.readouterr().err
+    assert "--price (per machine and hour) need each other" in capsys.readouterr().err
     assert main([*ASKED, "--checkpoint", "1min"]) == 2

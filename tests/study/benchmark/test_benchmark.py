@@ -78,7 +78,7 @@ def test_nothing_is_trained_twice(trained: Path, capsys: pytest.CaptureFixture[s
     before = (trained / "short.md").read_text()
     assert main(command(trained)) == 0
     said = capsys.readouterr()
-    assert "to be trained" not in said.err and (trained / "short.md").read_text() == before
+    assert "left to train" not in said.err and (trained / "short.md").read_text() == before
 
 
 def test_the_page_is_made_from_the_results_only(trained: Path) -> None:
@@ -99,8 +99,8 @@ def test_hours_are_said_first_and_ctrl_c_says_how_to_go_on(
     monkeypatch.setattr("exogym.cli.benchmark.Teller.__call__", stop)
     assert main(command(tmp_path)) == 130
     first, *others = capsys.readouterr().err.splitlines()
-    assert re.search(r"7 of 7 runs are to be trained, about .* in one process", first)
-    again = f"to go on: exogym benchmark --short --tasks digits --nodes 2 --out {tmp_path} --device cpu"
+    assert re.search(r"7 of 7 runs left to train, about .* in one process", first)
+    again = f"to continue: exogym benchmark --short --tasks digits --nodes 2 --out {tmp_path} --device cpu"
     assert again in "\n".join(others).splitlines()[-2]
 
 
@@ -110,7 +110,7 @@ def test_hours_are_said_first_and_ctrl_c_says_how_to_go_on(
         (["--nodes", "1,2"], "whole numbers from 2 on"),
         (["--tasks", "digit"], "did you mean 'digits'"),
         (["--page", "page.html"], "should end in .md"),
-        (["--short", "--page", "page.md"], "leave out one of the two"),
+        (["--short", "--page", "page.md"], "leave out --short or --page"),
         (["--only-page"], "train first"),
         (["--strategies", "ddpp"], "did you mean 'ddp'"),
         (["--tasks", "cifar10", "--data", "nowhere.npz"], "does not exist"),

@@ -231,7 +231,10 @@ def test_ctrl_c_shows_what_is_finished_and_the_command_that_goes_on_does(
     assert done.returncode == 130
     (folder,) = (tmp_path / "runs").iterdir()
     lines = done.stderr.splitlines()
-    assert lines[-2:] == [f"exogym: to go on: exogym compare --resume --out runs/{folder.name}", "exogym: interrupted"]
+    assert lines[-2:] == [
+        f"exogym: to continue: exogym compare --resume --out runs/{folder.name}",
+        "exogym: interrupted",
+    ]
     assert "Traceback" not in done.stderr
     assert (
         "| ddp " in done.stdout
@@ -246,7 +249,7 @@ def test_ctrl_c_shows_what_is_finished_and_the_command_that_goes_on_does(
     assert main(["compare", "--resume", "--out", f"runs/{folder.name}"]) == 0  # the rest of the options are as before
     assert tables(folder) == tables(undisturbed)
     assert main(["compare", "--resume"]) == 2
-    assert "name it, --out" in capsys.readouterr().err
+    assert "give --out, as in" in capsys.readouterr().err
 
 
 def test_kill_9_loses_only_the_run_under_way(tmp_path: Path, undisturbed: Path) -> None:

@@ -289,13 +289,13 @@ def test_the_command_leaves_out_what_it_was_not_asked_for_by_name(
     assert main([*command, "gone"]) == main([*command, "broken"]) == 2
     assert main(command) == 0
     said = capsys.readouterr()
-    assert "left out: claim toy, nosuch" in said.err and "3 of 3 runs are to be trained, about" in said.err
+    assert "left out: claim toy, nosuch" in said.err and "3 of 3 runs left to train, about" in said.err
     assert "left out: claim toy: num_fragments=9" in said.err
     assert "toy has run, too short for a verdict: a toy" in said.out and "confirmed" not in said.out
     page = (tmp_path / "short.md").read_text()
     assert "**toy: too short for a verdict.**" in page and "| too short for a verdict |" in page
     assert "**Verdict" not in page and "in 0 of 1 seeds" not in page and "in 1 of 1 seeds" not in page
-    assert main([*command, "toy"]) == 0 and "to be trained" not in capsys.readouterr().err
+    assert main([*command, "toy"]) == 0 and "left to train" not in capsys.readouterr().err
     assert (tmp_path / "short.md").exists() and main([*command, "--page", "x.md"]) == 2
 
 
@@ -309,7 +309,7 @@ def test_ctrl_c_says_how_to_go_on(
     monkeypatch.setattr("exogym.cli.reproduce.claims_of", lambda names: [toy])
     monkeypatch.setattr("exogym.cli.reproduce.Teller.__call__", stop)
     assert main(["reproduce", "toy", "--short", "--out", str(tmp_path), "--device", "cpu"]) == 130
-    assert f"to go on: exogym reproduce toy --short --out {tmp_path}" in capsys.readouterr().err
+    assert f"to continue: exogym reproduce toy --short --out {tmp_path}" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------- the page
