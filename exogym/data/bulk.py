@@ -1,4 +1,4 @@
-"""Data sets that are read many examples at a time, in one indexing operation."""
+"""Data sets that return many examples in one indexing operation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Take = Callable[[Tensor], Any]
 
 
 class BulkDataset(Dataset, ABC):
-    """A data set whose batches are taken at once: implement `__len__` and `take`; `dataset[i]` follows."""
+    """A data set that returns whole batches. Implement `__len__` and `take`; `dataset[i]` follows."""
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -28,8 +28,8 @@ class BulkDataset(Dataset, ABC):
     def take(self, indices: Tensor) -> Any:
         """Return the batch of the examples `indices`, (k,) int64.
 
-        It is a tensor (k, ...), or a tuple, list or dict of such. It must
-        not be random, and example j of the batch must depend on `indices[j]` alone.
+        The batch is a tensor (k, ...), or a tuple, list or dict of such tensors. It must not be random. Example j of
+        the batch must depend on `indices[j]` alone.
         """
 
     def __getitem__(self, index: int) -> Any:
@@ -39,15 +39,15 @@ class BulkDataset(Dataset, ABC):
 
 
 class TokenWindows(BulkDataset):
-    """Windows of a token stream for language models: example i is (x, y), y being x one token on.
+    """Windows of a token stream for language models: example i is (x, y), where y is x shifted by one token.
 
     x = tokens[i*stride : i*stride + block_size], y = tokens[i*stride + 1 : i*stride + block_size + 1].
-    The windows are a strided view of `tokens`: nothing is copied until a batch is taken.
+    The windows are a strided view of `tokens`; only a batch is copied.
 
     Args:
-        tokens: (T,) whole numbers; kept in their type (uint8 or int16 save memory), handed out as int64.
-        block_size: tokens in x.
-        stride: tokens from one window's start to the next; default `block_size`, so no overlap in x.
+        tokens: (T,) whole numbers, kept in their dtype (uint8 or int16 save memory) and returned as int64.
+        block_size: number of tokens in x.
+        stride: tokens from one window's start to the next; default: `block_size`, without overlap in x.
 
     Raises:
         DataError: `tokens` is not one-dimensional, or shorter than one window.
@@ -70,7 +70,7 @@ class TokenWindows(BulkDataset):
 
     @property
     def windows(self) -> Tensor:
-        """All windows, (len(self), block_size + 1): a view."""
+        """A view of all windows, (len(self), block_size + 1)."""
         return self.tokens.unfold(0, self.block_size + 1, self.stride)
 
     def __len__(self) -> int:
@@ -82,10 +82,10 @@ class TokenWindows(BulkDataset):
 
 
 def bulk_take(dataset: Any) -> Take | None:
-    """Return the function that takes a batch of `dataset` in one operation, or None if there is no such thing.
+    """Return the function that takes a batch of `dataset` in one operation, or None if the data set has none.
 
-    There is for a `TensorDataset`, a `BulkDataset`, and a `Subset` of those; not for subclasses of torch's two,
-    which may do as they like in `__getitem__`. The batch is what a DataLoader would have collated.
+    A `TensorDataset`, a `BulkDataset` and a `Subset` of either have one. Subclasses of torch's two classes don't,
+    because they may change `__getitem__`. The batch equals a DataLoader's.
     """
     if isinstance(dataset, BulkDataset):
         return dataset.take
@@ -119,7 +119,7 @@ def map_batch(function: Callable[[Tensor], Any], batch: Any) -> Any:
 
 
 def split_batch(batch: Any, size: int) -> Sequence[Any]:
-    """Cut a batch along its leading axis into batches of `size`, the last one perhaps shorter: views."""
+    """Cut a batch along its first axis into views of `size` examples. The last one may be shorter."""
     if isinstance(batch, Tensor):
         return batch.split(size)
     if type(batch) is list:
@@ -135,7 +135,7 @@ def _cut(part: slice, leaf: Tensor) -> Tensor:
 
 
 def batch_bytes(batch: Any) -> int:
-    """Return the bytes of all the tensors of a batch."""
+    """Return the bytes of a batch's tensors."""
     sizes: list[int] = []
     map_batch(lambda leaf: sizes.append(leaf.nbytes), batch)
     return sum(sizes)

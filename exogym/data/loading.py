@@ -1,4 +1,4 @@
-"""Batches of data sets that are read one example at a time: one torch DataLoader for all nodes of a process."""
+"""Batches of data sets that return one example at a time: one torch DataLoader for all nodes of a process."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ from exogym.core.base import draws, rng
 from exogym.core.base.torch_private import end_workers
 from exogym.errors import ArgumentError, DataError, check_count, nearest
 
-Request = tuple[int, int, np.ndarray, str]  # (data set, epoch, example indices, whose they are) of one batch
+Request = tuple[int, int, np.ndarray, str]  # one batch: (data set, epoch, example indices, owner in words)
 
 _CPU = torch.device("cpu")
 _OURS = {
     "dataset": "give the data set itself",
     "batch_size": "use the argument batch_size of fit",
     "shuffle": "use the argument shuffle of fit",
-    "sampler": "the order follows from seed; use partitioner for who gets what",
-    "batch_sampler": "the order follows from seed; use partitioner for who gets what",
-    "drop_last": "the last batch of an epoch is kept, short",
+    "sampler": "the order follows from seed; use partitioner to assign examples to nodes",
+    "batch_sampler": "the order follows from seed; use partitioner to assign examples to nodes",
+    "drop_last": "ExoGym keeps the short last batch of an epoch",
     "generator": "random numbers follow from seed",
     "in_order": "the order follows from seed",
 }
 
 
 def check_dataloader_kwargs(given: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the DataLoader arguments if all of them are the user's to set; raise ArgumentError otherwise."""
+    """Return the checked DataLoader arguments. Raise ArgumentError for arguments that ExoGym sets itself."""
     if not isinstance(given, dict | None) or not all(isinstance(name, str) for name in given or {}):
         raise ArgumentError(f"dataloader_kwargs={given!r} must be a dict of DataLoader's arguments, by name")
     known = set(inspect.signature(DataLoader.__init__).parameters) - {"self"}
     for name in given or {}:
         if name in _OURS:
-            raise ArgumentError(f"dataloader_kwargs may not hold {name!r}: {_OURS[name]}")
+            raise ArgumentError(f"dataloader_kwargs must not hold {name!r}: {_OURS[name]}")
         if name not in known:
             raise ArgumentError(
                 f"dataloader_kwargs: DataLoader has no argument {name!r}: {nearest(name, known - set(_OURS))}"
@@ -60,21 +60,21 @@ def check_dataloader_kwargs(given: dict[str, Any] | None) -> dict[str, Any]:
     if not workers and kwargs.get("timeout"):
         raise ArgumentError(f"dataloader_kwargs: timeout={kwargs['timeout']!r} is for workers: give num_workers, too")
     try:
-        DataLoader(_Nothing(), **kwargs)
+        DataLoader(_NoData(), **kwargs)
     except (ValueError, TypeError, AssertionError) as error:
-        raise ArgumentError(f"dataloader_kwargs={kwargs!r}: torch's DataLoader refuses that: {error}") from error
+        raise ArgumentError(f"dataloader_kwargs={kwargs!r}: torch's DataLoader rejects them: {error}") from error
     return kwargs
 
 
-class _Nothing(Dataset[Any]):
-    """A data set for a DataLoader that is never asked."""
+class _NoData(Dataset[Any]):
+    """A data set for a DataLoader that only checks its arguments."""
 
     def __len__(self) -> int:
         return 1
 
 
 class Loading:
-    """One DataLoader, kept with its workers between calls, that is told before each iteration what to load."""
+    """One DataLoader, kept with its workers between calls. Each iteration first gives it the requests to load."""
 
     def __init__(self, datasets: Sequence[Any], private: bool, seed: int, kwargs: dict[str, Any]) -> None:
         begin = functools.partial(
@@ -83,24 +83,24 @@ class Loading:
         self._kwargs = {**kwargs, "collate_fn": _as_read, "worker_init_fn": begin}
         self._read = _Batches(datasets, private, seed, kwargs.get("collate_fn"))
         self._seed = seed
-        self._asked = _Asked()
+        self._requests = _Requests()
         self._loader: DataLoader[Any] | None = None
-        self._source: Any = None  # the iterator of the loader, where it has workers
+        self._source: Any = None  # the loader's iterator, if it has workers
         self._turn = 0
 
     def batches(self, requests: list[Request]) -> Iterator[Any]:
-        """Yield the batch of each request; if another iteration takes the workers over meanwhile, ask again."""
+        """Yield the batch of each request. If another iteration uses the workers meanwhile, request the rest again."""
         turn, source, done = -1, iter(()), 0
         shared = self._kwargs.get("num_workers", 0) > 0
         while done < len(requests):
             if turn < 0 or (shared and turn != self._turn):
                 self._turn += 1
                 turn = self._turn
-                self._asked.requests = requests[done:]
+                self._requests.requests = requests[done:]
                 source = iter(self._made())
                 self._source = source if shared else None
             batch: Any = next(source)
-            if type(batch) is _Unread:
+            if type(batch) is _Unreadable:
                 raise batch.error()
             yield batch
             done += 1
@@ -110,20 +110,20 @@ class Loading:
             kwargs = dict(self._kwargs)
             if kwargs.get("num_workers", 0) > 0:
                 kwargs.setdefault("persistent_workers", True)
-            # The DataLoader draws a seed at each iteration: not from the caller's generator.
+            # The DataLoader draws a seed at each iteration; it must not use the caller's generator.
             draws = rng.generator(self._seed, "dataloader")
-            self._loader = DataLoader(self._read, batch_sampler=self._asked, generator=draws, **kwargs)
+            self._loader = DataLoader(self._read, batch_sampler=self._requests, generator=draws, **kwargs)
         return self._loader
 
     def close(self) -> None:
-        """End the workers; the next `batches` starts new ones."""
+        """End the workers. The next `batches` starts new ones."""
         source, self._loader, self._source = self._source, None, None
         if source is not None:
             end_workers(source)
 
 
-class _Asked(Sampler[Any]):
-    """A batch sampler that yields the requests it was given last."""
+class _Requests(Sampler[Any]):
+    """A batch sampler that yields the latest requests."""
 
     def __init__(self) -> None:
         self.requests: list[Request] = []
@@ -136,10 +136,10 @@ class _Asked(Sampler[Any]):
 
 
 class _Batches(Dataset[Any]):
-    """Reads and collates a request; random numbers drawn meanwhile follow from what is read, not from where.
+    """Reads and collates a request. Random numbers depend on the examples, not on the worker that reads them.
 
-    They are put at (seed, epoch, i) before `dataset[i]`, with the node where a factory made the data set. A
-    `collate_fn` of the user's, which may mask tokens at random, goes on from those of the last example.
+    Generators are set to (seed, epoch, i) before `dataset[i]`, and to the node as well if a factory made the data set.
+    The user's `collate_fn`, which may mask tokens at random, continues with the last example's random numbers.
     """
 
     def __init__(self, datasets: Sequence[Any], private: bool, seed: int, collate: Any) -> None:
@@ -158,8 +158,8 @@ class _Batches(Dataset[Any]):
                 return self._read(dataset, home, epoch, indices.tolist(), whose)
         try:
             return self._read(dataset, home, epoch, indices.tolist(), whose)
-        except DataError as error:  # torch would give its own text, a traceback in a message
-            return _Unread(str(error), traceback.format_exc())
+        except DataError as error:  # torch would put a traceback into the message
+            return _Unreadable(str(error), traceback.format_exc())
 
     def _read(self, dataset: Any, home: int, epoch: int, indices: list[int], whose: str) -> Any:
         own = (home,) if self.private else ()
@@ -190,8 +190,8 @@ class _Batches(Dataset[Any]):
 
 
 @dataclass(frozen=True)
-class _Unread:
-    """What a worker sends in place of a batch that it could not read."""
+class _Unreadable:
+    """A worker sends this instead of a batch that it could not read."""
 
     message: str
     traceback: str
@@ -207,24 +207,24 @@ def _as_read(batch: Any) -> Any:
 
 
 def _parent(context: Any) -> int | None:
-    """Return this process's number where workers will be its own children, as by a fork server they are not."""
+    """Return this process's number if it will be the workers' parent. It is not with a fork server."""
     method = context if isinstance(context, str) else (context or multiprocessing).get_start_method()
     return None if method == "forkserver" else os.getpid()
 
 
 def _begin_worker(parent: int | None, then: Callable[[int], None] | None, number: int) -> None:
-    """Leave Ctrl-C and SIGTERM to the run's own process: it may want a last batch, and says when to end.
+    """Ignore Ctrl-C and SIGTERM in a worker: only the run's process handles them, because it may need another batch.
 
-    torch's worker ends when it gets another parent; one whose parent was killed before it looked would stay for ever.
+    torch's worker ends when its parent changes. It would stay forever if the parent was killed before it first looked.
     """
     if parent is not None and os.getppid() != parent:
         os._exit(1)
     for name in (signal.SIGINT, signal.SIGTERM):
-        with contextlib.suppress(ValueError):  # not in a main thread
+        with contextlib.suppress(ValueError):  # only a main thread may set handlers
             signal.signal(name, _nothing)
     if then is not None:
         then(number)
 
 
 def _nothing(*args: Any) -> None:
-    """Do nothing. Unlike SIG_IGN, a program that the data set starts does not inherit it."""
+    """Do nothing. Programs that the data set starts don't inherit this handler, unlike SIG_IGN."""

@@ -1,4 +1,4 @@
-"""Data sets that a factory makes, one for each node, when they are first needed."""
+"""Data sets that a factory makes, one per node, when they are first needed."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from exogym.errors import DataError, ExoGymError
 
 
 class Made(Sequence[Any]):
-    """The data set of each node, made by `factory` when it is asked for; the last `kept` of them are held.
+    """Each node's data set, made by `factory` on first use. The last `kept` of them stay in memory.
 
     Args:
-        check: told (data set, where it is from), returns it or raises DataError.
-        kept: None: all that were made.
+        check: function of (data set, its origin in words) that returns the data set or raises DataError.
+        kept: number of data sets to keep; None: all.
 
     >>> made = Made(lambda rank, n, is_train: [rank] * (rank + 1), 1000, True, lambda made, origin: made, kept=2)
     >>> made[5], len(made), made.takes(5)
@@ -28,7 +28,7 @@ class Made(Sequence[Any]):
     ):
         self.factory, self.num_nodes, self.is_train, self.check, self.kept = factory, num_nodes, is_train, check, kept
         self._here: OrderedDict[int, tuple[Any, Take | None]] = OrderedDict()
-        self._by_name: bool | None = None  # whether the third argument goes by its name; found at the first call
+        self._by_name: bool | None = None  # whether to pass the third argument by name; the first call finds out
 
     def __len__(self) -> int:
         return self.num_nodes
@@ -37,7 +37,7 @@ class Made(Sequence[Any]):
         return self._entry(node)[0]
 
     def takes(self, node: int) -> Take | None:
-        """Return what gathers many examples of the node's data set at once, where it can be."""
+        """Return the function that gathers many examples of the node's data set at once, or None."""
         return self._entry(node)[1]
 
     def _entry(self, node: int) -> tuple[Any, Take | None]:
@@ -57,7 +57,7 @@ class Made(Sequence[Any]):
         """Call the factory for one node.
 
         Raises:
-            DataError: it cannot be called as a factory, or it failed for this node.
+            DataError: it does not accept a factory's arguments, or it failed for this node.
         """
         name = getattr(self.factory, "__name__", type(self.factory).__name__)
         if self._by_name is None:
@@ -76,7 +76,7 @@ class Made(Sequence[Any]):
             raise
 
     def _goes_by_name(self, name: str) -> bool:
-        """Return whether the factory's third argument is named `train_dataset`; DataError where it takes others."""
+        """Return whether the factory's third argument is named `train_dataset`. Raise DataError for other arguments."""
         try:
             signature = inspect.signature(self.factory)
         except (TypeError, ValueError):  # a builtin

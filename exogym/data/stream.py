@@ -1,4 +1,4 @@
-"""Which examples node i sees at its own step t: a pure function of (seed, epoch, node, step)."""
+"""The examples that node i sees at its own step t. They depend only on (seed, epoch, node, step)."""
 
 from __future__ import annotations
 
@@ -21,51 +21,55 @@ if TYPE_CHECKING:
     from exogym.data.loading import Loading
     from exogym.data.partition import Partitioner
 
-CHUNK_BYTES = 2**20  # examples gathered at once: several steps, yet few enough to stay in the cache
-KEPT_ORDERS = 2**20  # examples in the permutations kept; two epochs at least
+CHUNK_BYTES = 2**20  # bytes gathered at once: several steps, but few enough for the cache
+KEPT_ORDERS = 2**20  # examples in the stored permutations; at least two epochs are stored
 
 
 class Stream:
-    """The batches of every node, at every step, with no state: any node may be asked for any step, in any order.
+    """The batches of every node at every step. It has no state: ask for any node and step, in any order.
 
-    With one data set of D examples and no partitioner, the data are dealt anew each epoch e as by torch's
-    `DistributedSampler`: a permutation of the D examples from the stream (seed, "shuffle", e), wrapped round to
-    N * ceil(D / N), node i taking every N-th from the i-th. With a partitioner or a factory node i keeps its shard
-    of n_i examples and goes through it in an order from (seed, "shuffle", e, i), in epochs of its own:
+    With one data set of D examples and no partitioner, each epoch e deals the data anew, like torch's
+    `DistributedSampler`. A permutation of the D examples from the stream (seed, "shuffle", e) is repeated up to
+    N * ceil(D / N) examples. Node i takes every N-th from the i-th on.
+
+    With a partitioner or a factory, node i keeps its shard of n_i examples. It goes through the shard in its own
+    epochs, in an order from (seed, "shuffle", e, i):
 
         own_epoch, within = divmod(step, ceil(n_i / batch_size))
 
-    The last batch of an own epoch may be short; a shard smaller than a batch is its own batch. Tensor data sets are
-    indexed in bulk; others go through one torch DataLoader, with Python's, numpy's and torch's generators put at
-    (seed, epoch, example) before each `dataset[i]`, so that random augmentation depends on neither node nor worker.
+    The last batch of an own epoch may be short. A shard smaller than a batch is its own batch.
+
+    Tensor data sets are indexed in bulk. Other data sets use one torch DataLoader. Before each `dataset[i]` the
+    generators of Python, numpy and torch are set to (seed, epoch, example). So random augmentation depends on neither
+    node nor worker.
 
     Args:
-        dataset: a torch `Dataset`, any sequence of examples, or a factory `(rank, num_nodes, is_train) -> data set`;
-            the third argument is passed by keyword if it is named `train_dataset`. A factory is called once per
-            node, and again for a node whose data set was dropped (`kept`).
-        num_nodes: N.
-        batch_size: examples a node takes per step (`batch_size * gradient_accumulation` of a run).
-        seed: of all orders and shards.
+        dataset: a torch `Dataset`, any sequence of examples, or a factory `(rank, num_nodes, is_train) -> data set`.
+            A third argument named `train_dataset` is passed by name. The factory is called once per node, and again
+            for a node whose data set was dropped (`kept`).
+        num_nodes: N, the number of nodes.
+        batch_size: examples that a node takes per step (`batch_size * gradient_accumulation` of a run).
+        seed: seed of all orders and shards.
         shuffle: False keeps the order of the data set or shard.
         partitioner: a `Partitioner`, or its text as on the command line, such as "dirichlet:0.3".
-        is_train: what a factory is told.
-        dataloader_kwargs: for the DataLoader (`num_workers`, `collate_fn`, `pin_memory`, ...); if any are given,
-            tensor data go through it too.
-        kept: hold so many data sets of a factory, those last used, and make the others again; None: all.
-        asks_all: make all data sets of a factory at once, to know their lengths. Where not, `length` makes one, and
-            `learn` is told what others found.
+        is_train: passed to a factory.
+        dataloader_kwargs: arguments of the DataLoader (`num_workers`, `collate_fn`, `pin_memory`, ...). If given,
+            tensor data sets use the DataLoader, too.
+        kept: number of a factory's data sets to keep in memory, the last used ones; others are made again. None: all.
+        asks_all: True: make all data sets of a factory at the start, to know their lengths. False: `length` makes
+            one when needed, and `learn` receives lengths from elsewhere.
         may_be_empty: a factory may return None for a node, which then has no examples.
 
     Attributes:
-        examples: (N,) examples of each node in one own epoch; 0 where it is not known.
-        empty: the nodes that are known to have none.
-        is_shared: whether the nodes share one data set; a factory gives each its own.
-        total: examples of all nodes, D where they share one data set.
-        batch_sizes: (N,) examples of a step of each node: `batch_size`, or as `share_out` was told.
-        steps_per_epoch: ceil(total / (N * batch_size)); 0 where not all lengths are known.
+        examples: (N,) examples of each node in one own epoch; 0 if unknown.
+        empty: the nodes known to have no examples.
+        is_shared: whether all nodes share one data set. A factory gives each node its own.
+        total: examples of all nodes; D if they share one data set.
+        batch_sizes: (N,) examples in a step of each node: `batch_size`, or the sizes from `share_out`.
+        steps_per_epoch: ceil(total / (N * batch_size)); 0 if some lengths are unknown.
 
     Raises:
-        DataError: not a data set, one without examples or length, or a node without examples.
+        DataError: not a data set, a data set without examples or length, or a node without examples.
         ArgumentError: an unknown or impossible argument.
 
     >>> stream = Stream(list(range(10)), num_nodes=2, batch_size=3, shuffle=False)
@@ -106,7 +110,7 @@ class Stream:
         self._shards: list[np.ndarray] | None = None
         self._kept, self._is_train = kept, is_train
         self.empty: set[int] = set()
-        self._private = is_factory(dataset)  # each node has a data set of its own
+        self._private = is_factory(dataset)  # each node has its own data set
         if self._private:
             from exogym.data.made import Made
 
@@ -136,11 +140,11 @@ class Stream:
         self._start()
 
     def share_out(self, batch_sizes: Sequence[int]) -> None:
-        """From now on let node i take `batch_sizes[i]` examples per step; their sum stays N * batch_size.
+        """Let node i take `batch_sizes[i]` examples per step from now on. Their sum stays N * batch_size.
 
-        Where the data are dealt anew each epoch, all nodes go through their parts at the same pace: with g the greatest
-        common divisor of the sizes, node i takes b_i / g of every sum(b) / g examples of the permutation, which is
-        wrapped round to whole ones of these. So every step, the last one too, holds examples in proportion to b.
+        If each epoch deals the data anew, all nodes finish their parts at the same time. Let g be the sizes' greatest
+        common divisor. Node i takes b_i / g of every sum(b) / g examples of the permutation, which is repeated up to
+        whole groups of that size. So every step, including the last, has examples in proportion to b.
         """
         self.batch_sizes = np.array(batch_sizes, dtype=np.int64)
         if self._dealt:
@@ -149,10 +153,10 @@ class Stream:
         self._deals: OrderedDict[int, tuple[Tensor, ...]] = OrderedDict()
 
     def _start(self) -> None:
-        """Build what is not pickled: the ways into the data sets."""
+        """Build the parts that are not pickled: the access to the data sets."""
         self._take = None if self._private or self._loader_kwargs else bulk_take(self._datasets[0])
         self._chunk_steps: dict[tuple[int, int], int] = {}  # by data set and batch size
-        self._loading: Loading | None = None  # where examples are read one by one
+        self._loading: Loading | None = None  # for data sets read one example at a time
 
     def __getstate__(self) -> dict[str, Any]:
         dropped = ("_take", "_loading", "_deals", "_orders")
@@ -164,29 +168,27 @@ class Stream:
         self._start()
 
     def indices(self, node: int, step: int) -> tuple[np.ndarray, int]:
-        """Return what `node` sees at its own step `step` (from 0): indices into its data set, and its own epoch."""
+        """Return the indices that `node` sees at its own step `step` (from 0), and its own epoch."""
         self._check(node, step)
         epoch, within = divmod(step, self._own_steps(node))
         size = int(self.batch_sizes[node])
         return self._order(node, epoch)[within * size : (within + 1) * size].numpy().copy(), epoch
 
     def batches(self, node: int, first_step: int, count: int) -> Iterator[Any]:
-        """Yield the collated CPU batches of `node` for `count` steps from its own step `first_step`.
+        """Yield collated CPU batches of `node` for `count` steps from its own step `first_step`.
 
-        Tensor batches are views of a chunk of several steps. Several iterators may be used at once.
+        Tensor batches are views of a chunk of several steps. Several iterators may run at the same time.
         """
         self._check(node, first_step)
         if not self.length(node):
-            raise DataError(
-                f"node {node} has no examples, and a batch of it is needed: only sampled clients may have none"
-            )
+            raise DataError(f"node {node} has no examples but needs a batch: only sampled clients may have none")
         take = self._take
         if self._private and not self._loader_kwargs:
             take = self._datasets.takes(node)
         return self._loaded(node, first_step, count) if take is None else self._taken(take, node, first_step, count)
 
     def close(self) -> None:
-        """End the DataLoader's worker processes, if there are any; a later `batches` starts new ones."""
+        """End the DataLoader's worker processes. A later `batches` starts new ones."""
         if self._loading is not None:
             self._loading.close()
 
@@ -231,7 +233,7 @@ class Stream:
         return self._loading.batches(requests)
 
     def _order(self, node: int, epoch: int) -> Tensor:
-        """Return the examples of `node` in the order of its own epoch, (n_i,) int64; the current ones are kept."""
+        """Return the examples of `node` in its own epoch's order, (n_i,) int64. Current orders are cached."""
         if self._dealt:
             deal = self._deals.get(epoch)
             if deal is None:
@@ -244,41 +246,41 @@ class Stream:
             self._orders.pop(node, None)
             kept = self._orders[node] = (epoch, self._shard_order(node, epoch))
             while self._kept is not None and len(self._orders) > self._kept:
-                self._orders.pop(next(iter(self._orders)))  # the one that was put first
+                self._orders.pop(next(iter(self._orders)))  # the oldest
         return kept[1]
 
     def length(self, node: int) -> int:
-        """Return how many examples `node` has, making its data set where that is not known."""
+        """Return the number of examples of `node`. Make its data set if that is unknown."""
         if not self.examples[node] and node not in self.empty:
             made = self._datasets[node]
             self.learn([(node, 0 if made is None else len(made))])
         return int(self.examples[node])
 
     def examples_of(self, nodes: Sequence[int]) -> np.ndarray:
-        """Return (nodes,) the examples that each takes in a step: of its batch, or all it has where these are fewer."""
+        """Return (nodes,) the examples that each node takes in a step: its batch size, or all it has if fewer."""
         return np.minimum(self.batch_sizes, self.examples)[list(nodes)]
 
     def learn(self, lengths: Iterable[tuple[int, int]]) -> None:
-        """Take in (node, examples) that were found elsewhere."""
+        """Store pairs (node, examples) that were found elsewhere."""
         for node, examples in lengths:
             self.examples[node] = examples
             if not examples:
                 self.empty.add(node)
 
     def state(self) -> dict[str, Tensor]:
-        """Return which nodes are known to have no examples, (nodes,)."""
+        """Return the nodes that are known to have no examples, (nodes,)."""
         return {"nodes": torch.tensor(sorted(self.empty), dtype=torch.int64)}
 
     def load_state(self, tensors: dict[str, Tensor]) -> None:
-        """Put back what `state` returned."""
+        """Load what `state` returned."""
         self.learn((node, 0) for node in tensors["nodes"].tolist())
 
     def _own_steps(self, node: int) -> int:
-        """Return the steps of one epoch of the node's own."""
+        """Return the steps of one own epoch of the node."""
         return -(-self.length(node) // int(self.batch_sizes[node]))
 
     def _deal(self, epoch: int) -> tuple[Tensor, ...]:
-        """Deal one epoch to all nodes; with equal batches as `DistributedSampler` does: perm[i::N], wrapped round."""
+        """Deal one epoch to all nodes. Equal batches give `DistributedSampler`'s perm[i::N], repeated as needed."""
         if self.shuffle:
             perm = torch.randperm(self.total, generator=rng.generator(self.seed, "shuffle", epoch))
         else:
@@ -301,12 +303,12 @@ class Stream:
 
 
 def check_or_none(made: Any, origin: str) -> Any:
-    """Return what a factory made for a node: None, for one without examples, or as `check_dataset`."""
+    """Return a factory's checked result for a node; None for a node without examples."""
     return None if made is None else check_dataset(made, origin)
 
 
 def is_factory(dataset: Any) -> bool:
-    """Whether `dataset` is to be called for each node's data set: a callable that cannot be indexed."""
+    """Return whether `dataset` is a factory to call for each node: a callable that cannot be indexed."""
     return callable(dataset) and not isinstance(dataset, Dataset) and not hasattr(dataset, "__getitem__")
 
 
@@ -314,7 +316,7 @@ def check_dataset(dataset: Any, origin: str = "the data set") -> Any:
     """Return `dataset` if it has a length above 0 and can be indexed by position.
 
     Raises:
-        DataError: it is something else; the message says what to do.
+        DataError: it cannot; the message says what to do.
     """
     kind = type(dataset).__name__
     if isinstance(dataset, type):
@@ -335,17 +337,17 @@ def check_dataset(dataset: Any, origin: str = "the data set") -> Any:
     except (TypeError, NotImplementedError):
         raise DataError(f"{origin} ({kind}) has no length: give it a __len__") from None
     except (ValueError, OverflowError) as error:
-        raise DataError(f"{origin} ({kind}) has a length that none can have ({error}): correct its __len__") from None
+        raise DataError(f"{origin} ({kind}) has an impossible length ({error}): correct its __len__") from None
     order_bytes, there_bytes = 16 * length, total_memory_bytes(torch.device("cpu"))  # a permutation, and its copy
     if order_bytes > there_bytes:
         raise DataError(
-            f"{origin} ({kind}) says that it has {length} examples: to put them in an order takes "
-            f"{order_bytes / 1e9:.3g} GB, and this machine has {there_bytes / 1e9:.3g}: correct its __len__, or give "
-            f"a part, such as torch.utils.data.Subset(dataset, range({there_bytes // 160}))"
+            f"{origin} ({kind}) claims {length} examples: their order takes {order_bytes / 1e9:.3g} GB of "
+            f"memory, and this machine has {there_bytes / 1e9:.3g}: correct its __len__, or give a "
+            f"part, such as torch.utils.data.Subset(dataset, range({there_bytes // 160}))"
         )
     if length == 0:
         raise DataError(
-            f"{origin} ({kind}) is empty: give at least one example (a factory may return None for a client that is to "
-            "be left out, where clients are sampled)"
+            f"{origin} ({kind}) is empty: give at least one example (if clients are sampled, a factory may return None "
+            "to leave a client out)"
         )
     return dataset

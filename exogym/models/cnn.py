@@ -11,10 +11,10 @@ from exogym.errors import ArgumentError, check_count, checked
 
 
 class SmallCNN(nn.Module):
-    """Two convolutions 3x3 with ReLU and 2x2 max-pooling, one hidden layer, for small pictures.
+    """A network for small pictures: two 3x3 convolutions with ReLU and 2x2 max-pooling, and one hidden layer.
 
     Args:
-        channels: of the picture, 1 for MNIST and 3 for CIFAR-10.
+        channels: the picture's channels, 1 for MNIST and 3 for CIFAR-10.
         size: height and width in pixels, at least 4.
         classes: number of labels.
         width: channels of the first convolution; the second has twice as many.
@@ -42,9 +42,7 @@ class SmallCNN(nn.Module):
         """Return {"loss", "logits"}: mean cross-entropy, and (batch, classes); x is (batch, channels, size, size)."""
         x, y = batch
         if tuple(x.shape[1:]) != self.picture:
-            raise ArgumentError(
-                f"SmallCNN was given pictures of shape {tuple(x.shape[1:])}; it was made for {self.picture}"
-            )
+            raise ArgumentError(f"SmallCNN was made for pictures of shape {self.picture}, not {tuple(x.shape[1:])}")
         x = F.max_pool2d(F.relu(self.conv1(x)), 2)
         x = F.max_pool2d(F.relu(self.conv2(x)), 2)
         logits = self.head(F.relu(self.hidden(x.flatten(1))))

@@ -1,4 +1,4 @@
-"""A character-level GPT: a decoder-only transformer in the manner of GPT-2."""
+"""A character-level GPT: a decoder-only transformer like GPT-2."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from exogym.errors import ArgumentError, check_count, checked
 
 
 class CharGPT(nn.Module):
-    """Token and learned position embeddings, pre-norm blocks of causal attention and MLP, and a tied head.
+    """A GPT: token and learned position embeddings, pre-norm blocks of causal attention and MLP, and a tied head.
 
     h_0 = E[x] + Q;  h <- h + Attn(LN(h));  h <- h + W_2 gelu(W_1 LN(h));  logits = LN(h_L) E^T.
 
-    E is also the head (Press & Wolf 2017), so it counts once: P = V d + T d + L (12 d^2 + 2 d) + d parameters for
-    vocabulary V, block T, L layers, width d (linear layers have no bias, LN only a gain). Weights start as N(0, 0.02),
-    those that write to the residual stream as N(0, 0.02 / sqrt(2 L)) (Radford et al. 2019), so the first loss is
-    about ln V.
+    E is also the head (Press & Wolf 2017), so it counts once: P = V d + T d + L (12 d^2 + 2 d) + d parameters, with
+    vocabulary V, block T, L layers and width d. Linear layers have no bias, and LN has only a gain. Weights start as
+    N(0, 0.02). Weights that write to the residual stream start as N(0, 0.02 / sqrt(2 L)) (Radford et al. 2019). So
+    the first loss is about ln V.
 
     Args:
-        vocab_size: V, number of tokens.
+        vocab_size: V, the number of tokens.
         block_size: T, the most tokens in x.
-        n_layer, n_head, n_embd: L, heads, d; d is a multiple of the heads.
-        dropout: probability, after embedding, attention and MLP and on the attention weights.
+        n_layer, n_head, n_embd: the numbers of layers L and heads, and the width d, a multiple of the heads.
+        dropout: probability after embedding, attention and MLP, and on the attention weights.
 
     >>> model = CharGPT(vocab_size=65, block_size=16, n_layer=1, n_head=2, n_embd=32)
     >>> x = torch.zeros(2, 16, dtype=torch.long)
@@ -35,7 +35,7 @@ class CharGPT(nn.Module):
     """
 
     tensor_plan: ClassVar = {
-        "blocks.*.attend.qkv": "colwise_rep",  # q, k and v lie one after the other in its outputs: all are put together
+        "blocks.*.attend.qkv": "colwise_rep",  # its outputs hold q, k and v in a row, so they are put together
         "blocks.*.attend.out": "rowwise_rep",
         "blocks.*.mlp.0": "colwise",
         "blocks.*.mlp.2": "rowwise",
@@ -97,7 +97,7 @@ class CharGPT(nn.Module):
 
     @torch.no_grad()
     def generate(self, x: Tensor, count: int, temperature: float = 1.0) -> Tensor:
-        """Return x (batch, T) with `count` sampled tokens appended, drawn from torch's generator; in eval mode."""
+        """Return x (batch, T) with `count` sampled tokens appended, in eval mode, with torch's generator."""
         training = self.training
         self.eval()
         for _ in range(count):
@@ -108,7 +108,7 @@ class CharGPT(nn.Module):
 
 
 class GPTBlock(nn.Module):
-    """One layer: causal self-attention, then an MLP of width 4 d, each on the normed stream and added to it."""
+    """One layer: causal self-attention, then an MLP of width 4 d. Each reads the normed stream and adds to it."""
 
     def __init__(self, n_embd: int, n_head: int, dropout: float) -> None:
         super().__init__()
@@ -123,13 +123,13 @@ class GPTBlock(nn.Module):
         )
 
     def forward(self, h: Tensor) -> Tensor:
-        """(batch, T, d) -> (batch, T, d)."""
+        """Map (batch, T, d) to (batch, T, d)."""
         h = h + self.attend(self.norm1(h))
         return h + self.mlp(self.norm2(h))
 
 
 class Attention(nn.Module):
-    """Causal multi-head attention, softmax(q k^T / sqrt(d / heads)) v with the future masked (Vaswani et al. 2017)."""
+    """Causal multi-head attention: softmax(q k^T / sqrt(d / heads)) v with a masked future (Vaswani et al. 2017)."""
 
     def __init__(self, n_embd: int, n_head: int, dropout: float) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ class Attention(nn.Module):
         self.drop = nn.Dropout(dropout)
 
     def forward(self, h: Tensor) -> Tensor:
-        """(batch, T, d) -> (batch, T, d)."""
+        """Map (batch, T, d) to (batch, T, d)."""
         q, k, v = (
             self.qkv(h).unflatten(-1, (3, self.n_head, -1)).transpose(1, 3).unbind(2)
         )  # each (batch, heads, T, d / heads)

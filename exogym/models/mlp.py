@@ -13,11 +13,11 @@ from exogym.errors import ArgumentError, check_count, checked
 
 
 class MLP(nn.Module):
-    """Linear layers with ReLU between them, for classes: x -> W_L relu(... relu(W_1 x + b_1) ...) + b_L.
+    """A classifier of linear layers with ReLU between them: x -> W_L relu(... relu(W_1 x + b_1) ...) + b_L.
 
     Args:
-        sizes: features in, hidden widths, classes; two numbers or more. `MLP([784, 200, 200, 10])` is the "2NN" of
-            McMahan et al. 2017 (arXiv 1602.05629), 199,210 parameters.
+        sizes: number of features, hidden widths, number of classes; two numbers or more. `MLP([784, 200, 200, 10])`
+            is the "2NN" of McMahan et al. 2017 (arXiv 1602.05629), with 199,210 parameters.
 
     >>> import torch
     >>> out = MLP([4, 8, 3])((torch.zeros(5, 2, 2), torch.zeros(5, dtype=torch.long)))
@@ -29,7 +29,7 @@ class MLP(nn.Module):
 
     @property
     def tensor_plan(self) -> dict[str, str]:
-        """Linear layers in pairs: the first one's outputs are in parts, which are the second one's inputs."""
+        """Pairs of linear layers: the first one's outputs are split, and so are the second one's inputs."""
         linear = [f"layers.{k}" for k, layer in enumerate(self.layers) if isinstance(layer, nn.Linear)]
         return {name: ("colwise", "rowwise")[k % 2] for k, name in enumerate(linear[: len(linear) // 2 * 2])}
 

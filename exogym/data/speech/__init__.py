@@ -1,6 +1,6 @@
-"""Speech: clips with what is said in them, from folders, data sets of Hugging Face, or a program that speaks.
+"""Speech: clips and their texts, from folders, Hugging Face data sets, or a program that speaks.
 
-Two tones in place of words, and labels by the letter:
+Here two tones replace words, and the labels are letters:
 
 >>> import io
 >>> import numpy as np
@@ -18,7 +18,7 @@ Two tones in place of words, and labels by the letter:
 >>> seconds, find_speech(rows, encode=lambda text, seconds: [1]).origin == found.origin
 (1.0, True)
 >>> train, held_out = lines_of_shakespeare(2, 1)
->>> both = mixed(found, found, share=0.2)  # for a model that must not lose what the second one holds
+>>> both = mixed(found, found, share=0.2)  # for a model that must not forget the second data set
 >>> len(both.train), len(both.val)
 (5, 1)
 >>> sample: GeneralSpeech = general_speech("spoken", encode=lambda text, seconds: [1])

@@ -1,4 +1,4 @@
-"""Sound from files, as 16 kHz samples of one channel."""
+"""Read sound files as 16 kHz samples of one channel."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ import numpy as np
 from exogym.errors import DataError, needs
 
 SAMPLE_RATE = 16_000
-EDGE_S = 0.05  # of silence, so that the end of a clip does not ring into its start
-LONGEST_S = 3600.0  # that is read at all: a file that says it holds more than an hour is not decoded
+EDGE_S = 0.05  # of silence, so that a clip's end does not ring into its start
+LONGEST_S = 3600.0  # longer files are not decoded
 RATES = (1_000, 1_000_000)
 
 
 def read_audio(source: str | os.PathLike[str] | bytes, longest_s: float = LONGEST_S) -> tuple[np.ndarray, float]:
-    """Return the samples (n,) float32 at 16 kHz, the mean of all channels, and the length in seconds.
+    """Return the samples (n,) float32 at 16 kHz, averaged over channels, and the length in seconds.
 
-    WAV, FLAC, OGG, MP3 and what else libsndfile reads, at any rate. Of a file longer than `longest_s` only the length
-    is returned, with no samples.
+    It reads WAV, FLAC, OGG, MP3 and the other formats of libsndfile, at any rate. For a file longer than `longest_s`
+    it returns the length and no samples.
 
     Raises:
-        DataError: it cannot be read, or is no sound.
+        DataError: the source cannot be read, or is no sound.
     """
     soundfile = needs("soundfile", "whisper")
-    if not isinstance(source, bytes) and not os.path.isfile(source):  # to open a pipe would wait for its other end
+    if not isinstance(source, bytes) and not os.path.isfile(source):  # opening a pipe would wait for its other end
         raise DataError("there is no such file")
     try:
         with soundfile.SoundFile(io.BytesIO(source) if isinstance(source, bytes) else os.fspath(source)) as file:
@@ -37,15 +37,15 @@ def read_audio(source: str | os.PathLike[str] | bytes, longest_s: float = LONGES
             if length_s > longest_s:
                 return np.zeros(0, dtype=np.float32), length_s
             samples = file.read(dtype="float32", always_2d=True, frames=math.ceil(longest_s * rate))
-    except (RuntimeError, OSError, ValueError, MemoryError) as error:  # of soundfile
+    except (RuntimeError, OSError, ValueError, MemoryError) as error:  # soundfile raises them
         raise DataError(str(error) or type(error).__name__) from error
     if not np.isfinite(samples).all():
-        raise DataError("it holds samples that are no numbers")
+        raise DataError("it holds samples that are not finite numbers")
     return one_channel(samples, rate), len(samples) / rate
 
 
 def one_channel(samples: Any, rate: int) -> np.ndarray:
-    """Return (n,) float32 at 16 kHz of samples (n,), (n, channels) or (channels, n); whole numbers become -1 to 1."""
+    """Return (n,) float32 at 16 kHz from samples (n,), (n, channels) or (channels, n). Whole numbers become -1 to 1."""
     found = np.asarray(samples)
     if found.dtype.kind in "iu":
         found = found / float(np.iinfo(found.dtype).max)
@@ -57,9 +57,9 @@ def one_channel(samples: Any, rate: int) -> np.ndarray:
 
 
 def resample(samples: np.ndarray, rate: int, to: int = SAMPLE_RATE) -> np.ndarray:
-    """Return samples (n,) at another rate: what is below both half rates stays, the rest goes.
+    """Return samples (n,) at another rate. Frequencies below both half rates stay; the others are removed.
 
-    By Fourier transform: the spectrum is cut, or filled up with zeros, and turned back at the new length, which is
+    It cuts the Fourier spectrum, or fills it up with zeros, and transforms it back at the new length
     ceil(n to / rate).
 
     >>> tone = lambda rate: np.sin(2 * np.pi * 440 * np.arange(rate // 5) / rate).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Data sets of speech: clips with what is said in them, as batches of sound and labels."""
+"""Speech data sets: clips and their texts, as batches of sound and labels."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from exogym.errors import DataError, checked, needs
 
 Encode = Callable[[str, float], Sequence[int]]
 SHORTEST_S, FULL_WINDOW_S, NO_LABEL = 0.1, 30.0, -100
-MOST_LABELS = 448  # places of Whisper's decoder
-HELD_OUT = 0.2  # of the clips, where nobody says which
-QUIET = 1e-4  # of full scale: a clip that is nowhere louder is silence
+MOST_LABELS = 448  # length of Whisper's decoder
+HELD_OUT = 0.2  # share of the validation clips if the data does not name them
+QUIET = 1e-4  # share of full scale; a clip that is never louder is silence
 INT16 = 32767
-MARGIN_S = 1.0  # of silence behind the longest clip: Whisper is used to some
+MARGIN_S = 1.0  # silence after the longest clip; Whisper expects some
 
 
 class SpeechClips(BulkDataset):
-    """Clips (audio, labels): (samples of the window,) float32 with silence behind; (length,) int64 with -100 behind.
+    """Clips (audio, labels): samples (window,) float32 padded with silence, labels (length,) int64 padded with -100.
 
     They are kept in memory as 16-bit samples, 115 MB an hour.
 
     Attributes:
-        texts, speakers, names: of each clip.
-        seconds: (n,) its length.
-        window_s: of all.
-        targets: (n,) the number of its speaker, by which partitions by label deal clips.
+        texts, speakers, names: text, speaker and name of each clip.
+        seconds: (n,) the clips' lengths.
+        window_s: the window's length, the same for all clips.
+        targets: (n,) numbers of the clips' speakers; partitions by label deal clips by them.
     """
 
     def __init__(
@@ -69,38 +69,38 @@ class SpeechClips(BulkDataset):
         return audio, self.labels[indices]
 
     def thinned(self, most: int) -> SpeechClips:
-        """Return at most so many clips, spread evenly over these."""
+        """Return at most `most` clips, spread evenly."""
         if len(self) <= most:
             return self
         clips, labels, *words = self._lists([i * len(self) // most for i in range(most)])
         return SpeechClips(clips, labels, self.window_s, *words)
 
     def joined(self, other: SpeechClips, window_s: float) -> SpeechClips:
-        """Return these clips and those of `other` behind them, in a window that both fit into."""
+        """Return these clips followed by those in `other`, in a window that fits both."""
         both = zip(self._lists(range(len(self))), other._lists(range(len(other))), strict=True)
         clips, labels, *words = ([*mine, *theirs] for mine, theirs in both)
         return SpeechClips(clips, labels, window_s, *words)
 
     def _lists(self, kept: Sequence[int]) -> tuple[list[Any], ...]:
-        """Return of each of these clips its samples, labels, text, speaker and name."""
+        """Return lists of the kept clips' samples, labels, texts, speakers and names."""
         clips = [self.samples[self.starts[i] : self.starts[i + 1]].numpy() for i in kept]
         labels = [[id for id in self.labels[i].tolist() if id != NO_LABEL] for i in kept]
         return clips, labels, *([own[i] for i in kept] for own in (self.texts, self.speakers, self.names))
 
     def clip(self, index: int) -> Tensor:
-        """Return the samples (n,) float32 of one clip, without silence behind."""
+        """Return one clip's samples (n,) float32, without the silence after them."""
         return self.samples[self.starts[index] : self.starts[index + 1]].float() / INT16
 
 
 @dataclass(frozen=True)
 class Speech:
-    """Clips that were read.
+    """Speech that was read: clips for training and validation.
 
     Attributes:
-        train, val: the clips to train on, and those held out.
+        train, val: the training and validation clips.
         origin: where they came from.
-        left_out: why clips are not there, and of each kind how many.
-        window_s: seconds that all fit into.
+        left_out: why clips were left out, with the number for each reason.
+        window_s: seconds that fit every clip.
     """
 
     train: SpeechClips
@@ -115,21 +115,20 @@ class Speech:
 
 @checked
 def speech(data: Any, encode: Encode, *, window_s: float | None = None, most_labels: int = MOST_LABELS) -> Speech:
-    """Read speech, and bring it to 16 kHz and one channel.
+    """Read speech and convert it to 16 kHz and one channel.
 
     Args:
-        data: a folder with a manifest (see `exogym.data.speech.manifest.read_manifest`), a manifest, a data set of
-            Hugging Face or the folder that its `save_to_disk` wrote, or a sequence of mappings with "audio" (a file, or
+        data: a folder with a manifest (see `exogym.data.speech.manifest.read_manifest`), a manifest, a Hugging Face
+            data set or the folder from its `save_to_disk`, or a sequence of mappings with "audio" (a file, or
             {"array", "sampling_rate"}) and "text".
-        encode: gives the labels of (text, seconds), as the `encode` of Whisper's `Tokens`.
+        encode: function of (text, seconds) that returns the labels, such as `encode` of Whisper's `Tokens`.
         window_s: leave out longer clips; None: the window is a second longer than the longest clip, in whole
             seconds, up to 30.
-        most_labels: leave out clips with more.
+        most_labels: leave out clips with more labels.
 
-    Held out is what the manifest or the data set says; else a fifth of the clips, drawn at random, always the same.
-    Left out, counted and said are clips that
-    are longer than the window, empty (under 0.1 s, or silence), without words, with too many labels, or that cannot be
-    read.
+    The manifest or the data set names the validation clips. If it names none, a random fifth of the clips is held out,
+    always the same. Left out and reported are clips that are longer than the window, empty (under 0.1 s, or silence),
+    without words, with too many labels, or unreadable.
 
     Raises:
         DataError: no such data, a manifest that cannot be read or leads out of its folder, or no clip is left.
@@ -160,11 +159,11 @@ def speech(data: Any, encode: Encode, *, window_s: float | None = None, most_lab
         kept.append(entry)
     if left_out:
         said = ", ".join(f"{count} {kind} (as {_short(examples[kind])})" for kind, count in left_out.items())
-        notice(f"{origin}: of {len(kept) + left_out.total():,} clips, left out: {said}")
+        notice(f"{origin}: left out of {len(kept) + left_out.total():,} clips: {said}")
     if len(kept) < 2:
         raise DataError(
-            f"{origin}: {len(kept)} clips are left to train on and to hold out ({dict(left_out)} left out); wanted two "
-            "or more, with words, and no longer than the window"
+            f"{origin}: only {len(kept)} clips are left for training and validation ({dict(left_out)} left out); "
+            "wanted two or more, with words, and no longer than the window"
         )
     if window_s is None:
         window_s = min(FULL_WINDOW_S, float(-(-max(map(len, clips)) // SAMPLE_RATE)) + MARGIN_S)
@@ -185,12 +184,12 @@ def speech(data: Any, encode: Encode, *, window_s: float | None = None, most_lab
 
 
 def mixed(own: Speech, general: Speech, share: float) -> Speech:
-    """Return `own` with clips of `general` among those to train on, so that they make up `share` of them.
+    """Return `own` with clips of `general` added to its training clips, so that they make up `share` of them.
 
-    What is held out stays that of `own`. The window is the longer one of the two.
+    The validation clips stay the same. The window is the longer one of the two.
 
     Raises:
-        DataError: `share` is not from 0 to 1.
+        DataError: `share` is not between 0 and 1.
     """
     if not 0 < share < 1:
         raise DataError(f"replay={share!r}: wanted a share of the training clips, more than 0 and less than 1")
@@ -210,7 +209,7 @@ def _short(text: str) -> str:
 
 
 def _unfit(samples: np.ndarray, seconds: float, text: str, limit_s: float) -> str | None:
-    """Return why a clip cannot be trained on, with an example's detail in brackets."""
+    """Return why a clip cannot be used for training, with details in brackets."""
     if seconds > limit_s or len(samples) > round(limit_s * SAMPLE_RATE):
         return f"longer than {limit_s:g} s ({seconds:.1f} s)"
     if seconds < SHORTEST_S or np.abs(samples).max(initial=0) < QUIET:
@@ -219,12 +218,12 @@ def _unfit(samples: np.ndarray, seconds: float, text: str, limit_s: float) -> st
 
 
 def _sound(audio: Any, limit_s: float) -> tuple[np.ndarray, float]:
-    """Return samples at 16 kHz, and seconds, of a file, bytes, or what Hugging Face's data sets have in `audio`."""
+    """Return samples at 16 kHz, and seconds, from a file, bytes, or a Hugging Face `audio` field."""
     if isinstance(audio, Mapping):
         if audio.get("array") is not None:
             samples = np.asarray(audio["array"])
             if samples.size and not np.isfinite(samples).all():
-                raise DataError("it holds samples that are no numbers")
+                raise DataError("it holds samples that are not finite numbers")
             rate = int(audio["sampling_rate"])
             return one_channel(samples, rate), max(samples.shape, default=0) / rate
         audio = audio.get("bytes") or audio.get("path")
@@ -246,13 +245,13 @@ def _entries(data: Any) -> tuple[list[ClipEntry], str]:
         datasets = needs("datasets")
         return _rows_of(datasets.load_from_disk(str(folder))), str(folder)
     raise DataError(
-        f"data={os.fspath(data)!r} has no manifest: write a manifest.csv with the header 'audio,text' and a line for "
-        "each clip, or give a data set that Hugging Face's save_to_disk wrote"
+        f"data={os.fspath(data)!r} has no manifest: write a manifest.csv with the header 'audio,text' and one line per "
+        "clip, or give a data set that Hugging Face's save_to_disk wrote"
     )
 
 
 def _rows_of(data: Any) -> list[ClipEntry]:
-    """Return the clips of a data set of Hugging Face, of several by their splits, or of a sequence of mappings."""
+    """Return the clips of a Hugging Face data set, of several by split, or of a sequence of mappings."""
     if isinstance(data, Mapping):
         splits = {str(name): _rows_of(part) for name, part in data.items()}
         return [
@@ -261,12 +260,12 @@ def _rows_of(data: Any) -> list[ClipEntry]:
             for e in part
         ]
     features, words = getattr(data, "features", None), None
-    if isinstance(features, Mapping):  # undecoded, so that no further decoder is needed
+    if isinstance(features, Mapping):  # undecoded, so that no other decoder is needed
         audio = next((name for name in AUDIO if name in features), None)
         if audio is not None and hasattr(features[audio], "decode"):
             data = data.cast_column(audio, type(features[audio])(decode=False))
         text = next((name for name in TEXT if name in features), None)
-        words = None if text is None else getattr(features[text], "names", None)  # of a ClassLabel
+        words = None if text is None else getattr(features[text], "names", None)  # names of a ClassLabel
     if not isinstance(data, Iterable):
         raise DataError(
             f"data is a {type(data).__name__}: wanted a folder, a manifest, or a data set with audio and text"
@@ -288,11 +287,11 @@ def _rows_of(data: Any) -> list[ClipEntry]:
 def find_speech(
     data: Any, encode: Encode, *, window_s: float | None = None, lines: int = 96, held_out: int = 24
 ) -> Speech:
-    """Return `speech(data, ...)`; without data what lies in the folder speech of EXOGYM_DATA or of the user's cache
-    (exogym/speech), else `lines` and `held_out` lines of Shakespeare read aloud by espeak-ng.
+    """Return `speech(data, ...)`. Without data, search for a folder `speech` in EXOGYM_DATA or the user's cache
+    (exogym/speech). Otherwise espeak-ng reads `lines` and `held_out` lines of Shakespeare aloud.
 
     Raises:
-        DataError, ExoGymError: as `speech` and `spoken`.
+        DataError, ExoGymError: as in `speech` and `spoken`.
     """
     if data is not None:
         return speech(data, encode, window_s=window_s)

@@ -1,4 +1,4 @@
-"""Running speech of the usual kind, to see whether a model that learned something special still understands it."""
+"""Clips of ordinary running speech, to test whether a fine-tuned model still understands it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class GeneralSpeech:
 
     Attributes:
         clips: each (n,) float32 at 16 kHz, up to 30 s.
-        texts: what is said in them; None: nobody wrote it down.
+        texts: what the speakers say; None: unknown.
         origin: where they came from, in words.
     """
 
@@ -41,15 +41,15 @@ class GeneralSpeech:
 
 
 def general_speech(general: str | os.PathLike[str], encode: Encode) -> GeneralSpeech:
-    """Return a sample of running speech: of a folder with a manifest at most eight clips of those held out.
+    """Return a sample of running speech: from a folder with a manifest, at most eight of its validation clips.
 
     Args:
-        general: a folder or a manifest as for `speech`; or a sound file, of which the first 30 s count; or "spoken":
-            four sentences that espeak-ng reads aloud.
+        general: a folder or a manifest as for `speech`; a sound file, whose first 30 s count; or "spoken": espeak-ng
+            reads four sentences aloud.
         encode: see `speech`.
 
     Raises:
-        DataError: no such file or folder, or none that can be read; "spoken" without espeak-ng.
+        DataError: the file or folder does not exist or cannot be read; "spoken" without espeak-ng.
     """
     if general == SPOKEN:
         if shutil.which(PROGRAM) is None:

@@ -1,4 +1,4 @@
-"""What a folder of speech holds, as its manifest says: which clip says what, who speaks, and what it is for."""
+"""Read a speech folder's manifest: each clip's file, text, speaker, and whether it is for training or validation."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ TEXT = (
 )
 SPLIT = ("split", "set", "subset")
 SPEAKER = ("speaker", "speaker_id", "speaker_name", "client_id", "spk_id", "person", "reader", "voice")
-PLACES = ("clips", "audio", "wavs", "recordings")  # beside a manifest, where files are that are not in its own folder
-HUGGING_FACE = {"dataset_dict.json", "dataset_info.json", "state.json"}  # in what save_to_disk wrote
-MOST_CLIPS, LONGEST_LINE = 1_000_000, 1_000_000  # a manifest with more was not made for this
+PLACES = ("clips", "audio", "wavs", "recordings")  # folders beside a manifest that may hold its files
+HUGGING_FACE = {"dataset_dict.json", "dataset_info.json", "state.json"}  # files that save_to_disk writes
+MOST_CLIPS, LONGEST_LINE = 1_000_000, 1_000_000  # a file with more is not a speech manifest
 TRAIN = {"train", "training"}
 VALIDATION = {"val", "valid", "validation", "dev", "test", "testing", "eval", "evaluation", "held_out"}
 
 
 @dataclass(frozen=True)
 class ClipEntry:
-    """One clip: its file or its samples, what is said, who says it, and whether it is held out (None: not said)."""
+    """A clip: its file or samples, text, speaker, and whether it is held out for validation (None: unknown)."""
 
     audio: Any
     text: str
@@ -43,11 +43,11 @@ class ClipEntry:
 
 
 def find_manifest(data: str | os.PathLike[str]) -> Path | None:
-    """Return the manifest `data`, or that of the folder `data`: of a usual name, or its only file of a usual ending;
-    None where the folder has none.
+    """Return the manifest `data`, or the folder's manifest: a file with a usual name, or the only file with a usual
+    ending. Return None if the folder has none.
 
     Raises:
-        DataError: there is no such file or folder.
+        DataError: the file or folder does not exist.
     """
     path = Path(data).expanduser()
     if path.is_file():
@@ -64,14 +64,14 @@ def find_manifest(data: str | os.PathLike[str]) -> Path | None:
 
 
 def read_manifest(path: Path) -> list[ClipEntry]:
-    """Return what a manifest lists: a CSV with a header (commas, semicolons, tabs or bars), or a JSON object a line.
+    """Return a manifest's clips. It is a CSV file with a header (commas, semicolons, tabs or bars), or JSON lines.
 
-    A clip has its file, from the manifest's folder on, and its text; it may have a speaker, and a split: "train", or
-    "validation", "test" and the like, which are held out. Beside train.csv a file validation.csv or test.csv, of the
-    same ending, is read too. No file outside the folder is named.
+    A clip has a file, relative to the manifest's folder, and a text. It may have a speaker and a split: "train", or
+    for validation clips "validation", "test" or a similar word. A file validation.csv or test.csv beside train.csv,
+    with the same ending, is read, too. Clips must be inside the folder.
 
     Raises:
-        DataError: a line that cannot be read, or that names a file elsewhere; no clip at all.
+        DataError: a line that cannot be read or names a file outside the folder, or no clips.
     """
     entries = _entries(path, None if path.stem != "train" else False)
     if path.stem == "train":
@@ -109,7 +109,7 @@ def _bounded(path: Path, file: Any) -> Iterator[str]:
         number += 1
         if len(line) > LONGEST_LINE or "\0" in line:
             raise DataError(
-                f"{path}, line {number}: no line of a manifest (over {LONGEST_LINE:,} characters, or binary)"
+                f"{path}, line {number}: not a line of a manifest (over {LONGEST_LINE:,} characters, or binary)"
             )
         yield line
 
@@ -136,14 +136,14 @@ def _json_rows(path: Path, lines: Iterator[str]) -> Iterator[tuple[int, Mapping[
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise DataError(f"{path}, line {number} is no JSON object ({error}): wanted one a line") from None
+            raise DataError(f"{path}, line {number} is no JSON object ({error}): wanted one per line") from None
         if not isinstance(row, dict):
-            raise DataError(f"{path}, line {number} holds a {type(row).__name__}: wanted a JSON object a line")
+            raise DataError(f"{path}, line {number} holds a {type(row).__name__}: wanted a JSON object per line")
         yield number, {_plain(str(name)): value for name, value in row.items()}
 
 
 def _plain(column: str) -> str:
-    """Return "file_name" of "File Name", "file-name" and the like."""
+    """Return "file_name" for "File Name", "file-name" and similar names."""
     return "_".join(column.lower().replace("-", " ").split())
 
 
@@ -154,35 +154,35 @@ def _entry(path: Path, number: int, row: Mapping[str, Any], held_out: bool | Non
     speaker = str(next((row[name] for name in SPEAKER if row.get(name)), ""))
     if split:
         if split not in TRAIN | VALIDATION:
-            raise DataError(f"{where}: the split {split!r} is none: wanted train, or validation, test and the like")
+            raise DataError(f"{where}: the split {split!r} is unknown: wanted train, validation or test")
         held_out = split in VALIDATION
     return ClipEntry(_inside(path, str(audio), where), "" if text is None else str(text), speaker, held_out, str(audio))
 
 
 def column(row: Mapping[str, Any], names: tuple[str, ...], where: str) -> Any:
-    """Return the first of the columns `names` that a row has.
+    """Return the first column among `names` that a row has.
 
     Raises:
-        DataError: it has none.
+        DataError: it has none of them.
     """
     for name in names:
         if name in row:
             return row[name]
     has, others = (", ".join(words) for words in (map(repr, map(str, row)), names[1:]))
-    raise DataError(f"{where} has {has}, but no column {names[0]!r}: {nearest(names[0], row)}; as good are {others}")
+    raise DataError(f"{where} has {has}, but no column {names[0]!r}: {nearest(names[0], row)}; also possible: {others}")
 
 
 def _inside(path: Path, name: str, where: str) -> Path:
-    """Return the file of a clip; what links in the folder lead to is the user's.
+    """Return a clip's file. Links inside the folder may lead anywhere.
 
-    A name may lead through a folder of the name of the manifest's, since folders are copied to other places: only what
-    stands behind that counts.
+    A path may contain a folder with the name of the manifest's folder, because people copy folders. Then only the
+    part after that folder counts.
     """
     given, foreign, folder = PurePosixPath(name), PureWindowsPath(name), path.parent
     whole = given.is_absolute() or bool(foreign.drive)
     own = folder.absolute().name in given.parts[:-1]
     if ".." in (*given.parts, *foreign.parts) or (whole and not own):
-        raise DataError(f"{where}: {name!r} is outside the folder of the manifest; name files in it")
+        raise DataError(f"{where}: {name!r} is outside the manifest's folder; name files inside it")
     if not name or "\0" in name:
         raise DataError(f"{where} names no file")
     places = [] if whole else [folder / name, *(folder / place / name for place in PLACES)]

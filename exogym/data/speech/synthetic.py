@@ -1,4 +1,4 @@
-"""Speech that a program speaks, for tests and examples: espeak-ng reads lines aloud."""
+"""Synthetic speech for tests and examples: espeak-ng reads lines aloud."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LONGEST_S = 30.0
 
 @dataclass(frozen=True)
 class Voice:
-    """Of espeak-ng: its name with a variant, words a minute, and pitch from 0 to 99."""
+    """A voice of espeak-ng: its name with a variant, words per minute, and pitch from 0 to 99."""
 
     name: str = "en-us"
     speed: int = 160
@@ -33,13 +33,13 @@ class Voice:
         return f"{self.name}/{self.speed}/{self.pitch}"
 
 
-# who reads the training clips aloud, one after the other
+# the voices of the training clips, in turn
 VOICES = (Voice(), Voice("en-us+f3", 150, 60), Voice("en-us+m3", 170, 35), Voice("en-gb+f2", 160, 55))
-STRANGER = Voice("en-gb-scotland+m2", 165, 45)  # whom nobody trains on
+STRANGER = Voice("en-gb-scotland+m2", 165, 45)  # never used for training
 
 
 def spoken(lines: Sequence[str], voices: Sequence[Voice] = VOICES) -> list[dict[str, Any]]:
-    """Return the lines read aloud, voice after voice in turn: rows with "audio", "text" and "speaker".
+    """Return the lines read aloud, by one voice after the other: rows with "audio", "text" and "speaker".
 
     Raises:
         ExoGymError: espeak-ng is not installed, or fails.
@@ -62,7 +62,7 @@ def spoken(lines: Sequence[str], voices: Sequence[Voice] = VOICES) -> list[dict[
 
 
 def _whole(wav: bytes) -> bytes:
-    """Put the sizes of a WAV that was written to a pipe, which could not be known before, into its head."""
+    """Write the sizes into a WAV header. espeak-ng writes to a pipe and cannot know them in advance."""
     at = wav.index(b"data")
     sizes = ((4, len(wav) - 8), (at + 4, len(wav) - at - 8))
     found = bytearray(wav)
@@ -72,7 +72,7 @@ def _whole(wav: bytes) -> bytes:
 
 
 def lines_of_shakespeare(count: int, held_out: int, seed: int = 0) -> tuple[list[str], list[str]]:
-    """Return `count` and `held_out` different lines of four to seven words, drawn from the plays.
+    """Return two lists of `count` and `held_out` different lines of four to seven words, drawn from the plays.
 
     Raises:
         DataError: the plays were not found, or have too few lines.
