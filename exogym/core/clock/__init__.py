@@ -1,9 +1,9 @@
 """Virtual time: how long each node computes, waits and sends, on a given network.
 
-`Clock` keeps the time of every node, `StepTime` says how long a step takes, `flops_of` and `Device` turn work into
-seconds, `Span`, `save_trace` and `draw_timeline` show what happened when.
+`Clock` keeps every node's time. `StepTime` holds a step's duration. `flops_of` and `Device` turn work into seconds.
+`Span`, `save_trace` and `draw_timeline` show when each node computed, sent and waited.
 
-A model of 1e9 operations a step on a device of one's own, and what its nodes did:
+A model of 1e9 operations a step on a device that you define:
 
 >>> import json, tempfile
 >>> from pathlib import Path

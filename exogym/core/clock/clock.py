@@ -1,11 +1,11 @@
-"""The virtual clock: when each node would be where, on a given network.
+"""The virtual clock: each node's time on a given network.
 
 Time is counted in whole nanoseconds, so that sums do not depend on their order: ten steps at once end at the same
-instant as ten times one step. For each node
+moment as ten times one step. For each node
 
     time = computing + waiting + sending + down
 
-where waiting is for the others and sending is for the collective under way.
+"waiting" is waiting for other nodes; "sending" is time in a collective; "down" is an outage.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Outage = tuple[int, Any, Any]  # node, start and end in seconds or text
 
 @dataclass(frozen=True)
 class _Flight:
-    """A collective under way: its members, and in ticks its cost and its end (each member's own, of a mix)."""
+    """A running collective: its members, and its cost and end in ticks (for a mix, each member's own end)."""
 
     members: Any
     cost: int
@@ -42,38 +42,38 @@ class _Flight:
 
 
 class Clock:
-    """Virtual time of each node of a fleet.
+    """Each node's virtual time.
 
-    Local steps `advance` it, an `event` of the communicator brings its members to the latest of them plus its cost,
-    and one that overlaps with computing is begun with `begin` and paid for at `wait`. A node's line carries one
-    collective at a time: one that finds it busy starts later. In a simulation's clock, averages that arrive late
-    overlap with computing. On hosts, a run waits for them where it sends them.
+    Local steps `advance` the clock. An `event` of the communicator sets its members to the latest member's time plus
+    the event's cost. A collective that overlaps with computing starts with `begin` and ends at `wait`. A node's line
+    carries one collective at a time: if the line is busy, the next collective starts later. In a simulation's clock,
+    averages that arrive late overlap with computing. On hosts, a run waits for them where it sends them.
 
     Args:
         num_nodes: N.
-        network: a `Network`, or what `Network.parse` reads.
+        network: a `Network`, or text for `Network.parse`.
         step_seconds: a `StepTime`, or its `seconds`: a number, text, or one per node.
-        algorithms: carry out collectives in another way than the events say: "cheapest", or by kind, as
+        algorithms: algorithms that replace the events' own: "cheapest", or by kind, as
             {"all_reduce": "halving_doubling"}. Collectives through a server stay there.
-        outages: (node, start, end) in seconds or text: the node stands still meanwhile, and so do collectives that
-            are about to start with it.
-        timeline: keep `spans`, what each node did when, for `save_trace` and `draw_timeline`.
+        outages: (node, start, end) in seconds or text. The node stands still meanwhile, and collectives with it start
+            later.
+        timeline: keep `spans` (when each node computed, sent and waited) for `save_trace` and `draw_timeline`.
 
     Attributes:
-        steps: (N,) steps each node has taken.
-        tx_bytes, rx_bytes: (N,) bytes each node has sent and received.
-        events: collectives so far; the number of each picks its jitter.
+        steps: (N,) steps of each node so far.
+        tx_bytes, rx_bytes: (N,) bytes that each node has sent and received.
+        events: number of collectives so far; a collective's number picks its jitter.
 
     Raises:
-        ArgumentError: a network or step times for another number of nodes, an unknown algorithm, an outage that ends
-            before it starts.
+        ArgumentError: the network or the step times are for another number of nodes; an algorithm is unknown; an
+            outage ends before it starts.
 
     >>> clock = Clock(4, "1Gbps,0.5ms", 0.01)
     >>> clock.advance(10)
     >>> clock.time_s.tolist()
     [0.1, 0.1, 0.1, 0.1]
 
-    Attached to a communicator, it takes every collective into account:
+    Attached to a communicator, the clock counts every collective:
 
     >>> from exogym.communicator import Communicator
     >>> comm = Communicator(range(4), 4)
@@ -113,16 +113,16 @@ class Clock:
         self._on_their_way: dict[int, list[int]] = {}  # number of an event's flight to handles
         self._cheapest: dict[Any, str] = {}
 
-    # What moves it
+    # Moving the clock
 
     def advance(self, counts: int | np.ndarray, measured_s: Any = None) -> None:
         """Let every node compute its next `counts` steps: a number, or (N,).
 
         Args:
-            measured_s: seconds that all of a node's steps together took instead, measured; a number or (N,).
+            measured_s: measured seconds for all of a node's steps together, instead of the step time; a number or (N,).
 
         Raises:
-            ArgumentError: a negative count, or one for another number of nodes.
+            ArgumentError: a count is negative, or `counts` is for another number of nodes.
         """
         counts = np.asarray(counts, dtype=np.int64)
         if counts.shape not in ((), (self.num_nodes,)) or counts.min() < 0:
@@ -133,7 +133,7 @@ class Clock:
         else:
             seconds = np.asarray(measured_s, dtype=float)
             if not (np.isfinite(seconds) & (seconds >= 0)).all():
-                raise ArgumentError(f"measured_s={measured_s!r} must be seconds of at least 0")
+                raise ArgumentError(f"measured_s={measured_s!r} must be seconds, at least 0")
             work = np.where(counts > 0, np.rint(seconds * TICKS_PER_S).astype(np.int64), 0)
         end = self._ticks + work
         for node, outages in self._outages.items():
@@ -147,9 +147,9 @@ class Clock:
         self.steps = self.steps + counts
 
     def event(self, event: Event) -> None:
-        """Carry out a collective: its members wait for the latest of them, and then for its cost.
+        """Carry out a collective: its members wait for the latest member, and then for the collective's cost.
 
-        One that has a flight is begun, and its members wait for it at the event "arrive" of that flight.
+        An event with a flight only starts. Its members wait for it at the flight's event "arrive".
         """
         if event.flight is None:
             self.wait(self.begin(event))
@@ -160,15 +160,15 @@ class Clock:
                 self.wait(handle)
 
     def begin(self, event: Event) -> int:
-        """Start a collective while its members go on computing; return a handle for `wait`.
+        """Start a collective while its members keep computing, and return a handle for `wait`.
 
-        It starts once all members have got here, are up, and have their lines free.
+        It starts when all members have reached this point, are up, and have free lines.
         """
         members = self._members(event.members)
         start: Any
         if event.links:
             start = self._starts(event, np.maximum(self._ticks, self._line_free))
-        else:  # of few among many, only they are looked at
+        else:  # few members among many nodes: touch only these
             start = int(np.maximum(self._ticks[members], self._line_free[members]).max())
         if self._outages and not event.links:
             start = self._all_up(event.members, start)
@@ -183,18 +183,18 @@ class Clock:
         return handle
 
     def agree(self, times: int = 1) -> None:
-        """Let all nodes agree on a few bytes, so often in a row; on a network that does not say how long, nothing.
+        """Charge `times` agreements of all nodes on a few bytes; nothing if the network gives no time for them.
 
-        The processes of a run on several hosts do so before they communicate, and again to put losses together.
+        On several hosts the processes agree before they communicate, and again to collect the losses.
         """
         cost = times * round(self.network.message_s * TICKS_PER_S)
         if cost and self.num_nodes > 1:
             self._arrive(_Flight(ALL, cost, int(self._ticks.max()) + cost, "agreement"))
 
     def meet(self, until_s: float = 0.0, nodes: Sequence[int] | None = None) -> None:
-        """Make `nodes` (all by default) wait until the last of all nodes is here, and at least until `until_s`.
+        """Make `nodes` (all by default) wait for the last of all nodes, and at least until `until_s`.
 
-        So a round of a server ends for those that sat it out, too: nobody has the next parameters before.
+        So a server's round ends for nodes that did not take part, too: no node gets the next parameters before.
 
         >>> clock = Clock(2, "1Gbps", 0.01)
         >>> clock.advance(np.array([5, 0]))
@@ -206,13 +206,13 @@ class Clock:
         self._arrive(_Flight(ALL if nodes is None else np.asarray(nodes, dtype=np.int64), 0, end, "server"))
 
     def wait(self, handle: int) -> None:
-        """Make the members of a collective wait until it is done; what they computed meanwhile is not waited for.
+        """Make a collective's members wait until it ends. Their computing meanwhile does not count as waiting.
 
         Raises:
-            ArgumentError: no collective of that handle is under way.
+            ArgumentError: no running collective has that handle.
         """
         if handle not in self._flights:
-            raise ArgumentError(f"no collective {handle!r} is under way; there are {sorted(self._flights)}")
+            raise ArgumentError(f"handle={handle!r} is no running collective; running: {sorted(self._flights)}")
         self._arrive(self._flights.pop(handle))
 
     def _arrive(self, flight: _Flight) -> None:
@@ -226,36 +226,36 @@ class Clock:
         self._parts["waiting"][flight.members] += stall - sending
         self._ticks[flight.members] += stall
 
-    # What it says
+    # Reading the clock
 
     @property
     def time_s(self) -> np.ndarray:
-        """(N,) virtual seconds of each node."""
+        """(N,) each node's virtual seconds."""
         return self._ticks / TICKS_PER_S
 
     @property
     def last_s(self) -> float:
-        """Virtual seconds of the last node: the most of `time_s`."""
+        """The last node's virtual seconds: the maximum of `time_s`."""
         return float(self._ticks.max() / TICKS_PER_S)
 
     def share(self, part: str, of: Any = ALL) -> np.ndarray:
         """Return (N,) the share of each node's time spent "computing", "waiting" (for others), "sending" or "down".
 
-        The four sum to 1; before anything has happened they are 0.
+        The four sum to 1. At time 0 they are 0.
 
         Args:
-            of: picks nodes: a number, a slice or an array of numbers; all nodes.
+            of: which nodes: a number, a slice or an array of numbers. Default: all.
         """
         if part not in PARTS:
             raise ArgumentError(f"part={part!r} is not one of {', '.join(map(repr, PARTS))}: {nearest(part, PARTS)}")
         return self._parts[part][of] / np.maximum(self._ticks[of], 1)
 
     def seconds(self, part: str, of: Any = ALL) -> np.ndarray:
-        """Return (N,) the seconds each node spent "computing", "waiting", "sending" or "down"; `of` as `share`."""
+        """Return (N,) each node's seconds spent "computing", "waiting", "sending" or "down". `of`: see `share`."""
         return self.share(part, of) * (self._ticks[of] / TICKS_PER_S)
 
     def figures(self, node: int) -> dict[str, float]:
-        """Return time_s, waiting_share and bandwidth_use of one node."""
+        """Return one node's time_s, waiting_share and bandwidth_use."""
         time_s = float(self._ticks[node] / TICKS_PER_S)
         return {
             "time_s": time_s,
@@ -265,17 +265,17 @@ class Clock:
 
     @property
     def waiting_share(self) -> np.ndarray:
-        """(N,) the share of each node's time in which it did not compute because of communication."""
+        """(N,) the share of each node's time that communication kept it from computing."""
         return self.share("waiting") + self.share("sending")
 
     @property
     def bandwidth_use(self) -> np.ndarray:
-        """(N,) the share of each node's line that its bytes took so far, up or down, whichever is more."""
+        """(N,) the share of each node's bandwidth used so far: the larger of upload and download."""
         return self._line_use(ALL)
 
     @property
     def spans(self) -> list[Span]:
-        """What each node did when, in this process; needs `timeline=True`.
+        """When each node computed, sent, waited or was down, in this process. Needs `timeline=True`.
 
         Raises:
             ArgumentError: the clock keeps no timeline.
@@ -287,7 +287,7 @@ class Clock:
     # Checkpoints
 
     def state(self) -> dict[str, Tensor]:
-        """Return all that the clock needs to go on, as tensors; the timeline is not part of it."""
+        """Return the clock's state as tensors, without the timeline."""
         tensors = {name.strip("_"): torch.from_numpy(getattr(self, name).copy()) for name in ROWS}
         tensors |= {f"part.{name}": torch.from_numpy(part.copy()) for name, part in self._parts.items()}
         members = np.zeros((len(self._flights), self.num_nodes), dtype=bool)
@@ -302,13 +302,13 @@ class Clock:
         }
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from what `state` returned.
+        """Load the tensors that `state` returned.
 
         Raises:
-            ArgumentError: it is of a clock of another number of nodes.
+            ArgumentError: the state is from a clock with another number of nodes.
         """
         if len(state["ticks"]) != self.num_nodes:
-            raise ArgumentError(f"the state is of {len(state['ticks'])} nodes, the clock of {self.num_nodes}")
+            raise ArgumentError(f"the state is for {len(state['ticks'])} nodes, the clock for {self.num_nodes}")
         for name in ROWS:
             setattr(self, name, state[name.strip("_")].numpy().copy())
         self._parts = {name: state[f"part.{name}"].numpy().copy() for name in PARTS}
@@ -328,7 +328,7 @@ class Clock:
         return busy_s / np.maximum(self._ticks[of] / TICKS_PER_S, 1 / TICKS_PER_S)
 
     def _members(self, members: Sequence[int]) -> Any:
-        """Return what picks the members out of (N,) arrays."""
+        """Return an index that picks the members out of (N,) arrays."""
         if len(members) == self.num_nodes:
             return ALL
         ids = np.asarray(members)
@@ -351,7 +351,7 @@ class Clock:
         return self._cheapest[key]
 
     def _seconds(self, event: Event, algorithm: str | None, start: Any, members: Any) -> float:
-        """Return the seconds of a collective; its `start`, in ticks, matters where links or windows change."""
+        """Return a collective's seconds. Its `start` in ticks matters if links or windows change over time."""
         network = self.network
         if network.trace is None and not network.tcp:
             return network.seconds(event, self.events, algorithm)
@@ -361,7 +361,7 @@ class Clock:
         return network.seconds(event, self.events, algorithm, start_s, idle_s)
 
     def _starts(self, event: Event, ready: np.ndarray) -> np.ndarray:
-        """Return (members,) when each member of a mix has all that is given to it on its way: it waits for no other."""
+        """Return (members,) when each member of a mix can start: when all its own senders are ready."""
         if self._outages:
             ready = np.array([self._all_up([node], int(tick)) for node, tick in enumerate(ready)])
         starts = ready.copy()
@@ -381,7 +381,7 @@ class Clock:
 
 
 def _pause(start: int, work: int, outages: Sequence[tuple[int, int]]) -> int:
-    """Return how long `work` from `start` on stands still; it goes on after each outage."""
+    """Return how long outages interrupt `work` that begins at `start`. Work continues after each outage."""
     pause = 0
     if work:
         for begin, end in outages:
@@ -391,17 +391,17 @@ def _pause(start: int, work: int, outages: Sequence[tuple[int, int]]) -> int:
 
 
 def _checked_outages(outages: Sequence[Outage], num_nodes: int) -> dict[int, list[tuple[int, int]]]:
-    """Return the outages of each node that has some, in ticks, in order; those that touch become one."""
+    """Return each node's outages in ticks, in order. Outages that touch are merged."""
     table: dict[int, list[tuple[int, int]]] = {}
     for outage in outages:
         if not isinstance(outage, Sequence) or isinstance(outage, str) or len(outage) != 3:
-            raise ArgumentError(f"the outage {outage!r} must be (node, start, end), as (3, '10s', '60s')")
+            raise ArgumentError(f"outage {outage!r} must be (node, start, end), for example (3, '10s', '60s')")
         node = outage[0]
         if isinstance(node, bool) or not isinstance(node, int) or not 0 <= node < num_nodes:
-            raise ArgumentError(f"the outage {outage!r} is of node {node!r}; there are nodes 0 to {num_nodes - 1}")
+            raise ArgumentError(f"outage {outage!r} names node {node!r}; there are nodes 0 to {num_nodes - 1}")
         begin, end = (round(parse_seconds(moment, "outage") * TICKS_PER_S) for moment in outage[1:])
         if end <= begin:
-            raise ArgumentError(f"the outage {outage!r} must end after it starts")
+            raise ArgumentError(f"outage {outage!r} must end after it starts")
         table.setdefault(node, []).append((begin, end))
     for node, intervals in table.items():
         merged: list[tuple[int, int]] = []

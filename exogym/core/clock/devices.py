@@ -13,21 +13,21 @@ from torch.utils.flop_counter import FlopCounterMode
 from exogym.core.base.rng import preserved_state
 from exogym.errors import ModelError, check_choice, check_number
 
-# Share of its peak that a device reaches in training unless said otherwise: arXiv:2501.18512 assumes 40 % to 60 %,
+# Default share of its peak that a device reaches in training: arXiv:2501.18512 assumes 40 % to 60 %,
 # INTELLECT-1 (arXiv:2412.01152) reports 36 % to 41 % on H100. Small models stay far below: measure yours.
 DEFAULT_UTILISATION = 0.4
 
 
 @dataclass(frozen=True)
 class Device:
-    """Peak dense matrix operations per second in the precision named, and where the figure is from."""
+    """A device's peak dense matrix operations per second in the named precision, and the figure's source."""
 
     flops_per_s: float
     precision: str
     source: str
 
 
-DEVICES: dict[str, Device] = {  # by name: peak operations a second, and who says so
+DEVICES: dict[str, Device] = {  # by name: peak operations per second, and the source
     "h100": Device(989e12, "bf16", "NVIDIA H100 SXM data sheet, without sparsity"),
     "a100": Device(312e12, "bf16", "NVIDIA A100 data sheet, without sparsity"),
     "rtx4090": Device(165e12, "bf16", "NVIDIA Ada architecture paper, 32-bit accumulation, without sparsity"),
@@ -36,17 +36,17 @@ DEVICES: dict[str, Device] = {  # by name: peak operations a second, and who say
     "m2": Device(3.6e12, "fp32", "Apple, June 2022: 10-core GPU"),
     "m2-max": Device(13.6e12, "fp32", "Apple, January 2023: 38-core GPU"),
     "m2-ultra": Device(27.2e12, "fp32", "Apple, June 2023: 76-core GPU"),
-    "cpu-core": Device(96e9, "fp32", "computed: 3 GHz, two 256-bit multiply-adds a cycle, 8 numbers each"),
+    "cpu-core": Device(96e9, "fp32", "computed: 3 GHz, two 256-bit FMA instructions a cycle, 8 numbers each"),
 }
 
 
 def seconds_of(flops: float, device: str | Device = "h100", utilisation: float = DEFAULT_UTILISATION) -> float:
-    """Return the seconds that a device takes for `flops` operations at a share `utilisation` of its peak.
+    """Return a device's seconds for `flops` operations at the share `utilisation` of its peak.
 
     Args:
         flops: floating-point operations; a training step of a transformer takes about 6 per parameter and token
             (Kaplan et al., arXiv:2001.08361).
-        device: a name of `DEVICES`, or a `Device`.
+        device: a name in `DEVICES`, or a `Device`.
         utilisation: over 0 and up to 1.
 
     Raises:
@@ -64,17 +64,17 @@ def seconds_of(flops: float, device: str | Device = "h100", utilisation: float =
 
 
 def flops_of(model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Tensor] | None = None) -> int:
-    """Return the floating-point operations of one training step: forward and backward, matrix products and the like.
+    """Return the floating-point operations of one training step, forward and backward: matrix products and similar.
 
-    The step is run once, on the model as it is. Gradients, buffers and random state are left as they were.
+    Runs the step once on the model. Gradients, buffers and random state stay as they were.
 
     Args:
-        model: a module; `model(batch)` must return the loss where no `loss` is given.
-        batch: what the model or the loss takes.
-        loss: called as `loss(model, batch)`, returns a scalar.
+        model: a module. Without `loss`, `model(batch)` must return the loss.
+        batch: the model's or the loss's input.
+        loss: called as `loss(model, batch)`; returns a scalar.
 
     Raises:
-        ModelError: what came back is not one number with a gradient.
+        ModelError: the loss is not a scalar with a gradient.
 
     >>> model = nn.Linear(8, 4)
     >>> flops_of(model, torch.randn(2, 8), lambda m, x: m(x).sum())  # 2*2*8*4, and again for the weights' gradient
@@ -85,7 +85,7 @@ def flops_of(model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Tens
     devices = {t.device for t in (*model.parameters(), *model.buffers())}
     counter = FlopCounterMode(display=False)
     for p in model.parameters():
-        p.grad = None  # backward would add to it in place
+        p.grad = None  # otherwise backward would add to it in place
     try:
         with preserved_state(next(iter(devices), torch.device("cpu"))), torch.enable_grad(), counter:
             value = model(batch) if loss is None else loss(model, batch)

@@ -1,4 +1,4 @@
-"""What each node did when: spans of time, as a trace for a browser, and as a picture."""
+"""Spans of each node's time, as a trace for a browser and as a picture."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from exogym.core.base.files import write_json
 from exogym.core.clock.steps import TICKS_PER_S
 from exogym.errors import ArgumentError, needs
 
-# Okabe & Ito 2008, told apart with every common kind of colour-blindness.
+# Okabe & Ito 2008: colors that people with any common color blindness can distinguish.
 COLOURS = {"compute": "#0072B2", "send": "#D55E00", "wait": "#E6E6E6", "down": "#000000"}
 MOST_NODES = 64  # in a picture
 TIMELINE = "timeline.json"  # in the folder of a run
-PARTS = {"compute": "computing", "send": "sending", "wait": "waiting", "down": "down"}  # of a clock, by kind of span
+PARTS = {"compute": "computing", "send": "sending", "wait": "waiting", "down": "down"}  # a clock's part by span kind
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,9 @@ class Span:
     """A stretch of a node's time.
 
     Attributes:
-        kind: "compute", "wait" (for others), "send" (a collective under way) or "down" (an outage).
+        kind: "compute", "wait" (for others), "send" (in a collective) or "down" (an outage).
         start_s, end_s: virtual seconds.
-        name: the collective, as "ring all_reduce".
+        name: the collective, for example "ring all_reduce".
     """
 
     node: int
@@ -39,14 +39,14 @@ class Span:
 
 
 class Timeline:
-    """Collects spans. What a node computes without a break is one span, however many steps or calls it took."""
+    """Collect spans. Uninterrupted computing of a node is one span, for any number of steps or calls."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
-        self._last: dict[int, int] = {}  # node -> place of its last span
+        self._last: dict[int, int] = {}  # node -> index of its last span
 
     def computing(self, start: np.ndarray, end: np.ndarray, outages: Mapping[int, Sequence[tuple[int, int]]]) -> None:
-        """Node i computes from tick `start[i]` to `end[i]`, but for its outages."""
+        """Add that node i computes from tick `start[i]` to `end[i]`, except in its outages."""
         for node in np.flatnonzero(end > start).tolist():
             here, last = int(start[node]), int(end[node])
             for begin, back in outages.get(node, ()):
@@ -59,7 +59,7 @@ class Timeline:
     def collective(
         self, nodes: np.ndarray, start: np.ndarray, waiting: np.ndarray, sending: np.ndarray, name: str
     ) -> None:
-        """Each of `nodes` waits from `start` on and then sends."""
+        """Add that each of `nodes` waits from `start` on and then sends."""
         for node, begin, pause, busy in zip(*(x.tolist() for x in (nodes, start, waiting, sending)), strict=True):
             self._add(node, "wait", begin, begin + pause, name)
             self._add(node, "send", begin + pause, begin + pause + busy, name)
@@ -77,7 +77,7 @@ class Timeline:
 
 
 def save_trace(spans: Sequence[Span], path: str | os.PathLike[str]) -> None:
-    """Write spans as a trace that Perfetto and chrome://tracing show: one line per node, virtual microseconds."""
+    """Write spans as a trace for Perfetto or chrome://tracing: one line per node, in virtual microseconds."""
     nodes = sorted({span.node for span in spans})
     events: list[dict[str, Any]] = [
         {"name": "thread_name", "ph": "M", "pid": 0, "tid": node, "args": {"name": f"node {node}"}} for node in nodes
@@ -91,21 +91,21 @@ def save_trace(spans: Sequence[Span], path: str | os.PathLike[str]) -> None:
 
 
 def save_spans(clock: Any, path: str | os.PathLike[str]) -> None:
-    """Write the spans of a clock that keeps its timeline, and the mean shares of the whole run, as JSON."""
+    """Write a clock's spans and the whole run's mean shares as JSON. The clock must keep its timeline."""
     spans = [[span.node, span.kind, span.start_s, span.end_s, span.name] for span in clock.spans]
     shares = {kind: float(clock.share(part).mean()) for kind, part in PARTS.items()}
     write_json(path, {"title": "", "spans": spans, "shares": shares}, indent=None)
 
 
 def draw_timeline(spans: Sequence[Span], path: str | os.PathLike[str], heading: str = "") -> None:
-    """Draw one bar per node (the first 64), coloured by what it does, into a PNG file.
+    """Draw one bar per node (the first 64) into a PNG file, with a color for each kind of span.
 
     Raises:
         ArgumentError: no spans.
         ExoGymError: matplotlib is not installed.
     """
     if not spans:
-        raise ArgumentError("there is nothing to draw: make the clock with timeline=True, and let it run")
+        raise ArgumentError("no spans to draw: make the clock with timeline=True, and let it run")
     needs("matplotlib", "demo")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -1,4 +1,4 @@
-"""The stages of a pipeline, given by hand."""
+"""Pipeline stages that the user chooses."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from exogym.errors import ArgumentError, check_count, checked
 
 
 class Stage:
-    """One part of a model, on one device of its node: its layers run in order.
+    """One part of a model, on one device of its node. Its layers run in order.
 
     Args:
-        layers: modules, the very objects that the model is made of.
-        device: which device of the node's pipeline, from 0; None: the next one.
+        layers: modules of the model (the same objects, not copies).
+        device: the pipeline device, from 0. None: the next one.
 
     Attributes:
-        module: the layers as one module; it holds the same parameters.
+        module: the layers as one module, with the same parameters.
 
     Raises:
-        ArgumentError: no layers, something else than modules, or a negative device.
+        ArgumentError: no layers, a layer that is not a module, or a negative device.
 
     >>> Stage(layers=[nn.Linear(4, 8), nn.ReLU()], device=0)
     Stage(2 layers, device=0)
@@ -32,7 +32,7 @@ class Stage:
             raise ArgumentError(f"layers={layers!r} must be a list of modules, as [nn.Linear(4, 8), nn.ReLU()]")
         for layer in layers:
             if not isinstance(layer, nn.Module):
-                raise ArgumentError(f"layers holds {layer!r}, which is no torch.nn.Module")
+                raise ArgumentError(f"layers holds {layer!r}, wanted torch.nn.Module objects")
         if device is not None:
             check_count("device", device, least=0)
         self.layers, self.device = tuple(layers), device
@@ -43,20 +43,20 @@ class Stage:
 
 
 class PipelineParallel:
-    """The stages of a pipeline: the model is their composition, stage after stage, and nothing else.
+    """A pipeline's stages. The model must be exactly their composition, stage after stage.
 
-    Each stage is on one device of the node. A batch goes through in micro-batches, so that devices work at once.
+    Each stage is on one device of the node. A batch passes in micro-batches, so that devices work at the same time.
 
     Args:
-        stages: `Stage`s, or modules; their modules are those of the model that is trained, and together hold all its
-            parameters. What a stage returns is what the next one gets.
-        micro_batch_size: examples of a micro-batch; None: `NodeMesh(microbatches=)` says how many there are.
+        stages: `Stage`s or modules of the trained model, which together hold all its parameters. A stage's output is
+            the next stage's input.
+        micro_batch_size: examples per micro-batch. None: `NodeMesh(microbatches=)` sets their number.
 
     Attributes:
-        devices: (stages,) the device of each stage. A device may hold several, as interleaved schedules want it.
+        devices: (stages,) each stage's device. A device may hold several stages, as interleaved schedules need.
 
     Raises:
-        ArgumentError: fewer than two stages or devices; devices given for some stages only, or with one left out.
+        ArgumentError: fewer than two stages or devices; devices for some stages only; a gap in the device numbers.
 
     >>> body, head = nn.Linear(4, 8), nn.Linear(8, 2)
     >>> PipelineParallel([Stage([body, nn.ReLU()], device=0), Stage([head], device=1)], micro_batch_size=8).devices
@@ -80,7 +80,7 @@ class PipelineParallel:
 
     @property
     def size(self) -> int:
-        """Devices of the pipeline."""
+        """Number of devices in the pipeline."""
         return len(set(self.devices))
 
     def __repr__(self) -> str:

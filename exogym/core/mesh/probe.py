@@ -1,7 +1,7 @@
-"""A split model against the whole one: their gradients of one batch, before anything is trained.
+"""Before training, compare a split model's gradients with the whole model's on one batch.
 
-Some splits that torch carries out give other gradients, and the loss does not show it. They do not differ by rounding,
-but by as much as the gradients themselves.
+Torch carries out some splits with wrong gradients, and the loss does not show it. The errors are then as large as the
+gradients themselves, far above rounding.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from torch import Tensor
 
 from exogym.errors import ModelError
 
-TOLERANCE = 0.01  # of a parameter's gradient, relative to its norm; rounding makes 1e-6 of it, in bf16 1e-3
-ROUNDING = 1e-5  # relative to the norm of all: what a gradient that is 0 may be
+TOLERANCE = 0.01  # largest error of a parameter's gradient, relative to its norm; rounding makes 1e-6, in bf16 1e-3
+ROUNDING = 1e-5  # largest error of a gradient that should be 0, relative to the norm of all gradients
 
 
 def squares(dense: Mapping[str, Tensor | None], split: Mapping[str, Tensor | None]) -> Tensor:
-    """Return (len(dense), 2), in the order of `dense`: |split - dense|^2 and |dense|^2 of each gradient.
+    """Return (len(dense), 2): |split - dense|^2 and |dense|^2 of each gradient, in the order of `dense`.
 
-    Both may be parts of the gradients, the same ones: what the processes of a node find of disjoint parts adds up. None
-    is a gradient of 0.
+    Both may hold the same part of the gradients. The sums of a node's processes over disjoint parts then add up. None
+    counts as a gradient of 0.
 
     Raises:
-        ModelError: a parameter of `split` that `dense` does not have, or of another shape.
+        ModelError: `split` has a parameter that `dense` lacks, or that has another shape there.
     """
     if strange := split.keys() - dense.keys():
         raise ModelError(f"the split model has a parameter {min(strange)!r} that the whole one does not have")
@@ -43,17 +43,17 @@ def squares(dense: Mapping[str, Tensor | None], split: Mapping[str, Tensor | Non
 
 
 def check_gradients(dense: Mapping[str, Tensor | None], split: Mapping[str, Tensor | None], what: object) -> float:
-    """Refuse a split whose gradients are not those of the whole model; return the largest relative difference.
+    """Refuse a split whose gradients differ from the whole model's, and return the largest relative difference.
 
     For each parameter |split - dense| may be 1 % of |dense|, or 1e-5 of the norm of all gradients together.
 
     Args:
-        dense: gradients of the whole model by name, of the mean loss of one batch.
-        split: those that the devices of a node have come to, put together.
+        dense: the whole model's gradients by name, for the mean loss of one batch.
+        split: the gradients that a node's devices computed, put together.
         what: the split, for the message.
 
     Raises:
-        ModelError: they are others; the worst parameter is named.
+        ModelError: the gradients differ. The message names the worst parameter.
 
     >>> x = torch.ones(4)
     >>> round(check_gradients({"a.weight": x}, {"a.weight": 1.001 * x}, "shard=2"), 6)
@@ -63,22 +63,22 @@ def check_gradients(dense: Mapping[str, Tensor | None], split: Mapping[str, Tens
 
 
 def refuse_others(names: list[str], sums: Tensor, what: object) -> float:
-    """Do as `check_gradients` with what `squares` found, (parameters, 2), summed over the processes of the node."""
+    """Check as `check_gradients` does, given the result of `squares`, (parameters, 2), summed over the processes."""
     if found := unlike(names, sums):
         raise ModelError(
-            f"split by {what} the model has other gradients: {found}. The split is wrong for this model; "
-            "NodeMesh(probe=False) would trust it"
+            f"split by {what}, the model has wrong gradients: {found}. Choose another split for this model; "
+            "NodeMesh(probe=False) skips this check"
         )
     off, norms = sums.sqrt().unbind(1)
     return float((off / norms.clamp(min=1e-300))[norms > 0].max()) if bool((norms > 0).any()) else 0.0
 
 
 def unlike(names: list[str], sums: Tensor, eps: float = 0.0) -> str:
-    """Return in words which gradient is furthest over its limit; "" where all are within.
+    """Return a text that names the gradient furthest over its limit; "" if all are within.
 
     Args:
-        sums: (parameters, 2), as `squares` finds them.
-        eps: relative rounding of one operation; 16 of it widen the 1 %, and 1 of it the 1e-5, where they are more.
+        sums: (parameters, 2), from `squares`.
+        eps: relative rounding of one operation. The limits are then at least 16 eps (not 1 %) and eps (not 1e-5).
     """
     off, norms = sums.sqrt().unbind(1)
     limits = (max(TOLERANCE, 16 * eps) * norms).clamp(min=max(ROUNDING, eps) * float(norms.square().sum().sqrt()))
@@ -87,6 +87,6 @@ def unlike(names: list[str], sums: Tensor, eps: float = 0.0) -> str:
     excess = off / limits.clamp(min=1e-300)
     worst = int(excess.nan_to_num(nan=float("inf")).argmax())
     return (
-        f"that of {names[worst]!r} is off by {float(off[worst]):.2g} of {float(norms[worst]):.2g}, wanted under "
-        f"{float(limits[worst]):.2g}"
+        f"the gradient of {names[worst]!r} is off by {float(off[worst]):.2g} of {float(norms[worst]):.2g}, "
+        f"wanted under {float(limits[worst]):.2g}"
     )

@@ -1,7 +1,7 @@
-"""Where a model can be split: its repeated blocks, the plan of its layers, the places where it can be cut.
+"""Where a model can be split: its repeated blocks, its layers' plan, and the places where it can be cut.
 
-What is known of a model, its class says: `tensor_plan`, names of modules to styles, and `cut_points`, a pattern of such
-names; a `*` in a name stands for a number. Of Hugging Face's models their own plan is taken.
+A model's class may state `tensor_plan` (styles by module name) and `cut_points` (a pattern of module names). A `*` in a
+name stands for a number. Hugging Face's models have their own plan, which is used.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ STYLES = ("colwise", "colwise_rep", "rowwise", "rowwise_rep")
 
 
 def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules of a model that are gathered one at a time, by name.
+    """Return the modules that are gathered one at a time, by name.
 
-    They are the members of its outermost lists and sequences of modules. Those that hold nothing to train, or share a
-    parameter with what is outside of them, are left to the rest.
+    These are the members of the model's outermost lists and sequences of modules, except members without trainable
+    parameters and members that share a parameter with a module outside.
 
     >>> list(blocks_of(nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 1))))
     ['0', '2']
@@ -48,13 +48,14 @@ def _uses(module: nn.Module) -> Counter[int]:
 
 
 def tensor_plan(model: nn.Module) -> dict[str, str]:
-    """Return how the layers of a model are split over devices that compute them together, by name; {}: not known.
+    """Return the tensor split's style of each layer, by name; {} if the model has no known plan.
 
-    "colwise": a part of its outputs on each device; "colwise_rep": these are put together; "rowwise": each takes a part
-    of the inputs, which is what it has, and the sums are added; "rowwise_rep": a part of inputs that all have.
+    "colwise": each device computes a part of the outputs. "colwise_rep": the same, then all gather the outputs.
+    "rowwise": each device has a part of the inputs, and the results are summed. "rowwise_rep": the same, but each
+    device has all inputs.
 
     Raises:
-        ModelError: the model's plan has a style that is none of these.
+        ModelError: the model's plan has another style.
     """
     plan = getattr(model, "tensor_plan", None) or _plan_of_hugging_face(model)
     names = [name for name, _ in model.named_modules()]
@@ -62,8 +63,8 @@ def tensor_plan(model: nn.Module) -> dict[str, str]:
     for name, style in found.items():
         if style not in STYLES:
             raise ModelError(
-                f"the plan of {type(model).__name__} splits {name!r} in the style {style!r}, which is not known here "
-                f"({', '.join(STYLES)}): give NodeMesh(parallelize=)"
+                f"the plan of {type(model).__name__} splits {name!r} in the unknown style {style!r} "
+                f"(known: {', '.join(STYLES)}): give NodeMesh(parallelize=)"
             )
     return found
 
@@ -77,9 +78,10 @@ def _plan_of_hugging_face(model: nn.Module) -> dict[str, str]:
 
 
 def cuts(model: nn.Module, stages: int) -> list[str]:
-    """Return the names of the modules after which a model is cut, into `stages` that are about equally large.
+    """Return the names of the modules after which the model is cut into `stages` of about equal size.
 
-    [] where it is not known. An `nn.Sequential` can be cut after each of its modules, others where `cut_points` say.
+    Returns [] if no place is known. An `nn.Sequential` can be cut after each of its modules, other models at their
+    `cut_points`.
     """
     pattern = "*" if isinstance(model, nn.Sequential) else getattr(model, "cut_points", None)
     if pattern is None:
@@ -95,7 +97,7 @@ def cuts(model: nn.Module, stages: int) -> list[str]:
 
 
 def _even_cuts(sizes: Sequence[int], parts: int) -> list[int]:
-    """Return where to cut a list so that the largest part is as small as can be, and rather late; no part is empty.
+    """Return where to cut a list so that its largest part is as small as possible. Parts are not empty; ties cut late.
 
     >>> _even_cuts([1, 1, 1, 5], 2), _even_cuts([4, 0, 1], 2)
     ([3], [2])
@@ -114,15 +116,15 @@ def check_split(model: nn.Module, mesh: NodeMesh) -> None:
     """Refuse a model that `mesh` cannot split.
 
     Raises:
-        ModelError: no split of it is known and none was given; a number of heads that does not divide; stages by hand
-            that lack a parameter of the model or have one that is not the model's.
+        ModelError: no split is known or given; the number of heads does not divide; the given stages lack a parameter
+            of the model, or have a parameter that is not the model's.
     """
     name = type(model).__name__
     if mesh.tensor > 1 and mesh.parallelize is None:
         if not tensor_plan(model):
             raise ModelError(
-                f"tensor={mesh.tensor}: no plan to split the layers of {name} is known; give NodeMesh(parallelize=), "
-                "shard= instead, or the class of the model a tensor_plan"
+                f"tensor={mesh.tensor}: no plan to split the layers of {name} is known. Give NodeMesh(parallelize=), "
+                "use shard= instead, or give the model's class a tensor_plan"
             )
         for what in ("num_attention_heads", "num_key_value_heads"):
             heads = getattr(getattr(model, "config", None), what, None)
@@ -132,7 +134,7 @@ def check_split(model: nn.Module, mesh: NodeMesh) -> None:
         _check_by_hand(model, mesh)
     elif mesh.depth > 1 and not cuts(model, mesh.depth * mesh.stages_per_device):
         raise ModelError(
-            f"stages={mesh.depth}: where {name} can be cut is not known; give NodeMesh(stages=PipelineParallel("
+            f"stages={mesh.depth}: no place to cut {name} is known. Give NodeMesh(stages=PipelineParallel("
             "stages=[...])), or make the model an nn.Sequential"
         )
 
@@ -145,10 +147,10 @@ def _check_by_hand(model: nn.Module, mesh: NodeMesh) -> None:
             raise ModelError(f"no stage of the pipeline holds the model's parameter {name!r}: give it to one")
     if len(theirs) > len({id(p) for p in model.parameters()}):
         raise ModelError(
-            "a stage of the pipeline holds a parameter that is not the model's: give it the model's modules"
+            "a stage of the pipeline holds a parameter that is not in the model: give it the model's own modules"
         )
 
 
 def _matches(pattern: str, name: str) -> bool:
-    """Say whether a name fits a pattern, in which `*` is a number."""
+    """Return whether a name fits a pattern, in which `*` stands for a number."""
     return re.fullmatch(re.escape(pattern).replace(r"\*", r"\d+"), name) is not None

@@ -1,30 +1,29 @@
-"""What the devices of a node say to each other in a step, by formula: collectives, bytes and seconds.
+"""Formulas for the traffic inside a node: the collectives, bytes and seconds of its devices in a step.
 
-For k devices that share out P trained parameters of b bytes (`fully_shard`), of which P_B are in blocks that are
-gathered one at a time (`splits.blocks_of`), each device sends and gets in one pass over its examples, there and back,
+**Shards.** k devices share P trained parameters of b bytes (`fully_shard`). P_B of them are in blocks that are gathered
+one at a time (`splits.blocks_of`). In one forward and backward pass over its examples each device sends and receives
 
     all-gather       (k-1)/k b (P + P_B)       a block is gathered again for its backward pass
     reduce-scatter   (k-1)/k b P               once in a step, after the last pass
 
-where a parameter's first axis counts as the next multiple of k, to which it is padded. With n blocks these are 2 n + 1
-and n + 1 messages, the one being what is in no block; each has its latency. With zero=2 that is
-(k-1)/k b P for the reduce-scatter and as much for the all-gather of what the optimizer has changed; with zero=1 an
-all-reduce, 2 (k-1)/k b P, and that all-gather. Gradients are not padded there. Shards of a stage gather it once a step,
-as with zero=2, however many micro-batches go through it.
+A parameter's first axis counts as the next multiple of k, to which it is padded. With n blocks these are 2 n + 1 and
+n + 1 messages, each with its latency; the 1 is for all parameters outside the blocks. With zero=2 they are a
+reduce-scatter of (k-1)/k b P, and an all-gather of the same size of the parameters that the optimizer changed. With
+zero=1 they are an all-reduce, 2 (k-1)/k b P, and the same all-gather. Gradients are not padded there. A stage's shards
+gather once a step, as with zero=2, for any number of micro-batches.
 
-For t devices that compute each layer together, and a layer with inputs of x and outputs of y bytes: "colwise" sums the
-gradients of its inputs, an all-reduce of x; "colwise_rep" puts its outputs together too, an all-gather of y/t;
-"rowwise" sums its outputs, an all-reduce of y; "rowwise_rep" also gathers the gradients of its inputs, x/t. What no
-layer's plan cuts, as norms and embeddings, all t hold and one owns: before a step it goes from there to the others,
-t - 1 times.
+**Tensor split.** t devices compute each layer together. A layer has inputs of x and outputs of y bytes. "colwise" sums
+the inputs' gradients, an all-reduce of x. "colwise_rep" also gathers its outputs, an all-gather of y/t. "rowwise" sums
+its outputs, an all-reduce of y. "rowwise_rep" also gathers the inputs' gradients, an all-gather of x/t. Norms,
+embeddings and all other parameters that the plan does not cut lie on all t devices, and one device owns them. Before a
+step it sends them to the others, t - 1 times.
 
-For a pipeline: each micro-batch's activations go on, and their gradients come back, over each cut, in the size of the
-largest micro-batch; and a parameter that two stages hold goes from the first to the other one before a step, and its
-gradient back.
+**Pipeline.** Over each cut go each micro-batch's activations and, back, their gradients, in the largest micro-batch's
+size. A parameter that two stages hold goes from the first to the other before a step, and its gradient back.
 
-Not counted: an evaluation, as it is not between nodes; the few numbers that devices agree on in a step, as the loss and
-the norm of a gradient; and what strategies and optimizers that act on whole tensors are dealt, (k-1)/k of the columns
-each way (`fleet.dealing`), which no model says and no formula of a split knows.
+The formulas leave out evaluations, and the few numbers on which devices agree in a step (the loss, a gradient's norm).
+They also leave out the columns that strategies and optimizers of whole tensors need (`fleet.dealing`): (k-1)/k of them
+each way. A split's formula cannot know these.
 """
 
 from __future__ import annotations
@@ -46,12 +45,12 @@ from exogym.network import Network
 
 @dataclass(frozen=True)
 class Call:
-    """What devices of one stage say in a step: `groups` groups of `members` do the same at once, `times` in a row.
+    """One stage's collective in a step: `groups` groups of `members` devices run it at the same time, `times` in a row.
 
     Attributes:
-        kind: a collective, or "send" to the stage after or before.
-        payload_bytes: what each member gives; of a broadcast, one of them.
-        groups: one that gives less than that counts for less than one.
+        kind: a collective, or "send" to the next or previous stage.
+        payload_bytes: each member's payload; in a broadcast, the sender's.
+        groups: may be a fraction: a group with a smaller payload counts for less than one.
     """
 
     kind: str
@@ -63,9 +62,9 @@ class Call:
 
     @property
     def tx_bytes(self) -> float:
-        """What all these devices send in a step."""
+        """Bytes that all these devices send in a step."""
         n = self.members
-        alone = {"send": 1 / n, "broadcast": (n - 1) / n}  # one of them sends, to another one or to all
+        alone = {"send": 1 / n, "broadcast": (n - 1) / n}  # one member sends, to one other or to all others
         factor = alone[self.kind] if self.kind in alone else FACTORS[self.kind, "ring"](n)
         return factor * self.payload_bytes * self.members * self.groups * self.times
 
@@ -75,13 +74,13 @@ class Call:
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter that is trained, as devices see it.
+    """A trained parameter, as a device holds it.
 
     Attributes:
-        shape: of what one of the devices has that compute its layer together.
-        stages: of the pipeline that hold it; two of them where it is tied.
-        block: the one it is in, which is gathered by itself, and so twice in a pass; "": none.
-        is_cut: whether each device that computes its layer has a part of it; otherwise all of them have all of it.
+        shape: shape of the part on one device of a tensor split.
+        stages: pipeline stages that hold it; two if it is tied.
+        block: its block, which is gathered separately and so twice in a pass; "": no block.
+        is_cut: True: a tensor split gives each device a part. False: each device has the whole parameter.
     """
 
     shape: tuple[int, ...]
@@ -91,7 +90,7 @@ class Parameter:
     is_cut: bool = False
 
     def padded_bytes(self, shard: int = 1) -> int:
-        """Return its bytes with the first axis filled up to a multiple of `shard`."""
+        """Return its bytes with the first axis padded to a multiple of `shard`."""
         rows, *others = self.shape or (1,)
         size = -(-rows // shard) * shard * self.item_bytes
         for side in others:
@@ -101,13 +100,13 @@ class Parameter:
 
 @dataclass
 class Facts:
-    """What a model is to the devices of a node.
+    """A model's properties that decide a node's inside traffic.
 
     Attributes:
         parameters: each once.
-        layers: name to style and stage, of the layers that several devices compute together.
-        cuts: names of the modules after which the model is cut, the stage before and the one after.
-        flows: bytes for an example that go into and out of each of these, and whether what goes in has a gradient.
+        layers: style and stage by name, for layers that several devices compute together.
+        cuts: names of the modules after which the model is cut, each with the stages before and after.
+        flows: bytes per example into and out of each of these layers and cuts, and whether the input has a gradient.
     """
 
     parameters: list[Parameter]
@@ -118,9 +117,9 @@ class Facts:
 
 @contextlib.contextmanager
 def watched(model: nn.Module, mesh: NodeMesh) -> Iterator[Facts]:
-    """Yield the facts of a model; its flows are those of the last batch that goes through it inside.
+    """Yield a model's facts. Inside, each batch that passes the model sets the flows.
 
-    What a `parallelize` of the user's does to the layers is not known, and so not counted.
+    Traffic from a user's `parallelize` is unknown, and not counted.
     """
     plan = tensor_plan(model) if mesh.tensor > 1 and mesh.parallelize is None else {}
     stage_of, ends = stages_of(model, mesh)
@@ -154,19 +153,19 @@ def watched(model: nn.Module, mesh: NodeMesh) -> Iterator[Facts]:
 
 
 class Talk:
-    """Calls of the devices of a node in a step, and what they cost on its `network`."""
+    """All calls of a node's devices in a step, and their cost on the node's `network`."""
 
     def __init__(self, mesh: NodeMesh, calls: Sequence[Call]):
         self.mesh, self.calls = mesh, calls
 
     @property
     def tx_bytes(self) -> float:
-        """What all devices of the node together send."""
+        """Bytes that all devices of the node send together."""
         return sum(call.tx_bytes for call in self.calls)
 
     @property
     def seconds(self) -> float:
-        """Of the slowest stage; 0 where the mesh has no network."""
+        """Seconds of the slowest stage; 0 if the mesh has no network."""
         if self.mesh.network is None:
             return 0.0
         by_stage = [0.0] * self.mesh.depth
@@ -176,10 +175,10 @@ class Talk:
 
 
 def talk_of_layers(mesh: NodeMesh, parameters: float, layers: int, activation_bytes: float, examples: int) -> Talk:
-    """Return what is said for a transformer of which nobody has the modules: all parameters of 4 bytes, in its layers.
+    """Return the traffic of a transformer known by its size only: all parameters have 4 bytes and lie in its layers.
 
     Args:
-        activation_bytes: that go from a layer to the next for the node's `examples`.
+        activation_bytes: bytes from a layer to the next, for all the node's `examples`.
 
     >>> talk = talk_of_layers(NodeMesh(shard=4), 1e6, 12, 0.0, 32)
     >>> talk.tx_bytes / 4 == 0.75 * 4 * (2e6 + 1e6)
@@ -205,11 +204,12 @@ def talk_of_layers(mesh: NodeMesh, parameters: float, layers: int, activation_by
 
 
 class InsideCost:
-    """What a step of a node costs inside it.
+    """Cost of a node's inside traffic in a step.
 
     Args:
-        mesh: of the node; facts: of the model.
-        at_once: examples that the node computes at once, at most; None: a whole step's.
+        mesh: the node's split.
+        facts: the model's facts.
+        at_once: most examples that the node computes at once. None: a whole step's.
     """
 
     def __init__(self, mesh: NodeMesh, facts: Facts, at_once: int | None = None):
@@ -217,17 +217,17 @@ class InsideCost:
         self._known: dict[int, float] = {}
 
     def talk(self, examples: int) -> Talk:
-        """Return what the devices say in a step of `examples`."""
+        """Return the devices' calls in a step of `examples`."""
         return Talk(self.mesh, [*self._of_shards(examples), *self._of_layers(examples), *self._of_cuts(examples)])
 
     def tx_bytes(self, examples: int) -> float:
-        """Return the bytes that all devices of the node together send in a step of `examples`; kept for the next."""
+        """Return the bytes that all devices of the node send in a step of `examples`. The result is cached."""
         if examples not in self._known:
             self._known[examples] = self.talk(examples).tx_bytes
         return self._known[examples]
 
     def _passes(self, examples: int) -> list[tuple[float, int]]:
-        """Return the mean size of a device's micro-batches and their number, in each pass over some of the examples."""
+        """Return, for each pass, the mean size of a device's micro-batches and their number."""
         whole = min(examples, self.at_once or examples)
         parts = [min(whole, examples - start) for start in range(0, examples, whole)]
         counts = [len(self.mesh.micro_batches(max(self.mesh.shares(part)))) for part in parts]
@@ -273,7 +273,7 @@ class InsideCost:
         for stage in range(self.mesh.depth if t > 1 and self.mesh.parallelize is None else 0):
             here = [p for p in self.facts.parameters if stage in p.stages and not p.is_cut]
             size = sum(p.padded_bytes(k) for p in here) / k
-            if size:  # the t devices own about as much each
+            if size:  # each of the t devices owns about the same share
                 groups = sum(p.padded_bytes() for p in here) / size
                 yield Call("broadcast", t, size / t, t, stage, groups)
 
@@ -294,7 +294,7 @@ class InsideCost:
                 yield Call("send", 2, piece, 1, other, teams)
 
     def _filled_up(self, examples: int) -> Iterator[tuple[int, int, float]]:
-        """Yield of each pass the size in which micro-batches travel, their number, and how many devices do so."""
+        """Yield, for each pass, the size in which micro-batches are sent, their number, and the number of devices."""
         whole = min(examples, self.at_once or examples)
         for start in range(0, examples, whole):
             shares = self.mesh.shares(min(whole, examples - start))
@@ -306,8 +306,10 @@ class InsideCost:
 
 
 def stages_of(model: nn.Module, mesh: NodeMesh) -> tuple[Callable[[str], int], dict[str, tuple[int, int]]]:
-    """Return what says on which device of a pipeline a parameter or buffer is, and the cuts, in order, with the devices
-    around."""
+    """Return a function from a parameter's or buffer's name to its pipeline device, and the cuts in order.
+
+    Each cut has its two neighboring devices.
+    """
     if mesh.depth == 1:
         return lambda name: 0, {}
     count = mesh.depth * mesh.stages_per_device
@@ -332,21 +334,21 @@ def stages_of(model: nn.Module, mesh: NodeMesh) -> tuple[Callable[[str], int], d
             end = end[-1]
         if id(end) not in modules:
             raise ModelError(
-                f"the last layer of a stage is a {type(end).__name__} that is no module of the model, so what goes on "
-                "to the next stage is not seen in one process: end the stage with a module of the model"
+                f"the last layer of a stage is a {type(end).__name__} that is not in the model, so one process cannot "
+                "measure the bytes to the next stage: end the stage with a module of the model"
             )
         ends[modules[id(end)]] = before, after
     return lambda name: by_name.get(name, 0), ends
 
 
 def _cut_axis(shape: tuple[int, ...], name: str, plan: Mapping[str, str]) -> int | None:
-    """Return the axis of a parameter that is shared out by the devices that compute its layer together."""
+    """Return the axis along which a tensor split cuts a parameter; None: it is not cut."""
     axis = {"colwise": 0, "rowwise": 1}.get(plan.get(name.rpartition(".")[0], "").removesuffix("_rep"))
     return None if axis is None or axis >= len(shape) else axis
 
 
 def _local_shape(shape: tuple[int, ...], name: str, plan: Mapping[str, str], devices: int) -> tuple[int, ...]:
-    """Return the largest part of a parameter that one of the `devices` that compute its layer together holds."""
+    """Return the shape of the largest part of a parameter that one of the `devices` of a tensor split holds."""
     axis = _cut_axis(shape, name, plan)
     if axis is None:
         return shape

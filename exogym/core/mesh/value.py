@@ -1,4 +1,4 @@
-"""The split of one node over its devices, as a value: checked once, described as JSON."""
+"""The split of one node over its devices, as a checked value with a JSON description."""
 
 from __future__ import annotations
 
@@ -14,47 +14,48 @@ from exogym.network import Network
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")  # orders in which a pipeline takes its micro-batches
 TOLD = ("shard", "tensor", "stages", "microbatches", "network", "zero", "schedule")  # as text
-BUSY = 4  # micro-batches per stage where nobody said how many
+BUSY = 4  # default micro-batches per stage
 
 
 @dataclass(frozen=True)
 class NodeMesh:
-    """How each node's model is split over `size` = stages x shard x tensor devices.
+    """Split each node's model over `size` = stages x shard x tensor devices.
 
-    Between nodes nothing changes: a node of several devices is still one row of the fleet, and sends the same bytes.
-    Under `python -m exogym.launch` or torchrun each process is one device of a node. In one process the mathematics is
-    that of one device, in micro-batches of the size that a device would compute; what devices would say to each other
-    is counted by formula (`exogym.core.mesh.traffic`), and takes time on `network`.
+    Nothing changes between nodes: a node of several devices is still one row of the fleet, and sends the same bytes.
+    Under `python -m exogym.launch` or torchrun each process is one device of a node. One process computes as one device
+    would, in micro-batches of a device's size. It counts the traffic between devices by formula
+    (`exogym.core.mesh.traffic`), and its time on `network`.
 
     Args:
-        shard: devices that share out the columns of the row, each with its own part of the batch (see `shares`).
-            `zero` says what else is shared out.
+        shard: devices that share the row's columns, each with its own part of the batch (see `shares`). `zero` decides
+            what else they share.
         tensor: devices that each compute a part of every layer, on the same examples.
-        stages: devices of a pipeline, each with some layers; or a `PipelineParallel`, the stages by hand.
-        microbatches: parts that a device's batch goes through a pipeline in; None: 4 for each stage, or as many as
-            there are examples. With stages only, and at least as many as stages.
+        stages: devices of a pipeline, each with some layers; or a `PipelineParallel` with your own stages.
+        microbatches: parts of a device's batch in a pipeline, at least as many as stages. None: 4 per stage, or one per
+            example if there are fewer examples. Only with stages.
         parallelize: called as `parallelize(model, mesh)` with torch's `DeviceMesh`, whose axes have the names and sizes
-            of `axes`: it splits the model in place, by `fully_shard`, `parallelize_module`. None: by what is known of
-            the model. Not called in one process.
-        network: the link between two devices of a node, as `exogym.network` reads it ("nvlink", "pcie"); None: it
-            takes no time. Time passes only in a fit with `network=`, the link between nodes.
-        zero: 3: parameters, gradients and optimizer state are sharded (`fully_shard`); 2: all but the parameters; 1:
-            the optimizer state alone. Of stages, 3 gathers the parameters once a step and lets go of them after it.
-        schedule: the order of a pipeline's work: "gpipe", "1f1b", "interleaved" (two stages or more on each device),
+            of `axes`. It splits the model in place, by `fully_shard` or `parallelize_module`. None: split by the
+            model's known plan. Not called in one process.
+        network: link between two devices of a node, as `exogym.network` reads it ("nvlink", "pcie"). None: it takes no
+            time. It counts only in a fit with `network=`, the link between nodes.
+        zero: what `shard` shares. 3: parameters, gradients and optimizer state (`fully_shard`); 2: gradients and
+            optimizer state; 1: optimizer state only. With stages, 3 gathers the parameters once a step and frees them
+            after it.
+        schedule: order of a pipeline's work: "gpipe", "1f1b", "interleaved" (two stages or more on each device) or
             "zero_bubble".
-        probe: compare the gradients of the first batch with those of the dense model, and refuse a split that gives
-            others. A module instead of True: compare on it, a smaller model of the same kind. False: trust the split.
+        probe: True: compare the first batch's gradients with the dense model's, and refuse a split with other
+            gradients. A module: compare on this smaller model of the same kind. False: trust the split.
 
     Attributes:
         size: devices of a node.
-        axes: names and sizes, outermost first: stages, shard, tensor. Device d of a node has the coordinates of d in an
+        axes: sizes by name, outermost first: stages, shard, tensor. Device d of a node has the coordinates of d in an
             array of that shape (`coordinates`).
-        depth: devices on the axis of the stages; `stages` where it is a number.
-        pipeline: the stages by hand, or None.
+        depth: devices on the stages axis; `stages` if it is a number.
+        pipeline: your own stages, or None.
 
     Raises:
-        ArgumentError: a size that is no whole number of at least 1, an unknown schedule or zero, options of a pipeline
-            without stages, fewer micro-batches than stages.
+        ArgumentError: a size is not a whole number of at least 1; the schedule or zero is unknown; pipeline options
+            without stages; fewer micro-batches than stages.
 
     >>> mesh = NodeMesh(shard=2, stages=2, microbatches=4, network="nvlink")
     >>> mesh.size, mesh.axes, mesh.coordinates(1)
@@ -81,9 +82,9 @@ class NodeMesh:
                 raise ArgumentError("stages is a list: give a number, or PipelineParallel(stages=[...])")
             check_count("stages", self.stages)
         if isinstance(self.zero, bool) or self.zero not in (1, 2, 3):
-            raise ArgumentError(f"zero={self.zero!r} must be 1, 2 or 3: what is sharded, see NodeMesh")
+            raise ArgumentError(f"zero={self.zero!r} must be 1, 2 or 3 (see NodeMesh)")
         if self.zero != 3 and self.shard == 1:
-            raise ArgumentError(f"zero={self.zero} says what devices share out, but shard is 1: give shard= too")
+            raise ArgumentError(f"zero={self.zero} needs shard= over 1: it decides what shards share")
         check_choice("schedule", str(self.schedule).lower(), SCHEDULES)
         object.__setattr__(self, "schedule", str(self.schedule).lower())
         if self.parallelize is not None and not callable(self.parallelize):
@@ -100,25 +101,25 @@ class NodeMesh:
         if self.depth == 1:
             for name, default in (("microbatches", None), ("schedule", "1f1b")):
                 if getattr(self, name) != default:
-                    raise ArgumentError(f"{name}={getattr(self, name)!r} is for a pipeline, but stages is 1")
+                    raise ArgumentError(f"{name}={getattr(self, name)!r} is for a pipeline: give stages= over 1 too")
             return
         if self.microbatches is not None and self.pipeline is not None and self.pipeline.micro_batch_size is not None:
             raise ArgumentError(
-                f"microbatches={self.microbatches} and micro_batch_size={self.pipeline.micro_batch_size} both say how "
+                f"microbatches={self.microbatches} and micro_batch_size={self.pipeline.micro_batch_size} both set how "
                 "a batch is cut: leave one out"
             )
         if self.microbatches is not None and self.microbatches < self.depth:
             raise ArgumentError(
-                f"microbatches={self.microbatches} are fewer than the {self.depth} stages, so some would have nothing "
-                f"to do: give {self.depth} or more"
+                f"microbatches={self.microbatches} are fewer than the {self.depth} stages, so some stages would be "
+                f"idle: give {self.depth} or more"
             )
 
     @classmethod
     def parse(cls, text: str) -> NodeMesh:
-        """Return the mesh that a text names, as on a command line.
+        """Return the mesh that a command line's text describes.
 
         Raises:
-            ArgumentError: an unknown name or a value that is none.
+            ArgumentError: an unknown name or a wrong value.
 
         >>> str(NodeMesh.parse("shard=4,stages=2,network=nvlink"))
         'stages=2 x shard=4'
@@ -151,7 +152,7 @@ class NodeMesh:
         return self.depth * self.shard * self.tensor
 
     def coordinates(self, device: int) -> dict[str, int]:
-        """Return where device 0..size-1 of a node stands on each axis."""
+        """Return a device's position on each axis; devices of a node count from 0 to size - 1."""
         return {
             "stages": device // (self.shard * self.tensor),
             "shard": device // self.tensor % self.shard,
@@ -159,12 +160,14 @@ class NodeMesh:
         }
 
     def shares(self, examples: int) -> tuple[int, ...]:
-        """Return (shard,) how many of a node's batch of `examples` each shard computes, in order: the first ones one
-        more where it does not divide. A mean over the batch weighs shards by these."""
+        """Return (shard,) how many of a node's `examples` each shard computes.
+
+        If they do not divide, the first shards get one more. A mean over the batch weights shards by these numbers.
+        """
         return even(examples, self.shard)
 
     def micro_batches(self, share: int) -> tuple[int, ...]:
-        """Return the sizes of the micro-batches that a shard's `share` of examples goes through a pipeline in."""
+        """Return the sizes of a pipeline's micro-batches for a shard's `share` of examples."""
         if self.depth == 1:
             return (share,)
         if self.pipeline is not None and self.pipeline.micro_batch_size is not None:
@@ -172,15 +175,16 @@ class NodeMesh:
         return even(share, min(self.microbatches or BUSY * self.depth, share))
 
     def at_once(self, examples: int) -> int:
-        """Return how many of a batch of `examples` a device computes at once, at most."""
+        """Return how many examples of a batch of `examples` a device computes at once at most."""
         return max(self.micro_batches(max(self.shares(examples))))
 
     def bubble(self, examples: int) -> float:
         """Return the share of a step in which a device waits for the pipeline to fill and drain: (S-1)/(M+S-1).
 
-        For S stages and M micro-batches, all equally long, as GPipe and 1F1B have it (Huang et al., arXiv:1811.06965).
-        Interleaved schedules with V stages on a device have V M micro-batches of a V-th of the work (Narayanan et al.,
-        arXiv:2104.04473); a zero-bubble schedule is counted as the bound it aims at, 0 (Qi et al., arXiv:2401.10241).
+        This is GPipe's and 1F1B's share for S stages and M micro-batches of equal length (Huang et al.,
+        arXiv:1811.06965). Interleaved schedules with V stages on a device have V M micro-batches of a V-th of the work
+        (Narayanan et al., arXiv:2104.04473). A zero-bubble schedule counts as its bound, 0 (Qi et al.,
+        arXiv:2401.10241).
         """
         if self.schedule == "zero_bubble":
             return 0.0
@@ -188,18 +192,18 @@ class NodeMesh:
         return (self.depth - 1) / (parts + self.depth - 1)
 
     def compute_share(self, examples: int) -> float:
-        """Return what part of one device's time for a step the node takes, talk apart: 1 / (size (1 - bubble))."""
+        """Return a node's step time as a share of one device's, without communication: 1 / (size (1 - bubble))."""
         return 1 / (self.size * (1 - self.bubble(examples)))
 
     @property
     def stages_per_device(self) -> int:
-        """Stages on each device: 2 of an interleaved or zero-bubble schedule, where none are given by hand."""
+        """Stages on each device: 2 in an interleaved or zero-bubble schedule without your own stages, otherwise 1."""
         if self.pipeline is not None:
             return len(self.pipeline.stages) // self.depth
         return 2 if self.schedule in ("interleaved", "zero_bubble") else 1
 
     def check_batch(self, batch_size: int) -> None:
-        """Raise ArgumentError unless each device of a node has something to do in a batch of `batch_size` examples."""
+        """Raise ArgumentError if some device would have no example in a batch of `batch_size`."""
         if batch_size < self.shard:
             raise ArgumentError(
                 f"batch_size={batch_size} is smaller than shard={self.shard}, so some devices would have no example: "
@@ -214,15 +218,15 @@ class NodeMesh:
             )
 
     def groups(self, world_size: int, num_nodes: int) -> int:
-        """Return how many groups of `size` processes share `num_nodes` nodes, where `world_size` run the script.
+        """Return how many groups of `size` processes share `num_nodes` nodes, if `world_size` processes run the script.
 
         Raises:
-            ArgumentError: they make up no whole groups, or more groups than there are nodes.
+            ArgumentError: `world_size` does not make whole groups, or makes more groups than nodes.
         """
         return groups_of([self] * num_nodes, world_size)
 
     def describe(self) -> dict[str, Any]:
-        """Return what decides the result of a run, as JSON; what only takes time is left out."""
+        """Return everything that decides a run's result, as JSON, without options that only change its time."""
         told: dict[str, Any] = {**self.axes}
         if self.shard > 1:
             told["zero"] = self.zero
@@ -233,17 +237,17 @@ class NodeMesh:
         return told
 
     def __str__(self) -> str:
-        """Return the split as text, as "shard=2 x tensor=2"."""
+        """Return the split as text, for example "shard=2 x tensor=2"."""
         return " x ".join(f"{name}={size}" for name, size in self.axes.items() if size > 1) or "one device"
 
 
 def groups_of(meshes: Sequence[NodeMesh], world_size: int) -> int:
-    """Return how many groups of processes share the nodes of these splits, where `world_size` run the script.
+    """Return how many groups of processes share the nodes of these splits, if `world_size` processes run the script.
 
-    Nodes of one split may take turns in a group; where nodes differ, each has its own.
+    Nodes with the same split may take turns in a group. If splits differ, each node has its own group.
 
     Raises:
-        ArgumentError: the processes make up no whole groups, or more groups than there are nodes.
+        ArgumentError: the processes do not make whole groups, or make more groups than nodes.
 
     >>> groups_of([NodeMesh(shard=2)] * 4, 4), groups_of([NodeMesh(shard=2), NodeMesh(shard=4)], 6)
     (2, 2)
@@ -253,8 +257,8 @@ def groups_of(meshes: Sequence[NodeMesh], world_size: int) -> int:
         if world_size != (wanted := sum(one.size for one in meshes)):
             sizes = ", ".join(str(one.size) for one in meshes)
             raise ArgumentError(
-                f"{world_size} processes run this script, and nodes of {sizes} devices, each its own processes, are "
-                f"{wanted}: start {wanted}"
+                f"{world_size} processes run this script, but nodes of {sizes} devices need {wanted}, one per device: "
+                f"start {wanted}"
             )
         return nodes
     groups, over = divmod(world_size, mesh.size)
@@ -262,14 +266,14 @@ def groups_of(meshes: Sequence[NodeMesh], world_size: int) -> int:
         fit = ", ".join(str(mesh.size * n) for n in range(1, min(nodes, 8) + 1))
         more = f" and so on up to {mesh.size * nodes}" if nodes > 8 else ""
         raise ArgumentError(
-            f"{world_size} processes run this script, and a node of {mesh} is {mesh.size} of them: {nodes} "
-            f"nodes can be trained by {fit}{more}"
+            f"{world_size} processes run this script, and a node of {mesh} needs {mesh.size}: to train {nodes} "
+            f"nodes start {fit}{more}"
         )
     return groups
 
 
 def even(total: int, parts: int) -> tuple[int, ...]:
-    """Return `total` in `parts` whole numbers that differ by one at most, the larger ones first.
+    """Split `total` into `parts` whole numbers that differ by at most one, the larger ones first.
 
     >>> even(8, 3)
     (3, 3, 2)

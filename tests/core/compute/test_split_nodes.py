@@ -170,7 +170,7 @@ assert all(torch.equal(x, whole[name]) for name, x in made.model.state_dict().it
 keep((said, fit(trainer(), MADE["diloco sgd"][0](), node=NodeMesh(shard=3, probe=False))))
 """
     said, wrong = split(tmp_path, 3, body)
-    assert "split by shard=3 the model has other gradients: that of " in said
+    assert "split by shard=3, the model has wrong gradients: the gradient of " in said
     assert apart(wrong, fit(trainer(), MADE["diloco sgd"][0]())) > 100 * SGD  # it would have mattered
 
 
@@ -224,9 +224,9 @@ keep(said)
 """
     said = split(tmp_path, 3, body)
     wanted = {
-        "sizes": "3 processes run this script, and a node of shard=2 is 2 of them: 2 nodes can be trained by 2, 4",
+        "sizes": "3 processes run this script, and a node of shard=2 needs 2: to train 2 nodes start 2, 4",
         "batch": "batch_size=2 is smaller than shard=3",
-        "clock": "AsyncDiLoCoStrategy, which has no modules: nobody knows",
+        "clock": "AsyncDiLoCoStrategy, which has no modules: ExoGym cannot know",
         "balance": "give speeds",
         "dealt": "node= in several processes with balance='nodes'",
         "memory": "give minibatch_size instead",
@@ -238,7 +238,7 @@ keep(said)
         "stages": "fewer than 3 stages",
         "shards": "parallelize= has called fully_shard",
         "layers": "no plan to split the layers of Tied is known",
-        "nodes": "3 processes run this script, and nodes of 3, 2 devices, each its own processes, are 5: start 5",
+        "nodes": "3 processes run this script, but nodes of 3, 2 devices need 5, one per device: start 5",
     }
     assert {name: text in said[name] for name, text in wanted.items()} == dict.fromkeys(wanted, True), said
 

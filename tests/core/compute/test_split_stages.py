@@ -71,7 +71,7 @@ def test_a_run_of_stages_that_were_sharded_goes_on_under_another_split(quarters)
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_wrong_split_of_stages_is_found_before_training(wrong, quarters):
-    assert "split by stages=2 x shard=2 the model has other gradients: that of " in quarters[wrong]
+    assert "split by stages=2 x shard=2, the model has wrong gradients: the gradient of " in quarters[wrong]
 
 
 @pytest.mark.slow
@@ -117,7 +117,7 @@ except ModelError as error:
 keep(found)
 """
     found = split(tmp_path, 4, body)
-    assert "has other gradients: that of 'tokens.weight'" in found.pop("said")
+    assert "has wrong gradients: the gradient of 'tokens.weight'" in found.pop("said")
     dense = {name: run(lambda **given: {}) for name, run in PIPELINES.items()}
     dense["resumed"] = fit(text_trainer(), MADE["diloco clipped"][0]())
     for name, run in found.items():

@@ -71,7 +71,7 @@ def test_a_world_is_told_which_ones_fit():
     mesh = NodeMesh(shard=2, tensor=2)
     assert [mesh.groups(world, 3) for world in (4, 8, 12)] == [1, 2, 3]
     for world in (6, 16):
-        with pytest.raises(ArgumentError, match=f"{world} processes .* shard=2 x tensor=2 is 4 .* by 4, 8, 12$"):
+        with pytest.raises(ArgumentError, match=f"{world} processes .* shard=2 x tensor=2 needs 4.* start 4, 8, 12$"):
             mesh.groups(world, 3)
 
 
@@ -81,7 +81,7 @@ def test_a_world_is_told_which_ones_fit():
         (lambda: NodeMesh(shard=0), "shard=0 must be a whole number of at least 1"),
         (lambda: NodeMesh(stages=[nn.Linear(1, 1)]), r"PipelineParallel\(stages="),
         (lambda: NodeMesh(shard=2, zero=4), "zero=4 must be 1, 2 or 3"),
-        (lambda: NodeMesh(tensor=2, zero=1), "shard is 1"),
+        (lambda: NodeMesh(tensor=2, zero=1), "shard= over 1"),
         (lambda: NodeMesh(stages=2, schedule="1f1c"), "did you mean '1f1b'"),
         (lambda: NodeMesh(shard=2, microbatches=4), "microbatches=4 is for a pipeline"),
         (lambda: NodeMesh(stages=4, microbatches=3), "fewer than the 4 stages"),
@@ -93,7 +93,7 @@ def test_a_world_is_told_which_ones_fit():
         (lambda: PipelineParallel([Stage([nn.ReLU()], device=0), nn.ReLU()]), "give a device to each stage"),
         (lambda: PipelineParallel([Stage([nn.ReLU()], device=k) for k in (0, 2)]), "without a gap"),
         (lambda: Stage(layers=[]), "must be a list of modules"),
-        (lambda: Stage(layers=[torch.relu]), "no torch.nn.Module"),
+        (lambda: Stage(layers=[torch.relu]), "wanted torch.nn.Module"),
     ],
 )
 def test_what_cannot_be_is_refused(make, message):

@@ -56,7 +56,7 @@ def test_a_batch_that_does_not_divide(tmp_path, weighs):
         if weighs:
             assert check_gradients(dense, found, "shard=3") < 1e-5
         else:
-            with pytest.raises(ModelError, match="split by shard=3 the model has other gradients"):
+            with pytest.raises(ModelError, match="split by shard=3, the model has wrong gradients"):
                 check_gradients(dense, found, "shard=3")
 
     in_groups(3, tmp_path, body)
@@ -77,7 +77,7 @@ def test_queries_keys_and_values_in_one_layer(tmp_path, gathers):
         if gathers:
             assert check_gradients(dense, found, "tensor=2") < 1e-5
         else:
-            with pytest.raises(ModelError, match=r"that of 'blocks\.\d\.attend\.(qkv|out)\.weight' is off by"):
+            with pytest.raises(ModelError, match=r"the gradient of 'blocks\.\d\.attend\.(qkv|out)\.weight' is off by"):
                 check_gradients(dense, found, "tensor=2")
 
     in_groups(2, tmp_path, body)
@@ -127,7 +127,9 @@ def test_a_head_that_is_the_embedding_too(tmp_path, sums):
         if sums:
             assert refuse_others(names, here, "stages=2") < 1e-5
         else:
-            with pytest.raises(ModelError, match=r"that of 'tokens\.weight' is off by .* NodeMesh\(probe=False"):
+            with pytest.raises(
+                ModelError, match=r"the gradient of 'tokens\.weight' is off by .* NodeMesh\(probe=False"
+            ):
                 refuse_others(names, here, "stages=2")
 
     in_groups(2, tmp_path, body)
