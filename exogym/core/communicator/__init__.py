@@ -1,22 +1,22 @@
-"""The communicator: the only thing an algorithm sees of the other nodes.
+"""The communicator: an algorithm's only access to other nodes.
 
-Every tensor carries the row axis first: row r of an argument is what node `ranks[r]` hands over, and
-row r of a result is what it gets back. A result that is the same for all nodes comes back as one row
-expanded to all (stride 0), so it costs the memory of one.
+Every tensor has the row axis first. Row r of an argument is what node `ranks[r]` hands over, and row r of a result is
+what this node gets back. A result that is the same for all nodes is one row expanded to all (stride 0), so it takes the
+memory of one row.
 
-The exact reduction sums rows pairwise in a fixed tree over global ids, (0+1)+(2+3)+..., an absent id
-passing its sibling through; so the bits of a sum do not depend on who holds which row.
+The exact reduction sums rows pairwise in a fixed tree over global ids, (0+1)+(2+3)+.... An absent id passes its sibling
+through. So the bits of a sum do not depend on which process holds which row.
 
-Each call is recorded around the wire as an `Event` with, per member, the payload (bytes handed over)
-and the bytes sent and received by the named collective algorithm (S: payload, n: members):
+Each call is recorded around the wire as an `Event`. For each member it has the payload (bytes handed over) and the
+bytes sent and received by the named collective algorithm (S: payload, n: members):
 
     ring all-reduce       tx = rx = 2 (n-1)/n S        all-gather       tx = rx = (n-1) S
     server all-reduce     tx = rx = S                  reduce-scatter   tx = rx = (n-1)/n S
     tree all-reduce       binomial tree, up and down   exchange, mix    S per partner
     broadcast, reduce     binomial tree
-    send                  S out of one, into another
+    send                  S out of one node, into another
 
-Four nodes in one process, and the events of what they do:
+Four nodes in one process, and the events of their calls:
 
 >>> import torch
 >>> wire, seen = Wire(range(4)), list[Event]()

@@ -21,7 +21,7 @@ from exogym.core.communicator.wire import Parcel, Wire, reduce_rows
 from exogym.errors import ArgumentError, check_choice
 
 OPERATIONS = ("sum", "mean", "max", "min")
-TRANSPORTS = ("ring", "tree", "server")  # of an all-reduce
+TRANSPORTS = ("ring", "tree", "server")  # the paths of an all-reduce
 
 
 class Communicator(Recorder):
@@ -30,16 +30,17 @@ class Communicator(Recorder):
     Args:
         ranks: global id of each row here.
         num_nodes: nodes in the whole fleet.
-        wire: what carries the rows; one process by default.
+        wire: carries the rows; by default within one process.
 
-    `present` holds the ids that take part when a call names no groups (all nodes by default). `weights`, (num_nodes,)
-    or None, weigh the nodes in every mean that is given no weights of its own. `transport`, where one was chosen, is
-    how all all-reduces travel, whatever a call says: the result is the same, the bytes and the time are not. `rule`,
-    where there is one, takes the place of every mean of parameters or gradients (`exogym.core.communicator.robust`);
-    `watchers` see each mean of parameters as it is taken: its members' rows here, the weight of each (1 in the mean of
-    members), what they bring, and the mean. A mean of something else than parameters is taken `unwatched`.
-    `secure`, where there is one, takes means so that nobody sees a node's own values
-    (`exogym.core.communicator.secure`).
+    Attributes:
+        present: ids that take part in calls without groups; all nodes by default.
+        weights: (num_nodes,) or None; weights of the nodes in every mean whose call gives no weights.
+        transport: the path of all all-reduces, whatever a call says; None: the call's. Only bytes and time depend on
+            it, not the result.
+        rule: replaces every mean of parameters or gradients (`exogym.core.communicator.robust`); None: the mean.
+        watchers: called with each mean of parameters: the members' rows here, each row's weight (1 in the mean of
+            members), their values, and the mean. Means of other values are taken `unwatched`.
+        secure: takes means so that nobody sees a node's own values (`exogym.core.communicator.secure`); None: plainly.
 
     >>> comm = Communicator(range(4), 4)
     >>> comm.all_reduce(torch.arange(4.0)[:, None]).tolist()
@@ -77,11 +78,10 @@ class Communicator(Recorder):
         Args:
             op: "mean", "sum", "max" or "min".
             groups: disjoint lists of global ids; one group of all present nodes by default.
-            weights: (num_nodes,) weights of a weighted mean, normalised within each group, instead of the fleet's.
-            out: (rows, ...) tensor that takes the results, `x` itself allowed; rows outside all groups
-                keep what they hold.
-            algorithm: "ring", "tree" or "server", for the bytes, where no `transport` was chosen.
-            expected: for each of `groups` those who were to take part, where some have dropped out.
+            weights: (num_nodes,) weights of a weighted mean, normalized within each group, instead of the fleet's.
+            out: (rows, ...) tensor for the results, `x` itself allowed; rows outside all groups stay unchanged.
+            algorithm: "ring", "tree" or "server", for the bytes, if no `transport` was chosen.
+            expected: for each of `groups` its members before some dropped out.
 
         Returns:
             (rows, ...): with one group of all nodes a single row expanded; otherwise a full tensor in
@@ -131,7 +131,7 @@ class Communicator(Recorder):
 
     @contextlib.contextmanager
     def unwatched(self) -> Iterator[None]:
-        """Within it the watchers see no mean: what is averaged is not what nodes have moved, as their moments."""
+        """Hide the means inside from the watchers, because they average other values, such as moments."""
         watchers, self.watchers = self.watchers, []
         try:
             yield
@@ -140,34 +140,34 @@ class Communicator(Recorder):
 
     @property
     def _others(self) -> Inside:
-        """The processes of the node that hold the other columns of what is averaged."""
+        """The node's processes with the other columns of the averaged values."""
         return ALONE if self._alone else self.wire.inside
 
     def share(self, group: Sequence[int], op: str = "mean") -> Tensor | None:
-        """Return the (len(group),) shares of a mean over `group`, which sum up to 1; None: all alike, or no mean."""
+        """Return the (len(group),) shares of a mean over `group`, which sum to 1. None: equal shares, or no mean."""
         return None if self.weights is None or op != "mean" else _share(self.weights, group)
 
     def robust(self, op: str, share: Tensor | None) -> Rule | None:
-        """Return the rule that takes the place of a mean; None: it is one, or another operation, or of buffers.
+        """Return the rule that replaces a mean. None: a plain mean, another operation, or buffers.
 
         Raises:
-            ArgumentError: a mean with weights, which a bad node could claim.
+            ArgumentError: the mean has weights, which a bad node could claim.
         """
         if self.rule is None or op != "mean" or self._tag != "parameters":
             return None
         if share is not None:
-            raise ArgumentError(f"{self.rule} counts all nodes alike, and this mean weighs them: weighting='uniform'")
+            raise ArgumentError(f"{self.rule} counts all nodes alike, but this mean weights them: weighting='uniform'")
         return self.rule
 
     def begin_mean(self, x: Tensor, start: int, stop: int) -> None:
         """Begin to sum the weighted columns of `x` (1, F) over all nodes, in place, without waiting.
 
-        The next `all_reduce(x, "mean")` waits for all sums begun on `x`, which must cover its columns, and takes them;
-        it is recorded there. Only where the wire can (`Wire.begin`).
+        The next `all_reduce(x, "mean")` waits for all sums begun on `x` and takes them; they must cover its columns.
+        That call records them. Only if the wire can do it (`Wire.begin`).
         """
         share = self.share(range(self.num_nodes))
         if share is not None:
-            x[0, start:stop].mul_(float(share[self.ranks[0]]))  # a number is not rounded to half precision
+            x[0, start:stop].mul_(float(share[self.ranks[0]]))  # a Python number is not rounded to half precision
         self._in_flight.setdefault(x.data_ptr(), []).append(self.wire.begin(x[0, start:stop]))
 
     def _reduced(self, x: Tensor, group: Sequence[int], op: str, share: Tensor | None, everywhere: bool) -> Tensor:
@@ -185,15 +185,21 @@ class Communicator(Recorder):
     ) -> Tensor:  # fmt: skip
         """All-gather the packed `payload`, decode each node's in id order, and reduce in the tree.
 
-        For contributions that cannot be summed in flight (sparse, quantised). `payload` is a sequence of
-        tensors (rows, ...); `decode(*payload rows)` returns (rows, ...). Returns (rows, ...): the reduction,
-        expanded; a row outside all groups has its own decoded value. `size` is the bytes of a node's payload where they
-        are not those of its tensors, as of bits that fill no whole byte in each process of a node.
+        For values that cannot be summed in flight (sparse, quantized).
+
+        Args:
+            payload: a sequence of tensors (rows, ...).
+            decode: called with the payload's rows; returns (rows, ...).
+            size: bytes of a node's payload, if its tensors have more, such as bits that do not fill whole bytes in each
+                process of a node.
+
+        Returns:
+            (rows, ...): the reduction, expanded. A row outside all groups has its own decoded value.
         """
         groups = self._sorted(groups)
         size = sum(self._row_bytes(part) for part in payload) if size is None else size
         everyone = len(groups) == 1 and len(groups[0]) == self.num_nodes
-        shared = self.wire.shares_memory  # then it is faster to decode first; else the packed bytes travel
+        shared = self.wire.shares_memory  # then decoding first is faster; otherwise the packed bytes travel
         own = decode(*payload) if shared or not everyone else None
         result = None if own is None or everyone else own.clone()
         for group in groups:
@@ -218,7 +224,7 @@ class Communicator(Recorder):
         return found.view(x.shape[1:])
 
     def _of_packed(self, payload: Sequence[Tensor], decode: Callable[..., Tensor], group: list[int], op: str) -> Tensor:
-        """Reduce what everyone decodes of what all of the group have packed."""
+        """Gather the group's packed payloads, decode them in every process, and reduce."""
         packed = torch.cat([part.reshape(len(part), -1).contiguous().view(torch.uint8) for part in payload], 1)
         pieces = self.wire.rows(packed, group).split([row_bytes(part) for part in payload], 1)
         parts = [
@@ -299,14 +305,14 @@ class Communicator(Recorder):
         return self._dealt(row)
 
     def all_to_all(self, x: Tensor) -> Tensor:
-        """Give the k-th present node slice k of everyone; `x` is (rows, n, ...), and other rows keep theirs.
+        """Give the k-th present node slice k of every node; `x` is (rows, n, ...). Other rows keep their values.
 
         Slices go straight to their takers: each node sends and gets (n-1)/n of its payload. Returns (rows, n, ...).
         """
         _check_slices(x, self.present, "all_to_all")
         self.record("all_to_all", "pairwise", self.present, self._row_bytes(x))
         result, members, n = x.clone(), self.present, len(self.present)
-        if self.wire.shares_memory:  # all rows are at hand, or in memory that is shared
+        if self.wire.shares_memory:  # all rows are in this process or in shared memory
             everyone = self.wire.rows(x, members)
             for k, rank in enumerate(members):
                 result[self._rows_here([rank])] = everyone[:, k]
@@ -321,9 +327,9 @@ class Communicator(Recorder):
         return result
 
     def exchange(self, x: Tensor, partner: Sequence[int]) -> Tensor:
-        """Swap rows in pairs: row r gets the row of `partner[ranks[r]]` (itself: no traffic). Returns (rows, ...).
+        """Swap rows in pairs: row r gets the row of `partner[ranks[r]]`. Returns (rows, ...).
 
-        A node that is away has itself as partner; its row is not looked at.
+        A node without a partner names itself: no traffic. An absent node must name itself; its row is ignored.
         """
         if len(partner) != self.num_nodes or not all(0 <= other < self.num_nodes for other in partner):
             raise ArgumentError(
@@ -339,14 +345,14 @@ class Communicator(Recorder):
                 self._add("exchange", "pairwise", [rank, other], size, np.full(2, float(size)), np.full(2, float(size)))
         result = x.clone()
         if swapped:
-            theirs = self.wire.rows(x, swapped)  # a call that every process makes alike
+            theirs = self.wire.rows(x, swapped)  # every process makes the same call
             for rank in swapped:
                 for row in self._rows_here([rank]):
                     result[row] = theirs[swapped.index(partner[rank])]
         return result
 
     def hand_over(self, given: Mapping[int, Tensor], parcels: Sequence[Parcel]) -> dict[int, Tensor]:
-        """Carry tensors from node to node; return what each node here gets (see `messages.hand_over`).
+        """Carry tensors from node to node; return the tensors that the nodes here get (see `messages.hand_over`).
 
         A parcel one way is a "send": S out of the giver, into the taker. A swap is an "exchange": S each way for both.
         """
@@ -361,21 +367,21 @@ class Communicator(Recorder):
     def mix(self, x: Tensor, matrix: Tensor) -> Tensor:
         """Mix rows by `matrix` W (n, n): row i gets the sum over j of W[i, j] x_j, in the tree. Returns (rows, ...).
 
-        Where W[i, j] is not zero, node j gives its row to node i: payload and tx are a row's bytes for each taker, rx
+        If W[i, j] is not zero, node j gives its row to node i. Payload and tx count a row's bytes for each taker, rx
         for each giver.
         """
         return self.mix_all([x], matrix)[0]
 
     def mix_all(self, xs: Sequence[Tensor], matrix: Tensor) -> list[Tensor]:
-        """Mix the rows of several tensors as `mix` does, with one message from neighbour to neighbour for all."""
+        """Mix the rows of several tensors as `mix` does, with one message per pair of neighbors for all tensors."""
         if tuple(matrix.shape) != (self.num_nodes, self.num_nodes):
             raise ArgumentError(
-                f"the mixing matrix is {tuple(matrix.shape)}, wanted ({self.num_nodes}, {self.num_nodes})"
+                f"matrix has the shape {tuple(matrix.shape)}, wanted ({self.num_nodes}, {self.num_nodes})"
             )
         links = (matrix != 0).cpu().numpy()
         np.fill_diagonal(links, False)
         size = float(sum(map(self._row_bytes, xs)))
-        met = np.flatnonzero(links.any(0) | links.any(1)).tolist()  # others keep to themselves
+        met = np.flatnonzero(links.any(0) | links.any(1)).tolist()  # other nodes exchange nothing
         if met:
             ways = tuple((giver, taker) for taker, giver in np.argwhere(links).tolist())
             self._add("mix", "neighbours", met, size, links.sum(0)[met] * size, links.sum(1)[met] * size, links=ways)
@@ -383,7 +389,7 @@ class Communicator(Recorder):
 
     def _mixed(self, x: Tensor, matrix: Tensor, met: list[int]) -> Tensor:
         flat = x.reshape(len(x), -1)
-        theirs = self.wire.rows(flat, met) if met else flat[:0]  # a call that every process makes alike
+        theirs = self.wire.rows(flat, met) if met else flat[:0]  # every process makes the same call
         out = torch.zeros_like(flat)
         for row, rank in enumerate(self.ranks):
             givers = torch.nonzero(matrix[rank]).flatten().tolist()
@@ -401,7 +407,7 @@ class Communicator(Recorder):
     # Bookkeeping
 
     def _dealt(self, slices: Tensor) -> Tensor:
-        """Give the k-th present node slice k of (n, ...), others zeros; (rows, ...)."""
+        """Give the k-th present node slice k of (n, ...), others zeros; return (rows, ...)."""
         result = slices.new_zeros(len(self.ranks), *slices.shape[1:])
         for k, rank in enumerate(self.present):
             for row in self._rows_here([rank]):
@@ -413,7 +419,7 @@ class Communicator(Recorder):
 
 
 def _check_op(op: str, x: Tensor) -> None:
-    """Raise ArgumentError for an unknown operation, and for the mean of whole numbers, which is none."""
+    """Raise ArgumentError for an unknown operation, and for a mean of whole numbers."""
     check_choice("op", op, OPERATIONS)
     if op == "mean" and not (x.is_floating_point() or x.is_complex()):
         raise ArgumentError(
@@ -431,6 +437,6 @@ def _share(weights: Tensor, group: Sequence[int]) -> Tensor:
     total = mine.sum()
     if not (total > 0 and bool((mine >= 0).all())):
         raise ArgumentError(
-            f"weights of nodes {list(group)} are {mine.tolist()}: wanted none negative and a positive sum"
+            f"weights of nodes {list(group)} are {mine.tolist()}, wanted none negative and a positive sum"
         )
     return mine / total

@@ -1,8 +1,8 @@
 """Inside a node: the processes that hold the parts of its row.
 
-A node may be several devices, each a process with some of the columns of the node's row. Between nodes the processes
-with the same columns are a world of their own, and the strategy's; what a number of the whole row is, as the norm of a
-gradient or the bytes of a payload, the processes of a node tell each other here.
+A node may be several devices, each a process with some columns of the node's row. Between nodes, the processes with
+the same columns form a separate world, in which the strategy runs. Numbers of the whole row, such as a gradient's norm
+or a payload's bytes, need all processes of a node; they meet here.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ from torch import Tensor
 
 
 class Inside:
-    """A process that is all of its node: what it says is what the node says.
+    """The one process of a node: each method returns its own value.
 
     Attributes:
-        part, parts: which of the node's processes this is, and how many there are.
+        part: number of this process among the node's processes.
+        parts: number of the node's processes.
     """
 
     part, parts = 0, 1
 
     def sum(self, x: Tensor) -> Tensor:
-        """Return the sum of `x` over the node's processes, the same bits in each; `x` itself may take it."""
+        """Return the sum of `x` over the node's processes, the same bits in each. May overwrite `x`."""
         return x
 
     def maximum(self, x: Tensor) -> Tensor:
@@ -31,15 +32,15 @@ class Inside:
         return x
 
     def gather(self, x: Tensor, sizes: list[int]) -> list[Tensor]:
-        """Return the (sizes[j],) elements `x` of each process j of the node, in each."""
+        """Return every process's (sizes[j],) elements `x`, in each process."""
         return [x]
 
     def swap(self, outgoing: list[Tensor], sizes: list[int]) -> list[Tensor]:
-        """Give process j of the node the (n,) `outgoing[j]`; return what each gave, `sizes[j]` elements."""
+        """Give process j of the node the (n,) `outgoing[j]`; return every process's tensor for this one, `sizes[j]`."""
         return outgoing
 
     def tell(self, value: Any) -> list[Any]:
-        """Return the `value` (JSON-able) of each process of the node, in each."""
+        """Return every process's `value` (JSON-able), in each process."""
         return [value]
 
     def mesh(self, axes: dict[str, int]) -> Any:
@@ -47,7 +48,7 @@ class Inside:
         raise NotImplementedError
 
     def along(self, axis: Any) -> Inside:
-        """Return those of the node's processes that are on one axis of its mesh, torch's DeviceMesh, with this one."""
+        """Return the processes on one axis of the node's mesh (torch's DeviceMesh), including this process."""
         raise NotImplementedError
 
     def total(self, number: int) -> int:
@@ -59,8 +60,8 @@ class Inside:
         return flag if self.parts == 1 else bool(self.total(int(flag)))
 
     def norms(self, x: Tensor) -> Tensor:
-        """Return the 2-norms of what all hold together, from (rows,) or () those of what is here."""
+        """Return the 2-norms of the whole rows from the local parts' norms, (rows,) or ()."""
         return x if self.parts == 1 else self.sum(x.square()).sqrt()
 
 
-ALONE = Inside()  # a node that is one device
+ALONE = Inside()  # a node on one device

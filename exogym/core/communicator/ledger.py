@@ -1,4 +1,4 @@
-"""What went over the wire: events, totals per node, and the traffic of each collective algorithm."""
+"""The record of traffic: events, totals per node, and the traffic of each collective algorithm."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ class Event:
     """One collective, as it went over the wire.
 
     Attributes:
-        kind, algorithm: the collective and how it is carried out ("all_reduce", "ring").
+        kind: the collective ("all_reduce").
+        algorithm: how it is carried out ("ring").
         members: global ids that took part.
-        payload_bytes: what each giver handed over; of a mix, to each of its neighbours.
+        payload_bytes: bytes that each giver handed over; of a mix, to each of its neighbors.
         givers: the members that hand something over: all, or the root of a broadcast or scatter.
-        tx_bytes, rx_bytes: (members,) what each member sent and received.
+        tx_bytes, rx_bytes: (members,) bytes that each member sent and received.
         tag: "parameters" or "buffers"; they are counted apart.
-        flight: the number under which it is on its way while its members go on computing; None: they wait for it. With
-            kind "arrive" they wait now for what is on its way under the number, and nothing is sent.
-        links: of a mix, (giver, taker) of each message; a member waits for those that give to it, and for nobody else.
+        flight: the number of a collective during which members continue computing; None: they wait for it. An event of
+            kind "arrive" sends nothing: its members now wait for the collectives with this number.
+        links: of a mix, (giver, taker) of each message; a member waits only for its givers.
     """
 
     kind: str
@@ -43,14 +44,14 @@ class Event:
     flight: int | None = None
 
     def described(self) -> list[Any]:
-        """Return it as JSON, for `together`."""
+        """Return the event as JSON, for `together`."""
         sizes = [self.payload_bytes, self.tx_bytes.tolist(), self.rx_bytes.tolist()]
         rest = [list(self.givers), list(map(list, self.links)), self.flight]
         return [self.kind, self.algorithm, list(self.members), self.tag, *rest, *sizes]
 
     @property
     def handed_bytes(self) -> np.ndarray:
-        """(givers,) what each giver handed over in all."""
+        """(givers,) bytes that each giver handed over in all."""
         return self.tx_bytes if self.links else np.full(len(self.givers), self.payload_bytes)
 
 
@@ -58,7 +59,7 @@ class Event:
 class Ledger:
     """Running totals of bytes per node, (num_nodes,) each, and in `traffic` per collective over all nodes.
 
-    What the devices of a node send each other, `inside_bytes`, is in none of the others, nor in `traffic`.
+    `inside_bytes` counts the bytes between a node's devices; no other total contains them.
     """
 
     num_nodes: int
@@ -93,7 +94,7 @@ class Ledger:
         self.tell(event)
 
     def tell(self, event: Event) -> None:
-        """Let the listeners know of an event."""
+        """Call the listeners with an event."""
         for listen in self.listeners:
             listen(event)
 
@@ -113,7 +114,7 @@ class Ledger:
                 setattr(self, name, value.numpy().copy())
 
 
-# Traffic of a member as a multiple of its payload, by (collective, algorithm), for n members
+# A member's traffic as a multiple of its payload, by (collective, algorithm), for n members
 FACTORS: dict[tuple[str, str], Callable[[int], float]] = {
     ("all_reduce", "ring"): lambda n: 2 * (n - 1) / n,
     ("all_reduce", "exact"): lambda n: 2 * (n - 1) / n,  # slices to all, results gathered
@@ -124,14 +125,14 @@ FACTORS: dict[tuple[str, str], Callable[[int], float]] = {
     ("all_to_all", "pairwise"): lambda n: (n - 1) / n,
     ("barrier", "tree"): lambda n: 0.0,
     ("push", "server"): lambda n: 1.0,
-    ("pull", "server"): lambda n: 0.0,  # sent; it gets as much as it is given
+    ("pull", "server"): lambda n: 0.0,  # a member sends nothing; it receives its payload
 }
 
 
 def together(told: Sequence[Sequence[Any]]) -> list[Event]:
-    """Return as one's the events, `described`, of each process of a node: those of one kind in their order, added up.
+    """Join the `described` events of a node's processes into one node's events: kind by kind, in order, added up.
 
-    Bits of theirs fill whole bytes together. Buffers are the same in all processes, so they count once.
+    Bits of several processes fill whole bytes together. Buffers are the same in all processes, so they count once.
     """
     found: dict[str, list[Any]] = {}
     for events in told:
@@ -153,14 +154,14 @@ def _whole(
     flight: int | None, payload: float, tx: np.ndarray, rx: np.ndarray,
 ) -> Event:  # fmt: skip
     payload, factor = math.ceil(payload), FACTORS.get((kind, algorithm))
-    if factor is not None and kind not in ("push", "pull") and algorithm != "tree":  # the bits of one payload's
+    if factor is not None and kind not in ("push", "pull") and algorithm != "tree":  # one payload's bits, rounded once
         tx = rx = np.full(len(members), factor(len(members)) * payload)
     ways = tuple((giver, taker) for giver, taker in links)
     return Event(kind, algorithm, tuple(members), payload, tx, rx, tag, tuple(givers), ways, flight)
 
 
 def children(position: int, n: int) -> int:
-    """Children of `position` in a binomial broadcast tree over positions 0..n-1 rooted at 0."""
+    """Return the number of children of `position` in a binomial broadcast tree over positions 0..n-1, rooted at 0."""
     limit = n if position == 0 else position & -position
     count, hop = 0, 1
     while hop < limit and position + hop < n:
@@ -169,9 +170,9 @@ def children(position: int, n: int) -> int:
 
 
 def tree_factors(n: int) -> np.ndarray:
-    """Return (n,) what each member of a tree all-reduce sends, and gets, as a multiple of its payload.
+    """Return (n,) each member's traffic in a tree all-reduce, sent or received, as a multiple of its payload.
 
-    To its parent and from it once, from and to each child once.
+    A member exchanges one payload with its parent, and one with each child.
 
     >>> tree_factors(5).tolist()
     [3.0, 1.0, 2.0, 1.0, 1.0]

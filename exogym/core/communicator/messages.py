@@ -1,6 +1,7 @@
-"""What processes say to each other over a wire, built on its four primitives. Nothing is pickled.
+"""Messages between processes over a wire, built on its four primitives. Nothing is pickled.
 
-Values travel as JSON, in rows of bytes; of named tensors what they are goes ahead as JSON, then their bytes.
+Values travel as JSON, in rows of bytes. For named tensors, their names, dtypes and shapes travel first as JSON, then
+their bytes.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ Described = list[tuple[str, str, list[int]]]  # name, dtype, shape
 
 
 def tell(wire: Wire, value: Any, process: int | None = None) -> Any:
-    """Return the `value` (JSON-able) of one process of `placement`, by default the main one, in every process.
+    """Return the `value` (JSON-able) of one process of `placement`, by default the main process, in every process.
 
-    Where nodes are several processes each, one of `placement` tells those with the same columns.
+    If nodes have several processes each, the value reaches the processes with the same columns.
     """
     if not wire.is_shared:
         return value
@@ -34,7 +35,7 @@ def gather(wire: Wire, value: Any) -> list[Any]:
 
 
 def _told(wire: Wire, value: Any, processes: Sequence[int]) -> list[Any]:
-    """Return the values of `processes`, in every process: their texts travel as rows, of one length."""
+    """Return the values of `processes`, in every process: their texts travel as rows of one length."""
     firsts, text = [wire.placement[process][0] for process in processes], b""
     if wire.process in processes:
         text = json.dumps(value).encode()
@@ -45,7 +46,7 @@ def _told(wire: Wire, value: Any, processes: Sequence[int]) -> list[Any]:
 
 
 def say(wire: Wire, text: str, about: str | None = None) -> None:
-    """Have the main process tell the user a line; `about`: see `exogym.core.progress.without_notices`."""
+    """Let the main process print a line for the user; `about`: see `exogym.core.progress.without_notices`."""
     if wire.is_main:
         notice(text, about)
 
@@ -56,11 +57,11 @@ def barrier(wire: Wire) -> None:
 
 
 def hand_over(wire: Wire, given: Mapping[int, Tensor], parcels: Sequence[Parcel]) -> dict[int, Tensor]:
-    """Return what each node here gets, some of it the giver's own memory.
+    """Return the tensor that each node here gets. It may share the giver's memory.
 
     Args:
-        given: what the nodes here give.
-        parcels: of all processes, in the same order everywhere; a node gives once at most and takes once at most.
+        given: the tensors that the nodes here give.
+        parcels: of all processes, in the same order everywhere; a node gives at most once and takes at most once.
     """
     own = [p.giver for p in parcels if p.giver == p.taker and p.giver in wire.row_of]
     got = {node: given[node] for node in own}
@@ -74,7 +75,7 @@ def hand_over(wire: Wire, given: Mapping[int, Tensor], parcels: Sequence[Parcel]
 
 
 def described(tensors: Mapping[str, Tensor]) -> Described:
-    """Return what `tensors` are, as JSON; `blank` makes tensors like them.
+    """Return the names, dtypes and shapes of `tensors`, as JSON; `blank` makes such tensors.
 
     >>> described({"a": torch.zeros(2, 3)})
     [('a', 'float32', [2, 3])]
@@ -83,7 +84,7 @@ def described(tensors: Mapping[str, Tensor]) -> Described:
 
 
 def blank(what: Sequence[Sequence[Any]], device: torch.device | None = None) -> dict[str, Tensor]:
-    """Return tensors, with no numbers yet, that are as `described` says.
+    """Return uninitialized tensors with the names, dtypes and shapes of `described`.
 
     >>> blank([["a", "float32", [2, 3]]])["a"].shape
     torch.Size([2, 3])
@@ -94,10 +95,10 @@ def blank(what: Sequence[Sequence[Any]], device: torch.device | None = None) -> 
 def ship(
     wire: Wire, tensors: Mapping[str, Tensor], source: int, takers: Sequence[int] | None = None
 ) -> dict[str, Tensor]:
-    """Return the named tensors of the process that holds node `source`, in every process or those of nodes `takers`.
+    """Return the named tensors of the process that holds node `source`, in every process or the processes of `takers`.
 
-    Every process makes this call; what it gives as `tensors` counts in the one of `source` only. Nothing is recorded.
-    Each tensor travels by itself, so no copy of all of them is made.
+    Every process makes this call; only the `tensors` of the source's process count. No traffic is recorded. Tensors
+    travel one by one, so no copy of all of them is made.
     """
     sender = next(k for k, ids in enumerate(wire.placement) if source in ids)
     what = tell(wire, described(tensors), sender)

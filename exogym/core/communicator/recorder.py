@@ -1,4 +1,4 @@
-"""What is sent, counted: who takes part in a call, what each hands over, what travels, and when it arrives."""
+"""Count traffic: who takes part in a call, the bytes handed over and carried, and when they arrive."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Groups = Sequence[Sequence[int]]
 
 
 class Recorder:
-    """Records calls in `ledger`, under the tag and the flight that are on.
+    """Records calls in `ledger`, under the current tag and flight.
 
     Args:
-        wire: what carries the rows.
+        wire: carries the rows.
         num_nodes: nodes in the whole fleet.
     """
 
@@ -28,10 +28,10 @@ class Recorder:
         self.ledger = Ledger(num_nodes)
         self.present: list[int] = list(range(num_nodes))
         self._tag = "parameters"
-        self._alone = False  # whether what is sent is whole, and no part of it in each process of a node
-        self._held: list[Event] | None = None  # what was sent apart
+        self._alone = False  # whether a call sends a whole node's value, not each process's part
+        self._held: list[Event] | None = None  # events of calls made `apart`
         self._numbers = 0  # of flights
-        self._flight: int | None = None  # which calls are on now
+        self._flight: int | None = None  # the flight of current calls
 
     @contextlib.contextmanager
     def counted_as(self, tag: str) -> Iterator[None]:
@@ -42,16 +42,16 @@ class Recorder:
         finally:
             self._tag = before
 
-    # What is on its way while its members go on computing
+    # Collectives during which their members continue computing
 
     def new_flight(self) -> int:
-        """Return a number for `on_its_way`: the same in every process, and in a run that is taken up again."""
+        """Return a number for `on_its_way`: the same in every process, and in a resumed run."""
         self._numbers += 1
         return self._numbers
 
     @contextlib.contextmanager
     def on_its_way(self, flight: int | None) -> Iterator[None]:
-        """Let the members of the calls inside go on, for the clock, until `arrive(flight)`. None: they wait as ever."""
+        """Let the members of the calls inside continue, for the clock, until `arrive(flight)`. None: they wait."""
         before, self._flight = self._flight, flight
         try:
             yield
@@ -59,27 +59,27 @@ class Recorder:
             self._flight = before
 
     def arrive(self, flight: int) -> None:
-        """Let the members of what is on its way under `flight` wait for it now."""
+        """Let the members of flight `flight` wait for it now."""
         nothing = np.zeros(0)
         event = Event("arrive", "", (), 0.0, nothing, nothing, self._tag, (), flight=flight)
         self.ledger.tell(event) if self._held is None else self._held.append(event)
 
     @contextlib.contextmanager
     def of_nodes(self) -> Iterator[None]:
-        """Inside, what is sent is a node's own: all its processes hold the same, and no part of it each."""
+        """Count the calls inside as whole nodes' calls: all processes of a node hold the same value."""
         before, self._alone = self._alone, True
         try:
             yield
         finally:
             self._alone = before
 
-    # What processes of a node do apart
+    # Calls that a node's processes make apart
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
-        """Inside, each process of the node acts for some whole tensors; then their events are put together, as one's.
+        """Let each process of the node act for some whole tensors; then join their events into one node's events.
 
-        Every process of the node enters, also one that has nothing to do.
+        Every process of the node enters, also without work.
         """
         self._alone, self._held = True, []
         try:
@@ -90,18 +90,18 @@ class Recorder:
         for event in together(self.wire.inside.tell([event.described() for event in held or []])):
             self.ledger.add(event) if event.kind != "arrive" else self.ledger.tell(event)
 
-    # A server beside the nodes, which every process plays: what it gets and gives is in all of them
+    # A server beside the nodes: every process plays it, so all processes hold its values
 
     def push(self, x: Tensor, src: int) -> None:
         """Record that node `src` sends its row of `x` (rows, ...) up to the server."""
         self.record("push", "server", [self._member(src)], self._row_bytes(x))
 
     def pull(self, x: Tensor, members: Sequence[int]) -> None:
-        """Record that the server sends each of `members` a row like those of `x` (rows, ...)."""
+        """Record that the server sends each of `members` a row like those in `x` (rows, ...)."""
         (group,) = self._sorted([members])
         self.record("pull", "server", group, self._row_bytes(x))
 
-    # Who, and how much
+    # Members and bytes
 
     def _sorted(self, groups: Groups | None) -> list[list[int]]:
         if groups is None:
@@ -111,7 +111,7 @@ class Recorder:
         known = len(set(members)) == len(members) and all(0 <= rank < self.num_nodes for rank in members)
         if not (known and all(ordered)):
             raise ArgumentError(
-                f"groups={ordered} must be disjoint, none empty, of nodes from 0 to {self.num_nodes - 1}"
+                f"groups={ordered} must be disjoint and not empty, with nodes from 0 to {self.num_nodes - 1}"
             )
         return ordered
 
@@ -121,7 +121,7 @@ class Recorder:
         return rank
 
     def record(self, kind: str, algorithm: str, members: Sequence[int], size: float) -> None:
-        """Record a collective in which each of `members` hands over `size` bytes, or is handed them ("pull")."""
+        """Record a collective in which each of `members` hands over `size` bytes, or receives them ("pull")."""
         check_choice("algorithm", algorithm, [name for known, name in FACTORS if known == kind])
         n = len(members)
         if kind in ("push", "pull"):
@@ -162,7 +162,7 @@ class Recorder:
     def _row_bytes(self, x: Tensor) -> int:
         """Return the bytes of a row of `x` (rows, ...), over all processes of a node.
 
-        A number (rows,), and a buffer, are the node's: all its processes hold the same.
+        Numbers (rows,) and buffers are the same in all processes of a node, so they count once.
         """
         here = row_bytes(x)
         if self._alone or self._tag == "buffers" or x.dim() == 1:
@@ -170,7 +170,7 @@ class Recorder:
         return self.wire.inside.total(here)
 
     def _has_others(self, members: Sequence[int], algorithm: str) -> bool:
-        """Say whether there is anyone to send to; the server is there even for one client of several nodes."""
+        """Say whether there is anyone to send to; a server is, even for a single client."""
         return len(members) > 1 or (algorithm == "server" and self.num_nodes > 1)
 
 

@@ -1,23 +1,23 @@
-"""Robust means: what takes the place of a mean over nodes, where some of them may send anything.
+"""Robust means: rules that replace a mean over nodes when some nodes may send anything.
 
 Yin, Chen, Ramchandran, Bartlett, Byzantine-Robust Distributed Learning, arXiv:1803.01498 (median, trimmed mean);
-Blanchard, El Mhamdi, Guerraoui, Stainer, Machine Learning with Adversaries, arXiv:1703.02757 (Krum). Of n members with
-vectors x_1, ..., x_n, f of whom may be bad:
+Blanchard, El Mhamdi, Guerraoui, Stainer, Machine Learning with Adversaries, arXiv:1703.02757 (Krum). n
+members have the vectors x_1, ..., x_n, and f members may be bad:
 
     median        of each coordinate the middle value; of an even number the mean of the two in the middle
     trimmed mean  of each coordinate the mean without the f largest and the f smallest values
-    Krum          x_i with the least s(i) = sum of |x_i - x_j|^2 over the n - f - 2 other j that are closest to i; the
-                  lowest id of those that are equal
+    Krum          x_i with the least s(i) = sum of |x_i - x_j|^2 over the n - f - 2 other j that are closest to i; among
+                  equals the lowest id
     multi-Krum    the mean of the m vectors with the least s
 
-Each member counts alike, since a bad one could claim any weight. f is floor(share n), but at least 1 and at most what
-the rule can bear: (n-1)/2, for Krum (n-3)/2, rounded down. So it is 0 with n < 3, where all are the mean (two cannot
-tell who is bad), and for Krum with n < 5. Strategies refuse a rule whose f is 0 when all members are there
-(`Rule.least`). Where members are away, the others meet by the rule with the f that it bears then.
+All members have equal weight, because a bad member could claim any weight. f is floor(share n), but at least 1 and at
+most (n-1)/2, for Krum (n-3)/2, rounded down, because rules bear no more. So f is 0 with n < 3, and for Krum with n < 5. With
+n < 3 every rule is the mean, because two nodes cannot tell which is bad. Strategies refuse a rule whose f is 0 when all
+members are present (`Rule.least`). If members are absent, the others use the rule with the f for their number.
 
-Bytes, S being the payload. The median and the trimmed mean can be taken slice by slice: each member gets its slice of
-all (n-1)/n S, and all gather the results: 2(n-1)/n S each way, as a ring all-reduce, "exact". Krum compares whole
-vectors, so everyone gets all of them: an all-gather, (n-1) S each way. Through a server both take S each way.
+Bytes, S being the payload. The median and the trimmed mean work slice by slice. Each member gets its slice of all
+vectors, (n-1)/n S, and all gather the results. This takes 2(n-1)/n S each way, as a ring all-reduce, "exact". Krum compares whole
+vectors, so every member gets all of them: an all-gather, (n-1) S each way. Through a server each takes S each way.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ CHUNK = 1 << 20  # elements whose distances are summed at once
 
 @dataclass(frozen=True)
 class Rule:
-    """A robust mean. Column-wise ones say how many values they leave out on each side.
+    """A robust mean. Rules that act on columns say how many values they leave out on each side.
 
     Attributes:
-        collective: kind and algorithm of its all-reduce among nodes alone.
-        least: the fewest members of whom it bears a bad one.
+        collective: kind and algorithm of its all-reduce without a server.
+        least: the fewest members among which it bears a bad one.
     """
 
     collective = ("all_reduce", "exact")
@@ -55,7 +55,7 @@ class Rule:
     def of(self, wire: Wire, x: Tensor, ids: Sequence[int], inside: Inside = ALONE) -> Tensor:
         """Return the (F,) robust mean of the rows `ids` of `x` (rows, F), in every process.
 
-        `inside` are those of a node that hold the other columns of what is averaged.
+        `inside` are the node's processes with the other columns.
         """
         return wire.reduce(x, ids, f"trimmed {self.trimmed(len(ids))}")
 
@@ -81,7 +81,7 @@ class TrimmedMean(Rule):
     """The mean of each coordinate without its extremes.
 
     Args:
-        share: of the members that may be bad, over 0 and under one half (the paper's beta).
+        share: share of the members that may be bad, over 0 and under one half (the paper's beta).
 
     >>> TrimmedMean(0.25).of_rows(torch.tensor([[1.0], [2.0], [4.0], [99.0]]), range(4))
     tensor([3.])
@@ -98,11 +98,11 @@ class TrimmedMean(Rule):
 
 @dataclass(frozen=True)
 class Krum(Rule):
-    """The vector that lies closest to its neighbours, or the mean of the `keep` that do.
+    """The vector that lies closest to its neighbors, or the mean of the `keep` closest.
 
     Args:
-        share: of the members that may be bad, over 0 and under one half.
-        keep: m of multi-Krum; 1 is Krum. At most all members but the bad ones are kept.
+        share: share of the members that may be bad, over 0 and under one half.
+        keep: m of multi-Krum; 1 is Krum. At most all members minus the bad ones.
 
     >>> Krum().of_rows(torch.tensor([[1.0], [1.5], [1.75], [99.0]]), range(4))
     tensor([1.5000])
@@ -125,12 +125,12 @@ class Krum(Rule):
         if n < 3:
             return reduce_rows(members, ids, "mean")
         f = bad_among(n, self.share, (n - 3) // 2)
-        scores = distances(members, inside).sort(1).values[:, 1 : n - f - 1].sum(1)  # the closest is oneself
+        scores = distances(members, inside).sort(1).values[:, 1 : n - f - 1].sum(1)  # the closest is the node itself
         chosen = scores.sort(stable=True).indices[: min(self.keep, n - f)].sort().values.tolist()
         return tree_sum(members[chosen], range(len(chosen)), None, len(chosen))
 
 
-# means that bear bad peers, by name
+# robust means by name
 RULES: dict[str, type[Rule]] = {"median": Median, "trimmed_mean": TrimmedMean, "krum": Krum}
 
 
@@ -150,10 +150,10 @@ def check_share(share: float) -> None:
 
 
 def rule_of(given: str | Rule) -> Rule:
-    """Return a rule by its name, or as it is.
+    """Return a rule by its name, or unchanged.
 
     Raises:
-        ArgumentError: an unknown name.
+        ArgumentError: the name is unknown.
     """
     if isinstance(given, Rule):
         return given
@@ -162,11 +162,10 @@ def rule_of(given: str | Rule) -> Rule:
 
 
 def distances(members: Tensor, inside: Inside = ALONE) -> Tensor:
-    """Return the (n, n) squared distances of `members` (n, F), in float64; infinite where one is not finite.
+    """Return the (n, n) squared distances of `members` (n, F), in float64; infinite for members that are not finite.
 
-    Over the columns of all of `inside`.
-
-    A difference is a tensor of its own, so the bits do not depend on where the rows lie.
+    They sum over the columns of all processes of `inside`. Each pair's difference is computed alone, so the bits do not
+    depend on where the rows lie.
     """
     n, width = members.shape
     out = torch.zeros(n, n, dtype=torch.float64)

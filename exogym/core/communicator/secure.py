@@ -1,23 +1,23 @@
-"""Secure aggregation: the server learns the sum of what clients send, and of no client what it was.
+"""Secure aggregation: the server learns the sum of the clients' messages, but no single message.
 
 Bonawitz et al., Practical Secure Aggregation for Privacy-Preserving Machine Learning, CCS 2017 (with honest but curious
-parties). n members are to take part, of whom m come through; t = floor(n/2) + 1 shares recover a secret.
+parties). n members start, and m of them come through; t = floor(n/2) + 1 shares recover a secret.
 
-    keys      u sends two public keys, g^s_u and one to encrypt with
+    keys      u sends two public keys, g^s_u and an encryption key
     shares    u sends each other v an encrypted share of s_u and of a seed b_u (Shamir)
     masked    u sends y_u = x_u + PRG(b_u) + sum_{v > u} PRG(s_uv) - sum_{v < u} PRG(s_uv),  s_uv = g^(s_u s_v)
-    unmask    of each other member those who came through send one share: of b_v if v came through, else of s_v
+    unmask    for each other v, members that came through send one share: of b_v if v came through, otherwise of s_v
     server    sum_u y_u - sum_{u came through} PRG(b_u) - (the masks that they share with v, for each v that did not)
 
-x_u is the weighted value in fixed point, round(w_u x 2^f) in the integers modulo 2^bits, so masks cancel exactly: the
-result is the mean of the rounded values, whatever the keys, and off by at most 2^-(f+1) per member.
+x_u is the weighted value in fixed point, round(w_u x 2^f) in the integers modulo 2^bits, so masks cancel exactly. The
+result is the mean of the rounded values, whatever the keys. Its error is at most 2^-(f+1) per member.
 
-The protocol is played with numbers of the run's seed in a toy group: it shows what is sent and that it works, and keeps
-nobody here from anything.
+The protocol runs with numbers from the run's seed in a toy group. It shows the messages and that they work, but it
+hides nothing from this process.
 
-Bytes of a member, F elements of S bytes together: up 2 keys of 32, (n-1) pairs of shares of 80 (two of 32, and 16 to
-seal them), F bits/8, (n-1) shares of 32; down (n-1) pairs of keys of 64, (n-1) pairs of shares of 80, S. Lists of who
-is there are not counted. Who drops out is counted for nothing.
+Bytes of a member, for F elements of S bytes together. Up: 2 keys of 32, (n-1) pairs of shares of 80 (two of 32, and 16
+to seal them), F bits/8, (n-1) shares of 32. Down: (n-1) pairs of keys of 64, (n-1) pairs of shares of 80, S. Lists of
+present members are not counted. Members that drop out count no bytes.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ DTYPES = {32: torch.int32, 64: torch.int64}
 
 @dataclass(frozen=True)
 class SecureAggregation:
-    """How values are put into integers.
+    """How secure aggregation turns values into integers.
 
     Args:
         bits: of an element on its way up: 32 or 64.
         fraction_bits: f; 16 of 32 and 40 of 64 bits by default. Values must stay under 2^(bits - 1 - f) / n.
-        seed: of the keys.
+        seed: for the keys.
 
     Raises:
-        ArgumentError: other numbers of bits.
+        ArgumentError: `bits` is not 32 or 64, or `fraction_bits` leaves no room.
     """
 
     bits: int = 64
@@ -64,7 +64,7 @@ class SecureAggregation:
             check_count("fraction_bits", self.fraction_bits, least=0)
             if self.fraction_bits > self.bits - 2:
                 raise ArgumentError(
-                    f"fraction_bits={self.fraction_bits} leaves nothing of {self.bits} bits for numbers"
+                    f"fraction_bits={self.fraction_bits} leaves none of {self.bits} bits for the number: lower it"
                 )
 
     @property
@@ -73,7 +73,7 @@ class SecureAggregation:
         return 2.0 ** (FRACTION_BITS[self.bits] if self.fraction_bits is None else self.fraction_bits)
 
     def sent(self, elements: float, size: float, n: int) -> list[tuple[str, float]]:
-        """Return what a member of n sends ("push") and gets ("pull"), in order, in bytes."""
+        """Return the bytes that a member of n sends ("push") and gets ("pull"), in order."""
         others = n - 1
         shares = others * (2 * SHARE_BYTES + SEAL_BYTES)
         told = [("push", 2.0 * KEY_BYTES), ("pull", 2.0 * KEY_BYTES * others), ("push", shares), ("pull", shares)]
@@ -85,17 +85,17 @@ class SecureAggregation:
         """Return the (F,) mean of the rows `came` of `x` (rows, F), weighted by `share`.
 
         Args:
-            members: who was to take part.
+            members: the ids that started.
             call: number of this aggregation, for its keys.
 
         Raises:
-            ArgumentError: a value that does not fit into the integers.
-            TrainingError: too few came through to unmask the sum.
+            ArgumentError: a value does not fit into the integers.
+            TrainingError: too few members came through to unmask the sum.
         """
         n = len(members)
         if len(came) < n // 2 + 1:
             raise TrainingError(
-                f"secure aggregation: {len(came)} of {n} nodes came through, and {n // 2 + 1} are needed to unmask "
+                f"secure aggregation: {len(came)} of {n} nodes came through, but {n // 2 + 1} are needed to unmask "
                 "their sum: have fewer drop out, or leave secure_aggregation out"
             )
         weights = torch.ones(len(came), dtype=torch.float64) if share is None else (share / share.max()).cpu()
@@ -129,7 +129,7 @@ class SecureAggregation:
         return masks
 
     def _unmasking(self, seeds: Seeds, came: Sequence[int], width: int) -> Tensor:
-        """Return the (F,) sum of the masks that are left in the sum of those who `came`, from their shares alone."""
+        """Return the (F,) sum of the masks left in the sum of the members `came`, from their shares alone."""
         left = torch.zeros(width, dtype=DTYPES[self.bits])
         for u in came:
             left += self._drawn(recovered(seeds.shares_of_own(u), came, seeds.members), width)
@@ -141,14 +141,14 @@ class SecureAggregation:
         return left
 
     def _drawn(self, seed: int, width: int) -> Tensor:
-        """PRG: `width` numbers of the ring."""
+        """Return `width` pseudo-random numbers of the ring (PRG)."""
         kind, signed = (np.uint32, np.int32) if self.bits == 32 else (np.uint64, np.int64)
         drawn = np.random.Generator(np.random.Philox(key=seed)).integers(0, 2**self.bits, width, dtype=kind)
         return torch.from_numpy(drawn.view(signed))
 
 
 class Seeds:
-    """The secrets of the members of one aggregation; what each could know of them is in the methods."""
+    """The secrets of one aggregation's members. Each method uses only what its member can know."""
 
     def __init__(self, seed: int, call: int, members: Sequence[int]):
         self.members, self._names = list(members), (seed, call)
@@ -158,7 +158,7 @@ class Seeds:
         self.public = {u: pow(BASE, secret, PRIME) for u, secret in self._secret.items()}
 
     def agreed(self, u: int, v: int) -> int:
-        """Return s_uv, as u finds it from its secret and v's public key; v finds the same."""
+        """Return s_uv, as u computes it from its secret and v's public key; v computes the same."""
         return pow(self.public[v], self._secret[u], PRIME)
 
     def shares_of_own(self, u: int) -> list[int]:
@@ -170,7 +170,7 @@ class Seeds:
         return self._shares("secret", u, self._secret[u])
 
     def _shares(self, what: str, u: int, value: int) -> list[int]:
-        """Shamir: a polynomial of degree t - 1 with `value` at 0, at 1, 2, ..., n."""
+        """Return Shamir's shares: a polynomial of degree t - 1 with `value` at 0, at 1, 2, ..., n."""
         coefficients = [value, *(self._number(f"{what} share", u, k) for k in range(1, self.threshold))]
         return [
             sum(c * pow(at, k, PRIME) for k, c in enumerate(coefficients)) % PRIME

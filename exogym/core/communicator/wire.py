@@ -1,4 +1,4 @@
-"""The wire: who holds which row, and the exact reduction in a fixed tree over global ids."""
+"""The wire: which process holds which row, and the exact reduction in a fixed tree over global ids."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from exogym.core.communicator.inside import ALONE, Inside
 
-CHUNK_ELEMENTS = 1 << 18  # of a row that go through a reduction at a time
+CHUNK_ELEMENTS = 1 << 18  # elements of a row in one piece of a reduction
 HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -19,10 +19,14 @@ def tree_sum(
 ) -> Tensor:
     """Sum the rows of `x` (n, F) pairwise in the tree over their global `ids` (ascending); return (F,).
 
-    Leaves stand at their ids; at each level positions 2k and 2k+1 are added, and a position whose
-    sibling is absent passes through. The result depends on ids and rows only. Rows are multiplied by `weights` (n,)
-    first, and the sum is divided by `divisor`. Half-precision rows are weighted and summed in fp32 and rounded once.
-    With `rows` (n,) it is these rows of `x`, which then may have more.
+    Leaves stand at their ids. At each level positions 2k and 2k+1 are added, and a position whose sibling is absent
+    passes through. The result depends on ids and rows only. Half-precision rows are weighted and summed in fp32 and
+    rounded once.
+
+    Args:
+        weights: (n,) factors of the rows.
+        divisor: divides the sum.
+        rows: (n,) numbers of the rows in `x`, if `x` has more.
 
     >>> tree_sum(torch.tensor([[1.0], [2.0], [4.0]]), [0, 1, 5])
     tensor([7.])
@@ -37,14 +41,14 @@ def tree_sum(
     dense = list(ids) == list(range(n))
     order = [] if dense else _additions(ids)
     at = None if rows is None else torch.tensor(rows, device=x.device)
-    rooms: dict[tuple[int, int], Tensor] = {}  # taken once: memory that is given back is cleared when taken again
+    rooms: dict[tuple[int, int], Tensor] = {}  # buffers to reuse: fresh memory would be cleared each time
 
     def room(rows: int, columns: int) -> Tensor:
         if (rows, columns) not in rooms:
             rooms[rows, columns] = torch.empty((rows, columns), dtype=exact, device=x.device)
         return rooms[rows, columns]
 
-    for start in range(0, width, step):  # gathered piece by piece, so that what is summed is in the cache
+    for start in range(0, width, step):  # piece by piece, so that the summed values stay in the cache
         part = x[:, start : start + step]
         own = at is not None or shares is not None or not dense
         if at is not None and exact == x.dtype:
@@ -69,12 +73,12 @@ def _tree_dense(x: Tensor, room: Callable[[int, int], Tensor]) -> Tensor:
 
 
 def _additions(ids: Sequence[int]) -> list[tuple[int, int]]:
-    """Return which row is added to which, (to, from), in order; the first row ends as the sum.
+    """Return the additions (to, from) of rows, in order; the first row ends as the sum.
 
     >>> _additions([0, 1, 5])
     [(0, 1), (0, 2)]
     """
-    level = dict(zip(ids, range(len(ids)), strict=True))  # position to the row that stands for it
+    level = dict(zip(ids, range(len(ids)), strict=True))  # position -> its row
     found = []
     while len(level) > 1:
         above: dict[int, int] = {}
@@ -96,7 +100,7 @@ def _tree_sparse(x: Tensor, additions: Sequence[tuple[int, int]]) -> Tensor:
 
 
 class Parcel(NamedTuple):
-    """A tensor of `shape` and `dtype` that node `giver` gives to `taker`, and, where it `is_swap`, gets one like it."""
+    """A tensor of `shape` and `dtype` from node `giver` to node `taker`; with `is_swap` another one goes back."""
 
     giver: int
     taker: int
@@ -113,30 +117,32 @@ class Parcel(NamedTuple):
         return [there, there[::-1]] if self.is_swap else [there]
 
 
-Move = tuple[int, int, Parcel]  # giver, taker, and what moves
+Move = tuple[int, int, Parcel]  # giver, taker, and their parcel
 
 
 class Wire:
-    """Carries rows between blocks: `rows`, `reduce`, `carry` and `agree`. In one process every row is here.
+    """Carries rows between blocks: `rows`, `reduce`, `carry` and `agree`. This one holds every row in one process.
 
-    Every process of a run makes the same calls in the same order; the main one holds the first rows. All else that
-    processes say to each other is built on the four (`exogym.core.communicator.messages`).
+    Every process of a run makes the same calls in the same order; the main process holds the first rows. All other
+    messages between processes use these four (`exogym.core.communicator.messages`).
 
     Args:
-        ranks: global ids of the rows here, of row 0 first.
-        native: reduce by torch's own sums, each process its rows and then all together, instead of the exact tree.
+        ranks: global ids of the rows here, from row 0 on.
+        native: reduce by torch's own sums instead of the exact tree: each process its rows, then all processes.
 
     Attributes:
-        placement: the ids of each process; `process`: which of them this is, 0 being the main one.
+        placement: the ids of each process.
+        process: number of this process in `placement`; 0 is the main process.
         owner: the process of each id.
-        shares_memory: whether all processes share the memory and the folders of one machine, made by the main one for
-            this run alone; else each is a script's own, and somebody may look at what it comes to.
-        overlaps: whether `begin` sums while the caller goes on.
-        inside: the processes that hold the parts of a row, where a node is several; `process` is then one of nodes.
-        devices: the processes that compute for the node. More than `inside` where nodes differ in size: then several
-            hold the same columns, and all but the first ones are copies (`is_copy`), which hear what these find.
-        asked_to_stop: says whether a process asked all to stop, without meeting them.
-        waited_s: seconds spent in it, where somebody watches.
+        shares_memory: True: the main process forked all processes for this run, on one machine, with common memory and
+            folders; nobody else sees their results. False: each process runs the user's script.
+        overlaps: whether `begin` sums while the caller continues.
+        inside: the node's processes with the parts of its row. `process` then counts nodes.
+        devices: the processes that compute for the node. Nodes of different sizes may have more than `inside`: then
+            several processes hold the same columns. All except the first are copies (`is_copy`) and receive its
+            results.
+        asked_to_stop: function that says whether a process asked all to stop, without meeting them.
+        waited_s: seconds spent in it, if somebody measures.
     """
 
     process, shares_memory, overlaps = 0, True, False
@@ -153,9 +159,9 @@ class Wire:
         self.asked_to_stop: Callable[[], bool] = lambda: False
 
     def place(self, placement: Sequence[Sequence[int]]) -> None:
-        """From now on rows belong to these ids, of row 0 first, in each process; as many as before.
+        """Assign rows to these ids, from row 0 on, in each process; the number of rows stays.
 
-        `ranks` stays the list that it is, so that those who hold it see the change.
+        `ranks` stays the same list object, so that its holders see the change.
         """
         self.placement = [list(ids) for ids in placement]
         self.ranks[:] = self.placement[self.process]
@@ -164,12 +170,12 @@ class Wire:
 
     @property
     def world(self) -> Wire:
-        """The wire between all processes; another one where nodes are several processes each."""
+        """The wire between all processes; a different wire if nodes have several processes each."""
         return self
 
     @property
     def total_rows(self) -> int:
-        """How many rows the run has, in all processes."""
+        """Number of rows in all processes of the run."""
         return sum(map(len, self.placement))
 
     @property
@@ -178,17 +184,17 @@ class Wire:
 
     @property
     def is_shared(self) -> bool:
-        """Whether there are other processes."""
+        """Whether other processes exist."""
         return len(self.world.placement) > 1
 
     @property
     def is_copy(self) -> bool:
-        """Whether another process of the node holds the same rows and columns, and is the one that says so."""
+        """Whether another process of the node holds the same rows and columns, and speaks for them."""
         return self.devices.part >= self.inside.parts
 
     @property
     def is_hidden(self) -> bool:
-        """Whether this process leaves signals, history and callbacks to the main one, which made it."""
+        """Whether this process leaves signals, history and callbacks to the main process that forked it."""
         return self.shares_memory and not self.is_main
 
     def rows(self, x: Tensor, ids: Sequence[int]) -> Tensor:
@@ -213,7 +219,7 @@ class Wire:
         return reduce_rows(self.rows(x, ids), ids, op, weights)
 
     def carry(self, given: Mapping[int, Tensor], moves: Sequence[Move]) -> dict[int, Tensor]:
-        """Return what nodes here get by `moves`, all of them from one process to another; `given`: what these give."""
+        """Return the tensors that nodes here get by `moves` between processes. `given`: the tensors given here."""
         raise NotImplementedError
 
     def agree(self, flag: bool) -> bool:
@@ -221,18 +227,18 @@ class Wire:
         return flag
 
     def begin(self, x: Tensor) -> Any:
-        """Begin to sum `x` (F,) over the processes in place; the result has `wait()`. Where `overlaps`."""
+        """Begin to sum `x` (F,) over the processes in place; the result has `wait()`. Only if `overlaps`."""
         raise NotImplementedError
 
     def ask_to_stop(self) -> None:
-        """Ask all processes to stop, without meeting them, where they share memory."""
+        """Ask all processes to stop, without meeting them, if they share memory."""
 
 
 def reduce_native(
     wire: Wire, x: Tensor, ids: Sequence[int], op: str, weights: Tensor | None,
     combine: Callable[[Tensor, str], Tensor],
 ) -> Tensor:  # fmt: skip
-    """Reduce the rows here, then those results over the processes: equal to the tree up to rounding.
+    """Reduce the rows here, then the results over the processes: equal to the tree up to rounding.
 
     `combine` gives "sum", "max" or "min" of the (F,) results of every process.
     """

@@ -59,7 +59,7 @@ def test_those_who_drop_out_are_unmasked_and_left_out(n: int) -> None:
         assert torch.equal(got[:lost], x[:lost])
         assert comm.ledger.tx_bytes[:lost].tolist() == [0.0] * lost
     comm.present = list(range(n // 2))  # type: ignore[misc]
-    with pytest.raises(TrainingError, match=rf"{n // 2} of {n} nodes came through, and {n // 2 + 1} are needed"):
+    with pytest.raises(TrainingError, match=rf"{n // 2} of {n} nodes came through, but {n // 2 + 1} are needed"):
         comm.all_reduce(x)
 
 
@@ -159,7 +159,7 @@ def test_no_layout_no_stop_and_no_fault_changes_anything(name: str, tmp_path: An
 
 
 def test_where_too_few_come_through_the_run_says_so() -> None:
-    with pytest.raises(TrainingError, match="2 of 4 nodes came through, and 3 are needed"):
+    with pytest.raises(TrainingError, match="2 of 4 nodes came through, but 3 are needed"):
         run("diloco:H=3", faults=Faults({2: [(2, None)], 3: [(2, None)]}))
 
 
