@@ -14,11 +14,10 @@
 # # Four nodes on your laptop
 #
 # Train a network on **four nodes** without a second machine, with data parallelism (DDP) and with DiLoCo. ExoGym
-# simulates all nodes in one process. The mathematics is real: each node has its own weights, data and optimizer, and
-# knows of the others only the messages that they send.
+# simulates all nodes in one process. Each node has its own weights, data and optimizer.
 #
-# It takes a few seconds on one core. [Install](../docs/getting_started.md#install) ExoGym with the extra `[demo]`, for
-# the data set and plots. The [glossary](../docs/glossary.md) explains all words.
+# It takes a few seconds on one core. [Install](../docs/getting_started.md#install) ExoGym with the extra `[demo]`. The
+# [glossary](../docs/glossary.md) explains all words.
 
 # %%
 import copy
@@ -52,7 +51,6 @@ model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
 #
 # `fit` changes its model. To start from the same weights each time, give each trainer a copy.
 
-
 # %%
 def train(strategy, num_nodes, **options):
     """Train a copy of the model for 200 steps; print the result."""
@@ -62,13 +60,10 @@ def train(strategy, num_nodes, **options):
     print(f"loss {last['val_loss']:.2f}, accuracy {last['val_accuracy']:.0%}, {last['tx_bytes'] / 1e6:.2f} MB per node")
     return trainer
 
-
 alone = train(SimpleReduceStrategy(inner_optim="adamw", lr=3e-3), num_nodes=1)
 # > loss 0.29, accuracy 93%, 0.00 MB per node
 
 # %% [markdown]
-# `history.last` is the newest row of the *history*: losses, bytes, distance between nodes, learning rate, seconds.
-#
 # ## Four nodes that synchronize at every step
 #
 # In **data parallel training** (DDP), each node computes a gradient on its own batch. The nodes average their gradients
@@ -79,9 +74,8 @@ ddp = train(SimpleReduceStrategy(inner_optim="adamw", lr=3e-3), num_nodes=4)
 # > loss 0.17, accuracy 95%, 2.89 MB per node
 
 # %% [markdown]
-# Four nodes saw four times as many digits in the same steps, and the loss is lower. The price is communication. The
-# model has 2,410 parameters of 4 bytes. To average on a ring of N nodes, a node sends 2 (N - 1) / N times these bytes
-# per step. Over 200 steps:
+# Four nodes saw four times as many digits in the same steps, and the loss is lower. The price is communication. To
+# average on a ring of N nodes, a node sends 2 (N - 1) / N times the parameters' bytes per step:
 
 # %%
 parameters = sum(p.numel() for p in model.parameters())
@@ -90,8 +84,7 @@ print(f"{parameters} parameters; by the formula {formula:.0f} bytes, counted {dd
 # > 2410 parameters; by the formula 2892000 bytes, counted 2892000
 
 # %% [markdown]
-# With a billion parameters each node sends 6 GB *per step*. A home connection that sends 20 Mbit/s needs forty minutes
-# for that.
+# With a billion parameters each node sends 6 GB *per step*.
 #
 # ## Four nodes that synchronize now and then
 #
@@ -119,7 +112,7 @@ for name, trainer in (("DDP", ddp), ("DiLoCo", diloco)):
 # %% [markdown]
 # ## A picture
 #
-# `history.rows(node=None)` are the averaged model's rows. The runs look alike against steps, but not against bytes.
+# The runs look alike against steps, but not against bytes.
 
 # %%
 figure, (left, right) = plt.subplots(1, 2, figsize=(8, 3.2), layout="constrained", sharey=True)
@@ -138,21 +131,12 @@ figure.savefig("tutorial_basic.png", dpi=80)
 #
 # ## The model
 #
-# `fit` returns the model, which is also `trainer.model`. It is an ordinary module: the nodes' average, or with DiLoCo
-# the outer model.
-
-# %%
-images, labels = source.val.tensors
-with torch.no_grad():
-    guesses = diloco.model(images).argmax(1)
-print(f"{(guesses == labels).float().mean():.0%} of the validation digits are right")
-# > 94% of the validation digits are right
-
-# %% [markdown]
+# `fit` returns the model, which is also `trainer.model`: the nodes' average, or with DiLoCo the outer model.
+#
 # ## Change something
 #
-# Give each node digits of few kinds: add `partitioner="dirichlet:0.3"` to `train(...)`. How far apart are DiLoCo's
-# nodes after 100 steps now? What happens to the loss? Then try `H=5`.
+# Give each node digits of few kinds: add `partitioner="dirichlet:0.3"` to `train(...)`. What happens to the distance
+# and to the loss? Then try `H=5`.
 #
 # ## A question
 #

@@ -13,8 +13,7 @@
 # %% [markdown]
 # # Comparing strategies
 #
-# The best strategy depends on the bytes that you can afford, on the nodes' data, and on the model. So compare on *your*
-# problem. This tutorial compares strategies over several seeds, and shows how H and unlike data change the loss.
+# Compare strategies over several seeds, and see how H and unlike data change the loss.
 #
 # It takes about ten seconds on one core, with ExoGym [installed](../docs/getting_started.md#install) and the extra
 # `[demo]`. Read [Four nodes on your laptop](tutorial_basic.py) first.
@@ -40,9 +39,8 @@ print(len(STRATEGIES), "strategies, among them", ", ".join(sorted(STRATEGIES)[:6
 # %% [markdown]
 # ## A comparison
 #
-# `compare` takes a task's name, or your own `(make_model, train, val)`. A seed gives all strategies the same first
-# weights and the same data in the same order. `single` is one of the four nodes alone with its share of the data;
-# communication must beat it. We use two seeds. Use five for real decisions.
+# A seed gives all strategies the same first weights and the same data in the same order. `single` is one of the four
+# nodes alone with its share of the data; communication must beat it. We use two seeds. Use five for real decisions.
 
 # %%
 SHORT = "EXOGYM_SHORT" in os.environ  # fewer steps, to test that it runs; ignore the numbers
@@ -54,12 +52,9 @@ print(result.to_markdown())
 # %% [markdown]
 # Read the columns:
 #
-# - **validation loss**: the averaged (or outer) model's loss after the last step, mean and standard deviation over
-#   seeds. Ignore differences smaller than the spread.
+# - **validation loss**: mean and standard deviation over seeds. Ignore differences smaller than the spread.
 # - **quality**: DDP's loss divided by the strategy's.
 # - **sent/node**: bytes that a node sent. **reduction**: DDP's bytes divided by these.
-#
-# The rows are plain dicts:
 
 # %%
 by_name = {row["strategy"]: row for row in result.rows}
@@ -72,8 +67,8 @@ for name in ("fedavg:H=10", "diloco:H=10", "sparta:p_sparta=0.01"):
 # %% [markdown]
 # ## How long may nodes train alone?
 #
-# H is the most important option. Train DiLoCo with several values, on two kinds of data. `iid` deals the digits alike
-# to all nodes. With `dirichlet:0.3` each node mostly sees a few of the ten digits; a smaller number means less alike.
+# Train DiLoCo with several H, on two kinds of data. `iid` deals the digits alike to all nodes. With `dirichlet:0.3`
+# each node mostly sees a few of the ten digits.
 
 # %%
 SEVERAL = (1, 5, 15, 40)
@@ -99,24 +94,15 @@ figure.savefig("tutorial_strategies.png", dpi=80)
 # %% [markdown]
 # ![Validation loss of DiLoCo against H](../docs/images/tutorial_strategies.png)
 #
-# Two observations. The best H lies in the middle here: with H = 1 the outer momentum, made for rounds of hundreds of
-# steps, has nothing to smooth and overshoots. And unlike data cost more if nodes train alone for longer.
+# The best H lies in the middle here: with H = 1 the outer momentum, made for rounds of hundreds of steps, overshoots.
+# And unlike data cost more if nodes train alone for longer. This holds for this problem, this learning rate and 120
+# steps. [Results](../docs/results.md) has longer runs on text.
 #
-# This holds for this problem, this learning rate and 120 steps. [Results](../docs/results.md) has longer runs on text.
-#
-# ## The same on the command line
-#
-# ```
-# exogym compare --dataset digits --strategies single,ddp,diloco:H=10 --nodes 4 --seeds 5
-# ```
-#
-# writes the table, the curves and everything to repeat them into a folder below `runs/`. `exogym sweep` trains grids of
-# options.
+# On the command line: `exogym compare --dataset digits --strategies single,ddp,diloco:H=10 --nodes 4 --seeds 5`.
 #
 # ## Change something
 #
-# Add `fedavg:H=50` and `diloco:H=50:outer_lr=0.7` to the first comparison. Which of the two tolerates rare
-# synchronizations better? Then pass `num_nodes=8`.
+# Add `fedavg:H=50` and `diloco:H=50:outer_lr=0.7` to the first comparison. Which tolerates rare synchronizations better?
 #
 # ## A question
 #
