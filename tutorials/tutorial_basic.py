@@ -51,6 +51,7 @@ model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
 #
 # `fit` changes its model. To start from the same weights each time, give each trainer a copy.
 
+
 # %%
 def train(strategy, num_nodes, **options):
     """Train a copy of the model for 200 steps; print the result."""
@@ -59,6 +60,7 @@ def train(strategy, num_nodes, **options):
     last = trainer.history.last
     print(f"loss {last['val_loss']:.2f}, accuracy {last['val_accuracy']:.0%}, {last['tx_bytes'] / 1e6:.2f} MB per node")
     return trainer
+
 
 alone = train(SimpleReduceStrategy(inner_optim="adamw", lr=3e-3), num_nodes=1)
 # > loss 0.29, accuracy 93%, 0.00 MB per node

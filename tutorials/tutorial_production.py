@@ -13,8 +13,8 @@
 # %% [markdown]
 # # Runs you can rely on
 #
-# A run of a week must survive its machine and report its progress. Practice with runs of seconds: stop and resume in
-# the same bits, watch a run and notice its death, lose a node, meet bad numbers, stop early, and pass on the model.
+# Practice with runs of seconds: stop and resume in the same bits, notice a run's death, lose a node, meet bad numbers,
+# stop early, and pass on the model.
 #
 # It takes about ten seconds on one core, with ExoGym [installed](../docs/getting_started.md#install) and the extra
 # `[demo]`. Read [Four nodes on your laptop](tutorial_basic.py) first.
@@ -58,9 +58,8 @@ COMMON = {"num_nodes": 4, "batch_size": 8, "val_interval": 10, "partitioner": "s
 # %% [markdown]
 # ## Stop and resume
 #
-# Checkpoints go to `save_dir`. ExoGym writes each beside the last and then renames it, so a power failure never leaves
-# half a checkpoint. First comes an undisturbed run of 120 steps. Then the same run ends at step 70. The third call
-# resumes it, as it would in a new process.
+# Checkpoints go to `save_dir`. First comes an undisturbed run of 120 steps. Then the same run ends at step 70. The
+# third call resumes it, as it would in a new process.
 
 # %%
 whole = make_trainer().fit(strategy(), max_steps=120, **COMMON)
@@ -71,8 +70,7 @@ print("the same model:", fingerprint(whole) == fingerprint(resumed))
 # > the same model: True
 
 # %% [markdown]
-# The same bits: weights, the momentum of four inner optimizers and the outer optimizer, the position in the data,
-# random numbers. ExoGym refuses options that would change the run, so you never resume with other settings by mistake:
+# ExoGym refuses options that would change the run:
 
 # %%
 try:
@@ -87,8 +85,7 @@ except CheckpointError as error:
 #
 # ## Watch it, and notice its death
 #
-# `run_dir` writes events into a folder of plain JSON. Here a second Python process trains, and we kill it so that it
-# cannot write anything more.
+# `run_dir` writes events into a folder of plain JSON. Here a second Python process trains, and we kill it.
 
 # %%
 script = """
@@ -117,14 +114,12 @@ print("state:", run.state)
 # > state: lost
 
 # %% [markdown]
-# No file says `lost`: the killed process could not write it. The reader concludes it, because the file says `running`
-# and the process no longer exists. `exogym runs list` shows this for all runs, as does `exogym ui` in the browser. If
-# you started the script again, it would continue from its last checkpoint, because it says `resume=True`.
+# The file says `running`, but the process no longer exists. `exogym runs list` and `exogym ui` show this for all runs.
+# Started again, the script would continue from its last checkpoint, because it says `resume=True`.
 #
 # ## A lost node, and a node with bad numbers
 #
-# What would an outage cost? `Faults` simulates it before you buy or borrow machines. Node 3 is absent from step 40 to
-# step 90, and forgets its state.
+# What would an outage cost? `Faults` simulates it. Node 3 is absent from step 40 to step 90, and forgets its state.
 
 # %%
 calm, outage, rubbish = make_trainer(), make_trainer(), make_trainer()
@@ -132,10 +127,9 @@ calm.fit(strategy(), max_steps=120, **COMMON)
 outage.fit(strategy(), max_steps=120, faults=Faults(absent={3: [(40, 90)]}, forget=True), **COMMON)
 
 # %% [markdown]
-# The others continue without it, and it takes their weights when it returns. Each node has digits of three kinds, like
-# the farms or clinics of a real fleet. So the model forgets for a while the digits that only node 3 has seen; the loss
-# below shows it. By default, a node with a NaN ends the run with an error that names node and step. With
-# `on_nonfinite="skip"` the node misses that round instead.
+# The others continue without it, and it takes their weights when it returns. Each node has digits of three kinds. So
+# the model forgets for a while the digits that only node 3 has seen. By default, a node with a NaN ends the run with an
+# error. With `on_nonfinite="skip"` the node misses that round instead.
 
 
 # %%
@@ -180,8 +174,7 @@ figure.savefig("tutorial_production.png", dpi=80)
 #
 # ## Stop early
 #
-# A callback is a function of the running training, called after each evaluation. If it returns True, the run ends as
-# usual: with a final synchronization and an evaluation.
+# A callback is called after each evaluation. If it returns True, the run ends as usual.
 
 
 # %%
@@ -197,7 +190,7 @@ print("ended before step 500:", early.history.last["step"] < 500)
 # %% [markdown]
 # ## Pass it on
 #
-# The model is an ordinary module. The run folder keeps the settings, versions, data and every record.
+# The run folder keeps the settings, versions and every record.
 
 # %%
 torch.save(early.model.state_dict(), "runs/production/model.pt")
@@ -206,21 +199,11 @@ described = json.loads(Path("runs/production/early/run.json").read_text())
 print(", ".join(described))
 
 # %% [markdown]
-# ## Checklist for a long run
-#
-# | | |
-# | --- | --- |
-# | it continues by itself | `save_dir` or `run_dir`, `checkpoint_interval`, `resume=True` from the start |
-# | a process dies or hangs | `max_restarts=3`; `hang_s` finds processes that hang |
-# | gradients explode | `max_norm=1.0` in the strategy |
-# | hosts come and go | `NetworkTrainer(..., min_hosts=2)`, see [real machines](../docs/real_machines.md) |
-# | others may read the traffic | `torch.distributed` does not encrypt, see [security](../docs/security.md) |
-# | the duration | `exogym advise`, see [networks and time](tutorial_networks.py) |
+# [Unattended runs](../docs/production.md) has a checklist for a long run.
 #
 # ## Change something
 #
-# Let two nodes be absent, forever: `Faults(absent={2: [(40, None)], 3: [(40, None)]})`. What is the loss then? And with
-# `DiLoCoStrategy(H=10, lr=3e-3, outer_lr=0.4, robust="median")` and `Faults(bad_nodes=[1], attack="scale")`?
+# Let two nodes be absent, forever: `Faults(absent={2: [(40, None)], 3: [(40, None)]})`. What is the loss then?
 #
 # ## A question
 #
@@ -228,5 +211,4 @@ print(", ".join(described))
 # run also synchronized at 70, because H is 10. What if it had ended at step 75? Would the resumed run still have the
 # same bits?
 #
-# **Answer.** Yes. The checkpoint saves each node's own state, before the final synchronization. The final
-# synchronization only makes the model that you get at step 75. Try it.
+# **Answer.** Yes. The checkpoint saves each node's own state, before the final synchronization.

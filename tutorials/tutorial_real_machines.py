@@ -13,20 +13,11 @@
 # %% [markdown]
 # # From simulation to real machines
 #
-# Run your simulated strategy on real computers, with the strategy line unchanged and the same bits. You practice here
-# with one computer that plays two, with real processes, sockets and the real launcher. With a second computer only an
-# address changes.
-#
-# You will learn
-#
-# - to write a training script for simulation, `torchrun` and several hosts;
-# - to start it in all three ways and check that the model is the same;
-# - to write a hosts file and check the hosts;
-# - to measure your network and predict with it.
+# Run your simulated strategy on real computers, with the strategy line unchanged and the same bits. Here one computer
+# plays two, with real processes and sockets. With a second computer only an address changes.
 #
 # This takes about half a minute on Linux or macOS, with ExoGym [installed](../docs/getting_started.md#install) and its
-# extra `[demo]`. All addresses are this computer's own, so nothing opens to your network. Read [Four nodes on your
-# laptop](tutorial_basic.py) first.
+# extra `[demo]`. Nothing opens to your network. Read [Four nodes on your laptop](tutorial_basic.py) first.
 
 # %%
 import json
@@ -43,8 +34,7 @@ from exogym.remote import check_hosts
 # %% [markdown]
 # ## One script
 #
-# A program for several machines must be a file, because every machine starts it. So we write one here. Only the line
-# that makes the trainer knows where it runs.
+# Every machine starts the script, so it must be a file. Only the line that makes the trainer knows where it runs.
 
 # %%
 TRAIN = """
@@ -95,9 +85,7 @@ start("train.py", "simulated")
 # %% [markdown]
 # ## Two processes
 #
-# `python -m exogym.launch` starts the script twice; `torchrun` works as well. The processes find each other, take two
-# nodes each, and communicate through torch's gloo. With two machines, start it on each with `--nnodes 2`, `--node_rank
-# 0` or `1`, and the first machine's address.
+# `python -m exogym.launch` starts the script twice; `torchrun` works as well. Each process takes two nodes.
 
 # %%
 start("-m", "exogym.launch", "--nproc_per_node", "2", "train.py", "launched")
@@ -120,8 +108,7 @@ hosts = {
 Path("hosts.json").write_text(json.dumps(hosts, indent=2))
 
 # %% [markdown]
-# First ask the doctor, as you would for real machines (`exogym doctor --hosts hosts.json`). It checks Python, versions,
-# code, ports and more.
+# First ask the doctor (`exogym doctor --hosts hosts.json`).
 
 # %%
 checks = check_hosts("hosts.json", code=False)
@@ -132,8 +119,7 @@ for check in checks:
         print(f"{check.host}, {check.check}: {check.seen}. {check.remedy}")
 
 # %% [markdown]
-# Then train. The script that you start is the controller. It checks the hosts, starts itself there, and shows their
-# output. At the end it fetches the model and the history.
+# Then train. The script that you start checks the hosts, starts itself there, and fetches the model and the history.
 
 # %%
 start("train.py", "hosts", "hosts.json")
@@ -141,8 +127,7 @@ start("train.py", "hosts", "hosts.json")
 # %% [markdown]
 # ## The same bits
 #
-# The order of sums does not depend on the placement of nodes. So the three models are equal in every bit, and you can
-# debug on your laptop what happened on a cluster.
+# The order of sums does not depend on the placement of nodes. So the three models are equal in every bit.
 
 # %%
 results = {name: json.loads(Path(f"result_{name}.json").read_text()) for name in ("simulated", "launched", "hosts")}
@@ -161,8 +146,7 @@ figure.savefig("tutorial_real_machines.png", dpi=80)
 #
 # ## Measure the network
 #
-# The launcher can run a self-test that times collectives between the processes. Use its file wherever ExoGym takes a
-# network.
+# A self-test times collectives between the processes. Use its file wherever ExoGym takes a network.
 
 # %%
 start("-m", "exogym.launch", "--nproc_per_node", "2", "-m", "exogym.distributed", "--json", "measured.json")
@@ -184,24 +168,19 @@ print(f"1 MB averaged by two processes here: {1e3 * measured.cost('all_reduce', 
 # }
 # ```
 #
-# `exogym doctor --hosts hosts.json` names anything missing. Traffic between hosts is not encrypted, so use a network
-# that you trust. `exogym wizard` asks you a few questions and does all of this.
+# Traffic between hosts is not encrypted, so use a network that you trust. `exogym wizard` does all of this.
 #
 # ## Change something
 #
-# Give the worker two slots (`"slots": 2`). How many processes start, and which nodes do they hold? Look into `runs/`:
-# each start on hosts has a folder with every rank's logs. Then press Ctrl-C during training, and read the messages.
+# Give the worker two slots (`"slots": 2`). How many processes start, and which nodes do they hold? Look into `runs/`.
 #
 # ## A question
 #
 # Why does a script for `NetworkTrainer` call `torch.manual_seed(0)` before it makes the model, although all processes
 # receive rank 0's weights?
 #
-# **Answer.** Only weights that differ are sent. With the same seed all processes make the same weights, compare sums of
-# them, and send nothing. A seed also lets you repeat the run.
+# **Answer.** Only weights that differ are sent. With the same seed all processes make the same weights.
 #
 # ## Where to go from here
 #
 # - [Real machines](../docs/real_machines.md): the hosts file, lost hosts, tunnels.
-# - [Security](../docs/security.md): who may talk to whom.
-# - [Clusters](../docs/clusters.md): SLURM and Kubernetes.

@@ -102,7 +102,8 @@ figure.savefig("tutorial_strategies.png", dpi=80)
 #
 # ## Change something
 #
-# Add `fedavg:H=50` and `diloco:H=50:outer_lr=0.7` to the first comparison. Which tolerates rare synchronizations better?
+# Add `fedavg:H=50` and `diloco:H=50:outer_lr=0.7` to the first comparison. Which tolerates rare synchronizations
+# better?
 #
 # ## A question
 #

@@ -13,16 +13,9 @@
 # %% [markdown]
 # # Teach Whisper your voice, on several computers
 #
-# Whisper writes down speech. It makes mistakes on unfamiliar voices and words. Your own recordings teach it, and two or
-# three computers at home share the work. This tutorial shows every step in seconds, with a *tiny random model that
-# understands nothing*. One line replaces it with the real model.
-#
-# You will learn
-#
-# - the format of the data;
-# - how LoRA reduces the bytes that computers exchange;
-# - to fine-tune with DiLoCo and measure the word error rate;
-# - to predict the time on your network.
+# Whisper writes down speech. Your own recordings teach it unfamiliar voices and words, and several computers share the
+# work. This tutorial shows every step in seconds, with a *tiny random model that understands nothing*. One line
+# replaces it with the real model.
 #
 # This takes about ten seconds on one core, with ExoGym [installed](../docs/getting_started.md#install), its extras
 # `[whisper,examples]`, and the program `espeak-ng` (`apt-get install espeak-ng`, `brew install espeak-ng`), which plays
@@ -44,8 +37,7 @@ RECORDINGS = None  # None: espeak-ng reads Shakespeare aloud; "recordings": your
 # %% [markdown]
 # ## Clips and their texts
 #
-# Your own data would be a folder with sound files and a `manifest.csv` with the columns `audio` and `text`. The task
-# reads it, resamples to 16 kHz, leaves out silent and too long clips (and says so), and holds out a fifth.
+# Your own data would be a folder with sound files and a `manifest.csv` with the columns `audio` and `text`.
 
 # %%
 options = {"weights": WEIGHTS, "lines": 24, "held_out": 6}
@@ -61,12 +53,9 @@ left.imshow(model.log_mel(clip[None])[0].numpy(), origin="lower", aspect="auto")
 left.set(title=text, xlabel="1/100 s", ylabel="pitch")
 
 # %% [markdown]
-# The left picture below shows Whisper's input: the loudness of each pitch in each hundredth of a second.
-#
 # ## Trained parameters
 #
-# **LoRA** adds two narrow matrices beside each matrix of a layer, and trains only these. The rest is frozen and the
-# same on all computers, so nobody sends it.
+# **LoRA** adds two narrow matrices beside each matrix of a layer, and trains and sends only these.
 
 
 # %%
@@ -83,9 +72,8 @@ print(f"an average moves {4 * trained_numbers(everything):,} bytes, with LoRA {4
 #
 # ## Fine-tune on two nodes
 #
-# The two nodes share the clips and average every eight steps (DiLoCo with outer rate 1 and no momentum, because
-# fine-tuning has too few rounds for momentum). We train the whole random model, since it contains nothing worth
-# freezing.
+# The two nodes average every eight steps (DiLoCo with outer rate 1 and no momentum, because fine-tuning has too few
+# rounds for momentum). We train the whole random model.
 
 # %%
 trainer = LocalTrainer(everything, task.train, task.val)
@@ -104,9 +92,8 @@ figure.savefig("tutorial_whisper.png", dpi=80)
 # %% [markdown]
 # ![Whisper's input, and its loss](../docs/images/tutorial_whisper.png)
 #
-# The model has learned how often letters occur, and writes nothing right. A falling loss is not yet understanding, so
-# check the word error rate. With tiny.en and 96 lines it fell from 39 % to 23 %
-# ([measured](../docs/results.md#fine-tuning-whisper)).
+# A falling loss is not yet understanding, so check the word error rate. With tiny.en and 96 lines it fell from 39 % to
+# 23 % ([measured](../docs/results.md#fine-tuning-whisper)).
 #
 # ## How long on your network?
 #
@@ -139,18 +126,15 @@ print("saved, for example", *sorted(path.name for path in Path("better").iterdir
 # exogym wizard --task whisper --data recordings
 # ```
 #
-# The first command trains on this computer. The second finds other computers in your network, pairs with them by a
-# code, copies the recordings, trains, and fetches the model. [Whisper](../docs/whisper.md) has all options.
+# The first command trains on this computer, the second also on others. [Whisper](../docs/whisper.md) has all options.
 #
 # ## Change something
 #
-# Set `H=1`, then `H=40`. How do the loss and `tx_bytes` change? Give each node its own voice with
-# `partitioner="shards:1"`.
+# Set `H=1`, then `H=40`. How do the loss and `tx_bytes` change?
 #
 # ## A question
 #
 # Why is the window only one second longer than the longest clip, although Whisper was made for 30 seconds?
 #
-# **Answer.** The encoder computes over the whole window. A clip of 3 s in a window of 30 s wastes that work on 27 s of
-# silence. The removed positions are fixed sines, so nothing must be learned again. The second of silence at the end
-# tells the model that the clip is over.
+# **Answer.** The encoder computes over the whole window: a clip of 3 s in a window of 30 s wastes most of it. The
+# removed positions are fixed sines, so nothing must be learned again.
