@@ -13,9 +13,8 @@
 # %% [markdown]
 # # Your own strategy
 #
-# Write a new strategy: each node sends only the largest 5 % of its gradient and remembers the rest (top-k with error
-# feedback). Check it, compare it with DiLoCo on another model, and predict its time on Wi-Fi. Then write a strategy for
-# all nodes at once.
+# Write a new strategy, check it, and compare it with DiLoCo. Each node sends only the largest 5 % of its gradient and
+# remembers the rest (top-k with error feedback). Then write a strategy for all nodes at once.
 #
 # It takes about fifteen seconds on one core, with ExoGym [installed](../docs/getting_started.md#install) and the extra
 # `[demo]`. Read [Four nodes on your laptop](tutorial_basic.py) first.
@@ -46,8 +45,6 @@ CHECKED = {"steps": 8} if SHORT else {}
 #     send the k largest entries of |e_i|, and where they are; set them to zero in e_i
 #     g <- (1 / N) sum over all nodes of the sent entries
 #     theta <- Opt(theta, g)
-#
-# Entries that are not sent wait in e_i until they are large enough.
 #
 # ## One node's program
 #
@@ -83,10 +80,8 @@ class TopK(Strategy):
 #
 # ## Check it
 #
-# A falling curve proves little. `check_strategy` trains small models: do two runs end in the same bits? A resumed run
-# too? Does a single node send nothing? Are the bytes as you expect? Does it learn?
-#
-# It should send five percent of the entries, each a number of 4 bytes and an index of 4 bytes, rounded for each tensor.
+# A falling curve proves little. `check_strategy` trains small models and tests laws. We expect five percent of the
+# entries, each a number of 4 bytes and an index of 4 bytes, rounded for each tensor.
 
 
 # %%
@@ -102,14 +97,13 @@ for law, seen in check_strategy(lambda: TopK(lr=0.02), **CHECKED, payload_bytes=
 # > repeatable: two runs end in the same bits
 # > stretches: one step at a time ends in the same bits
 # > stopping: stopped and resumed, runs end in the same bits
-# > placement: written for one node: nodes are apart by construction
+# > placement: written for one node, so nodes are always apart
 # > single node: one node alone trains and sends nothing
 # > bytes: 2112 bytes per node
-# > learns: validation loss from 1.0487 to 0.0533
+# > learns: validation loss from 1.0487 to 0.0538
 
 # %% [markdown]
-# Does the check find mistakes? This strategy keeps its memory in a global dict. Its plot looks the same. The law of
-# stopping and resuming fails:
+# Does the check find mistakes? This strategy keeps its memory in a global dict, so a resumed run differs:
 
 # %%
 OUTSIDE = {}
@@ -136,9 +130,8 @@ except StrategyError as error:
 # %% [markdown]
 # ## Compare it on your own model
 #
-# Pass your model and data as `(make_model, train, val)`. `compare` seeds torch and calls `make_model()` for each run,
-# so all strategies start from the same weights. `network="wifi"` adds the predicted time on four computers with Wi-Fi,
-# here with 20 ms per step.
+# Pass your model and data as `(make_model, train, val)`. `compare` seeds torch and calls `make_model()` for each run.
+# `network="wifi"` adds the predicted time on four computers, here with 20 ms per step.
 
 # %%
 source = digits(flat=False)
@@ -164,9 +157,8 @@ for row in result.rows:
 # > DiLoCo: 1/10 of DDP's bytes, 2.8 s
 
 # %% [markdown]
-# A fifth of the bytes, but four times as long! `TopK` communicates at every step, as DDP does, and gathers twice for
-# each of the six tensors. That is twelve collectives in a row, each with Wi-Fi's latency. Bytes are not time. One pair
-# of gathers for all tensors would help; see below.
+# A fifth of the bytes, but four times as long! At every step `TopK` gathers twice for each of the six tensors: twelve
+# collectives in a row, each with Wi-Fi's latency. Bytes are not time.
 
 # %%
 figure, axes = plt.subplots(figsize=(6, 3.2), layout="constrained")
@@ -182,9 +174,8 @@ figure.savefig("tutorial_custom.png", dpi=80)
 #
 # ## All nodes at once
 #
-# Built-in strategies act on a matrix instead: `block.params` is (rows, P), a row per node. This is often shorter. Here
-# is gossip on a hypercube. Every 5 steps each node averages with *one* partner: in round r, the node whose number
-# differs in bit r. Without training, all nodes would be equal after log2 N rounds.
+# Built-in strategies act on a matrix instead: `block.params` is (rows, P), a row per node. Here is gossip on a
+# hypercube. Every 5 steps each node averages with *one* partner: in round r, the node whose number differs in bit r.
 
 
 # %%
@@ -209,13 +200,12 @@ print(seen["placement"])
 # > rows in one block, in two and each apart give the same bits
 
 # %% [markdown]
-# A strategy on rows has one more law, *placement*: all rows in one process, in two, or each on its own machine end in
-# the same bits. So this strategy runs on real machines unchanged.
+# A strategy on rows has one more law, *placement*: it runs on real machines unchanged.
 #
 # ## Change something
 #
-# Let `TopK` put all gradients into one vector (`torch.cat([p.grad.flatten() for p in ...])`), choose the largest
-# entries of all layers together, and gather twice instead of twelve times. Check it, and compare the predicted time.
+# Let `TopK` put all gradients into one vector (`torch.cat([p.grad.flatten() for p in ...])`) and gather twice instead
+# of twelve times. Check it, and compare the predicted time.
 #
 # ## A question
 #
@@ -224,10 +214,6 @@ print(seen["placement"])
 #
 # **Answer.** They more than double: seven other nodes, instead of three, each send 5 % of their entries with indices.
 # All-gather grows with N. All-reduce does not, because it sums on the way. At 5 % and 8 bytes per entry, a node among
-# 20 receives about as much as with DDP. This is why `exogym advise` prices each collective separately.
+# 20 receives about as much as with DDP.
 #
-# ## Next
-#
-# - [Write your own strategy](../docs/strategies/own.md)
-# - [Networks and time](tutorial_networks.py)
-# - [Runs you can rely on](tutorial_production.py)
+# Next: [Write your own strategy](../docs/strategies/own.md)

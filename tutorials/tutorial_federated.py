@@ -13,17 +13,10 @@
 # %% [markdown]
 # # Federated learning
 #
-# A thousand phones have photographs that must stay private, and a server has the model. In each *round* the server
-# asks a few phones to train on their own data, and averages the results. Here a phone is a *client*, and a client is
-# a node.
+# A thousand phones have photographs that must stay private. In each *round* a server asks a few phones to train on
+# their own data, and averages the results. Here a phone is a *client*, and a client is a node.
 #
-# You will learn
-#
-# - to simulate a thousand clients, with twenty of them in each round;
-# - which methods help when clients' data differ;
-# - what slow and absent clients cost;
-# - what privacy costs.
-#
+# You will simulate a thousand clients, compare methods for unlike data, and see what absent clients and privacy cost.
 # It takes about ten seconds on one core. [Install](../docs/getting_started.md#install) ExoGym with its extras
 # `[examples,privacy]`, and read [Four nodes on your laptop](tutorial_basic.py) first.
 
@@ -48,8 +41,8 @@ of_class = [np.flatnonzero(labels == digit) for digit in range(10)]
 # %% [markdown]
 # ## The data of a client
 #
-# A function makes each client's data set when the client first takes part. Ours returns 20 digits of only two classes.
-# This is the hard case: one client's result is wrong for almost all other clients.
+# A function makes each client's data set when the client first takes part. Ours returns 20 digits of only two classes:
+# one client's result is wrong for almost all others.
 
 # %%
 CLIENTS = 1000
@@ -69,8 +62,7 @@ print("client 7 has the digits", sorted({int(labels[i]) for i in data_of(7, CLIE
 # ## Federated averaging
 #
 # In a round of **FedAvg** each chosen client starts from the server's weights, takes H steps of plain SGD, and sends
-# its weights back. `client_fraction` sets the share of clients. Idle clients need almost no memory, since they have
-# no row.
+# its weights back. `client_fraction` sets the share of clients.
 
 
 # %%
@@ -89,8 +81,6 @@ print(f"accuracy {last['val_accuracy']:.0%} after 30 rounds")
 # > accuracy 87% after 30 rounds
 
 # %% [markdown]
-# Thirty rounds with twenty clients are six hundred requests, each for five steps on twenty digits.
-#
 # ## Other methods
 #
 # - **FedProx** pulls each client toward the server's weights while it trains.
@@ -118,14 +108,13 @@ figure.savefig("tutorial_federated.png", dpi=80)
 # %% [markdown]
 # ![Accuracy over rounds](../docs/images/tutorial_federated.png)
 #
-# FedAdam is ahead here; the other three are about equal. Before you choose, repeat the runs with other seeds
-# (`seed=1` in `fit`) and learning rates.
+# FedAdam is ahead here. Before you choose, repeat the runs with other seeds (`seed=1` in `fit`) and learning rates.
 #
 # ## Clients come and go
 #
-# A phone takes part while it charges on Wi-Fi. `Devices` simulates kinds of devices, each with a speed and a share of
-# time online. The server asks a third more clients than it needs (`over_sampling`) and waits at most 30 seconds
-# (`deadline_s`). A round with fewer than ten reports fails.
+# `Devices` simulates kinds of devices, each with a speed and a share of time online. The server asks a third more
+# clients than it needs (`over_sampling`) and waits at most 30 seconds (`deadline_s`). A round with fewer than ten
+# reports fails.
 
 # %%
 fleet = Devices({"phone": Profile(0.8, speed=0.2, online=0.1, session_s=7200), "laptop": Profile(0.2, 1.0, 0.3, 10800)})
@@ -143,9 +132,9 @@ print(f"{last['failed_rounds']:.0f} rounds given up, {last['server_time_s'] / 60
 # %% [markdown]
 # ## What privacy costs
 #
-# Weights reveal something about a client's data. **DP-FedAvg** limits this: it shortens each client's change to at
-# most `clip`, and adds noise to the sum. *epsilon* bounds how much an observer learns about one client's
-# participation. Smaller is safer; above 10 protects little. It grows with each round.
+# **DP-FedAvg** shortens each client's change to at most `clip`, and adds noise to the sum. *epsilon* bounds how much
+# an observer learns about one client's participation. Smaller is safer; above 10 protects little. It grows with each
+# round.
 
 # %%
 private = train(
@@ -163,14 +152,12 @@ print(f"accuracy {last['val_accuracy']:.0%} at epsilon {last['epsilon']:.1f}")
 #
 # ## Change something
 #
-# Ask 100 clients per round, with the same noise. How do accuracy and epsilon change? Then make the data easy:
-# `draw.choice(10, 10, replace=False)`.
+# Ask 100 clients per round, with the same noise. How do accuracy and epsilon change?
 #
 # ## A question
 #
 # How many rows of parameters does the simulation hold with 1,000 clients and 20 per round? How many with a million
 # clients?
 #
-# **Answer.** About forty, in both cases. Only clients of the ending round and of the next one have a row. Other
-# clients start from the server's weights when asked. A store keeps the state of clients that took part (SCAFFOLD).
+# **Answer.** About forty, in both cases: only clients of the ending round and of the next one have a row.
 # [Federated simulation](../docs/federated.md) has the details and a run with a hundred thousand clients.

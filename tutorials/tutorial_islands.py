@@ -16,14 +16,8 @@
 # Two labs have four GPUs each. NVLink joins the GPUs of a lab at 450 GB/s. The line between the labs has 100 Mbit/s,
 # forty thousand times less. How should eight GPUs train one model?
 #
-# You will learn
-#
-# - to describe a network of islands;
-# - to make a *node* of several GPUs that share its model and batch (`NodeMesh`);
-# - to count bytes inside an island and between islands;
-# - what a pipeline of layers costs.
-#
-# It takes about five seconds on one core, without a GPU, since the devices are simulated.
+# You will make a *node* of several GPUs that share its model and batch (`NodeMesh`), and count bytes inside and between
+# islands. It takes about five seconds on one core, without a GPU, since the devices are simulated.
 # [Install](../docs/getting_started.md#install) ExoGym with `[demo]`, and read [Four nodes on your
 # laptop](tutorial_basic.py) and [Networks and time](tutorial_networks.py) first.
 
@@ -83,8 +77,8 @@ diloco = train(DiLoCoStrategy(**INNER, **OUTER), **eight)
 
 # %% [markdown]
 # **Three: each lab is one node.** `NodeMesh(shard=4)` makes a node of four GPUs that share its weights, optimizer
-# state and batch, as PyTorch's FSDP does. Two nodes, each with a batch of 16, train with DiLoCo between them. One GPU
-# takes 80 ms for 16 digits; the four take 20.
+# state and batch, as PyTorch's FSDP does. Two nodes train with DiLoCo between them. One GPU takes 80 ms for 16 digits;
+# the four take 20.
 
 # %%
 lab = NodeMesh(shard=4, network="nvlink")
@@ -98,8 +92,7 @@ print(f"inside a lab each node sent {inside / 1e6:.1f} MB, with short waits")
 
 # %% [markdown]
 # The third way sends often over the fast links and rarely over the slow one. Two replicas drift less than eight. Each
-# GPU holds only a quarter of the model, which large models often need. A node of several devices is still one row of
-# the fleet, with the same strategy, checkpoints and bytes between nodes.
+# GPU holds only a quarter of the model.
 
 # %%
 figure, (left, right) = plt.subplots(1, 2, figsize=(8.4, 3.3), layout="constrained")
@@ -112,9 +105,8 @@ left.legend(frameon=False, fontsize=8)
 # %% [markdown]
 # ## A pipeline
 #
-# You can also cut a large model into *stages* of layers, one per GPU. An example passes through them in turn, so the
-# last GPU waits at the start of a step and the first at its end: the *bubble*. M micro-batches keep the GPUs busy in
-# between. With S stages the loss of time is (S - 1) / (M + S - 1).
+# You can also cut a large model into *stages* of layers, one per GPU. The last GPU waits at the start of a step and the
+# first at its end: the *bubble*. With S stages and M micro-batches it takes (S - 1) / (M + S - 1) of the time.
 
 # %%
 micro_batches = [4, 8, 16, 32, 64]
@@ -133,28 +125,19 @@ figure.savefig("tutorial_islands.png", dpi=80)
 # %% [markdown]
 # ![Loss against predicted seconds, and the bubble of a pipeline](../docs/images/tutorial_islands.png)
 #
-# `shard`, `tensor` (parts of each layer) and `stages` multiply: `NodeMesh(shard=2, stages=2)` has four devices.
-#
-# ## On real devices
-#
-# To run two nodes of two devices, with one process per device, start
-#
-# ```
-# python -m exogym.launch --nproc_per_node 4 train.py
-# ```
-#
-# with `fit(..., num_nodes=2, node=NodeMesh(shard=2))` in the script. See [Islands](../docs/islands.md).
+# To train on real devices, start one process per device: `python -m exogym.launch --nproc_per_node 4 train.py`. See
+# [Islands](../docs/islands.md).
 #
 # ## Change something
 #
 # Keep eight nodes and let each lab's GPUs also average among themselves: `DiLoCoStrategy(**INNER, **OUTER,
-# island_size=4, island_H=3)`. Compare loss and time. Then give the line between the labs 10 Gbit/s.
+# island_size=4, island_H=3)`. Compare loss and time.
 #
 # ## A question
 #
 # With labs as nodes each node sent 96 kB, with DiLoCo over all 169 kB. How many bytes cross the line between the labs
 # in both cases?
 #
-# **Answer.** With labs as nodes 96 kB cross each way: there are two nodes, and all their bytes cross. With DiLoCo
-# over all, eight nodes send 169 kB each in a ring. Two of the ring's eight links cross the line, so 169 kB cross each
-# way. The factor 2 (N - 1) / N explains the difference: 1 for two nodes, 1.75 for eight.
+# **Answer.** With labs as nodes 96 kB cross each way. With DiLoCo over all, eight nodes send 169 kB each in a ring.
+# Two of the ring's eight links cross the line, so 169 kB cross each way. The factor 2 (N - 1) / N explains the
+# difference: 1 for two nodes, 1.75 for eight.

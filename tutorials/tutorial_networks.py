@@ -13,14 +13,8 @@
 # %% [markdown]
 # # Networks and time
 #
-# Nodes that wait for the network do not train. This tutorial turns bytes into seconds, on networks you do not have.
-#
-# You will learn
-#
-# - how long an average over N nodes takes on a network;
-# - to ask, before training, which strategy suits a model, a fleet and a network;
-# - to train on a *virtual clock* and see when nodes compute, send and wait;
-# - how one slow node slows down the others.
+# Nodes that wait for the network do not train. Learn to turn bytes into seconds, on networks you do not have: for one
+# average, for any strategy before training, and for a run on a *virtual clock*.
 #
 # It takes about five seconds on one core. [Install](../docs/getting_started.md#install) ExoGym with its extra
 # `[demo]`, and read [Four nodes on your laptop](tutorial_basic.py) first.
@@ -31,7 +25,7 @@ import numpy as np
 
 from exogym.advise import advise
 from exogym.compare import compare
-from exogym.network import PRESETS, Network
+from exogym.network import Network
 
 # %% [markdown]
 # ## The cost of one average
@@ -58,8 +52,7 @@ for name in ("wifi", "lan-1g", "infiniband"):
 #
 # ## Ask before you train
 #
-# A step of this model takes 0.8 s on a good laptop GPU. DDP averages after every step: on Wi-Fi it waits 40 s for 0.8
-# s of computing. `advise` calculates this for any strategy.
+# A step of this model takes 0.8 s on a good laptop GPU. `advise` calculates any strategy's time.
 
 # %%
 STRATEGIES = ["ddp", "demo", "sparta:p_sparta=0.005", "diloco:H=10", "diloco:H=100"]
@@ -73,8 +66,8 @@ for row in advice.rows:
 # > ddp: 40.50 s a step, 0.08 times one laptop
 
 # %% [markdown]
-# Four laptops with DDP are twelve times slower than one. With DiLoCo and H = 100 they are 2.7 times as fast. `speedup`
-# counts examples per second, not the loss. For the loss you must train, as we do below.
+# Four laptops with DDP are twelve times slower than one. `speedup` counts examples per second; for the loss you must
+# train.
 #
 # How fast must the network be? We draw all bandwidths, with 20 ms of latency:
 
@@ -97,14 +90,12 @@ figure.savefig("tutorial_networks.png", dpi=80)
 # %% [markdown]
 # ![Speed-up of four nodes against bandwidth](../docs/images/tutorial_networks.png)
 #
-# The curves have the same shape. The more bytes a strategy saves, the further left its curve is. Below the dotted
-# line one machine is faster.
+# The more bytes a strategy saves, the further left its curve is. Below the dotted line one machine is faster.
 #
 # ## Train on the clock
 #
-# `compare(..., network=...)` trains as before, to the bit, and adds a virtual clock. The table then has predicted
-# seconds, the share spent waiting, and the time to a target loss. Our small model computes a step in almost no time,
-# so we set it to 20 ms.
+# `compare(..., network=...)` trains as before, to the bit, and adds a virtual clock. Our small model computes a step in
+# almost no time, so we set it to 20 ms.
 
 # %%
 METHODS = "ddp,diloco:H=10,sparta:p_sparta=0.01"
@@ -118,11 +109,11 @@ print(result.finding)
 
 # %% [markdown]
 # SPARTA sends a hundredth of DDP's bytes and waits as long! It averages at every step, and with 2,410 numbers an
-# average is all latency. On Wi-Fi small models should average *rarely*; large models should send *little*.
+# average is all latency. On Wi-Fi average small models *rarely*, and of large models send *little*.
 #
 # ## One slow node
 #
-# `speeds` says how fast each node is. If one node is half as fast, the nodes that wait for it are, too.
+# If one node is half as fast (`speeds`), the nodes that wait for it are, too.
 
 # %%
 for speeds in ([1, 1, 1, 1], [1, 1, 1, 0.5]):
@@ -137,33 +128,19 @@ for speeds in ([1, 1, 1, 1], [1, 1, 1, 0.5]):
 # Give the slow node less work (`fit(balance="batch")`), or use a strategy without waiting (`async_diloco`): see
 # [unequal machines](../docs/real_machines.md#unequal-machines).
 #
-# ## Your own network
-#
-# Describe a network by a preset, a text, unequal links, islands, or measurements.
-
-# %%
-print(len(PRESETS), "presets:", ", ".join(PRESETS))
-offices = Network.groups([4, 4], inside="lan-10g", between="100Mbps,20ms")  # two offices, one line between them
-home = Network(up="20Mbps", down="100Mbps", latency="15ms")
-for name, network in (("offices", offices), ("home", home)):
-    print(f"{name}: 8 nodes average 100 MB in {network.cost('all_reduce', 1e8, 8).seconds:.0f} s")
-# > offices: 8 nodes average 100 MB in 14 s
-# > home: 8 nodes average 100 MB in 70 s
-
-# %% [markdown]
-# `exogym doctor --measure` measures the network between your machines and writes a file for `--network`.
-# [Predictions](../docs/predictions.md) compares predictions with measurements.
+# [Describe your own network](../docs/network.md#describe-a-network) by a text, unequal links, islands, or
+# measurements of `exogym doctor --measure`. [Predictions](../docs/predictions.md) compares predictions with
+# measurements.
 #
 # ## Change something
 #
-# Take four computers on `home` lines and a model of 10 million parameters with steps of 0.3 s. Which H does DiLoCo
-# need so that four computers are three times as fast as one?
+# Take four computers on `home` lines and 10 million parameters with steps of 0.3 s. Which H makes DiLoCo three times as
+# fast as one computer?
 #
 # ## A question
 #
 # In the picture DeMo's curve rises earlier than DiLoCo's with H = 10. How does it move with 64 nodes, and why?
 #
-# **Answer.** DeMo's nodes send packed coefficients, which cannot be summed on the way. So each node receives all
-# other nodes' coefficients in an all-gather, whose cost grows with N. DiLoCo's all-reduce stays below 2 S. With 64
-# nodes DeMo's curve moves to the right, and DiLoCo's stays. [The benchmark](../docs/benchmark.md#many-nodes) has the
-# table.
+# **Answer.** It moves to the right, and DiLoCo's stays. DeMo's nodes send packed coefficients, which cannot be summed
+# on the way: each node receives all others' in an all-gather, whose cost grows with N. DiLoCo's all-reduce stays
+# below 2 S. [The benchmark](../docs/benchmark.md#many-nodes) has the table.
