@@ -132,9 +132,9 @@ print(f"{last['failed_rounds']:.0f} rounds given up, {last['server_time_s'] / 60
 # %% [markdown]
 # ## What privacy costs
 #
-# **DP-FedAvg** shortens each client's change to at most `clip`, and adds noise to the sum. *epsilon* bounds how much
-# an observer learns about one client's participation. Smaller is safer; above 10 protects little. It grows with each
-# round.
+# Weights reveal something about a client's data. **DP-FedAvg** shortens each client's change to at most `clip`, and
+# adds noise to the sum. *epsilon* bounds how much an observer learns about one client's participation. Smaller is
+# safer; above 10 protects little. It grows with each round.
 
 # %%
 private = train(
