@@ -11,13 +11,14 @@ members have the vectors x_1, ..., x_n, and f members may be bad:
     multi-Krum    the mean of the m vectors with the least s
 
 All members have equal weight, because a bad member could claim any weight. f is floor(share n), but at least 1 and at
-most (n-1)/2, for Krum (n-3)/2, rounded down, because rules bear no more. So f is 0 with n < 3, and for Krum with n < 5. With
-n < 3 every rule is the mean, because two nodes cannot tell which is bad. Strategies refuse a rule whose f is 0 when all
-members are present (`Rule.least`). If members are absent, the others use the rule with the f for their number.
+most (n-1)/2, for Krum (n-3)/2, rounded down. So f is 0 with n < 3, and for Krum with n < 5. With n < 3 every rule is
+the mean, because two nodes cannot tell which is bad. Strategies refuse a rule whose f is 0 when all members are present
+(`Rule.least`). If members are absent, the others use the rule with the f for their number.
 
 Bytes, S being the payload. The median and the trimmed mean work slice by slice. Each member gets its slice of all
-vectors, (n-1)/n S, and all gather the results. This takes 2(n-1)/n S each way, as a ring all-reduce, "exact". Krum compares whole
-vectors, so every member gets all of them: an all-gather, (n-1) S each way. Through a server each takes S each way.
+vectors, (n-1)/n S, and all gather the results. This takes 2(n-1)/n S each way, as a ring all-reduce, "exact". Krum
+compares whole vectors, so every member gets all of them: an all-gather, (n-1) S each way. Through a server each takes S
+each way.
 """
 
 from __future__ import annotations

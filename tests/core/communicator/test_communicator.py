@@ -379,7 +379,7 @@ def test_errors_say_what_was_wrong() -> None:
         (lambda: comm.all_reduce(x, algorithm="star"), "algorithm='star'"),
         (lambda: comm.all_reduce(x, groups=[[0, 1], [1, 2]]), "disjoint"),
         (lambda: comm.all_reduce(x, groups=[[0, 4]]), "from 0 to 3"),
-        (lambda: comm.all_reduce(x, groups=[[0], []]), "none empty"),
+        (lambda: comm.all_reduce(x, groups=[[0], []]), "not empty"),
         (lambda: comm.broadcast(x, src=2), "node 2 does not take part"),
         (lambda: comm.reduce(x, dst=2), "node 2 does not take part"),
         (lambda: comm.gather(x, dst=9), "node 9 does not take part"),
