@@ -1,6 +1,6 @@
-"""Compressors: quantisers that really pack, top-k, error feedback, and the block cosine transform.
+"""Compressors: quantizers that pack codes into bytes, top-k, error feedback, and the block cosine transform.
 
-A compressor of one's own, of the means of pairs; and what is there, on the rows of a fleet:
+Your own compressor, which sends the means of pairs; then the package's compressors, on the rows of a fleet:
 
 >>> import torch
 >>> from exogym.fleet import Fleet

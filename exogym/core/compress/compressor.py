@@ -1,4 +1,4 @@
-"""Compressors of rows: what a node sends of its row, and what others make of it; error feedback around any of them."""
+"""Compressors of rows: they turn a node's row into a message and back. Error feedback works around any of them."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ Groups = Sequence[tuple[int, int]]  # (m, k): m groups of k numbers each, one af
 
 
 class Compressor(ABC):
-    """Turns rows of `count` numbers into what is sent, and back. Nodes are compressed one by one.
+    """Turns rows of `count` numbers into messages and back. Nodes are compressed one by one.
 
     Attributes:
         count: P, the numbers of a row.
-        draws: whether `encode` wants noise, (rows, count), uniform in [0, 1); see `noise_of`.
+        draws: whether `encode` needs noise, (rows, count), uniform in [0, 1); see `noise_of`.
     """
 
     count: int
@@ -35,15 +35,15 @@ class Compressor(ABC):
 
     @abstractmethod
     def encode(self, x: Tensor, noise: Tensor | None = None) -> Payload:
-        """Return what the nodes send of `x` (rows, count), as tensors (rows, ...)."""
+        """Return the nodes' messages for `x` (rows, count), as tensors (rows, ...)."""
 
     @abstractmethod
     def decode(self, *payload: Tensor) -> Tensor:
-        """Return the (rows, count) numbers that payloads stand for."""
+        """Return the (rows, count) numbers in the messages."""
 
 
 class Quantized(Compressor):
-    """Every number by a quantiser, which has one table for each of `groups` (`buckets`, `tensors`).
+    """Quantizes every number, with one table for each of `groups` (`buckets`, `tensors`).
 
     Payload: ceil(count bits / 8) bytes of codes, and the table's 4-byte numbers for each group.
 
@@ -60,7 +60,7 @@ class Quantized(Compressor):
 
     @property
     def share_bytes(self) -> float:
-        """Of a row that is a part of one: its bytes of the whole row's payload, whose codes end in the same byte."""
+        """Return a partial row's bytes in the whole row's payload, whose codes share their last byte."""
         return self.count * self.quantizer.bits / 8 + 4 * self.quantizer.table * sum(m for m, _ in self.groups)
 
     def _split(self, x: Tensor) -> list[Tensor]:
@@ -87,7 +87,7 @@ class Quantized(Compressor):
 
 
 def buckets(count: int, size: int) -> Groups:
-    """Return the groups that cut `count` numbers into buckets of `size`, the last one shorter.
+    """Return the groups that cut `count` numbers into buckets of `size`; the last one may be shorter.
 
     >>> buckets(1000, 512)
     [(1, 512), (1, 488)]
@@ -97,12 +97,14 @@ def buckets(count: int, size: int) -> Groups:
 
 
 def tensors(layout: Layout) -> Groups:
-    """Return the groups that are the tensors of a row."""
+    """Return one group per tensor of a row."""
     return [(1, slot.numel) for slot in layout]
 
 
 class TopK(Compressor):
-    """The k largest of a row by size, each with a 4-byte index; the others are zero. Payload: k (b + 4) bytes.
+    """Sends the k largest numbers of a row by size, each with a 4-byte index; the others are zero.
+
+    Payload: k (b + 4) bytes.
 
     >>> c = TopK(4, 2)
     >>> c.decode(*c.encode(torch.tensor([[1.0, -3.0, 0.5, 2.0]]))).tolist()
@@ -111,7 +113,7 @@ class TopK(Compressor):
 
     def __init__(self, count: int, k: int):
         if not 1 <= k <= count:
-            raise ArgumentError(f"top-k of k={k} of {count} numbers: wanted 1 to {count}")
+            raise ArgumentError(f"k={k} of {count} numbers: wanted 1 to {count}")
         self.count, self.k = count, k
 
     def encode(self, x: Tensor, noise: Tensor | None = None) -> Payload:
@@ -124,22 +126,24 @@ class TopK(Compressor):
 
 
 class ChunkTopK(Compressor):
-    """Of each tensor's chunks the largest entries, and their values by a quantiser with one table for each tensor.
+    """Sends the largest entries of each tensor's chunks, quantized with one table per tensor.
 
-    A chunk is a block of side x side entries, side^2 = chunk, or `chunk` entries of a vector, as `Blocks` cuts them. Of
-    one of s entries k' = max(1, round(k s / chunk)) are sent: indices of ceil(log2 s) bits, really packed, and values.
-    Payload per tensor of c chunks: ceil(c k' ceil(log2 s) / 8) bytes, and of values c k' b, or with a quantiser
-    ceil(c k' bits / 8) and its table.
+    A chunk is a block of side x side entries, side^2 = chunk, or `chunk` entries of a vector, as `Blocks` cuts them. A
+    chunk of s entries sends k' = max(1, round(k s / chunk)) of them, as packed indices of ceil(log2 s) bits, and
+    values. Payload per tensor of c chunks: ceil(c k' ceil(log2 s) / 8) bytes of indices. Its values take c k' b bytes,
+    or with a quantizer ceil(c k' bits / 8) and its table.
 
     Args:
-        k: of a whole chunk.
-        chunk: a square number.
+        k: entries sent of a whole chunk.
+        chunk: entries of a whole chunk, a square number.
     """
 
     def __init__(self, layout: Layout, k: int, chunk: int, quantizer: Quantizer | None):
         side = math.isqrt(chunk)
         if side * side != chunk or not 1 <= k <= chunk:
-            raise ArgumentError(f"topk={k} of chunk={chunk}: wanted a square number, as 4096 = 64 x 64, and 1 to it")
+            raise ArgumentError(
+                f"topk={k} of chunk={chunk}: wanted a square number such as 4096 = 64 x 64, and topk from 1 to it"
+            )
         self.count, self.quantizer = layout.numel, quantizer
         self.slots = list(layout)
         self.cuts = [Blocks(slot.shape, side, chunk) for slot in layout]
@@ -160,7 +164,7 @@ class ChunkTopK(Compressor):
         return self._scattered(payload, lambda values: values)
 
     def mask(self, *payload: Tensor) -> Tensor:
-        """Return (rows, count) ones where an entry was sent, zeros elsewhere."""
+        """Return (rows, count): ones where an entry was sent, zeros elsewhere."""
         return self._scattered(payload, torch.ones_like)
 
     def _scattered(self, payload: Sequence[Tensor], what: Callable[[Tensor], Tensor]) -> Tensor:
@@ -184,8 +188,9 @@ class ChunkTopK(Compressor):
 def with_feedback(
     compressor: Compressor, error: Tensor, x: Tensor, decay: float = 1.0, noise: Tensor | None = None
 ) -> Payload:
-    """Compress with error feedback: e <- decay e + x; send C(e); e <- e - C(e), in place. What is sent and what is kept
-    add up to what came in.
+    """Compress with error feedback: e <- decay e + x; send C(e); e <- e - C(e), in place.
+
+    The sent and the kept values add up to the input.
 
     Args:
         error: e, (rows, count).
@@ -203,11 +208,11 @@ def with_feedback(
 
 
 def mean_in_shards(comm: Communicator, x: Tensor, quantizer: Quantizer, bucket: int) -> Tensor:
-    """Return the mean of `x` (rows, P) over the nodes that are there, quantised on both ways: (1, P), one for all.
+    """Return the mean of `x` (rows, P) over the present nodes, quantized on both ways: (1, P), one for all.
 
-    A ring cannot add codes up. So the row is cut into n shards; each node quantises its row and sends every other one
-    its shard; that one decodes and averages, quantises the mean, and all gather the means. Each number is rounded
-    twice, however many nodes there are.
+    A ring cannot add codes, so the row is cut into n shards. Each node quantizes its row and sends every other node its
+    shard. That node decodes and averages, then quantizes the mean. All gather the means. Each number is rounded twice,
+    for every n.
 
     Payload, with w = ceil(P / n): S = n (ceil(w bits / 8) + 4 ceil(w / bucket)) bytes, all-to-all, and S / n,
     all-gather; tx = rx = 2 (n-1)/n S.

@@ -1,4 +1,4 @@
-"""A tensor cut into blocks, and the orthonormal cosine transform of each, as DeMo uses it."""
+"""A tensor cut into blocks, and the orthonormal cosine transform of each block, as in DeMo."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def largest_divisor(n: int, target: int) -> int:
 class Blocks:
     """Cuts a tensor of one shape into blocks of one size.
 
-    A 2-D tensor n x m is cut into h x w blocks, where h (w) is the largest divisor of n (m) not above `side`; a 1-D
-    tensor into blocks of w, not above `line`; more dimensions are folded to (first, rest). A scalar is a block of one.
-
+    A 2-D tensor n x m is cut into h x w blocks, where h (w) is the largest divisor of n (m) not above `side`. A 1-D
+    tensor is cut into blocks of w, not above `line`. More dimensions are folded to (first, rest). A scalar is
+    one block.
     >>> cut = Blocks(torch.Size([128, 64, 3]), 64)
     >>> cut.blocks, cut.size
     (6, 4096)
@@ -44,12 +44,12 @@ class Blocks:
         self.blocks, self.size = self.rows * self.columns, self.h * self.w
 
     def cut(self, x: Tensor) -> Tensor:
-        """Return the (nodes, blocks, size) of `x` (nodes, *shape)."""
+        """Return `x` (nodes, *shape) as (nodes, blocks, size)."""
         blocks = x.reshape(-1, self.rows, self.h, self.columns, self.w).transpose(2, 3)
         return blocks.reshape(-1, self.blocks, self.size)
 
     def join(self, blocks: Tensor) -> Tensor:
-        """Return the (nodes, *shape) of (nodes, blocks, size)."""
+        """Return (nodes, blocks, size) as (nodes, *shape)."""
         x = blocks.reshape(-1, self.rows, self.columns, self.h, self.w).transpose(2, 3)
         return x.reshape(-1, *self.shape)
 
@@ -57,9 +57,8 @@ class Blocks:
 class BlockDCT:
     """Cuts a tensor of one shape into `Blocks` and transforms each.
 
-    Nodes are transformed one by one, each in memory of its own: a product over several may round differently than one
-    over a single node, and where a node is held must change nothing.
-
+    Nodes are transformed one by one, each in its own memory. A product over several nodes may round differently, and
+    results must not depend on where a node is held.
     >>> t = BlockDCT(torch.Size([128, 64, 3]), 64, torch.float64, torch.device("cpu"))
     >>> x = torch.randn(2, 128, 64, 3, dtype=torch.float64)
     >>> torch.allclose(t.decode(t.encode(x)), x)

@@ -1,4 +1,4 @@
-"""Quantisers: numbers to codes of a few bits, really packed into bytes, and a small table of fp32 numbers per group."""
+"""Quantizers: they turn numbers into codes of a few bits, packed into bytes, and a small fp32 table per group."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class Quantizer(ABC):
     """Turns groups of numbers (groups, k) into codes from 0 to 2^bits - 1 and a table for each group, and back.
 
     Attributes:
-        bits: of a code.
-        table: fp32 numbers that a group's codes need.
-        draws: whether rounding draws: `encode` then wants noise, uniform in [0, 1).
-        sums: whether it adds up numbers of a group, so that nodes are encoded one by one: a sum over several rows may
-            round otherwise than over one.
+        bits: bits of a code.
+        table: fp32 numbers in a group's table.
+        draws: whether rounding is random: `encode` then needs noise, uniform in [0, 1).
+        sums: whether it adds a group's numbers. Then nodes are encoded one by one, because a sum over several rows may
+            round differently.
     """
 
     bits: int
@@ -32,7 +32,7 @@ class Quantizer(ABC):
 
     @abstractmethod
     def decode(self, codes: Tensor, table: Tensor) -> Tensor:
-        """Return the (groups, k) fp32 numbers that codes and tables stand for."""
+        """Return the (groups, k) fp32 numbers for codes and tables."""
 
 
 class Absmax(Quantizer):
@@ -48,7 +48,7 @@ class Absmax(Quantizer):
 
     def __init__(self, bits: int):
         if bits not in (2, 3, 4, 5, 6, 7, 8, 16):
-            raise ArgumentError(f"quantization_bits={bits!r} must be 2 to 8, 16, or 32 (None) for no quantisation")
+            raise ArgumentError(f"quantization_bits={bits!r} must be 2 to 8, 16, or 32 (None) for no quantization")
         self.bits, self.top = bits, 2 ** (bits - 1) - 1
 
     def encode(self, x: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -62,11 +62,11 @@ class Absmax(Quantizer):
 
 
 class E3M0(Quantizer):
-    """The 4-bit float of one sign and three exponent bits, as Streaming DiLoCo sends (arXiv:2501.18512, section 2.4).
+    """A 4-bit float of one sign and three exponent bits, as in Streaming DiLoCo (arXiv:2501.18512, section 2.4).
 
     With s = max|x|: codes of +-s 2^(-e) for e = 0, ..., 6, rounded in the exponent, and zero for |x| < s 2^(-6.5).
-    The paper does not say scale, zero and rounding; these are ours. A decoded number is within a factor sqrt(2) of x.
-
+    The paper does not give scale, zero and rounding; these are ExoGym's. A decoded number is within a factor sqrt(2) of
+    x.
     >>> q = E3M0()
     >>> q.decode(*q.encode(torch.tensor([[8.0, -3.0, 1.0, 0.0]]))).tolist()
     [[8.0, -4.0, 1.0, 0.0]]
@@ -87,7 +87,7 @@ class E3M0(Quantizer):
 
 
 class ScaledSign(Quantizer):
-    """One bit: the mean size of the group with each number's sign, (|x|_1 / k) sign(x); the sign of 0 is +.
+    """One bit: each number's sign times the group's mean size, (|x|_1 / k) sign(x); the sign of 0 is +.
 
     A delta-contraction: |x - C(x)|^2 = (1 - |x|_1^2 / (k |x|_2^2)) |x|^2.
     """
@@ -102,7 +102,7 @@ class ScaledSign(Quantizer):
 
 
 class Stochastic(Quantizer):
-    """QSGD's (arXiv:1610.02132): s levels of the group's 2-norm, rounded by chance so that the mean is right.
+    """QSGD's quantizer (arXiv:1610.02132): s levels of the group's 2-norm, rounded at random so that the mean is right.
 
     a = |x_j| s / |x|_2; level floor(a), or one more with probability a - floor(a); Q(x_j) = |x|_2 sign(x_j) level / s.
     E Q(x) = x and E|Q(x) - x|^2 <= min(k / s^2, sqrt(k) / s) |x|^2. bits = 1 + ceil(log2(s + 1)).
@@ -130,11 +130,10 @@ class Stochastic(Quantizer):
 
 
 class Statistical(Quantizer):
-    """Bins over 6 standard deviations of a group, as SparseLoCo sends values (arXiv:2508.15706).
+    """Bins over 6 standard deviations of a group, as in SparseLoCo (arXiv:2508.15706).
 
     With n = 2^bits, step = 6 sigma / n, code = clamp(round((x - mean) / step) + n / 2, 0, n - 1). A group's table holds
-    the mean of the members of each bin, so the mean of the decoded numbers is that of x.
-
+    the mean of each bin's members, so the decoded numbers have the mean of x.
     >>> q = Statistical(2)
     >>> q.decode(*q.encode(torch.tensor([[1.0, 5.0, 1.0, 5.0]]))).tolist()
     [[1.0, 5.0, 1.0, 5.0]]
@@ -144,7 +143,7 @@ class Statistical(Quantizer):
 
     def __init__(self, bits: int):
         if bits not in range(1, 9):
-            raise ArgumentError(f"bits={bits!r} must be 1 to 8, or 32 for no quantisation")
+            raise ArgumentError(f"bits={bits!r} must be 1 to 8, or 32 for no quantization")
         self.bits, self.table = bits, 2**bits
 
     def encode(self, x: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -161,7 +160,7 @@ class Statistical(Quantizer):
 
 
 def quantize(x: Tensor, bits: int, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Quantise each row of `x` (rows, k) to `bits` bits, with one scale per row, as `Absmax`.
+    """Quantize each row of `x` (rows, k) to `bits` bits, with one scale per row, as `Absmax`.
 
     Args:
         bits: 2 to 8, or 16.
@@ -192,7 +191,7 @@ def _nonzero(scale: Tensor) -> Tensor:
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Return (rows, ceil(k bits / 8)) bytes that hold `codes` (rows, k) one after the other, from the lowest bit on."""
+    """Return `codes` (rows, k) packed into (rows, ceil(k bits / 8)) bytes, in order, from the lowest bit on."""
     if bits == 8:
         return codes.to(torch.uint8)
     if bits == 16:

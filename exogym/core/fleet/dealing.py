@@ -1,9 +1,9 @@
-"""Columns dealt anew inside a node: for modules that act on whole tensors, or on the whole row.
+"""Deal columns anew inside a node, for modules that act on whole tensors or on the whole row.
 
-Where a node is several processes, each has a part of every parameter. A module that cannot act on parts gets whole
-parameters: each process some of them ("tensors", about as many numbers each), or the first process all ("row"). They
-are dealt before it acts and dealt back afterwards, (k-1)/k of the columns each way inside the node for k processes;
-what the module does between nodes is what it would do there anyway.
+If a node has several processes, each holds a part of every parameter. A module that cannot act on parts gets whole
+parameters: each process some of them ("tensors", about as many numbers each), or the first process all ("row"). Columns
+are dealt before the module acts and dealt back later. For k processes (k-1)/k of the columns move each way inside the
+node. The module's traffic between nodes does not change.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ Ranges = list[tuple[int, int]]
 
 
 class Dealing:
-    """A fleet as a module sees it that acts on `kind`, "tensors" or "row".
+    """The fleet that a module on `kind` ("tensors" or "row") sees.
 
     Raises:
-        ModelError: parameters of several dtypes, whose blocks have one number everywhere.
+        ModelError: the model's parameters have several dtypes.
     """
 
     def __init__(self, fleet: Fleet, kind: str):
         if len(fleet.blocks) > 1:
             dtypes = ", ".join(str(block.layout.dtype) for block in fleet.blocks)
             raise ModelError(
-                f"the model has parameters of {dtypes}, and with node= a strategy that acts on whole {kind} is for one "
+                f"the model has parameters of {dtypes}, but with node= a strategy that acts on whole {kind} takes one "
                 "dtype: convert the model, or take a strategy that acts on elements (DDP, DiLoCo, FedAvg, SPARTA, ...)"
             )
         self.fleet, self.inside = fleet, fleet.comm.wire.inside
@@ -53,8 +53,10 @@ class Dealing:
 
     @contextlib.contextmanager
     def acting(self, gradients: bool) -> Iterator[Fleet | None]:
-        """Inside, the module acts on the fleet that is yielded, its `gradients` or else its parameters, and records its
-        traffic for what is here; None: it has nothing here. Every process of the node enters."""
+        """Let the module act inside on the yielded fleet, on its `gradients` or otherwise its parameters.
+
+        Traffic is recorded for this process's part. None: no work here. Every process of the node enters.
+        """
         (block,), (dealt,) = self.fleet.blocks, self.view.blocks
         dealt.params = self.deal(block.params)
         if gradients:
@@ -72,7 +74,7 @@ class Dealing:
             self.fleet.buffers[name].copy_(self.inside.sum(mine))
 
     def back(self, vectors: Sequence[Tensor] | None) -> list[Tensor] | None:
-        """Return what is here of vectors that the module gave, (P,) each of what it was dealt; None if it gave none."""
+        """Return the local columns of a module's result vectors, (P,) of dealt columns each; None if it gave none."""
         if not self.inside.any(vectors is not None):
             return None
         (dealt,) = self.view.blocks
@@ -90,12 +92,13 @@ class Dealing:
 
 
 class Route:
-    """The way of columns from where they are to where they are wanted, among the processes of `inside`.
+    """The way of columns from their holders to their takers, among the processes of `inside`.
 
     Args:
-        before, after: the layout of the columns that each process has, and that it is to have. What several are to have
-            each gets; what several have is not to be asked of more than one.
-        inside: the processes, each with its layouts.
+        before: the layout of the columns that each process has. If several processes have a column, only one may list
+            it.
+        after: the layout of the columns that each process needs; several may need the same.
+        inside: the processes.
     """
 
     def __init__(self, before: Sequence[Layout], after: Sequence[Layout], inside: Inside):
@@ -104,7 +107,7 @@ class Route:
         self._taken = [_common(after[inside.part], layout) for layout in before]
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return (rows, P) of the columns that are wanted here, where each process gives (rows, p) of what it has."""
+        """Return (rows, P), the columns needed here; each process gives (rows, p), the columns it has."""
         outgoing = [torch.cat([x[:, a:b] for a, b in [*ranges, (0, 0)]], 1).reshape(-1) for ranges in self._given]
         sizes = [len(x) * sum(b - a for a, b in ranges) for ranges in self._taken]
         found = row_matrix(len(x), self.width, x.dtype, x.device)
@@ -116,7 +119,7 @@ class Route:
 
 
 def _owners(whole: Layout, parts: int) -> dict[str, int]:
-    """Return the process of each parameter: the largest first, each to the one that has least."""
+    """Return the process of each parameter: the largest first, each to the process with the least so far."""
     loads, owners = [0] * parts, {}
     for slot in sorted(whole, key=lambda slot: -slot.numel):
         part = loads.index(min(loads))
@@ -130,5 +133,5 @@ def _whole_parameters(whole: Layout, owners: dict[str, int], part: int) -> Layou
 
 
 def _common(layout: Layout, other: Layout) -> Ranges:
-    """Return where the columns of `layout` are that `other` has too, in ascending order."""
+    """Return where `layout` has the columns that `other` has too, in ascending order."""
     return [(a, b) for a, b in Cut((), (), layout.here(other.columns)).ranges().tolist()]

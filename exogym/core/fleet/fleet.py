@@ -20,10 +20,10 @@ ALIGNMENT_BYTES = 64
 
 
 def row_matrix(rows: int, width: int, dtype: torch.dtype, device: torch.device, room: int = 0) -> Tensor:
-    """Return an uninitialised (rows, width) matrix whose rows all start at a 64-byte boundary.
+    """Return an uninitialized (rows, width) matrix whose rows all start at a 64-byte boundary.
 
-    Kernels may round differently at different alignments; equal alignment keeps equal bits. Behind the last row is
-    memory for `room` more elements.
+    Kernels may round differently at different alignments; equal alignment keeps equal bits. After the last row the
+    memory has `room` more elements.
     """
     stride = -(-width * dtype.itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES // dtype.itemsize
     if room:
@@ -32,12 +32,13 @@ def row_matrix(rows: int, width: int, dtype: torch.dtype, device: torch.device, 
 
 
 class Block:
-    """The columns of one dtype: `params` (rows, P), and `grads` (rows, P) where a strategy wants them.
+    """The columns of one dtype.
 
     Attributes:
         layout: where each parameter lies in a row.
         params: (rows, P), the X of the equations.
-        grads: (rows, P) or None; after an average one row expanded to all (stride 0).
+        grads: (rows, P), or None if the strategy does not need them; after an average one row expanded to all (stride
+            0).
         has_grad: (rows, slots) bool: whether the step gave the parameter a gradient.
     """
 
@@ -49,7 +50,7 @@ class Block:
         self.has_grad = torch.ones(rows, len(layout.slots), dtype=torch.bool)
 
     def own_grads(self) -> Tensor:
-        """Return the (rows, P) matrix that each step's gradients are copied into."""
+        """Return the (rows, P) matrix into which each step copies its gradients."""
         if self._own_grads is None:
             rows, width = self.params.shape
             self._own_grads = row_matrix(rows, width, self.layout.dtype, self.params.device)
@@ -57,7 +58,7 @@ class Block:
         return self._own_grads
 
     def give_grads_away(self) -> None:
-        """Leave the gradients to whoever holds views of them; the next ones get memory of their own."""
+        """Leave the gradients to the holders of their views; the next gradients get new memory."""
         self.grads = self._own_grads = None
 
     def views(self, rows: Tensor) -> Iterator[tuple[Slot, Tensor]]:
@@ -72,17 +73,17 @@ class Block:
 
 
 class Fleet:
-    """The rows a process holds, the buffers of each, and the communicator between all nodes.
+    """The rows that a process holds, their buffers, and the communicator between all nodes.
 
     Attributes:
         blocks: one `Block` per dtype of trainable parameters.
-        buffers: name to (rows, *shape), for the buffers that a training step changes.
+        buffers: name -> (rows, *shape), for the buffers that a training step changes.
         ranks: global id of each row.
         num_nodes: nodes in the whole fleet.
         comm: the `Communicator`.
-        hidden: names of the parameters that turn one hidden vector into another, which Muon is for.
-        state: what is kept through training, the rows and the byte counts first; see `State`.
-        parts: the layouts of each process of a node, one per block; of one process all is its part.
+        hidden: names of the parameters that turn one hidden vector into another, for Muon.
+        state: everything kept through training, the rows and the byte counts first; see `State`.
+        parts: for each process of a node its layouts, one per block.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class Fleet:
 
     @property
     def there(self) -> list[int]:
-        """The ids of the nodes that are there; where nobody is, of all that have a row."""
+        """The ids of the present nodes; if none is present, of all nodes with a row."""
         return self.comm.present or sorted(i for ids in self.comm.wire.placement for i in ids)
 
     @property
@@ -118,7 +119,7 @@ class Fleet:
         return sum(block.layout.total * block.layout.dtype.itemsize for block in self.blocks)
 
     def gradients_of(self, row: int) -> list[Tensor | None]:
-        """Return views of the gradients in `row`, one for each parameter in fleet order; None where there is none."""
+        """Return views of the gradients in `row`, one for each parameter in fleet order; None without a gradient."""
         found: list[Tensor | None] = []
         for block in self.blocks:
             assert block.grads is not None
@@ -129,7 +130,7 @@ class Fleet:
     def wholes(self, vectors: Sequence[Tensor]) -> Iterator[Tensor]:
         """Yield each parameter in `vectors`, (..., P) per block, whole, one after the other: (..., *shape).
 
-        Every process of a node calls it, with the columns that it has.
+        Every process of a node calls it, with its own columns.
         """
         inside = self.comm.wire.inside
         for b, (block, vector) in enumerate(zip(self.blocks, vectors, strict=True)):
@@ -148,7 +149,7 @@ class Fleet:
                 yield found
 
     def whole(self, vectors: Sequence[Tensor]) -> list[Tensor]:
-        """Return `vectors`, (..., P) per block, with the columns of all processes of the node, which all call it."""
+        """Return `vectors`, (..., P) per block, with the columns of all processes of the node. All of them call it."""
         if self.comm.wire.inside.parts == 1:
             return list(vectors)
         found, result = self.wholes(vectors), []
@@ -158,13 +159,13 @@ class Fleet:
         return result
 
     def average(self) -> list[Tensor]:
-        """Return the mean over the nodes that are there of each block, (P,) each, without recording traffic."""
+        """Return each block's mean over the present nodes, (P,) each, without recording traffic."""
         wire, everyone = self.comm.wire, self.there
         share = self.comm.share(everyone)
         return [wire.reduce(block.params, everyone, "mean", share) for block in self.blocks]
 
     def average_buffers(self) -> dict[str, Tensor]:
-        """Return each row buffer's mean (floating point) or the lowest id's value (others), traffic not recorded."""
+        """Return each row buffer's mean (floating point) or the lowest id's value (others); records no traffic."""
         wire, everyone = self.comm.wire, self.there
         result = {}
         for name, rows in self.buffers.items():
@@ -178,7 +179,7 @@ class Fleet:
     def synchronise_buffers(self, groups: Sequence[Sequence[int]] | None = None) -> None:
         """Average floating-point row buffers in each group; give the others the lowest id's value.
 
-        Counted as buffer traffic, apart from the parameters'.
+        Recorded as buffer traffic, apart from the parameters'.
         """
         with self.comm.counted_as("buffers"):
             for rows in self.buffers.values():

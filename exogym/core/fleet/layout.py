@@ -1,9 +1,9 @@
 """Where each named parameter lies in a row of the fleet matrix.
 
-One layout per dtype: a row of P numbers holds the trainable parameters of one node one after the
-other, in `named_parameters()` order. Tied parameters are one column range. Frozen parameters have
-no columns: all nodes share them. Where a node is several processes, each has a part of the layout: of
-every parameter a box, whose columns lie in its rows as those of the whole do.
+Each dtype has one layout: a row of P numbers holds one node's trainable parameters one after the other, in
+`named_parameters()` order. Tied parameters are one column range. Frozen parameters have no columns: all nodes share
+them. If a node has several processes, each has a part of the layout: a box of every parameter. The box's columns keep
+their order in the whole row.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Slot:
     """One parameter's place: columns `start` to `stop` of a row, seen as `shape`.
 
     Attributes:
-        box: which of the parameter's elements these are; None: all.
+        box: the parameter's elements that lie here; None: all.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Slot:
         return rows[..., self.start : self.stop].unflatten(-1, self.shape) if self.shape else rows[..., self.start]
 
     def cut(self, x: Tensor) -> Tensor:
-        """Return of the whole parameter `x` what lies here."""
+        """Return the part of the whole parameter `x` that lies here."""
         return x if self.box is None else x[tuple(slice(*ends) for ends in self.box)]
 
 
@@ -54,8 +54,8 @@ class Layout:
     """The columns of one block: all trainable parameters of one dtype, or a part of them.
 
     Attributes:
-        whole: the layout that this is a part of; None: it is no part.
-        room: elements of memory behind a row's end that somebody may read.
+        whole: the whole layout; None: this is the whole.
+        room: elements of memory after a row's end that may be read.
 
     >>> layout, = layouts_of(nn.Linear(3, 2))
     >>> layout.numel, [(s.name, s.start, tuple(s.shape)) for s in layout.slots]
@@ -78,7 +78,7 @@ class Layout:
 
     @functools.cached_property
     def columns(self) -> Tensor:
-        """Which columns of the whole row are here, in ascending order: (numel,)."""
+        """The columns of the whole row that lie here, in ascending order: (numel,)."""
         if self.whole is None:
             return torch.arange(self.numel)
         place = {slot.name: slot for slot in self.whole}
@@ -87,7 +87,7 @@ class Layout:
         return torch.cat(found) if found else torch.empty(0, dtype=torch.int64)
 
     def here(self, indices: Tensor) -> Tensor:
-        """Return where those of `indices`, ascending columns of the whole row, are that are here, ascending."""
+        """Return the local positions of `indices` (ascending columns of the whole row) that lie here, ascending."""
         if self.whole is None:
             return indices
         wanted = torch.zeros(self.total, dtype=torch.bool)
@@ -95,7 +95,7 @@ class Layout:
         return wanted[self.columns].nonzero().flatten().to(indices.device)
 
     def part(self, boxes: Mapping[str, Box]) -> Layout:
-        """Return the layout of a part, with a box of each parameter; those not named are elsewhere.
+        """Return the layout of a part, with a box of each parameter; other parameters are elsewhere.
 
         >>> layout, = layouts_of(nn.Linear(3, 2))
         >>> half = layout.part({"weight": ((1, 2), (0, 3)), "bias": ((1, 2),)})
@@ -116,9 +116,10 @@ class Layout:
 
 @dataclass(frozen=True)
 class Cut:
-    """What of a tensor is here: of its last axes, in the whole of `shape`, the elements at `columns` as `here`.
+    """The part of a tensor in this process: of its last axes, in the whole of `shape`, the elements at `columns`.
 
     Attributes:
+        here: the shape of the part's last axes.
         columns: (n,) places among the elements of the last axes, ascending.
     """
 
@@ -127,12 +128,12 @@ class Cut:
     columns: Tensor
 
     def of(self, whole: Tensor) -> Tensor:
-        """Return what is here of a whole tensor."""
+        """Return the local part of a whole tensor."""
         ahead = whole.shape[: whole.dim() - len(self.shape)]
         return whole.reshape(*ahead, -1)[..., self.columns.to(whole.device)].reshape((*ahead, *self.here))
 
     def whole_shape(self, x: Tensor) -> tuple[int, ...]:
-        """Return the shape of the whole tensor of which `x` is here."""
+        """Return the shape of the whole tensor whose local part is `x`."""
         return (*x.shape[: x.dim() - len(self.here)], *self.shape)
 
     def fits(self, shape: Sequence[int]) -> bool:
@@ -150,7 +151,7 @@ class Cut:
 
 
 def cut_of(layout: Layout, slots: Sequence[Slot] | None = None) -> Cut:
-    """Return the cut of a vector of all columns of `layout`, or of those of `slots` side by side."""
+    """Return the cut of a vector with all columns of `layout`, or with the columns of `slots` side by side."""
     if slots is None or layout.whole is None:
         n = sum(slot.numel for slot in (layout if slots is None else slots))
         return Cut((layout.total if slots is None else n,), (n,), layout.columns if slots is None else torch.arange(n))
@@ -175,8 +176,8 @@ def layouts_of(module: nn.Module) -> list[Layout]:
     """Return the layouts of the module's trainable parameters, one per dtype, in order of appearance.
 
     Raises:
-        ModelError: nothing is trainable, or a parameter cannot be a range of columns (not dense,
-            not floating point, not initialised, or partly overlapping another one in memory).
+        ModelError: nothing is trainable, or a parameter cannot be a range of columns: it is not dense, not floating
+            point, not initialized, or partly overlaps another parameter in memory.
     """
     trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
     if not trainable:
@@ -199,9 +200,10 @@ HEADS = ("head", "lm_head", "classifier", "score")
 def hidden_matrices(module: nn.Module) -> frozenset[str]:
     """Return the names of the trainable parameters that turn one hidden vector into another.
 
-    These are parameters of two dimensions, both over 1, but for embeddings (a parameter of a module, or with a name, of
-    that kind; so a tied head too) and the head: what `get_output_embeddings()` returns where the model has it, else
-    layers called "head", "lm_head", "classifier" or "score", else the last `nn.Linear`.
+    These are parameters of two dimensions, both over 1, except embeddings and the head. A parameter is an embedding by
+    its module's kind or by its name, so a tied head is an embedding, too. The head is the module that
+    `get_output_embeddings()` returns, if the model has this method. Otherwise it is every layer called "head",
+    "lm_head", "classifier" or "score", or without such names the last `nn.Linear`.
 
     >>> sorted(hidden_matrices(nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4), nn.Linear(4, 5))))
     ['1.weight']
@@ -224,10 +226,10 @@ def _refuse_unpointable(parameters: dict[str, nn.Parameter]) -> None:
     extents: list[tuple[int, int, str]] = []
     for name, p in parameters.items():
         if isinstance(p, nn.parameter.UninitializedParameter):
-            raise ModelError(f"parameter {name!r} is not initialised: run the lazy model on one batch first")
+            raise ModelError(f"parameter {name!r} is not initialized: run the lazy model on one batch first")
         if p.is_meta:
             raise ModelError(
-                f"parameter {name!r} is on the meta device and has no numbers: materialise the model first"
+                f"parameter {name!r} is on the meta device and has no numbers: materialize the model first"
             )
         if p.layout != torch.strided or p.is_quantized or not p.is_floating_point():
             raise ModelError(
@@ -241,6 +243,6 @@ def _refuse_unpointable(parameters: dict[str, nn.Parameter]) -> None:
     for (_, end, first), (start, _, second) in itertools.pairwise(extents):
         if start < end:
             raise ModelError(
-                f"parameters {first!r} and {second!r} overlap in memory but are not the same parameter; "
-                "re-pointing one would silently cut it from the other. Tie them as one nn.Parameter, or clone one"
+                f"parameters {first!r} and {second!r} overlap in memory but are not the same parameter, so moving one "
+                "would silently cut it from the other: tie them as one nn.Parameter, or clone one"
             )

@@ -1,6 +1,6 @@
-"""The rows of nodes that are there, and how a node that was away takes over the state of one that was not.
+"""The rows of present nodes, and how a returning node takes the state of a node that stayed.
 
-`fleet.comm.present` holds the ids that take part in the communication at hand; all nodes where nothing goes wrong.
+`fleet.comm.present` holds the ids that take part in the current communication; without faults, all nodes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def all_present(fleet: Fleet) -> bool:
 
 
 def rows_of(fleet: Fleet, nodes: Sequence[int]) -> list[int]:
-    """Return the rows here of `nodes`."""
+    """Return the local rows of `nodes`."""
     wanted = set(nodes)
     return [row for row, rank in enumerate(fleet.ranks) if rank in wanted]
 
@@ -41,7 +41,7 @@ def shared_row(fleet: Fleet, result: Tensor) -> Tensor:
 def take_rows(fleet: Fleet, x: Tensor, source: int, nodes: Sequence[int], given: Tensor | None = None) -> None:
     """Overwrite the rows of `nodes` in `x` (rows, ...) by the row of `source`, or by `given` (1, ...), which it sends.
 
-    Counted as a broadcast among them: payload the row's bytes.
+    Recorded as a broadcast among them: payload the row's bytes.
     """
     sent = x if given is None else given.expand_as(x)
     taken = fleet.comm.broadcast(sent, source, members=sorted({source, *nodes}))
@@ -50,7 +50,7 @@ def take_rows(fleet: Fleet, x: Tensor, source: int, nodes: Sequence[int], given:
 
 
 def give_shared(fleet: Fleet, tensors: Iterable[Tensor], nodes: Sequence[int]) -> None:
-    """Record that `nodes`, which come back, get what all share: a broadcast from one that stayed, of its bytes each."""
+    """Record that returning `nodes` get values that all nodes share: broadcasts by a node that stayed."""
     stayed = [rank for rank in fleet.comm.present if rank not in nodes]
     for x in tensors if stayed else ():
         fleet.comm.broadcast(x.expand(len(fleet), *x.shape), stayed[0], members=sorted({stayed[0], *nodes}))
@@ -61,11 +61,11 @@ def take_state(
 ) -> dict[str, Tensor]:
     """Return the named tensors of `source` in every process that holds one of `nodes`, {} elsewhere.
 
-    Counted as broadcasts among them: payload the tensors' bytes. Names and shapes travel uncounted.
+    Recorded as broadcasts among them: payload the tensors' bytes. Names and shapes travel uncounted.
 
     Args:
-        state: the tensors, where the row of `source` is; not looked at elsewhere.
-        device: where they are put.
+        state: the tensors, in the process with the row of `source`; ignored elsewhere.
+        device: of the returned tensors.
     """
     wire, members = fleet.comm.wire, sorted({source, *nodes})
     here = state if source in fleet.ranks and state is not None else {}

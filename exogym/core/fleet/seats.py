@@ -1,9 +1,9 @@
-"""Seats: rows for the nodes that act, where a fleet has more nodes than rows.
+"""Seats: rows for the nodes that act, if a fleet has more nodes than rows.
 
-In a fleet of N nodes of which few take part in a round, a row belongs to whoever sits in it. Before nodes act they are
-seated: a row that nobody needs becomes theirs, and what they keep for themselves (steps taken, an inner optimizer, a
-control variate) is put into it. Whoever loses a row leaves that in a store. Parameters are not kept: a strategy with
-seats gives them to its nodes when these are seated. No result depends on who sits where.
+If only few of N nodes take part in a round, a row belongs to the node that is seated in it. Before nodes act they get
+seats. An unused row becomes theirs, and their own state (step count, inner optimizer, control variate) is put into it.
+A node that loses its row leaves this state in a store. Parameters are not kept: a strategy with seats gives them to its
+nodes when they are seated. No result depends on which node sits in which row.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from exogym.core.fleet.state import Tensors, below
 from exogym.core.fleet.store import Store
 from exogym.errors import CheckpointError, StrategyError, TrainingError
 
-NOT_KEPT = ("fleet", "losses")  # parts of the state that a node without a row has none of
+NOT_KEPT = ("fleet", "losses")  # parts of the state that nodes without a row do not have
 
 
 def rows_for(most: int, processes: int) -> int:
-    """Return the rows of each process for `most` nodes a round: those of one round and of the next, evenly spread.
+    """Return the rows that each process needs for `most` nodes a round: this round's and the next's, spread evenly.
 
     >>> rows_for(20, 1), rows_for(20, 3)
     (40, 14)
@@ -33,20 +33,20 @@ def rows_for(most: int, processes: int) -> int:
 
 
 class Seats:
-    """Who sits in the rows of `fleet`; made when all that is kept is registered with its state.
+    """Assigns the rows of `fleet` to nodes. Make it after all state is registered with the fleet.
 
     Every process makes the same calls.
 
     Args:
-        store: what nodes without a row keep, of those that last sat in this process.
-        arrived: told in every process, once they are, the nodes that are seated there for the first time in the run.
+        store: the state of nodes without a row that last sat in this process.
+        arrived: called in every process with the nodes that have just been seated for the first time in the run.
 
     Attributes:
-        nodes: the sorted ids of those who have a row because they need it, over all processes.
-        working: those of them who act next.
+        nodes: the sorted ids of the nodes that need a row and have one, over all processes.
+        working: the nodes among them that act next.
 
     Raises:
-        StrategyError: the rows do not begin alike, so a node that comes later would not know how to.
+        StrategyError: the rows begin with different state, which a node seated later could not know.
     """
 
     def __init__(self, fleet: Fleet, store: Store, arrived: Callable[[Sequence[int]], None] | None = None):
@@ -56,18 +56,18 @@ class Seats:
         for row in range(1, len(fleet)):
             if _unlike(fleet.state.row(row, self.names), self.fresh):
                 raise StrategyError(
-                    "nodes begin with state that differs from node to node, so one that is seated later would not know "
-                    "its own: keep what differs in shared_state, or sample no clients"
+                    "nodes begin with different state, so a node that is seated later would not know its own: keep the "
+                    "differences in shared_state, or sample no clients"
                 )
-        self.home: dict[int, int] = {}  # the process in whose store a node's state is
-        self._last: dict[int, int] = {}  # when a node that has a row last needed it
+        self.home: dict[int, int] = {}  # the process whose store has a node's state
+        self._last: dict[int, int] = {}  # the last turn at which a node with a row needed it
         self._turn = 0
-        self._seen: set[int] = set()  # who has been seated
+        self._seen: set[int] = set()  # nodes that have been seated before
         self.nodes: list[int] = []
         self.working: list[int] = []
 
     def take(self, working: Sequence[int], also: Sequence[int] = ()) -> None:
-        """Give each of `working` a row, evenly over the processes, and leave those of `also` theirs."""
+        """Give each of `working` a row, evenly over the processes. Nodes of `also` keep theirs."""
         wire, needed = self.fleet.comm.wire, {*working, *also}
         self._turn += 1
         self._last = {i: self._last.get(i, 0) for i in wire.owner} | dict.fromkeys(needed, self._turn)
@@ -99,12 +99,12 @@ class Seats:
             self.fleet.state.load_row(row, self.fresh | arriving[node], self.names)
 
     def _places(self, coming: Sequence[int], needed: set[int]) -> dict[int, tuple[int, int]]:
-        """Return the process and row of each node that comes: where its state is, if that is no more than its share."""
+        """Return the process and row of each coming node: where its state is, within that process's fair share."""
         wire, working = self.fleet.comm.wire, set(self.working)
         busy = [len(working.intersection(ids)) for ids in wire.placement]
         share = math.ceil(len(working) / len(busy))
         spare = ([(self._last[i], row) for row, i in enumerate(ids) if i not in needed] for ids in wire.placement)
-        free = [[row for _, row in sorted(rows, reverse=True)] for rows in spare]  # the last one is taken first
+        free = [[row for _, row in sorted(rows, reverse=True)] for rows in spare]  # `pop` takes the last one first
         found: dict[int, tuple[int, int]] = {}
         for node in sorted(coming, key=lambda i: (self.home.get(i, -1) < 0, i)):
             process = self.home.get(node, -1)
@@ -112,20 +112,20 @@ class Seats:
                 process = min(range(len(busy)), key=lambda k: (not free[k], busy[k]))
             if not free[process]:
                 raise TrainingError(
-                    f"{len(needed):,} nodes need a row at once, more than the {sum(map(len, wire.placement)):,} rows "
-                    "there are: the sampling drew far more clients than it was to; take another seed"
+                    f"{len(needed):,} nodes need a row at once, but the run has {sum(map(len, wire.placement)):,} "
+                    "rows: the sampling drew far more clients than expected; take another seed"
                 )
             found[node] = (process, free[process].pop())
             busy[process] += node in working
         return found
 
     def _kept(self, row: int) -> Tensors:
-        """Return what the node in `row` keeps, in memory of its own: what is not as it began."""
+        """Return copies of the state of the node in `row` that has changed since the start."""
         tensors = self.fleet.state.row(row, self.names)
         if gone := self.fresh.keys() - tensors.keys():
             raise StrategyError(
-                f"a node's {min(gone)!r} was there when the run began, and is gone: a node that has no row for a while "
-                "would get it again; keep the tensor, or sample no clients"
+                f"a node's {min(gone)!r} existed when the run began, and is gone: a node that loses its row for a "
+                "while would get it again; keep the tensor, or sample no clients"
             )
         return {
             name: x.detach().cpu().clone()
@@ -134,7 +134,7 @@ class Seats:
         }
 
     def _fetched(self, node: int, process: int) -> Tensors:
-        """Return what `node`, which comes to `process`, keeps, there; {} elsewhere and where it is as it began."""
+        """Return the changed state of `node`, which comes to `process`, in that process; {} elsewhere."""
         wire, home = self.fleet.comm.wire, self.home.pop(node, None)
         mine = self.store.pop(node) if home == wire.process and node in self.store else {}
         if home is None or home == process:
@@ -145,9 +145,9 @@ class Seats:
     # Checkpoints
 
     def rows(self) -> dict[int, Tensors]:
-        """Return what is here by the number of a row in the whole fleet: who works in it, and what that node owns.
+        """Return the local state by row number in the whole fleet: which node works in it, and that node's state.
 
-        In the first row of a process is also what nodes keep that do not work and were here last.
+        The first row of a process also holds the state of resting nodes that were last here.
         """
         fleet, working = self.fleet, set(self.working)
         wire = fleet.comm.wire
@@ -179,7 +179,7 @@ class Seats:
             working, kept = by_node(rows)
             kept = {node: {name: x.clone() for name, x in mine.items()} for node, mine in kept.items()}
         except (KeyError, ValueError, RuntimeError) as error:
-            trouble = f"rows of {wire.process} are not those of seats: {error!r}"
+            trouble = f"rows of process {wire.process} are not rows of seats: {error!r}"
         told = gather(wire, [sorted(working), sorted(kept), trouble])
         if troubles := [text for *_, text in told if text]:
             raise CheckpointError(troubles[0])
@@ -198,7 +198,7 @@ class Seats:
                 self.home[node] = process
                 if process == wire.process:
                     self.store.put(node, kept[node])
-        # Only now, when all is where it belongs, may a process find that it cannot be loaded.
+        # Only now is everything in place, so only now may a process fail to load.
         for found, names in ((seated, None), (others, self.names)):
             for node in found.keys() & wire.row_of.keys():
                 fleet.state.load_row(wire.row_of[node], found[node], names)
@@ -212,23 +212,23 @@ class Seats:
 
 
 class Packs:
-    """What many nodes keep as a few tensors: nodes that keep the same names, shapes and dtypes are rows of one.
+    """Packs many nodes' state into few tensors: nodes with the same names, shapes and dtypes become rows of one tensor.
 
-    A file has as many names as there are kinds of nodes, however many nodes there are.
+    So a file has a fixed number of names for each kind of node, whatever the number of nodes.
     """
 
     def __init__(self) -> None:
         self._kinds: dict[Any, tuple[list[int], list[Tensors]]] = {}
 
     def add(self, node: int, tensors: Tensors) -> None:
-        """Take what a node keeps."""
+        """Add a node's state."""
         kind = tuple(sorted((name, str(x.dtype), tuple(x.shape)) for name, x in tensors.items()))
         nodes, theirs = self._kinds.setdefault(kind, ([], []))
         nodes.append(node)
         theirs.append(dict(tensors))
 
     def tensors(self) -> Tensors:
-        """Return (nodes,) ids and (nodes, ...) of each tensor, of each kind; what was added is let go of."""
+        """Return for each kind (nodes,) ids and (nodes, ...) tensors. Added tensors are released."""
         found = {}
         for k, (nodes, theirs) in enumerate(self._kinds.values()):
             found[f"kept.{k}.nodes"] = torch.tensor(nodes)
@@ -237,7 +237,7 @@ class Packs:
 
 
 def unpacked(tensors: Tensors) -> dict[int, Tensors]:
-    """Return by node what `Packs.tensors` returned, as views."""
+    """Return the packed state by node, as views."""
     kinds = {name.split(".")[1] for name in tensors if name.startswith("kept.")}
     kept: dict[int, Tensors] = {}
     for k in kinds:
@@ -248,7 +248,7 @@ def unpacked(tensors: Tensors) -> dict[int, Tensors]:
 
 
 def by_node(rows: Mapping[int, Tensors]) -> tuple[dict[int, Tensors], dict[int, Tensors]]:
-    """Return what the nodes at work own and what others keep, from what `Seats.rows` returned."""
+    """Return the working nodes' state and the other nodes' state by node, from the result of `Seats.rows`."""
     working: dict[int, Tensors] = {}
     kept: dict[int, Tensors] = {}
     for tensors in rows.values():

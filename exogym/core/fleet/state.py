@@ -1,7 +1,7 @@
-"""State: what belongs to a node's row, and what is equal for all nodes, registered once under a name.
+"""State: everything that belongs to a node's row or is equal for all nodes, registered once under a name.
 
-Whoever keeps something through training registers it with `fleet.state`. A checkpoint, resuming, the return of a node
-that was away and recovery without hosts are loops over what is registered, and know none of the parts.
+Every object that keeps something through training registers it with `fleet.state`. Checkpoints, resuming, returning
+nodes and recovery without hosts loop over the registered parts, and know nothing else about them.
 """
 
 from __future__ import annotations
@@ -17,47 +17,47 @@ Tensors = dict[str, Tensor]
 
 
 class Stateful:
-    """A part of a run that keeps something; a subclass overrides what it has. Names are its own, without its name."""
+    """Something that checkpoints must save. Override the methods it needs. Tensor names are local to it."""
 
     def row(self, row: int) -> Tensors:
-        """Return what the node of `row` here owns: tensors of any shape, as they are (not copied)."""
+        """Return the state of the node in local row `row`: tensors of any shape, not copied."""
         return {}
 
     def load_row(self, row: int, tensors: Tensors) -> None:
         """Put back what `row` returned, here or in another process."""
 
     def shared(self) -> Tensors:
-        """Return what is equal for all nodes."""
+        """Return the state that is equal for all nodes."""
         return {}
 
     def load_shared(self, tensors: Tensors) -> None:
-        """Put back what `shared` returned; called after the rows have been loaded."""
+        """Put back what `shared` returned; called after the rows are loaded."""
 
     def cut(self, name: str, shape: Sequence[int]) -> Cut | None:
-        """Return what of the tensor `name` is in this process, where nodes are several; None: all of it.
+        """Return this process's part of the tensor `name`, if nodes have several processes; None: all of it.
 
         Args:
-            shape: of the whole, or of what is here.
+            shape: of the whole tensor, or of the local part.
 
         Raises:
-            KeyError: nothing of it is here.
+            KeyError: no part of it is here.
         """
         return None
 
     def figures(self) -> dict[str, float]:
-        """Return numbers that are to stand in the history at an evaluation, the same in every process."""
+        """Return figures for the history at an evaluation, the same in every process."""
         return {}
 
 
 class Shared(Stateful):
-    """Something without rows, by its two functions."""
+    """Wraps shared state given by two functions, without rows."""
 
     def __init__(self, save: Callable[[], Tensors], load: Callable[[Tensors], None]):
         self.shared, self.load_shared = save, load  # type: ignore[assignment, method-assign]
 
 
 class State:
-    """The parts of a run that keep something, by name, in the order in which they were registered.
+    """The registered parts of a run, by name, in the order of registration.
 
     >>> import torch
     >>> class Momentum(Stateful):
@@ -78,10 +78,10 @@ class State:
         self.parts: dict[str, Stateful] = {}
 
     def register(self, name: str, part: Stateful) -> None:
-        """Keep `part` under `name` from now on.
+        """Save `part` under `name` from now on.
 
         Raises:
-            StrategyError: the name is taken, or has a dot in it, which parts names from their tensors.
+            StrategyError: the name is taken, or contains a dot, which separates part names from tensor names.
         """
         if name in self.parts or "." in name:
             raise StrategyError(
@@ -92,7 +92,7 @@ class State:
         self.parts[name] = part
 
     def row(self, row: int, names: Iterable[str] | None = None) -> Tensors:
-        """Return what the node of `row` owns in all parts, or in those of `names`, as "<part>.<tensor>"."""
+        """Return the state of the node in `row` from all parts, or from the parts `names`, as "<part>.<tensor>"."""
         chosen = self.parts if names is None else names
         return {f"{name}.{key}": x for name in chosen for key, x in self.parts[name].row(row).items()}
 
@@ -102,16 +102,16 @@ class State:
             self.parts[name].load_row(row, below(f"{name}.", tensors))
 
     def cut(self, name: str, shape: Sequence[int]) -> Cut | None:
-        """Return what of a tensor, named as "<part>.<tensor>", is in this process (see `Stateful.cut`)."""
+        """Return this process's part of a tensor, named "<part>.<tensor>" (see `Stateful.cut`)."""
         part, _, rest = name.partition(".")
         return self.parts[part].cut(rest, shape)
 
     def shared(self) -> Tensors:
-        """Return what is equal for all nodes in all parts."""
+        """Return the state that is equal for all nodes, of all parts."""
         return {f"{name}.{key}": x for name, part in self.parts.items() for key, x in part.shared().items()}
 
     def figures(self) -> dict[str, float]:
-        """Return what all parts want to stand in the history."""
+        """Return the figures of all parts for the history."""
         return {name: x for part in self.parts.values() for name, x in part.figures().items()}
 
     def load_shared(self, tensors: Tensors) -> None:
@@ -121,7 +121,7 @@ class State:
 
 
 def below(prefix: str, tensors: Tensors) -> Tensors:
-    """Return the tensors whose names begin with `prefix`, without it.
+    """Return the tensors whose names begin with `prefix`, under their names without it.
 
     >>> sorted(below("a.", {"a.x": None, "a.y": None, "b.x": None}))
     ['x', 'y']

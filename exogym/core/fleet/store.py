@@ -1,4 +1,4 @@
-"""What nodes without a row keep: named tensors by node, in memory up to a limit, past it in files."""
+"""The state of nodes without a row: named tensors by node, in memory up to a limit, beyond it in files."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from exogym.errors import TrainingError
 
 
 class Store:
-    """Keeps tensors by node; those that were put first go to files when there are more than `limit_bytes`.
+    """Keeps tensors by node. If they take more than `limit_bytes`, the oldest go to files.
 
     Args:
-        limit_bytes: of tensors in memory; None: no limit.
-        folder: for the files, made when it is needed and removed by `close`; needed with a limit.
+        limit_bytes: bytes of tensors in memory; None: no limit.
+        folder: for the files; made when needed and removed by `close`. Required with a limit.
 
     >>> import torch
     >>> store = Store()
@@ -44,7 +44,7 @@ class Store:
         return iter(sorted([*self._here, *self._in_files]))
 
     def put(self, node: int, tensors: Tensors) -> None:
-        """Keep `tensors`, which are the store's from now on, for `node`.
+        """Keep `tensors` for `node`; they belong to the store from now on.
 
         Raises:
             TrainingError: a file could not be written.
@@ -55,11 +55,11 @@ class Store:
             self._write(*self._here.popitem(last=False))
 
     def get(self, node: int) -> Tensors:
-        """Return what is kept for `node`, which stays."""
+        """Return the tensors of `node`, and keep them."""
         return self._here[node] if node in self._here else self._read(node)
 
     def pop(self, node: int) -> Tensors:
-        """Return what is kept for `node`, and keep it no longer."""
+        """Return the tensors of `node`, and forget them."""
         if node in self._here:
             tensors = self._here.pop(node)
             self.memory_bytes -= _size(tensors)
@@ -70,7 +70,7 @@ class Store:
         return tensors
 
     def clear(self) -> None:
-        """Keep nothing."""
+        """Forget all tensors."""
         self._here.clear()
         self._in_files.clear()
         self.memory_bytes = 0
@@ -88,7 +88,7 @@ class Store:
     def _read(self, node: int) -> Tensors:
         if node not in self._in_files:
             raise KeyError(node)
-        return {name: x.clone() for name, x in load_file(self._file(node)).items()}  # else it holds the file open
+        return {name: x.clone() for name, x in load_file(self._file(node)).items()}  # a view would hold the file open
 
     def _write(self, node: int, tensors: Tensors) -> None:
         file = self._file(node)
@@ -100,8 +100,8 @@ class Store:
             with contextlib.suppress(OSError):
                 file.unlink(missing_ok=True)
             raise TrainingError(
-                f"what node {node} keeps could not be written to {file} ({error}): make room on the disk, or raise "
-                f"client_state_memory, which is {self.limit_bytes:,.0f} bytes for a process"
+                f"the state of node {node} could not be written to {file} ({error}): make room on the disk, or raise "
+                f"client_state_memory, now {self.limit_bytes:,.0f} bytes for a process"
             ) from error
         self._in_files.add(node)
 
