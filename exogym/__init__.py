@@ -1,4 +1,4 @@
-"""ExoGym: simulate distributed training on one machine, and measure what each method costs and gives."""
+"""ExoGym: simulate distributed training on one machine, and compare methods by bytes, time and quality."""
 
 from typing import TYPE_CHECKING
 

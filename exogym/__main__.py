@@ -1,10 +1,10 @@
-"""`python -m exogym` is the command line, as is `exogym`: Ctrl-C ends it in one line, while it is loaded too."""
+"""`python -m exogym`: the command line, like `exogym`. Ctrl-C ends it with one line, even while it loads."""
 
 import sys
 
 
 def main() -> int:
-    """Run the command line; return the exit status."""
+    """Run the command line and return the exit status."""
     try:
         from exogym.cli import main as run
 

@@ -1,4 +1,7 @@
-"""A door: `exogym.advise` hands on the names of `exogym.study.advise`."""
+"""Recommend a strategy for a model and a network.
+
+The names are defined in `exogym.study.advise`.
+"""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,7 @@
-"""A door: `exogym.clock` hands on the names of `exogym.core.clock`."""
+"""Predict a run's time: virtual clocks of nodes on a network.
+
+The names are defined in `exogym.core.clock`.
+"""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,7 @@
-"""A door: `exogym.communicator` hands on the names of `exogym.core.communicator`."""
+"""Collectives between nodes, with their bytes counted.
+
+The names are defined in `exogym.core.communicator`.
+"""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,7 @@
-"""A door: `exogym.compare` hands on the names of `exogym.study.compare`."""
+"""Train one model under several strategies, and compare them.
+
+The names are defined in `exogym.study.compare`.
+"""
 
 from typing import TYPE_CHECKING
 

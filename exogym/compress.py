@@ -1,4 +1,7 @@
-"""A door: `exogym.compress` hands on the names of `exogym.core.compress`."""
+"""Compressors: quantization, top-k, error feedback and the block DCT.
+
+The names are defined in `exogym.core.compress`.
+"""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,7 @@
-"""A door: `exogym.distributed` hands on the names of `exogym.machines.distributed`."""
+"""Process groups, collectives and data parallel training for your own scripts.
+
+The names are defined in `exogym.machines.distributed`.
+"""
 
 import sys
 from typing import TYPE_CHECKING

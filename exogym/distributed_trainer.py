@@ -1,4 +1,7 @@
-"""A door: `exogym.distributed_trainer` hands on the names of `exogym.machines.distributed_trainer`."""
+"""`DistributedTrainer`: train one model over several devices.
+
+The names are defined in `exogym.machines.distributed_trainer`.
+"""
 
 from typing import TYPE_CHECKING
 

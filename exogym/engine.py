@@ -1,4 +1,7 @@
-"""A door: `exogym.engine` hands on the names of `exogym.core.engine`."""
+"""Engines: where a run's processes live.
+
+The names are defined in `exogym.core.engine`.
+"""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,7 @@
-"""A door: `exogym.fleet` hands on the names of `exogym.core.fleet`."""
+"""The rows of all nodes: blocks, layout and saved state.
+
+The names are defined in `exogym.core.fleet`.
+"""
 
 from typing import TYPE_CHECKING
 

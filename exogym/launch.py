@@ -1,4 +1,7 @@
-"""A door: `exogym.launch` hands on the names of `exogym.machines.launch`."""
+"""The launcher: start a script's processes on one machine or several.
+
+The names are defined in `exogym.machines.launch`.
+"""
 
 import sys
 from typing import TYPE_CHECKING

@@ -1,4 +1,7 @@
-"""A door: `exogym.progress` hands on the names of `exogym.core.progress`."""
+"""Progress lines and notices on stderr.
+
+The names are defined in `exogym.core.progress`.
+"""
 
 from typing import TYPE_CHECKING
 

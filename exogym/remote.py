@@ -1,4 +1,7 @@
-"""A door: `exogym.remote` hands on the names of `exogym.machines.remote`."""
+"""Hosts over SSH: check them and start runs.
+
+The names are defined in `exogym.machines.remote`.
+"""
 
 from typing import TYPE_CHECKING
 

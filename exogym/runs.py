@@ -1,4 +1,7 @@
-"""A door: `exogym.runs` hands on the names of `exogym.study.runs`."""
+"""List, load, compare and export run folders.
+
+The names are defined in `exogym.study.runs`.
+"""
 
 from typing import TYPE_CHECKING
 

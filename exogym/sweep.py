@@ -1,4 +1,7 @@
-"""A door: `exogym.sweep` hands on the names of `exogym.study.sweep`."""
+"""Train every combination of some options.
+
+The names are defined in `exogym.study.sweep`.
+"""
 
 from typing import TYPE_CHECKING
 

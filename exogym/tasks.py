@@ -1,4 +1,7 @@
-"""A door: `exogym.tasks` hands on the names of `exogym.study.tasks`."""
+"""Tasks: a model, its data and default options, by name.
+
+The names are defined in `exogym.study.tasks`.
+"""
 
 from typing import TYPE_CHECKING
 

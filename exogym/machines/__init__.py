@@ -1,1 +1,1 @@
-"""Other computers: starting processes here and there, hosts that are reached, found, rented and planned for."""
+"""Real machines: start processes on one or several, find and check hosts, write job files for clusters."""

@@ -1,4 +1,4 @@
-"""One model over several devices with the usual loop's parts: a model, an optimizer, a loader of batches."""
+"""Train one model over several devices, from the parts of a usual script: model, optimizer, data loader."""
 
 from __future__ import annotations
 
@@ -23,28 +23,29 @@ BACKENDS = ("auto", "nccl", "gloo")
 
 
 class DistributedTrainer:
-    """Trains one model on `num_gpus` devices: a `LocalTrainer` with one node of so many devices.
+    """Trains one model on `num_gpus` devices. It is a `LocalTrainer` with one node of several devices.
 
-    Started by `python -m exogym.launch --nproc_per_node K` or torchrun, each process is one device. A single process
-    computes the same result, up to rounding, on one device, and says so. Each batch of the loader is divided over the
-    devices: a step is one step on the whole batch, as on one device.
+    Under `python -m exogym.launch --nproc_per_node K` or torchrun, each process is one device. A single process
+    computes the same result, up to rounding, on one device, and prints a notice. The devices share each batch of the
+    loader: a step is one step on the whole batch, as on one device.
 
     Args:
         model: as for `LocalTrainer`.
-        optimizer: one of torch's, made for this model's parameters, which gives its class and arguments; or what
-            strategies take, a name or an `OptimSpec`.
-        num_gpus: devices; None: as many as processes run this script, or as `node` has.
-        backend: "nccl" or "gloo" connects the processes; "auto": NCCL if each process has a GPU, otherwise gloo.
-            Without effect in one process.
-        node: another split than data parallelism with all sharded: a `NodeMesh`, or a `PipelineParallel`.
+        optimizer: a torch optimizer over this model's parameters, from which class and arguments are taken. Or a name
+            or an `OptimSpec`, as for strategies.
+        num_gpus: number of devices. None: the number of processes that run this script, or of `node`'s devices.
+        backend: "nccl" or "gloo" connects the processes. "auto": NCCL if each process has a GPU, otherwise gloo. A
+            single process ignores it.
+        node: how to split the model: a `NodeMesh` or a `PipelineParallel`. None: data parallel, with parameters,
+            gradients and optimizer state sharded.
         loss_fn: as for `LocalTrainer`.
 
     Attributes:
-        history: of the last `train`.
+        history: the last `train`'s records.
 
     Raises:
-        ArgumentError: an optimizer of other parameters, with several groups or that has stepped already; a number of
-            devices that differs from the processes' or from `node`; a backend that is not available.
+        ArgumentError: the optimizer has other parameters, several groups or earlier steps; the number of devices
+            differs from the number of processes or from `node`; or the backend is not available.
 
     >>> x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
     >>> loader = DataLoader(torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8, shuffle=True)
@@ -95,25 +96,25 @@ class DistributedTrainer:
         accumulation_steps: int = 1,
         seed: int = 0,
     ) -> nn.Module:
-        """Train for so many epochs, and return the model; of several processes the main one's holds the numbers.
+        """Train for `epochs` epochs and return the model. In several processes only the main one's has the result.
 
         Args:
-            train_loader: its data set, batch size, order (shuffled or not) and workers are taken over; it is not
-                iterated itself. A last, short batch of an epoch is a step too.
+            train_loader: gives data set, batch size, shuffling and workers. The loader itself is not iterated. An
+                epoch's last, short batch is a step, too.
             val_loader: its data set is evaluated after each epoch.
-            accumulation_steps: batches of a step.
-            seed: of the order and the model's random numbers.
+            accumulation_steps: batches per step.
+            seed: seed of the order and of the model's random numbers.
 
         Raises:
-            ArgumentError: a loader with its own sampler, without a batch size, or that drops batches.
+            ArgumentError: a loader has its own sampler, has no batch size, or drops batches.
             The errors of `LocalTrainer.fit`.
         """
         given = _parts_of(train_loader, "train_loader")
         validation = None if val_loader is None else _parts_of(val_loader, "val_loader")["dataset"]
         if world_size() == 1 and self.node.size > 1:
             notice(
-                f"one process simulates {self.node.size} devices: equal up to rounding, not faster; to train on them "
-                f"start this script with python -m exogym.launch --nproc_per_node {self.node.size}"
+                f"one process simulates {self.node.size} devices: equal up to rounding, not faster. To use real "
+                f"devices, start this script with python -m exogym.launch --nproc_per_node {self.node.size}"
             )
         trainer = LocalTrainer(self.model, given["dataset"], validation, loss_fn=self.loss_fn)
         try:
@@ -127,10 +128,10 @@ class DistributedTrainer:
 
 
 def spec_of(optimizer: Optimizer, model: nn.Module) -> OptimSpec:
-    """Return class and arguments of an optimizer over all that `model` trains.
+    """Return the class and arguments of an optimizer over all trained parameters of `model`.
 
     Raises:
-        ArgumentError: it has other parameters, several groups, or state.
+        ArgumentError: the optimizer has other parameters, several groups, or state.
 
     >>> model = nn.Linear(2, 1)
     >>> spec_of(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model)
@@ -139,7 +140,7 @@ def spec_of(optimizer: Optimizer, model: nn.Module) -> OptimSpec:
     name = type(optimizer).__name__
     if len(optimizer.param_groups) > 1:
         raise ArgumentError(
-            f"the {name} has {len(optimizer.param_groups)} groups of parameters: give OptimSpec({name.lower()!r}, "
+            f"the {name} has {len(optimizer.param_groups)} parameter groups: give OptimSpec({name.lower()!r}, "
             "groups=[(pattern, options), ...]) instead"
         )
     (group,) = optimizer.param_groups
@@ -147,31 +148,31 @@ def spec_of(optimizer: Optimizer, model: nn.Module) -> OptimSpec:
     if not trained <= given <= {id(p) for p in model.parameters()}:
         raise ArgumentError(f"the {name} does not hold the model's trained parameters: make it with model.parameters()")
     if optimizer.state:
-        raise ArgumentError(f"the {name} has stepped already, and its state would be lost: give a new one")
+        raise ArgumentError(f"the {name} has taken steps already, and its state would be lost: give a new optimizer")
     signature = inspect.signature(type(optimizer)).parameters
     options = {key: value for key, value in group.items() if key in signature and key != "params"}
     return OptimSpec(type(optimizer), **{k: v for k, v in options.items() if v != signature[k].default})
 
 
 def _parts_of(loader: DataLoader[Any], name: str) -> dict[str, Any]:
-    """Return the data set of a loader, its batch size, whether it shuffles, and its other arguments that differ.
+    """Return a loader's data set, batch size, shuffling, and its other arguments that are not the defaults.
 
     Raises:
-        ArgumentError: it is no loader, or one whose batches cannot be made again from these.
+        ArgumentError: `loader` is not a DataLoader, or these arguments cannot make its batches again.
     """
     if not isinstance(loader, DataLoader):
         raise ArgumentError(f"{name} is a {type(loader).__name__}, wanted a torch.utils.data.DataLoader")
     sampler = loader.sampler
     if loader.batch_size is None or isinstance(loader.dataset, IterableDataset):
-        raise ArgumentError(f"{name} has no batch_size, or a data set without a length: give it both")
+        raise ArgumentError(f"{name} has no batch_size, or its data set has no length: give both")
     if type(sampler) not in (RandomSampler, SequentialSampler) or getattr(sampler, "replacement", False):
         raise ArgumentError(
-            f"{name} has its own {type(sampler).__name__}, but examples are dealt to devices here; give shuffle=True "
-            "or False"
+            f"{name} has its own {type(sampler).__name__}, but the trainer deals examples to devices: give "
+            "shuffle=True or False instead"
         )
     if loader.drop_last and len(loader.dataset) % loader.batch_size:  # type: ignore[arg-type]
         raise ArgumentError(
-            f"{name} drops its last batch, but here the last batch is a short step: leave drop_last out"
+            f"{name} drops its last batch, but the trainer takes it as a short step: leave drop_last out"
         )
     kwargs: dict[str, Any] = {} if loader.collate_fn is default_collate else {"collate_fn": loader.collate_fn}
     kwargs |= {"num_workers": loader.num_workers} if loader.num_workers else {}
@@ -183,7 +184,7 @@ def _parts_of(loader: DataLoader[Any], name: str) -> dict[str, Any]:
 
 
 def _check_backend(backend: str) -> None:
-    """Raise ArgumentError unless `backend` is what the processes of this world talk through."""
+    """Raise ArgumentError unless the processes use `backend`."""
     own = "nccl" if torch.cuda.is_available() else "gloo"
     if backend not in ("auto", own):
-        raise ArgumentError(f"backend={backend!r}, but here processes talk through {own}: give 'auto' or {own!r}")
+        raise ArgumentError(f"backend={backend!r}, but the processes here use {own}: give 'auto' or {own!r}")

@@ -1,8 +1,8 @@
-"""The page over run folders: `serve` answers a browser on this machine, and reads what `exogym.runs` reads.
+"""The page that shows run folders in a browser: `serve`. It reads the same files as `exogym.runs`.
 
 >>> import tempfile
 >>> from pathlib import Path
->>> def ready(address: str) -> None:  # with the token behind it
+>>> def ready(address: str) -> None:  # the address ends with the token
 ...     print(address.startswith("http://127.0.0.1:"))
 ...     raise KeyboardInterrupt
 >>> with tempfile.TemporaryDirectory() as folder:

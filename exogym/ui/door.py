@@ -1,10 +1,11 @@
-"""Who may stay connected to the page: who brings the token, and others for a moment.
+"""Limits for connections that have not sent the token, so that strangers cannot block the page.
 
-Until a connection has brought the token (see `exogym.ui.guard`), it is a stranger's. A stranger is closed after
-`HEADER_S` seconds, whatever it has sent by then. Of one address `MOST_OF_ONE_ADDRESS` may wait, of all `MOST_WAITING`;
-where one more comes, the one that came first is closed. So there is always room for the next, and the page's owner
-needs it for one request only: from then on its connection counts no more. All of one machine come from one address,
-which is why nobody is turned away by it.
+A connection is a stranger until it sends the token (see `exogym.ui.guard`). The page closes a stranger after `HEADER_S`
+seconds, whatever it has sent. At most `MOST_OF_ONE_ADDRESS` strangers of one address and `MOST_WAITING` in total may
+wait. If one more connects, the page closes the oldest.
+
+So a new connection always has room. The owner needs this room for only one request, because a connection with the token
+no longer counts. All connections of one machine share an address, so no address is ever refused.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEADER_S = 10.0
 MOST_WAITING, MOST_OF_ONE_ADDRESS = 256, 128
-AT_ONCE = 16  # connections accepted before what others sent is read, which takes a few turns: fewer than may wait
-QUEUE = 1024  # connections that the system may hold until they are accepted
-LINE_S = 60.0  # between two lines of a log
+AT_ONCE = 16  # connections accepted before the next read of data; must be below the limits above
+QUEUE = 1024  # connections that the system holds until they are accepted
+LINE_S = 60.0  # seconds between two lines of a log
 LOG = logging.getLogger("uvicorn.error")
 Place = tuple[str, int]
 
 
 class Gate:
-    """The connections that have not brought the token, the oldest first."""
+    """The connections that have not sent the token, oldest first."""
 
     def __init__(self) -> None:
         self._waiting: dict[Place, Connection] = {}
@@ -50,26 +51,26 @@ class Gate:
             del self._waiting[connection.client]
 
     def know(self, client: Any) -> None:
-        """The connection of this client has brought the token."""
+        """Forget this client's connection: it has sent the token."""
         if client is not None:
             self._waiting.pop(tuple(client), None)
 
     def send_away_late(self, connection: Connection) -> None:
-        """Close a connection whose time is over, if it is a stranger's still."""
+        """Close a connection whose time is over, if it is still a stranger."""
         if connection.client is not None and self._waiting.get(connection.client) is connection:
             self._send_away(connection.client)
 
     def _send_away(self, place: Place) -> None:
         self._waiting.pop(place).transport.abort()
-        LOG.warning("a connection from %s was closed: it did not bring the token in time", place[0])
+        LOG.warning("closed a connection from %s: it did not send the token in time", place[0])
 
     def protocol(self) -> type[H11Protocol]:
-        """Return the protocol that uvicorn is to give each connection."""
+        """Return the protocol class for uvicorn's connections."""
         return type("Connection", (Connection,), {"door": self})
 
 
 class Connection(H11Protocol):
-    """A connection that stands at a `Gate` until it has brought the token."""
+    """A connection that waits at a `Gate` until it has sent the token."""
 
     door: Gate
     network = ""
@@ -88,9 +89,9 @@ class Connection(H11Protocol):
 
 
 class Seldom(logging.Filter):
-    """Lets each level of a log have one line in `LINE_S` seconds, and says how many it held back.
+    """Limits a log to one line per level in `LINE_S` seconds. The next line counts the dropped ones.
 
-    An error of the system, such as too many open files, comes without its traceback.
+    A system error, such as too many open files, has no traceback.
 
     >>> log = logging.getLogger("example")
     >>> with seldom(log):
@@ -116,7 +117,7 @@ class Seldom(logging.Filter):
 
 @contextlib.contextmanager
 def seldom(*logs: logging.Logger) -> Iterator[None]:
-    """Hold these logs to a line of each level in a minute."""
+    """Limit these logs to one line per level and minute."""
     filters = [(log, Seldom()) for log in logs]
     for log, one in filters:
         log.addFilter(one)
@@ -128,7 +129,7 @@ def seldom(*logs: logging.Logger) -> Iterator[None]:
 
 
 def _network(address: str) -> str:
-    """Return what counts as one address: of IPv6 the network of 64 bits, in which one host has them all.
+    """Return the key of an address. For IPv6 this is its /64 network, because one host may have all its addresses.
 
     >>> _network("127.0.0.1"), _network("2001:db8::1") == _network("2001:db8::2")
     ('127.0.0.1', True)

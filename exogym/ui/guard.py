@@ -1,9 +1,12 @@
-"""Who may talk to the page: the holder of the token, under a name of this machine, from no other site.
+"""Check each request to the page: its host name, its origin and its token.
 
-A page of another site can make a browser send requests here, and can point a name of its own at 127.0.0.1. So each
-request must name a host that is this one (a foreign name is 403), may have come from no other origin (403), and must
-bring the token (else 401): in the address once, from then on in a cookie that scripts cannot read and other sites do
-not make the browser send.
+Another site's page can make a browser send requests here, and can point its own host name at 127.0.0.1. So a request
+must meet three conditions:
+
+- Its host name is this machine's. Otherwise: status 403.
+- It does not come from another origin. Otherwise: 403.
+- It has the token. Otherwise: 401. The first address contains the token. Later requests send it in a cookie, which
+  scripts cannot read and which browsers do not send for other sites.
 """
 
 from __future__ import annotations
@@ -33,12 +36,12 @@ App = Callable[[Any, Any, Callable[[Message], Awaitable[None]]], Awaitable[None]
 
 
 class Guard:
-    """Stands before an ASGI application.
+    """Checks each request before an ASGI application gets it.
 
     Args:
-        host: the address that is listened on; a loopback one answers to loopback names only.
-        token: what a request must bring.
-        know: called with the client of each request that brings it.
+        host: the address to listen on. A loopback address accepts loopback names only.
+        token: the secret that a request must have.
+        know: called with the client of each request that has the token.
     """
 
     def __init__(self, app: App, host: str, token: str, know: Callable[[Any], object] = lambda client: None):
@@ -59,32 +62,32 @@ class Guard:
         await (answer or self.app)(scope, receive, send_with_headers)
 
     def refusal(self, request: Request) -> Response | None:
-        """Return the answer to a request that may not pass; None where it may."""
+        """Return the error response to a refused request; None: the request may pass."""
         if len(request.headers.getlist("host")) != 1 or not self.is_here(request.headers["host"]):
-            return _error(403, "this page does not answer to that host name: use the address that was printed")
+            return _error(403, "unknown host name: open the address that exogym ui printed")
         origin = request.headers.get("origin")
         if origin is not None and urlsplit(origin).netloc != request.headers["host"]:
             return _error(403, "requests from other sites are refused")
         if request.headers.get("sec-fetch-site") == "cross-site" and request.url.path != "/":
             return _error(403, "requests from other sites are refused")
         if request.method not in READS and origin is None and request.headers.get("x-exogym-token") is None:
-            return _error(403, "a change needs the header Origin or X-Exogym-Token")
+            return _error(403, "a change needs the header Origin or X-Exogym-Token: send one of them")
         asked = request.query_params.get("token")
         bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
         given = [asked, request.cookies.get(_cookie(request)), bearer, request.headers.get("x-exogym-token")]
         if not any(text and hmac.compare_digest(text.encode(), self.token.encode()) for text in given):
-            return _error(401, "the token is missing or wrong: open the address that was printed")
+            return _error(401, "the token is missing or wrong: open the address that exogym ui printed")
         self.know(request.scope.get("client"))
         if asked is not None and request.method in READS and not request.url.path.startswith("/api/"):
             others = [(name, x) for name, x in parse_qsl(request.url.query) if name != "token"]
-            path = "/" + request.url.path.lstrip("/\\")  # "//other.site" would lead there
+            path = "/" + request.url.path.lstrip("/\\")  # "//other.site" would lead to another site
             answer = RedirectResponse(path + (f"?{urlencode(others)}" if others else ""), 303)
             answer.set_cookie(_cookie(request), self.token, httponly=True, samesite="strict", path="/")
             return answer
         return None
 
     def is_here(self, host: str) -> bool:
-        """Say whether a Host header names this machine, as far as it listens.
+        """Return whether a Host header names this machine, on the address that the page listens on.
 
         >>> Guard(None, "127.0.0.1", "x").is_here("localhost:80"), Guard(None, "127.0.0.1", "x").is_here("site.org")
         (True, False)
@@ -98,11 +101,11 @@ class Guard:
         except ValueError:
             names = {"localhost"} if is_loopback(self.host) else {"localhost", self.host, socket.gethostname()}
             return name in {known.lower() for known in names}
-        return address.is_loopback or not is_loopback(self.host)  # nobody can point a number elsewhere
+        return address.is_loopback or not is_loopback(self.host)  # unlike a name, an address cannot be redirected
 
 
 def _cookie(request: Request) -> str:
-    """Return the cookie's name, which has the port in it: browsers give all ports of a host the same cookies."""
+    """Return the cookie's name. It contains the port, because browsers share cookies among a host's ports."""
     port = request.headers["host"].rpartition(":")[2]
     return f"{COOKIE}_{port if port.isascii() and port.isdigit() else 80}"
 

@@ -1,6 +1,6 @@
-"""Reads records and events of a run from where they were read up to, a piece at a time; nothing is held on to.
+"""Read a run's records and events in pieces, from the place where the last read ended. Nothing stays in memory.
 
-The records of a run are in the order of steps, so the first one after a step is found by halving the file.
+Records are in the order of steps. So a binary search in the file finds the first record after a step.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from exogym.core.record.schema import EVENT, LINE_BYTES, RECORD, check_length, r
 from exogym.errors import ArgumentError
 from exogym.logger import in_json
 
-PIECE_BYTES = 1 << 19  # read at once
-MARK_BYTES = 64  # before a place, by which it is known again
-NEAR_BYTES = 1 << 16  # less is not halved
-BACK_BYTES, BLOCK_BYTES = 4 << 20, 1 << 16  # from the end, in which the newest events are looked for
-ANSWER_BYTES = 1 << 18  # sent at once
+PIECE_BYTES = 1 << 19  # bytes of one read
+MARK_BYTES = 64  # bytes before a position, to recognize the file
+NEAR_BYTES = 1 << 16  # the binary search ends below this size
+BACK_BYTES, BLOCK_BYTES = 4 << 20, 1 << 16  # bytes from the end, searched for the newest events; bytes of one read
+ANSWER_BYTES = 1 << 18  # bytes of one part of an answer
 OF_A_NODE = re.compile(rb'"node"\s*:\s*\d')
 OF_A_CLOCK = re.compile(rb'"kind"\s*:\s*"clock"')
 Row = dict[str, Any]
@@ -30,7 +30,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Position:
-    """Up to where a file has been read: which file it was, how far, and the bytes before that."""
+    """How far a file has been read: the file, the offset, and the last bytes before it."""
 
     inode: int = -1
     offset: int = 0
@@ -38,12 +38,12 @@ class Position:
 
 
 def piece_after(path: Path, place: Position) -> tuple[list[bytes], Position, bool, bool]:
-    """Return the whole lines after a place, up to where they go, whether the file began anew, and whether more follow.
+    """Return the whole lines after a position, the new position, whether the file is new, and whether more follow.
 
-    The file began anew where it is another one, is shorter, or has other bytes before the place.
+    The file counts as new if it is another file, is shorter, or has other bytes before the position.
 
     Raises:
-        ArgumentError: a line is longer than any run writes.
+        ArgumentError: a line is longer than a run's lines can be.
     """
     try:
         with opened_plain(path) as file:
@@ -69,12 +69,12 @@ def piece_after(path: Path, place: Position) -> tuple[list[bytes], Position, boo
 
 
 def records_after(path: Path, step: int, is_model: bool) -> Iterator[tuple[Row | None, int]]:
-    """Yield the records of steps after one, as far as whole lines go, each with where it ends in the file.
+    """Yield the records after a step, each with its end in the file. An incomplete last line is left out.
 
-    With `is_model` those of the averaged model only: a line of a node is None, unread.
+    With `is_model`, yield None for a node's record, without parsing it.
 
     Raises:
-        ArgumentError: a record that no run writes.
+        ArgumentError: a line is not a valid record.
     """
     try:
         with opened_plain(path) as file:
@@ -94,14 +94,14 @@ def records_after(path: Path, step: int, is_model: bool) -> Iterator[tuple[Row |
 
 
 def _before(file: IO[bytes], step: int) -> int:
-    """Return where a line begins, near to and not behind the first record after a step."""
+    """Return the start of a line at or shortly before the first record after a step."""
     low, high = 0, file.seek(0, os.SEEK_END)
     if step < 0:
         return 0
     while high - low > NEAR_BYTES:
         middle = (low + high) // 2
         file.seek(middle)
-        file.readline(LINE_BYTES + 1)  # the rest of one
+        file.readline(LINE_BYTES + 1)  # the rest of a line
         begin = file.tell()
         row = row_of(file.readline(LINE_BYTES + 1), RECORD)
         if begin >= high or row is None or row["step"] > step:
@@ -112,7 +112,7 @@ def _before(file: IO[bytes], step: int) -> int:
 
 
 def step_reached(path: Path, after: int) -> int:
-    """Return the step of the newest whole record where none comes after a step; `after` where there is no record."""
+    """Return the newest whole record's step, at most `after`. Without a record, return `after`."""
     for line in _backwards(path):
         if (row := row_of(line, RECORD)) is not None:
             return min(int(row["step"]), after)
@@ -120,7 +120,7 @@ def step_reached(path: Path, after: int) -> int:
 
 
 def newest_events(path: Path, most: int) -> list[Row]:
-    """Return the newest events but clocks, in their order, as far as the last 4 MB of the file have them."""
+    """Return the newest events in the file's last 4 MB, in order, without clock events."""
     found: list[Row] = []
     for line in _backwards(path):
         if not OF_A_CLOCK.search(line) and (row := row_of(line, EVENT)) is not None:
@@ -131,11 +131,11 @@ def newest_events(path: Path, most: int) -> list[Row]:
 
 
 def _backwards(path: Path) -> Iterator[bytes]:
-    """Yield the whole lines of a file from its end, as far as `BACK_BYTES` reach."""
+    """Yield the whole lines in a file's last `BACK_BYTES` bytes, the last line first."""
     try:
         with opened_plain(path) as file:
             end = size = file.seek(0, os.SEEK_END)
-            rest: bytes | None = None  # of a line that begins further up; None: what comes last is torn, or nothing
+            rest: bytes | None = None  # end of a line that begins earlier; None: skip the incomplete last line
             while end > max(size - BACK_BYTES, 0):
                 begin = max(end - BLOCK_BYTES, size - BACK_BYTES, 0)
                 file.seek(begin)
@@ -151,9 +151,9 @@ def _backwards(path: Path) -> Iterator[bytes]:
 
 
 def as_text(path: Path, after: int, is_model: bool) -> Iterator[str]:
-    """Yield the answer to who wants every record, in parts: however many there are, few are held at a time.
+    """Yield all records after a step as JSON text, in parts, so that few records are in memory at a time.
 
-    A record that no run writes ends it, with the reason as `error`.
+    An invalid record ends the text; `error` then gives the reason.
     """
     last, parts, size, told = None, ['{"records": ['], 0, dict[str, Any]()
     try:
@@ -172,16 +172,19 @@ def as_text(path: Path, after: int, is_model: bool) -> Iterator[str]:
 
 
 def some_of(path: Path, after: int, is_model: bool, most: int, most_bytes: int | None) -> Row:
-    """Return about `most` records after a step: all evaluations of the averaged model as far as they fit, and others.
-
-    `last` is the step up to which they go, `more` whether later ones were not read, and `file` which file it is: a run
-    that goes on from an earlier step begins another.
+    """Return about `most` records after a step: evaluations in up to half of them, the others evenly spread.
 
     Args:
-        most_bytes: of the file to go through, about, and at least a whole step; None: all of it.
+        most_bytes: bytes of the file to read, about, and at least a whole step; None: the whole file.
+
+    Returns:
+        records: the records.
+        last: the last step read.
+        more: whether later records were not read.
+        file: identifies the file. A run that resumes at an earlier step starts a new file.
 
     Raises:
-        ArgumentError: a record that no run writes.
+        ArgumentError: a line is not a valid record.
     """
     thinner, begun, last = Thinner(most), None, None
     try:
@@ -201,7 +204,7 @@ def some_of(path: Path, after: int, is_model: bool, most: int, most_bytes: int |
 
 
 class Thinner:
-    """Keeps about `most` of many rows, in a memory that does not grow with their number.
+    """Keeps about `most` of many rows. Its memory does not grow with the number of rows.
 
     >>> thinner = Thinner(100)
     >>> for k in range(5000):
@@ -213,8 +216,8 @@ class Thinner:
 
     def __init__(self, most: int):
         self.most, self._count = most, 0
-        self._held: list[dict[int, Row]] = [{}, {}]  # by number of the row: those of nodes, and evaluations
-        self._seen, self._every = [0, 0], [1, 1]  # of each kind every so many-th is held
+        self._held: list[dict[int, Row]] = [{}, {}]  # other records, evaluations; number of the row -> row
+        self._seen, self._every = [0, 0], [1, 1]  # rows of each kind so far; every n-th row is held
         self._last: dict[int, Row] = {}
 
     def take(self, row: Row) -> None:
@@ -234,7 +237,7 @@ class Thinner:
 
 
 def thinned(rows: list[Row], most: int) -> list[Row]:
-    """Return at most about `most` rows: all evaluations of the averaged model, as far as they fit, and others evenly.
+    """Return at most about `most` rows: evaluations in up to half of them, the others evenly spread.
 
     >>> len(thinned([{"step": k} for k in range(1000)], 100)), thinned([{"step": 1}], 5)
     (100, [{'step': 1}])

@@ -1,4 +1,4 @@
-"""What repeats a run: the command that started it, and a snippet of Python."""
+"""Commands and Python snippets that repeat a run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Row = dict[str, Any]
 
 
 def command_of(about: Mapping[str, Any]) -> str:
-    """Return the command line that started a run, as a shell takes it; "" where it is not known.
+    """Return the command line that started a run, quoted for a shell. "" if it is unknown.
 
     >>> command_of({"command": ["/usr/bin/exogym", "compare", "--strategies", "ddp,diloco:H=5", "--name", "it's"]})
     'exogym compare --strategies ddp,diloco:H=5 --name \\'it\\'"\\'"\\'s\\''
@@ -40,16 +40,17 @@ def command_of(about: Mapping[str, Any]) -> str:
 
 
 def snippet_of(path: Path, about: Mapping[str, Any]) -> str:
-    """Return Python that repeats the run of a folder; "" where nobody can say how.
+    """Return Python code that repeats the run in a folder. "" if this is not possible.
 
-    A run of a comparison or sweep is a comparison of one strategy from one seed. Any other is its script, run again.
+    A run of a comparison or sweep becomes a comparison of one strategy with one seed. Any other run is its script, run
+    again.
     """
     kind, above = what_is(path.parent)
     given = above.get("arguments")
     if kind != "run" and given is not None and given.get("problem") is not None:
         try:
             return _comparison(path, kind, above, given)
-        except ArgumentError:  # a cell that no sweep has
+        except ArgumentError:  # not a valid cell
             return ""
     words, folder = _words(about), about.get("folder")
     if not words or not words[0].endswith(".py") or not isinstance(folder, str) or Path(words[0]).name == "__main__.py":
@@ -57,7 +58,7 @@ def snippet_of(path: Path, about: Mapping[str, Any]) -> str:
     return (
         "import os\nimport runpy\nimport sys\n\n"
         f"os.chdir({folder!r})\nsys.argv = {words!r}\n"
-        "# The script's run_dir holds this run: let it name another one.\n"
+        "# The script's run_dir holds this run: change it to a new folder.\n"
         f"runpy.run_path({words[0]!r}, run_name='__main__')\n"
     )
 
@@ -68,13 +69,13 @@ def _words(about: Mapping[str, Any]) -> list[str]:
 
 
 def seeds_of(arguments: Mapping[str, Any]) -> list[int]:
-    """Return the seeds that a comparison or sweep was asked for: it says how many, or which."""
+    """Return the seeds of a comparison or sweep. Its arguments give their number or a list."""
     seeds = arguments.get("seeds")
     return list(range(seeds)) if isinstance(seeds, int) else list(seeds or [])
 
 
 def _comparison(path: Path, kind: str, above: Row, given: Row) -> str:
-    """Return Python that repeats one run of a comparison or sweep; "" where the folder is none of its runs."""
+    """Return Python code that repeats one run of a comparison or sweep. "" if the folder is not its run."""
     entries: Row = above.get("cells" if kind == "sweep" else "strategies") or {}
     known = Folder(path.parent, entries)
     found = [(label, seed) for label in entries for seed in seeds_of(given) if known.child(label, seed) == path]
@@ -85,10 +86,10 @@ def _comparison(path: Path, kind: str, above: Row, given: Row) -> str:
     if kind == "sweep":
         strategy, own = arguments_of(in_full(entries[strategy]), str(given.get("strategy")))
     given = in_full(given)
-    plain = vars(RunOptions())  # what is passed on to runs, with the defaults
+    plain = vars(RunOptions())  # options of runs with their defaults
     objects = [n for n in plain if n not in PASSED_AS_TEXT or isinstance(given.get(n), dict)]
     if any(given.get(name) is not None for name in objects):
-        return ""  # a value that is no text, as `faults`
+        return ""  # an object cannot be written as text, such as `faults`
     names = (*OF_A_COMPARISON, *PASSED_AS_TEXT)
     options: Row = {name: given[name] for name in names if given.get(name) not in (None, plain.get(name))} | own
     words = [repr(given["problem"]), repr(strategy), f"seeds=[{seed}]"]
@@ -101,7 +102,7 @@ def _comparison(path: Path, kind: str, above: Row, given: Row) -> str:
 
 
 def folder_of(about: Mapping[str, Any]) -> tuple[str, list[str]] | None:
-    """Return the folder and the words of the script that a run was started by, where it is there; else None."""
+    """Return the folder and command of the script that started a run. None if the script does not exist."""
     words, folder = _words(about), about.get("folder")
     if not words or not isinstance(folder, str) or not words[0].endswith(".py"):
         return None

@@ -1,14 +1,20 @@
-"""The page's server: its addresses, and how it is started.
+"""The page's server: `serve`, and its addresses.
 
-GET /                            the page; its files lie in static/
-GET /api/runs                    all runs, comparisons and sweeps, as `exogym.runs.list` has them
-GET /api/runs/NAME               one: description, status, summary, events, notes, what repeats it
-GET /api/runs/NAME/records       its records; ?after=K: of steps after K, ?node=none: of the averaged model only,
-                                 ?most=N: about N of them, then also ?most_bytes=B: from about B bytes of the file
-GET /api/runs/NAME/nodes         what each node did over steps; timeline: when; grid: the cells of a sweep; hosts: how
-                                 they are, see `exogym.ui.views` and `exogym.machines.remote.health`
-GET /api/hosts                   the newest runs on hosts, with these
-GET /api/events                  server-sent: the list, when it has changed
+GET  /                            the page; its files are in static/
+GET  /api/runs                    all runs, comparisons and sweeps, as from `exogym.runs.list`
+GET  /api/runs/NAME               one run: description, status, summary, events, notes, how to repeat it
+GET  /api/runs/NAME/records       its records; ?after=K: of steps after K, ?node=none: of the averaged model only,
+                                  ?most=N: about N records, and then ?most_bytes=B: from about B bytes of the file
+GET  /api/runs/NAME/nodes         each node's losses and shares of time over steps (see `exogym.ui.views`)
+GET  /api/runs/NAME/timeline      the first spans of its timeline
+GET  /api/runs/NAME/grid          a sweep's cells
+GET  /api/runs/NAME/hosts         the state of its hosts (see `exogym.machines.remote.health`)
+GET  /api/hosts                   the newest runs on hosts, with their hosts
+GET  /api/events                  server-sent events: the list of runs, each time it changes
+GET  /api/forms                   the commands that the page may start, with their options
+GET  /api/started                 the commands that the page has started, with their output
+POST /api/start                   start a command
+POST /api/runs/NAME/stop          stop a run; resume: continue it; notes: write its note and tags
 """
 
 from __future__ import annotations
@@ -52,19 +58,19 @@ from exogym.ui.starting import CannotStart, Form, Starter
 from exogym.ui.views import grid_of, timeline_of
 
 STATIC = Path(__file__).parent / "static"
-PAUSE_S = 1.0  # between looks for what is to be sent
-MOST_EVENTS = 500  # of a run, the newest
-MOST_POINTS = 20_000  # of a curve that is thinned out
-MOST_WATCHED = 20  # runs on hosts, the newest
-LEAST_TOKEN = 16
-PORTS_TRIED = 20  # from the one that was asked for
+PAUSE_S = 1.0  # seconds between two checks for a changed list
+MOST_EVENTS = 500  # newest events of a run
+MOST_POINTS = 20_000  # records in an answer to ?most=
+MOST_WATCHED = 20  # newest runs on hosts
+LEAST_TOKEN = 16  # characters
+PORTS_TRIED = 20  # the asked port and those after it
 MOST_BODY = 1 << 16  # bytes of a form
 
 
 def _listening(host: str, port: int) -> socket.socket:
-    """Return a socket that listens at a port, or at the next free one, and then say so."""
+    """Return a socket that listens at a port, or at the next free port. Print a notice in the second case."""
     if not 0 <= port < 65536:
-        raise ArgumentError(f"port {port} must be from 0 to 65535: give another --port")
+        raise ArgumentError(f"port={port} must be from 0 to 65535: give another --port")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for place in range(port, min(port + PORTS_TRIED, 65536)):
         try:
@@ -76,7 +82,7 @@ def _listening(host: str, port: int) -> socket.socket:
         if place != port:
             notice(f"port {port} is taken: using {place}")
         return sock
-    raise ArgumentError(f"{host}: port {port} and the {PORTS_TRIED - 1} after it are taken: give another --port")
+    raise ArgumentError(f"{host}: port {port} and the {PORTS_TRIED - 1} ports after it are taken: give another --port")
 
 
 def serve(
@@ -84,24 +90,25 @@ def serve(
     ready: Callable[[str], object] = print, forms: Callable[[], Mapping[str, Form]] | None = None,
     allow_code: bool = False,
 ) -> None:  # fmt: skip
-    """Answer until interrupted; `ready` is called with the address to open.
+    """Serve the page until interrupted.
 
     Args:
-        folder: of the runs; it need not be there yet.
-        port: 0: any that is free. Where it is taken, the next free one of `PORTS_TRIED`, which is said.
-        host: an address that others reach needs a `token`.
-        token: at least 16 characters; None: one drawn at random.
-        forms: returns the commands that may be started, with their options: they load torch, a page that is read does
-            not. None: the page only reads.
-        allow_code: whether they may name code and files.
+        folder: the folder with the runs. It may be missing.
+        port: 0: any free port. If the port is taken, the next free port of 20; a notice names it.
+        host: the address to listen on. An address that others can reach needs a `token`.
+        token: at least 16 characters; None: a random token.
+        ready: called with the address to open.
+        forms: returns the commands that the page may start, with their options. It loads torch, so it is called only
+            when a form is first needed. None: the page only reads.
+        allow_code: forms may name code and files.
 
     Raises:
-        ArgumentError: no token for an address that others reach, or an address that cannot be had.
+        ArgumentError: no token for an address that others can reach, a short token, or an address that cannot be used.
     """
     if token is None and not is_loopback(host):
-        raise ArgumentError(f"host={host!r} can be reached by others: give a token of your own, or leave host out")
+        raise ArgumentError(f"host={host!r} can be reached by others: give your own token, or leave host out")
     if token is not None and len(token) < LEAST_TOKEN:
-        raise ArgumentError(f"token: {len(token)} characters can be guessed: give at least {LEAST_TOKEN}")
+        raise ArgumentError(f"token has {len(token)} characters, which can be guessed: give at least {LEAST_TOKEN}")
     token = token or secrets.token_urlsafe(24)
     with _listening(host, port) as sock:
         name = f"[{host}]" if ":" in host else host
@@ -109,9 +116,9 @@ def serve(
         over, door = threading.Event(), Gate()
         config = uvicorn.Config(
             application(RunShelf(folder), host, token, starter, over, door.know), log_level="warning",
-            log_config=None,  # uvicorn's would close the handlers that this process has
+            log_config=None,  # uvicorn's own configuration would close this process's handlers
             server_header=False, lifespan="off", timeout_graceful_shutdown=1, ws="none", loop="asyncio",
-            http=door.protocol(), backlog=AT_ONCE, proxy_headers=False,  # the same whatever else is installed
+            http=door.protocol(), backlog=AT_ONCE, proxy_headers=False,  # fixed: other packages change nothing
         )  # fmt: skip
         ready(f"http://{name}:{sock.getsockname()[1]}/?token={token}")
         with seldom(LOG, logging.getLogger("asyncio")), _quiet(over):
@@ -119,7 +126,7 @@ def serve(
 
 
 class _PageServer(uvicorn.Server):
-    """Sets `over` as soon as it is asked to end; accepts `AT_ONCE` connections, and has the system keep `QUEUE`."""
+    """Sets `over` at the first signal to end. Accepts `AT_ONCE` connections at a time; the system queues `QUEUE`."""
 
     def __init__(self, config: uvicorn.Config, over: threading.Event):
         super().__init__(config)
@@ -137,7 +144,7 @@ class _PageServer(uvicorn.Server):
 
 @contextlib.contextmanager
 def _quiet(over: threading.Event) -> Iterator[None]:
-    """While entered, uvicorn logs nothing once it is `over`: it cuts off what browsers still wait for, with a trace."""
+    """Silence uvicorn's log once `over` is set. It then cuts open answers off and would log tracebacks."""
 
     def keep(record: logging.LogRecord) -> bool:
         return not over.is_set()
@@ -153,10 +160,12 @@ def application(
     shelf: RunShelf, host: str, token: str, starter: Starter | None = None, over: threading.Event | None = None,
     know: Callable[[Any], object] = lambda client: None,
 ) -> Any:  # fmt: skip
-    """Return the page as an ASGI application, behind its guard; without a starter it only reads.
+    """Return the page as an ASGI application behind a `Guard`.
 
-    What it sends without end, it ends once it is `over`. `know` is called with the client of each request that brings
-    the token.
+    Args:
+        starter: starts commands; None: the page only reads.
+        over: once this event is set, endless answers end.
+        know: called with the client of each request that has the token.
     """
     is_over = threading.Event() if over is None else over
 
@@ -177,7 +186,7 @@ def application(
         try:
             run = runs.stand(path)
         except ArgumentError as error:
-            raise HTTPException(404, "there is no such run") from error
+            raise HTTPException(404, f"found no run {name!r}") from error
         found = {
             "name": name, "state": run.state, "kind": "run", "description": run.description, "status": run.status,
             "summary": run.summary, "command": command_of(run.about), "versions": run.about.get("versions"),
@@ -220,20 +229,20 @@ def application(
         return JSONResponse([] if starter is None else starter.started())
 
     async def told(request: Request) -> dict[str, Any]:
-        """Return the object of JSON that a request brings."""
+        """Return the JSON object in a request's body."""
         if not request.headers.get("content-type", "").startswith("application/json"):
-            raise HTTPException(415, "wanted JSON")
+            raise HTTPException(415, "the body must be JSON: send Content-Type application/json")
         text = b""
         async for part in request.stream():
             text += part
             if len(text) > MOST_BODY:
-                raise HTTPException(413, "that is too long")
+                raise HTTPException(413, f"the body is too long: send at most {MOST_BODY} bytes")
         try:
             asked = json.loads(text)
         except (ValueError, RecursionError):
-            raise HTTPException(400, "wanted JSON") from None
+            raise HTTPException(400, "the body is not valid JSON") from None
         if not isinstance(asked, dict):
-            raise HTTPException(400, "wanted an object")
+            raise HTTPException(400, "the body must be a JSON object")
         return asked
 
     async def start(request: Request) -> Response:
@@ -247,12 +256,12 @@ def application(
         try:
             now = Notes(asked.get("tags", ()), asked.get("note", ""))
             if not await run_in_threadpool(_is_listed, shelf, request):
-                raise HTTPException(404, "there is no such run")
+                raise HTTPException(404, f"found no run {request.path_params['name']!r}")
             await run_in_threadpool(write_notes, path, now)
         except ArgumentError as error:
             raise HTTPException(400, str(error)) from None
         except TypeError:
-            raise HTTPException(400, "tags should be a list of texts") from None
+            raise HTTPException(400, "tags must be a list of texts") from None
         except OSError as error:
             raise HTTPException(409, f"the notes cannot be written: {error.strerror}") from None
         shelf.forget()
@@ -276,7 +285,7 @@ def application(
     def failed(request: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException):
             return JSONResponse({"error": error.detail}, error.status_code)
-        return JSONResponse({"error": in_json(str(error))}, 409)  # what lies there is none that a run has written
+        return JSONResponse({"error": in_json(str(error))}, 409)  # the files are not a run's
 
     routes = [
         Route("/", index), Route("/api/runs", all_runs), Route("/api/events", events),
@@ -295,13 +304,13 @@ def application(
 def _folder(shelf: RunShelf, request: Request) -> Path:
     path = shelf.folder(request.path_params["name"])
     if path is None:
-        raise HTTPException(404, "there is no such run")
+        raise HTTPException(404, f"found no run {request.path_params['name']!r}")
     return path
 
 
 def _own(starter: Starter | None) -> Starter:
     if starter is None:
-        raise HTTPException(403, "this page only reads: it was started with --read-only")
+        raise HTTPException(403, "this page only reads: start exogym ui without --read-only")
     return starter
 
 
@@ -310,7 +319,7 @@ def _is_listed(shelf: RunShelf, request: Request) -> bool:
 
 
 def _watched(shelf: RunShelf) -> Iterator[dict[str, Any]]:
-    """Yield the newest runs whose hosts are watched, with how these are."""
+    """Yield the newest runs on hosts, with their hosts' states."""
     left = MOST_WATCHED
     for row in shelf.all():
         path = shelf.folder(row["name"]) if "/" not in row["name"] else None
@@ -327,11 +336,11 @@ def _whole(request: Request, name: str) -> int | None:
     try:
         return int(text)
     except ValueError:
-        raise HTTPException(400, f"{name} should be a whole number") from None
+        raise HTTPException(400, f"{name}={text!r} must be a whole number") from None
 
 
 async def _changes(shelf: RunShelf, over: threading.Event) -> AsyncIterator[str]:
-    """Yield the list of runs, as server-sent events, when it changes; else a comment, which shows a gone reader."""
+    """Yield the list of runs as a server-sent event when it changes. Otherwise a comment, to detect closed browsers."""
     before = None
     while not over.is_set():
         now = json.dumps(await run_in_threadpool(shelf.all))

@@ -1,6 +1,6 @@
-"""What the page knows of the runs folder; read again when it may have changed, and seldom where that takes long.
+"""The page's view of the runs folder. It is read again when it may have changed; slow folders are read less often.
 
-No file is read under a lock, so nobody waits for somebody else's run.
+No file is read under a lock, so a request never waits for another request's run.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from exogym.study import runs
 from exogym.ui.lines import OF_A_CLOCK, OF_A_NODE, PIECE_BYTES, Position, piece_after
 from exogym.ui.views import NodesPicture
 
-SHARE = 5  # a list that took a second is kept for so many
-CACHE_BYTES = 64 << 20  # of pictures that are kept
+SHARE = 5  # a list that took 1 s to read is kept for 5 s
+CACHE_BYTES = 64 << 20  # bytes of kept pictures
 Row = dict[str, Any]
 
 
 class RunShelf:
-    """The runs below `top`."""
+    """The runs in the folder `top`."""
 
     def __init__(self, top: Path):
         self.top = top
         self._lock = threading.Lock()
         self._listed: list[Row] = []
-        self._due, self._age, self._asked = 0.0, -1, 0  # when to look again; what the list is of; what is wanted
-        self._looking: int | None = None  # what somebody looks for now
+        self._due, self._age, self._asked = 0.0, -1, 0  # time of the next read; the list's version; the wanted version
+        self._looking: int | None = None  # the version that a thread reads now
         self._found = threading.Condition(self._lock)
         self._pictures: OrderedDict[str, _Followed] = OrderedDict()
 
     def all(self) -> list[Row]:
-        """Return all runs as JSON has them. While one looks, the others have the list of before, if it will do."""
+        """Return all runs as JSON values. While one thread reads the folder, others may get the last list."""
         with self._found:
             while self._looking == self._asked or time.monotonic() < self._due:
                 if self._age == self._asked:
@@ -61,12 +61,12 @@ class RunShelf:
         return found
 
     def forget(self) -> None:
-        """Look anew the next time: something has just been changed from here."""
+        """Read the folder again at the next request, because the page has changed something."""
         with self._lock:
             self._asked += 1
 
     def folder(self, name: str) -> Path | None:
-        """Return the folder of a run; None where the name is none of a folder in `top`, or leads out of it.
+        """Return a run's folder. None if `top` has no such folder, or if the name leads out of `top`.
 
         >>> RunShelf(Path("runs")).folder("../etc") is None
         True
@@ -79,13 +79,13 @@ class RunShelf:
         return path if inside and path.is_dir() else None
 
     def nodes(self, path: Path, most_bytes: int | None = None) -> Row:
-        """Return what the nodes of a run did (`NodesPicture`), and `more`: whether some of its files is yet to be read.
+        """Return the picture of a run's nodes (`NodesPicture`), and `more`: whether its files have unread lines.
 
         Args:
-            most_bytes: to read now, about; None: all there is.
+            most_bytes: bytes to read now, about; None: everything.
 
         Raises:
-            ArgumentError: a record or event that no run writes.
+            ArgumentError: a record or event is not valid.
         """
         with self._lock:
             followed = self._pictures.setdefault(os.fspath(path), _Followed(path))
@@ -101,7 +101,7 @@ class RunShelf:
 
 
 class _Followed:
-    """The picture of a run's nodes; what is added to its files is read, and no more."""
+    """The picture of a run's nodes. Each call reads only new lines of the run's files."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -113,7 +113,7 @@ class _Followed:
         self._places = {"records.jsonl": Position(), "events.jsonl": Position()}
 
     def advance(self) -> bool:
-        """Read a piece of each file; say whether there is more."""
+        """Read a piece of each file; return whether more follows."""
         return any([self._read("records.jsonl"), self._read("events.jsonl")])
 
     def _read(self, name: str) -> bool:
@@ -122,7 +122,7 @@ class _Followed:
         lines, reached, is_anew, is_more = piece_after(self.path / name, place)
         rows = [row for line in lines if wanted.search(line) and (row := row_of(line, kinds)) is not None]
         with self._lock:
-            if self._places[name] is not place:  # somebody else has read it
+            if self._places[name] is not place:  # another thread has read it
                 return True
             if is_anew:
                 self._begin()

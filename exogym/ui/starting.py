@@ -1,7 +1,7 @@
-"""Starting, stopping and going on with runs, comparisons and sweeps from the page.
+"""Start, stop and resume runs, comparisons and sweeps from the page.
 
-What a form sends becomes arguments of `exogym`, one word each, never a shell's text. What is started has a session of
-its own, so it outlives the page; it is found again by its folder.
+A form's values become arguments of `exogym`, one word each. No shell reads them. Each started process has its own
+session, so it outlives the page. The page finds it again by its folder.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from exogym.errors import ArgumentError, ExoGymError, check_choice, nearest
 from exogym.study.runs import what_is
 from exogym.ui.repeat import folder_of
 
-LOGS = ".started"  # in the runs folder: what they print
+LOGS = ".started"  # in the runs folder: outputs of started commands
 TAIL_BYTES = 4096
-PATIENCE_S = 10.0  # for the process of what has just stopped
-MOST_TEXT = 2000  # characters of a value
-FILE = re.compile(r"[/\\]|\.[A-Za-z]{2}")  # a path, or the end of a file's name
-Form = Sequence[Mapping[str, Any]]  # of each option: name, flag, help, default, required, multiple, is_flag
+PATIENCE_S = 10.0  # seconds to wait for the end of a process that has just stopped
+MOST_TEXT = 2000  # characters of an option's value
+FILE = re.compile(r"[/\\]|\.[A-Za-z]{2}")  # a path or a file's ending
+Form = Sequence[Mapping[str, Any]]  # options, each with name, flag, help, default, required, multiple, is_flag
 
 
 class CannotStart(ExoGymError):
-    """The page was started so that this is not allowed."""
+    """The options of `exogym ui` do not allow this start."""
 
 
 @dataclass
@@ -44,8 +44,9 @@ class Starter:
     """Starts `exogym` commands whose results go into `top`.
 
     Args:
-        read_forms: returns {command: its options}; called once, when somebody first needs them.
-        allow_code: whether code and files that a form names may be loaded.
+        top: the folder with the runs.
+        read_forms: returns {command: its options}. It is called once, at the first use.
+        allow_code: forms may name code and files to load.
     """
 
     top: Path
@@ -59,11 +60,11 @@ class Starter:
         return self.read_forms()
 
     def start(self, command: Any, options: Any) -> int:
-        """Start a command, and return the number of its process.
+        """Start a command and return its process id.
 
         Raises:
-            ArgumentError: an option that the command does not have, or a value that is no plain text.
-            CannotStart: it names code or files, and that is not allowed.
+            ArgumentError: the command or an option is unknown, or a value is not plain text or a number.
+            CannotStart: a value names code or a file without `allow_code`.
         """
         check_choice("command", command, self.forms)
         words = self.arguments(command, options)
@@ -71,13 +72,13 @@ class Starter:
         return self._start(command, [command, *words, f"--out={out}"])
 
     def arguments(self, command: str, options: Any) -> list[str]:
-        """Return the words of a command line, one for each value, so that no value is taken for an option."""
+        """Return one word --option=value per value, so that no value can be read as an option."""
         if not isinstance(options, dict):
-            raise ArgumentError(f"options={options!r} should be an object of option and value")
+            raise ArgumentError(f"options={options!r} must be a JSON object {{option: value}}")
         known, words = {option["name"]: option for option in self.forms[command]}, list[str]()
         for name, given in options.items():
             if name not in known:
-                raise ArgumentError(f"{command} has no option {name!r} here: {nearest(str(name), known)}")
+                raise ArgumentError(f"{command} has no option {name!r} on this page: {nearest(str(name), known)}")
             flag = known[name]["flag"]
             if known[name]["is_flag"]:
                 words += [flag] if given is True else []
@@ -85,27 +86,29 @@ class Starter:
             for value in given if isinstance(given, list) else [given]:
                 text = str(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else ""
                 if not text or len(text) > MOST_TEXT or not text.isprintable():
-                    raise ArgumentError(f"{name}={value!r} should be a line of text or a number")
+                    raise ArgumentError(
+                        f"{name}={value!r} must be a number or one line of text, at most {MOST_TEXT} characters"
+                    )
                 is_code = (name == "dataset" and ":" in text) or name == "data" or FILE.search(text)
                 if is_code and not self.allow_code:
                     raise CannotStart(
-                        f"{name}={text!r} names code or a file: start the page with --allow-code to allow that"
+                        f"{name}={text!r} names code or a file: start exogym ui with --allow-code to allow it"
                     )
                 words.append(f"{flag}={text}")
         return words
 
     def resume(self, path: Path) -> int:
-        """Go on with the comparison or sweep of a folder, or with a run whose script is there.
+        """Resume a folder's comparison or sweep, or a run whose script exists. Return the process id.
 
         Raises:
-            ArgumentError: there is nothing to go on with, or it was started from Python without a script.
-            CannotStart: as `start`; a script is code.
+            ArgumentError: it still runs, has ended, or was started from Python without a script.
+            CannotStart: as in `start`; a script is code, too.
         """
         kind, about = what_is(path)
         until = time.monotonic() + (0.0 if about.get("state") == "running" else PATIENCE_S)
         while _is_running(path):
             if time.monotonic() >= until:
-                raise ArgumentError(f"{path.name} is running")
+                raise ArgumentError(f"{path.name} is running: stop it first")
             time.sleep(0.05)
         saved = about.get("arguments")
         if not isinstance(saved, dict):
@@ -123,42 +126,42 @@ class Starter:
             given["axes"] = [f"{name}={_values(values)}" for name, values in (saved.get("axes") or {}).items()]
         seeds = given.get("seeds")
         if isinstance(seeds, list) or not isinstance(given["dataset"], str):
-            raise ArgumentError(f"{path.name} was started from Python: go on there, with resume=True")
+            raise ArgumentError(f"{path.name} was started from Python: continue it there with resume=True")
         if isinstance(given.get("speeds"), list):
             given["speeds"] = ",".join(map(str, given["speeds"]))
         return self._start(command, [command, *self.arguments(command, given), f"--out={path}", "--resume"])
 
     def _run_again(self, path: Path, about: Mapping[str, Any]) -> int:
-        """Start the script of a run again, which is told to go on (`training.options.asked_to_go_on`)."""
+        """Start a run's script again. An environment variable makes it resume (`training.options.asked_to_go_on`)."""
         if path.parent != self.top:
-            raise ArgumentError(f"{path.name} goes on with what it belongs to: resume {path.parent.name}")
+            raise ArgumentError(f"{path.name} is part of {path.parent.name}: resume {path.parent.name}")
         if read_status(path).get("state") == "done":
-            raise ArgumentError(f"{path.name} has come to its end")
+            raise ArgumentError(f"{path.name} has trained all its steps: there is nothing to resume")
         found = folder_of(about)
         if found is None:
-            raise ArgumentError(f"{path.name} names no script that is still there: go on with it by resume=True")
+            raise ArgumentError(f"{path.name} has no script to start: continue it from Python with resume=True")
         if not self.allow_code:
             raise CannotStart(
-                f"{path.name} is a script's, which is code: start the page with --allow-code to allow that"
+                f"{path.name} belongs to a script, which is code: start exogym ui with --allow-code to allow it"
             )
         folder, words = found
         return self._begin(path.name, words, folder, {RESUME: os.path.realpath(path)})
 
     def stop(self, path: Path) -> int:
-        """Ask the process of a run, comparison or sweep of this machine to stop; return its number.
+        """Ask the process of a run, comparison or sweep to stop; return its id.
 
         Raises:
-            ArgumentError: none of it runs here.
+            ArgumentError: no such process runs on this machine.
         """
         kind, process = _process(path)
         if process is None or is_alive(process) is not True:
-            raise ArgumentError(f"{path.name} has no process here that runs")
+            raise ArgumentError(f"{path.name} does not run on this machine: there is nothing to stop")
         pid = int(process["pid"])
         os.kill(pid, signal.SIGINT if kind == "sweep" else signal.SIGTERM)
         return pid
 
     def started(self) -> list[dict[str, Any]]:
-        """Return what was started since the page runs, the newest first, with what it printed last."""
+        """Return the commands started since the page runs, newest first, each with the end of its output."""
         with self._lock:
             return [
                 {
@@ -185,7 +188,7 @@ class Starter:
 
 
 def _process(path: Path) -> tuple[str, dict[str, Any] | None]:
-    """Return what a folder is, and the process that it names."""
+    """Return a folder's kind (run, comparison, sweep) and the process in its files, or None."""
     kind, about = what_is(path)
     process = (read_status(path) if kind == "run" else about).get("process") or {}
     return kind, process if process.get("pid") is not None else None

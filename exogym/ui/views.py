@@ -1,4 +1,4 @@
-"""What the page draws of a run beside its curves, cut down to what a screen shows: nodes over steps, timeline, grid."""
+"""The page's pictures beside the curves: nodes over steps, timeline, grid. Their data fits on a screen."""
 
 from __future__ import annotations
 
@@ -19,19 +19,22 @@ from exogym.study.compare.folder import Folder
 from exogym.ui.repeat import seeds_of
 
 MOST_NODES = 64
-MOST_COLUMNS = 300  # steps of the picture of nodes
+MOST_COLUMNS = 300  # columns of the nodes' picture
 MOST_HELD = 2 * MOST_COLUMNS
 MOST_SPANS = 4000
-MOST_RUNS = 100_000  # of a grid
+MOST_RUNS = 100_000  # in a grid
 SHARES = ("computing", "sending", "waiting", "down")
 Row = dict[str, Any]
 
 
 def nodes_of(records: Iterable[Row], events: Iterable[Row]) -> Row:
-    """Return what each node did over steps, at most 300 columns of at most 64 nodes.
+    """Return each node's losses and shares of time over steps, in at most 300 columns for at most 64 nodes.
 
-    steps, nodes; loss: a row for each node, null where it was absent; and where the run has a clock, share_steps and
-    shares: by part, the share of a node's time since the column before.
+    Returns:
+        steps, nodes: the columns and rows.
+        of: the number of all nodes.
+        loss: a list per node; None where the node was absent.
+        share_steps, shares: for a run with a clock, each part's share of a node's time since the column before.
     """
     picture = NodesPicture()
     for row in records:
@@ -42,23 +45,27 @@ def nodes_of(records: Iterable[Row], events: Iterable[Row]) -> Row:
 
 
 class NodesPicture:
-    """What `nodes_of` returns, of records and events that come one by one; its size does not grow with the run's.
+    """Builds the result of `nodes_of` from records and events one by one. Its size does not grow with the run.
 
-    It holds up to twice the columns that are shown. Where one more comes, each two become one, with the later values.
+    It holds up to twice the columns shown. When it is full, each two columns become one, with the later values.
     """
 
     def __init__(self) -> None:
-        self._steps: list[int] = []  # the first of each column
-        self._each, self._filled, self._step = 1, 0, -1  # steps of a column, of the last one so far, the newest step
-        self._loss: dict[int, np.ndarray] = {}  # of the first nodes
-        self._last = -1  # of these
-        self._seen, self._of = bytearray(), 0  # which nodes there are, a bit each, and how many
-        self._told: list[tuple[Any, np.ndarray]] = []  # step and (parts, nodes), of each so many clocks
+        self._steps: list[int] = []  # first step of each column
+        self._each, self._filled, self._step = (
+            1,
+            0,
+            -1,
+        )  # steps per column; steps in the last column so far; newest step
+        self._loss: dict[int, np.ndarray] = {}  # losses of the first nodes
+        self._last = -1  # the last of these nodes
+        self._seen, self._of = bytearray(), 0  # one bit per known node; number of known nodes
+        self._told: list[tuple[Any, np.ndarray]] = []  # step and array (parts, nodes) of every n-th clock event
         self._every, self._clocks = 1, 0
 
     @property
     def size_bytes(self) -> int:
-        """About how much memory it takes."""
+        """Approximate memory in bytes."""
         return (
             8 * MOST_HELD * (len(self._loss) + 8) + len(self._seen) + sum(200 + told.nbytes for _, told in self._told)
         )
@@ -88,7 +95,7 @@ class NodesPicture:
             self._of += 1
 
     def _reach(self, step: int) -> None:
-        """Begin the column of a step, where it is a new one."""
+        """Begin a column for `step`, if needed."""
         if step <= self._step:
             return
         self._step = step
@@ -148,9 +155,13 @@ class NodesPicture:
 
 
 def timeline_of(path: Path) -> Row:
-    """Return the first spans of a run's timeline, as many as can be told apart; {} where it keeps none.
+    """Return the first spans of a run's timeline, at most 4,000. {} without a timeline.
 
-    nodes; spans: [node, kind, start_s, end_s, name]; until_s of whole_s; shares of the whole run.
+    Returns:
+        nodes: the rows.
+        spans: lists [node, kind, start_s, end_s, name].
+        until_s, whole_s: predicted time of the last span here, and of the whole run.
+        shares: each kind's share of the whole run.
     """
     found = schema.read(path / TIMELINE)
     spans = found.get("spans")
@@ -167,10 +178,13 @@ def timeline_of(path: Path) -> Row:
 
 
 def grid_of(path: Path, listed: Mapping[str, Row]) -> Row:
-    """Return the cells of a sweep: their options, and mean and spread of the validation loss over seeds so far.
+    """Return a sweep's cells: options, and mean and spread of the validation loss over finished seeds.
 
     Args:
-        listed: name, PARENT/CHILD, to the line of each run.
+        listed: name (PARENT/CHILD) -> the run's entry in the list.
+
+    Raises:
+        ArgumentError: the sweep has more than 100,000 runs.
     """
     sweep = schema.read(path / "sweep.json")
     cells, axes = sweep.get("cells"), sweep.get("axes")
@@ -179,7 +193,9 @@ def grid_of(path: Path, listed: Mapping[str, Row]) -> Row:
     folder, found = Folder(path, cells), []
     seeds = seeds_of(sweep.get("arguments") or {})
     if len(cells) * len(seeds) > MOST_RUNS:
-        raise ArgumentError(f"sweep.json: {len(cells)} cells of {len(seeds)} seeds: wanted at most {MOST_RUNS} runs")
+        raise ArgumentError(
+            f"sweep.json has {len(cells)} cells of {len(seeds)} seeds: the page shows at most {MOST_RUNS} runs"
+        )
     for label, options in cells.items():
         runs = [listed.get(f"{path.name}/{folder.child(label, seed).name}") for seed in seeds]
         ended = [run["loss"] for run in runs if run is not None and run["state"] == "done" and is_finite(run["loss"])]

@@ -154,7 +154,7 @@ def test_tags_and_notes_are_given_and_found(browser: Any, folder: Path) -> None:
         field.clear()
         field.send_keys(text)
     browser.find_element("id", "keep").click()
-    until(browser, "document.querySelector('.notes .soft').textContent", lambda text: text == "kept")
+    until(browser, "document.querySelector('.notes .soft').textContent", lambda text: text == "saved")
     assert json.loads((folder / "second" / "notes.json").read_text())["tags"] == ["<b>x</b>", "mine"]
     to(browser, "#/")
     box = browser.find_element("id", "filter")
@@ -178,7 +178,7 @@ def test_without_a_mouse(browser: Any) -> None:
     while "run" not in seen and len(seen) < 40:
         browser.switch_to.active_element.send_keys(Keys.TAB)
         seen.append(browser.switch_to.active_element.text.strip(" \u2193\u2191"))
-    assert seen[:3] == ["Runs", "Hosts", "New"] and "run" in seen
+    assert seen[:3] == ["Runs", "Hosts", "New run"] and "run" in seen
     head = browser.switch_to.active_element
     head.send_keys(Keys.ENTER)
     until(browser, "document.activeElement.closest('th')?.getAttribute('aria-sort')", lambda way: way == "descending")

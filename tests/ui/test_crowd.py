@@ -90,7 +90,7 @@ def test_a_crowd_does_not_keep_the_owner_out(tmp_path: Path) -> None:
         events.close()
         mine.close()
     said = (tmp_path / "log").read_text()
-    assert "did not bring the token" in said and len(said.splitlines()) < 10 and "Traceback" not in said
+    assert "did not send the token" in said and len(said.splitlines()) < 10 and "Traceback" not in said
 
 
 def test_who_does_not_say_who_he_is_in_time_is_closed(tmp_path: Path) -> None:

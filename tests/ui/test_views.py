@@ -190,7 +190,7 @@ def test_a_script_that_was_stopped_is_gone_on_with_and_repeated(tmp_path: Path) 
     assert read_status(folder)["state"] == "done" and "going on from step 8" in started[1].read_text()
     whole = ran(tmp_path, "train.py", env={**_environment(), "WHERE": "runs/whole"})
     assert started[1].read_text().splitlines()[-1] == whole.stdout.splitlines()[-1]  # the same bits
-    with pytest.raises(ArgumentError, match="has come to its end"):
+    with pytest.raises(ArgumentError, match="has trained all its steps"):
         own.resume(folder)
     again = ran(tmp_path, "-c", snippet_of(folder, about).replace("'stop'", "'whole'"),
                 env={**_environment(), "WHERE": "runs/again"})  # fmt: skip
@@ -218,7 +218,7 @@ def test_what_a_folder_names_is_no_reason_to_run_it(tmp_path: Path) -> None:
         folder.mkdir()
         (folder / "status.json").write_text(json.dumps(state))
         (folder / "run.json").write_text(json.dumps(about))
-        with pytest.raises(ArgumentError, match="names no script"):
+        with pytest.raises(ArgumentError, match="has no script to start"):
             own.resume(folder)
         assert snippet_of(folder, about) == "" or about["command"] == ["none.py"]
     assert own.started() == []

@@ -1,4 +1,4 @@
-// Which page is shown, and the list of runs, which comes by itself.
+// Show the page that the address names, and receive the list of runs.
 
 import { store } from "./base.js";
 import { comparePage } from "./compare.js";
@@ -28,14 +28,14 @@ function open() {
 function listen() {
   const connection = document.getElementById("connection"), source = new EventSource("/api/events");
   source.addEventListener("runs", (event) => {
-    store.list = JSON.parse(event.data);
+    store.list = JSON.parse(event.data); store.known = true;
     connection.textContent = "live";
     page.update();
   });
-  source.onerror = () => { connection.textContent = "not connected: is exogym ui running?"; };
+  source.onerror = () => { connection.textContent = "not connected: start exogym ui again"; };
 }
 
 addEventListener("hashchange", open);
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", open);  // curves have the colours of before
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", open);  // redraw curves in the new colors
 open();
 listen();

@@ -1,7 +1,7 @@
-// What all pages share. Whatever a run says of itself becomes text (textContent), never markup.
+// Helpers for all pages. A run's own words become text (textContent), never markup.
 
-export const POLL_MS = 1000, PART_BYTES = 2 ** 20;  // of a run's files, read for one answer
-export const store = { list: [], chosen: new Set() };
+export const POLL_MS = 1000, PART_BYTES = 2 ** 20;  // bytes of a run's files, read for one answer
+export const store = { list: [], known: false, chosen: new Set() };  // known: the list has arrived
 export const look = { text: "", state: "", sort: "started_s", down: true, axis: "step", nodes: "loss", inside: false };
 
 export function make(tag, attributes = {}, ...children) {
@@ -48,7 +48,7 @@ export async function get(path) {
   return found;
 }
 
-// Keeps at most so many rows, evenly over the steps: the first of every so many, which become twice as many when needed.
+// Keep at most `most` rows, evenly over the steps: the first row of each interval. A full list doubles the interval.
 function evenly(most) {
   let rows = [], width = 1;
   const place = (row) => Math.floor(row.step / width);
@@ -65,15 +65,15 @@ function evenly(most) {
   };
 }
 
-// What the averaged model's records are, as they come: each call reads on from the last one, in a part of bounded size.
-// `rows`: those so far, thinned out to `most`; `more`: whether another call would bring some at once.
+// Follow the averaged model's records. Each call reads the next part, of bounded size.
+// `rows`: the records so far, thinned to `most`; `more`: whether another call would return more at once.
 export function followed(name, most) {
   let evaluated, others, newest, last, file;
   function begin() { evaluated = evenly(most / 2 - 1); others = evenly(most / 2 - 1); newest = null; last = -1; file = null; }
   begin();
   return async () => {
     const found = await get(`/api/runs/${address(name)}/records?node=none&after=${last}&most=${most}&most_bytes=${PART_BYTES}`);
-    if (found.last < last || (file !== null && found.file !== file)) {  // it goes on from an earlier step
+    if (found.last < last || (file !== null && found.file !== file)) {  // the run resumed from an earlier step
       begin();
       return { rows: [], more: true };
     }
@@ -93,25 +93,25 @@ export async function send(path, body) {
   return found;
 }
 
-// A table in a box of its own, which scrolls sideways where the screen is narrow; heads: [title, is a number].
+// A table in a box that scrolls sideways on narrow screens. heads: [title, is a number].
 export function table(heads, body) {
   return make("div", { class: "wide" }, make("table", {}, make("thead", {}, make("tr", {}, ...heads.map(
     ([title, number]) => make("th", { class: number ? "number" : "", scope: "col" }, title)))), body));
 }
 
-// Buttons that stop what runs and go on with what has stopped; what belongs to something larger has none.
+// Buttons to stop and resume. Runs inside a comparison or sweep have no buttons.
 export function actions(name, at) {
   const button = (text, what) => make("button", { type: "button", id: what, async onclick() {
-    try { await send(`/api/runs/${address(name)}/${what}`); at.textContent = `asked to ${what}`; }
+    try { await send(`/api/runs/${address(name)}/${what}`); at.textContent = `asked it to ${what}`; }
     catch (error) { at.textContent = error.message; }
   } }, text);
   return name.includes("/") ? [] : [button("Stop", "stop"), button("Resume", "resume")];
 }
 
-// Tags and a note of a run, to read and to change.
+// A form with a run's tags and note.
 export function notes(name) {
   const run = find(name) ?? { tags: [], note: "" }, at = make("span", { class: "soft", role: "status" });
-  const tags = make("input", { type: "text", id: "tags", placeholder: "tags, with commas between", maxlength: "800" });
+  const tags = make("input", { type: "text", id: "tags", placeholder: "tags, separated by commas", maxlength: "800" });
   const note = make("textarea", { id: "note", rows: "2", placeholder: "note", maxlength: "4000" });
   tags.value = run.tags.join(", "); note.value = run.note;
   const form = make("form", { class: "notes", async onsubmit(event) {
@@ -119,12 +119,12 @@ export function notes(name) {
     try {
       const words = tags.value.split(",").map((word) => word.trim()).filter(Boolean);
       const found = await send(`/api/runs/${address(name)}/notes`, { tags: words, note: note.value });
-      tags.value = found.tags.join(", "); note.value = found.note; at.textContent = "kept";
+      tags.value = found.tags.join(", "); note.value = found.note; at.textContent = "saved";
     } catch (error) { at.textContent = error.message; }
   } }, make("label", {}, "Tags ", tags), make("label", {}, "Note ", note),
-  make("button", { type: "submit", id: "keep" }, "Keep"), at);
+  make("button", { type: "submit", id: "keep" }, "Save"), at);
   const known = find(name) !== undefined;
-  form.fill = () => {  // the list may come later than the page
+  form.fill = () => {  // the list may arrive after the page
     const later = find(name);
     if (known || form.filled || later === undefined || form.contains(document.activeElement)) return;
     tags.value = later.tags.join(", "); note.value = later.note; form.filled = true;
@@ -132,7 +132,7 @@ export function notes(name) {
   return form;
 }
 
-// A text to copy, with a button that does.
+// A text with a button that copies it.
 export function copied(title, text) {
   const button = make("button", { type: "button", async onclick() {
     try { await navigator.clipboard.writeText(text); button.textContent = "Copied"; }

@@ -1,4 +1,4 @@
-// Several runs over each other; a comparison, or a sweep with its cells.
+// The curves of several runs in the same charts: of chosen runs, a comparison, or a sweep with its cells.
 
 import { actions, address, find, followed, get, isNumber, look, make, notes, POLL_MS, store, table } from "./base.js";
 import { axisChoice, draw, places } from "./curves.js";
@@ -47,12 +47,12 @@ export function comparePage(main, names) {
       for (const run of runs().slice(0, MOST_CURVES)) {
         const known = curves.get(run.name) ?? { next: followed(run.name, MOST_POINTS), rows: [], more: true };
         if (!known.more && known.state === run.state && run.state !== "running") continue;
-        const found = await known.next().catch(() => ({ more: false }));  // its own line says why
+        const found = await known.next().catch(() => ({ more: false }));  // the run's row gives the reason
         curves.set(run.name, { ...known, ...found, state: run.state });
       }
-      const all = runs().length, few = all > curves.size ? `, curves of the first ${curves.size}` : "";
+      const all = runs().length, few = all > curves.size ? `, showing curves of the first ${curves.size}` : "";
       const state = own ? find(names[0])?.state : null;
-      at.textContent = curves.size ? `${state ? `${state}, ` : ""}${all} runs${few}` : "no runs of that name yet";
+      at.textContent = curves.size ? `${state ? `${state}, ` : ""}${all} runs${few}` : "No runs of this name yet.";
       if (!gone) { show(); await showGrid(); }
     } catch (error) { at.textContent = error.message; }
     const more = [...curves.values()].some((curve) => curve.more);

@@ -1,4 +1,4 @@
-// Curves over each other, against steps, bytes or seconds.
+// Curves in one chart, over steps, bytes or seconds.
 
 import { bytes, isNumber, look, make } from "./base.js";
 
@@ -6,7 +6,7 @@ const LIGHT = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00",
 const DARK = ["#56b4e9", "#ee8a45", "#2fc79a", "#dd9ac0", "#8fa8ff", "#f0c24b", "#a8a8a8"];
 const HEIGHT = 220, MOST_NAMED = 12;
 export const AXES = {
-  step: "steps", tx_bytes: "bytes sent per node", wall_s: "seconds here", time_s: "predicted seconds",
+  step: "steps", tx_bytes: "bytes sent per node", wall_s: "wall time (s)", time_s: "predicted time (s)",
 };
 
 const sizes = new ResizeObserver((entries) => {
@@ -19,17 +19,17 @@ export function axisChoice(change) {
   const select = make("select", { id: "axis", onchange(event) { look.axis = event.target.value; change(); } });
   for (const [key, title] of Object.entries(AXES)) select.append(make("option", { value: key }, title));
   select.value = look.axis;
-  return make("label", {}, "Against ", select);
+  return make("label", {}, "Curves over ", select);
 }
 
-// A place for a chart of each title.
+// Holders for charts, one per title.
 export function places(titles) {
   const holders = Object.fromEntries(titles.map((title) => [title, make("div", { class: "chart", hidden: true })]));
   for (const holder of Object.values(holders)) sizes.observe(holder);
   return { holders, box: make("div", { class: "charts" }, ...Object.values(holders)) };
 }
 
-// A chart of several curves: each {label, x: [...], y: [...]}; points without a number are left out.
+// Draw a chart of several curves {label, x: [...], y: [...]}. Points without numbers are left out.
 export function draw(holder, title, curves) {
   const shown = curves.filter((curve) => curve.y.some(isNumber));
   holder.hidden = !shown.length;

@@ -1,16 +1,16 @@
-// The cells of a sweep as tables, coloured by loss.
+// A sweep's cells as tables, colored by loss.
 
 import { figure, isNumber, make, table } from "./base.js";
 
 const look = { rows: "", columns: "" };
 
 function spread(cell) {
-  const missing = cell.seeds < cell.wanted ? ` (${cell.seeds} of ${cell.wanted})` : "";
-  if (!isNumber(cell.loss)) return `${cell.seeds} of ${cell.wanted}`;
+  const missing = cell.seeds < cell.wanted ? ` (${cell.seeds} of ${cell.wanted} seeds)` : "";
+  if (!isNumber(cell.loss)) return `${cell.seeds} of ${cell.wanted} seeds`;
   return figure(cell.loss) + (isNumber(cell.loss_std) ? ` \u00b1 ${figure(cell.loss_std)}` : "") + missing;
 }
 
-// Light is low; the text on it is dark on white and on black.
+// Blue is a low loss. The text is dark in the light and the dark theme.
 function coloured(cell, low, high, best) {
   const found = make("td", { class: "number cell" }, spread(cell), cell.cell === best ? make("strong", {}, " best") : "");
   if (isNumber(cell.loss)) {
@@ -26,7 +26,7 @@ export function grid(found, again) {
   const low = Math.min(...losses), high = Math.max(...losses);
   const of = (cell) => coloured(cell, low, high, found.best);
   const axes = Object.keys(found.axes).filter((name) => found.axes[name].length > 1);
-  const said = make("p", { class: "soft" }, "Mean validation loss, \u00b1 standard deviation over seeds; blue is low.");
+  const said = make("p", { class: "soft" }, "Mean validation loss \u00b1 standard deviation over seeds. Blue is low.");
   if (!found.is_grid || axes.length < 2) {
     const cells = [...found.cells].sort((a, b) => (a.loss ?? Infinity) - (b.loss ?? Infinity));
     return [said, table([["cell", false], ["loss", true]],

@@ -1,9 +1,9 @@
-// The hosts of runs: how each is, from what it reports over the connection that the run has.
+// The hosts of runs, and their states. Hosts report over the run's own connections.
 
 import { address, bytes, get, isNumber, make, POLL_MS, rate, seconds, share, stateOf, table } from "./base.js";
 
-const HEADS = [["host", false], ["state", false], ["heard", true], ["device", false], ["CPU", true], ["GPU", true],
-  ["memory", true], ["of the run", true], ["in", true], ["out", true], ["last step", true], ["restarts", true]];
+const HEADS = [["host", false], ["state", false], ["heartbeat", true], ["device", false], ["CPU", true], ["GPU", true],
+  ["memory", true], ["run uses", true], ["received", true], ["sent", true], ["last step", true], ["restarts", true]];
 
 function row(host, hasGpus) {
   const processes = host.processes ?? [], gpus = host.gpus ?? [];
@@ -23,7 +23,7 @@ function row(host, hasGpus) {
     number(quiet > 30 ? `${steady}, silent for ${seconds(quiet)}` : steady), number(restarts));
 }
 
-// The table of the hosts of one run, and what happened to them.
+// The table of one run's hosts, and the table of their events.
 export function hostsTables(found) {
   const events = (found.events ?? []).slice(-50).reverse().map((event) => make("tr", {},
     make("td", {}, new Date(event.at_s * 1000).toLocaleTimeString()), make("td", {}, event.host),
@@ -31,8 +31,8 @@ export function hostsTables(found) {
   const hasGpus = found.hosts.some((host) => host.gpus?.length);
   return [table(HEADS.filter(([title]) => hasGpus || title !== "GPU"),
     make("tbody", { class: "hosts" }, ...found.hosts.map((host) => row(host, hasGpus)))),
-    make("details", {}, make("summary", {}, "What happened"),
-      table([["time", false], ["host", false], ["what", false], ["why", false]], make("tbody", {}, ...events)))];
+    make("details", {}, make("summary", {}, "Events"),
+      table([["time", false], ["host", false], ["event", false], ["reason", false]], make("tbody", {}, ...events)))];
 }
 
 export function hostsPage(main) {

@@ -15,17 +15,17 @@ export function newPage(main) {
     }
     try {
       const found = await send("/api/start", { command: kind.value, options });
-      at.textContent = `started as process ${found.pid}; it appears in the list as soon as it trains`;
+      at.textContent = `started as process ${found.pid}; it appears under Runs when it trains`;
     } catch (error) { at.textContent = error.message; }
-  } }, make("label", {}, "What ", kind), fields, make("button", { type: "submit", id: "start" }, "Start"));
-  main.append(make("h2", {}, "New"), form, at, started);
+  } }, make("label", {}, "Command ", kind), fields, make("button", { type: "submit", id: "start" }, "Start"));
+  main.append(make("h2", {}, "New run"), form, at, started);
   let forms = {}, timer = 0;
 
   function show() {
     fields.replaceChildren(...forms[kind.value].map((option) => {
       const attributes = { name: option.name, id: `option-${option.name}` };
       const field = option.is_flag ? make("input", { ...attributes, type: "checkbox" })
-        : option.multiple ? make("textarea", { ...attributes, placeholder: "one on each line", rows: "3" })
+        : option.multiple ? make("textarea", { ...attributes, placeholder: "one per line", rows: "3" })
           : make("input", { ...attributes, type: "text", placeholder: String(option.default ?? "") });
       if (option.required) field.setAttribute("required", "");
       return make("p", {}, make("label", { for: attributes.id }, option.flag.replace(/^--/, "")), field,
@@ -36,7 +36,7 @@ export function newPage(main) {
   async function poll() {
     try {
       started.replaceChildren(...(await get("/api/started")).map((one) => make("div", {},
-        make("h3", {}, `${one.command}, process ${one.pid}: ${one.status === null ? "running" : `ended (${one.status})`}`),
+        make("h3", {}, `${one.command}, process ${one.pid}: ${one.status === null ? "running" : `ended with status ${one.status}`}`),
         make("pre", {}, one.output))));
     } catch (error) { at.textContent = error.message; }
     timer = setTimeout(poll, 2 * POLL_MS);
@@ -44,7 +44,7 @@ export function newPage(main) {
   get("/api/forms").then((found) => {
     forms = found;
     kind.append(...Object.keys(forms).map((name) => make("option", { value: name }, name)));
-    if (!kind.value) { form.hidden = true; at.textContent = "This page only reads: it was started with --read-only."; }
+    if (!kind.value) { form.hidden = true; at.textContent = "This page only reads. Start exogym ui without --read-only to start runs here."; }
     else { show(); poll(); }
   }, (error) => { at.textContent = error.message; });
   return { update() {}, leave() { clearTimeout(timer); } };

@@ -1,4 +1,4 @@
-// Pictures on a canvas: what nodes did over steps, and when.
+// Pictures on a canvas: nodes over steps, and the timeline.
 
 import { figure, isNumber, look, make, seconds, share } from "./base.js";
 
@@ -8,7 +8,7 @@ const LEFT = 64, BELOW = 20;
 const VIEWS = { loss: "training loss", computing: "share of time computing", sending: "share of time sending",
   waiting: "share of time waiting", absent: "absent" };
 
-// Light is low, dark is high, on white and on black; null is left empty.
+// Light is low and dark is high, in both themes. null stays empty.
 const shade = (part) => `hsl(${205 - 25 * part} ${60 + 20 * part}% ${82 - 52 * part}%)`;
 
 function brushOn(canvas, rows, tall) {
@@ -29,7 +29,7 @@ function names(brush, nodes, tall) {
   nodes.forEach((node, k) => { if (k % each === 0) brush.fillText(`node ${node}`, 0, (k + 0.5) * tall); });
 }
 
-// The section of a run's nodes: a choice of what is shown, the picture, and what is under the pointer.
+// The section of a run's nodes: a choice of pictures, the picture, and the value under the pointer.
 export function nodesPicture() {
   const canvas = make("canvas", { class: "heat", role: "img" }), said = make("p", { class: "soft", role: "status" });
   const choice = make("select", { id: "nodes", onchange(event) { look.nodes = event.target.value; show(); } });
@@ -41,7 +41,7 @@ export function nodesPicture() {
     if (view === "loss") return { steps: found.steps, rows: found.loss };
     if (view === "absent") {
       return { steps: found.steps, rows: found.loss.map((row) => row.map((_, k) => {
-        const there = found.loss.some((other) => other[k] !== null);  // else nobody has a loss there
+        const there = found.loss.some((other) => other[k] !== null);  // otherwise the column has no losses
         return there ? Number(row[k] === null) : null;
       })) };
     }
@@ -75,8 +75,8 @@ export function nodesPicture() {
     }));
     shown = { steps, rows, wide, tall, isLoss };
     const range = isLoss ? `${figure(Math.exp(low), 3)} to ${figure(Math.exp(high), 3)}` : "0 to 100 %";
-    const more = found.of > found.nodes.length ? `; the first ${found.nodes.length} of ${found.of} nodes` : "";
-    said.textContent = view === "absent" ? `dark: absent${more}` : `light is low, dark is high: ${range}; empty: absent${more}`;
+    const more = found.of > found.nodes.length ? `. The first ${found.nodes.length} of ${found.of} nodes` : "";
+    said.textContent = view === "absent" ? `Dark: absent${more}.` : `Light is low, dark is high: ${range}. Empty: absent${more}.`;
     canvas.setAttribute("aria-label", `${VIEWS[view]} of ${rows.length} nodes over steps, ${range}`);
   }
 
@@ -91,7 +91,7 @@ export function nodesPicture() {
   return { box, show(now) { found = now ?? found; show(); } };
 }
 
-// The section of who computed, sent and waited when.
+// The timeline's section: when each node computed, sent and waited.
 export function timelinePicture() {
   const canvas = make("canvas", { class: "heat", role: "img" }), said = make("p", { class: "soft" });
   const legend = make("p", { class: "legend" });
@@ -118,8 +118,8 @@ export function timelinePicture() {
     }
     const shares = Object.entries(found.shares).filter(([, part]) => part >= 0.005);
     const text = shares.map(([kind, part]) => `${WORDS[kind] ?? kind} ${share(part)}`).join(", ");
-    const cut = found.until_s < found.whole_s ? ` The first ${seconds(found.until_s)} of ${seconds(found.whole_s)}.` : "";
-    said.textContent = `Predicted seconds. Shares of the whole run: ${text}.${cut}`;
+    const cut = found.until_s < found.whole_s ? ` Shown: the first ${seconds(found.until_s)} of ${seconds(found.whole_s)}.` : "";
+    said.textContent = `Predicted time. Shares of the whole run: ${text}.${cut}`;
     canvas.setAttribute("aria-label", `activities of ${found.nodes.length} nodes over time: ${text}`);
   }
   return { box, show };

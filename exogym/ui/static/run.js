@@ -1,4 +1,4 @@
-// One run, while it trains and afterwards.
+// One run, during and after training.
 
 import { actions, address, copied, find, followed, get, isNumber, make, notes, PART_BYTES, POLL_MS, look, table } from "./base.js";
 import { axisChoice, draw, places } from "./curves.js";
@@ -9,8 +9,8 @@ const CHARTS = {
   loss: ["val_loss", "train_loss"], accuracy: ["val_accuracy"], "bytes sent per node": ["tx_bytes"],
   "consensus distance": ["consensus_distance"], "examples per second": ["examples_per_s"], "learning rate": ["lr"],
 };
-const MOST_POINTS = 2000, SELDOM = 3;  // pictures are asked for at each third look
-const BEFORE_DRAWING_MS = 500;  // in which a long run is read on with
+const MOST_POINTS = 2000, SELDOM = 3;  // pictures load at every third poll
+const BEFORE_DRAWING_MS = 500;  // time for reading a long run between two drawings
 
 export function runPage(main, name) {
   const at = make("p", { class: "soft", role: "status", id: "standing" });
@@ -23,7 +23,7 @@ export function runPage(main, name) {
     ...actions(name, acted), link("Download records", `${api}/records`, "records.json"),
     link("Download description", api, "run.json")), acted, own,
     charts, hosts, nodes.box, timeline.box, about, make("h2", {}, "Events"),
-    table([["time", false], ["what", false], ["step", true], ["told", false]], events));
+    table([["time", false], ["event", false], ["step", true], ["details", false]], events));
   const next = followed(name, MOST_POINTS);
   let rows = [], over = false, gone = false, behind = false, timer = 0, looks = 0, shownAbout = "";
 
@@ -45,18 +45,18 @@ export function runPage(main, name) {
         make("td", { class: "number" }, when), make("td", { class: "text" }, JSON.stringify(told)));
     }));
     const text = JSON.stringify([run.description, run.command, run.snippet]);
-    if (text === shownAbout) return;  // what someone may be selecting from stays
+    if (text === shownAbout) return;  // keep the text that somebody may be selecting
     shownAbout = text;
     const facts = make("dl");
     for (const [key, value] of Object.entries(run.description)) {
       if (value === null || key === "model") continue;
       facts.append(make("dt", {}, key), make("dd", {}, typeof value === "object" ? JSON.stringify(value) : value));
     }
-    about.replaceChildren(make("h2", {}, "What it is"), facts,
-      run.command || run.snippet ? make("h2", {}, "Again") : "", run.command ? copied("Command", run.command) : "", run.snippet ? copied("Python", run.snippet) : "");
+    about.replaceChildren(make("h2", {}, "Options"), facts,
+      run.command || run.snippet ? make("h2", {}, "Repeat this run") : "", run.command ? copied("Command", run.command) : "", run.snippet ? copied("Python", run.snippet) : "");
   }
 
-  // Draw them, and return whether there is more to read for that.
+  // Draw the pictures, and return whether their files have more to read.
   async function pictures() {
     const told = await get(`${api}/nodes?most_bytes=${PART_BYTES}`);
     nodes.show(told);

@@ -37,7 +37,7 @@ export function runsPage(main) {
   filter.value = look.text;
   const states = make("select", { id: "state", onchange(event) { look.state = event.target.value; show(); } });
   for (const state of ["", "running", "done", "stopped", "failed", "lost", "unreadable"]) {
-    states.append(make("option", { value: state }, state || "any state"));
+    states.append(make("option", { value: state }, state || "all"));
   }
   states.value = look.state;
   const inside = make("input", { type: "checkbox", id: "inside", onchange(event) {
@@ -47,7 +47,7 @@ export function runsPage(main) {
   const more = make("button", { type: "button", onclick() { most += MOST_ROWS; show(); } }, "Show more");
   main.append(
     make("div", { class: "bar" }, make("label", {}, "Filter ", filter), make("label", {}, "State ", states),
-      make("label", {}, inside, " runs of comparisons and sweeps"), compare),
+      make("label", {}, inside, " Show runs inside comparisons and sweeps"), compare),
     count, make("div", { class: "wide" }, make("table", {}, make("thead", {}, head), body)), more);
 
   function heads() {
@@ -68,14 +68,16 @@ export function runsPage(main) {
     const found = store.list.filter((run) => (!look.state || run.state === look.state)
       && (look.inside || words.length || !run.name.includes("/")) && words.every((word) => said(run).includes(word)));
     const way = look.down ? -1 : 1;
-    if (look.sort !== "started_s" || !look.down) {  // the list comes newest first, each parent before its runs
+    if (look.sort !== "started_s" || !look.down) {  // the list is sorted: newest first, each parent before its runs
       found.sort((a, b) => {
         const [x, y] = [a[look.sort], b[look.sort]];
         if (x === null || y === null) return (x === null) - (y === null);
         return way * (x < y ? -1 : x > y ? 1 : 0);
       });
     }
-    count.textContent = `${found.length} of ${store.list.length} runs, comparisons and sweeps`;
+    count.textContent = !store.known ? "Loading the list of runs." : !store.list.length
+      ? "No runs yet. Runs of exogym compare and fit(run_dir=...) appear here."
+      : `${found.length} of ${store.list.length} runs, comparisons and sweeps`;
     body.replaceChildren(...found.slice(0, most).map((run) => {
       const box = make("input", { type: "checkbox", "aria-label": `select ${run.name}`, onchange(event) {
         if (event.target.checked) store.chosen.add(run.name); else store.chosen.delete(run.name);
