@@ -538,7 +538,7 @@ def test_an_error_of_a_checkpoint_is_raised_before_training(tmp_path):
     folder = tmp_path / "run"
     (folder / "step_0000000003").mkdir(parents=True)
     try:
-        with pytest.raises(CheckpointError, match=r"no checkpoint of .* can be read"):
+        with pytest.raises(CheckpointError, match=r"no checkpoint in .* can be read"):
             start(save_dir=folder, resume=True)
     finally:
         (folder / "step_0000000003").rmdir()

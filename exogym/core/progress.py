@@ -1,4 +1,4 @@
-"""A progress bar for a run, one-line notices that do not break it, and warnings. All go to stderr."""
+"""A run's progress bar, one-line notices that leave the bar whole, and warnings. All go to stderr."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from typing import Any
 
 from exogym.core.base.streams import STDERR
 
-LONGEST_SHARE = 0.01  # of the time, at most, is spent drawing
+LONGEST_SHARE = 0.01  # largest share of the time for drawing
 LEAST_PAUSE_S = 0.1
-GOING_ON = "going on"  # of a notice: how a stopped run goes on
-LINE_PAUSE_S = 10.0  # between lines, where a bar is wanted but stderr is not a terminal
-SELDOM_S = 30.0  # between lines there of a long run, if nothing was said about a bar
+GOING_ON = "going on"  # subject of notices about resuming a stopped run
+LINE_PAUSE_S = 10.0  # seconds between lines if progress=True and stderr is not a terminal
+SELDOM_S = 30.0  # seconds between lines if progress=None and stderr is not a terminal
 LABELS = {"loss": "loss", "val_loss": "val", "val_accuracy": "acc"}
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _NOT_THE_USERS = (_PACKAGE + os.sep, contextlib.__file__, functools.__file__)
-_entered: list[Progress] = []  # inside one that is on, others stay quiet
+_entered: list[Progress] = []  # inside a visible bar, others stay quiet
 _silent: list[str | None] = []
 
 
 @contextlib.contextmanager
 def without_notices(about: str | None = None) -> Iterator[None]:
-    """Print no line of `notice` inside, or none of those `about` something.
+    """Suppress notices inside: all of them, or those with this `about`.
 
     >>> with without_notices():
     ...     notice("going on from step 1")
@@ -44,7 +44,7 @@ def without_notices(about: str | None = None) -> Iterator[None]:
 def notice(text: str, about: str | None = None) -> None:
     """Print the line `exogym: text` on stderr, above the progress bar if there is one.
 
-    The library says with it what it chose for itself, for example a micro-batch that fits the memory.
+    ExoGym reports its own choices in this way, for example a micro-batch that fits the memory.
     """
     if None in _silent or about in _silent:
         return
@@ -57,7 +57,7 @@ def notice(text: str, about: str | None = None) -> None:
 
 
 def warn(text: str) -> None:
-    """Warn of `text` at the line of the caller's own code that led here: the first frame outside ExoGym.
+    """Issue the warning `text` at the user's own line: the first frame outside ExoGym.
 
     >>> import warnings
     >>> with warnings.catch_warnings(record=True) as caught:
@@ -76,7 +76,7 @@ def warn(text: str) -> None:
 
 
 def readable_bytes(count: float) -> str:
-    """Return a number of bytes in the unit that suits it.
+    """Return a number of bytes as text, in a suitable unit.
 
     >>> readable_bytes(512), readable_bytes(3_200_000)
     ('512 B', '3.2 MB')
@@ -93,14 +93,14 @@ def _text(fields: dict[str, Any]) -> str:
 
 
 class Progress:
-    """Shows steps, losses, bytes sent per node and the time left, while it is entered.
+    """A context that shows steps, losses, bytes sent per node and the time left.
 
     Args:
-        total_steps: the step at which the run ends; None if unknown.
-        progress: True or False; None: a bar where stderr is a terminal. With True and no terminal, a plain line
-            every 10 seconds; with None every 30, so a short run says nothing there.
+        total_steps: the run's last step; None if unknown.
+        progress: True or False. None: a bar if stderr is a terminal. If it is not, True prints a plain line every 10
+            seconds, and None every 30, so a short run prints nothing.
 
-    An `update` costs about a microsecond; the bar is drawn at most ten times a second and 1 % of the time.
+    An `update` takes about a microsecond. Drawing happens at most ten times a second and in 1 % of the time.
 
     >>> with Progress(100, progress=False) as bar:
     ...     bar.update(1, loss=2.5, val_loss=2.4, tx_bytes=1e6)
@@ -109,10 +109,10 @@ class Progress:
     def __init__(self, total_steps: int | None = None, progress: bool | None = None) -> None:
         self.total_steps, self.wanted = total_steps, progress
         self._on = False
-        self._bar: Any = None  # rich's, where there is a terminal
-        self._is_seldom = False  # whether lines are seldom, and none has been printed yet
+        self._bar: Any = None  # rich's bar, on a terminal
+        self._is_seldom = False  # lines are 30 seconds apart, and none has been printed yet
         self._step: int | None = None
-        self._is_new = False  # whether there is something that has not been drawn
+        self._is_new = False  # some values have not been drawn yet
         self._fields: dict[str, Any] = {}
         self._due = 0.0  # when to draw next, in seconds of time.perf_counter()
 
@@ -131,9 +131,9 @@ class Progress:
         return self
 
     def update(self, step: int, **fields: Any) -> None:
-        """Say that `step` steps are done, with any of `loss`, `val_loss`, `val_accuracy`, `tx_bytes` (of a node).
+        """Report that `step` steps are done, with any of `loss`, `val_loss`, `val_accuracy`, `tx_bytes` (per node).
 
-        What is not given keeps its last value.
+        A missing field keeps its last value.
         """
         if not self._on:
             return
@@ -171,18 +171,18 @@ def _rich_bar() -> Any:
     from rich.table import Column
 
     class Narrower(Console):
-        """Leaves the last columns free: the ^C of a terminal would wrap there, and leave a copy of the bar behind."""
+        """A console that leaves its last columns free: a terminal's ^C would wrap there and leave a copy of the bar."""
 
         @property  # type: ignore[misc]
         def size(self) -> ConsoleDimensions:
             width, height = super().size
             return ConsoleDimensions(max(width - 4, 1), height)
 
-    whole = [Column(no_wrap=True) for _ in range(2)]  # only the bar itself gives way where there is little room
+    whole = [Column(no_wrap=True) for _ in range(2)]  # if there is little room, only the bar itself shrinks
     columns = (
         BarColumn(bar_width=20), MofNCompleteColumn(table_column=whole[0]), TimeRemainingColumn(table_column=whole[1]),
         TextColumn("{task.fields[text]}"),
     )  # fmt: skip
-    # No refreshing thread: it would be in the way of forks, and take time from training between steps.
-    # What the user prints to stdout goes through the bar only where both are the same terminal.
+    # No refreshing thread: it would disturb forks, and take time from training.
+    # The user's stdout passes through the bar only if both are the same terminal.
     return Bar(*columns, console=Narrower(file=STDERR), auto_refresh=False, redirect_stdout=sys.stdout.isatty())

@@ -93,7 +93,7 @@ def test_the_timeline_is_kept_and_cut(top: Path, tmp_path: Path) -> None:
     cut = timeline_of(tmp_path)
     assert len(cut["spans"]) == MOST_SPANS and cut["until_s"] == MOST_SPANS < cut["whole_s"] and cut["shares"] == {}
     (tmp_path / "timeline.json").write_text('{"spans"')
-    with pytest.raises(ArgumentError, match=r"timeline\.json is no whole JSON"):
+    with pytest.raises(ArgumentError, match=r"timeline\.json is not complete JSON"):
         timeline_of(tmp_path)
     (tmp_path / "timeline.json").unlink()
     assert timeline_of(tmp_path) == {}

@@ -1,1 +1,1 @@
-"""What is seen of a run: history and metrics."""
+"""A run's records: history, metrics, observers, run folder."""

@@ -1,8 +1,7 @@
-"""What happened in a run: a sequence of dicts, stored as columns, so that 1,000 nodes x 10,000 steps fit in 40 MB.
+"""A run's history: a sequence of dicts, stored as columns, so that 1,000 nodes x 10,000 steps fit in 40 MB.
 
-The rows of a step are the averaged model's (`node` is None) and then those of the nodes that acted, ascending.
-Per-node losses lie in float32 blocks (rows, steps); what belongs to the whole step lies once in a column. Dicts are
-made when asked for.
+A step's first row is the averaged model's (`node=None`). Rows of the nodes that acted follow, by id. Per-node losses
+lie in float32 blocks (nodes, steps), and values of the whole step once in a column. Dicts are made on request.
 """
 
 from __future__ import annotations
@@ -36,20 +35,20 @@ OF_THE_STEP = (
     "lr",
     "wall_s",
     "time_s",
-)  # the same in every row of a step, unless an evaluation says otherwise
-# A record for each step. `block`, `position`: where its losses lie (-1: an evaluation only). `rows`: how many dicts.
+)  # the same in every row of a step, unless an evaluation gives another value
+# A line for each step. `block`, `position`: place of its losses (-1: an evaluation only). `rows`: its number of dicts.
 WHOLE, REAL = ("step", "epoch", "block", "position", "rows"), ("train_loss", *BYTES, "lr", "wall_s", "time_s")
 LINE = np.dtype([*((name, np.int64) for name in WHOLE), *((name, np.float64) for name in REAL)])
 NAMES = LINE.names or ()
 
 
 def plain(value: Any) -> Any:
-    """Return a number, text or None as Python's own: a tensor or numpy scalar becomes an int, float or bool.
+    """Return a number, text or None as a Python value: a tensor or numpy scalar becomes an int, float or bool.
 
-    Half a character, as a file's name that is no UTF-8 has, is written out: no file could hold it.
+    Lone surrogates (from file names that are not UTF-8) are escaped, since no file could hold them.
 
     Raises:
-        ArgumentError: a value that is not one number, text or None.
+        ArgumentError: the value is not one number, text or None.
     """
     if getattr(value, "size", None) == 1 or getattr(value, "ndim", None) == 0:
         value = value.item()  # numpy scalars and arrays of one value; tensors of no dimension
@@ -63,13 +62,17 @@ def plain(value: Any) -> Any:
 
 
 class History(Sequence[Row]):
-    """The rows of a run, in the order of steps, the averaged model's row first.
+    """A run's rows in the order of steps. A step's first row is the averaged model's.
 
-    Keys: `step`, `epoch`, `node` (None: the averaged model), `train_loss` (averaged row: the mean over the nodes that
-    acted, in float64), `val_loss`, `val_accuracy`, `payload_bytes`, `tx_bytes`, `rx_bytes` (since the start of the
-    run, mean over the nodes, in every row of a step), `consensus_distance`, `lr`, `wall_s` (seconds since the start),
-    `time_s` (predicted seconds, where there is a virtual clock) and a column for each further metric that was reported.
-    What is missing is None. A node that did not act has no row.
+    Each row is a dict with the keys
+
+    - `step`, `epoch`, `node` (None: the averaged model), `lr`, `consensus_distance`;
+    - `train_loss` (averaged model: the mean over the nodes that acted, in float64), `val_loss`, `val_accuracy`;
+    - `payload_bytes`, `tx_bytes`, `rx_bytes`: since the run's start, mean over the nodes, in every row of a step;
+    - `wall_s` (seconds since the start), `time_s` (predicted seconds, with a virtual clock);
+    - each further metric that was reported.
+
+    Missing values are `None`. A node that did not act has no row.
 
     >>> history = History()
     >>> history.add_evaluation(0, 0, {"val_loss": 2.5})
@@ -95,11 +98,11 @@ class History(Sequence[Row]):
         self._extra: list[str] = []
         self._last = 0  # the last step of the last stretch
         self._totals = [0.0, 0.0, 0.0, 0.0, math.nan]  # BYTES, wall_s and time_s after it
-        self._ends: np.ndarray | None = None  # rows up to and with each line, made when needed
+        self._ends: np.ndarray | None = None  # number of rows up to each line's end, computed when needed
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The keys of every row: the fixed ones, then further metrics in the order they first came."""
+        """The keys of every row: the fixed keys, then further metrics in the order of their first report."""
         return (*COLUMNS, *self._extra)
 
     # ---------------------------------------------------------------- writing
@@ -119,29 +122,29 @@ class History(Sequence[Row]):
         span: tuple[int, int] | None = None,
         time_s: tuple[float, float] | None = None,
     ) -> None:
-        """Add the steps between two communications.
+        """Add a stretch: the steps between two communications.
 
         Args:
-            steps: (S,) the logged steps, ascending; may be none of the stretch's.
-            epochs: (S,) the epoch of each.
+            steps: (S,) the logged steps, ascending; S may be 0.
+            epochs: (S,) their epochs.
             losses: (N, S) float32, NaN where a node did not act. Copied.
             lr: (S,) learning rates.
-            nodes: the N ids of the nodes whose losses these are.
-            payload_bytes, tx_bytes, rx_bytes: mean per node since the start of the run, before this stretch.
-            final_bytes: the three after its last step, where communication happens.
-            wall_s: seconds since the start of the run, before and after the stretch; linear in between.
+            nodes: the ids of the N nodes.
+            payload_bytes, tx_bytes, rx_bytes: mean per node since the run's start, before this stretch.
+            final_bytes: the same three after the stretch's last step, where communication happens.
+            wall_s: seconds since the run's start, before and after the stretch; linear in between.
             time_s: predicted seconds, likewise.
-            span: first and last step of the stretch, where not all of them are logged; else those of `steps`.
+            span: first and last step of the stretch. None: the first and last of `steps`.
 
         Raises:
-            ArgumentError: shapes that do not fit, or steps that are not after those of the stretch before.
+            ArgumentError: shapes do not fit, or steps do not follow the previous stretch's steps.
         """
         steps, epochs, lr = np.asarray(steps, np.int64), np.asarray(epochs), np.asarray(lr, np.float64)
         losses, ids = np.array(losses, np.float32, order="C"), np.array(nodes, np.int64)
         if losses.shape != (len(ids), len(steps)) or epochs.shape != steps.shape or lr.shape != steps.shape:
             raise ArgumentError(
                 f"losses {losses.shape}, epochs {epochs.shape} and lr {lr.shape} do not fit {len(ids)} nodes and "
-                f"{len(steps)} steps: give losses (nodes, steps) and one epoch and lr a step"
+                f"{len(steps)} steps: give losses (nodes, steps), and one epoch and lr per step"
             )
         if span is None:
             if not len(steps):
@@ -155,7 +158,7 @@ class History(Sequence[Row]):
         if np.any(epochs != np.floor(epochs)):
             raise ArgumentError(f"epochs={epochs.tolist()[:5]}... must be whole numbers")
         if len(set(nodes)) < len(ids):
-            raise ArgumentError(f"nodes={list(nodes)} names a node twice: give each its one row of losses")
+            raise ArgumentError(f"nodes={list(nodes)} names a node twice: give each node one row of losses")
 
         new = self._blank(len(steps))
         new["step"], new["epoch"], new["lr"] = steps, epochs, lr
@@ -169,7 +172,7 @@ class History(Sequence[Row]):
             if self._blocks and np.array_equal(self._blocks[-1][0], ids):
                 ids = self._blocks[-1][0]  # the same nodes as before: keep their ids once
             self._blocks.append((ids, losses))
-        # Evaluations may have come before the losses of their steps.
+        # Evaluations may precede the losses of their steps.
         start = self._line(span[0])
         tail = self._buffer[start : self._size].copy()
         kept = new
@@ -190,16 +193,16 @@ class History(Sequence[Row]):
             self._buffer["rows"][line] = len(self._nodes(line, self._losses(line)))
 
     def add_evaluation(self, step: int, epoch: int, values: Mapping[str, Any], node: int | None = None) -> None:
-        """Add metrics of the averaged model (or of `node`) after `step`; they join the row that is there, or make one.
+        """Add metrics of the averaged model (or of `node`) after `step`, to its row or in a new row.
 
-        A value given here stands before the stretch's; bytes and seconds of the averaged model are those of the whole
+        A value given here replaces the stretch's value. The averaged model's bytes and seconds count for the whole
         step, in all its rows. A step without losses has the bytes and seconds known so far.
 
         Raises:
-            ArgumentError: a value that is not one number or text, or one of the keys `step`, `epoch`, `node`.
+            ArgumentError: a value is not one number or text, or `values` has the key `step`, `epoch` or `node`.
         """
         if wrong := {"step", "epoch", "node"} & values.keys():
-            raise ArgumentError(f"values holds {sorted(wrong)}, which say where a row belongs: give them as arguments")
+            raise ArgumentError(f"values holds {sorted(wrong)}: give these as arguments")
         step, node = int(step), None if node is None else int(node)
         clean = {plain(str(name)): plain(value) for name, value in values.items()}
         line = self._line(step)
@@ -213,7 +216,7 @@ class History(Sequence[Row]):
         evaluated = self._evaluations.setdefault(step, {})
         acted = self._buffer["block"][line] >= 0 if node is None else self._loss(line, node) is not None
         self._buffer["rows"][line] += node not in evaluated and not acted
-        if node is None:  # what belongs to the whole step stands in all its rows
+        if node is None:  # values of the whole step stand in all its rows
             for name in (*BYTES, "wall_s", "time_s"):
                 if clean.get(name) is not None:
                     self._buffer[name][line] = clean.pop(name)
@@ -227,7 +230,7 @@ class History(Sequence[Row]):
         return lines
 
     def _write(self, start: int, lines: np.ndarray) -> None:
-        """Put `lines` in the place of all from number `start`."""
+        """Replace all lines from index `start` on by `lines`."""
         self._size = start + len(lines)
         if self._size > len(self._buffer):
             larger = np.empty(max(64, 2 * self._size), LINE)
@@ -242,7 +245,7 @@ class History(Sequence[Row]):
         return bisect_left(self._buffer["step"], step, 0, self._size)
 
     def _losses(self, line: int) -> dict[int, float]:
-        """Return {node: loss} of the nodes that acted."""
+        """Return the losses by node, for nodes that acted."""
         block, position = int(self._buffer["block"][line]), int(self._buffer["position"][line])
         if block < 0:
             return {}
@@ -252,21 +255,21 @@ class History(Sequence[Row]):
         return dict(zip(ids[acted].tolist(), here[acted].tolist(), strict=True))
 
     def _nodes(self, line: int, losses: Mapping[int, float]) -> list[int | None]:
-        """Return the nodes that have a row at this line: None first, then ascending."""
+        """Return the nodes with a row at this line: None first, then by id."""
         evaluated = self._evaluations.get(int(self._buffer["step"][line]), {})
         averaged = self._buffer["block"][line] >= 0 or None in evaluated
         nodes: list[int | None] = [None] if averaged else []
         return nodes + sorted(losses.keys() | {node for node in evaluated if node is not None})
 
     def _loss(self, line: int, node: int) -> float | None:
-        """Return the loss of a node, None where it did not act."""
+        """Return a node's loss, or None if it did not act."""
         block, position = int(self._buffer["block"][line]), int(self._buffer["position"][line])
         ids, losses = self._blocks[block] if block >= 0 else (np.empty(0), np.empty((0, 1)))
         here = losses[ids == node, position]
         return None if not len(here) or math.isnan(here[0]) else float(here[0])
 
     def _rows(self, line: int, nodes: slice | int | None) -> Iterator[Row]:
-        """Yield the rows of a line: those in a slice, or that of one node."""
+        """Yield a line's rows: a slice of them, or one node's row."""
         record = dict(zip(NAMES, self._buffer[line].item(), strict=True))
         given = {name: None if math.isnan(value) else value for name, value in record.items()}
         shared = dict.fromkeys(self.columns)
@@ -282,9 +285,9 @@ class History(Sequence[Row]):
 
     @property
     def last(self) -> Row:
-        """The newest row of the averaged model: what is known of the last step that has one, None what is not.
+        """The averaged model's newest row, with `None` for unknown values.
 
-        All of it is of that one step: of an evaluation between two logged steps it has no `train_loss`.
+        All values are of the same step: the row of an evaluation between two logged steps has no `train_loss`.
 
         Raises:
             ArgumentError: there is no such row yet.
@@ -295,11 +298,11 @@ class History(Sequence[Row]):
         raise ArgumentError("the history has no row of the averaged model yet: fit fills it")
 
     def rows(self, node: int | Literal["all"] | None = "all") -> list[Row]:
-        """Return the rows, as a list: all, those of the averaged model (None) or of one node."""
+        """Return a list of rows: all, the averaged model's (None) or one node's."""
         return list(self.rows_after(-1, node))
 
     def rows_after(self, step: int, node: int | Literal["all"] | None = "all") -> Iterator[Row]:
-        """Yield the rows of the steps after `step`, those that `rows` gives, one at a time."""
+        """Yield the rows after `step`, one at a time. `node`: see `rows`."""
         for line in range(self._line(step + 1), self._size):
             yield from self._rows(line, slice(None) if node == "all" else node)
 
@@ -321,17 +324,17 @@ class History(Sequence[Row]):
     def __getitem__(self, index: int | slice) -> Row | list[Row]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        at = range(len(self))[index]  # the rules, and the IndexError, of any sequence
+        at = range(len(self))[index]  # a range has a sequence's index rules, and raises IndexError
         ends = self._ends_of_lines()
         line = int(np.searchsorted(ends, at, side="right"))
         place = at - int(ends[line])  # counted from the end of the line's rows
         return next(self._rows(line, slice(place, place + 1 or None)))
 
     def column(self, name: str, node: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """Return (steps (K,) int64, values (K,)) of one column of one node's rows, without the missing ones.
+        """Return one column of one node's rows without missing values: steps (K,) as int64, and values (K,).
 
         Raises:
-            ArgumentError: a column that is not there.
+            ArgumentError: the history has no such column.
         """
         if name == "node" or name not in self.columns:
             known = [column for column in self.columns if column != "node"]
@@ -368,16 +371,16 @@ class History(Sequence[Row]):
     # ---------------------------------------------------------------- seeing
 
     def plot(self, *columns: str, against: str = "step") -> Figure:
-        """Return a matplotlib figure of the averaged model, a panel for each of `columns` (the losses share one).
+        """Return a matplotlib figure of the averaged model, with a panel for each of `columns` (the losses share one).
+
+        A notebook shows the figure; `figure.savefig("loss.png")` writes it.
 
         Args:
-            columns: what to draw; those of the losses and the accuracy that are there by default.
-            against: the column along the bottom: "step", "tx_bytes", "time_s", ...
-
-        Nothing is shown or written: a notebook shows it, and `figure.savefig("loss.png")` writes it.
+            columns: columns to draw. Default: the losses and the accuracy, as far as the history has them.
+            against: the horizontal axis's column: "step", "tx_bytes", "time_s", ...
 
         Raises:
-            ArgumentError: a column that is not there, or holds no numbers.
+            ArgumentError: a column does not exist, or holds no numbers.
             ExoGymError: matplotlib is not installed.
         """
         return figure_of(self, columns, against)
@@ -391,10 +394,10 @@ class History(Sequence[Row]):
     # ---------------------------------------------------------------- files
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
-        """Write every row to a CSV file with a header; missing values are empty. The file is there whole or not at all.
+        """Write every row to a CSV file with a header. Missing values are empty. The file appears whole or not at all.
 
         Raises:
-            ArgumentError: a path that cannot be written.
+            ArgumentError: the path cannot be written.
         """
         try:
             with replacing(path) as file:
@@ -402,16 +405,20 @@ class History(Sequence[Row]):
                 writer.writerow(self.columns)
                 writer.writerows(row.values() for row in self)
         except (OSError, ValueError, RecursionError) as error:
-            raise ArgumentError(f"path={os.fspath(path)!r} cannot be written ({error}): give another one") from error
+            raise ArgumentError(f"path={os.fspath(path)!r} cannot be written ({error}): give another path") from error
 
     def to_pandas(self) -> pandas.DataFrame:
-        """Return every row as a DataFrame, `node` <NA> for the averaged model; ExoGymError without pandas."""
+        """Return every row as a pandas DataFrame. `node` is <NA> for the averaged model.
+
+        Raises:
+            ExoGymError: pandas is not installed.
+        """
         frame = needs("pandas").DataFrame.from_records([tuple(row.values()) for row in self], columns=self.columns)
         kinds = {name: "Int64" if name == "node" else float for name in COLUMNS if name not in ("step", "epoch")}
         return frame.astype({"step": int, "epoch": int, **kinds})
 
     def state(self) -> dict[str, Any]:
-        """Return all of it as a flat dict of arrays and JSON values, copied; `from_state` reads it back."""
+        """Return the whole history as a flat dict of copied arrays and JSON values, for `from_state`."""
         blocks = self._blocks
         return {
             **{f"line_{name}": self._buffer[: self._size][name].copy() for name in NAMES},
@@ -426,10 +433,10 @@ class History(Sequence[Row]):
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> History:
-        """Return the history that `state()` described.
+        """Return the history from the dict of `state()`.
 
         Raises:
-            ValueError: no history has that state.
+            ValueError: no history has this state.
         """
         history = cls()
         lines = np.empty(len(state["line_step"]), LINE)
@@ -459,10 +466,10 @@ class History(Sequence[Row]):
 
 
 def _check_blocks(lines: np.ndarray, shapes: np.ndarray, ids: int, losses: int) -> None:
-    """Raise ValueError unless so many ids and losses are those of blocks of these shapes, and lie where lines say."""
+    """Raise ValueError unless the numbers of ids and losses fit these block shapes, and the lines refer into them."""
     inside = lines["block"] >= 0
     if np.any(shapes < 0) or shapes[:, 0].sum() != ids or shapes.prod(1).sum() != losses:
-        raise ValueError(f"{ids} nodes and {losses} losses are not those of its blocks")
+        raise ValueError(f"{ids} nodes and {losses} losses do not fit its blocks")
     blocks = np.repeat(np.arange(len(shapes)), shapes[:, 1])
     positions = np.concatenate([np.empty(0, np.int64), *map(np.arange, shapes[:, 1])])
     fits = np.array_equal(lines["block"][inside], blocks) and np.array_equal(lines["position"][inside], positions)

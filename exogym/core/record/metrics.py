@@ -1,4 +1,4 @@
-"""What is measured of a fleet: validation loss and accuracy, consensus distance, correlation, memory."""
+"""Measurements of a fleet: validation loss and accuracy, consensus distance, correlation, memory."""
 
 from __future__ import annotations
 
@@ -24,21 +24,22 @@ Metric = Callable[[Tensor, Tensor], Any]
 
 
 class Evaluator:
-    """Evaluates parameters on the whole validation set.
+    """Evaluate parameters on the validation set.
 
     Args:
-        worker: computes; `stream`: the validation set in order.
-        metrics: name to function of (predictions, targets) giving a mean over the batch.
-        limit: evaluate on at most so many examples, the first ones.
+        worker: computes the outputs.
+        stream: the validation set in order.
+        metrics: functions by name; `function(predictions, targets)` returns a mean over the batch.
+        limit: evaluate on at most this many examples, the first ones. None: on all.
     """
 
     def __init__(self, worker: Worker, stream: Stream, metrics: dict[str, Metric], limit: int | None = None):
         self.worker, self.stream, self.metrics, self.limit = worker, stream, metrics, limit
 
     def __call__(self, vectors: list[Tensor], buffers: dict[str, Tensor]) -> dict[str, float]:
-        """Return val_loss, val_accuracy where predictions are known, and val_<name> of each metric.
+        """Return val_loss, val_accuracy if predictions are known, and val_<name> for each metric.
 
-        Every value is the mean over examples. `vectors` is (P,) per block.
+        Every value is a mean over examples. `vectors` holds (P,) per block.
         """
         sums: dict[str, float] = {}
         weights: dict[str, float] = {}
@@ -57,7 +58,7 @@ class Evaluator:
         return _means(sums, weights, worker.fleet.comm.wire.devices)
 
     def _part(self, part: Any, size: float, add: Callable[[str, Any, float], None]) -> None:
-        """Add what a part of a batch comes to; its loss counts for `size` examples."""
+        """Add the values of a part of a batch. Its loss counts for `size` examples."""
         worker, count = self.worker, batch_examples(part) if size else 0
         output = worker.loss.of(worker.model, worker.to_device(part))
         add("val_loss", output.loss, size)
@@ -69,8 +70,8 @@ class Evaluator:
         for name, function in self.metrics.items():
             if output.predictions is None or output.targets is None:
                 raise TrainingError(
-                    f"metric {name!r} needs predictions and targets, but the model's output has none: return a mapping "
-                    "with 'logits' beside 'loss', or use loss_fn="
+                    f"metric {name!r} needs predictions and targets, but the model's output has only a loss: return a "
+                    "mapping with 'logits' beside 'loss', or use loss_fn="
                 )
             add(f"val_{name}", function(output.predictions, output.targets), count)
 
@@ -90,7 +91,7 @@ class Evaluator:
 
 
 def _means(sums: dict[str, float], weights: dict[str, float], inside: Inside) -> dict[str, float]:
-    """Return what was summed up, by its weights, of all processes of the node; but what nothing counts for."""
+    """Return the weighted means over all processes of the node, without values of weight 0."""
     if inside.parts > 1:
         both = torch.tensor([list(sums.values()), list(weights.values())], dtype=torch.float64)
         totals, shares = inside.sum(both).tolist()
@@ -99,10 +100,10 @@ def _means(sums: dict[str, float], weights: dict[str, float], inside: Inside) ->
 
 
 def spread(fleet: Fleet) -> dict[str, float]:
-    """Return how far the nodes that are there are apart now.
+    """Return the present nodes' consensus_distance and correlation.
 
-    consensus_distance = sqrt((1/N) sum_i |x_i - mean|^2), and correlation = the mean over pairs of nodes of the
-    Pearson correlation of their parameters, (|sum_i z_i|^2 - N) / (N (N-1)) with z_i centred and scaled to length 1.
+    consensus_distance = sqrt((1/N) sum_i |x_i - mean|^2). correlation = the Pearson correlation of two nodes'
+    parameters, mean over pairs: (|sum_i z_i|^2 - N) / (N (N-1)) with z_i centered and scaled to length 1.
     Chunks of columns stay in the cache; sums over chunks are in float64.
     """
     n = len(fleet.there)
@@ -129,7 +130,7 @@ def spread(fleet: Fleet) -> dict[str, float]:
 
 
 def _column_chunks(fleet: Fleet) -> Iterator[Tensor]:
-    """Yield (n, columns) pieces of the rows of the n nodes that are there."""
+    """Yield (n, columns) pieces of the n present nodes' rows."""
     everyone = fleet.there
     step = max(1, CHUNK_ELEMENTS // len(everyone))
     for block in fleet.blocks:
@@ -139,13 +140,13 @@ def _column_chunks(fleet: Fleet) -> Iterator[Tensor]:
 
 
 def usage(device: torch.device, cpu_s: float, wall_s: float) -> dict[str, float]:
-    """Return memory_bytes (the peak, of the GPU or of this process) and device_use (CPU seconds per second)."""
+    """Return memory_bytes (peak of the GPU or of this process) and device_use (CPU seconds per second)."""
     memory = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_memory_bytes()
     return {"memory_bytes": float(memory), "device_use": cpu_s / wall_s if wall_s > 0 else 0.0}
 
 
 def peak_memory_bytes() -> int:
-    """Return the peak resident memory of this process (on Linux VmHWM, since `ru_maxrss` survives an exec)."""
+    """Return this process's peak resident memory (on Linux VmHWM, since `ru_maxrss` survives an exec)."""
     status = Path("/proc/self/status")
     if status.exists():
         (line,) = (x for x in status.read_text().splitlines() if x.startswith("VmHWM:"))

@@ -1,7 +1,7 @@
-"""Who looks on while a run goes on: one stream of records and events, and any number of observers.
+"""Observers of a run: any number of them receive one stream of records and events.
 
-The history is where records come from, so it is no observer itself: it holds them by column, for all steps and nodes.
-Callbacks are none either, since they may stop a run and ask all processes for something.
+The history is not an observer: it is the source of the records. Callbacks are not observers either: they may stop a run
+and need all processes.
 """
 
 from __future__ import annotations
@@ -19,35 +19,43 @@ Fields = Mapping[str, Any]
 
 
 class Observer:
-    """What an observer may do; a subclass overrides what it looks at. All of it happens in the main process.
+    """Base of observers. A subclass overrides the methods that it needs. All are called in the main process.
 
     Attributes:
-        reads_records: whether records need to be made for it.
+        reads_records: whether it needs records.
     """
 
     reads_records = False
 
     def start(self, run: Fields) -> None:
-        """The run is about to train; `run` describes it, and `run["resumed_step"]`, if there, is where it goes on."""
+        """Called before training. `run` describes the run; a resumed run has its step in `run["resumed_step"]`."""
 
     def restore(self, rows: Callable[[], Iterable[Fields]]) -> None:
-        """After `start` of a run that goes on: `rows()` yields the records up to `resumed_step`, told once already."""
+        """Called after `start` in a resumed run. `rows()` yields the earlier records, up to `resumed_step`."""
 
     def record(self, row: Fields) -> None:
-        """Take a record, a row of the history, in the order of steps."""
+        """Take a record: a row of the history. Records come in the order of steps."""
 
     def event(self, event: Fields) -> None:
-        """Something happened: `event["kind"]` says what, `event["step"]` after which step."""
+        """Take an event, with its kind in `event["kind"]` and its step in `event["step"]`."""
 
     def beat(self, step: int, figures: Fields) -> None:
-        """The run goes on: `step` steps are done; `figures`: the newest of loss, val_loss, tx_bytes; often none."""
+        """Called while the run makes progress: `step` steps are done.
+
+        Args:
+            figures: newest loss, val_loss and tx_bytes; often empty.
+        """
 
     def finish(self, summary: Fields) -> None:
-        """It is over, whatever its end, of which an event told; `summary` is the last record of the averaged model."""
+        """Called at the end of every run, after an event that says how it ended.
+
+        Args:
+            summary: the averaged model's last record.
+        """
 
 
 class Observers(Observer):
-    """Several observers as one. Where one cannot start, those that did are finished."""
+    """Several observers as one. If one cannot start, the started ones are finished."""
 
     def __init__(self, observers: Sequence[Observer] = ()):
         self.all = list(observers)
@@ -57,7 +65,7 @@ class Observers(Observer):
         return any(observer.reads_records for observer in self.all)
 
     def add(self, observer: Observer) -> None:
-        """Tell one more, which was started."""
+        """Add an observer that has started already."""
         self.all.append(observer)
 
     def start(self, run: Fields) -> None:
@@ -84,13 +92,13 @@ class Observers(Observer):
             observer.beat(step, figures)
 
     def finish(self, summary: Fields) -> None:
-        with contextlib.ExitStack() as stack:  # each is called, whatever the others raise
+        with contextlib.ExitStack() as stack:  # calls each, even if others raise
             for observer in reversed(self.all):
                 stack.callback(observer.finish, summary)
 
 
 class Logging(Observer):
-    """Gives records to a `Logger`."""
+    """Pass records to a `Logger`."""
 
     def __init__(self, logger: Logger):
         self.logger, self.reads_records = logger, not logger.is_silent
@@ -109,7 +117,7 @@ class Logging(Observer):
 
 
 class Showing(Observer):
-    """Moves a progress bar, which is entered and left apart from it."""
+    """Update a progress bar, which the caller enters and leaves."""
 
     def __init__(self, progress: Progress):
         self.progress = progress

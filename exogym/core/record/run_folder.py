@@ -1,23 +1,21 @@
-"""The run folder: what a run was, what it did and where it stands, for any tool to read without ExoGym.
+"""The run folder: a run's options, records, events, status and result, readable without ExoGym.
 
-    run.json        what decides the run (its description), versions, device, command line; enough to repeat it
+    run.json        the description that decides the run, versions, device, command line; enough to repeat it
     status.json     state (running, done, stopped, failed), step of total, process, heartbeat; replaced as a whole
-    records.jsonl   a line per record: step, epoch, node, losses, metrics, bytes, ...; whole lines, only added to
-    events.jsonl    communication, evaluation, checkpoint, node away or back, error, end; likewise
-    summary.json    the last record of the averaged model, and bytes by collective; there once the run has ended
-    checkpoints/    where the run saves and was given no other place
+    records.jsonl   a line per record: step, epoch, node, losses, metrics, bytes, ...; only whole lines are appended
+    events.jsonl    a line per event: communication, evaluation, checkpoint, node away or back, error, end
+    summary.json    the averaged model's last record, and bytes by collective; written at the run's end
+    checkpoints/    checkpoints, if the run saves without a save_dir
 
-and from others notes.json (`exogym.core.record.notes`), timeline.json (`exogym.clock`), hosts.json
-(`exogym.machines.remote.health`).
+Other modules write notes.json (`exogym.core.record.notes`), timeline.json (`exogym.clock`) and hosts.json
+(`exogym.machines.remote.health`) there. `exogym.core.record.schema` is the table of the fields of each file.
 
-What each file may hold is one table, `exogym.core.record.schema`.
+A resumed run appends to the events. It rewrites the records up to its first step from the checkpoint's history: a power
+cut may lose the newest records, but a checkpoint on the disk is complete.
 
-A run that goes on in its folder adds to the events. It writes the records anew, up to the step from which it goes on,
-from the checkpoint's history: a checkpoint on the disk is complete, but a power cut may take the newest records.
-
-While it goes on it holds the folder (see `exogym.core.base.locks`), so no two runs write to one. A disk that is full,
-or a folder that is taken away, does not end the training: that is said once, here and as `trouble` in status.json as
-soon as that can be written again, and no record or event is added behind one that is missing.
+A running run holds its folder (see `exogym.core.base.locks`), so no two runs write to one folder. A full disk or a lost
+folder does not end the training. The run prints one notice, and writes `trouble` into status.json once that is possible
+again. It appends no record or event after a missing one.
 """
 
 from __future__ import annotations
@@ -45,25 +43,25 @@ from exogym.core.record.schema import FILES
 from exogym.errors import ArgumentError
 from exogym.logger import JSONLinesLogger, in_json
 
-RESUME = "EXOGYM_RESUME"  # in the environment: run_dir of the run to go on with
-BEAT_S = 1.0  # between two heartbeats at least
-LOST_S = 60.0  # without one, a run on another machine counts as lost
-ENDS = {"done": "done", "stopped": "stopped", "error": "failed"}  # events that say how a run has ended
-FREE = ("limits", "placement", "chosen", "rounds", "shared")  # of a description, what a run that goes on may have else
+RESUME = "EXOGYM_RESUME"  # environment variable: run_dir of the run to resume
+BEAT_S = 1.0  # least seconds between two heartbeats
+LOST_S = 60.0  # a run on another machine counts as lost after so many seconds without a heartbeat
+ENDS = {"done": "done", "stopped": "stopped", "error": "failed"}  # final events, and the state that each means
+FREE = ("limits", "placement", "chosen", "rounds", "shared")  # description's fields that may differ in a resumed run
 
 
 class RunFolder(Observer):
-    """Writes the folder of a run.
+    """Write a run's folder.
 
     Args:
-        folder: made where it is not there; it must hold no run, or the one that goes on.
-        total_steps: of the run.
-        resume: whether a run may go on here.
-        more: what else belongs into run.json.
+        folder: created if missing. It must hold no run, or the resumed run.
+        total_steps: the run's steps.
+        resume: whether a run in the folder may be resumed.
+        more: further fields of run.json.
 
     Raises:
-        ArgumentError: the folder holds a run and `resume` is False, or another run; a living process writes to it; one
-            of its files is no plain one; or it cannot be written.
+        ArgumentError: the folder holds a run and `resume` is False; it holds another run; a live process writes to it;
+            one of its files is not a plain file; or it cannot be written.
     """
 
     reads_records = True
@@ -82,37 +80,37 @@ class RunFolder(Observer):
         there = [name for name in FILES if os.path.lexists(self.folder / name)]
         if strange := [name for name in there if not is_plain(self.folder / name)]:
             raise ArgumentError(
-                f"run_dir={str(self.folder)!r}: {strange[0]} is a link, a folder, a pipe or a device there: remove it, "
-                "or give another folder"
+                f"run_dir={str(self.folder)!r}: {strange[0]} is a link, a folder, a pipe or a device. Remove it, or "
+                "give another folder"
             )
         if there and not self.resume:
             raise ArgumentError(
-                f"run_dir={str(self.folder)!r} holds a run already: give another folder, or go on with it by "
-                "resume=True"
+                f"run_dir={str(self.folder)!r} holds a run already: give another folder, or resume it with resume=True"
             )
 
     def _check_nothing_is_lost(self) -> None:
-        """Of a run that starts at its beginning: refuse to write over one that was whole, and say so of any other."""
+        """For a run that starts at step 0: refuse to overwrite a run with results; print a notice for any other."""
         state = read_status(self.folder).get("state")
         if state == "done":
             raise ArgumentError(
-                f"run_dir={str(self.folder)!r} holds a run that came to its end, and no checkpoint to go on from: give "
-                "another folder"
+                f"run_dir={str(self.folder)!r} holds a finished run without a checkpoint to resume from: give another "
+                "folder"
             )
         asked = os.environ.get(RESUME)
         if state is not None and asked is not None and os.path.realpath(asked) == os.path.realpath(self.folder):
             raise ArgumentError(
-                f"run_dir={str(self.folder)!r} holds a run ({state}) that saved no checkpoint: going on would begin "
-                "anew and write over its records. Give another folder; save_dir or checkpoint_interval saves a run"
+                f"run_dir={str(self.folder)!r} holds a run ({state}) without a checkpoint: resuming would start anew "
+                "and overwrite its records. Give another folder; with save_dir or checkpoint_interval a run saves "
+                "checkpoints"
             )
         if state is not None:
-            notice(f"{self.folder} holds a run ({state}) and no checkpoint to go on from: starting at the beginning")
+            notice(f"{self.folder} holds a run ({state}) without a checkpoint: starting at step 0")
 
     def start(self, run: Fields) -> None:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = acquire(self.folder, secrets.token_hex(8), "run_dir")
-            self._check()  # again: another run may have come and gone
+            self._check()  # again: another run may have started and ended meanwhile
             self._begin(run)
         except OSError as error:
             self._let_go()
@@ -131,13 +129,13 @@ class RunFolder(Observer):
         self._records.start(described)
         self._events = open(self.folder / "events.jsonl", "a", buffering=1, encoding="utf-8")  # noqa: SIM115
         self._end_torn_line()
-        (self.folder / "summary.json").unlink(missing_ok=True)  # of the part before
+        (self.folder / "summary.json").unlink(missing_ok=True)  # from before the resume
         self._step = run.get("resumed_step") or 0
         about = {"description": described, "command": sys.argv, "folder": os.getcwd(), "versions": versions()}
         about["process"] = self._process
         if not ("resumed_step" in run and (self.folder / "run.json").exists()):
             about = in_json(about | {"started_s": self._started} | self.more)
-            schema.check("run.json", about)  # what cannot be read again is not begun
+            schema.check("run.json", about)  # a run whose folder could not be read again must not start
             _write(self.folder / "run.json", about)
         self.event({"kind": "start", "step": self._step} | ({"process": self._process}))
         self._say()
@@ -149,7 +147,7 @@ class RunFolder(Observer):
         if unlike := [f"{name}: {before[name]!r}, now {now[name]!r}"[:200] for name in sorted(common)
                       if before[name] != now[name]]:  # fmt: skip
             raise ArgumentError(
-                f"run_dir={str(self.folder)!r} holds another run: give another folder. They differ in\n  "
+                f"run_dir={str(self.folder)!r} holds another run: give another folder. The runs differ in\n  "
                 + "\n  ".join(unlike)
             )
 
@@ -175,7 +173,7 @@ class RunFolder(Observer):
         self._records.finish(summary)
         if self._lock is None:
             return
-        if self._state == "running":  # nothing has said how it ended: it could not even begin
+        if self._state == "running":  # no final event: the run failed before it started
             self._state = "failed"
         with self._going_on():
             if self._events is not None:
@@ -187,7 +185,7 @@ class RunFolder(Observer):
         self._let_go()
 
     def _say(self) -> None:
-        """Write where the run stands."""
+        """Write status.json."""
         self._beat = time.monotonic() + BEAT_S
         status = {
             "state": self._state, "step": self._step, "total_steps": self.total_steps, "process": self._process,
@@ -201,20 +199,20 @@ class RunFolder(Observer):
 
     @contextlib.contextmanager
     def _going_on(self) -> Iterator[None]:
-        """What cannot be written does not end the training; nothing is added to the events from then on."""
+        """Catch write errors: print a notice, and append no events from then on. The training continues."""
         try:
             yield
         except OSError as error:
             if self._trouble is None:
                 self._trouble = str(error)
-                notice(f"{self.folder} is no longer written: {error}; the training goes on")
+                notice(f"{self.folder} is no longer written: {error}. The training continues")
             self._leave_events()
             if self._lock is not None and self._lock.is_ours():
                 cut_torn_line(self.folder / "events.jsonl")
 
     def _leave_events(self) -> None:
         if self._events is not None:
-            with contextlib.suppress(OSError):  # what is still held back cannot be written either
+            with contextlib.suppress(OSError):  # buffered lines cannot be written either
                 self._events.close()
             self._events = None
 
@@ -225,7 +223,7 @@ class RunFolder(Observer):
             self._lock = None
 
     def _end_torn_line(self) -> None:
-        """Begin on a new line where a run that was killed left half a one."""
+        """End an incomplete last line, which a killed run may have left."""
         path = self.folder / "events.jsonl"
         if path.stat().st_size and not path.read_bytes().endswith(b"\n"):
             assert self._events is not None
@@ -233,7 +231,7 @@ class RunFolder(Observer):
 
 
 def read_status(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return where the run of a folder stands; {} where it does not say, or cannot be read (see `standing`)."""
+    """Return the status of a folder's run; {} if it has none, or if it cannot be read (see `standing`)."""
     try:
         return standing(folder)
     except ArgumentError:
@@ -241,13 +239,12 @@ def read_status(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def standing(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return where the run of a folder stands; {} where it does not say.
+    """Return the status of a folder's run; {} if it has none.
 
-    A run that says it is running and whose process is gone is "lost", as is one on another machine that has not been
-    heard of for a minute.
+    A "running" run is "lost" if its process is gone or, on another machine, after a minute without a heartbeat.
 
     Raises:
-        ArgumentError: its status holds what no run has written.
+        ArgumentError: status.json has a field that no run writes.
     """
     status = schema.read(Path(folder) / "status.json")
     process, heard_s = status.get("process"), status.get("heartbeat_s")
@@ -261,7 +258,7 @@ def standing(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return the object of a file of a run folder; {} where there is none, or one that does not fit the schema."""
+    """Return the object in a run folder's file; {} if the file is missing or does not fit the schema."""
     try:
         return schema.read(path)
     except ArgumentError:
@@ -269,7 +266,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that a result may depend on."""
+    """Return the versions on which a result may depend."""
     from importlib.metadata import PackageNotFoundError, version
 
     import torch

@@ -1,8 +1,8 @@
-"""What the files of a run folder may hold: one table, for who writes them and for who reads them.
+"""The fields of a run folder's files: one table for writing and reading.
 
-A run folder may come from another machine, or from another program. So everything that is read of one passes here:
-the size of the file, whole UTF-8 and JSON, how deep it goes, and of every field that somebody computes with its type,
-its length and whether the number is finite. What does not fit is an `ArgumentError` that names the file and the field.
+A run folder may come from another machine or program. So every reader checks here the file's size, its UTF-8 and JSON,
+its nesting depth, and the type, length and finiteness of each field used. If something does not fit, an `ArgumentError`
+names the file and the field.
 
 >>> check("status.json", {"state": "running", "step": 3})
 >>> check("status.json", {"state": "running", "started_s": "x"})
@@ -26,29 +26,29 @@ from typing import Any
 from exogym.core.base.files import opened_plain
 from exogym.errors import ArgumentError
 
-FILES = ("run.json", "status.json", "records.jsonl", "events.jsonl", "summary.json")  # what a run writes of itself
-LINE_BYTES = 1 << 20  # of a line of records or events, at most
-MOST_DEPTH = 64  # of objects and lists in each other
+FILES = ("run.json", "status.json", "records.jsonl", "events.jsonl", "summary.json")  # files that the run itself writes
+LINE_BYTES = 1 << 20  # longest line of records or events
+MOST_DEPTH = 64  # deepest nesting of objects and lists
 MOST_NODES = 1 << 24
 LIMIT = 1e300
-NOT_FINITE = ("NaN", "Infinity", "-Infinity")  # how the house writes numbers that JSON lacks
+NOT_FINITE = ("NaN", "Infinity", "-Infinity")  # how ExoGym writes numbers that JSON lacks
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 LABEL, TEXT = 1000, 20_000  # characters
 MOST_LABELS, MOST_CELLS, MOST_SEEDS = 1000, 5000, 10_000
 Row = dict[str, Any]
-_decoded = json.JSONDecoder(parse_constant=str).decode  # made once: half the time of a record
+_decoded = json.JSONDecoder(parse_constant=str).decode  # made once: a record takes half the time
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What a field holds; None, which is "not known", always fits."""
+    """A field's kind. None means "not known", and always fits."""
 
     wanted: str
     fits: Callable[[Any], bool]
 
 
 def is_finite(value: Any) -> bool:
-    """Say whether a value of JSON is a number that can be computed with.
+    """Return whether a JSON value is a finite number within float range.
 
     >>> [is_finite(value) for value in (1, 2.5, float("inf"), float("nan"), 10**400, "1", True)]
     [True, True, False, False, False, False, False]
@@ -57,7 +57,7 @@ def is_finite(value: Any) -> bool:
 
 
 def _is_measured(value: Any) -> bool:
-    is_number = is_finite(value) or (isinstance(value, float) and math.isfinite(value))  # in float64 losses grow so far
+    is_number = is_finite(value) or (isinstance(value, float) and math.isfinite(value))  # float64 losses grow this far
     return is_number or isinstance(value, bool) or value in NOT_FINITE
 
 
@@ -81,7 +81,7 @@ def _list(kind: Kind, most: int) -> Kind:
 
 
 def _labelled(kind: Kind, most: int) -> Kind:
-    """Values by labels."""
+    """Return the kind of an object with any labels, whose values are of `kind`."""
     return Kind(
         f"an object of at most {most} names, each of at most {LABEL} characters, with {kind.wanted}",
         lambda value: (
@@ -92,7 +92,7 @@ def _labelled(kind: Kind, most: int) -> Kind:
 
 
 def _fields(wanted: str, kinds: Mapping[str, Kind], needs: tuple[str, ...] = ()) -> Kind:
-    """An object in which known fields have their kinds."""
+    """Return the kind of an object whose known fields have their own kinds."""
     return Kind(
         wanted,
         lambda value: (
@@ -150,13 +150,13 @@ _SHOWN = dict.fromkeys(("address", "device", "state"), WORD) | dict.fromkeys(
 _GPU = _fields("an object with numbers and a name", dict.fromkeys(("use", "memory_bytes", "memory_total_bytes"), FINITE)
                | {"name": NAME})  # fmt: skip
 _RANK = _fields("an object of numbers", dict.fromkeys(("rank", "step", "restarts", "quiet_s"), FINITE))
-_HOST = _fields("how a host is", _SHOWN | {
+_HOST = _fields("an object with a host's state", _SHOWN | {
     "ranks": _list(COUNT, 1 << 16), "gpus": _list(_GPU, 64), "processes": _list(_RANK, 1 << 16),
 })  # fmt: skip
 _SAID = _fields("what happened", {"at_s": FINITE, "kind": WORD, "host": WORD, "why": WORD})
 _SHORT, _LONG = 1 << 20, 1 << 24  # bytes
 
-# File to its most bytes, and its fields.
+# By file: its size limit in bytes, and its fields.
 OBJECTS: dict[str, tuple[int, dict[str, Kind]]] = {
     "run.json": (_LONG, _OF_A_RUN),
     "status.json": (_SHORT, {
@@ -177,20 +177,20 @@ OBJECTS: dict[str, tuple[int, dict[str, Kind]]] = {
 
 
 def check(name: str, found: Mapping[str, Any]) -> None:
-    """Hold the object of the file `name` against its fields.
+    """Check the fields of the file `name`.
 
     Raises:
-        ArgumentError: one does not fit.
+        ArgumentError: a field does not fit.
     """
     kinds = COMPARISON if name == "run.json" and isinstance(found.get("strategies"), dict) else OBJECTS[name][1]
     _check(name, kinds, found)
 
 
 def read(path: str | os.PathLike[str]) -> Row:
-    """Return the object of one of the files of `OBJECTS`; {} where there is no such plain file.
+    """Return the object in a file of `OBJECTS`; {} if it is missing or not a plain file.
 
     Raises:
-        ArgumentError: it holds what no run has written; the message says what, and what was wanted.
+        ArgumentError: the file cannot be read or does not fit. The message names the field and the wanted kind.
     """
     path = Path(path)
     most = OBJECTS[path.name][0]
@@ -206,7 +206,7 @@ def read(path: str | os.PathLike[str]) -> Row:
     try:
         found = parsed(data)
     except ValueError as error:
-        raise ArgumentError(f"{path.name} is no whole JSON in UTF-8 ({error})") from None
+        raise ArgumentError(f"{path.name} is not complete JSON in UTF-8 ({error})") from None
     if not isinstance(found, dict):
         raise ArgumentError(f"{path.name} holds {reprlib.repr(found)}: wanted an object")
     check(path.name, found)
@@ -214,15 +214,15 @@ def read(path: str | os.PathLike[str]) -> Row:
 
 
 def parsed(data: bytes) -> Any:
-    """Return what JSON says; numbers that it lacks become the texts of `NOT_FINITE`.
+    """Return the value of JSON text. Numbers that JSON lacks become texts of `NOT_FINITE`.
 
     Raises:
-        ValueError: it is no whole JSON in UTF-8, goes too deep, or has half a character (a lone surrogate) in it.
+        ValueError: not complete JSON in UTF-8, nested too deep, or with a lone surrogate (half a character).
     """
     try:
         found = _decoded(data.decode("utf-8"))
     except RecursionError:
-        raise ValueError(f"more than {MOST_DEPTH} deep") from None
+        raise ValueError(f"nested more than {MOST_DEPTH} deep") from None
     if SURROGATE.search(data):
         _check_texts(found)
     if data.count(b"{") + data.count(b"[") <= MOST_DEPTH:
@@ -232,11 +232,11 @@ def parsed(data: bytes) -> Any:
         level = [x for part in level if type(part) in (dict, list) for x in _parts(part) if type(x) in (dict, list)]
         if not level:
             return found
-    raise ValueError(f"more than {MOST_DEPTH} deep")
+    raise ValueError(f"nested more than {MOST_DEPTH} deep")
 
 
 def row_of(line: bytes, kinds: Mapping[str, Kind]) -> Row | None:
-    """Return a line of records (`RECORD`) or events (`EVENT`); None where it is no whole object, as after a kill.
+    """Return the object in a line of records (`RECORD`) or events (`EVENT`); None if it is incomplete, as after a kill.
 
     Raises:
         ArgumentError: a field does not fit.
@@ -249,7 +249,7 @@ def row_of(line: bytes, kinds: Mapping[str, Kind]) -> Row | None:
         return None
     if kinds is RECORD:
         if row.get("step") is None:
-            raise ArgumentError("records.jsonl: a record without step")
+            raise ArgumentError("records.jsonl: a record has no step")
         if not _is_of_numbers(row):
             _check("records.jsonl", kinds, row, PLAIN)
     else:
@@ -258,10 +258,10 @@ def row_of(line: bytes, kinds: Mapping[str, Kind]) -> Row | None:
 
 
 def rows_in(path: str | os.PathLike[str], kinds: Mapping[str, Kind]) -> Iterator[Row]:
-    """Yield the rows of a file of lines, without what is no whole one; nothing where there is no such plain file.
+    """Yield a file's rows without incomplete lines; nothing if the file is missing or not a plain file.
 
     Raises:
-        ArgumentError: a line holds what no run has written; the message names it.
+        ArgumentError: a line does not fit. The message names it.
     """
     try:
         with opened_plain(path) as file:
@@ -270,7 +270,7 @@ def rows_in(path: str | os.PathLike[str], kinds: Mapping[str, Kind]) -> Iterator
                 number += 1
                 if not line.endswith(b"\n"):
                     check_length(line, Path(path).name)
-                    return  # the last, torn
+                    return  # the last line, incomplete
                 try:
                     row = row_of(line, kinds)
                 except ArgumentError as error:
@@ -282,7 +282,7 @@ def rows_in(path: str | os.PathLike[str], kinds: Mapping[str, Kind]) -> Iterator
 
 
 def check_length(line: bytes, name: str) -> None:
-    """Refuse a line that is longer than any run writes."""
+    """Raise ArgumentError for a line longer than a run writes."""
     if len(line) > LINE_BYTES:
         raise ArgumentError(f"{name} has a line of more than {LINE_BYTES} bytes")
 
@@ -295,7 +295,7 @@ def _check(where: str, kinds: Mapping[str, Kind], found: Mapping[str, Any], othe
 
 
 def _is_of_numbers(row: Row) -> bool:
-    """Say at once of a record of numbers alone, as most are, that it fits; False: look at each field."""
+    """Return True for a record of numbers only, as most are: it fits. False: check each field."""
     values = [value for value in row.values() if value is not None]
     if not set(map(type, values)) <= {int, float} or not (min(values) >= -LIMIT and max(values) <= LIMIT):
         return False
@@ -303,7 +303,7 @@ def _is_of_numbers(row: Row) -> bool:
 
 
 def _check_texts(found: Any) -> None:
-    """Refuse half a character: it can be written to no file and sent to no browser."""
+    """Raise ValueError for a lone surrogate: no file can hold it, and no browser can receive it."""
     try:
         json.dumps(found, ensure_ascii=False).encode("utf-8")
     except (UnicodeEncodeError, RecursionError) as error:

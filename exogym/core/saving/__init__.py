@@ -1,1 +1,1 @@
-"""What is kept of a run: checkpoints, who keeps them, exported models."""
+"""Saved state: checkpoints, the processes that keep them, exported models."""

@@ -1,19 +1,19 @@
-"""Checkpoints: everything a run is, written whole or not at all.
+"""Checkpoints: a run's whole state, written completely or not at all.
 
 A checkpoint is a folder `step_<number>` with
 
     rows-<first>-<last>.safetensors   per node: parameters, buffers, optimizer and strategy state, its step
-    shared.safetensors                what there is once: outer parameters, byte counts, the history
-    run.json                          the description of the run, counters, and SHA-256 of the files and of itself
+    shared.safetensors                shared state: outer parameters, byte counts, the history
+    run.json                          the run's description, counters, and SHA-256 of the files and of itself
 
-Rows are stored by global id, each process writing its own, so another layout can read the ones it needs. The folder
-is written under another name and renamed, so one that bears its name is whole; one is never replaced: a second of
-the same step is `step_<number>_<count>`. Nothing is ever unpickled.
+Rows are stored by global id. Each process writes its own rows, so another layout can read the rows that it needs. The
+folder is written under another name and then renamed, so a folder with the final name is complete. A checkpoint is
+never replaced: a second one of the same step is `step_<number>_<count>`. Nothing is ever unpickled.
 
-Hosts may share a folder or have one each (see `keepers`). A host's own holds the rows of its processes, what all nodes
-share, and a run.json that names the files of all; the folders of one step laid together are the checkpoint that a
-shared folder would hold. No host renames before all have written, or removes an older one before all have renamed.
-Where a run is cut off in between, the next one has the others rename too.
+Hosts may share a folder, or each has its own (see `keepers`). A host's own folder holds its processes' rows, the shared
+state, and a run.json that names the files of all hosts. The hosts' folders of one step together equal a shared folder.
+No host renames before all have written, or removes an older checkpoint before all have renamed. If a run is cut off
+between, the next run completes the renaming.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ from exogym.errors import CheckpointError
 def save(
     folder: str | Path, snapshot: Snapshot, keep: int, wire: Wire | None = None, keepers: Keepers | None = None
 ) -> Path:
-    """Write `snapshot` atomically and keep the last `keep` up to it (later ones are torn). Returns its folder.
+    """Write `snapshot` atomically, keep the last `keep` checkpoints up to it, and return its folder.
 
-    With several processes each one calls this with its own rows; the keeper of a folder writes there what is shared,
-    as the main process has it.
+    Later checkpoints are damaged, and do not count. With several processes each one calls this with its own rows. A
+    folder's keeper writes the shared state there, taken from the main process.
 
     Raises:
-        CheckpointError: a disk is full or a folder cannot be written; earlier checkpoints stand.
+        CheckpointError: a disk is full or a folder cannot be written. Earlier checkpoints remain.
     """
     folder, wire = Path(folder), wire or Wire(sorted(snapshot.rows))
     keepers = keepers or one_keeper(folder, wire)
@@ -98,7 +98,7 @@ def save(
                 os.rename(temporary, final)
                 _flush_folder(folder)
     except BaseException as error:
-        # Cut off from the others, a host cannot know whether one has renamed: then the next start finds out.
+        # A host that lost the others cannot know whether one has renamed: the next start finds out.
         unknown = not keepers.are_one and not isinstance(error, CheckpointError) and (temporary / "run.json").exists()
         if keepers.is_keeper and not unknown:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -108,9 +108,9 @@ def save(
 
 
 def _as_the_main_one(snapshot: Snapshot, wire: Wire, keepers: Keepers) -> Snapshot:
-    """Return `snapshot` with the main process's meta and shared tensors; those that are the same here are not sent.
+    """Return `snapshot` with the main process's meta and shared tensors. Equal tensors are not sent.
 
-    Only the main process has what its callbacks recorded, and each has its own wall time.
+    Only the main process has its callbacks' records, and each process has its own wall time.
     """
     meta = tell(wire, snapshot.meta)
     sums = {name: sum_of_tensor(x) for name, x in snapshot.shared.items()}
@@ -125,7 +125,7 @@ def _as_the_main_one(snapshot: Snapshot, wire: Wire, keepers: Keepers) -> Snapsh
 
 @contextlib.contextmanager
 def _together(wire: Wire, folder: Path, step: int) -> Iterator[None]:
-    """Do a part of writing a checkpoint; where one process cannot, none goes on."""
+    """Do a part of writing a checkpoint. If one process fails, all stop."""
     cause: Exception | None = None
     try:
         yield
@@ -133,13 +133,13 @@ def _together(wire: Wire, folder: Path, step: int) -> Iterator[None]:
         cause = error
     if wire.agree(cause is not None):
         raise CheckpointError(
-            f"the checkpoint of step {step} could not be written to {folder}: "
-            f"{cause or 'another process failed to'}; earlier ones stand"
+            f"the checkpoint of step {step} could not be written to {folder} "
+            f"({cause or 'another process failed'}). Earlier checkpoints remain"
         ) from cause
 
 
 def _remove_older(folder: Path, name: str, keep: int, wire: Wire, keepers: Keepers) -> None:
-    """Remove all but the last `keep` checkpoints up to `name`. One that stays for all that is no harm, and is said."""
+    """Remove all but the last `keep` checkpoints up to `name`. Warn if one cannot be removed."""
     common = set.intersection(*_held(folder, wire, keepers).values())
     kept = sorted(order for order in map(_order, common) if order <= _order(name))[-max(1, keep) :]
     left: list[str] = []
@@ -148,14 +148,14 @@ def _remove_older(folder: Path, name: str, keep: int, wire: Wire, keepers: Keepe
             if _order(old.name) < kept[0]:
                 _remove(old)
         except OSError as error:
-            left.append(f"{old} could not be removed ({error}): it takes up room; remove it, or see who may")
+            left.append(f"{old} could not be removed ({error}). It only takes space: remove it yourself")
     barrier(wire)
     for text in left:
         warn(text)
 
 
 def _last_count(folder: Path, step: int) -> int:
-    """Return the largest count of the checkpoints of `step`, -1 without any."""
+    """Return the largest count among the checkpoints of `step`; -1 if there are none."""
     return max((count for path in folder.glob("step_*") for at, count in [_order(path.name)] if at == step), default=-1)
 
 
@@ -164,7 +164,7 @@ def _order(name: str) -> tuple[int, int]:
 
 
 def _files(snapshot: Snapshot) -> dict[str, tuple[dict[str, Tensor], dict[str, str] | None]]:
-    """Return the files of rows and of pieces that this process writes, tensors and metadata of each."""
+    """Return tensors and metadata, by name, of the files of rows and pieces that this process writes."""
     ids, parts = sorted(snapshot.rows), snapshot.parts
     rows = {f"{rank}/{key}": value for rank in ids for key, value in snapshot.rows[rank].items()}
     if parts is None:
@@ -189,13 +189,14 @@ def load_newest(
     folder: str | Path, wire: Wire | None = None, keepers: Keepers | None = None,
     refused: Mapping[str, str] | None = None,
 ) -> tuple[Snapshot | None, list[str]]:  # fmt: skip
-    """Return the newest good checkpoint of `folder` (None without any) and what is wrong with newer ones.
+    """Return the newest good checkpoint in `folder` (None if there is none), and the errors of newer ones.
 
-    Of the names in `refused` it is known what is wrong. With several processes each gets its own rows of a checkpoint
-    that all of them can read, each in the folder it sees.
+    `refused` holds known errors by name. With several processes each gets its own rows, from a checkpoint that all of
+    them can read in their folders.
 
     Raises:
-        CheckpointError: there are some, but none can be read; where rows are on other hosts, what to do.
+        CheckpointError: there are checkpoints, but none can be read. If rows lie on other hosts, the message says what
+            to do.
     """
     folder, wire = Path(folder), wire or Wire([])
     keepers = keepers or one_keeper(folder, wire)
@@ -217,19 +218,19 @@ def load_newest(
         advice = advice or _advice(name, copies)
     if complaints:
         raise CheckpointError(
-            f"no checkpoint of {folder} can be read (another save_dir starts anew): {'; '.join(complaints)}{advice}"
+            f"no checkpoint in {folder} can be read (a new save_dir starts at step 0): {'; '.join(complaints)}{advice}"
         )
     return None, []
 
 
 def _held(folder: Path, wire: Wire, keepers: Keepers) -> dict[int, set[str]]:
-    """Return for each keeper the names of the checkpoints in its folder."""
+    """Return, by keeper, the names of the checkpoints in its folder."""
     mine = [path.name for path in list_checkpoints(folder)] if keepers.is_keeper else []
     return {k: set(names) for k, names in enumerate(gather(wire, mine)) if keepers.of[k] == k}
 
 
 def _load_in_all(path: Path, wire: Wire, keepers: Keepers) -> tuple[Snapshot | None, str, list[tuple[str, str]]]:
-    """Load a checkpoint if all processes can; else say why not, and which folder (from, to) has what another lacks."""
+    """Load a checkpoint if all processes can; otherwise return why not, and which files to copy: folders (from, to)."""
     found, trouble, lacking, mark = None, None, [], ""
     try:
         found = load(path, wire.ranks, _others(wire)) if wire.is_shared else load(path)
@@ -241,7 +242,7 @@ def _load_in_all(path: Path, wire: Wire, keepers: Keepers) -> tuple[Snapshot | N
     troubles = list(dict.fromkeys(trouble for trouble, *_ in said if trouble is not None))
     if not troubles and len({mark for *_, mark in said}) > 1:
         places = " and ".join(keepers.places[k] for k in sorted(set(keepers.of)))
-        troubles = [f"{path.name} is not of one run in {places}: remove it where it is of another"]
+        troubles = [f"{path.name} belongs to different runs in {places}: remove the copies of other runs"]
     copies: dict[tuple[str, str], None] = {}
     for process, (_, files, _, _) in enumerate(said):
         for file in files:
@@ -253,15 +254,15 @@ def _load_in_all(path: Path, wire: Wire, keepers: Keepers) -> tuple[Snapshot | N
 
 
 def _others(wire: Wire) -> range:
-    """Return the ids that nobody has a row for here, of which this process takes these: its share of them.
+    """Return this process's share of the ids without a row in this run.
 
-    Where there are fewer rows than nodes, another number of processes may have had more.
+    With fewer rows than nodes, a run in another number of processes may have saved more rows.
     """
     return range(sum(map(len, wire.placement)) + wire.process, 1 << 62, len(wire.placement))
 
 
 def _advice(name: str, copies: list[tuple[str, str]]) -> str:
-    """Return how to bring together what is in folders of several hosts, by copying (from, to)."""
+    """Return advice on collecting a checkpoint's files from several hosts, by copying (from, to)."""
     lines = []
     for source, target in copies:
         host, _, folder = target.partition(":")
@@ -269,8 +270,8 @@ def _advice(name: str, copies: list[tuple[str, str]]) -> str:
     if not lines:
         return ""
     return (
-        "\nHosts that share no file system have the rows of their own nodes. Go on with the same hosts in the same "
-        f"order, or bring the files of a checkpoint together, here:{''.join(lines)}"
+        "\nWithout a shared file system each host holds only its own nodes' rows. Resume with the same hosts in the "
+        f"same order, or copy the checkpoint's files together:{''.join(lines)}"
     )
 
 
@@ -287,7 +288,7 @@ def differences(saved: dict[str, Any], current: dict[str, Any], path: str = "") 
 
 
 def _remove(path: Path) -> None:
-    """Remove a checkpoint, under another name, so that one that bears its name is whole also if this is cut off."""
+    """Rename a checkpoint and remove it, so that a folder with its name is complete even if this is cut off."""
     if path.is_symlink():
         path.unlink()
     elif path.exists():
@@ -297,24 +298,24 @@ def _remove(path: Path) -> None:
 
 
 def remove_leftovers(folder: str | Path, wire: Wire | None = None, keepers: Keepers | None = None) -> None:
-    """Remove what a run that was killed while it wrote or removed a checkpoint has left in `folder`.
+    """Remove leftovers in `folder` of a run that was killed while it wrote or removed a checkpoint.
 
-    Where one host had renamed the checkpoint, all had written it: then the others rename it now.
+    If one host had renamed the checkpoint, all had written it: the others rename it now.
     """
     folder, wire = Path(folder), wire or Wire([])
     keepers = keepers or one_keeper(folder, wire)
     named = set().union(*_held(folder, wire, keepers).values())
-    for path in folder.glob(".clients-*") if keepers.is_keeper else []:  # what clients kept who had no row
+    for path in folder.glob(".clients-*") if keepers.is_keeper else []:  # saved state of clients without a row
         shutil.rmtree(path, ignore_errors=True)
     for path in folder.glob(".step_*.tmp") if keepers.is_keeper else []:
         name, *rest = path.name.split(".")[1:]
         with contextlib.suppress(OSError):
-            if len(rest) == 2 and name in named and (path / "run.json").exists():  # not one half removed
+            if len(rest) == 2 and name in named and (path / "run.json").exists():  # not half removed
                 os.rename(path, folder / name)
         shutil.rmtree(path, ignore_errors=True)
     for mark in [*folder.glob(f"{MARK}*"), *folder.glob(f"{LOCK}-*")] if keepers.is_keeper else []:
         with contextlib.suppress(OSError):
-            if keepers.lock is None or is_old(mark, keepers.lock.path):  # not of a run that is just beginning
+            if keepers.lock is None or is_old(mark, keepers.lock.path):  # not from a run that is just starting
                 mark.unlink()
     barrier(wire)
 

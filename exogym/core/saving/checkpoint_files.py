@@ -1,8 +1,8 @@
-"""One checkpoint's folder, read: nothing in it is believed before it is looked at.
+"""Read one checkpoint's folder, and trust nothing in it before a check.
 
-Its files are plain ones of known names; a link, a pipe or a device is never opened. Their sums are those of run.json,
-and run.json's own fits it. What is wrong is one CheckpointError that names the file. Whether what they hold is what the
-run would save is for `snapshots` to say, which knows the run.
+Its files must be plain files with known names; a link, a pipe or a device is never opened. Their checksums must equal
+those in run.json, which has a checksum too. Any error is a CheckpointError that names the file. `snapshots` knows the
+run, and checks whether it would save these contents.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from exogym.core.base.files import is_plain, opened_plain
 from exogym.core.saving.parts import Parts, joined_pieces
 from exogym.errors import CheckpointError
 
-# 1: evaluations in run.json; 2: state by driver and number, not by name; 3: of losses under way no counts; 4: the
-# history in files of its own
+# 1: evaluations in run.json; 2: state by driver and number, not by name; 3: no counts of unfinished losses; 4: the
+# history in separate files
 FORMAT = 5
 SHARED = "shared.safetensors"
 PART = r"(\.part-(0|[1-9]\d{0,5}))?\.safetensors"
 NAME = re.compile(rf"shared{PART}|rows-(0|[1-9]\d{{0,17}})-(0|[1-9]\d{{0,17}}){PART}")
-DESCRIPTION_BYTES = 1 << 30  # of a run.json, at most
+DESCRIPTION_BYTES = 1 << 30  # largest run.json
 WRONG = (
     *(OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError, MemoryError),
     *(SafetensorError, RuntimeError),
-)  # what wrong files can raise
+)  # errors that wrong files can raise
 
 
 @dataclass
 class Snapshot:
-    """One checkpoint in memory: rows by global id, shared tensors, and JSON-able meta with "step".
+    """A checkpoint in memory: rows by global id, shared tensors, and JSON-able meta with "step".
 
-    Where nodes are several processes, `parts` says what of the rows' tensors, and of the shared ones, is in this one.
-    The history is `history.*` of `shared`, and meta's "history".
+    If a node is several processes, `parts` says which part of the rows' tensors and shared tensors this process has.
+    The history lies in `shared` as `history.*`, and in meta's "history".
     """
 
     rows: dict[int, dict[str, Tensor]]
@@ -53,7 +53,7 @@ class Snapshot:
     parts: Parts | None = None
 
     def file_of(self, rank: int) -> str:
-        """Return where the rows of node `rank` lie, for messages."""
+        """Return the file with node `rank`'s rows, for messages."""
         for name in self.meta.get("sha256", ()):
             if name.startswith("rows-") and ".part-" not in name and rank in span_of(name):
                 return f"{self.path}/{name}"
@@ -61,21 +61,21 @@ class Snapshot:
 
 
 class RowsElsewhere(CheckpointError):
-    """Files with rows that a process needs are not in its folder."""
+    """Files with rows that a process needs are missing in its folder."""
 
     def __init__(self, path: Path, files: list[str]):
-        super().__init__(f"{path} lacks {', '.join(files)}, with the rows of nodes that are wanted here")
+        super().__init__(f"{path} lacks {', '.join(files)}, with rows of this process's nodes")
         self.files = files
 
 
 def name_of(path: Path) -> tuple[int, int] | None:
-    """Return (step, count) of a checkpoint folder's name, or None for another name."""
+    """Return (step, count) from a checkpoint folder's name, or None for another name."""
     found = re.fullmatch(r"step_(\d{1,18})(?:_(\d{1,18}))?", path.name, re.ASCII)
     return (int(found[1]), int(found[2] or 0)) if found else None
 
 
 def list_checkpoints(folder: str | Path) -> list[Path]:
-    """Return the complete checkpoints of `folder`, oldest first."""
+    """Return the complete checkpoints in `folder`, oldest first."""
     found = [(name_of(path), path) for path in Path(folder).glob("step_*") if path.is_dir()]
     return [path for _, path in sorted((name, path) for name, path in found if name is not None)]
 
@@ -85,7 +85,7 @@ def rows_file(ids: Collection[int]) -> str:
 
 
 def span_of(file: str) -> range:
-    """Return the nodes of a file by its name.
+    """Return the nodes in a file, from its name.
 
     >>> span_of("rows-2-3.safetensors")
     range(2, 4)
@@ -108,10 +108,10 @@ def sum_of_tensor(x: Tensor) -> str:
 
 
 def load(path: str | Path, ids: Collection[int] | None = None, others: range = range(0)) -> Snapshot:
-    """Read the checkpoint folder `path`: all rows, or those of `ids` and `others`; files without any are not opened.
+    """Read the checkpoint folder `path`: all rows, or the rows of `ids` and `others`. Files without these stay closed.
 
     Raises:
-        CheckpointError: a file is missing, torn, altered or not a plain file, or they are not those of a checkpoint.
+        CheckpointError: a file is missing, incomplete, altered or not a plain file, or does not belong to a checkpoint.
     """
     path = Path(path)
     try:
@@ -122,7 +122,7 @@ def load(path: str | Path, ids: Collection[int] | None = None, others: range = r
             raise RowsElsewhere(path, lacking)
         for file in files:
             if file_sum(path / file) != meta["sha256"][file]:
-                raise CheckpointError(f"{path / file} is damaged: its SHA-256 is not the one that was written")
+                raise CheckpointError(f"{path / file} is damaged: its SHA-256 differs from run.json's")
         shared = _tensors(path / SHARED)
         rows: dict[int, dict[str, Tensor]] = {}
         for file in files:
@@ -134,7 +134,7 @@ def load(path: str | Path, ids: Collection[int] | None = None, others: range = r
         ).items():
             held = shared if rank is None else rows.setdefault(rank, {})
             if name in held:
-                raise CheckpointError(f"{path}: {name!r} is there whole and in pieces")
+                raise CheckpointError(f"{path}: {name!r} is saved both whole and in pieces")
             held[name] = x
     except CheckpointError:
         raise
@@ -144,21 +144,21 @@ def load(path: str | Path, ids: Collection[int] | None = None, others: range = r
 
 
 def _description(file: Path) -> dict[str, Any]:
-    """Return what a run.json says, once it is known to be what was written."""
+    """Return a run.json's contents, after checking that it is as it was written."""
     with _opened(file) as opened:
         text = opened.read(DESCRIPTION_BYTES + 1)
     if len(text) > DESCRIPTION_BYTES:
-        raise CheckpointError(f"{file} has more than {DESCRIPTION_BYTES} bytes, so it is none of exogym's")
+        raise CheckpointError(f"{file} has more than {DESCRIPTION_BYTES} bytes, so ExoGym did not write it")
     try:
         meta = json.loads(text)
         right = isinstance(meta, dict) and meta.pop("sha256_of_this") == sum_of(meta)
     except WRONG as error:
         raise CheckpointError(f"{file} is damaged: {type(error).__name__}: {str(error)[:200]}") from error
     if not right:
-        raise CheckpointError(f"{file} is damaged: its SHA-256 is not the one that was written")
+        raise CheckpointError(f"{file} is damaged: it does not match its SHA-256")
     if "format" not in meta or type(meta["format"]) is not int or meta["format"] != FORMAT:
         raise CheckpointError(
-            f"{file.parent} is of format {meta.get('format')!r}, and this version reads {FORMAT}: go on with the "
+            f"{file.parent} has format {meta.get('format')!r}, and this version reads format {FORMAT}: resume with the "
             "version that wrote it, or start anew in another folder"
         )
     _check_names(file, meta.get("sha256"))
@@ -168,12 +168,12 @@ def _description(file: Path) -> dict[str, Any]:
 
 
 def _check_names(file: Path, sums: Any) -> None:
-    """Raise CheckpointError unless `sums` names the files of a checkpoint, each node's rows in one of them."""
+    """Raise CheckpointError unless `sums` names a checkpoint's files, with each node's rows in exactly one file."""
     if not isinstance(sums, dict) or not all(isinstance(x, str) for x in sums.values()):
-        raise CheckpointError(f"{file} names no files with their sums")
+        raise CheckpointError(f"{file} names no files with their checksums")
     for name in sums:
         if not NAME.fullmatch(name):
-            raise CheckpointError(f"{file} names {name!r}, which is not the name of a file of a checkpoint")
+            raise CheckpointError(f"{file} names {name!r}, which is not a checkpoint's file name")
     if SHARED not in sums:
         raise CheckpointError(f"{file} does not name {SHARED}")
     spans = sorted(
@@ -182,15 +182,15 @@ def _check_names(file: Path, sums: Any) -> None:
     )  # fmt: skip
     for (kind, _, end, one), (alike, start, _, other) in itertools.pairwise(spans):
         if kind == alike and start < end:
-            raise CheckpointError(f"{file}: the rows of node {start} are in {one} and in {other}")
+            raise CheckpointError(f"{file}: the rows of node {start} are in both {one} and {other}")
     if empty := [name for _, start, stop, name in spans if start >= stop]:
         raise CheckpointError(f"{file} names {empty[0]}, which holds no rows")
 
 
 def _opened(file: Path) -> Any:
-    """Open a plain file for reading; nothing that is a link, and nothing that never ends."""
+    """Open a plain file for reading. Raises CheckpointError for a link, a pipe or a device."""
     if not is_plain(file):
-        raise CheckpointError(f"{file} is a link, a folder, a pipe or a device: wanted the file that was written")
+        raise CheckpointError(f"{file} is a link, a folder, a pipe or a device: wanted a plain file")
     return opened_plain(file)
 
 
@@ -198,7 +198,7 @@ def file_sum(file: Path) -> str:
     """Return the SHA-256 of a plain file.
 
     Raises:
-        CheckpointError, OSError: it is something else, or cannot be read.
+        CheckpointError, OSError: it is not a plain file, or cannot be read.
     """
     with _opened(file) as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
@@ -213,14 +213,14 @@ def _tensors(file: Path) -> dict[str, Tensor]:
 
 
 def _rows(file: Path, ids: Collection[int] | None, others: range) -> dict[int, dict[str, Tensor]]:
-    """Return the rows of `ids` and `others` in a file, which holds all that its name says."""
+    """Return the rows of `ids` and `others` in a file. The file must hold exactly the nodes in its name."""
     span, seen = span_of(file.name), set()
     found: dict[int, dict[str, Tensor]] = {}
     with safe_open(file, framework="pt") as opened:
         for key in opened.keys():  # noqa: SIM118 - not a dict
             number, slash, name = key.partition("/")
             if not slash or not (number.isascii() and number.isdigit()) or str(int(number)) != number:
-                raise CheckpointError(f"{file} holds {key!r}, which is of no node")
+                raise CheckpointError(f"{file} holds {key!r}, which belongs to no node")
             rank = int(number)
             if rank not in span:
                 raise CheckpointError(f"{file} holds {key!r}, of a node that is not in {file.name}")

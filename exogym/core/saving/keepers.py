@@ -1,8 +1,8 @@
-"""Who keeps which folder of checkpoints: the hosts of a run may share one, or have one each.
+"""Keepers of checkpoint folders: a run's hosts may share one folder, or each has its own.
 
-All processes are given the same `save_dir`, which need not be the same folder everywhere. What is done once in a folder
-(making, naming, removing) is done by its keeper, the first process that sees it. Where all see one folder, or all are
-forks of one process, that is the main process.
+All processes get the same `save_dir`, which may be a different folder on each host. A folder's keeper is the first
+process that sees it. The keeper makes, renames and removes there. If all processes see one folder, or are forks of one
+process, the keeper is the main process.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Keepers:
-    """Who keeps which folder, as one process sees it.
+    """The keepers of a run's folders, as one process sees them.
 
     Attributes:
-        of: for each process the keeper of its folder.
-        places: for each process where its folder is, `host:path`.
-        here: the number of this process.
-        run, lock: what names the run; in a keeper, its hold on the folder.
+        of: the keeper of each process's folder.
+        places: the location of each process's folder, `host:path`.
+        here: this process's number.
+        run: the run's name.
+        lock: a keeper's lock on its folder; None in other processes.
 
     >>> Keepers((0, 0, 2), ("a:/x", "a:/x", "b:/x"), here=1).is_keeper
     False
@@ -49,30 +50,30 @@ class Keepers:
 
     @property
     def are_one(self) -> bool:
-        """Whether there is one folder."""
+        """Whether all processes use one folder."""
         return len(set(self.of)) == 1
 
     def beat(self) -> None:
-        """Say, now and then, that the run lives."""
+        """Renew the lock's sign of life."""
         if self.lock is not None:
             self.lock.beat()
 
     def check(self) -> None:
-        """Raise OSError where the folder is not this run's any more."""
+        """Raise OSError if the folder does not belong to this run any more."""
         if self.lock is not None:
             self.lock.check()
 
     def release(self) -> None:
-        """Let others have the folder."""
+        """Release the folder for other runs."""
         if self.lock is not None:
             self.lock.release()
 
 
 def check_folder(path: str | Path) -> list[Path]:
-    """Make the folder and write to it once; return the folders that were made, the deepest first.
+    """Make the folder and test that it can be written. Return the folders that were made, the deepest first.
 
     Raises:
-        ArgumentError: it cannot be written.
+        ArgumentError: the folder cannot be written.
     """
     try:
         return make_folder(path)
@@ -81,38 +82,38 @@ def check_folder(path: str | Path) -> list[Path]:
 
 
 def one_keeper(folder: Path, wire: Wire) -> Keepers:
-    """Return that the main process keeps `folder` for all."""
+    """Return keepers in which the main process keeps `folder` for all."""
     count = len(wire.world.placement)
     return Keepers((0,) * count, (_place(folder),) * count, wire.world.process)
 
 
 def find_keepers(folder: Path, wire: Wire) -> Keepers:
-    """Return who keeps which folder; each process leaves a mark in its `folder`, which is there, for a moment.
+    """Find the keepers: each process leaves a mark in its existing `folder` for a moment.
 
     Raises:
-        ArgumentError: one sees the mark of another, which does not see its own.
+        ArgumentError: one process sees another's mark, but the other does not see its mark.
     """
     if wire.shares_memory:
         return one_keeper(folder, wire)
     run, here = tell(wire, secrets.token_hex(8)), wire.world.process
     marks = [folder / f"{MARK}{run}-{process}" for process in range(len(wire.world.placement))]
     everywhere(wire, lambda: _leave(marks[here]))
-    # Asked for by name: a network file system may show an old list of the folder, but looks for a name it never saw.
+    # Look for each mark by name: a network file system may show an old list of the folder, but looks up a new name.
     found = gather(wire, [next((k for k, mark in enumerate(marks) if mark.exists()), here), _place(folder)])
     marks[here].unlink(missing_ok=True)
     of, places = tuple(keeper for keeper, _ in found), tuple(place for _, place in found)
     for process, keeper in enumerate(of):
         if of[keeper] != keeper:
             raise ArgumentError(
-                f"save_dir={str(folder)!r}: process {process} ({places[process]}) sees what process {keeper} "
-                f"({places[keeper]}) writes, but {keeper} does not see all that {process} sees: give a folder that "
-                "all hosts see alike, or one for each host"
+                f"save_dir={str(folder)!r}: process {process} ({places[process]}) sees the files of process {keeper} "
+                f"({places[keeper]}), but {keeper} does not see all files that {process} sees. Give one folder that "
+                "all hosts share, or a separate folder on each host"
             )
     return Keepers(of, places, here)
 
 
 def holding(folder: Path, wire: Wire, keepers: Keepers, before: Keepers | None = None) -> Keepers:
-    """Return `keepers`, each of which holds its folder from now on; `before`: those of the same run until now.
+    """Return `keepers` with locks on their folders. `before`: the same run's keepers until now.
 
     Raises:
         ArgumentError: another run holds one of the folders.
@@ -137,10 +138,10 @@ def holding(folder: Path, wire: Wire, keepers: Keepers, before: Keepers | None =
 
 
 def everywhere(wire: Wire, do: Callable[[], T]) -> T:
-    """Return what `do` gives here, once it has gone well in every process.
+    """Run `do` in every process, and return its local result once all have succeeded.
 
     Raises:
-        ExoGymError: what it raised in one of them, in every process.
+        ExoGymError: it failed in one process; raised in every process.
     """
     cause, found = None, []
     try:
@@ -157,10 +158,10 @@ def everywhere(wire: Wire, do: Callable[[], T]) -> T:
 
 
 def on_main(wire: Wire, choose: Callable[[], Any]) -> Any:
-    """Return what `choose` gives (JSON-able) in the main process, in every process.
+    """Run `choose` in the main process, and return its JSON-able result in every process.
 
     Raises:
-        ExoGymError: what it raised there, in every process.
+        ExoGymError: it failed there; raised in every process.
     """
     return tell(wire, everywhere(wire, lambda: choose() if wire.is_main else None))
 
@@ -178,4 +179,4 @@ def _leave(mark: Path) -> None:
 
 def _unwritable(folder: str | Path, error: Exception) -> ArgumentError:
     why = getattr(error, "strerror", None) or error
-    return ArgumentError(f"save_dir={str(folder)!r} cannot be written: {why}; choose another folder")
+    return ArgumentError(f"save_dir={str(folder)!r} cannot be written ({why}): choose another folder")

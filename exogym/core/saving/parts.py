@@ -1,9 +1,9 @@
-"""What is split in a checkpoint, where nodes are several processes: each writes its pieces, anybody puts them together.
+"""Split tensors in a checkpoint: if a node is several processes, each writes its pieces, and any process can join them.
 
-Beside a file of rows, or of what all nodes share, lie `<file>.part-<j>.safetensors`, one for each process j of a node,
-with its pieces of the tensors that are split. A piece has the name of its tensor. Where it lies in the whole is in
-"cut/<c>", (m, 2) ranges of the elements of the whole's last axes; which c is whose, and the shape of these axes, is in
-the file's own metadata. What is read is whole, so a run goes on with another split, or with none.
+Beside a file of rows or of shared state lie `<file>.part-<j>.safetensors`, one for each process j of a node, with its
+pieces of the split tensors. A piece has its tensor's name. "cut/<c>" holds the piece's place in the whole: (m, 2)
+ranges of elements of the last axes. The file's metadata says which c belongs to which piece, and these axes' shape.
+Reading joins the pieces, so a run can resume with another split, or without one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Cuts = dict[str, Cut]
 
 @dataclass
 class Parts:
-    """What of a snapshot's tensors is in this process: process `part` of its node, of the first node if `is_first`."""
+    """This process's parts of a snapshot's tensors. It is process `part` of its node; `is_first`: of the first node."""
 
     part: int
     is_first: bool
@@ -37,7 +37,7 @@ class Parts:
 
 
 def part_file(file: str, part: int) -> str:
-    """Return the name of the file of a process's pieces.
+    """Return the file name for a process's pieces.
 
     >>> part_file("rows-0-1.safetensors", 2)
     'rows-0-1.part-2.safetensors'
@@ -46,7 +46,7 @@ def part_file(file: str, part: int) -> str:
 
 
 def as_file(pieces: Mapping[str, tuple[Tensor, Cut]]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return what a file of pieces holds: tensors, and metadata."""
+    """Return the tensors and metadata of a file of pieces."""
     tensors: dict[str, Tensor] = {}
     seen: dict[tuple[int, tuple[int, ...]], str] = {}
     told = {}
@@ -60,12 +60,12 @@ def as_file(pieces: Mapping[str, tuple[Tensor, Cut]]) -> tuple[dict[str, Tensor]
     return tensors, {"cuts": json.dumps(told)}
 
 
-Key = tuple[int | None, str]  # node, and the name of a tensor; None: what all share
+Key = tuple[int | None, str]  # node (None: shared state), and a tensor's name
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """A piece as its file says, before its numbers are read: `ranges` of the last axes, `shape`, of the whole."""
+    """A piece as its file describes it, before its numbers are read: `ranges` and `shape` of the whole's last axes."""
 
     file: Path
     key: str
@@ -76,12 +76,12 @@ class _Piece:
 
 
 def joined_pieces(files: Sequence[Path], wanted: Callable[[int], bool]) -> dict[Key, Tensor]:
-    """Return (node, name) to each whole tensor of the pieces in `files`; node None: what all share.
+    """Return the whole tensors that the pieces in `files` make, by (node, name); node `None`: shared state.
 
-    Nothing is made before it is known that the pieces make it up, so no more memory is taken than they have bytes.
+    A tensor is allocated only after a check that its pieces are complete, so no more memory is used than their bytes.
 
     Raises:
-        CheckpointError: they do not make up whole tensors; the file is named.
+        CheckpointError: pieces do not make whole tensors. The message names the file.
     """
     pieces: dict[Key, list[_Piece]] = {}
     for file in sorted(files):
@@ -94,7 +94,7 @@ def joined_pieces(files: Sequence[Path], wanted: Callable[[int], bool]) -> dict[
     for (_, name), these in pieces.items():
         _check_whole(name, these)
     found: dict[Key, Tensor] = {}
-    with contextlib.ExitStack() as stack:  # each is opened once: to open one is to read all of its names
+    with contextlib.ExitStack() as stack:  # open each file once: opening reads all of its names
         opened = {file: stack.enter_context(safe_open(file, framework="pt")) for file in files}
         for at, these in pieces.items():
             for piece in these:
@@ -110,7 +110,7 @@ def joined_pieces(files: Sequence[Path], wanted: Callable[[int], bool]) -> dict[
 
 
 def _described(file: Path) -> Iterator[tuple[Key, _Piece]]:
-    """Yield what a file says that it holds; of the numbers in it only the ranges are read."""
+    """Yield a file's pieces by its description. Of its numbers, only the ranges are read."""
     first, _, last = file.name.partition(".")[0].removeprefix("rows-").partition("-")
     nodes = range(int(first), int(last) + 1) if file.name.startswith("rows-") else None
     with safe_open(file, framework="pt") as opened:
@@ -118,7 +118,7 @@ def _described(file: Path) -> Iterator[tuple[Key, _Piece]]:
         names = set(opened.keys())
         cuts = {name: _ranges(opened.get_tensor(name), file) for name in names if name.startswith(CUT)}
         if strange := (names - cuts.keys()) ^ told.keys():
-            raise CheckpointError(f"{file}: what it holds of {min(strange)!r} is not what it says that it does")
+            raise CheckpointError(f"{file}: its tensors and its description differ at {min(strange)!r}")
         for key, (number, shape, axes) in told.items():
             node, slash, name = key.partition("/") if nodes is not None else ("", "", key)
             if nodes is not None and (not slash or str(int(node)) != node or int(node) not in nodes):
@@ -126,39 +126,38 @@ def _described(file: Path) -> Iterator[tuple[Key, _Piece]]:
             given, ranges = opened.get_slice(key), cuts[CUT + number]
             sides = tuple(given.get_shape())
             if not all(type(x) is int and x >= 0 for x in (axes, *shape)) or axes > len(sides):
-                raise CheckpointError(f"{file}: the piece of {key!r} has the shape {shape!r}")
+                raise CheckpointError(f"{file}: the piece of {key!r} has the wrong shape {shape!r}")
             ahead, here = sides[: len(sides) - axes], math.prod(sides[len(sides) - axes :])
             if here != sum(b - a for a, b in ranges) or (ranges and ranges[-1][1] > math.prod(shape)):
-                raise CheckpointError(f"{file}: the piece of {key!r} is not where it says that it is")
+                raise CheckpointError(f"{file}: the piece of {key!r} does not fit its ranges")
             at = (None if nodes is None else int(node), name)
             yield at, _Piece(file, key, ahead, tuple(shape), given.get_dtype(), ranges)
 
 
 def _check_whole(name: str, pieces: Sequence[_Piece]) -> None:
-    """Raise CheckpointError unless each element of a tensor is in one of its pieces."""
+    """Raise CheckpointError unless each element of a tensor is in exactly one of its pieces."""
     first = pieces[0]
     for piece in pieces:
         if (piece.ahead, piece.shape, piece.dtype) != (first.ahead, first.shape, first.dtype):
             raise CheckpointError(
-                f"{piece.file}: its piece of {name!r} is of a tensor of {piece.dtype} {(*piece.ahead, *piece.shape)}, "
-                f"that in {first.file.name} of one of {first.dtype} {(*first.ahead, *first.shape)}"
+                f"{piece.file}: its piece of {name!r} belongs to a tensor {piece.dtype} "
+                f"{(*piece.ahead, *piece.shape)}, but the piece in {first.file.name} to a tensor {first.dtype} "
+                f"{(*first.ahead, *first.shape)}"
             )
     end = 0
     for (start, stop), file in sorted((ends, piece.file) for piece in pieces for ends in piece.ranges):
         if start != end:
-            raise CheckpointError(
-                f"{file}: of {name!r} pieces are missing, or there twice, at element {min(start, end)}"
-            )
+            raise CheckpointError(f"{file}: pieces of {name!r} are missing or doubled at element {min(start, end)}")
         end = stop
     if end != math.prod(first.shape):
-        raise CheckpointError(f"{first.file}: of {name!r} pieces are missing, at element {end}")
+        raise CheckpointError(f"{first.file}: pieces of {name!r} are missing at element {end}")
 
 
 def _ranges(ranges: Tensor, file: Path) -> list[list[int]]:
     if ranges.dtype != torch.int64 or ranges.dim() != 2 or ranges.shape[1:] != (2,):
-        raise CheckpointError(f"{file} holds ranges that are none")
+        raise CheckpointError(f"{file} holds invalid ranges")
     if bool((ranges[:, 0] >= ranges[:, 1]).any()) or bool((ranges < 0).any()):
-        raise CheckpointError(f"{file} holds ranges that are none")
+        raise CheckpointError(f"{file} holds invalid ranges")
     if bool((ranges[1:, 0] < ranges[:-1, 1]).any()):
-        raise CheckpointError(f"{file} holds ranges that overlap")
+        raise CheckpointError(f"{file} holds overlapping ranges")
     return ranges.tolist()

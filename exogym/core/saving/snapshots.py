@@ -1,8 +1,8 @@
-"""Everything that a run is, taken from its loop for a checkpoint and put back into one.
+"""A run's whole state: taken from its loop for a checkpoint, and put back into a loop.
 
-What a checkpoint on disk holds is believed only if it is what the run would save where it says that it stands. Every
-row, and what all share, bears a mark of the names, shapes and dtypes that were saved and of the step; and once it is
-put back, the run must save the same names, shapes and dtypes again. So no list of names is kept anywhere.
+A checkpoint on disk is trusted only if this run would save the same at the checkpoint's step. Every row and the shared
+state carry a mark: a hash of the step and of all names, shapes and dtypes. After loading, the run must save the same
+names, shapes and dtypes again. So no code needs a list of names.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
     from exogym.core.fleet.seats import Seats
 
 MARK, EVALUATIONS = "mark", "evaluations"
-Part = tuple[Any, str, Mapping[str, Tensor]]  # file, whose, tensors
-# May come and go: what a user's own strategy keeps in its attributes, and callbacks
+Part = tuple[Any, str, Mapping[str, Tensor]]  # file, owner, tensors
+# Tensors that may be missing or new: attributes of a user's own strategy, and callbacks
 FREE = ("program.", "callback ")
 
 
 class Resumable(Protocol):
-    """What is asked of a run to save it, and told to it to go on."""
+    """The interface of a run that can be saved and resumed."""
 
     fleet: Fleet
     history: History
@@ -58,12 +58,12 @@ class Resumable(Protocol):
 
 
 def snapshot_of(loop: Resumable) -> Snapshot:
-    """Return where `loop` stands: the rows here, what all nodes share, counters and history."""
+    """Return the state of `loop`: this process's rows, the shared state, counters and history."""
     return _with_history(loop, _without_history(loop))
 
 
 def for_disk(loop: Resumable) -> Snapshot:
-    """Return the same for `checkpoint.save`, marked."""
+    """Return the state of `loop` for `checkpoint.save`, with marks."""
     found = _without_history(loop)
     found.parts = _parts_of(loop.fleet, found)
     inside = loop.fleet.comm.wire.inside
@@ -74,7 +74,7 @@ def for_disk(loop: Resumable) -> Snapshot:
 
 
 def _parts_of(fleet: Fleet, snapshot: Snapshot) -> Parts | None:
-    """Return what of a snapshot's tensors is in this process; None: all of it."""
+    """Return this process's parts of a snapshot's tensors; None: it has them whole."""
     wire = fleet.comm.wire
     if wire.inside.parts == 1:
         return None
@@ -90,21 +90,21 @@ def _parts_of(fleet: Fleet, snapshot: Snapshot) -> Parts | None:
 
 
 def _check_equal(inside: Inside, snapshot: Snapshot, parts: Parts) -> None:
-    """Raise CheckpointError where what is taken to be all of a tensor is not the same in all processes of the node."""
+    """Raise CheckpointError if a tensor that nobody declared as split differs between the node's processes."""
     own = {f"node {rank}'s {name}": sum_of_tensor(x) for rank, tensors in snapshot.rows.items()
            for name, x in tensors.items() if name not in parts.rows[rank]}  # fmt: skip
-    alike = {name: x for name, x in snapshot.shared.items() if not name.startswith(FREE)}  # only main has callbacks
+    alike = {name: x for name, x in snapshot.shared.items() if not name.startswith(FREE)}  # callbacks: in main only
     own |= {f"the {name}": sum_of_tensor(x) for name, x in alike.items() if name not in parts.shared}
     for other in inside.tell(own):
         if unlike := sorted(name for name in own.keys() & other.keys() if own[name] != other[name]):
             raise CheckpointError(
-                f"{unlike[0]} is another one in each process of the node, and nobody says which part of it each has: "
-                "its module must name what is of a block's columns by the block, as momentum.0, or override cut()"
+                f"{unlike[0]} differs between the node's processes, and no module declares how it is split. Name a "
+                "tensor over a block's columns by the block, as momentum.0, or override cut() in its module"
             )
 
 
 def _cut_down(fleet: Fleet, snapshot: Snapshot) -> Snapshot:
-    """Return of a whole snapshot what is in this process."""
+    """Return this process's part of a whole snapshot."""
     if fleet.comm.wire.inside.parts == 1:
         return snapshot
 
@@ -114,7 +114,7 @@ def _cut_down(fleet: Fleet, snapshot: Snapshot) -> Snapshot:
             if name == MARK or name.startswith("history."):
                 found[name] = x
                 continue
-            with contextlib.suppress(KeyError):  # nothing of it is here
+            with contextlib.suppress(KeyError):  # this process has no part of it
                 cut = fleet.state.cut(name, x.shape)
                 found[name] = x if cut is None else cut.of(x).clone()
         return found
@@ -127,10 +127,9 @@ def _mark(
     tensors: Mapping[str, Tensor], meta: Mapping[str, Any], cuts: Mapping[str, Cut] | None = None,
     inside: Inside = ALONE,
 ) -> Tensor:  # fmt: skip
-    """Return (32,) bytes that follow from where the run stands and the names, shapes and dtypes beside the mark.
+    """Return the mark: (32,) bytes, a hash of the run's step and of the names, shapes and dtypes beside it.
 
-    They are those of all processes of the node, and of what is cut the shape is the whole's: so the mark says the same
-    whatever the split.
+    It covers all the node's processes, with the whole shape of split tensors. So it does not depend on the split.
     """
     shapes = {name: tuple(x.shape) for name, x in tensors.items()}
     shapes |= {name: cut.whole_shape(tensors[name]) for name, cut in (cuts or {}).items()}
@@ -149,13 +148,13 @@ def _without_history(loop: Resumable) -> Snapshot:
     seats, shared = loop.seats, state.shared()
     rows = {rank: state.row(row) for row, rank in enumerate(loop.fleet.ranks)} if seats is None else seats.rows()
     counters = loop.counters()
-    if loop.outages is not None:  # planned faults are known without being told
+    if loop.outages is not None:  # planned faults are known from the options
         counters["outages"] = loop.outages.state()
     return Snapshot(rows, shared, counters | {"description": loop.description})
 
 
 def _with_history(loop: Resumable, found: Snapshot) -> Snapshot:
-    """Add the history: what there is of each step as tensors, the evaluations among them as bytes of JSON."""
+    """Add the history: its columns as tensors, and its evaluations as bytes of JSON."""
     tensors, small = split_history(loop.history)
     evaluations = json.dumps(small.pop(EVALUATIONS)).encode()
     tensors[EVALUATIONS] = torch.frombuffer(bytearray(evaluations), dtype=torch.uint8)
@@ -165,7 +164,7 @@ def _with_history(loop: Resumable, found: Snapshot) -> Snapshot:
 
 
 def put_back(loop: Resumable, snapshot: Snapshot) -> None:
-    """Make `loop` stand where `snapshot` was taken. A node that was away then may have no row in it."""
+    """Put `loop` into the state of `snapshot`. Nodes that were away then may have no row in it."""
     fleet, meta = loop.fleet, snapshot.meta
     if loop.outages is not None:
         loop.outages.load(meta["outages"])
@@ -186,7 +185,7 @@ def put_back(loop: Resumable, snapshot: Snapshot) -> None:
 
 @contextmanager
 def _blamed_on(snapshot: Snapshot, rank: int | None) -> Iterator[None]:
-    """Say of what a checkpoint on disk makes fail which file it is in."""
+    """Turn errors from a checkpoint's contents into a CheckpointError that names the file."""
     try:
         yield
     except Exception as error:
@@ -198,18 +197,18 @@ def _blamed_on(snapshot: Snapshot, rank: int | None) -> Iterator[None]:
 
 
 def restore(loop: Resumable, snapshot: Snapshot) -> None:
-    """Put back a checkpoint that was read from disk.
+    """Put `loop` into the state of a checkpoint from disk.
 
     Raises:
-        CheckpointError: it is not what this run would save where it stands; the message names the file.
+        CheckpointError: this run would not save the same at this step. The message names the file.
     """
     path, meta = snapshot.path, snapshot.meta
     seats, comes_and_goes = loop.seats, loop.outages is not None
     wanted = list(loop.fleet.ranks) if seats is None else sorted(snapshot.rows)
     if ("outages" in meta) != comes_and_goes:
-        raise CheckpointError(f"{path}/run.json is of a run {'without' if comes_and_goes else 'with'} min_hosts")
+        raise CheckpointError(f"{path}/run.json is from a run {'without' if comes_and_goes else 'with'} min_hosts")
     if comes_and_goes:
-        wanted = [rank for rank in wanted if rank in snapshot.rows]  # those that were away may have none
+        wanted = [rank for rank in wanted if rank in snapshot.rows]  # nodes that were away may have no row
     if lacking := [rank for rank in wanted if rank not in snapshot.rows]:
         raise CheckpointError(f"{path} has no row of node {lacking[0]}")
     parts: list[Part] = [(snapshot.file_of(rank), f"node {rank}'s", snapshot.rows[rank]) for rank in wanted]
@@ -219,7 +218,7 @@ def restore(loop: Resumable, snapshot: Snapshot) -> None:
         mark = tensors.get(MARK)
         if mark is None or mark.dtype != torch.uint8 or not torch.equal(mark, _mark(tensors, meta)):
             raise CheckpointError(
-                f"{file} is not as it was saved at step {meta['step']}: {whose} names, shapes and dtypes are others"
+                f"{file} is not as it was saved at step {meta['step']}: {whose} names, shapes or dtypes differ"
             )
     try:
         snapshot = _cut_down(loop.fleet, snapshot)
@@ -242,7 +241,7 @@ def restore(loop: Resumable, snapshot: Snapshot) -> None:
 
 
 def _node_by_node(snapshot: Snapshot, shared: Part, again: Snapshot) -> tuple[list[Part], list[Mapping[str, Tensor]]]:
-    """Return what was saved of the nodes that are here again, and what would be saved of them now; `shared` last."""
+    """Return the saved and the current state of nodes that are present in both, with `shared` last."""
     from exogym.core.fleet.seats import by_node
 
     parts, saved = [], []
@@ -259,9 +258,9 @@ def _unlike(saved: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> str:
         if name == MARK or name.startswith(FREE):
             continue
         if name not in saved:
-            return f"{name!r} is not there"
+            return f"{name!r} is missing"
         if name not in wanted:
-            return f"{name!r} is of no use to it"
+            return f"{name!r} is unknown to it"
         one, other = saved[name], wanted[name]
         if (one.dtype, one.shape) != (other.dtype, other.shape):
             return f"{name!r} is {one.dtype} {tuple(one.shape)}, wanted {other.dtype} {tuple(other.shape)}"
@@ -269,7 +268,7 @@ def _unlike(saved: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> str:
 
 
 def check_counters(snapshot: Snapshot) -> None:
-    """Raise CheckpointError unless what run.json says of where a run stands is what one would say."""
+    """Raise CheckpointError unless run.json's counters are possible for a run."""
     meta, step = snapshot.meta, snapshot.meta["step"]
     end: Any = meta.get("begun_end")
     wall_s: Any = meta.get("wall_s")

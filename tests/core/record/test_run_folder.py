@@ -311,11 +311,11 @@ def test_a_whole_run_is_not_written_over_for_want_of_a_checkpoint(tmp_path, caps
     train(tmp_path)
     records = (tmp_path / "records.jsonl").read_text()
     again = train(tmp_path, resume=True)
-    assert isinstance(again.ended, ArgumentError) and "no checkpoint to go on from" in str(again.ended)
+    assert isinstance(again.ended, ArgumentError) and "without a checkpoint to resume from" in str(again.ended)
     assert (tmp_path / "records.jsonl").read_text() == records and read_status(tmp_path)["state"] == "done"
     status = json.loads((tmp_path / "status.json").read_text())
     (tmp_path / "status.json").write_text(json.dumps(status | {"state": "failed"}))
-    assert train(tmp_path, resume=True).ended is None and "starting at the beginning" in capsys.readouterr().err
+    assert train(tmp_path, resume=True).ended is None and "starting at step 0" in capsys.readouterr().err
 
 
 def test_going_on_by_the_environment_writes_over_no_records(tmp_path, monkeypatch):
@@ -326,7 +326,7 @@ def test_going_on_by_the_environment_writes_over_no_records(tmp_path, monkeypatc
     records = (tmp_path / "one" / "records.jsonl").read_text()
     monkeypatch.setenv("EXOGYM_RESUME", str(tmp_path / "one"))
     again = train(tmp_path / "one")
-    assert isinstance(again.ended, ArgumentError) and "saved no checkpoint" in str(again.ended)
+    assert isinstance(again.ended, ArgumentError) and "without a checkpoint" in str(again.ended)
     assert (tmp_path / "one" / "records.jsonl").read_text() == records
     assert train(tmp_path / "other").ended is None  # another fit of the same script
 

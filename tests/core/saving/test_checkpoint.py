@@ -287,7 +287,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_notice(name, tmp_path, capsy
     for path in list_checkpoints(tmp_path):
         for rows_file in path.glob("rows-*"):
             rows_file.unlink()
-    with pytest.raises(CheckpointError, match=r"no checkpoint of .* can be read"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* can be read"):
         fit(FedAvgStrategy(SGD, H=5), tmp_path, resume=True)
 
 
@@ -305,7 +305,7 @@ def test_another_format_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("exogym.core.saving.checkpoint.FORMAT", 99)
     path = save(tmp_path, Snapshot({0: {"x": torch.ones(2)}}, {"y": torch.ones(1)}, {"step": 1}), keep=1)
     monkeypatch.undo()
-    with pytest.raises(CheckpointError, match="is of format 99, and this version reads 5"):
+    with pytest.raises(CheckpointError, match="has format 99, and this version reads format 5"):
         load(path)
 
 
@@ -386,7 +386,7 @@ def test_a_full_disk_is_said_and_earlier_checkpoints_stand(tmp_path):
     with small_disk(folder, 520_000):
         for step in (1, 2):
             save(folder, big_snapshot(step), keep=9)
-        with pytest.raises(CheckpointError, match=r"step 3 could not be written .* earlier ones\s+stand"):
+        with pytest.raises(CheckpointError, match=r"step 3 could not be written .* Earlier checkpoints\s+remain"):
             save(folder, big_snapshot(3), keep=9)
         assert sorted(p.name for p in folder.iterdir()) == ["step_0000000001", "step_0000000002"]
         assert load_newest(folder)[0].meta["step"] == 2

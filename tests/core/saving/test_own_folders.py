@@ -191,7 +191,7 @@ def test_rows_on_another_host_are_named_with_what_to_do(resumed):
     base, ranks, _ = resumed
     for seen in ranks:
         text = seen["swapped"]
-        assert text.startswith("CheckpointError: no checkpoint of ") and NEWEST in text
+        assert text.startswith("CheckpointError: no checkpoint in ") and NEWEST in text
         assert re.search(r"lacks rows-0-1\.safetensors", text)
         assert re.search(r"rows-0-1\.safetensors is in \S+:\S+/swapped/a", text)
         source, target = (rf"{base}/swapped/{name}/{NEWEST}/" for name in "ab")
@@ -241,7 +241,9 @@ def test_where_one_disk_is_full_no_host_has_the_checkpoint(resumed):
 def test_checkpoints_of_two_runs_do_not_mix(resumed):
     _, ranks, _ = resumed
     for seen in ranks:
-        assert re.search(r"step_0000000014 is not of one run in \S+/two runs/a and \S+/two runs/b", seen["two runs"])
+        assert re.search(
+            r"step_0000000014 belongs to different runs in \S+/two runs/a and \S+/two runs/b", seen["two runs"]
+        )
 
 
 def save_cut(folder, cuts):
@@ -306,7 +308,7 @@ def test_who_keeps_which_folder(tmp_path, monkeypatch):
         assert find_keepers(tmp_path, wire).are_one
         if here == 2:
             monkeypatch.setattr(Path, "exists", lambda path: not path.name.endswith("-0") and exists(path))
-        with pytest.raises(ArgumentError, match=r"process 2 .* sees what process 1 .* writes, but 1 does not see all"):
+        with pytest.raises(ArgumentError, match=r"process 2 .* sees the files of process 1 .*, but 1 does not see all"):
             find_keepers(tmp_path, wire)
         barrier(wire)
         assert list(tmp_path.glob("**/.seen*")) == []

@@ -61,5 +61,7 @@ def test_a_checkpoint_of_another_format_is_one_clear_error(tmp_path):
     for path in list_checkpoints(tmp_path):
         meta = json.loads((path / "run.json").read_text())
         sign(path, meta | {"format": meta["format"] - 1})
-    with pytest.raises(CheckpointError, match=r"is of format 4, and this version reads 5: go on with the version"):
+    with pytest.raises(
+        CheckpointError, match=r"has format 4, and this version reads format 5: resume with the version"
+    ):
         fit(MAKE(), tmp_path, trainer_of(), resume=True, **OPTIONS)
