@@ -231,6 +231,8 @@ class AsyncDiLoCoStrategy(ClockedStrategy):
         """
         K = fleet.num_nodes if self.period is None else self.period
         if self.activation * K > 1 + 1e-9:
-            raise ArgumentError(f"activation={self.activation} must be at most 1/K = {1 / K:g}, with the period K={K}")
+            raise ArgumentError(
+                f"activation={self.activation} must be at most 1/K = {1 / K:g}, with period K={K}: lower it"
+            )
         theta = [block.params[0] for block in fleet.blocks]
         return RuleServer(theta, self.rule, K, self.activation, self.outer_lr, self.outer_momentum)

@@ -120,8 +120,8 @@ class Averaging:
             if 1 < n < rule.least:
                 instead = [given for given, kind in RULES.items() if kind.least <= n]
                 raise ArgumentError(
-                    f"robust={self.robust!r} bears a bad node among {rule.least} or more nodes; in {name} {n} meet: "
-                    f"let {rule.least} meet, or "
+                    f"robust={self.robust!r} bears a bad node among {rule.least} or more nodes, but in {name} only {n} "
+                    f"meet: let {rule.least} meet, or "
                     + (f"take {' or '.join(map(repr, instead))}" if instead else "leave robust out")
                 )
 

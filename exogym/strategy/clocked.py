@@ -91,7 +91,9 @@ class ClockedStrategy(Strategy):
 
     def plan(self, P: float, N: int, b: float) -> Plan:
         if self.grace_s:
-            raise ArgumentError("grace_s: no formula is known for nodes that wait for a while: leave it out")
+            raise ArgumentError(
+                f"grace_s={self.grace_s}: no formula is known for a server that waits: leave grace_s out"
+            )
         both = tuple(Traffic(way, P * b, self.H, 1, "server") for way in ("push", "pull"))
         return Plan(type(self).__name__, both, self.H, local_steps=self.local_steps, quorum=self.quorum_of(N))
 

@@ -104,14 +104,14 @@ class DiLoCoCommunicator(PeriodicModule, HasOuterModel):
         self.outer = OuterOptimizer(self.rule, dict(parameters), fleet.hidden, self.round_of(run.total_steps) + 1)
 
     def communicate(self, fleet: Fleet, step: int) -> None:
-        there = fleet.comm.present
-        rows = None if all_present(fleet) else rows_of(fleet, there)  # None: all
+        present = fleet.comm.present
+        rows = None if all_present(fleet) else rows_of(fleet, present)  # None: all
         Delta = []
         for b, block in enumerate(fleet.blocks):
             Delta_i = self.received.differences(fleet, b, block.params, out=block.params)  # theta - theta_i
             mean = fleet.comm.all_reduce(Delta_i, "mean", weights=self.weights, out=None if rows is None else Delta_i)
             Delta.append(shared_row(fleet, mean))
-        self.received.renew(there)
+        self.received.renew(present)
         self.outer.step(views(Delta, self.layouts, 0), self.round_of(step))  # theta <- OuterOpt(theta, Delta)
         for block, theta in zip(fleet.blocks, self.theta, strict=True):
             block.params[slice(None) if rows is None else rows] = theta  # theta_i <- theta
@@ -201,7 +201,10 @@ class DiLoCoStrategy(CommunicateOptimizeStrategy):
             outer = DiLoCoCommunicator(H, outer_optim, weighting=weighting, **rule)
         modules: list[PeriodicModule] = [outer]
         if (island_size is None) != (island_H is None):
-            raise ArgumentError("islands need both: island_size, their nodes, and island_H, the steps between averages")
+            raise ArgumentError(
+                f"island_size={island_size} and island_H={island_H} must be given together: an island's nodes, and the "
+                "steps between its averages"
+            )
         if island_size is not None and island_H is not None:
             check(outer.features() | features_of(island_H=island_H))
             if island_H >= outer.interval_steps:

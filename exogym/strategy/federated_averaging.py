@@ -134,7 +134,9 @@ class AveragingCommunicator(PeriodicModule, ChoosesClients, HasOuterModel):
 
     def traffic(self, P: float, N: int, b: float) -> list[Traffic]:
         if self.local_epochs is not None and self.work is None:  # a run's start sets `work`
-            raise ArgumentError("local_epochs takes a number of steps that depends on the data: give H instead")
+            raise ArgumentError(
+                f"local_epochs={self.local_epochs}: its number of steps depends on the data: give H instead"
+            )
         island = self.draws.sizes(N)[1]
         way = "server" if N > 1 and self.samples else None
         members = island if way or island < N else None
@@ -177,7 +179,9 @@ class AveragingCommunicator(PeriodicModule, ChoosesClients, HasOuterModel):
             self.interval_steps = int(self.work.max())
         elif self.local_steps_given is not None:
             if len(self.local_steps_given) != run.num_nodes:
-                raise ArgumentError(f"local_steps has {len(self.local_steps_given)} entries for {run.num_nodes} nodes")
+                raise ArgumentError(
+                    f"local_steps has {len(self.local_steps_given)} entries for {run.num_nodes} nodes: give one each"
+                )
             self.work = np.array(self.local_steps_given)
         self.participation = self._participation(run)
         self.has_server = self.samples and len(self.islands(0)) == 1

@@ -58,5 +58,5 @@ class RoundModule(CommunicationModule, ChoosesClients):
 
 def with_gradient(grads: Sequence[Tensor | None], *others: Sequence[Tensor]) -> list[list[Tensor]]:
     """Return the gradients that exist, and the matching entries of each of `others`."""
-    there = [(k, g) for k, g in enumerate(grads) if g is not None]
-    return [[g for _, g in there], *([x[k] for k, _ in there] for x in others)]
+    known = [(k, g) for k, g in enumerate(grads) if g is not None]
+    return [[g for _, g in known], *([x[k] for k, _ in known] for x in others)]

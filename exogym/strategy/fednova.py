@@ -70,22 +70,22 @@ class EqualisedWork(RoundModule, Corrects):
         given = inner.spec.kwargs
         self.momentum, self.nesterov = float(given.get("momentum", 0)), bool(given.get("nesterov"))
         if (unknown := self._unknown()) is not None:
-            raise ArgumentError(f"FedNova divides by a_i, the sum of the weights of a round's gradients, and {unknown}")
+            raise ArgumentError(f"FedNova divides by a_i, the sum of a round's gradient weights: {unknown}")
 
     def _unknown(self) -> str | None:
         """Return why no a_i is known for the clients' optimizer, and the remedy; None: a_i is known."""
         spec = self.inner.spec
         if spec.cls is not torch.optim.SGD:
-            return f"none is known for {spec.cls.__name__}: take inner_optim='sgd', or FedAvg or FedOpt"
+            return f"no a_i is known for {spec.cls.__name__}: take inner_optim='sgd', or FedAvg or FedOpt"
         if spec.kwargs.get("dampening"):
-            return f"none is known with dampening={spec.kwargs['dampening']}: leave it out"
+            return f"no a_i is known with dampening={spec.kwargs['dampening']}: leave it out"
         uneven = {name for _, options in spec.groups for name in options} - {"weight_decay", "lr"}
         if uneven or (self.mu and any("lr" in options for _, options in spec.groups)):
-            return f"groups make several of it ({', '.join(sorted(uneven)) or 'lr with mu'}): let all groups be alike"
+            return f"groups give several a_i ({', '.join(sorted(uneven)) or 'lr with mu'}): let all groups be alike"
         if self.momentum and self.mu:
-            return "the paper gives none for momentum with a proximal term: leave mu or momentum out"
+            return "the paper gives no a_i for momentum with a proximal term: leave mu or momentum out"
         if self.momentum and not self.average.fresh_inner_state:
-            return "momentum that is kept adds gradients of earlier rounds: give keep_inner_state=False"
+            return "kept momentum adds gradients of earlier rounds: give keep_inner_state=False"
         if self.mu and self.inner.max_norm is not None:
             return f"max_norm={self.inner.max_norm} cuts the proximal term, too: leave mu or max_norm out"
         return None

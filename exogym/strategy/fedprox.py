@@ -65,9 +65,9 @@ class ProximalTerm(RoundModule, Corrects):
     def correct(self, row: int, parameters: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
         if self.mu:
             received = views(list(self.row_state.values()), self.layouts, row)
-            there, w, theta = with_gradient(grads, parameters, received)
-            if there:
-                add_(there, differences(w, theta), alpha=self.mu)
+            trained, w, theta = with_gradient(grads, parameters, received)
+            if trained:
+                add_(trained, differences(w, theta), alpha=self.mu)
 
 
 class FedProxStrategy(CommunicateOptimizeStrategy):

@@ -39,7 +39,7 @@ from exogym.strategy.traffic import Traffic
 ORDERS = ("adapt_then_combine", "combine_then_adapt")
 
 
-class Neighbours:
+class Neighbors:
     """The graph, and the mixing of parameters and buffers along it."""
 
     def __init__(self, graph: Any):
@@ -87,20 +87,20 @@ class GossipCommunicator(PeriodicModule):
     def __init__(self, graph: Any, H: RoundLength):
         super().__init__()
         self.take_rounds(H)
-        self.neighbours = Neighbours(graph)
+        self.neighbors = Neighbors(graph)
 
     def traffic(self, P: float, N: int, b: float) -> list[Traffic]:
-        return self.neighbours.traffic(P, N, b, self.interval_steps)
+        return self.neighbors.traffic(P, N, b, self.interval_steps)
 
     def couples_every(self, N: int) -> float:
-        return self.neighbours.couples_every(N, self.interval_steps)
+        return self.neighbors.couples_every(N, self.interval_steps)
 
     def start(self, fleet: Fleet, run: Run) -> None:
         super().start(fleet, run)
-        self.neighbours.start(fleet, run.seed)
+        self.neighbors.start(fleet, run.seed)
 
     def communicate(self, fleet: Fleet, step: int) -> None:
-        self.neighbours.mix(fleet, self.round_of(step))
+        self.neighbors.mix(fleet, self.round_of(step))
 
 
 class GossipBeforeStep(GradientModule):
@@ -109,21 +109,21 @@ class GossipBeforeStep(GradientModule):
     def __init__(self, graph: Any, H: int):
         super().__init__()
         check_one_length(H, type(self).__name__)
-        self.H, self.neighbours = H, Neighbours(graph)
+        self.H, self.neighbors = H, Neighbors(graph)
 
     def traffic(self, P: float, N: int, b: float) -> list[Traffic]:
-        return self.neighbours.traffic(P, N, b, self.H)
+        return self.neighbors.traffic(P, N, b, self.H)
 
     def couples_every(self, N: int) -> float:
-        return self.neighbours.couples_every(N, self.H)
+        return self.neighbors.couples_every(N, self.H)
 
     def start(self, fleet: Fleet, run: Run) -> None:
         super().start(fleet, run)
-        self.neighbours.start(fleet, run.seed)
+        self.neighbors.start(fleet, run.seed)
 
     def transform(self, fleet: Fleet, step: int, lr: float) -> None:
         if step % self.H == 0:
-            self.neighbours.mix(fleet, step // self.H - 1)
+            self.neighbors.mix(fleet, step // self.H - 1)
 
 
 class GossipStrategy(CommunicateOptimizeStrategy):

@@ -111,8 +111,8 @@ def metropolis(edges: Edges, present: tuple[int, ...], num_nodes: int) -> Tensor
     >>> metropolis(edges_of("complete", 4), (0, 1, 3), 4)[0]
     tensor([0.3333, 0.3333, 0.0000, 0.3333], dtype=torch.float64)
     """
-    there = set(present)
-    kept = [(i, j) for i, j in sorted(edges) if i in there and j in there]
+    active = set(present)
+    kept = [(i, j) for i, j in sorted(edges) if i in active and j in active]
     degrees = Counter(node for edge in kept for node in edge)
     W = torch.zeros(num_nodes, num_nodes, dtype=torch.float64)
     for i, j in kept:
@@ -144,9 +144,9 @@ def takers_of(graph: Any, num_nodes: int, turn: int = 0) -> list[list[int]]:
 
 def pushing(takers: Sequence[Sequence[int]], present: Sequence[int]) -> Tensor:
     """Return P (N, N), whose columns sum to 1: each present node splits evenly among itself and its present takers."""
-    there, n = set(present), len(takers)
+    active, n = set(present), len(takers)
     P = torch.zeros(n, n, dtype=torch.float64)
     for i in range(n):
-        to = [i, *(j for j in takers[i] if j in there)] if i in there else [i]
+        to = [i, *(j for j in takers[i] if j in active)] if i in active else [i]
         P[to, i] = 1 / len(to)
     return P

@@ -57,9 +57,9 @@ class Moments:
                 x[row, start : start + moment.numel()] = moment.flatten()
             with fleet.comm.unwatched():
                 mean = fleet.comm.all_reduce(x, "mean")
-            there = set(rows_of(fleet, fleet.comm.present))
+            present = set(rows_of(fleet, fleet.comm.present))
             for row, (start, moment) in places:
-                if row in there:
+                if row in present:
                     moment.copy_(mean[row, start : start + moment.numel()].view_as(moment))
 
 

@@ -128,7 +128,7 @@ class OptimSpec:
         if not isinstance(group.get("lr"), int | float | torch.Tensor):
             raise ArgumentError(
                 f"{self!r} has no learning rate (its 'lr' is {group.get('lr')!r}), but schedules and records need one: "
-                "step it in a strategy for one node"
+                "step it yourself in a strategy for one node"
             )
         return float(group["lr"])
 
@@ -179,7 +179,7 @@ class OptimSpec:
             for name in options:
                 if name not in optimizer.defaults:
                     raise ArgumentError(
-                        f"groups: {name!r} is no option of a group of {self.cls.__name__}: "
+                        f"groups: {name!r} is not an option of {self.cls.__name__}'s groups: "
                         f"{nearest(name, optimizer.defaults)}"
                     )
         if not is_torchs(cls) and callable(getattr(optimizer, "train", None)):  # schedule-free optimizers need the call

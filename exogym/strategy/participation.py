@@ -124,9 +124,9 @@ class Participation:
             asked = np.sort(draw.choice(self.num_nodes, min(asking, self.num_nodes), replace=False))
             until_s, speed = np.full(len(asked), math.inf), np.ones(len(asked))
         else:
-            there = self.availability.at(begin_s, self.num_nodes)
-            at = np.sort(draw.choice(len(there.ids), min(asking, len(there.ids)), replace=False))
-            asked, until_s, speed = there.ids[at], there.until_s[at], there.speed[at]
+            available = self.availability.at(begin_s, self.num_nodes)
+            at = np.sort(draw.choice(len(available.ids), min(asking, len(available.ids)), replace=False))
+            asked, until_s, speed = available.ids[at], available.until_s[at], available.speed[at]
         work = np.broadcast_to(np.asarray(self.work(number)), self.num_nodes)
         takes_s = work[asked] * np.broadcast_to(self.step_s, self.num_nodes)[asked] / speed
         came = np.flatnonzero((takes_s <= deadline_s) & (begin_s + takes_s <= until_s))

@@ -94,7 +94,7 @@ def unknown(name: str, *further: str) -> ArgumentError:
     unknown strategy 'dilco': did you mean 'diloco'?
     """
     plain = re.sub("[-_ ]", "", name)
-    here = next((there for other, there in _ELSEWHERE.items() if other.replace("_", "") == plain), None)
+    here = next((ours for other, ours in _ELSEWHERE.items() if other.replace("_", "") == plain), None)
     said = nearest(name, [*STRATEGIES, *further]) if here is None else f"it is {here!r} here"
     return ArgumentError(f"unknown strategy {name!r}: {said}")
 

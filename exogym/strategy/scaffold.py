@@ -68,10 +68,10 @@ class ControlVariates(RoundModule, Corrects):
     @torch.no_grad()
     def correct(self, row: int, parameters: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
         mine = (views(x, self.layouts, at) for x, at in ((self.c, 0), (self.own, row), (self.seen, row)))
-        there, c, own, seen = with_gradient(grads, *mine)
-        if there:
-            add_(seen, there)
-            add_(there, differences(c, own))
+        trained, c, own, seen = with_gradient(grads, *mine)
+        if trained:
+            add_(seen, trained)
+            add_(trained, differences(c, own))
         self.taken[row] += 1
 
     def communicate(self, fleet: Fleet, step: int) -> None:

@@ -183,8 +183,8 @@ class Strategy:
         other = STRATEGIES.get(name, cls)
         if (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
             raise StrategyError(
-                f"{cls.__module__}.{cls.__qualname__} and {other.__module__}.{other.__qualname__} both say "
-                f"name = {name!r}: give one of them another"
+                f"{cls.__module__}.{cls.__qualname__} and {other.__module__}.{other.__qualname__} both have "
+                f"name={name!r}: rename one of them"
             )
         STRATEGIES[name] = cls
 

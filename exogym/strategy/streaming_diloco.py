@@ -76,7 +76,7 @@ class StreamingCommunicator(CommunicationModule, HasOuterModel):
         if bits not in (32, *QUANTIZERS):
             raise ArgumentError(f"bits={bits!r} must be 32, 8 or 4")
         if fragment_sync_delay >= H:
-            raise ArgumentError(f"fragment_sync_delay={fragment_sync_delay} must be below the H={H} steps of a round")
+            raise ArgumentError(f"fragment_sync_delay={fragment_sync_delay} must be below the round's H={H} steps")
         check_number("fragment_update_alpha", fragment_update_alpha, least=0, most=1)
         if not isinstance(offsets, Sequence | None):
             raise ArgumentError(f"offsets={offsets!r} must be a list with a step for each fragment")

@@ -164,8 +164,8 @@ class ByteBudget(Tuner):
         least += costs.per_step * total_steps
         if least > self.total_bytes * (1 + 1e-9):
             raise ArgumentError(
-                f"tuner={self!r} is too small: a node {what}, which takes {least:,.0f} bytes in all, in the mean "
-                f"over nodes; {do}, or leave tuner out"
+                f"tuner={self!r} is too small: a node {what}, which takes {least:,.0f} bytes in all, averaged "
+                f"over nodes: {do}, or leave tuner out"
             )
 
 
@@ -376,8 +376,8 @@ class Tuning(Stateful):
         """Set rho from two sums over the nodes that moved: their distances, and their distances from the mean."""
         comm = fleet.comm
         both = comm.wire.inside.sum(torch.stack([self._apart, self._weights * self._moved], 1))
-        told = comm.wire.rows(both[:, 1], comm.present).tolist()  # all processes know who takes part
-        movers = [node for node, moved in zip(comm.present, told, strict=True) if moved]
+        norms = comm.wire.rows(both[:, 1], comm.present).tolist()  # all processes know who takes part
+        movers = [node for node, moved in zip(comm.present, norms, strict=True) if moved]
         if movers and not self._means:
             raise StrategyError(
                 f"{self.tuner!r} needs the mean that all members add up when they meet, but this strategy takes none: "

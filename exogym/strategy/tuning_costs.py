@@ -35,8 +35,8 @@ def costs_of(
     row_bytes = sum(block.layout.total * block.layout.dtype.itemsize for block in fleet.blocks)
 
     def sent(traffic: list[Traffic]) -> float:
-        told = averaging.traffic(traffic, run.num_nodes, row_bytes / P)
-        return sum(t.sent_bytes(run.num_nodes) / t.every_steps for t in told)
+        repeated = averaging.traffic(traffic, run.num_nodes, row_bytes / P)
+        return sum(t.sent_bytes(run.num_nodes) / t.every_steps for t in repeated)
 
     def follows(module: Any) -> bool:
         return any(getattr(x, "rounds", None) is rounds for x in (module, getattr(module, "average", None)))

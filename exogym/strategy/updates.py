@@ -125,8 +125,8 @@ class Updates(Module):
         most = cap.norm
         if most is None:
             mine = torch.tensor([norms.get(row, 0.0) for row in range(len(fleet))], dtype=torch.float64)
-            told = fleet.comm.wire.rows(mine, fleet.comm.present).tolist()  # all processes know who sends an update
-            movers = [node for node, norm in zip(fleet.comm.present, told, strict=True) if norm]
+            all_norms = fleet.comm.wire.rows(mine, fleet.comm.present).tolist()  # in all processes
+            movers = [node for node, norm in zip(fleet.comm.present, all_norms, strict=True) if norm]
             if not movers:
                 return set()
             most = float(fleet.comm.all_gather(mine, members=movers)[0].median())

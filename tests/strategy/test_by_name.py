@@ -42,7 +42,7 @@ def test_names_are_found_without_loading_strategies() -> None:
 def test_a_class_keeps_its_inner_optimizer_where_the_default_is_not_for_it() -> None:
     assert parse_strategy("fednova", inner_optim="adamw", lr=0.1).inner.spec.cls is torch.optim.SGD
     assert parse_strategy("fedavg", inner_optim="adamw", lr=0.1).inner.spec.cls is torch.optim.AdamW
-    with pytest.raises(ArgumentError, match="none is known for AdamW"):
+    with pytest.raises(ArgumentError, match="no a_i is known for AdamW"):
         parse_strategy("fednova:inner_optim=adamw")
 
 

@@ -502,7 +502,7 @@ def test_fednova_with_momentum_comes_to_rest_near_the_optimum_that_fedavg_misses
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: FedNovaStrategy("adamw"), "none is known for AdamW: take inner_optim='sgd'"),
+        (lambda: FedNovaStrategy("adamw"), "no a_i is known for AdamW: take inner_optim='sgd'"),
         (lambda: FedNovaStrategy(OptimSpec("sgd", momentum=0.9)), "give keep_inner_state=False"),
         (
             lambda: FedNovaStrategy(OptimSpec("sgd", momentum=0.9), mu=0.1, keep_inner_state=False),
@@ -512,11 +512,11 @@ def test_fednova_with_momentum_comes_to_rest_near_the_optimum_that_fedavg_misses
         (lambda: FedNovaStrategy(mu=0.1, max_norm=1.0), "leave mu or max_norm out"),
         (
             lambda: FedNovaStrategy(OptimSpec("sgd", groups=[("*.bias", {"momentum": 0.5})])),
-            r"groups make several of it \(momentum\)",
+            r"groups give several a_i \(momentum\)",
         ),
         (
             lambda: FedNovaStrategy(OptimSpec("sgd", groups=[("*.bias", {"lr": 0.5})]), mu=0.1),
-            r"groups make several of it \(lr with mu\)",
+            r"groups give several a_i \(lr with mu\)",
         ),
         (lambda: FedNovaStrategy(mu=-1), "mu=-1 must be a number of at least 0"),
     ],

@@ -197,7 +197,7 @@ def test_the_payload_is_that_of_the_plan(name):
 
 def test_a_name_is_of_one_class_and_not_of_its_children():
     assert not type("Child", (DiLoCoStrategy,), {}).registered and DiLoCoStrategy.registered
-    with pytest.raises(StrategyError, match="both say name = 'diloco': give one of them another"):
+    with pytest.raises(StrategyError, match="both have name='diloco': rename one of them"):
         type("Other", (Strategy,), {"name": "diloco"})
     assert STRATEGIES["diloco"] is DiLoCoStrategy
 

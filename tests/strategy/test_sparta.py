@@ -406,9 +406,9 @@ def test_state_is_saved(method: str, bits: int | None, tmp_path: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"p_sparta": -0.1}, "-0.1: wanted 0 to 1"),
-        ({"p_sparta": 1.5}, "1.5: wanted 0 to 1"),
-        ({"p_sparta": float("nan")}, "nan: wanted 0 to 1"),
+        ({"p_sparta": -0.1}, "p_sparta=-0.1 must be a number of at least 0 and at most 1"),
+        ({"p_sparta": 1.5}, "p_sparta=1.5 must be a number of at least 0 and at most 1"),
+        ({"p_sparta": float("nan")}, "p_sparta=nan must be a number of at least 0 and at most 1"),
         ({"compression_method": "rand"}, "did you mean 'random'"),
         ({"quantization_bits": 1}, "quantization_bits=1"),
         ({"quantization_bits": 9}, "quantization_bits=9"),

@@ -260,7 +260,7 @@ def test_layers_of_a_transformer_are_dealt_out_and_the_rest_is_a_fragment() -> N
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"fragment_sync_delay": 4}, "fragment_sync_delay=4 must be below the H=4 steps"),
+        ({"fragment_sync_delay": 4}, "fragment_sync_delay=4 must be below the round's H=4 steps"),
         ({"fragment_update_alpha": 1.5}, r"fragment_update_alpha=1\.5 must be a number of at least 0 and at most 1"),
         ({"bits": 5}, "bits=5 must be 32, 8 or 4"),
         ({"pattern": "stride"}, "strided"),

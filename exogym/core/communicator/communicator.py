@@ -105,9 +105,9 @@ class Communicator(Recorder):
                 members = expected[k] if expected else group if apart else range(self.num_nodes)
                 result = self.secure.mean(self.wire, flat, group, sorted(members), share, self._aggregations)
                 self._aggregations += 1  # for new keys; no result depends on them
-                for told, size in self.secure.sent(flat.shape[1], self._row_bytes(x), len(members)):
+                for direction, size in self.secure.sent(flat.shape[1], self._row_bytes(x), len(members)):
                     if size:
-                        self.record(told, "server", group, size)
+                        self.record(direction, "server", group, size)
             elif (rule := self.robust(op, share)) is not None:
                 result = rule.of(self.wire, flat, group, self._others)
                 self.record(*(rule.collective if way != "server" else (kind, way)), group, self._row_bytes(x))
@@ -359,9 +359,9 @@ class Communicator(Recorder):
         for giver, taker, shape, dtype, is_swap in parcels:
             if giver != taker:
                 size = float(math.prod(shape) * dtype.itemsize)
-                there, back = np.array([size, size * is_swap]), np.array([size * is_swap, size])
+                outward, back = np.array([size, size * is_swap]), np.array([size * is_swap, size])
                 kind, way = ("exchange", "pairwise") if is_swap else ("send", "direct")
-                self._add(kind, way, [giver, taker], size, there, back, givers=None if is_swap else [giver])
+                self._add(kind, way, [giver, taker], size, outward, back, givers=None if is_swap else [giver])
         return hand_over(self.wire, given, parcels)
 
     def mix(self, x: Tensor, matrix: Tensor) -> Tensor:

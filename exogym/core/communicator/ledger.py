@@ -129,13 +129,13 @@ FACTORS: dict[tuple[str, str], Callable[[int], float]] = {
 }
 
 
-def together(told: Sequence[Sequence[Any]]) -> list[Event]:
+def together(reports: Sequence[Sequence[Any]]) -> list[Event]:
     """Join the `described` events of a node's processes into one node's events: kind by kind, in order, added up.
 
     Bits of several processes fill whole bytes together. Buffers are the same in all processes, so they count once.
     """
     found: dict[str, list[Any]] = {}
-    for events in told:
+    for events in reports:
         seen: dict[str, int] = {}
         for event in events:
             kind = json.dumps(event[:7])

@@ -76,8 +76,8 @@ class SecureAggregation:
         """Return the bytes that a member of n sends ("push") and gets ("pull"), in order."""
         others = n - 1
         shares = others * (2 * SHARE_BYTES + SEAL_BYTES)
-        told = [("push", 2.0 * KEY_BYTES), ("pull", 2.0 * KEY_BYTES * others), ("push", shares), ("pull", shares)]
-        return [*told, ("push", elements * self.bits / 8), ("push", others * SHARE_BYTES), ("pull", size)]
+        messages = [("push", 2.0 * KEY_BYTES), ("pull", 2.0 * KEY_BYTES * others), ("push", shares), ("pull", shares)]
+        return [*messages, ("push", elements * self.bits / 8), ("push", others * SHARE_BYTES), ("pull", size)]
 
     def mean(
         self, wire: Wire, x: Tensor, came: Sequence[int], members: Sequence[int], share: Tensor | None, call: int
@@ -115,8 +115,8 @@ class SecureAggregation:
         most = 2.0 ** (self.bits - 1) / self.scale / n
         if not largest < most:
             raise ArgumentError(
-                f"secure aggregation: a value of {largest:.3g} does not fit, since the sum of {n} in {self.bits} bits "
-                f"holds values under {most:.3g}: take more bits, or fewer fraction_bits, as SecureAggregation(bits=64)"
+                f"secure aggregation: a value of {largest:.3g} does not fit. The sum of {n} in {self.bits} bits holds "
+                f"values under {most:.3g}: take more bits, or fewer fraction_bits, as SecureAggregation(bits=64)"
             )
 
     def _masks(self, seeds: Seeds, u: int, width: int) -> Tensor:

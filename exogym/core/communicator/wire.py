@@ -113,8 +113,8 @@ class Parcel(NamedTuple):
         """(giver, taker) of each tensor that moves; a node keeps its own."""
         if self.giver == self.taker:
             return []
-        there = (self.giver, self.taker)
-        return [there, there[::-1]] if self.is_swap else [there]
+        move = (self.giver, self.taker)
+        return [move, move[::-1]] if self.is_swap else [move]
 
 
 Move = tuple[int, int, Parcel]  # giver, taker, and their parcel

@@ -29,8 +29,8 @@ def where_present(fleet: Fleet, new: Tensor, old: Tensor) -> Tensor:
     """Return `new` (rows, ...) in the rows of present nodes and `old` in the others."""
     if all_present(fleet):
         return new
-    there = torch.tensor([rank in fleet.comm.present for rank in fleet.ranks], device=new.device)
-    return torch.where(there.view(-1, *[1] * (new.dim() - 1)), new, old)
+    is_present = torch.tensor([rank in fleet.comm.present for rank in fleet.ranks], device=new.device)
+    return torch.where(is_present.view(-1, *[1] * (new.dim() - 1)), new, old)
 
 
 def shared_row(fleet: Fleet, result: Tensor) -> Tensor:

@@ -124,8 +124,8 @@ class Seats:
         tensors = self.fleet.state.row(row, self.names)
         if gone := self.fresh.keys() - tensors.keys():
             raise StrategyError(
-                f"a node's {min(gone)!r} existed when the run began, and is gone: a node that loses its row for a "
-                "while would get it again; keep the tensor, or sample no clients"
+                f"a node's tensor {min(gone)!r} existed when the run began, but is gone. A node that loses its row for "
+                "a while would get the tensor back: keep it, or sample no clients"
             )
         return {
             name: x.detach().cpu().clone()
@@ -180,10 +180,12 @@ class Seats:
             kept = {node: {name: x.clone() for name, x in mine.items()} for node, mine in kept.items()}
         except (KeyError, ValueError, RuntimeError) as error:
             trouble = f"rows of process {wire.process} are not rows of seats: {error!r}"
-        told = gather(wire, [sorted(working), sorted(kept), trouble])
-        if troubles := [text for *_, text in told if text]:
+        reports = gather(wire, [sorted(working), sorted(kept), trouble])
+        if troubles := [text for *_, text in reports if text]:
             raise CheckpointError(troubles[0])
-        holder, keeper = ({node: k for k in reversed(range(len(told))) for node in told[k][part]} for part in (0, 1))
+        holder, keeper = (
+            {node: k for k in reversed(range(len(reports))) for node in reports[k][part]} for part in (0, 1)
+        )
         self.store.clear()
         self.home.clear()
         for row in range(len(fleet)):

@@ -425,7 +425,7 @@ class ForOneNode(Strategy):
         ({"parametres": 3}, "did you mean 'parameters'"),
         ({"speeds": [1, 2]}, "speeds is for 2 nodes"),
         ({"speeds": [1] * N, "step_seconds": StepTime(1)}, "speeds beside a StepTime"),
-        ({"strategies": ["async_diloco:grace_s=1"]}, "grace_s: no formula is known.*leave it out"),
+        ({"strategies": ["async_diloco:grace_s=1"]}, "grace_s=1.*: no formula is known.*leave grace_s out"),
     ],
 )  # fmt: skip
 def test_what_makes_no_sense_is_refused(options, message):
