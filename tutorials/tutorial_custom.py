@@ -14,7 +14,7 @@
 # # Your own strategy
 #
 # Write a new strategy, check it, and compare it with DiLoCo. Each node sends only the largest 5 % of its gradient and
-# remembers the rest (top-k with error feedback). Then write a strategy for all nodes at once.
+# remembers the rest (top-k with error feedback).
 #
 # It takes about fifteen seconds on one core, with ExoGym [installed](../docs/getting_started.md#install) and the extra
 # `[demo]`. Read [Four nodes on your laptop](tutorial_basic.py) first.
@@ -29,7 +29,7 @@ from torch import nn
 from exogym.compare import compare
 from exogym.data import digits
 from exogym.errors import StrategyError
-from exogym.strategy import CommunicateOptimizeStrategy, PeriodicModule, Strategy
+from exogym.strategy import Strategy
 from exogym.strategy.communicate import all_gather
 from exogym.testing import check_strategy
 
@@ -172,35 +172,8 @@ figure.savefig("tutorial_custom.png", dpi=80)
 # %% [markdown]
 # ![Validation loss against predicted seconds](../docs/images/tutorial_custom.png)
 #
-# ## All nodes at once
-#
-# Built-in strategies act on a matrix instead: `block.params` is (rows, P), a row per node. Here is gossip on a
-# hypercube. Every 5 steps each node averages with *one* partner: in round r, the node whose number differs in bit r.
-
-
-# %%
-class Hypercube(PeriodicModule):
-    interval_steps = 5
-
-    def communicate(self, fleet, step):
-        bits = fleet.num_nodes.bit_length() - 1  # for a power of two
-        bit = 1 << (step // self.interval_steps) % max(bits, 1)
-        partner = [i ^ bit if fleet.num_nodes > 1 else i for i in range(fleet.num_nodes)]
-        for block in fleet.blocks:
-            block.params.add_(fleet.comm.exchange(block.params, partner)).mul_(0.5)
-
-
-def gossip():
-    return CommunicateOptimizeStrategy("adamw", [Hypercube()], lr=0.02)
-
-
-# The final synchronization counts too, so round up.
-seen = check_strategy(gossip, **CHECKED, payload_bytes=lambda row_bytes, steps: row_bytes * -(-steps // 5))
-print(seen["placement"])
-# > rows in one block, in two and each apart give the same bits
-
-# %% [markdown]
-# A strategy on rows has one more law, *placement*: it runs on real machines unchanged.
+# Built-in strategies act on a matrix with a row per node instead, and have one more law, *placement*: see [compose your
+# own](../docs/strategies/own.md#compose-your-own).
 #
 # ## Change something
 #
