@@ -6,6 +6,10 @@ its `name`. A file is loaded when one of its classes is used. A lookup by `name`
 Build your own strategy from modules. `GradientModule`s change the gradients at every step. `CommunicationModule`s
 change the parameters at steps they choose. A `Run` tells both about the run.
 
+Notation in this package: N nodes, P parameters, b bytes per element (4 in fp32). theta_i are the parameters of node i,
+g_i its gradient, theta the shared (outer) parameters. A node takes H local steps from one synchronization to the next.
+A payload is the bytes that a node hands over; tx and rx are the bytes that it sends and receives.
+
 >>> class Halved(GradientModule):
 ...     def transform(self, fleet, step, lr):
 ...         for block in fleet.blocks:

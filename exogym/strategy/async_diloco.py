@@ -151,7 +151,7 @@ class AsyncDiLoCoStrategy(ClockedStrategy):
     Args:
         inner_optim: inner optimizer; each node keeps its state between rounds.
         H: inner steps of a round; with `dylu` the fastest node's.
-        outer_lr, outer_momentum: eta and beta.
+        outer_lr, outer_momentum: eta and beta of the outer step.
         rule: "delayed_nesterov", "nesterov" (naive), "discount" or "fedbuff"; see the top of this file.
         dylu: dynamic local updates, H_w = max(1, floor(v_w / max v * H)) with v the mean steps per second, so that all
             nodes return at about the same time.
@@ -160,12 +160,12 @@ class AsyncDiLoCoStrategy(ClockedStrategy):
             equally fast.
         grace_s: virtual seconds that the server waits for others after an arrival. Their Delta are applied one after
             the other, and all of them pull the same theta. 0: no waiting. math.inf: wait for all.
-        period: K; N if None.
+        period: K, the arrivals that weigh as much as one outer step of DiLoCo. None: N.
         activation: c of delayed_nesterov, from 0 to 1/K. With c > 0 it is not DiLoCo, even if all nodes are alike.
         delay_compensation: lambda of Delta + lambda Delta * Delta * (theta - theta_pulled), elementwise
             (arXiv:1609.08326); 0 for no compensation.
         max_staleness: drop a Delta if theta was updated more often since its node pulled. None: drop nothing.
-        lr, inner_lr, max_norm, lr_scheduler, warmup_steps: of the inner optimizer, as `Strategy`. A schedule follows
+        lr, inner_lr, max_norm, lr_scheduler, warmup_steps: of the inner optimizer; see `Strategy`. A schedule follows
             the fleet's step, so that it ends for fast and slow nodes alike; with `shard_sampling` the shard's step.
 
     One step of the fleet is N local steps, by whichever nodes. Every node draws from its own share of the data, so a

@@ -20,7 +20,7 @@ from exogym.strategy.traffic import AskedRounds
 
 
 class ClientDraws:
-    """The draws of clients and islands. Arguments as `AveragingCommunicator`.
+    """The draws of clients and islands. Arguments: see `AveragingCommunicator`.
 
     Args:
         by_chance: each node is a client with probability C, independently; `privacy` needs this.

@@ -61,7 +61,7 @@ class CommunicateOptimizeStrategy(Strategy):
 
     Args:
         communication_modules: act on the parameters after the inner step, in this order.
-        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: as `Strategy`.
+        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`.
         gradient_modules: act on the gradients before the inner step, in this order.
         transport, robust, secure_aggregation: how nodes take means, as `exogym.strategy.averaging.Averaging`.
         tuner: a name or a `exogym.strategy.tuning.Tuner`, which chooses an argument during the run.

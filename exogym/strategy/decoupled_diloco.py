@@ -96,8 +96,8 @@ class DecoupledDiLoCoStrategy(ClockedStrategy):
         quorum: Q, nodes that must have arrived; None: more than half of them.
         grace_s: virtual seconds that the server waits for more after the Q-th arrival. 0: only nodes that arrive at the
             same moment join, if Q is over 1. math.inf: wait for all.
-        outer_lr, outer_momentum: eta and beta.
-        lr, inner_lr, max_norm, lr_scheduler, warmup_steps: of the inner optimizer, as `Strategy`; a schedule follows
+        outer_lr, outer_momentum: eta and beta of the outer step.
+        lr, inner_lr, max_norm, lr_scheduler, warmup_steps: of the inner optimizer; see `Strategy`. A schedule follows
             the fleet's step.
 
     One step of the fleet is N local steps, by whichever nodes. A node that is Q - 1 rounds behind still counts, with

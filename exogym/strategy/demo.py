@@ -44,7 +44,7 @@ class DCTMomentum(GradientModule):
     """Replace the gradients by the sign of the decoded mean of all nodes' largest momentum coefficients.
 
     Args:
-        decay: beta.
+        decay: beta, the share of the momentum that a step keeps.
         topk: k, coefficients sent per chunk (all of them, if a chunk has fewer).
         chunk: target side of a chunk: h x w blocks of at most chunk x chunk.
 
@@ -140,9 +140,9 @@ class DeMoStrategy(CommunicateOptimizeStrategy):
         compression_topk: k, coefficients sent per chunk.
         compression_chunk: target side of a chunk; up to chunk x chunk coefficients each.
         weight_decay: lambda, decoupled.
-        lr, inner_lr: gamma (default 1e-3).
+        lr, inner_lr: gamma, the learning rate (default 1e-3).
         max_norm: clips each node's own gradient to this 2-norm.
-        lr_scheduler, warmup_steps: as `Strategy`.
+        lr_scheduler, warmup_steps: see `Strategy`.
 
     >>> strategy = DeMoStrategy(compression_decay=0.999, compression_topk=32, compression_chunk=64, weight_decay=1e-4)
     """

@@ -69,8 +69,8 @@ class DESLOCStrategy(CommunicateOptimizeStrategy):
     Payload: P b (1/H + 1/H_u + 1/H_v) bytes per node and step.
 
     Args:
-        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: as `Strategy`. The optimizer must keep moments:
-            "adamw", "adam", or SGD with momentum.
+        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`. The optimizer must keep
+            moments: "adamw", "adam", or SGD with momentum.
         H: steps between averages of the parameters.
         H_u: steps between averages of the first moments ("exp_avg", SGD's "momentum_buffer"). None: 3 H.
         H_v: steps between averages of the second moments ("exp_avg_sq"), if the optimizer has them. None: H_u. The

@@ -68,7 +68,7 @@ class DiLoCoCommunicator(PeriodicModule, HasOuterModel):
     Args:
         H: inner steps between outer steps, or a pure function from the round (from 0) to this number.
         outer_optim, outer_lr, outer_lr_scheduler, outer_warmup_rounds, outer_momentum, outer_momentum_scheduler,
-            outer_restarts: as `OuterRule`.
+            outer_restarts: see `OuterRule`.
         weighting: "uniform", or "examples" to weight outer gradients by each node's examples (non-IID, section 6.1).
 
     State: theta and the outer optimizer's state, one copy for all nodes. Older thetas, if a node last received them.
@@ -151,12 +151,12 @@ class DiLoCoStrategy(CommunicateOptimizeStrategy):
         inner_optim: inner optimizer; the paper's is AdamW.
         outer_optim: outer optimizer; 'sgd' is Nesterov with lr 0.7 and momentum 0.9.
         H: inner steps between outer steps, or a pure function from the round (from 0) to this number.
-        lr, inner_lr, max_norm, lr_scheduler, warmup_steps: of the inner optimizer, as `Strategy`.
-        outer_lr: eta; it grows with N and H (arXiv:2503.09799: 0.4 to 0.8).
-        outer_lr_scheduler, outer_warmup_rounds, outer_momentum, outer_momentum_scheduler, outer_restarts: as
+        lr, inner_lr, max_norm, lr_scheduler, warmup_steps: of the inner optimizer; see `Strategy`.
+        outer_lr: eta, the outer learning rate. The best value grows with N and H (arXiv:2503.09799: 0.4 to 0.8).
+        outer_lr_scheduler, outer_warmup_rounds, outer_momentum, outer_momentum_scheduler, outer_restarts: see
             `OuterRule`. By default rate and momentum are constant, without restarts.
         weighting: "uniform" or "examples".
-        delay: d, steps by which the average comes late; 0 to H.
+        delay: d, steps by which the average arrives late; 0 to H.
         eager: True: use `EagerCommunicator`. The average arrives a whole round late, but each node's own part is fresh.
         island_size, island_H: s nodes, and H_island steps (below H) between an island's averages. None: no islands.
 

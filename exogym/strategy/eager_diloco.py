@@ -40,7 +40,7 @@ from exogym.strategy.traffic import Traffic
 
 
 class EagerCommunicator(PeriodicModule):
-    """Take the eager outer step after every step divisible by H. Arguments as `DiLoCoCommunicator`."""
+    """Take the eager outer step after every step divisible by H. Arguments: see `DiLoCoCommunicator`."""
 
     weighted_means = True
 

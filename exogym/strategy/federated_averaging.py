@@ -55,10 +55,10 @@ class AveragingCommunicator(PeriodicModule, ChoosesClients, HasOuterModel):
     Args:
         H: local steps of a round (global steps; if clients differ, the slowest client's steps), or a pure function of
             the round, from 0.
-        island_size: s; None averages over everyone. If s does not divide N, the last island is smaller. Each round
-            draws its islands from (seed, round), so no bytes are needed.
-        client_fraction: C; each round samples max(ceil(C N), 1) clients without replacement. The others do
-            nothing and receive theta when they next take part.
+        island_size: s, nodes of an island. None averages over everyone. If s does not divide N, the last island
+            is smaller. Each round draws its islands from (seed, round), so no bytes are needed.
+        client_fraction: C, share of the clients in a round. Each round samples max(ceil(C N), 1) clients without
+            replacement. The others do nothing and receive theta when they next take part.
         weighting: "examples" (n_i, the paper's), or "uniform".
         local_steps: H_i per node, each from 1 to H, for clients with different amounts of work.
         local_epochs: E; H_i = E ceil(n_i / B), and H is the largest of them.
@@ -328,8 +328,8 @@ class FedAvgStrategy(CommunicateOptimizeStrategy):
 
     Args:
         island_size, H, client_fraction, weighting, local_steps, local_epochs, keep_inner_state, privacy, over_sampling,
-            deadline_s, min_reports: as `AveragingCommunicator`.
-        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: of the clients, as `Strategy`.
+            deadline_s, min_reports: see `AveragingCommunicator`.
+        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: of the clients; see `Strategy`.
 
     >>> strategy = FedAvgStrategy(inner_optim='sgd', island_size=4, H=5, lr=0.01)
     """

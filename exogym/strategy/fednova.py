@@ -144,10 +144,10 @@ class FedNovaStrategy(CommunicateOptimizeStrategy):
 
     Args:
         H, client_fraction, weighting, local_steps, local_epochs, keep_inner_state, over_sampling,
-            deadline_s, min_reports: as `AveragingCommunicator`. Without `local_steps`, `local_epochs` or slow nodes all
-            clients take the same number of steps, and FedNova is FedAvg.
+            deadline_s, min_reports: see `AveragingCommunicator`. Without `local_steps`, `local_epochs` or slow nodes
+            all clients take the same number of steps, and FedNova is FedAvg.
         mu: weight of a proximal term mu (theta_i - theta) in every local gradient, as in FedProx; 0: no term.
-        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: of the clients, as `Strategy`. The optimizer
+        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: of the clients; see `Strategy`. The optimizer
             is SGD, without momentum, or with momentum and keep_inner_state=False.
 
     Raises:

@@ -40,7 +40,7 @@ RATES = {"adam": 0.1, "yogi": 0.01, "adagrad": 0.1, "momentum": 1.0}  # Flower's
 
 
 class ServerStep(RoundModule, HasOuterModel):
-    """Take the server's step after the averaging. Arguments as `FedOptStrategy`.
+    """Take the server's step after the averaging. Arguments: see `FedOptStrategy`.
 
     State: theta, m and v, one copy for all nodes.
     """
@@ -127,15 +127,15 @@ class FedOptStrategy(CommunicateOptimizeStrategy):
 
     Args:
         server_optim: "adam", "yogi", "adagrad" or "momentum" (FedAvgM).
-        server_lr: eta. None: 0.1 for adam and adagrad, 0.01 for yogi, 1 for momentum.
+        server_lr: eta, the server's learning rate. None: 0.1 for adam and adagrad, 0.01 for yogi, 1 for momentum.
         beta1: decay of m. None: 0.9, but 0 for adagrad.
         beta2: decay of v.
-        tau: the smaller, the more adaptive.
+        tau: added to sqrt(v); the smaller, the more adaptive.
         initial_v: v before the first round. None: tau^2.
         bias_correction: correct the bias of adam and yogi, as `torch.optim.Adam` does.
         H, client_fraction, weighting, local_steps, local_epochs, keep_inner_state, privacy, over_sampling,
-            deadline_s, min_reports: as `AveragingCommunicator`.
-        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: of the clients, as `Strategy`.
+            deadline_s, min_reports: see `AveragingCommunicator`.
+        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: of the clients; see `Strategy`.
 
     >>> strategy = FedOptStrategy(inner_optim='sgd', server_optim='adam', server_lr=0.01, H=5, lr=0.01)
     """

@@ -80,8 +80,8 @@ class FedProxStrategy(CommunicateOptimizeStrategy):
     Args:
         mu: weight of the proximal term; the paper has 0.001 to 1, and 0 is FedAvg.
         H, client_fraction, weighting, local_steps, local_epochs, keep_inner_state, privacy, over_sampling,
-            deadline_s, min_reports: as `AveragingCommunicator`.
-        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: of the clients, as `Strategy`.
+            deadline_s, min_reports: see `AveragingCommunicator`.
+        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: of the clients; see `Strategy`.
 
     >>> strategy = FedProxStrategy(inner_optim='sgd', mu=0.1, H=5, lr=0.01)
     """

@@ -134,8 +134,8 @@ class GossipStrategy(CommunicateOptimizeStrategy):
     Payload: deg P b bytes per node every H steps, with deg neighbors. The evaluation model is the nodes' mean.
 
     Args:
-        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: as `Strategy`; clipping acts on each node's own
-            gradient.
+        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`. Clipping acts on each node's
+            own gradient.
         graph: "ring", "torus", "exponential", "random", "complete", "matching" (pairs drawn anew each time), or a
             networkx graph of the nodes 0, 1, ...; see `exogym.strategy.graphs.edges_of`.
         H: steps from one average to the next.

@@ -92,8 +92,8 @@ class GradientPushStrategy(CommunicateOptimizeStrategy):
     Payload: P b + 8 bytes per node and taker every H steps.
 
     Args:
-        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: as `Strategy`; clipping acts on each node's own
-            gradient.
+        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`. Clipping acts on each node's
+            own gradient.
         graph: "exponential" (one taker at a time, which changes), "ring" (i to i + 1), "complete", or a networkx graph
             of the nodes 0, 1, ..., along whose edges nodes give.
         H: steps from one exchange to the next. In between, z_i takes local steps at the full rate for every w_i.

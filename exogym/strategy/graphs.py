@@ -30,6 +30,7 @@ def edges_of(graph: Any, num_nodes: int, seed: int = 0, turn: int = 0) -> Edges:
 
     Raises:
         ArgumentError: a name is unknown, or a graph has other nodes, is directed, or is not connected.
+
     >>> sorted(edges_of("ring", 4)), len(edges_of("torus", 6)), len(edges_of("exponential", 8))
     ([(0, 1), (0, 3), (1, 2), (2, 3)], 9, 20)
     """

@@ -33,11 +33,11 @@ class MuLoCoStrategy(CommunicateOptimizeStrategy):
     Payload: P b bytes per node every H steps.
 
     Args:
-        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: as `Strategy`. Learning rates are AdamW's by
+        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`. Learning rates are AdamW's by
             default, because Muon's updates are scaled to their size. `OptimSpec("muon", adjust_lr_fn="original",
             lr=0.02)` takes Muon's own rates.
-        H, outer_optim, weighting, outer_lr_scheduler, outer_warmup_rounds: as `DiLoCoStrategy`.
-        outer_lr, outer_momentum: eta and mu; 0.9 and 0.8 for 'sgd'.
+        H, outer_optim, weighting, outer_lr_scheduler, outer_warmup_rounds: see `DiLoCoStrategy`.
+        outer_lr, outer_momentum: eta and mu of the outer step; 0.9 and 0.8 for 'sgd'.
 
     >>> strategy = MuLoCoStrategy(H=30, lr=1e-3)
     """

@@ -43,7 +43,7 @@ class NoLoCoCommunicator(PeriodicModule):
 
     Args:
         H: inner steps of a round, or a pure function from the round (from 0) to this number.
-        group_size: n.
+        group_size: n, nodes of a group.
         alpha, beta, gamma: factors in the equation above. gamma None: beta, as in the published code.
 
     State: phi_i and delta_i of each node.
@@ -116,9 +116,9 @@ class NoLoCoStrategy(CommunicateOptimizeStrategy):
     Payload: 2 P b bytes per node every H steps. The evaluation model is the nodes' mean.
 
     Args:
-        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: as `Strategy`; the paper's is Adam, clipped
+        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`; the paper's is Adam, clipped
             at 1.
-        H, group_size, alpha, beta, gamma: as `NoLoCoCommunicator`.
+        H, group_size, alpha, beta, gamma: see `NoLoCoCommunicator`.
 
     >>> strategy = NoLoCoStrategy(H=50, lr=6e-4, max_norm=1.0, lr_scheduler="cosine")
     """

@@ -1,6 +1,7 @@
 """Name, describe and build optimizers: torch's own, and any that needs only gradients.
 
 You can take out an optimizer's state and put it into another optimizer of the same kind:
+
 >>> layer = torch.nn.Linear(2, 1)
 >>> first, second = (torch.optim.Adam(layer.parameters()) for _ in range(2))
 >>> layer(torch.ones(1, 2)).sum().backward()

@@ -44,11 +44,11 @@ class OuterRule:
 
     Args:
         outer_optim: 'sgd' (the paper's Nesterov), any other name, a class, or an `OptimSpec`.
-        outer_lr: eta; 0.7 for 'sgd'.
+        outer_lr: eta, the outer learning rate; 0.7 for 'sgd'.
         outer_lr_scheduler: gives eta_r over outer rounds, as `lr_scheduler` does over steps: "constant", "cosine",
             "linear", a torch scheduler class, or a callable from the round to a factor on eta.
-        outer_warmup_rounds: W.
-        outer_momentum: mu; 0.9 for 'sgd'.
+        outer_warmup_rounds: W, outer rounds of linear warm-up.
+        outer_momentum: mu, the outer momentum; 0.9 for 'sgd'.
         outer_momentum_scheduler: gives mu_r in the same way, as a factor on mu (on an optimizer's first beta, if it has
             betas).
         outer_restarts: K: the outer optimizer forgets its state before the rounds K, 2 K, ...; None: never.

@@ -85,7 +85,7 @@ class PostLocalSGDStrategy(CommunicateOptimizeStrategy):
     Payload: P b bytes per node and step up to t0, then P b every H steps.
 
     Args:
-        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: as `Strategy`. Clipping acts on the averaged
+        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`. Clipping acts on the averaged
             gradient up to `start_step`, on each node's own gradient later.
         H: steps between averages of the parameters, after `start_step`.
         start_step: t0, steps with averaged gradients. The paper switches when the learning rate first decays.

@@ -45,7 +45,7 @@ class LowRankMean(GradientModule):
     """Replace the gradients by a low-rank approximation of their mean, with error feedback.
 
     Args:
-        rank: r; a matrix takes min(r, n, m).
+        rank: r, the rank of the approximations; a matrix takes min(r, n, m).
         start_step: number of first steps with a plain average.
         min_rate: a matrix is compressed if this makes it smaller by more than this factor.
 
@@ -158,10 +158,10 @@ class PowerSGDStrategy(CommunicateOptimizeStrategy):
     Payload: r (n + m) b bytes per n x m matrix, node and step, and b per element of other parameters.
 
     Args:
-        rank: r; the paper has 1 to 4 for images, 4 to 32 for language.
+        rank: r, the rank of the approximations; the paper has 1 to 4 for images, 4 to 32 for language.
         start_step: number of first steps with a plain average (torch's hook has 1000).
         min_rate: a matrix is compressed if (n + m) r min_rate < n m, as in torch's hook.
-        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: as `Strategy`; the optimizer (momentum) and
+        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`; the optimizer (momentum) and
             clipping act on the approximation.
 
     >>> strategy = PowerSGDStrategy(inner_optim="sgd", rank=2, lr=0.1)

@@ -34,7 +34,7 @@ class QSGDStrategy(CommunicateOptimizeStrategy):
     Args:
         levels: s, without zero; the codes take 1 + ceil(log2(s + 1)) bits. The paper's 4 and 8 bits are 7 and 127.
         bucket: d, entries that share a norm.
-        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: as `Strategy`; clipping acts on the mean.
+        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`; clipping acts on the mean.
 
     >>> strategy = QSGDStrategy(inner_optim="sgd", levels=7, lr=0.1)
     """

@@ -61,7 +61,7 @@ class QuantizedReduceStrategy(CommunicateOptimizeStrategy):
     Args:
         bits: per entry, 2 to 8, or 16.
         bucket: entries that share a scale.
-        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: as `Strategy`; clipping acts on the mean.
+        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`; clipping acts on the mean.
 
     >>> strategy = QuantizedReduceStrategy(inner_optim="adamw", bits=8, lr=1e-3)
     """

@@ -106,8 +106,8 @@ class ScaffoldStrategy(CommunicateOptimizeStrategy):
     Args:
         server_lr: eta_g, the server's learning rate.
         H, client_fraction, weighting, local_steps, local_epochs, keep_inner_state, over_sampling, deadline_s,
-            min_reports: as `AveragingCommunicator`. By default clients have equal weights, as in the paper.
-        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: of the clients, as `Strategy`; the paper's is
+            min_reports: see `AveragingCommunicator`. By default clients have equal weights, as in the paper.
+        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: of the clients; see `Strategy`. The paper's is
             SGD.
 
     >>> strategy = ScaffoldStrategy(inner_optim='sgd', H=5, lr=0.01)

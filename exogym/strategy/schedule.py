@@ -35,8 +35,8 @@ class Schedule:
             a class for its arguments; or a callable from the step to a factor. None is constant. T_max, total_steps and
             total_iters of a torch class are filled in with T - W. Only the learning rate follows, so OneCycleLR does
             not cycle the momentum.
-        warmup_steps: W.
-        total_steps: T.
+        warmup_steps: W, steps of linear warm-up.
+        total_steps: T, all steps of the run.
         spec_lr: the learning rate at factor 1.
 
     Attributes:

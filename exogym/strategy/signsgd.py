@@ -68,7 +68,7 @@ class SignSGDStrategy(CommunicateOptimizeStrategy):
 
     Args:
         error_feedback: send the scaled signs of gradient plus error (EF-signSGD) instead of a vote.
-        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: as `Strategy`. A vote moves every parameter by
+        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`. A vote moves every parameter by
             the learning rate, so start at 1e-3 or below. With error feedback the rate is SGD's usual rate, and each
             node's own gradient is clipped.
 

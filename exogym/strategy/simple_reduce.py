@@ -75,7 +75,7 @@ class SimpleReduceStrategy(CommunicateOptimizeStrategy):
     Payload: P b bytes per node and step. Equals `torch.nn.parallel.DistributedDataParallel` up to the rounding of sums.
 
     Args:
-        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: as `Strategy`; clipping acts on the
+        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`; clipping acts on the
             averaged gradient.
         bucket_size_mb: MiB per bucket of gradients, as torch's `bucket_cap_mb`. Buckets are summed while backward still
             runs if each process holds one node and `reduction="native"`; otherwise it has no effect. Parameters without

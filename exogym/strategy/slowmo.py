@@ -72,7 +72,7 @@ class SlowMoCommunicator(OuterModule):
     Args:
         inner: the strategy's inner optimizer, which has the rate gamma.
         H: inner steps of a round, or a pure function from the round (from 0) to this number.
-        slow_lr, slow_momentum: alpha and beta.
+        slow_lr, slow_momentum: alpha and beta, the rate and the momentum of the outer step.
         buffers: "maintain", "reset" or "average" the inner optimizers' states.
     """
 
@@ -118,9 +118,9 @@ class SlowMoStrategy(CommunicateOptimizeStrategy):
     Payload: P b bytes per node every H steps. The evaluation model is theta.
 
     Args:
-        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: as `Strategy`. gamma is the optimizer's own
+        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`. gamma is the optimizer's own
             rate, not a parameter group's rate.
-        H, slow_lr, slow_momentum, buffers: as `SlowMoCommunicator`; the paper takes alpha = 1, beta from 0.4 to 0.8.
+        H, slow_lr, slow_momentum, buffers: see `SlowMoCommunicator`; the paper takes alpha = 1, beta from 0.4 to 0.8.
 
     >>> strategy = SlowMoStrategy("sgd", H=12, lr=0.1, slow_momentum=0.6)
     """

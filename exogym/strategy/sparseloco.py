@@ -45,7 +45,7 @@ from exogym.strategy.traffic import Traffic
 
 
 class SparseOuterStep(PeriodicModule, HasOuterModel):
-    """Take SparseLoCo's outer step after every step divisible by H. Arguments as `SparseLoCoStrategy`.
+    """Take SparseLoCo's outer step after every step divisible by H. Arguments: see `SparseLoCoStrategy`.
 
     State: theta, one copy for all nodes; e and the theta last received, (rows, P).
     """
@@ -137,10 +137,10 @@ class SparseLoCoStrategy(CommunicateOptimizeStrategy):
         topk: entries sent per chunk; the paper's are 32 to 128.
         chunk: entries of a chunk, a square number.
         bits: per value, 1 to 8; 32 sends the exact values.
-        error_decay: beta.
-        outer_lr: eta.
+        error_decay: beta, the share of the error that a round keeps.
+        outer_lr: eta, the outer learning rate.
         aggregation: "mean" over all nodes, or over the "contributors" of each entry.
-        lr, inner_lr, max_norm, lr_scheduler, warmup_steps: of the inner optimizer, as `Strategy`.
+        lr, inner_lr, max_norm, lr_scheduler, warmup_steps: of the inner optimizer; see `Strategy`.
 
     >>> strategy = SparseLoCoStrategy(inner_optim='adamw', H=30, topk=64, lr=4e-4)
     """

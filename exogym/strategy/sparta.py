@@ -212,8 +212,8 @@ class SPARTAStrategy(CommunicateOptimizeStrategy):
 
     Args:
         p_sparta: p, the share of the parameters averaged at each step.
-        compression_method, quantization_bits, rounding, interval: as `SparseCommunicator`.
-        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: as `Strategy`.
+        compression_method, quantization_bits, rounding, interval: see `SparseCommunicator`.
+        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`.
 
     >>> strategy = SPARTAStrategy(p_sparta=0.001, inner_optim='adamw', lr=1e-4)
     """
@@ -257,7 +257,7 @@ class SPARTADiLoCoStrategy(CommunicateOptimizeStrategy):
     Args:
         p_sparta, sparta_interval, compression_method, quantization_bits, rounding: of SPARTA.
         outer_optim, H, outer_lr, outer_lr_scheduler, outer_warmup_rounds, weighting: of DiLoCo.
-        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: as `Strategy`.
+        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`.
 
     >>> strategy = SPARTADiLoCoStrategy(p_sparta=0.005, H=100, lr=3e-4)
     """

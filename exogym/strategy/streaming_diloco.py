@@ -51,7 +51,7 @@ QUANTIZERS = {4: E3M0, 8: lambda: Absmax(8)}
 
 
 class StreamingCommunicator(CommunicationModule, HasOuterModel):
-    """Take the outer steps of Streaming DiLoCo. Arguments as `StreamingDiLoCoStrategy`."""
+    """Take the outer steps of Streaming DiLoCo. Arguments: see `StreamingDiLoCoStrategy`."""
 
     weighted_means = True
 
@@ -182,7 +182,7 @@ class StreamingDiLoCoStrategy(CommunicateOptimizeStrategy):
 
     Args:
         inner_optim: inner optimizer; the paper's is AdamW.
-        outer_optim, outer_lr, outer_lr_scheduler, outer_warmup_rounds, outer_momentum: as `DiLoCoStrategy`. For 'sgd'
+        outer_optim, outer_lr, outer_lr_scheduler, outer_warmup_rounds, outer_momentum: see `DiLoCoStrategy`. For 'sgd'
             the rate is 0.7, as there; the paper's is 0.4.
         H: steps from one synchronization of a fragment to the next.
         num_fragments: F. Parameters outside of the model's layers (embeddings, the last norm, the head) are the last
@@ -192,7 +192,7 @@ class StreamingDiLoCoStrategy(CommunicateOptimizeStrategy):
         pattern: "strided" or "sequential" (`exogym.strategy.fragments`).
         bits: per element of Delta: 32 (exact), 8 (int8, scaled by each tensor's largest value), 4 (E3M0, the paper's).
         offsets: t_p of each fragment, steps from 0 to below H. None: t_p = floor(p H / F).
-        lr, inner_lr, max_norm, lr_scheduler, warmup_steps: of the inner optimizer, as `Strategy`.
+        lr, inner_lr, max_norm, lr_scheduler, warmup_steps: of the inner optimizer; see `Strategy`.
 
     In a simulation's clock, averages that arrive late overlap with computing. On hosts, a run waits for them where it
     sends them.

@@ -32,7 +32,7 @@ class TopKStrategy(CommunicateOptimizeStrategy):
     Args:
         density: share of the entries that a node sends, over 0 and at most 1.
         error_feedback: keep the unsent entries; without it most of the gradient is lost.
-        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: as `Strategy`. With error feedback each node's
+        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`. With error feedback each node's
             own gradient is clipped.
 
     >>> strategy = TopKStrategy(inner_optim="sgd", density=0.01, lr=0.1)

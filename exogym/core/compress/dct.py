@@ -27,6 +27,7 @@ class Blocks:
     A 2-D tensor n x m is cut into h x w blocks, where h (w) is the largest divisor of n (m) not above `side`. A 1-D
     tensor is cut into blocks of w, not above `line`. More dimensions are folded to (first, rest). A scalar is
     one block.
+
     >>> cut = Blocks(torch.Size([128, 64, 3]), 64)
     >>> cut.blocks, cut.size
     (6, 4096)
@@ -59,6 +60,7 @@ class BlockDCT:
 
     Nodes are transformed one by one, each in its own memory. A product over several nodes may round differently, and
     results must not depend on where a node is held.
+
     >>> t = BlockDCT(torch.Size([128, 64, 3]), 64, torch.float64, torch.device("cpu"))
     >>> x = torch.randn(2, 128, 64, 3, dtype=torch.float64)
     >>> torch.allclose(t.decode(t.encode(x)), x)

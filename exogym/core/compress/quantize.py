@@ -67,6 +67,7 @@ class E3M0(Quantizer):
     With s = max|x|: codes of +-s 2^(-e) for e = 0, ..., 6, rounded in the exponent, and zero for |x| < s 2^(-6.5).
     The paper does not give scale, zero and rounding; these are ExoGym's. A decoded number is within a factor sqrt(2) of
     x.
+
     >>> q = E3M0()
     >>> q.decode(*q.encode(torch.tensor([[8.0, -3.0, 1.0, 0.0]]))).tolist()
     [[8.0, -4.0, 1.0, 0.0]]
@@ -134,6 +135,7 @@ class Statistical(Quantizer):
 
     With n = 2^bits, step = 6 sigma / n, code = clamp(round((x - mean) / step) + n / 2, 0, n - 1). A group's table holds
     the mean of each bin's members, so the decoded numbers have the mean of x.
+
     >>> q = Statistical(2)
     >>> q.decode(*q.encode(torch.tensor([[1.0, 5.0, 1.0, 5.0]]))).tolist()
     [[1.0, 5.0, 1.0, 5.0]]
