@@ -142,7 +142,7 @@ def stepped(model):
         (lambda m: DistributedTrainer(m, sgd(m), 0), "num_gpus=0 must be"),
         (lambda m: DistributedTrainer(m, sgd(m), 2, "mpi"), "no MPI"),
         (lambda m: DistributedTrainer(m, sgd(m), 2, "nccll"), "did you mean 'nccl'"),
-        (lambda m: DistributedTrainer(m, sgd(LeNet5()), 2), "other parameters"),
+        (lambda m: DistributedTrainer(m, sgd(LeNet5()), 2), "does not hold the model's trained parameters"),
         (lambda m: DistributedTrainer(m, stepped(m), 2), "has taken steps already"),
         (
             lambda m: DistributedTrainer(

@@ -1,6 +1,6 @@
 """Job scripts for SLURM, and manifests for Kubernetes. (Ray is an engine.)
 
-Writing works anywhere; commands for SLURM need a machine that has it:
+You can write both on any machine. Commands that ask SLURM need a machine of the cluster:
 
 >>> from pathlib import Path
 >>> job = SlurmJob("train.py", nodes=2, time="01:00:00")

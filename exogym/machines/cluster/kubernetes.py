@@ -1,9 +1,10 @@
-"""Kubernetes: manifests of a run, and a Dockerfile for its image.
+"""Kubernetes: manifests for a run, and a Dockerfile for its image.
 
-An indexed Job has a pod for each machine, which find each other by the names that a headless service gives them; or the
-training operator's PyTorchJob does the same. In each a launcher asks for the run's secret, which is in a Secret that
-you make. A pod that is preempted does not count as failed; all pods then meet again, and go on where the script calls
-`fit(save_dir=..., resume=True)` on the volume.
+An indexed Job has one pod per machine. Pods find each other by the names of a headless service. Alternatively the
+training operator's PyTorchJob does the same. Each pod's launcher needs the run's secret, from a Secret that you make.
+
+A preempted pod does not count as a failure. Afterward all pods meet again, and the run resumes if the script calls
+`fit(save_dir=..., resume=True)` with a folder on the volume.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from exogym.machines.cluster.words import IMAGE, LABEL, QUANTITY, check_argument
 
 PORT = 29500
 USER = 10001
-WORK = "/work"  # where the project lies in the image, and what is current
+WORK = "/work"  # the project's folder in the image, and the working directory
 LABEL_WORDS = "small letters, digits and '-', at most 52, as a DNS label"
 
 
@@ -29,18 +30,21 @@ class Pods:
     """A script and its needs on the cluster.
 
     Args:
-        script: path of a Python file in the image; `arguments`: its own.
-        image: name of the image, as the cluster pulls it.
-        nodes: pods; processes_per_node: in each (None: one per GPU, or one).
-        name, namespace: of the objects.
-        cpus, memory, gpus: of a pod, as Kubernetes' quantities.
-        claim: the PersistentVolumeClaim for checkpoints, seen by all pods; mounted at `mount`.
-        grace_s: seconds between SIGTERM, at which the run saves, and the end of a pod.
-        restarts: failures that are allowed; preempted pods do not count.
+        script: path of a Python file in the image.
+        arguments: the script's arguments.
+        image: the image's name, as the cluster pulls it.
+        nodes: number of pods.
+        processes_per_node: processes in each pod; None: one per GPU, or one.
+        name, namespace: name and namespace of the objects.
+        cpus, memory, gpus: each pod's resources, as Kubernetes quantities.
+        claim: the PersistentVolumeClaim for checkpoints, which all pods can use.
+        mount: where the pods mount the claim.
+        grace_s: seconds between SIGTERM, when the run saves, and the end of a pod.
+        restarts: allowed failures. Preempted pods do not count.
         kind: "job", or "pytorchjob" for the training operator.
 
     Raises:
-        ArgumentError: a word that is not of the form it must have.
+        ArgumentError: a value is not valid in a manifest.
     """
 
     script: str
@@ -89,7 +93,7 @@ def manifests(pods: Pods) -> list[dict[str, Any]]:
 
 
 def document(objects: Sequence[dict[str, Any]]) -> str:
-    """Return objects as one file for kubectl. JSON is YAML, and in it no text is read as more than text.
+    """Return objects as one file for kubectl. It is JSON, which is also YAML, so that text stays text.
 
     >>> print(document([{"kind": "Job"}, {"kind": "Service"}]), end="")
     # Written by exogym cluster kubernetes: read it, change it, and apply it with kubectl.
@@ -120,7 +124,7 @@ def _indexed(pods: Pods) -> Iterator[dict[str, Any]]:
         "apiVersion": "batch/v1", "kind": "Job", "metadata": about,
         "spec": {
             "completionMode": "Indexed", "completions": pods.nodes, "parallelism": pods.nodes,
-            "backoffLimit": pods.restarts * pods.nodes,  # all pods fail where one is lost
+            "backoffLimit": pods.restarts * pods.nodes,  # if one pod is lost, all fail
             "podFailurePolicy": {
                 "rules": [{"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}]
             },
@@ -146,7 +150,7 @@ def _operated(pods: Pods) -> Iterator[dict[str, Any]]:
 
 
 def _policy(about: dict[str, Any], labels: dict[str, str]) -> dict[str, Any]:
-    """Return that only the pods of the run reach each other."""
+    """Return a policy: only the run's pods may connect to the run's pods."""
     return {
         "apiVersion": "networking.k8s.io/v1", "kind": "NetworkPolicy", "metadata": about,
         "spec": {"podSelector": {"matchLabels": labels}, "policyTypes": ["Ingress"],
@@ -159,7 +163,7 @@ def _pod(pods: Pods, rank: str, master: str, restart: str | None) -> dict[str, A
     command = [
         "python", "-m", "exogym.launch", "--nnodes", str(pods.nodes), "--nproc_per_node", str(pods.processes),
         "--node_rank", rank, "--master_addr", master, "--master_port", str(PORT), "--",
-        *(word.replace("$", "$$") for word in words),  # Kubernetes puts values in for $(names)
+        *(word.replace("$", "$$") for word in words),  # Kubernetes would replace $(names)
     ]  # fmt: skip
     needs = {"cpu": pods.cpus, "memory": pods.memory} | ({"nvidia.com/gpu": str(pods.gpus)} if pods.gpus else {})
     secret = {"name": f"{pods.name}-secret", "key": "secret"}
@@ -182,7 +186,7 @@ def _pod(pods: Pods, rank: str, master: str, restart: str | None) -> dict[str, A
 
 
 def dockerfile() -> str:
-    """Return a Dockerfile for an image of the wheel in dist/ and the current folder, with the versions here."""
+    """Return a Dockerfile. Its image holds the wheel in dist/ and the current folder, with the versions used here."""
     own, python = version("exogym"), ".".join(platform.python_version_tuple()[:2])
     torch = version("torch").partition("+")[0]
     return f"""\

@@ -1,10 +1,11 @@
-"""SLURM: a job script, and what SLURM says of a job.
+"""SLURM: write a job script, submit it, and ask for a job's state.
 
-The script starts one launcher a machine (`python -m exogym.launch`, torch's elastic agent behind a door that asks for a
-secret), which starts the processes there. The secret is drawn in the job and is in its environment only. A job that is
-preempted is started again by SLURM, and goes on where the script calls `fit(save_dir=..., resume=True)`. Some time
-before its limit the job tells its processes to save, and has itself started again. Every word that somebody gave is
-quoted for the shell, or refused.
+The script starts one launcher per machine (`python -m exogym.launch`), which starts the processes there. Processes must
+know a secret to join. The job draws it and keeps it in its environment only.
+
+SLURM restarts a preempted job. The run then resumes if the script calls `fit(save_dir=..., resume=True)`. Shortly
+before its time limit, the job tells its processes to save and asks SLURM for a restart. Each given word is quoted for
+the shell, or refused.
 """
 
 from __future__ import annotations
@@ -32,19 +33,19 @@ cd -- {folder} || exit 1
 EXOGYM_SECRET=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')  # processes must know it to join the run
 export EXOGYM_SECRET EXOGYM_SIGTERM_ONCE=1
 
-# SLURM sends TERM to all processes when the job is preempted or cancelled, and some time before the limit USR1 to this
-# shell, which then sends TERM. At that the processes save where each node stands (fit with save_dir), and end.
+# SLURM sends TERM to all processes when the job is preempted or canceled. Shortly before the time limit it sends USR1
+# to this shell, which then sends TERM. At TERM the processes save each node's state (fit with save_dir) and end.
 trap 'scancel --signal=TERM "$SLURM_JOB_ID"' USR1
 trap : TERM
 
-# This shell runs on the first machine of the job, where the others find the first launcher: SLURM tells its address.
+# This shell runs on the job's first machine, where all others connect. SLURM gives its address.
 launch='exec "$0" -m exogym.launch --node_rank "$SLURM_PROCID" --master_addr "$SLURM_LAUNCH_NODE_IPADDR" "$@"'
 srun --kill-on-bad-exit=1 ${{SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"}} bash -c "$launch" {python} \\
     --nnodes {nodes} --nproc_per_node {processes} --master_port {port} -- {command} &
 step=$!
 while wait "$step"; code=$?; kill -0 "$step" 2>/dev/null; do :; done
 
-# 143: ended by TERM. A job that was cancelled is not running any more.
+# 143: ended by TERM. A canceled job is no longer RUNNING.
 state=$(squeue --noheader --job "$SLURM_JOB_ID" --format=%T)
 if [ "$code" -eq 143 ] && [ "$state" = RUNNING ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {restarts} ]; then
     echo "the run has saved itself and will start again" >&2
@@ -59,16 +60,20 @@ class SlurmJob:
     """A script and its needs on the cluster.
 
     Args:
-        script: path of a Python file, seen by all machines; `arguments`: its own.
-        nodes: machines; processes_per_node: on each (None: one per GPU, or one).
-        folder: in which the script runs; `python`: the interpreter there.
-        cpus, gpus, memory, time, partition, account, qos: as SLURM's options; None: its defaults.
-        before_s: seconds before the time limit at which the run saves.
-        port: at which the machines meet; None: computed from the job's number.
+        script: path of a Python file that all machines can read.
+        arguments: the script's arguments.
+        nodes: number of machines.
+        processes_per_node: processes on each machine; None: one per GPU, or one.
+        name: the job's name.
+        folder: the folder in which the script runs.
+        python: the interpreter on the machines.
+        cpus, gpus, memory, time, partition, account, qos: SLURM's options; None: its defaults.
+        before_s: the run saves this many seconds before the time limit.
+        port: port where the machines meet; None: computed from the job's number.
         restarts: how often the job may restart itself.
 
     Raises:
-        ArgumentError: a word that is not of the form it must have.
+        ArgumentError: a value is not valid in a job script.
 
     >>> SlurmJob("train.py", ("--lr", "0.1"), nodes=2, time="01:00:00").processes
     1
@@ -135,14 +140,14 @@ def job_script(job: SlurmJob) -> str:
 
 
 def submit(script: Path, job: SlurmJob) -> int:
-    """Submit a job script; return the number of the job.
+    """Submit a job script and return the job's number.
 
     Raises:
-        ArgumentError: SLURM rejects it, for example for an unknown partition.
-        ExoGymError: there is no SLURM here, or it does not answer.
+        ArgumentError: SLURM rejects the job, for example because of an unknown partition.
+        ExoGymError: this machine has no SLURM, or SLURM does not answer.
     """
     if not Path(job.folder, job.script).is_file():
-        raise ArgumentError(f"there is no script {job.script!r} in {job.folder!r}: give the path of a Python file")
+        raise ArgumentError(f"script={job.script!r} does not exist in {job.folder!r}: give the path of a Python file")
     for more in (["--test-only"], ["--parsable"]):
         done = _slurm("sbatch", f"--chdir={job.folder}", *more, "--", str(script))
         if done.returncode:
@@ -151,7 +156,7 @@ def submit(script: Path, job: SlurmJob) -> int:
 
 
 def status_of(job: int) -> dict[str, str]:
-    """Return what SLURM says of a job: state, reason, run_time, time_limit, nodes, restarts, exit_code, log."""
+    """Return SLURM's facts about a job: state, reason, run_time, time_limit, nodes, restarts, exit_code, log."""
     facts = _facts(job)
     names = {
         "state": "JobState", "reason": "Reason", "run_time": "RunTime", "time_limit": "TimeLimit", "nodes": "NodeList",
@@ -161,10 +166,10 @@ def status_of(job: int) -> dict[str, str]:
 
 
 def log_of(job: int) -> Path:
-    """Return the file that a job writes.
+    """Return a job's log file.
 
     Raises:
-        ExoGymError: it does not exist yet, or not on this machine.
+        ExoGymError: the file does not exist yet, or not on this machine.
     """
     path = Path(_facts(job).get("StdOut", ""))
     if not path.is_file():
@@ -173,18 +178,18 @@ def log_of(job: int) -> Path:
 
 
 def cancel(job: int) -> None:
-    """End a job; SLURM sends its processes SIGTERM first, at which they save."""
+    """End a job. SLURM first sends its processes SIGTERM, at which they save."""
     _facts(job)
     done = _slurm("scancel", str(job))
     if done.returncode:
-        raise ExoGymError(f"SLURM does not cancel job {job}: {_said(done)}")
+        raise ExoGymError(f"SLURM refuses to cancel job {job}: {_said(done)}")
 
 
 def _facts(job: int) -> dict[str, str]:
     check_count("job", job)
     done = _slurm("scontrol", "--oneliner", "show", "job", str(job))
     if done.returncode:
-        raise ArgumentError(f"SLURM knows no job {job} (any more): {_said(done)}")
+        raise ArgumentError(f"job={job} is unknown to SLURM, or was forgotten after its end: {_said(done)}")
     return dict(re.findall(r"(?:^| )([A-Za-z]\w*)=(.*?)(?= [A-Za-z][\w/:]*=|$)", done.stdout.strip()))
 
 
@@ -192,9 +197,9 @@ def _slurm(*words: str) -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
     except FileNotFoundError:
-        raise ExoGymError(f"there is no {words[0]} here: submit from a machine of the SLURM cluster") from None
+        raise ExoGymError(f"this machine has no {words[0]}: submit from a machine of the SLURM cluster") from None
     except subprocess.TimeoutExpired:
-        raise ExoGymError(f"SLURM does not answer {words[0]} within 60 s") from None
+        raise ExoGymError(f"SLURM did not answer {words[0]} within 60 s: try again later") from None
 
 
 def _said(done: subprocess.CompletedProcess[str]) -> str:

@@ -1,4 +1,4 @@
-"""Words that go into job scripts and manifests: what they may look like, so that none of them means something else."""
+"""Check the words that go into job scripts and manifests, so that no word can act as code or an option."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from exogym.errors import ArgumentError
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}"
-LABEL = r"[a-z0-9]([-a-z0-9]{0,50}[a-z0-9])?"  # of RFC 1123, with room for what the cluster appends
+LABEL = r"[a-z0-9]([-a-z0-9]{0,50}[a-z0-9])?"  # RFC 1123, with room for suffixes that the cluster appends
 TIME = r"\d+|(\d+-)?\d+:\d{2}(:\d{2})?|\d+-\d+"
 MEMORY = r"\d+[KMGT]?"
 QUANTITY = r"\d+(\.\d+)?(m|[KMGTPE]i?)?"
@@ -15,7 +15,7 @@ IMAGE = r"[a-z0-9]([a-z0-9._/-]|:\d+/)*(:[A-Za-z0-9_][A-Za-z0-9_.-]{0,127})?(@sh
 
 
 def check_word(name: str, given: str, pattern: str, wanted: str) -> None:
-    """Raise ArgumentError unless `given` has that form.
+    """Raise ArgumentError unless `given` matches `pattern`. The message says that it must be `wanted`.
 
     >>> check_word("partition", "gpu; rm -rf ~", NAME, "letters, digits, '.', '_' and '-'")
     Traceback (most recent call last):
@@ -27,7 +27,9 @@ def check_word(name: str, given: str, pattern: str, wanted: str) -> None:
 
 
 def check_arguments(words: tuple[str, ...]) -> None:
-    """Raise ArgumentError where a word can be in no command line."""
+    """Raise ArgumentError if a word contains a zero byte."""
     for word in words:
         if "\0" in word:
-            raise ArgumentError(f"the argument {word!r} holds a zero byte, which no command line can")
+            raise ArgumentError(
+                f"argument {word!r} contains a zero byte, which command lines cannot carry: leave it out"
+            )

@@ -1,12 +1,12 @@
-"""Computers that find each other in a network, and pair by a short code.
+"""Find computers in a network, and pair with them by a short code. Needs the extra `discover`.
 
-`Agent` waits on a computer and pairs with who knows the code it shows, `announced` announces it by mDNS; `find` lists
-the agents there are, `pair` is the other side of the code, and `enrol` makes of a pairing what runs need: a login by
-key, a host key that is known, and an entry of the hosts file. Needs the extra `discover`.
+- `Agent` waits on a computer, shows a code, and pairs with callers that know it. `announced` announces it by mDNS.
+- `find` lists the announced agents. `pair` pairs with one, by its code.
+- `enrol` prepares a paired computer for runs: a login by key, a known host key, and an entry in the hosts file.
 
-Nothing here is trusted for having been announced. Before the code an agent tells its name only.
+An announcement alone earns no trust. Without the code an agent tells only its name.
 
-On one computer an agent waits; on another somebody types the code that it shows:
+One computer runs an agent; on another computer somebody types the agent's code:
 
 >>> import getpass
 >>> def wait_here(name: str, address: str) -> None:

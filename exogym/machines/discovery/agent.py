@@ -1,4 +1,4 @@
-"""`Agent`: waits on a computer for others of its network, tells them its name, and pairs with who knows the code."""
+"""`Agent`: waits for other computers of the network, tells them its name, and pairs with callers that know the code."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from exogym.machines.discovery.channel import AGENT, VERSION, Exchange, Messages
 from exogym.machines.discovery.codes import Codes
 from exogym.machines.launch.door import listen
 
-CALL_S = 20.0  # for a caller, from its first byte to its last
+CALL_S = 20.0  # seconds of a call, from first to last byte
 MOST_CALLS, MOST_OF_ONE_ADDRESS = 64, 8
 
 
@@ -26,16 +26,16 @@ class Agent:
     """Answers callers at `address` until it is closed.
 
     Args:
-        name: the only thing that callers without the code learn.
-        address: an address of this computer; it listens nowhere else.
-        port: to listen on; 0: a free one.
-        user, ssh_port: for the login that a pair gets; the SSH server is asked for its keys at once.
-        authorized_keys: the file that gets a line for each pair.
-        facts: about this computer, for a paired caller.
+        name: the agent's name. Callers without the code learn nothing else.
+        address: an address of this computer. The agent listens only there.
+        port: port to listen on; 0: a free port.
+        user, ssh_port: login that paired computers get. The agent reads the SSH server's host keys at once.
+        authorized_keys: file that gets a line for each paired computer.
+        facts: facts about this computer, for paired callers.
         show: called with each line for the person at this computer.
 
     Raises:
-        ArgumentError: the port is taken, or no SSH server answers there.
+        ArgumentError: the port is taken, or no SSH server answers at `ssh_port`.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Agent:
         except OSError as error:
             raise ArgumentError(f"port {port} of {address}: {error.strerror}: give another --port") from None
         self.port: int = self._listener.getsockname()[1]
-        self._calls: dict[socket.socket, str] = {}  # open ones, the oldest first, with where each comes from
+        self._calls: dict[socket.socket, str] = {}  # open calls, oldest first -> address
         self._lock = threading.Lock()
         self.codes = Codes(self._show_code)
 
@@ -73,7 +73,7 @@ class Agent:
             except OSError:
                 if self._listener.fileno() == -1:
                     return
-                time.sleep(0.05)  # no more files, for example
+                time.sleep(0.05)  # for example too many open files
                 continue
             self._make_room(str(place[0]))
             with self._lock:
@@ -81,9 +81,9 @@ class Agent:
             threading.Thread(target=self._answer, args=(connection, str(place[0])), daemon=True).start()
 
     def close(self) -> None:
-        """Answer no more."""
+        """Stop answering and end all open calls."""
         with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes who waits in accept
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread in accept
         self._listener.close()
         for connection in list(self._calls):
             _hang_up(connection)
@@ -95,7 +95,7 @@ class Agent:
             self.show(f"code for pairing: {shown_code(code)}")
 
     def _make_room(self, address: str) -> None:
-        """End the oldest call where there are too many: one of ours is over in a moment."""
+        """End the oldest call if there are too many. A genuine call lasts only a moment."""
         with self._lock:
             alike = [connection for connection, other in self._calls.items() if other == address]
             if len(alike) >= MOST_OF_ONE_ADDRESS:
@@ -115,7 +115,7 @@ class Agent:
                 if asked["want"] == "pair":
                     self._pair(line, address)
         except PairingError:
-            pass  # a stranger gets no answer, and no line on the screen
+            pass  # no answer to strangers, and no line on the screen
         finally:
             with self._lock:
                 self._calls.pop(connection, None)
@@ -141,16 +141,16 @@ class Agent:
         exchange.seal(self._welcome(exchange, request, address))
 
     def _welcome(self, exchange: Exchange, request: dict[str, Any], address: str) -> dict[str, Any]:
-        """Return the answer to seal for a caller that knew the code, and let it log in."""
+        """Let a caller that knew the code log in, and return the answer to seal for it."""
         name = plain_name(str(request.get("name"))[:100])
         told = (request.get("address"), request.get("agent_address"))
         if told != (address, self.address):
-            self.show(f"not paired with {name}: its address is {address}, but it claims {str(told[0])[:40]!r}")
+            self.show(f"not paired with {name}: its address here is {address}, but its own is {str(told[0])[:40]!r}")
             return {"refused": "address"}
         try:
             key = login.public_key(request.get("public_key"))
             if not login.signed(key, exchange.statement(key), request.get("signature")):
-                self.show(f"not paired with {name} at {address}: it did not prove that it owns the key that it sent")
+                self.show(f"not paired with {name} at {address}: it sent a key without a proof that it owns the key")
                 return {"refused": "key"}
             added = login.authorize(self._authorized_keys, key, address, name)
         except (OSError, ArgumentError) as error:
@@ -162,7 +162,7 @@ class Agent:
                 f"it may log in as {user}, with the key exogym:{name} in {where}; remove that line to undo the pairing"
             )
         else:
-            how = f"your own line in {where} already admits its key; nothing is changed"
+            how = f"your own line in {where} already admits its key, so the file stays as it is"
         self.show(f"paired with {name} at {address}: {how}")
         return {**self._login, "facts": self._facts}
 

@@ -1,5 +1,8 @@
-"""Agents announced and found by mDNS. Announcements are not trusted: only an address in this computer's networks, a
-port, and a name of letters and digits are used."""
+"""Announce and find agents by mDNS.
+
+Announcements are not trusted. Only three parts are used: an address in this computer's networks, a port, and a name of
+letters and digits.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +32,11 @@ MDNS_PORT = "allow UDP port 5353"
 
 @dataclass(frozen=True)
 class Found:
-    """An agent that was announced, or asked for by address.
+    """An agent that was announced, or found at a given address.
 
     Attributes:
-        name: as it says; no proof of anything.
-        answers: whether an agent of that name answered there.
+        name: the name that it gives, without any proof.
+        answers: an agent with this name answered at the address.
     """
 
     name: str
@@ -43,7 +46,7 @@ class Found:
 
 
 def plain_name(text: str) -> str:
-    """Return a name under which a computer can be announced, made of `text`.
+    """Turn `text` into a name that can be announced.
 
     >>> plain_name("Ann's MacBook Pro.local"), plain_name("\\u2028")
     ('Ann-s-MacBook-Pro', 'computer')
@@ -53,7 +56,7 @@ def plain_name(text: str) -> str:
 
 
 def own_networks() -> list[ipaddress.IPv4Interface]:
-    """Return the addresses of this computer with their networks, without the loopback's."""
+    """Return this computer's IPv4 addresses with their networks, without loopback addresses."""
     import ifaddr
 
     found = []
@@ -67,41 +70,41 @@ def own_networks() -> list[ipaddress.IPv4Interface]:
 
 
 def own_address(given: str | None = None) -> str:
-    """Return the address at which others reach this computer: the given one, its only one, or the outgoing one.
+    """Return this computer's address for others: the given address, its only one, or the one it uses to reach outside.
 
     Raises:
-        ArgumentError: it has no such address, none at all, or several and no way out.
+        ArgumentError: the given address is not this computer's; or it has no address, or several and no default route.
     """
     addresses = [str(network.ip) for network in own_networks()]
     if given is not None:
         if given not in addresses:
-            known = ", ".join(addresses) or "it has none"
-            raise ArgumentError(f"--address={given!r} is no address of this computer: {known}")
+            known = ", ".join(addresses) or "none"
+            raise ArgumentError(f"--address={given!r} is not an address of this computer; its addresses: {known}")
         return given
     if not addresses:
         raise ArgumentError("this computer has no address in any network: connect it to one")
     if len(addresses) > 1:
         with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect(("192.0.2.1", 9))  # sends nothing; says which address would be used
+            probe.connect(("192.0.2.1", 9))  # sends nothing; only selects the outgoing address
             if probe.getsockname()[0] in addresses:
                 return str(probe.getsockname()[0])
-        raise ArgumentError(f"this computer has several addresses: say which with --address: {', '.join(addresses)}")
+        raise ArgumentError(f"this computer has several addresses: give one with --address: {', '.join(addresses)}")
     return addresses[0]
 
 
 @contextlib.contextmanager
 def announced(name: str, address: str, port: int) -> Iterator[str]:
-    """Announce an agent while the block runs; yield the name, which has a number behind it where another one has it.
+    """Announce an agent while the block runs. Yield its name, with a number appended if another agent has the name.
 
     Raises:
-        ExoGymError: mDNS is not to be had at that address.
+        ExoGymError: mDNS does not work at this address.
     """
     from zeroconf import IPVersion, ServiceInfo, Zeroconf
 
     try:
         zeroconf = Zeroconf(interfaces=[address], ip_version=IPVersion.V4Only)
     except OSError as error:
-        raise ExoGymError(f"nothing can be announced at {address} ({error}); {MDNS_PORT}") from None
+        raise ExoGymError(f"cannot announce this computer at {address} by mDNS ({error}): {MDNS_PORT}") from None
     info = ServiceInfo(
         SERVICE, f"{name}.{SERVICE}", addresses=[socket.inet_aton(address)], port=port, properties={},
         server=f"exogym-{secrets.token_hex(6)}.local.",
@@ -117,11 +120,11 @@ def find(seconds: float = 3.0, addresses: Iterable[str] | None = None) -> list[F
     """Return the agents that announce themselves within `seconds`, at most `MOST_FOUND`, by name.
 
     Args:
-        addresses: of this computer, where to listen; None: all but the loopback.
+        addresses: this computer's addresses to listen at; None: all except loopback.
 
     Raises:
         ArgumentError: this computer is in no network.
-        ExoGymError: mDNS is not to be had.
+        ExoGymError: mDNS does not work.
     """
     from zeroconf import IPVersion, ServiceBrowser, Zeroconf
 
@@ -140,7 +143,7 @@ def find(seconds: float = 3.0, addresses: Iterable[str] | None = None) -> list[F
     try:
         zeroconf = Zeroconf(interfaces=here, ip_version=IPVersion.V4Only)
     except OSError as error:
-        raise ExoGymError(f"nothing can be heard by mDNS ({error}); {MDNS_PORT}") from None
+        raise ExoGymError(f"cannot listen for mDNS ({error}): {MDNS_PORT}") from None
     try:
         ServiceBrowser(zeroconf, SERVICE, handlers=[changed])
         time.sleep(seconds)
@@ -155,7 +158,7 @@ def find(seconds: float = 3.0, addresses: Iterable[str] | None = None) -> list[F
 
 
 def is_name(name: str) -> bool:
-    """Say whether an agent could have the announced name.
+    """Return whether an announced name is valid for an agent.
 
     >>> is_name("studio._exogym._tcp.local."), is_name("a\\x1b[2J._exogym._tcp.local.")
     (True, False)
@@ -164,9 +167,9 @@ def is_name(name: str) -> bool:
 
 
 def place_of(info: Any, networks: Iterable[ipaddress.IPv4Interface]) -> Iterator[tuple[str, str, int]]:
-    """Yield (name, address, port) of an announcement: the first address in one of our networks, or none.
+    """Yield (name, address, port) of an announcement: its first address in this computer's networks, if any.
 
-    A caller is led to no other place: not to a loopback, not to the world outside, not to a port of the system's.
+    Loopback addresses, addresses outside these networks, and ports below 1024 are ignored.
     """
     name = str(info.name).removesuffix(f".{SERVICE}")
     for packed in list(info.addresses)[:MOST_FOUND]:
@@ -190,8 +193,8 @@ def name_at(address: str, port: int, seconds: float = ASK_S) -> str:
     """Ask the agent at an address for its name.
 
     Raises:
-        OSError: nobody answers.
-        PairingError: it is no agent, or does not answer in time.
+        OSError: nothing answers.
+        PairingError: the answer is not an agent's, or comes too late.
     """
     with socket.create_connection((address, port), timeout=seconds) as connection:
         line = Messages(connection, seconds)
@@ -203,9 +206,9 @@ def told_name(answer: dict[str, Any]) -> str:
     """Return the name in an agent's first answer.
 
     Raises:
-        PairingError: no agent could have the name.
+        PairingError: the name is not valid for an agent.
     """
     name = answer.get("name")
     if not isinstance(name, str) or NAME.fullmatch(name) is None:
-        raise PairingError("that computer runs no agent of this version of exogym")
+        raise PairingError("this computer runs no exogym agent of the same version: install the same exogym there")
     return name

@@ -1,22 +1,23 @@
-"""What two computers say to each other that share a short code, and what nobody else can read, change or guess.
+"""The pairing protocol: two computers that share a short code exchange messages that nobody else can read or change.
 
     caller -> agent  {"exogym": 2, "want": "name" or "pair"}
-    agent -> caller  {"name": NAME}, and for "name" that is all
+    agent -> caller  {"name": NAME}; after "name" the exchange ends here
     caller -> agent  SPAKE2's message of side A
     agent -> caller  SPAKE2's message of side B
     caller -> agent  sealed: the request, with a public key, and a signature over the session made with its private key
-    agent -> caller  sealed: the answer, or {"refused": WHY} where the seal is not of this code
+    agent -> caller  sealed: the answer, or {"refused": WHY} if the seal is from another code
 
-SPAKE2 (Abdalla and Pointcheval, 2005; the package `spake2`, on Ed25519) turns the code into a key that both have only
-if both had the same code. A listener learns nothing. An impostor can try one code for each exchange, and none later.
-Side A proves first that it has the key, so an agent says nothing under the key to a caller without it. HKDF-SHA256
-makes a key for each direction, and ChaCha20-Poly1305 seals the messages, numbered from 0 (both of `cryptography`).
+SPAKE2 (Abdalla and Pointcheval, 2005; the package `spake2`, on Ed25519) turns the code into a key. Both sides get the
+same key only if both had the same code. A listener learns nothing. An impostor can try one code per exchange, and none
+afterward. Side A proves first that it has the key, so the agent sends no secret to a caller without the key.
+HKDF-SHA256 makes a key for each direction. ChaCha20-Poly1305 seals the messages, numbered from 0 (both from the package
+`cryptography`).
 
-A public key alone proves nothing, since everybody may know it. So the caller signs a statement that names the session:
-a third value of HKDF, which follows from the code and both messages of SPAKE2 and is never sent. A signature that was
-made in one session is worth nothing in another.
+A public key alone proves nothing, because anybody may know it. So the caller signs a statement that names the session.
+The session's name is a third value from HKDF. It follows from the code and both SPAKE2 messages, and is never sent. A
+signature is therefore useless in any other session.
 
-Each message has its length in four bytes in front, at most `MOST_BYTES`; all of an exchange must be done by a deadline.
+Four bytes before each message give its length, at most `MOST_BYTES`. The whole exchange has a deadline.
 """
 
 from __future__ import annotations
@@ -45,15 +46,15 @@ REFUSALS = {
 
 
 class PairingError(ExoGymError):
-    """Two computers did not become a pair; the message says why."""
+    """Pairing failed; the message says why."""
 
 
 class ProtocolError(PairingError):
-    """The other end sent nothing in time, or something that no agent or caller sends."""
+    """The other end sent nothing in time, or sent an invalid message."""
 
 
 def draw_code() -> str:
-    """Return a new code, of as many digits as `DIGITS`.
+    """Draw a new code of `DIGITS` digits.
 
     >>> len(draw_code())
     6
@@ -62,7 +63,7 @@ def draw_code() -> str:
 
 
 def shown_code(code: str) -> str:
-    """Return a code as it is shown.
+    """Return a code as people see it.
 
     >>> shown_code("012345")
     '012-345'
@@ -71,25 +72,27 @@ def shown_code(code: str) -> str:
 
 
 def typed_code(text: str) -> str:
-    """Return the code in a typed text.
+    """Return the digits of a typed code.
 
     Raises:
-        ArgumentError: it is no code.
+        ArgumentError: `text` is not a code.
 
     >>> typed_code(" 012 345")
     '012345'
     """
     code = re.sub(r"[\s-]", "", text)
     if not re.fullmatch(rf"[0-9]{{{DIGITS}}}", code):
-        raise ArgumentError(f"{text[:40]!r} is no code: give the {DIGITS} digits that exogym agent shows there")
+        raise ArgumentError(
+            f"code={text[:40]!r} must be the {DIGITS} digits that exogym agent shows on the other computer"
+        )
     return code
 
 
 class Messages:
-    """Messages over a connection, each of a few bytes, all of them within `seconds`.
+    """Short messages over a connection. All must arrive within `seconds`.
 
     Raises (from `send`, `receive`, `tell`, `hear`):
-        ProtocolError: the time is over, the other end is gone, or said something that is too long or not JSON.
+        ProtocolError: the time is over, the other end is gone, or a message is too long or not JSON.
     """
 
     def __init__(self, connection: socket.socket, seconds: float):
@@ -107,7 +110,7 @@ class Messages:
     def receive(self) -> bytes:
         size = int.from_bytes(self._exactly(LENGTH_BYTES), "big")
         if size > MOST_BYTES:
-            raise ProtocolError(f"a message of {size} bytes was announced, and none has more than {MOST_BYTES}")
+            raise ProtocolError(f"the other end announced a message of {size} bytes; the limit is {MOST_BYTES}")
         return self._exactly(size)
 
     def tell(self, value: dict[str, Any]) -> None:
@@ -123,7 +126,7 @@ class Messages:
             try:
                 data = self.connection.recv(size - len(found))
             except OSError as error:
-                raise ProtocolError(f"the other end said nothing in time, or is gone ({error})") from None
+                raise ProtocolError(f"the other end sent nothing in time, or is gone ({error})") from None
             if not data:
                 raise ProtocolError("the other end closed the connection")
             found += data
@@ -137,22 +140,22 @@ class Messages:
 
 
 def read(message: bytes) -> dict[str, Any]:
-    """Return what a message says.
+    """Parse a message.
 
     Raises:
-        ProtocolError: it is no JSON object.
+        ProtocolError: the message is not a JSON object.
     """
     try:
         value = json.loads(message)
-    except (ValueError, RecursionError):  # also: no UTF-8, numbers of thousands of digits
+    except (ValueError, RecursionError):  # also invalid UTF-8, and numbers with thousands of digits
         raise ProtocolError("a message is not JSON") from None
     if not isinstance(value, dict):
-        raise ProtocolError("a message is no JSON object")
+        raise ProtocolError("a message is not a JSON object")
     return value
 
 
 def refusal(message: bytes) -> str | None:
-    """Return the key of `REFUSALS` that an unsealed message names; anybody could have written it.
+    """Return the key of `REFUSALS` in an unsealed message, or None. Anybody could have written the message.
 
     >>> refusal(b'{"refused": "closed"}'), refusal(b"Ax")
     ('closed', None)
@@ -165,12 +168,12 @@ def refusal(message: bytes) -> str | None:
 
 
 class Exchange:
-    """One side of SPAKE2 over a line: `key` after `meet`, and then sealed messages.
+    """One side of SPAKE2 over a line: first `meet`, then sealed messages.
 
     Args:
         side: `CALLER` or `AGENT`.
-        code: the digits that this side has.
-        name: of the agent, as it was said in the clear: if somebody changed it on the way, the keys differ.
+        code: this side's digits.
+        name: the agent's name, as sent unsealed. If somebody changed it on the way, the keys differ.
     """
 
     def __init__(self, line: Messages, side: str, code: str, name: str):
@@ -186,10 +189,10 @@ class Exchange:
         self._count = {CALLER: 0, AGENT: 0}
 
     def meet(self) -> None:
-        """Exchange SPAKE2's messages. Then both have a key, the same only if both had the same code.
+        """Exchange the SPAKE2 messages. Afterward both sides have the same key only if both had the same code.
 
         Raises:
-            PairingError: as of a line; or what came is no message of SPAKE2's.
+            PairingError: the agent refused, the line failed, or a message is not from SPAKE2.
         """
         from cryptography.hazmat.primitives.hashes import SHA256
         from cryptography.hazmat.primitives.kdf.hkdf import HKDF
@@ -202,23 +205,23 @@ class Exchange:
             raise PairingError(REFUSALS[why])
         try:
             shared = self._spake.finish(theirs)
-        except Exception:  # the package has no root for: not on the curve, a small subgroup, the wrong side, too short
-            raise ProtocolError("a message is none of SPAKE2's") from None
+        except Exception:  # spake2 has no common error: not on the curve, small subgroup, wrong side, too short
+            raise ProtocolError("a message is not from SPAKE2") from None
         if self.side == AGENT:
             self.line.send(own)
         made = HKDF(SHA256(), 96, salt=None, info=f"exogym pairing {VERSION}".encode()).derive(shared)
         self._keys, self._session = {CALLER: made[:32], AGENT: made[32:64]}, made[64:].hex()
 
     def statement(self, public_key: str) -> str:
-        """Return what a caller signs to prove that the private key of `public_key` takes part in this very session."""
+        """Return the text that a caller signs to prove that it owns `public_key`'s private key in this session."""
         return f"exogym pairing {VERSION}\nsession {self._session}\n{public_key}\n"
 
     def seal(self, value: dict[str, Any]) -> None:
-        """Send `value`, readable for the other end only."""
+        """Send `value` so that only the other end can read it."""
         self.line.send(self._cipher(self.side).encrypt(self._nonce(self.side), json.dumps(value).encode(), None))
 
     def open(self, message: bytes) -> dict[str, Any] | None:
-        """Return what a sealed message of the other end says; None: it has not the same key."""
+        """Return the other end's sealed value; None: its key differs."""
         from cryptography.exceptions import InvalidTag
 
         other = AGENT if self.side == CALLER else CALLER
@@ -233,7 +236,7 @@ class Exchange:
         return ChaCha20Poly1305(self._keys[side])
 
     def _nonce(self, side: str) -> bytes:
-        """Return the next number of this direction; each key seals each number once."""
+        """Return the direction's next number. Each key uses each number once."""
         number = self._count[side]
         self._count[side] += 1
         return number.to_bytes(12, "big")

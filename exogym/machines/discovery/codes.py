@@ -1,4 +1,4 @@
-"""The code that an agent shows: good for a few attempts, and then another one."""
+"""The code that an agent shows. It is valid for a few attempts; then a new code follows."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from collections.abc import Callable
 
 from exogym.machines.discovery.channel import draw_code
 
-TRIES, WRONG_IN_A_ROW = 3, 9  # of one code; of all codes, before the agent pairs with nobody any more
+TRIES, WRONG_IN_A_ROW = 3, 9  # wrong attempts per code; in a row over all codes, after which pairing closes
 
 
 class Codes:
-    """The code of the moment.
+    """Holds the current code and counts wrong attempts.
 
-    An attempt counts when a caller proves, or fails to prove, that it had the code: before that the exchange tells it
-    nothing. So with codes of six digits who guesses gets in with a chance of at most `WRONG_IN_A_ROW` in a million,
-    until somebody starts the agent again. Who only wants to disturb can use up all attempts: nobody pairs then.
+    An attempt counts when the caller proves, or fails to prove, that it had the code. Before that it learns nothing. So
+    with six digits a guesser gets in with a chance of at most `WRONG_IN_A_ROW` in a million, until somebody restarts
+    the agent. An attacker can use up all attempts; then nobody can pair.
 
     Args:
-        show: called with each new code, and with None where there are no more.
+        show: called with each new code, and with None when pairing closes.
 
     Attributes:
-        now: the code; None where there are no more.
+        now: the current code; None: pairing is closed.
     """
 
     def __init__(self, show: Callable[[str | None], None]):
@@ -32,9 +32,9 @@ class Codes:
         self._next()
 
     def redeem(self, code: str, proves: Callable[[], bool]) -> bool:
-        """Count an attempt that was begun with `code`; return whether it was still the code, and `proves()`.
+        """Count an attempt that began with `code`. Return whether `code` is still current and `proves()` is true.
 
-        Attempts wait for each other, so those that were begun at the same time count one after the other.
+        Attempts wait for each other, so simultaneous attempts count one after the other.
         """
         with self._lock:
             if code != self.now:

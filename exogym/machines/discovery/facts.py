@@ -1,4 +1,4 @@
-"""What a computer is worth to a run: its device, memory, speed and versions. Told to paired computers only."""
+"""Facts about a computer: device, memory, speed and versions. Only paired computers learn them."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import torch
 
 from exogym.core.base.streams import printable
 
-SIZE = 512  # of the square matrices that are multiplied
+SIZE = 512  # rows and columns of the multiplied matrices
 MEASURED_S, LEAST = 0.2, 3
 TEXTS, NUMBERS = ("device", "exogym", "torch", "python", "system"), ("cores", "memory_bytes", "speed_flops")
-SHOWN, MOST = 120, 1e20  # characters of a text, and a number, that another computer may tell
+SHOWN, MOST = 120, 1e20  # limits for another computer's facts: characters of a text, and a number
 
 
 def facts() -> dict[str, Any]:
-    """Return them, as JSON holds them; takes half a second.
+    """Return this computer's facts as JSON values, in half a second.
 
-    `speed_flops` is the speed of products of two 512 x 512 matrices in float32 on `device`, two operations for each
-    multiplication: it compares computers, and no training comes near it.
+    `speed_flops` is the speed of products of 512 x 512 matrices in float32 on `device`, with two operations per
+    multiplication. Use it to compare computers; training is much slower.
 
     >>> sorted(facts())
     ['cores', 'device', 'exogym', 'memory_bytes', 'python', 'speed_flops', 'system', 'torch']

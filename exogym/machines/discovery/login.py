@@ -1,4 +1,4 @@
-"""The files of SSH that pairing touches: a key pair, `authorized_keys` there, `known_hosts` here."""
+"""The SSH files that pairing reads and writes: a key pair, `authorized_keys` there, `known_hosts` here."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ KINDS = (
     *("sk-ssh-ed25519@openssh.com", "sk-ecdsa-sha2-nistp256@openssh.com"),
 )
 MOST_KEY = 4096  # characters of a public key
-NAMESPACE = "exogym-pairing"  # of signatures, so that one made for something else proves nothing here
-OURS = re.compile(r"[ \t]exogym:[A-Za-z0-9._-]+$")  # how the lines of `authorized_keys` end that pairing wrote
+NAMESPACE = "exogym-pairing"  # of signatures, so that a signature for another purpose proves nothing here
+OURS = re.compile(r"[ \t]exogym:[A-Za-z0-9._-]+$")  # the end of each line that pairing wrote into `authorized_keys`
 SCAN_S = 5
 NO_SSHD = (
     "no SSH server answers at {address} port {port} of this computer: start one (Debian: apt-get install "
@@ -32,10 +32,10 @@ NO_SSHD = (
 
 
 def public_key(text: object) -> str:
-    """Return a public key as "KIND BASE64", without what may stand behind it.
+    """Return a public key as "KIND BASE64", without its comment.
 
     Raises:
-        ArgumentError: `text` is no key. Nothing that could be a separate line or option passes.
+        ArgumentError: `text` is not a public key. Text that could act as another line or option is refused, too.
 
     >>> public_key("ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA ann@laptop")[:20]
     'ssh-ed25519 AAAAC3Nz'
@@ -49,16 +49,17 @@ def public_key(text: object) -> str:
         size = int.from_bytes(blob[:4], "big")
         if blob[4 : 4 + size] == words[0].encode():
             return f"{words[0]} {words[1]}"
-    raise ArgumentError(f"{str(text)[:40]!r} is no public key of SSH: wanted one like 'ssh-ed25519 AAAA...'")
+    raise ArgumentError(f"{str(text)[:40]!r} is not a public SSH key: wanted a key like 'ssh-ed25519 AAAA...'")
 
 
 def own_key(path: str) -> str:
-    """Return the public key that belongs to the private key `path`, which is made if it does not exist.
+    """Return the public key of the private key file `path`. The file is made if it does not exist.
 
-    A new one has no passphrase, since runs start without asking; it opens nothing but what pairing lets it into.
+    A new key has no passphrase, because runs start without asking. It opens only the computers that pairing adds.
 
     Raises:
-        ArgumentError: the file is no key, or no key can be made.
+        ArgumentError: the file is not a key.
+        ExoGymError: ssh-keygen fails.
     """
     file = os.path.abspath(os.path.expanduser(path))
     if not os.path.exists(file):
@@ -68,20 +69,20 @@ def own_key(path: str) -> str:
 
 
 def sign(path: str, statement: str) -> str:
-    """Return a signature over `statement` by the private key `path`: only who holds that key can make it.
+    """Return a signature over `statement` by the private key `path`. Only the key's owner can make it.
 
     Raises:
-        ExoGymError: ssh-keygen cannot sign with it.
+        ExoGymError: ssh-keygen cannot sign with this key.
     """
     with temporary_folder() as folder:
-        file = os.path.join(folder, "key")  # ssh-keygen reads the public key beside the private one, if it is there
+        file = os.path.join(folder, "key")  # ssh-keygen reads the public key beside the private key, if it exists
         os.symlink(os.path.abspath(os.path.expanduser(path)), file)
         Path(f"{file}.pub").write_text(own_key(path) + "\n", "utf-8")
         return _run("ssh-keygen", "-Y", "sign", "-n", NAMESPACE, "-f", file, told=statement)
 
 
 def signed(key: str, statement: str, signature: object) -> bool:
-    """Say whether `signature` is over `statement`, and by the private key that belongs to the public `key`."""
+    """Return whether `signature` is over `statement`, by the private key of the public `key`."""
     if not isinstance(signature, str) or not signature.isascii():
         return False
     with temporary_folder() as folder:
@@ -95,8 +96,8 @@ def signed(key: str, statement: str, signature: object) -> bool:
 def authorize(path: str, key: str, address: str, name: str) -> bool:
     """Let the owner of `key` log in from `address`: write a line of `authorized_keys` that ends in `exogym:NAME`.
 
-    The line gives a login and commands, but no forwarding, no tunnel, no terminal. It replaces the lines of that key
-    that pairing wrote before; no other line changes. If the user's own line admits the key, the file stays as it is.
+    The line permits login and commands, but no forwarding, tunnel or terminal. It replaces pairing's earlier lines for
+    this key; no other line changes. If the user's own line admits the key, the file stays as it is.
     That line limits the key's rights, and another line must neither reduce nor extend them.
 
     Returns:
@@ -122,9 +123,9 @@ def authorize(path: str, key: str, address: str, name: str) -> bool:
 
 
 def _authorizes(line: str, key: str) -> bool:
-    """Say whether a line of `authorized_keys` is about `key`: "[OPTIONS] KIND BASE64 [COMMENT]", no comment.
+    """Return whether a line of `authorized_keys`, "[OPTIONS] KIND BASE64 [COMMENT]", is for `key`.
 
-    Options may hold spaces and keys between quotes.
+    Quoted options may contain spaces and keys.
 
     >>> key = "ssh-ed25519 AAAAC3"
     >>> lines = (f'command="echo {key}" {key} ann', f'command="{key}" ssh-rsa AAAA', f"#{key}")
@@ -138,10 +139,10 @@ def _authorizes(line: str, key: str) -> bool:
 
 
 def host_keys(address: str, port: int) -> list[str]:
-    """Return the host keys that the SSH server of this computer shows at its own `address`.
+    """Return the host keys of this computer's SSH server at `address`.
 
     Raises:
-        ArgumentError: there is none.
+        ArgumentError: no SSH server answers.
     """
     found = _run("ssh-keyscan", "-T", str(SCAN_S), "-p", str(port), "--", address, fails=False)
     keys = [line.split(" ", 1)[1] for line in found.splitlines() if line and not line.startswith("#") and " " in line]
@@ -151,10 +152,10 @@ def host_keys(address: str, port: int) -> list[str]:
 
 
 def known_hosts_of(host: Host) -> Path:
-    """Return the file in which ssh would look for the key of `host`, as the user's own config says.
+    """Return the file in which ssh looks for the key of `host`, by the user's own config.
 
     Raises:
-        ArgumentError: it says that there is none.
+        ArgumentError: the config names no file.
     """
     said = _run("ssh", *ssh.identity(host), "-G", "--", host.ssh_host)
     files = next((line.split()[1:] for line in said.splitlines() if line.startswith("userknownhostsfile ")), [])
@@ -164,10 +165,10 @@ def known_hosts_of(host: Host) -> Path:
 
 
 def remember(host: Host, keys: Sequence[str]) -> bool:
-    """Write the keys of `host` into known_hosts, in place of others; return whether there were others.
+    """Write the keys of `host` into known_hosts. Return whether they replaced other keys.
 
     Raises:
-        ArgumentError, OSError: there is no such file, or it cannot be written.
+        ArgumentError, OSError: the config names no such file, or the file cannot be written.
     """
     file = known_hosts_of(host)
     name = host.ssh_host if host.port in (None, 22) else f"[{host.ssh_host}]:{host.port}"
@@ -186,11 +187,11 @@ def remember(host: Host, keys: Sequence[str]) -> bool:
 
 
 def _run(*words: str, fails: bool = True, told: str = "") -> str:
-    """Run one of OpenSSH's programs, with `told` on its standard input; return what it printed."""
+    """Run an OpenSSH program with `told` on its standard input, and return its output."""
     try:
         done = subprocess.run(words, input=told, capture_output=True, text=True, check=False)
     except FileNotFoundError:
-        raise ArgumentError(f"there is no {words[0]} on this machine: install the OpenSSH client") from None
+        raise ArgumentError(f"this machine has no {words[0]}: install the OpenSSH client") from None
     if done.returncode and fails:
         lines = done.stderr.strip().splitlines()
         raise ExoGymError(f"{words[0]} failed: {lines[-1] if lines else f'status {done.returncode}'}")

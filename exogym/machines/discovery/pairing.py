@@ -1,4 +1,4 @@
-"""The other side of an agent's code: pair with it, and make a host of a run of it."""
+"""Pair with an agent by its code, and add its computer to a hosts file."""
 
 from __future__ import annotations
 
@@ -37,11 +37,12 @@ MOST_KEYS = 16
 
 @dataclass(frozen=True)
 class Paired:
-    """What an agent told once both ends had the same code.
+    """A paired computer, as its agent described it.
 
     Attributes:
-        entry: its entry of a hosts file.
-        host_keys: of its SSH server, each "KIND BASE64".
+        name: the agent's name.
+        entry: its entry for a hosts file.
+        host_keys: its SSH server's keys, each "KIND BASE64".
         facts: see `exogym.machines.discovery.facts`.
     """
 
@@ -52,14 +53,15 @@ class Paired:
 
 
 def pair(address: str, port: int, code: str, key: str, *, name: str | None = None) -> Paired:
-    """Pair with the agent at `address`, which shows `code`. Then the owner of the private key `key` may log in there.
+    """Pair with the agent at `address`, which shows `code`. Afterward `key`'s owner may log in there.
 
     Args:
-        key: the file of the private key, made if it does not exist. It signs the session, and is not sent.
+        key: file of the private key; made if it does not exist. The key signs the session and is not sent.
+        name: this computer's name for the agent. Default: its host name.
 
     Raises:
-        ArgumentError: `code` is no code, or `key` is no private key.
-        PairingError: the codes differ, somebody stood between, or the agent could not; the message says what to do.
+        ArgumentError: `code` is not a code, or `key` is not a private key.
+        PairingError: the codes differ, somebody interfered, or the agent refused. The message says what to do.
     """
     code, public_key = typed_code(code), login.own_key(key)
     try:
@@ -90,10 +92,10 @@ def pair(address: str, port: int, code: str, key: str, *, name: str | None = Non
 
 
 def _checked(name: str, address: str, answer: Mapping[str, Any]) -> Paired:
-    """Return what a paired agent told, as far as a hosts file takes it.
+    """Check a paired agent's answer, and return it.
 
     Raises:
-        PairingError: it does not.
+        PairingError: a value is not valid in a hosts file.
     """
     port, keys = answer.get("ssh_port"), answer.get("host_keys")
     entry = {"address": address, "user": answer.get("user"), "python": answer.get("python")}
@@ -109,12 +111,12 @@ def _checked(name: str, address: str, answer: Mapping[str, Any]) -> Paired:
 
 
 def enrol(paired: Paired, hosts_file: str | os.PathLike[str], key: str, ssh_config: str | None = None) -> Host:
-    """Remember a paired computer's host key, see that the login works, and put it into the hosts file.
+    """Save a paired computer's host key, test the login, and add the computer to the hosts file.
 
-    In a new file it becomes the master; in an existing file a worker, in place of an entry with its address.
+    In a new file it becomes the master; in an existing file a worker. It replaces an entry with its address.
 
     Args:
-        key: the private key that was given to `pair`.
+        key: the private key given to `pair`.
         ssh_config: a file for `ssh -F` instead of the user's own config.
 
     Raises:
@@ -139,10 +141,10 @@ def _whole(path: str) -> str:
 
 
 def write_entry(path: str | os.PathLike[str], entry: Mapping[str, Any], ssh_config: str | None = None) -> None:
-    """Put an entry into a hosts file, in place of an entry with its address; all else stays.
+    """Add an entry to a hosts file, or replace the entry with its address. Nothing else changes.
 
     Raises:
-        ArgumentError: the file is no hosts file, or has another `ssh_config_path`.
+        ArgumentError: the file is not a hosts file, or has another `ssh_config_path`.
     """
     fields: dict[str, Any] = {}
     if os.path.exists(path):
@@ -165,7 +167,7 @@ def write_entry(path: str | os.PathLike[str], entry: Mapping[str, Any], ssh_conf
 
 
 def own_entry(address: str) -> dict[str, Any]:
-    """Return the entry of this computer: no SSH leads to it.
+    """Return this computer's entry for a hosts file, without SSH fields.
 
     >>> sorted(own_entry("10.0.0.1"))
     ['address', 'python', 'user']

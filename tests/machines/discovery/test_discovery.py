@@ -436,7 +436,7 @@ def test_a_public_key_is_let_in_by_who_holds_it_only(
         assert "user" in answer and public in file.read_text()
     else:
         assert answer == {"refused": "key"} and not file.exists()
-        assert "did not prove" in waiting.said[-1]
+        assert "without a proof" in waiting.said[-1]
 
 
 @pytest.mark.parametrize(
@@ -489,7 +489,7 @@ def test_an_agent_has_a_plain_name(hosts: Hosts, name: Any) -> None:
 
     thread = threading.Thread(target=forger, daemon=True)
     thread.start()
-    with hosts.controller.inside(), pytest.raises(PairingError, match="no agent of this version"):
+    with hosts.controller.inside(), pytest.raises(PairingError, match="no exogym agent of the same version"):
         name_at(hosts[1].address, listener.getsockname()[1])
     thread.join(SECONDS)
 
@@ -608,7 +608,7 @@ def test_a_flood_of_names_ends_somewhere(hosts: Hosts) -> None:
 )  # fmt: skip
 def test_what_is_no_public_key_is_refused(key: str, text: Any) -> None:
     own = login.own_key(key)
-    with pytest.raises(ArgumentError, match="is no public key"):
+    with pytest.raises(ArgumentError, match="is not a public SSH key"):
         login.public_key(text and text.replace("KEY", own).replace("BLOB", own.split()[1]))
     assert login.public_key(f"{own} somebody\n") == own
 
