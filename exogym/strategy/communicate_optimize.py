@@ -200,7 +200,10 @@ class CommunicateOptimizeStrategy(Strategy):
 
     @property
     def bucket_bytes(self) -> int | None:
-        """Bytes of a bucket whose sum may begin during backward, from the first gradient module. None: no buckets."""
+        """Bytes of a bucket whose sum may begin during backward, set by the first gradient module.
+
+        None: no buckets, or another part needs whole gradients first: a clip, a norm cap, a robust rule, secure sums.
+        """
         first = self.gradient_modules[:1]
         one_by_one = bool(self.updates or self.averaging.rule or self.averaging.secure)
         seen_whole = one_by_one or any(module.clip_first for module in self.gradient_modules)

@@ -10,8 +10,8 @@ arrived, the server waits another `grace_s` seconds for others. Then it merges t
 
 and the nodes of M pull theta. Nobody waits for the other nodes; their Delta comes later, from an older theta.
 
-Differences to the paper: it syncs fragments one after the other while nodes continue, and adapts the grace window to
-the time left; here the whole model travels at once, nodes wait, and the window is a number. The paper's second way of
+In the paper fragments are synchronized one after the other while nodes continue, and the grace window adapts to the
+time left. Here the whole model travels at once, nodes wait, and the window is a number. The paper's second way of
 merging (by radius and direction) is left out. A late Delta starts from the theta that its node had pulled.
 """
 

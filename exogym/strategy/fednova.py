@@ -164,7 +164,7 @@ class FedNovaStrategy(CommunicateOptimizeStrategy):
     )
     needs = "all nodes every H steps; with client_fraction a server and the sampled clients"
     not_taken: ClassVar = {
-        "privacy": "the numbers of steps that clients took are averaged in the clear: take fedavg, fedopt or fedprox"
+        "privacy": "the clients' numbers of steps are averaged in the clear: take fedavg, fedopt or fedprox"
     }
     identities = ("equal numbers of steps = fedavg",)
     only_inner = ("sgd",)

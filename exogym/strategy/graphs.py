@@ -23,10 +23,12 @@ def edges_of(graph: Any, num_nodes: int, seed: int = 0, turn: int = 0) -> Edges:
     """Return the edges (i, j), i < j, of an undirected graph over the nodes.
 
     Args:
-        graph: "ring"; "torus", whose rows and columns are as near to a square as `num_nodes` allows; "exponential",
-            node i with i + 1, i + 2, i + 4, ...; "complete"; "random", each edge with probability min(1, 2 ln N / N),
-            drawn from the seed until it is connected; "matching", pairs drawn anew each turn; or a networkx graph of
-            the nodes 0, 1, ..., without its weights.
+        graph: a networkx graph of the nodes 0, 1, ... (its weights are ignored), or a name:
+            "ring" or "complete".
+            "torus": rows and columns as near to a square as `num_nodes` allows.
+            "exponential": node i with i + 1, i + 2, i + 4, ....
+            "random": each edge with probability min(1, 2 ln N / N), drawn from the seed until it is connected.
+            "matching": pairs drawn anew each turn.
 
     Raises:
         ArgumentError: a name is unknown, or a graph has other nodes, is directed, or is not connected.

@@ -6,7 +6,7 @@ takes the first reports until a deadline, and gives the round up if too few came
     asked      ceil(k (1 + over_sampling)) of the clients available at T_r, drawn without replacement
     t_i        = (local steps) step_seconds / speed_i
     reports    of asked clients with t_i <= deadline_s that stay available until T_r + t_i; the first k count
-    T_r+1      = T_r + the time of the k-th report; with fewer reports the deadline, or without one the last report
+    T_r+1      = T_r + the time of the k-th report; with fewer reports the deadline (none: the last report)
 
 All of it follows from (seed, round), the step times and the trace, so runs repeat and nothing needs saving.
 """

@@ -117,8 +117,8 @@ class ScaffoldStrategy(CommunicateOptimizeStrategy):
     equation = "g_i <- g_i + c - c_i at every local step; c_i <- mean of the round's g_i, c with it; then as fedavg"
     needs = "all nodes twice every H steps; with client_fraction a server and the sampled clients"
     not_taken: ClassVar = {
-        "privacy": "each client's control variate changes with all of its gradients and is sent along, and clipping "
-        "and blurring it, too, is another method: take fedavg, fedopt or fedprox"
+        "privacy": "a client also sends its control variate, which depends on all its gradients. Clipping it and "
+        "adding noise would be another method: take fedavg, fedopt or fedprox"
     }
     identities = ("first round = fedavg", "H=1, SGD = ddp", "equal data = fedavg", "all clients: c = mean_i c_i")
 

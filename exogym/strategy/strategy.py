@@ -154,8 +154,8 @@ class Strategy:
     title = paper = equation = payload = needs = ""
     identities: tuple[str, ...] = ()
     not_taken: ClassVar[dict[str, str]] = {
-        "privacy": "it bounds what a server learns from the sum of clients' updates: take fedavg, fedopt (with "
-        "server_optim='momentum' it is DiLoCo with a heavy ball) or fedprox"
+        "privacy": "it bounds how much the sum of clients' updates reveals, but this strategy takes no such sum: take "
+        "fedavg, fedopt (with server_optim='momentum' it is DiLoCo with a heavy ball) or fedprox"
     }
     driven_by = "programs"
     needs_gradients = True

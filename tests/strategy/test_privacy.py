@@ -288,7 +288,7 @@ def test_where_it_is_not_taken_the_error_says_why() -> None:
     privacy = DifferentialPrivacy(1.0, 1.0)
     for make, why in (
         (ScaffoldStrategy, "control variate"),
-        (FedNovaStrategy, "numbers of steps that clients took"),
+        (FedNovaStrategy, "clients' numbers of steps"),
         (DiLoCoStrategy, "take fedavg, fedopt"),
     ):
         with pytest.raises(ArgumentError, match=f"has no argument 'privacy': .*{why}"):
