@@ -125,7 +125,11 @@ FIT = {
     "memory 0": ({"max_memory_usage": 0}, ArgumentError, "max_memory_usage=0"),
     "memory text": ({"max_memory_usage": "80%"}, ArgumentError, "max_memory_usage='80%'"),
     "no memory": ({"max_memory_usage": 1e-12, "model": nn.Linear(6, 2)}, ArgumentError, "one example needs"),
-    "no memory for 2": ({"max_memory_usage": 1e-12}, ArgumentError, "too little for 2 examples, and of 1 the model"),
+    "no memory for 2": (
+        {"max_memory_usage": 1e-12},
+        ArgumentError,
+        "too little for 2 examples, and the model cannot compute the loss of 1",
+    ),
     "seed": ({"seed": 1.5}, ArgumentError, r"seed=1\.5 must be a whole number"),
     "precision": ({"precision": "fp8"}, ArgumentError, "precision='fp8' is not one of 'fp32', 'bf16', 'fp16'"),
     "precision list": ({"precision": []}, ArgumentError, r"precision=\[\] is not one of"),
@@ -554,7 +558,7 @@ def fit(strategy=None, count=8, **options):
 
 
 WARNED = {
-    "20 nodes share 8 examples: some train on the same ones at every step": {"num_nodes": 20},
+    "20 nodes share 8 examples: some nodes train on the same examples at every step": {"num_nodes": 20},
     "batch_size=9 is more than the 8 examples of all nodes: every step takes all .* (4 at most)": {"batch_size": 9},
     "batch_size=3 x gradient_accumulation=3 is more than the 8": {"batch_size": 3, "gradient_accumulation": 3},
     "first communicates after step 30, but the run has 1 step": {"strategy": DiLoCoStrategy(H=30)},

@@ -185,7 +185,7 @@ def test_a_stopped_run_says_what_it_saved_and_what_resumes(number, processes, tm
     assert re.search(
         rf"exogym: stopped by {number.name} after step \d+, \d to \d local steps into the next stretch; ", text
     )
-    assert f"saved in {folder}. The same fit with save_dir={str(tmp_path)!r}, resume=True goes on from there\n" in text
+    assert f"saved in {folder}. To resume, call the same fit with save_dir={str(tmp_path)!r}, resume=True\n" in text
 
 
 def test_how_far_nodes_are_is_said_and_no_further_node_begins(tmp_path, capfd):
@@ -248,7 +248,7 @@ def test_without_a_folder_the_model_and_the_history_are_kept(number, processes, 
     assert 0 < trainer.history[-1]["step"] == seen[-1] < STEPS and fingerprint(model) != start
     assert children() == before
     said = capfd.readouterr().err
-    assert ("nothing is saved, since the run has no save_dir" in said) == (number == signal.SIGTERM)
+    assert ("nothing is saved: the run has no save_dir" in said) == (number == signal.SIGTERM)
 
 
 # Where a signal may come
@@ -365,7 +365,7 @@ def test_fewer_steps_than_nodes_have_taken_are_refused(tmp_path, send):
     options = AVERAGES | {"val_interval": None, "save_dir": tmp_path}
     with pytest.raises(KeyboardInterrupt):
         train(**options)
-    with pytest.raises(CheckpointError, match=r"past the 4 steps asked for: raise max_steps or num_epochs"):
+    with pytest.raises(CheckpointError, match=r"past the 4 steps of this run: raise max_steps or num_epochs"):
         train(**options, resume=True, max_steps=4)
     train(**options, resume=True, max_steps=5)
 

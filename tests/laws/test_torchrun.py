@@ -167,7 +167,9 @@ def test_sigterm_to_the_launcher_saves_where_each_node_stands(worlds):
     _, folder, code, log = worlds[3]
     assert code != 0
     (path,) = list_checkpoints(folder / "saved")
-    assert re.search(r"exogym: stopped by SIGTERM after step \d+.*; saved in \S+\. The same fit with save_dir=", log)
+    assert re.search(
+        r"exogym: stopped by SIGTERM after step \d+.*; saved in \S+\. To resume, call the same fit with save_dir=", log
+    )
     meta = load(path).meta
     steps = 5 * (meta["step"] // 5 + 3)
     options = AVERAGES | {"val_interval": 10_000, "max_steps": steps}

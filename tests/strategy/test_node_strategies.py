@@ -338,7 +338,7 @@ class Mistaken(Strategy):
         ("no_such_node", ExoGymError, "node 9"),
         ("operation", ExoGymError, "op='average' is not one of"),
         ("slices", ExoGymError, "one slice per node"),
-        ("of_torch", StrategyError, "no process group here: take all_reduce"),
+        ("of_torch", StrategyError, "no process group here: use all_reduce"),
         ("own_error", KeyError, "my own"),
     ],
 )

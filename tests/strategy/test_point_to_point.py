@@ -222,7 +222,7 @@ STUCK = {
         r"exchange\(partner=2\), which node 0 calls: it gives torch.float32 \(3,\), and node 2 .* \(2,\)",
     ),
     "nobody of that name": ({1: lambda: send(X, 4)}, r"send\(dst=4\), which node 1 calls: there is no.*0 to 3"),
-    "to itself": ({1: lambda: recv(1)}, r"recv\(src=1\), which node 1 calls: that is itself"),
+    "to itself": ({1: lambda: recv(1)}, r"recv\(src=1\), which node 1 calls: a node cannot be its own partner"),
     "no number": ({1: lambda: exchange(X, "next")}, r"exchange\(\) got partner='next', wanted a node's number"),
     "half a number": ({1: lambda: exchange(X, 0.5)}, r"got partner=0.5, wanted a node's number"),
     "no tensor": ({1: lambda: send([1.0], 0)}, r"send\(\) got a list, wanted a tensor"),
@@ -256,14 +256,14 @@ def test_stacked_code_exchanges_only():
         def step(self):
             exchange(torch.zeros(len(self.rank), 2), 0)
 
-    with pytest.raises(StrategyError, match=r"stacked = True acts on all: use exchange"):
+    with pytest.raises(StrategyError, match=r"not with stacked = True: use exchange"):
         fit(Sending(PLAIN))
     with pytest.raises(StrategyError, match=r"wanted a node's number for each of the 1 rows"):
         fit(OnePartner(PLAIN))
 
 
 def test_a_partner_that_is_away_is_an_error_and_one_that_is_there_can_be_chosen():
-    with pytest.raises(StrategyError, match=r"that node is away; look at self.present, which is \[0, 1, 2\]"):
+    with pytest.raises(StrategyError, match=r"that node is absent; choose among self.present, which is \[0, 1, 2\]"):
         fit(Gossip(PLAIN), faults=Faults(absent={3: [(3, 4)]}))
 
     class Careful(Strategy):

@@ -1,4 +1,4 @@
-"""Nodes that take no part: those away by planned faults, and those whose numbers are not finite."""
+"""Nodes that take no part in a step: absent by planned faults, or with numbers that are not finite."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from exogym.faults import Attendance
 
 
 class Absence(Around):
-    """An algorithm some of whose nodes take no part, until they take what another node holds.
+    """Wrap an algorithm so that some nodes take no part, until they copy another node's state.
 
     Args:
-        attendance: who is there at each step, where faults are planned; None: all are.
-        watch: finds the nodes whose numbers are not finite; where it skips them they are absent like the others.
+        attendance: the nodes present at each step, if faults are planned. None: all.
+        watch: finds nodes with numbers that are not finite. If it skips them, they count as absent.
     """
 
     def __init__(self, inner: Algorithm, attendance: Attendance | None, watch: Watch):
         super().__init__(inner)
         self.attendance, self.watch = attendance, watch
         self._skips = watch.skips and inner.leaves_out
-        self._left_out: list[int] = []  # nodes here whose gradient of this step was not finite
+        self._left_out: list[int] = []  # this process's nodes whose gradient in this step was not finite
 
     def up(self, step: int) -> list[int]:
-        """Return the nodes that are there for `step`."""
+        """Return the nodes that are present at `step`."""
         return list(self.nodes) if self.attendance is None else self.attendance.up(step)
 
     def _reached(self, step: int) -> list[int]:
-        """Return those of them that do not lose the synchronisation after `step`."""
+        """Return the present nodes that do not lose the synchronization after `step`."""
         return self.up(step) if self.attendance is None else self.attendance.present(step)
 
     def next_event(self, step: int) -> int:
@@ -43,9 +43,9 @@ class Absence(Around):
         return event if self.attendance is None else min(event, self.attendance.next_change(step))
 
     def begin(self, step: int) -> None:
-        """Begin a stretch; nodes that were away at `step` and are there now take over what the others hold."""
+        """Begin a stretch. Nodes that return after `step` copy the others' state."""
         self.inner.begin(step)
-        meet(self.fleet, self.up(step + 1))  # those left out of an evaluation too
+        meet(self.fleet, self.up(step + 1))  # also nodes that an evaluation left out
         if self.attendance is None:
             return
         nodes, source = self.attendance.returning(step + 1)
@@ -72,7 +72,7 @@ class Absence(Around):
         return [row for row in stepping if fleet.ranks[row] not in self._left_out]
 
     def act(self, step: int, losses: Losses, before_mixing: Callable[[], None]) -> bool:
-        """Let the algorithm act after `step`, with those who are reached and whose numbers are finite."""
+        """Let the algorithm act after `step`, with the nodes that are reached and have finite numbers."""
         there = self.up(step)
         spoilt = self.watch.spoilt(there, self._left_out) if self._skips else []
         finite = [i for i in there if i not in spoilt]
@@ -105,15 +105,15 @@ class Absence(Around):
         meet(self.fleet, there)
 
     def _take_in(self, spoilt: list[int], there: list[int], step: int) -> None:
-        """Copy a healthy node's whole state into the nodes `spoilt`, of those `there`: they took no part at `step`.
+        """Copy a healthy node's whole state into the nodes `spoilt` among `there`, which took no part at `step`.
 
         Raises:
             TrainingError: no node is healthy.
         """
         if len(spoilt) == len(there):
             raise TrainingError(
-                f"after step {step} no node is left whose numbers are finite, so none can take what another holds: "
-                "lower the learning rate, clip gradients (max_norm=1.0), or look at the data"
+                f"after step {step} no node has finite numbers, so there is no healthy state to copy: lower the "
+                "learning rate, clip gradients (max_norm=1.0), or look at the data"
             )
         source = next(iter(self.fleet.comm.present), min(set(there) - set(spoilt)))
         meet(self.fleet, there)

@@ -1,7 +1,7 @@
-"""A strategy in training, as the one driver sees it: what it does with nodes, and when.
+"""A strategy in training, as the driver sees it: what it does with the nodes, and when.
 
-A feature that changes who acts, or when, is a wrapper around an `Algorithm` (`around`), put on where it was asked for:
-`absence`, `seating`, `clocking`.
+A feature that changes which nodes act, or when, is a wrapper around an `Algorithm` (`around`): `absence`, `seating`,
+`clocking`. A run gets only the wrappers that its options need.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class Setting:
-    """What a strategy is put into: the rows here, data, the clock, and who is there.
+    """A strategy's surroundings: this process's rows, the data, the clock, and the present nodes.
 
     Attributes:
         how: the way of computing, as `fit(compute=)`.
-        attendance: who is there, where faults are planned; timing: the virtual clock, where there is a network.
-        watch: what is done about numbers that are not finite.
-        around: wraps the way of computing, where a feature asks for that.
+        attendance: the nodes present at each step, if faults are planned.
+        timing: the virtual clock, if there is a network.
+        watch: the handling of numbers that are not finite.
+        around: wraps the way of computing, if a feature needs it.
     """
 
     fleet: Fleet
@@ -50,13 +51,14 @@ class Setting:
     def compute(
         self, inner: Inner | None, bucket_bytes: int | None = None, corrections: Sequence[Correction] = ()
     ) -> Compute:
-        """Return the way of computing, with `inner` as each row's optimizer (None: somebody else takes the steps).
+        """Return the way of computing, with `inner` as each row's optimizer (None: the caller takes the steps).
 
-        `bucket_bytes`: of gradients that may be sent while the rest is computed. `corrections` rewrite a row's own
-        gradients before each inner step.
+        Args:
+            bucket_bytes: size of gradient buckets that are sent while the rest is computed.
+            corrections: functions that rewrite a row's own gradients before each inner step.
 
         Raises:
-            ModelError: the model cannot be computed so.
+            ModelError: the model cannot be computed in this way.
         """
         optimizer = None if inner is None else InnerOptimizer(inner, self.worker, self.run.total_steps)
         if optimizer is not None:
@@ -66,19 +68,19 @@ class Setting:
 
 
 def meet(fleet: Fleet, nodes: Sequence[int]) -> None:
-    """From now on `nodes` take part in communication; the one place that says so."""
+    """Let only `nodes` take part in communication from now on. No other code sets this."""
     fleet.comm.present = list(nodes)
 
 
 class Algorithm:
-    """What the driver asks; a subclass says how its kind of strategy does it.
+    """Base of the adapters that the driver calls. A subclass implements them for its kind of strategy.
 
     Attributes:
         compute: takes the local steps.
-        needs_gradients: whether nodes take every step together: the driver computes all gradients, `on_gradients` sees
-            them, and only then are the inner steps taken.
-        leaves_out: whether a meeting can go on without a node whose numbers are not finite. Where not, all skip a step.
-        keeps_time: whether it moves the clock itself.
+        needs_gradients: nodes take every step together. The driver computes all gradients, `on_gradients` sees them,
+            and then the inner steps are taken.
+        leaves_out: a synchronization can leave out a node whose numbers are not finite. If False, all skip the step.
+        keeps_time: it moves the clock itself.
     """
 
     needs_gradients = False
@@ -96,87 +98,87 @@ class Algorithm:
 
     @property
     def nodes(self) -> Sequence[int]:
-        """The ids of the nodes that count: all, or those at work where there are fewer rows than nodes."""
+        """The ids of the nodes at work: all, unless there are fewer rows than nodes."""
         return range(self.fleet.num_nodes)
 
     def next_event(self, step: int) -> int:
-        """Return the first step after `step` at which it must act."""
+        """Return the first step after `step` at which the algorithm must act."""
         raise NotImplementedError
 
     def begin(self, step: int) -> None:
         """A stretch begins after `step`."""
 
     def work(self, first: int, last: int) -> np.ndarray | None:
-        """Return (N,) local steps that it asks of each node from step `first` to `last` of the fleet; None: every one.
+        """Return (N,) each node's local steps from the fleet's step `first` to `last`; None: every step.
 
-        Additive: from a to b and from b to c is from a to c.
+        Additive: work(a, b) + work(b, c) == work(a, c).
         """
         return None
 
     def server_round(self, step: int) -> tuple[list[int], float] | None:
-        """Return the clients of a server's round that ends with `step`, and the seconds it goes on waiting for others.
+        """Return the clients of the server's round that ends with `step`, and the seconds that it waits for others.
 
-        None: no round ends with `step`, or nobody is left out of it. A round ends for all nodes.
+        None: no round ends with `step`, or the round left out no node. A round ends for all nodes.
         """
         return None
 
     def seated(self, step: int) -> tuple[Sequence[int], Sequence[int]]:
-        """Return who must have a row from `step` on, where there are fewer than nodes: who acts next, who acts now."""
+        """Return the nodes that need a row from `step` on, if rows are fewer than nodes: (next, current) clients."""
         raise NotImplementedError
 
     def spans(self, losses: Losses, counts: Sequence[int]) -> list[Span]:
-        """Return the local steps of the stretch of `losses` that are still to be computed before `act`.
+        """Return the local steps in the stretch of `losses` that must be computed before `act`.
 
         Args:
-            counts: steps of each row here in the stretch, from `work` and who is there.
+            counts: steps of each of this process's rows in the stretch, from `work` and attendance.
         """
         left = ((row, losses.done(row), count) for row, count in enumerate(counts))
         return [Span(row, range(done, count)) for row, done, count in left if done < count]
 
     def on_gradients(self, step: int, rows: Sequence[int], skip: bool) -> Sequence[int]:
-        """Look at, or rewrite, the gradients of `rows` in the fleet's blocks; return those that are to step so.
+        """Read or rewrite the gradients of `rows` in the fleet's blocks, and return the rows that take the step.
 
         Args:
-            skip: they are not to be used: one of them overflowed in fp16, or is not finite where all skip together.
+            skip: do not use the gradients: one overflowed in fp16, or is not finite and all nodes skip together.
         """
         raise NotImplementedError
 
     def act(self, step: int, losses: Losses, before_mixing: Callable[[], None]) -> bool:
-        """Do what is due after `step`, among those in `fleet.comm.present`; return whether nodes have met.
+        """Do the communication due after `step`, among `fleet.comm.present`. Return whether nodes have synchronized.
 
         Args:
-            losses: of the stretch that ends here, for local steps that are taken in between.
-            before_mixing: to be called once before parameters of all nodes are changed.
+            losses: losses of the stretch that ends here, for local steps that are taken in between.
+            before_mixing: called once before all nodes' parameters change.
 
         Raises:
-            TrainingError: what nodes share has numbers that are not finite.
+            TrainingError: the shared state has numbers that are not finite.
         """
         raise NotImplementedError
 
     def rejoin(self, nodes: Sequence[int], source: int, step: int, forget: bool, as_fleet: bool) -> None:
-        """Let `nodes`, which were away at `step`, take what `source` holds; `fleet.comm.present` are those there now.
+        """Let `nodes`, which were absent at `step`, copy state from `source`. `fleet.comm.present` includes them again.
 
         Args:
-            forget: they take all of it, as nodes that keep nothing of their own.
-            as_fleet: their count of steps becomes the fleet's, where they take over such counts.
+            forget: they copy the whole state, and keep nothing.
+            as_fleet: copied step counts become the fleet's.
         """
         raise NotImplementedError
 
     def told(self, losses: Losses) -> tuple[Sequence[int], Tensor]:
-        """End the stretch of `losses`; return the ids of the nodes in it, and their (nodes, steps) mean losses."""
+        """End the stretch of `losses`. Return the ids of its nodes, and their mean losses (nodes, steps)."""
         return self.nodes, self.fleet.comm.wire.rows(losses.end(), self.nodes)
 
     def finish(self, step: int) -> None:
-        """Synchronise what is left at the end of training."""
+        """Synchronize the remaining steps at the end of training."""
 
     def outer(self) -> list[Tensor] | None:
-        """Return the model that nodes have in common, (P,) per block; None where it is the mean of the rows."""
+        """Return the outer model, (P,) per block; None if the model is the mean of the rows."""
         return None
 
     def outer_buffers(self) -> dict[str, Tensor] | None:
-        """Return the buffers of that model, by name; None where they are the mean of the rows'."""
+        """Return the outer model's buffers by name; None if they are the mean of the rows' buffers."""
         return None
 
     def close(self) -> None:
-        """Leave nothing behind."""
+        """Free resources."""
         self.compute.close()

@@ -1,4 +1,4 @@
-"""Puts a run together: data, worker, fleet, strategy in training, evaluation, and the loop around them."""
+"""Assemble a run: data, worker, fleet, strategy, evaluation, and the training loop."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ EVALUATION_BATCH = 256
 def assemble(
     subject: Subject, options: FitOptions, device: torch.device, max_stretch: int | None, wire: Wire
 ) -> TrainingLoop:
-    """Return the loop of a run, at its start or where its newest good checkpoint stands; nothing is trained yet.
+    """Return a run's loop, at its start or at its newest good checkpoint, before any training.
 
-    `wire` says which rows are here. The model's parameters point at the fleet from here on; the loop's `end` gives it
-    its own memory back.
+    `wire` says which rows this process holds. From here on the model's parameters point at the fleet, until the loop's
+    `end` gives the model its own memory back.
 
     Raises:
-        ArgumentError, DataError, ModelError, StrategyError, CheckpointError: what the run cannot do.
+        ArgumentError, DataError, ModelError, StrategyError, CheckpointError: the run is impossible with these.
     """
     if options.save_dir is None:
         return _assemble(subject, options, device, max_stretch, wire, {})
@@ -66,11 +66,11 @@ def _assemble(
     subject: Subject, options: FitOptions, device: torch.device, max_stretch: int | None, wire: Wire,
     refused: Mapping[str, str],
 ) -> TrainingLoop:  # fmt: skip
-    """Do what `assemble` says; Unfit, with all undone, where the checkpoint is not what the run would save.
+    """Assemble as `assemble` does. Raises Unfit, after undoing everything, if the run would not save this checkpoint.
 
-    In this order: the data say how long the run is; then all is known that makes a checkpoint one of this run; a
-    checkpoint says what the run had chosen for itself; the choices say what a step holds; the clock goes by that, and
-    the strategy by the clock.
+    The order matters: the data give the run's length, and with it the description that a checkpoint must match. The
+    checkpoint holds the run's own choices. The choices decide a step's size, which the clock needs; the strategy needs
+    the clock.
     """
     _check(subject, options)
     bar = Progress(None, options.progress if wire.is_main else False)
@@ -115,20 +115,20 @@ def _assemble(
 
 
 def _check(subject: Subject, options: FitOptions) -> None:
-    """Raise ArgumentError or ModelError where the options and what is trained do not go together."""
+    """Raise ArgumentError or ModelError if the options do not fit the model or the data."""
     if subject.val_dataset is None:
         of_validation = features_of(val_size=options.val_size, val_interval=options.val_interval)
         check({"no val_dataset": "no val_dataset"} | of_validation)
     for name, x in [*subject.model.named_parameters(), *subject.model.named_buffers()]:
         if x.is_meta:
-            raise ModelError(f"{name!r} is on the meta device and has no numbers: materialise the model first")
+            raise ModelError(f"{name!r} is on the meta device and has no values: materialize the model first")
 
 
 def _kept(
     options: FitOptions, worker: Worker, description: dict[str, Any], refused: Mapping[str, str],
     undo: contextlib.ExitStack,
 ) -> Kept:  # fmt: skip
-    """Return the folder of checkpoints, and in it what the run goes on from."""
+    """Return the checkpoint folder, with the checkpoint to resume from."""
     from exogym.core.training.resuming import Kept
 
     kept = Kept(options, worker.fleet.comm.wire, undo)
@@ -138,7 +138,7 @@ def _kept(
 
 
 def _chosen(options: FitOptions, worker: Worker, stream: Stream, batch: Any) -> dict[str, Any]:
-    """Return how the run computes: as the options say, or as is found where they leave it open."""
+    """Return the run's choices: from the options, or found by trials if the options leave them open."""
     if options.compute != "auto" and options.max_memory_usage is None:
         return {"compute": options.compute, "micro_batch_size": options.micro_batch_size}
     from exogym.core.saving.keepers import on_main
@@ -149,7 +149,7 @@ def _chosen(options: FitOptions, worker: Worker, stream: Stream, batch: Any) -> 
 
 
 def _observers(options: FitOptions, bar: Progress, total_steps: int) -> Observers:
-    """Return who looks on, in the main process."""
+    """Return the main process's observers."""
     found: list[Observer] = []
     if options.logger is not None:
         from exogym.logger import combine
@@ -168,9 +168,9 @@ def _run_and_clock(
     subject: Subject, options: FitOptions, worker: Worker, stream: Stream, batch: Any, chosen: dict[str, Any],
     is_fresh: bool,
 ) -> tuple[Run, Timing | None, Sequence[Fraction]]:  # fmt: skip
-    """Return what strategies may know of the run, its clock, and each node's share of the local steps ([]: all).
+    """Return the `Run` for strategies, the clock, and each node's share of the local steps ([]: all take all).
 
-    The clock goes by what a step holds, and by what a node of several devices makes of it; so these come first.
+    The clock needs a step's size and its time on a node of several devices, so these come first.
     """
     work, shares, spread, timing, step_s = None, list[Fraction](), None, None, None
     sizes: int | np.ndarray = options.step_examples
@@ -224,7 +224,7 @@ def _agenda(
 
 
 def _steps_per_epoch(options: FitOptions, stream: Stream) -> int:
-    """Return the steps of an epoch; of data whose size is unknown all steps are one."""
+    """Return an epoch's steps. If the data's size is unknown, the whole run is one epoch."""
     return stream.steps_per_epoch or options.max_steps or 1
 
 
@@ -243,24 +243,24 @@ def _evaluator(subject: Subject, options: FitOptions, worker: Worker) -> Evaluat
 def _warn_of_few_examples(stream: Stream, acting: int, options: FitOptions) -> None:
     if stream.is_shared and acting > stream.total:
         warn(
-            f"{acting:,} nodes share {stream.total:,} examples: some train on the same ones at every "
-            "step, and an epoch is one step; lower num_nodes, or bring more data"
+            f"{acting:,} nodes share {stream.total:,} examples: some nodes train on the same examples at every step, "
+            "and an epoch is one step. Lower num_nodes, or give more data"
         )
     elif 0 < stream.total < options.step_examples != FitOptions.batch_size:  # nobody chose the default
         of = "" if options.gradient_accumulation == 1 else f" x gradient_accumulation={options.gradient_accumulation}"
         warn(
             f"batch_size={options.batch_size:,}{of} is more than the {stream.total:,} examples of all nodes: every "
-            f"step takes all examples of a node ({stream.examples.max():,} at most), and an epoch is one step; lower "
-            "batch_size, or bring more data"
+            f"step takes all examples of a node ({stream.examples.max():,} at most), and an epoch is one step. Lower "
+            "batch_size, or give more data"
         )
 
 
 def _warn_if_never(driver: Driver, total_steps: int, options: FitOptions) -> None:
-    if options.faults is not None:  # whose next event may be somebody's outage
+    if options.faults is not None:  # the next event may be an outage
         return
     first = driver.next_event(0)
     if total_steps < first < NEVER:
         warn(
             f"{type(options.strategy).__name__} first communicates after step {first}, but the run has {total_steps} "
-            "steps: nodes meet only in the final synchronisation; lower H or train longer"
+            "steps, so nodes meet only in the final synchronization. Lower H, or train longer"
         )

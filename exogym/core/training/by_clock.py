@@ -1,9 +1,9 @@
-"""Asynchronous strategies: each node at its own pace, a server that applies what arrives.
+"""Asynchronous strategies: each node works at its own pace, and a server applies arriving updates.
 
-A step of the fleet is N local steps, taken by whoever is next on the virtual clock. It ends just before the first local
-step of the next one, so a push that arrives until then belongs to it. Rounds go on across steps of the fleet, and
-computing is put off until something needs it (an arrival, or the end of a stretch); as a round depends only on the
-theta that its node pulled, neither stretches nor processes change a bit.
+A step of the fleet is N local steps, each by the node that is next on the virtual clock. It ends just before the first
+local step of the next one, so a push that arrives until then belongs to it. Rounds continue across steps of the fleet.
+Computing is delayed until an arrival or the end of a stretch needs it. A round depends only on the theta that its node
+pulled, so the result is the same for all stretches and numbers of processes, to the bit.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ ARRAYS = ("versions", "computed", "columns", "spoilt")
 class ByClock(Algorithm):
     """A `ClockedStrategy` in training.
 
-    Every process plays the server, and finds the order of events for itself; the Delta of a node that arrives is
-    handed to all of them. Without a clock all nodes are equally fast, and messages take no time.
+    Every process computes the server and the order of events itself. It gets the Delta of each node that arrives.
+    Without a clock all nodes are equally fast, and messages take no time.
 
     Raises:
-        ArgumentError: planned faults, compute="vmap", or steps whose time is measured or nothing: the order of events
-            would not repeat.
+        ArgumentError: planned faults; compute="vmap"; or measured or zero step times, since the order of events would
+            not repeat.
     """
 
     keeps_time = True
@@ -52,11 +52,11 @@ class ByClock(Algorithm):
         self.compute = setting.compute(strategy.inner)
         self.server = strategy.server(fleet)
         self.pulled = [block.zeros() for block in fleet.blocks]  # theta when each node pulled it, (rows, P)
-        self.buffers = {name: rows[0].clone() for name, rows in fleet.buffers.items()}  # the server's
-        self.versions = np.zeros(fleet.num_nodes, dtype=np.int64)  # of the theta that each node pulled
-        self.computed = np.zeros(fleet.num_nodes, dtype=np.int64)  # local steps that are known to have been computed
+        self.buffers = {name: rows[0].clone() for name, rows in fleet.buffers.items()}  # the server's buffers
+        self.versions = np.zeros(fleet.num_nodes, dtype=np.int64)  # version of the theta that each node pulled
+        self.computed = np.zeros(fleet.num_nodes, dtype=np.int64)  # local steps computed so far
         self.columns = np.zeros((fleet.num_nodes, 0), dtype=np.int64)  # local steps by step of the fleet
-        self.spoilt = np.zeros(fleet.num_nodes, dtype=bool)  # nodes left out, until they pull
+        self.spoilt = np.zeros(fleet.num_nodes, dtype=bool)  # nodes left out (numbers not finite), until they pull
         self.dropped = 0
         work = strategy.local_steps(seconds_of_steps(timing.clock))
         self.order = Order(timing.clock, work, strategy.grace_s, strategy.quorum_of(fleet.num_nodes))
@@ -69,15 +69,15 @@ class ByClock(Algorithm):
             fleet.state.register("shards", Shared(self.shards.state, self.shards.load_state))
         self._give(range(fleet.num_nodes))
 
-    # What the driver asks
+    # Called by the driver
 
     def next_event(self, step: int) -> int:
-        """Return the first step of the fleet after `step` in which a push or a pull falls."""
+        """Return the fleet's first step after `step` with a push or a pull in it."""
         local = int(self.order.taken.sum()) + self.order.steps_to_event()
         return max(step + 1, -(-local // self.fleet.num_nodes))
 
     def spans(self, losses: Losses, counts: Sequence[int]) -> list[Span]:
-        """Note the local steps before anything is sent, where the run may stop; return those still to be computed."""
+        """Count the local steps before the next message, where the run may stop. Return the steps left to compute."""
         order, nodes = self.order, self.fleet.num_nodes
         if self.columns.shape[1] != losses.last - losses.first:
             self.columns = np.zeros((nodes, losses.last - losses.first), dtype=np.int64)
@@ -86,7 +86,7 @@ class ByClock(Algorithm):
         return self._behind(losses)
 
     def act(self, step: int, losses: Losses, before_mixing: Callable[[], None]) -> bool:
-        """Take the local steps of all nodes that are left up to `step`, and what comes along, in the clock's order."""
+        """Carry out the remaining local steps, pushes and pulls up to `step`, in the clock's order."""
         order, goal = self.order, self.fleet.num_nodes * step
         self.computed = order.taken.copy()
         self.before_mixing = before_mixing
@@ -111,7 +111,7 @@ class ByClock(Algorithm):
         return True
 
     def finish(self, step: int) -> None:
-        """Push what nodes have not pushed yet, apply it in the order of their clocks, and let these nodes pull."""
+        """Push all remaining updates, apply them in the order of the nodes' clocks, and let these nodes pull."""
         self.before_mixing = lambda: None
         for node in self.order.unfinished():
             if self.order.arrival[node] < 0:
@@ -128,22 +128,22 @@ class ByClock(Algorithm):
     # Computing
 
     def _step(self, losses: Losses) -> tuple[int, bool]:
-        """Note the local step that comes next; return whose it is and whether it ends the round."""
+        """Count the next local step. Return its node, and whether it ends the round."""
         column = int(self.order.taken.sum()) // self.fleet.num_nodes - losses.first
         node, ends = self.order.step()
         self.columns[node, column] += 1
         return node, ends
 
     def _compute(self, losses: Losses) -> None:
-        """Let the nodes here take the steps they are behind; once something was sent, the stretch is finished."""
+        """Compute all counted steps of this process's nodes. After a message the stretch must be finished."""
         with torch.enable_grad():
             self.compute.steps(self._behind(losses), losses, may_stop=False)
         self.computed = self.order.taken.copy()
 
     def _behind(self, losses: Losses) -> list[Span]:
-        """Return the steps of nodes here that are noted and not computed; rates follow the fleet's step, or a shard's.
+        """Return this process's counted but not computed steps. Rates follow the fleet's or a shard's step.
 
-        Whoever pulls has computed all its steps, so those of a node are of one round.
+        A node that pulls has computed all its steps, so a node's steps here are of one round.
         """
         spans = []
         for row, rank in enumerate(self.fleet.ranks):
@@ -159,7 +159,7 @@ class ByClock(Algorithm):
     # Between a node and the server
 
     def _push(self, node: int) -> None:
-        """The node has ended its round: its Delta is on its way."""
+        """End the node's round, and send its Delta."""
         self.order.advance()
         comm = self.fleet.comm
         for block in self.fleet.blocks:
@@ -170,7 +170,7 @@ class ByClock(Algorithm):
         self.order.sent(node)
 
     def _apply(self, node: int) -> None:
-        """The server takes in the Delta of `node`."""
+        """Let the server apply the Delta of `node`."""
         server, strategy, rows = self.server, self.strategy, rows_of(self.fleet, [node])
         self.spoilt[node] = self.watch.skips and node in self.watch.spoilt([node])
         for row in rows if self.spoilt[node] else []:
@@ -194,7 +194,7 @@ class ByClock(Algorithm):
         server.apply(deltas, staleness, int(self.order.done[node]), int(self.batch_sizes[node]))
 
     def _pull(self, nodes: Sequence[int]) -> None:
-        """Nodes get theta, all the same one, and begin their next round."""
+        """Give `nodes` the current theta, and begin their next rounds."""
         if not nodes:
             return
         self.server.release()
@@ -222,7 +222,7 @@ class ByClock(Algorithm):
                 block.params[row] = theta
 
     def _mix_buffers(self, nodes: Sequence[int]) -> None:
-        """Move the server's buffers by n/N towards the mean of those n `nodes` not left out; give them to all."""
+        """Move the server's buffers by n/N towards the mean of the n `nodes` not left out, and give all the result."""
         comm, ids, here = self.fleet.comm, sorted(nodes), rows_of(self.fleet, nodes)
         good = [node for node in ids if not self.spoilt[node]]
         share = len(good) / self.fleet.num_nodes
@@ -239,7 +239,7 @@ class ByClock(Algorithm):
 
 
 class _ClockState(Stateful):
-    """What an asynchronous run keeps: each node's theta as pulled, the server's buffers, who is where in its round."""
+    """An asynchronous run's saved state: each node's pulled theta and place in its round, and the server's buffers."""
 
     def __init__(self, clocked: ByClock):
         self.clocked = clocked

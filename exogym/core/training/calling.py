@@ -1,4 +1,4 @@
-"""What serves callbacks: the run as they see it, and the processes that do what the main one's callbacks ask of all."""
+"""Callbacks in a run: the interface that they use, and the worker processes' part in their requests."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 
 class Calling:
-    """The run as a callback sees it (`exogym.callbacks.Running`); it calls the callbacks that are due.
+    """The run as a callback sees it (`exogym.callbacks.Running`). It calls the callbacks that are due.
 
-    Callbacks run in the main process. A model that they ask for lies in all processes, so the others wait in `_serve`
-    for wishes, and do what the main one is about to do.
+    Callbacks run in the main process. Their requests need rows from all processes, so worker processes wait in `_serve`
+    and repeat each of the main process's calls.
 
     Attributes:
-        driver, worker, timing: for looking deeper than `Running` promises.
+        driver, worker, timing: internals beyond `Running`'s interface.
     """
 
     def __init__(self, agenda: Agenda, standing: Standing, models: Models, timing: Timing | None = None):
@@ -60,7 +60,7 @@ class Calling:
         """Evaluate the averaged (or outer) model, or one node's, on the validation set; {} without one.
 
         Raises:
-            ArgumentError: no such node, or one that sits out the round: it holds no model.
+            ArgumentError: the node does not exist, or has no model because it sits out the round.
         """
         if self.models.evaluator is None:
             return {}
@@ -77,31 +77,31 @@ class Calling:
         return self.models.measure(vectors, buffers)
 
     def average(self) -> Model:
-        """Return (P,) per block and the buffers of the averaged (or outer) model; traffic is not recorded."""
+        """Return the averaged (or outer) model: (P,) per block, and buffers by name. Traffic does not count."""
         self._ask("average")
         return self.models.average()
 
     def rows(self) -> list[Tensor]:
-        """Return the parameters of all nodes, (N, P) per block; traffic is not recorded.
+        """Return all nodes' parameters, (N, P) per block. Traffic does not count.
 
-        Where clients are sampled, of those at work: `fleet.comm.present`.
+        With client sampling: the rows of the clients at work, `fleet.comm.present`.
         """
         self._ask("rows")
         return self.models.rows()
 
     def save(self) -> Path:
-        """Write a checkpoint of this moment; return its folder."""
+        """Write a checkpoint now, and return its folder."""
         self._ask("save")
         return self.standing.save()
 
     def beat(self) -> None:
-        """Say, from a callback that takes long, that it goes on: the time that `hang_s` gives it starts anew."""
+        """Report that a long callback is still at work: the time that `hang_s` allows starts anew."""
         pulse.beat()
 
     # Calling
 
     def call(self, every: bool = True) -> None:
-        """Call the callbacks that are due here; without `every` those only that follow an evaluation."""
+        """Call the callbacks that are due at this step. With `every=False`: only those that follow an evaluation."""
         is_evaluated = self.evaluated_at == self.step
         due = [
             callback for callback in self._agenda.callbacks
@@ -119,19 +119,22 @@ class Calling:
                 self.beat()
                 if callback(running) is True:
                     if not callback.may_end:
-                        raise ArgumentError(f"{type(callback).__name__} says may_end=False and returned True: drop one")
+                        raise ArgumentError(
+                            f"{type(callback).__name__} returned True, but has may_end=False: set may_end=True, or "
+                            "return None"
+                        )
                     self.standing.stopped = True
         finally:
             self._is_calling = False
         tell(self._wire, ["go on", self.standing.stopped])
 
     def _ask(self, wish: str, value: Any = None) -> None:
-        """Have the other processes, which `_serve`, do what this one is about to."""
+        """Tell the other processes, which are in `_serve`, to make the same call as this one."""
         if self._is_calling:
             tell(self._wire, [wish, value])
 
     def _serve(self) -> None:
-        """Take part in what the main process's callbacks ask of all, until they are done."""
+        """Take part in the requests of the main process's callbacks, until they are done."""
         wishes: dict[str, Callable[[Any], Any]] = {
             "evaluate": self.models.evaluate,
             "measure": lambda _: self.models.measure(None, {}),

@@ -1,4 +1,4 @@
-"""What is refused of a run's options, before anything is made or trained."""
+"""Check a run's options before anything is made or trained."""
 
 from __future__ import annotations
 
@@ -33,12 +33,10 @@ OPTIONAL_COUNTS = ("num_epochs", "max_steps", "minibatch_size", "val_interval", 
 
 
 def checked_options(asked: FitOptions) -> FitOptions:
-    """Return the options with values for what may be given as text; refuse what cannot be known to work.
-
-    Each option by itself comes first: only then can it be asked what goes with what.
+    """Return the options with texts turned into values. Each option is checked alone first, then their combinations.
 
     Raises:
-        ArgumentError: a value is of the wrong kind, out of range, or contradicts another.
+        ArgumentError: a value has the wrong kind, is out of range, or contradicts another.
     """
     _check_kinds(asked)
     _check_numbers(asked)
@@ -63,7 +61,7 @@ def _network(given: Any) -> Network:
 
 
 def _check_kinds(options: FitOptions) -> None:
-    """Check what must be one of some kind or word, each by itself."""
+    """Check types and named choices, each option alone."""
     if not isinstance(options.strategy, Strategy):
         is_text = isinstance(options.strategy, str)
         raise ArgumentError(
@@ -89,7 +87,7 @@ def _check_kinds(options: FitOptions) -> None:
 
 
 def _check_values(options: FitOptions) -> None:
-    """Check folders, switches and callbacks, each by itself."""
+    """Check folders, switches and callbacks, each option alone."""
     for name in FOLDERS:
         if not isinstance(getattr(options, name), str | os.PathLike | None) or getattr(options, name) == "":
             raise ArgumentError(f"{name}={getattr(options, name)!r} must be the path of a folder")
@@ -103,7 +101,7 @@ def _check_values(options: FitOptions) -> None:
 
 
 def _check_numbers(options: FitOptions) -> None:
-    """Check the numbers among the options, each by itself."""
+    """Check numbers, each option alone."""
     for name in COUNTS:
         check_count(name, getattr(options, name))
     for name in OPTIONAL_COUNTS:
@@ -117,15 +115,15 @@ def _check_numbers(options: FitOptions) -> None:
         raise ArgumentError(f"seed={options.seed!r} must be a whole number")
     hang_s, usage, memory = options.hang_s, options.max_memory_usage, options.client_state_memory
     if hang_s is not None and not (is_number(hang_s) and 0 < hang_s < math.inf):
-        raise ArgumentError(f"hang_s={hang_s!r} must be seconds, more than 0, or None to let processes hang")
+        raise ArgumentError(f"hang_s={hang_s!r} must be seconds over 0, or None for no limit")
     if usage is not None and not (is_number(usage) and 0 < usage <= 1):
         raise ArgumentError(f"max_memory_usage={usage!r} must be a fraction over 0 and at most 1")
     if memory is not None and not (is_number(memory) and 0 <= memory < math.inf):
-        raise ArgumentError(f"client_state_memory={memory!r} must be bytes, at least 0, as 2e9")
+        raise ArgumentError(f"client_state_memory={memory!r} must be bytes, at least 0, for example 2e9")
 
 
 def _check_counts(options: FitOptions) -> None:
-    """Check what has to fit the numbers of nodes and examples."""
+    """Check options against the numbers of nodes and examples."""
     if options.faults is not None and options.faults.trace is not None:
         options.faults.trace.check(options.num_nodes)
     if options.faults is not None and options.faults.bad_nodes:
@@ -137,24 +135,24 @@ def _check_counts(options: FitOptions) -> None:
 
 
 def _placed(options: FitOptions, folder: str | Path | None) -> str | Path | None:
-    """Return a folder's path as all processes of the run can use it: elsewhere another folder is the current one."""
+    """Return a folder's absolute path if processes elsewhere use it: their current folder may differ."""
     return folder if folder is None or options.engine is None else Path(folder).absolute()
 
 
 def _one_each(node: Any, num_nodes: int) -> tuple[NodeMesh, ...]:
-    """Return the split of each node, from one for all or one for each."""
+    """Return each node's split. `node` is one split for all, or a list."""
     from exogym.core.mesh import NodeMesh
 
     found = (node,) * num_nodes if isinstance(node, NodeMesh) else node
     if not isinstance(found, list | tuple) or not all(isinstance(mesh, NodeMesh) for mesh in found):
-        raise ArgumentError(f"node={node!r} must be a NodeMesh, as NodeMesh(shard=2), or a list of one for each node")
+        raise ArgumentError(f"node={node!r} must be a NodeMesh, as NodeMesh(shard=2), or a list with one for each node")
     if len(found) != num_nodes:
         raise ArgumentError(f"node has {len(found)} meshes for {num_nodes} nodes: give one, or one for each node")
     return tuple(found)
 
 
 def folder_of_checkpoints(options: FitOptions) -> str | Path | None:
-    """Return `save_dir`, or where the options ask for checkpoints the place for them in `run_dir`."""
+    """Return `save_dir`; without it, the checkpoint folder in `run_dir` if options ask for checkpoints."""
     asked = options.checkpoint_interval or options.resume or options.max_restarts
     if options.save_dir is None and asked and isinstance(options.run_dir, str | os.PathLike):
         return Path(options.run_dir) / "checkpoints"
@@ -162,9 +160,9 @@ def folder_of_checkpoints(options: FitOptions) -> str | Path | None:
 
 
 def asked_to_go_on(options: FitOptions) -> bool:
-    """Say whether the fit of these options goes on: they say so, or EXOGYM_RESUME names its run_dir.
+    """Return whether this fit resumes: `resume=True`, or EXOGYM_RESUME names its run_dir.
 
-    So a script that was stopped can be started again, as it is, to go on.
+    The variable lets a stopped script resume without changes.
     """
     if not isinstance(options.run_dir, str | os.PathLike):
         return options.resume

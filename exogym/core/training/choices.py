@@ -1,4 +1,4 @@
-"""What is left to the library and found before the run: micro-batches that fit, a way of computing; and their check."""
+"""Choices that ExoGym makes before a run, and their checks: micro-batches that fit the memory, a way of computing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from exogym.errors import ArgumentError
 
 
 def choose(options: FitOptions, worker: Worker, stream: Stream, batch: Any) -> dict[str, Any]:
-    """Make the choices that are left to the library: recorded, and taken over on resume."""
+    """Make ExoGym's own choices. A run records them, and takes them over on resume."""
     micro = options.micro_batch_size
     if options.max_memory_usage is not None and options.minibatch_size is None:
         row = sum(p.numel() * p.element_size() for p in worker.parameters)
@@ -38,7 +38,7 @@ def choose(options: FitOptions, worker: Worker, stream: Stream, batch: Any) -> d
 
 
 def _activation_bytes(worker: Worker, batch: Any) -> int:
-    """Return the bytes autograd keeps between forward and backward on `batch`, without parameters and batch."""
+    """Return the bytes that autograd keeps between forward and backward on `batch`, without parameters and batch."""
     batch = worker.to_device(batch)
     own = {p.untyped_storage().data_ptr() for p in worker.model.parameters()}
     map_tensors(batch, lambda x: own.add(x.untyped_storage().data_ptr()))
@@ -70,15 +70,16 @@ def _fitting_micro_batch(worker: Worker, batch: Any, limit_bytes: float, residen
             if size == batch_examples(batch):
                 raise
             raise ArgumentError(
-                f"max_memory_usage allows {limit_bytes / 1e6:.1f} MB, too little for {2 * size} examples, and of "
-                f"{size} the model cannot compute the loss ({error}): raise it, train fewer nodes, or shrink the model"
+                f"max_memory_usage allows {limit_bytes / 1e6:.1f} MB, too little for {2 * size} examples, and the "
+                f"model cannot compute the loss of {size} ({error}). Raise max_memory_usage, train fewer nodes, or use "
+                "a smaller model"
             ) from error
         if needed <= limit_bytes:
             return size
         if size == 1:
             raise ArgumentError(
                 f"max_memory_usage allows {limit_bytes / 1e6:.1f} MB, but one example needs {needed / 1e6:.1f} MB "
-                "with the fleet's rows: raise it, train fewer nodes, or use a smaller model"
+                "beside the nodes' parameters. Raise max_memory_usage, train fewer nodes, or use a smaller model"
             )
         size = -(-size // 2)
 
@@ -86,10 +87,10 @@ def _fitting_micro_batch(worker: Worker, batch: Any, limit_bytes: float, residen
 def check_computed_in_parts(
     subject: Subject, options: FitOptions, worker: Worker, stream: Stream, batch: Any, examples: int
 ) -> None:
-    """Where a step's `examples` are computed in parts, see that this gives what the whole step gives.
+    """If a step's `examples` are computed in parts, check that the parts give the whole step's result.
 
     Raises:
-        ModelError: it does not; in every process.
+        ModelError: they do not. Raised in every process.
     """
     asked = _parts_asked(options, worker, examples)
     if asked is not None:
@@ -98,13 +99,13 @@ def check_computed_in_parts(
 
 
 def _parts_asked(options: FitOptions, worker: Worker, examples: int) -> tuple[int, str] | None:
-    """Return how many of a step's `examples` are computed at once, and the option that asks for it, where it may change
-    results; None where a step is computed whole, or in the batches that `gradient_accumulation` takes the mean of.
+    """Return how many of a step's `examples` are computed at once, and the option that asks for it.
 
-    In several processes of a node its split is compared with the whole model, micro-batches included.
+    None: the step is computed whole, or in the batches that `gradient_accumulation` averages, so results cannot change.
+    If a node is several processes, `check_gradients` compares its split with the whole model, micro-batches included.
     """
     wire = worker.fleet.comm.wire
-    if options.meshes and wire.agree(wire.devices.parts > 1):  # nodes may differ, and all must go the same way
+    if options.meshes and wire.agree(wire.devices.parts > 1):  # nodes may differ, but all must take the same branch
         return None
     size = worker.micro_batch_size or examples
     asked = "max_memory_usage" if options.minibatch_size is None else "minibatch_size"
@@ -118,7 +119,7 @@ def _parts_asked(options: FitOptions, worker: Worker, examples: int) -> tuple[in
 
 
 def _looks(subject: Subject, stream: Stream, first_batch: Any) -> Iterator[Any]:
-    """Yield the first batch, and a few of other steps and nodes; a factory's other data sets are left alone."""
+    """Yield the first batch, and a few of other steps and nodes. A factory's other data sets are not loaded."""
     yield first_batch
     steps = stream.steps_per_epoch
     for step in (steps // 2, steps - 1):

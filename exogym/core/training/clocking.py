@@ -1,4 +1,4 @@
-"""The virtual clock around a run: local steps are timed and charged to it, and servers' rounds make nodes wait."""
+"""The virtual clock around a run: local steps advance it, and servers' rounds make nodes wait."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from exogym.core.training.algorithm import Algorithm
 from exogym.core.training.around import Around
 from exogym.core.training.timing import Timing
 
-AGREEMENTS = 2  # of processes in a stretch: whether to stop, and the losses; where gradients meet, whose there are
+AGREEMENTS = 2  # the processes' agreements in a stretch: whether to stop, and the losses or the present gradients
 Item = TypeVar("Item", Span, int)
 
 
 class Charged(Around):
-    """An algorithm whose local steps cost time on the clock, all of a stretch before nodes meet."""
+    """Wrap an algorithm: a stretch's local steps take time on the clock before nodes synchronize."""
 
     def __init__(self, inner: Algorithm, timing: Timing):
         super().__init__(inner)
@@ -36,13 +36,13 @@ class Charged(Around):
         return self.inner.act(step, losses, before_mixing)
 
     def _charge(self, first: int, last: int) -> None:
-        """Tell the clock of the steps from `first` to `last`, (N,) of the nodes where they differ."""
+        """Advance the clock by the steps from `first` to `last`; by (N,) counts if nodes differ."""
         work = self.work(first, last)
         self.timing.computed(last - first if work is None else work, AGREEMENTS + self.needs_gradients)
 
 
 class ServerRounds(Around):
-    """An algorithm whose server waits for some clients: inside a round these send, afterwards all nodes wait for it."""
+    """Wrap an algorithm whose server waits for some clients: these send, and all nodes wait for the round's end."""
 
     def __init__(self, inner: Algorithm, timing: Timing):
         super().__init__(inner)
@@ -70,7 +70,7 @@ class ServerRounds(Around):
 
 
 class Measured:
-    """A way of computing whose steps are timed here, each row by itself unless all are computed at once."""
+    """Wrap a way of computing and time its steps: each row separately, or all rows together if computed at once."""
 
     def __init__(self, inner: Compute, timing: Timing):
         self.inner, self.timing = inner, timing
@@ -103,7 +103,7 @@ class Measured:
         self.inner.close()
 
     def _timed(self, items: Sequence[Item]) -> Iterator[Sequence[Item]]:
-        """Yield `items` in parts; what the caller does with a part is timed."""
+        """Yield `items` in parts, and time the caller's work on each part."""
         if not items:
             yield items
             return

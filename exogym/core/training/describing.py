@@ -1,4 +1,4 @@
-"""What decides a run, as a value that its checkpoints and its folder hold."""
+"""A run's description: everything that decides its result, as a value for checkpoints and the run folder."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ def description_of(
 
 
 def _rounds(options: FitOptions, total_steps: int) -> dict[str, Any]:
-    """Return, by module, the steps of the rounds of `total_steps` steps, where H is a function of the round."""
+    """Return the rounds' lengths in `total_steps` steps by module, if H is a function of the round."""
     lengths = options.strategy.round_lengths(total_steps)
     return {"rounds": lengths} if lengths else {}
 
 
 def constants(model: nn.Module, fleet: Fleet) -> dict[str, Tensor]:
-    """Return what all nodes share and no row holds, by name: frozen parameters, and buffers that training leaves."""
+    """Return the shared tensors that no row holds, by name: frozen parameters and constant buffers."""
     frozen = {name: p.detach() for name, p in model.named_parameters() if not p.requires_grad}
     return frozen | {name: x for name, x in model.named_buffers() if name not in fleet.buffers}
 
 
 def sum_of_shared(model: nn.Module, fleet: Fleet) -> str:
-    """Return a checksum of what all nodes share, frozen parameters and constant buffers: checkpoints do not hold it."""
+    """Return a checksum of frozen parameters and constant buffers, which checkpoints do not hold."""
     digest = hashlib.sha256()
     for name, x in constants(model, fleet).items():
         digest.update(f"{name} {x.dtype} {tuple(x.shape)}".encode())

@@ -1,7 +1,7 @@
-"""The one driver: takes any strategy through training, stretch by stretch.
+"""The driver: it takes any strategy through training, stretch by stretch.
 
-Between two events nodes are independent, so each takes its whole stretch of local steps before the next one does. The
-driver knows a plain run: who is away, who has a row, what is timed are wrappers around the `Algorithm` that it drives.
+Between two events nodes are independent, so each takes its whole stretch of local steps before the next node does. The
+driver knows a plain run only: absence, seats and timing are wrappers around its `Algorithm`.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class Driver:
     """Takes an `Algorithm` through training.
 
     Args:
-        algorithm: the strategy in training, with the wrappers of the features that were asked for.
-        seats: who has a row, where there are fewer rows than nodes.
+        algorithm: the strategy in training, with its features' wrappers.
+        seats: the nodes that have a row, if rows are fewer than nodes.
 
     Attributes:
-        losses: of the stretch under way.
-        attendance: who is there, where faults are planned.
-        before_sync: called in `advance` at its last step, before communication changes any parameters there; may be
-            set anew for every stretch.
+        losses: the current stretch's losses.
+        attendance: the nodes present at each step, if faults are planned.
+        before_sync: called in `advance` at its last step, before communication changes parameters. It may be set anew
+            for every stretch.
     """
 
     def __init__(self, algorithm: Algorithm, setting: Setting, seats: Seats | None = None):
@@ -44,7 +44,7 @@ class Driver:
         self.fleet.state.register("losses", self.losses)
 
     def next_event(self, step: int) -> int:
-        """Return the last step up to which `advance` may go from `step`."""
+        """Return the last step to which `advance` may go from `step`."""
         return self.algorithm.next_event(step)
 
     def lr(self, step: int) -> float:
@@ -52,17 +52,17 @@ class Driver:
 
     @property
     def seated(self) -> Sequence[int]:
-        """The ids of the nodes that count: all, or those at work where there are fewer rows than nodes."""
+        """The ids of the nodes at work: all, unless there are fewer rows than nodes."""
         return self.algorithm.nodes
 
     def advance(self, first: int, last: int) -> tuple[Sequence[int], Tensor] | None:
-        """Train from step `first` to `last`, at most up to the next event, and communicate if it is one.
+        """Train from step `first` to `last`, at most to the next event, and communicate if `last` is an event.
 
-        A stretch that was stopped in the middle goes on where it stands in `losses`.
+        A stretch that was stopped in the middle continues where `losses` ends.
 
         Returns:
-            The ids of nodes, and (nodes, last - first) the mean loss of the local steps that each took in each step of
-            the fleet, NaN where it took none; None where the run is to stop before the stretch is done.
+            The nodes' ids, and their losses (nodes, last - first): the mean over the local steps that a node took in
+            each of the fleet's steps, NaN if it took none. None: the run must stop before the stretch is done.
         """
         algorithm, losses = self.algorithm, self.losses
         if not losses.under_way:
@@ -82,7 +82,7 @@ class Driver:
             return algorithm.told(losses)
 
     def _step_together(self, step: int, rows: Sequence[int]) -> None:
-        """Take one step of all nodes, whose gradients meet."""
+        """Take one step of all nodes together, with communication of their gradients."""
         compute = self.compute
         found = compute.gradients(rows)
         for row, loss in zip(rows, found, strict=True):
@@ -96,10 +96,10 @@ class Driver:
         compute.apply(stepping, overflowed)
 
     def finish(self, step: int) -> None:
-        """Synchronise what is left at the end of training.
+        """Synchronize the remaining steps at the end of training.
 
         Raises:
-            TrainingError: the model that is left has numbers that are not finite.
+            TrainingError: the final model has numbers that are not finite.
         """
         with torch.no_grad():
             self.algorithm.finish(step)
@@ -109,7 +109,7 @@ class Driver:
         self.watch.shared(held if final is None else final, "the final model", step)
 
     def consensus(self) -> list[Tensor]:
-        """Return the model to evaluate: the outer parameters where there are some, else the mean; (P,) per block."""
+        """Return the model to evaluate, (P,) per block: the outer parameters, or the mean if there are none."""
         outer = self.algorithm.outer()
         return self.fleet.average() if outer is None else [x.clone() for x in outer]
 
@@ -119,16 +119,16 @@ class Driver:
         return self.fleet.average_buffers() if outer is None else {name: x.clone() for name, x in outer.items()}
 
     def meet(self, nodes: Sequence[int]) -> None:
-        """From now on `nodes` take part in communication."""
+        """Let only `nodes` take part in communication from now on."""
         meet(self.fleet, nodes)
 
     def meet_finite(self) -> None:
-        """After a failure in one process: go on with those present whose numbers are finite, if there are any."""
+        """After a failure in one process: keep only the present nodes with finite numbers, if there are any."""
         fleet = self.fleet
         finite = [rank for row, rank in enumerate(fleet.ranks) if all(is_finite(b.params[row]) for b in fleet.blocks)]
         meet(fleet, [i for i in fleet.comm.present if i in finite] or fleet.comm.present)
 
     def close(self) -> None:
-        """Leave nothing behind."""
+        """Free resources."""
         self.before_sync = None
         self.algorithm.close()

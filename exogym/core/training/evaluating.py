@@ -1,4 +1,4 @@
-"""The models of a run, the averaged (or outer) one and each node's, and what they are worth on the validation set."""
+"""A run's models (averaged or outer, and each node's), and their evaluation on the validation set."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Model = tuple[list[Tensor], dict[str, Tensor]]  # (P,) vectors, one per block, a
 
 
 class Models:
-    """The models that nodes hold, taken together; traffic is not recorded.
+    """The models of a run. Their traffic does not count.
 
-    All processes make the same calls in the same order, since each holds some of the rows.
+    Each process holds some of the rows, so all processes must make the same calls in the same order.
     """
 
     def __init__(self, evaluator: Evaluator | None, driver: Driver, fleet: Fleet):
@@ -33,16 +33,16 @@ class Models:
         return vectors, {name: rows(x, [node])[0] for name, x in self.fleet.buffers.items()}
 
     def average(self) -> Model:
-        """Return the averaged (or outer) model, whole where a node is several processes."""
+        """Return the averaged (or outer) model, whole even if a node is several processes."""
         vectors, buffers = self.of(None)
         return self.fleet.whole(vectors), buffers
 
     def rows(self) -> list[Tensor]:
-        """Return the parameters of all nodes, (N, P) per block; where clients are sampled, of those at work."""
+        """Return all nodes' parameters, (N, P) per block; with client sampling, the rows of the clients at work."""
         return self.fleet.whole([self.wire.rows(block.params, self.driver.seated) for block in self.fleet.blocks])
 
     def left(self) -> Model:
-        """Return the model after a failure: of the nodes at hand, those with finite numbers if there are any."""
+        """Return the model after a failure: the mean of this process's nodes, without non-finite ones if possible."""
         fleet = self.fleet
         if not self.wire.is_shared:
             self.driver.meet_finite()
@@ -52,14 +52,14 @@ class Models:
         buffers = {name: x[rows[0]].clone() for name, x in fleet.buffers.items()}
         return [block.params[rows].mean(0) for block in fleet.blocks], buffers
 
-    # What they are worth
+    # Evaluation
 
     def check_node(self, node: int | None) -> None:
-        """Raise ArgumentError where there is no such node, or it sits out the round and holds no model."""
+        """Raise ArgumentError if the node does not exist, or has no model because it sits out the round."""
         if node is not None and node not in self.driver.seated:
             raise ArgumentError(
-                f"evaluate({node!r}): wanted a node of 0 to {self.fleet.num_nodes - 1}, and where clients are sampled "
-                "one of the round, as in fleet.comm.present"
+                f"evaluate({node!r}): wanted a node from 0 to {self.fleet.num_nodes - 1}; with client sampling, one of "
+                "fleet.comm.present"
             )
 
     def evaluate(self, node: int | None = None) -> dict[str, float]:
@@ -67,11 +67,11 @@ class Models:
         if self.evaluator is None:
             return {}
         vectors, buffers = self.of(node)
-        values = self.evaluator(vectors, buffers) if self.wire.process == 0 else {}  # of the first node's processes
+        values = self.evaluator(vectors, buffers) if self.wire.process == 0 else {}  # the first node's processes
         return values if self.wire.shares_memory else tell(self.wire, values)
 
     def measure(self, vectors: list[Tensor] | None, buffers: dict[str, Tensor]) -> dict[str, float]:
-        """Evaluate (P,) per block with the processes of the first node, of which the first knows them (else None)."""
+        """Evaluate `vectors`, (P,) per block, with the first node's processes. Only its first process needs them."""
         if self.wire.process or self.evaluator is None:
             return {}
         inside = self.wire.devices

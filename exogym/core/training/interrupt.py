@@ -1,4 +1,4 @@
-"""Stopping a run from outside: SIGINT and SIGTERM are noted, and obeyed where the run can be saved."""
+"""Stop a run by signal: SIGINT and SIGTERM take effect at the next step where the run can be saved."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from exogym.core.progress import GOING_ON
 from exogym.core.training.agenda import Agenda
 from exogym.errors import Stopped
 
-ONCE = "EXOGYM_SIGTERM_ONCE"  # set where a scheduler signals all processes of a job, and a launcher passes that on
+ONCE = "EXOGYM_SIGTERM_ONCE"  # set if both a scheduler and a launcher send each process the same SIGTERM
 
 
 class Interrupt:
-    """While entered, the first of `signals` is only noted, and a second one acts at once.
+    """A context in which the first of `signals` is only recorded; a second one acts at once.
 
-    Not so SIGTERM where the environment has `ONCE`: there it comes twice and means the same.
+    With `ONCE` in the environment a second SIGTERM is ignored, since each process gets it twice.
 
-    Called, it says whether this process has been asked to stop; where processes share memory, all are.
+    A call returns whether this process must stop. Processes that share memory all stop together.
 
     >>> with Interrupt(Wire([0])) as interrupt:
     ...     interrupt()
@@ -40,7 +40,7 @@ class Interrupt:
         return self.received is not None or self.wire.asked_to_stop()
 
     def __enter__(self) -> Interrupt:
-        # Only the main thread may set handlers, and a handler that is not Python's or the default is left alone.
+        # Only the main thread may set handlers. Keep a handler that is neither Python's nor the default.
         if not self.wire.is_hidden and threading.current_thread() is threading.main_thread():
             for number in self.signals:
                 before = signal.getsignal(number)
@@ -64,30 +64,30 @@ class Interrupt:
         self._restore()
 
 
-def that_wait(wire: Wire, agenda: Agenda) -> list[signal.Signals]:
-    """Return the signals that wait until the run can end well, between two steps.
+def waiting_signals(wire: Wire, agenda: Agenda) -> list[signal.Signals]:
+    """Return the signals that take effect only between two steps, where the run can end well.
 
-    Ctrl-C, which raises KeyboardInterrupt by itself, waits only to save, or for all processes to meet.
+    Ctrl-C raises KeyboardInterrupt by itself. It waits only if the run saves checkpoints or has several processes.
     """
     waits = agenda.save_dir is not None or wire.is_shared
     return [signal.SIGTERM, *([signal.SIGINT] if waits else [])]
 
 
 def say_stopped(wire: Wire, received: signal.Signals | None, step: int, losses: Losses, path: Path | None) -> None:
-    """Say where the nodes of all processes stopped, and what resumes the run from the checkpoint at `path`, if any."""
+    """Print where all nodes stopped, and how to resume the run from the checkpoint at `path`, if there is one."""
     here = losses.counts.sum(1).tolist() if losses.under_way else [0]
     taken = [count for counts in gather(wire, here) for count in counts]
     within = f", {min(taken)} to {max(taken)} local steps into the next stretch" if max(taken) else ""
     stopped = f"stopped by {Stopped(received, step)}{within}"
     if path is not None:
-        again = f"The same fit with save_dir={str(path.parent)!r}, resume=True goes on from there"
+        again = f"To resume, call the same fit with save_dir={str(path.parent)!r}, resume=True"
         say(wire, f"{stopped}; saved in {path}. {again}", GOING_ON)
     elif received is signal.SIGTERM:
-        say(wire, f"{stopped}; nothing is saved, since the run has no save_dir", GOING_ON)
+        say(wire, f"{stopped}; nothing is saved: the run has no save_dir", GOING_ON)
 
 
 def leave(received: signal.Signals | None, step: int) -> None:
-    """End as the signal asks; one that came too late to stop the run, too."""
+    """Raise the signal's exception, also for a signal that came too late to stop the run."""
     stopped = Stopped(received, step)
     if received is signal.SIGTERM:
         raise SystemExit(128 + signal.SIGTERM) from stopped

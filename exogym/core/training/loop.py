@@ -1,7 +1,7 @@
 """The training loop: stretches of independent steps between events, for every layout.
 
 A stretch ends at the earliest of the strategy's next event, an evaluation, a checkpoint, a callback, the end
-of an epoch (where there is an evaluation) and the end of training.
+of an epoch (if it has an evaluation) and the end of training.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from exogym.core.record.observers import Fields, Observer, Observers
 from exogym.core.training.agenda import Agenda
 from exogym.core.training.driver import Driver
 from exogym.core.training.evaluating import Models
-from exogym.core.training.interrupt import Interrupt, leave, say_stopped, that_wait
+from exogym.core.training.interrupt import Interrupt, leave, say_stopped, waiting_signals
 from exogym.core.training.reports import Reports, Totals
 from exogym.core.training.standing import Standing
 
@@ -34,19 +34,19 @@ if TYPE_CHECKING:
 
 
 class TrainingLoop:
-    """Trains a fleet to the end of its agenda.
+    """Train a fleet to the end of its agenda.
+
+    With several processes each runs this loop over its own rows. The main process evaluates, records, logs and calls
+    callbacks; the others serve it meanwhile.
 
     Attributes:
-        standing: where it stands; what checkpoints save and put back.
-        models: the models that the nodes hold, and their evaluation.
-        call: calls the callbacks that are due, all (True) or (False) those only that follow an evaluation.
-        figures: return further values for an evaluation, in the main process.
-        carry: takes the training through, where more is needed than to run it.
-        at_rest: called before each stretch, where nothing is in flight.
+        standing: the run's progress, which checkpoints save and load.
+        models: the nodes' models, and their evaluation.
+        call: calls the callbacks that are due: all (True), or only those that follow an evaluation (False).
+        figures: functions that return further values for an evaluation, in the main process.
+        carry: runs the training with recovery, if hosts come and go.
+        at_rest: called before each stretch, when no message is in flight.
         spent: steps trained after the first stretch, their seconds, and their seconds without the wire.
-
-    With several processes each runs this loop over its own rows; the main one evaluates, records, logs and calls
-    callbacks, and the others serve it meanwhile.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class TrainingLoop:
         self.carry: Callable[[Callable[[], bool]], bool] | None = None
         self.at_rest: Callable[[], None] = lambda: None
         self.spent = (0, 0.0, 0.0)
-        self._together = False  # whether all processes have come to the end, and may meet once more
+        self._together = False  # all processes have reached the end, and may communicate once more
         self._is_warm = False
         self._cpu_start = 0.0
 
@@ -85,7 +85,7 @@ class TrainingLoop:
 
     @property
     def description(self) -> dict[str, Any]:
-        """What decides the run."""
+        """The run's description: everything that decides its result."""
         return self.standing.description
 
     # From the beginning to the end
@@ -94,14 +94,14 @@ class TrainingLoop:
         """Train to the end.
 
         Raises:
-            KeyboardInterrupt, SystemExit: SIGINT (Ctrl-C) or SIGTERM came; with a `save_dir` the run was saved first,
-                where each node stood.
+            KeyboardInterrupt, SystemExit: SIGINT (Ctrl-C) or SIGTERM came. With a `save_dir` the run was saved first,
+                with each node's state.
         """
         try:
-            with self.progress, Interrupt(self.wire, that_wait(self.wire, self.agenda)) as interrupt:
+            with self.progress, Interrupt(self.wire, waiting_signals(self.wire, self.agenda)) as interrupt:
                 self.worker.should_stop = self.reports.between_steps(interrupt, lambda: self.step)
                 finished = (self.carry or self._carry)(self._run)
-                if not finished:  # a signal that comes to this process only now is to be noted, not to kill it
+                if not finished:  # if the signal reaches this process only now, record it: it must not kill the process
                     path = None if self.agenda.save_dir is None else self.standing.save()
                     say_stopped(self.wire, interrupt.received, self.step, self.driver.losses, path)
                 self._together = True
@@ -118,9 +118,9 @@ class TrainingLoop:
             self.observers.finish(next(self.history.rows_after(self.step - 1, node=None), {}))
 
     def end(self) -> None:
-        """Give the model its own memory back, holding the consensus, and end what the run had started.
+        """Give the model its own memory back with the consensus in it, and free the run's resources.
 
-        After a failure the other processes may be gone, so the model then holds the average of the rows here.
+        After a failure the other processes may be gone, so the model then holds the average of this process's rows.
         """
         try:
             with torch.no_grad():
@@ -131,7 +131,7 @@ class TrainingLoop:
                 else:
                     self.worker.set_home(*self.models.left(), together=False)
         finally:
-            # Else the loop would hold itself, and the memory that processes share, until the garbage is collected.
+            # Break reference cycles: otherwise shared memory stays until the garbage collection.
             self.worker.should_stop = lambda: False
             self.fleet.state.parts.clear()
             try:
@@ -142,16 +142,16 @@ class TrainingLoop:
                     self.agenda.keepers.release()
 
     def _carry(self, run: Callable[[], bool]) -> bool:
-        self.wire.agree(False)  # nobody trains before all can be told to stop
+        self.wire.agree(False)  # nobody trains before all can receive a stop
         return run()
 
     def _run(self) -> bool:
-        """Train; return False where a signal stopped it."""
+        """Train, and return False if a signal stopped it."""
         standing, agenda = self.standing, self.agenda
         standing.start_clock()
         self._cpu_start = time.process_time()
         if standing.step < agenda.total_steps and not self.driver.losses.under_way:
-            # On resume: what a checkpoint from the end of a shorter run could not know of.
+            # On resume from a shorter run's end: events that its checkpoint could not contain.
             if standing.evaluated_at != standing.step and (standing.step == 0 or agenda.evaluation_due(standing.step)):
                 self._evaluate()
                 self.call(False)
@@ -174,7 +174,7 @@ class TrainingLoop:
         return True
 
     def _take_stretch(self) -> bool:
-        """Train up to the next event, and do what is due there; return False where a signal stopped it before."""
+        """Train to the next event, and do everything due there. Return False if a signal stopped it before."""
         standing, agenda, losses = self.standing, self.agenda, self.driver.losses
         first, before = standing.step, self._totals()
         last = losses.last if losses.under_way else agenda.stretch_end(first, self.driver.next_event(first))
@@ -192,7 +192,7 @@ class TrainingLoop:
             )
         self.reports.sent(last, before.sent)
         at_end = last == agenda.total_steps
-        # The evaluation first: callbacks follow it, the records of both are told, and a checkpoint holds all of it.
+        # Evaluation first, then callbacks, then records to observers, then the checkpoint, which holds all of these.
         if not at_end and agenda.evaluation_due(last):
             self._evaluate()
         self.call(True)
@@ -203,7 +203,7 @@ class TrainingLoop:
         return True
 
     def _advance(self, first: int, last: int) -> tuple[Sequence[int], Tensor] | None:
-        """Take a stretch, and note the time: all of it, and this process's own, without the wire."""
+        """Take a stretch, and measure its time: in total, and without the wire."""
         start, waited_s = time.perf_counter(), self.wire.waited_s
         losses = self.driver.advance(first, last)
         took_s = time.perf_counter() - start
@@ -215,12 +215,12 @@ class TrainingLoop:
     # Between stretches
 
     def _measure_apart(self) -> None:
-        """Take how far the nodes are apart, unless it was taken before an earlier synchronisation of this step."""
+        """Measure the consensus distance, unless it was measured before an earlier synchronization in this step."""
         if self.standing.apart is None:
             self.standing.apart = spread(self.fleet)
 
     def _evaluate(self) -> None:
-        """Evaluate the averaged model; put that and the run's figures into the history, and tell observers."""
+        """Evaluate the averaged model, add the result and the run's figures to the history, and tell observers."""
         standing = self.standing
         self._keep()
         values: dict[str, Any] = dict(self.models.evaluate())
@@ -247,7 +247,7 @@ class TrainingLoop:
             self._tell("clock", **self.timing.parts())
 
     def _keep(self) -> None:
-        if self.agenda.keepers is not None:  # of another folder, after recovery
+        if self.agenda.keepers is not None:  # after recovery: another folder's keepers
             self.agenda.keepers.beat()
 
     def _totals(self) -> Totals:
@@ -259,25 +259,25 @@ class TrainingLoop:
     def _log(self, last: int | None = None) -> None:
         self.reports.log(self.history, self.step if last is None else last)
 
-    # For whoever takes the run through, where hosts come and go
+    # For runs whose hosts come and go
 
     def take_over(self, carry: Callable[[Callable[[], bool]], bool], at_rest: Callable[[], None]) -> None:
-        """Let `carry` take the run through, and call `at_rest` before each stretch, where nothing is in flight."""
+        """Let `carry` run the training, and call `at_rest` before each stretch, when no message is in flight."""
         self.carry, self.at_rest = carry, at_rest
 
     def keep_outcome(self) -> None:
-        """Keep the final model now, while all who hold it are there."""
+        """Keep the final model now, while all processes that hold it are present."""
         self.standing.outcome = self.models.of(None)
 
     def observe(self, observer: Observer, run: Fields, step: int) -> None:
-        """Tell one more observer of the run, who knows of all that happened up to `step`."""
+        """Add an observer that knows the run's records up to `step`."""
         observer.start({**run, "resumed_step": step})
         self.observers.add(observer)
         self.reports.logged = step
         self.reports.restore(self.history)
 
     def save_into(self, folder: Path | None, interval: int | None, keepers: Keepers | None = None) -> None:
-        """Write checkpoints into `folder`, kept by `keepers` where these are known."""
+        """Write checkpoints into `folder` from now on. `keepers`: its keepers, if they are known."""
         self.agenda.save_dir, self.agenda.checkpoint_interval = folder, interval
         self.agenda.keepers = keepers
         self.reports.signs[:] = [] if folder is None else [self._keep]

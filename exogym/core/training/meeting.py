@@ -1,10 +1,10 @@
-"""Node programs that meet at collectives, one running at a time.
+"""Node programs that meet at collectives, one program at a time.
 
-Each program runs in a thread of its own, but only one thread moves at any moment: it runs until it calls a
-collective or returns, then the next one runs. When all wait at the same collective it is carried out on the
-stacked tensors, (rows, ...), and each gets its row back. So a strategy written for one node runs as written,
-deterministically, around one module. Calls in pairs (send, recv, exchange) are carried out as soon as all stand still
-and two have found each other; who waits for nobody goes on.
+Each program runs in its own thread, but only one thread runs at any moment. It runs until it calls a collective or
+returns; then the next one runs. When all wait at the same collective, it is carried out on the stacked tensors,
+(rows, ...), and each program gets its row back. So a strategy written for one node runs as written,
+deterministically, with one module. Paired calls (send, recv, exchange) are carried out when all programs wait and the
+two partners have called each other.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from exogym.strategy.communicate import set_place
 
 
 class _Abandoned(BaseException):
-    """Raised in a waiting thread to end it after another node failed."""
+    """Raised in a waiting thread to end it, after another node failed."""
 
 
 class Meeting:
-    """Runs one function per block of rows and carries out the collectives they meet at.
+    """Run one function per block of rows, and carry out the collectives that they call.
 
     Args:
         comm: the fleet's communicator.
-        enter, leave: called with the block's index whenever its thread starts or stops moving.
+        enter, leave: called with the block's index whenever its thread starts or stops running.
         rows: rows of each block; one each by default.
-        device: where a node's tensors live that come from another process.
+        device: device for a node's tensors that come from another process.
 
     Raises:
         StrategyError: the nodes do not make the same calls.
@@ -54,7 +54,7 @@ class Meeting:
         self.before_first: Callable[[], None] | None = None  # called before the next collective that moves tensors
 
     def run(self, functions: Sequence[Callable[[], None] | None]) -> None:
-        """Run `functions[k]` as block k's program, to the end of all of them; None: its nodes are away."""
+        """Run `functions[k]` as block k's program, until all have ended. None: the block's nodes are absent."""
         for place, function in zip(self.places, functions, strict=True):
             if function is not None:
                 place.begin(function)
@@ -101,8 +101,8 @@ class Meeting:
         if place.error is not None:
             if "process group has not been initialized" in str(place.error):
                 raise StrategyError(
-                    "a strategy called torch.distributed, which has no process group here: take all_reduce, all_gather "
-                    "and the others of exogym.strategy.communicate, which work wherever nodes are"
+                    "a strategy called torch.distributed, which has no process group here: use all_reduce, all_gather "
+                    "and the other functions of exogym.strategy.communicate"
                 ) from place.error
             raise place.error
 
@@ -112,7 +112,7 @@ class Meeting:
         if len(waiting) < len(self.taking_part):
             missing = next(p for p in self.taking_part if p.done)
             raise StrategyError(
-                f"{first_name} waits at {first.kind}(), but {self._name(missing)} has ended its step without it: "
+                f"{first_name} waits at {first.kind}(), but {self._name(missing)} has ended its step: "
                 "every node must make the same collective calls"
             )
         for name, request in calls.items():
@@ -129,7 +129,7 @@ class Meeting:
         return [self.comm.ranks[row] for row in rows]
 
     def _calls(self) -> dict[int, Stand]:
-        """Return where the programs here stand, by node."""
+        """Return the pending calls of this process's programs, by node."""
         calls = {}
         for place in self.places:
             there = AWAY if place not in self.taking_part else ENDED if place.done else ""
@@ -138,13 +138,13 @@ class Meeting:
         return dict(sorted(calls.items()))
 
     def _blocks(self, calls: Mapping[int, Stand]) -> Sequence[Sequence[int]]:
-        """Return the nodes of all processes that go on together."""
+        """Return the groups of nodes, of all processes, that continue together."""
         if self.rows is None:
             return [[node] for node in calls]
         return self.comm.wire.placement if self.comm.wire.is_shared else [self._ranks(place) for place in self.places]
 
     def _hand_over(self, pairs: Sequence[tuple[int, int]], calls: Mapping[int, Stand]) -> list[_Place]:
-        """Carry the tensors of `pairs` over; return the places here that can go on."""
+        """Exchange the tensors of `pairs`, and return this process's places that can continue."""
         self._about_to_move()
         found = {node for pair in pairs for node in pair}
         ready = [place for place in self.places if not place.done and found.issuperset(self._ranks(place))]
@@ -163,7 +163,7 @@ class Meeting:
         return ready
 
     def _at_home(self, x: Tensor | None, sent: Stand) -> Tensor | None:
-        """Return what a node got as its own, where `sent` says that it was: on the CPU, or the nodes' device."""
+        """Return a received tensor on the device that `sent` states: the CPU, or the nodes' device."""
         if x is None:
             return None
         return x.clone() if sent.on_cpu or self.device is None else x.to(self.device, copy=True)
@@ -186,7 +186,7 @@ class Meeting:
             x = torch.cat(tensors)
         elif everyone:
             x = torch.stack(tensors)
-        else:  # rows of nodes that are away are not looked at
+        else:  # ignore rows of absent nodes
             x = tensors[0].new_zeros(len(self.places), *tensors[0].shape)
             x[[place.index for place in waiting]] = torch.stack(tensors)
         if call.kind == "agree":
@@ -215,7 +215,7 @@ class _Request:
         self.text = f"{kind}({', '.join(given + [f'{name}={value!r}' for name, value in options.items()])})"
 
     def call(self, k: int) -> Stand:
-        """Return where the node of row `k` of this place stands."""
+        """Return the pending call of the node in row `k` of this place."""
         if self.kind not in PAIRED:
             return Stand.of(self.kind, self.signature, -1, None)
         peers = self.options[PEER[self.kind]]
@@ -224,7 +224,7 @@ class _Request:
 
 
 class _Place:
-    """One thread and the baton that lets it move."""
+    """A thread, and the baton that lets it run."""
 
     def __init__(self, index: int, has_rows: bool):
         self.index, self.has_rows = index, has_rows
@@ -241,11 +241,11 @@ class _Place:
         self.function, self.done, self.error, self.request = function, False, None, None
 
     def move(self) -> None:
-        """Let the thread run until it meets, ends or fails."""
+        """Let the thread run until it calls a collective, ends or fails."""
         self.go.release()
         try:
             self.stopped.acquire()
-        except BaseException:  # Ctrl-C: let the thread come to rest, so that it can be ended
+        except BaseException:  # Ctrl-C: let the thread reach a call, so that it can be ended
             self.stopped.acquire()
             raise
 
@@ -262,10 +262,10 @@ class _Place:
         self.thread.join()
 
     def meet(self, kind: str, tensor: Tensor | None, **options: Any) -> Tensor | None:
-        """Called in the thread: hand over `tensor` and wait for all others, or for the other of a pair.
+        """Called in the thread: hand over `tensor` and wait for all others, or for the partner of a paired call.
 
         Raises:
-            StrategyError: a call in pairs that does not say for each node here who the other is.
+            StrategyError: a paired call does not name a partner for each of this block's nodes.
         """
         if kind in PAIRED:
             options = {PEER[kind]: self._peers(kind, tensor, options[PEER[kind]])}
@@ -278,9 +278,9 @@ class _Place:
         return self.result
 
     def _peers(self, kind: str, tensor: Tensor | None, given: Any) -> int | tuple[int, ...]:
-        """Return the other node, or the one of each row."""
+        """Return the partner: a node, or a node for each row."""
         if self.has_rows and kind != "exchange":
-            raise StrategyError(f"{kind}() is of one node, and stacked = True acts on all: use exchange(x, partner)")
+            raise StrategyError(f"{kind}() works for one node only, not with stacked = True: use exchange(x, partner)")
         try:
             peers = torch.as_tensor(given)
         except (TypeError, ValueError, RuntimeError):

@@ -1,7 +1,7 @@
-"""State of a user's strategy as tensors: what its attributes hold, with no code in the strategy.
+"""A user strategy's state as tensors, taken from its attributes without code in the strategy.
 
-What `exogym.strategy.packing` can pack is kept. The model and its parameters are not (rows are saved apart). For
-anything else the strategy defines `state_dict()` and `load_state_dict(state)`.
+Attributes that `exogym.strategy.packing` can pack are saved, but not the model and its parameters: rows are saved
+apart. For other attributes the strategy must define `state_dict()` and `load_state_dict(state)`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _CONSTANT = (OptimSpec, Schedule, Inner)
 
 
 def object_state(strategy: Any, model: nn.Module) -> dict[str, Tensor]:
-    """Return the state of `strategy` as named tensors, none of which is the model's.
+    """Return the state of `strategy` as named tensors, without the model's tensors.
 
     Raises:
-        StrategyError: an attribute is of a kind that cannot be kept.
+        StrategyError: an attribute cannot be saved.
     """
     tensors: dict[str, Tensor] = {}
     own = {id(p): index for index, p in enumerate(model.parameters())}
@@ -34,7 +34,7 @@ def object_state(strategy: Any, model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_object_state(strategy: Any, model: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Put the state that `object_state` returned back into `strategy`."""
+    """Load the result of `object_state` into `strategy`."""
     own = list(model.parameters())
     skeleton = from_text(tensors[SKELETON])
     if hasattr(strategy, "load_state_dict"):

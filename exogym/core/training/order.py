@@ -1,8 +1,8 @@
-"""The order of an asynchronous run: who takes a local step, whose push arrives and who pulls, on the virtual clock.
+"""The order of an asynchronous run's local steps, arrivals and pulls on the virtual clock.
 
-The order follows from the clock's settings alone, never from what is computed, so every process finds the same one.
-It is the order of (time, kind, node): at one time arrivals come before steps, and the end of a grace period after both.
-Within a round a node's steps are taken to be equally long; where a round ends is what the clock says.
+The order depends only on the clock's settings, never on computed values, so every process finds the same one. It sorts
+by (time, kind, node): at the same time arrivals precede steps, and the end of a grace period follows both. The clock
+sets a round's end. Within the round a node's steps count as equally long.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ ROWS = ("taken", "start", "end", "done", "arrival")
 
 
 class Order:
-    """Rounds of all nodes, in one order.
+    """All nodes' rounds in one order.
 
     Args:
-        clock: moved by `advance` here and by the pushes and pulls that are recorded.
-        work: (N,) local steps of a round of each node.
-        grace_s: how long the server waits for others once `quorum` nodes have arrived.
+        clock: advanced by `advance`, and by recorded pushes and pulls.
+        work: (N,) local steps per round of each node.
+        grace_s: seconds that the server waits for others after `quorum` nodes have arrived.
 
     Attributes:
         taken: (N,) local steps of each node so far.
         queue: heap of (tick, kind, node): each node's next step or arrival, and the end of the grace period.
-        now: the tick of what happened last.
-        waiting: nodes that have arrived and have not pulled yet.
+        now: tick of the last event.
+        waiting: nodes that have arrived and not pulled yet.
     """
 
     def __init__(self, clock: Clock, work: np.ndarray, grace_s: float = 0.0, quorum: int = 1):
         size = clock.num_nodes
         self.clock, self.work = clock, work
         self.grace_s, self.quorum = grace_s, quorum
-        self._ahead = copy.deepcopy(clock)  # tells where a round will end
+        self._ahead = copy.deepcopy(clock)  # a copy that finds a round's end in advance
         self.taken, self.start, self.end, self.done = (np.zeros(size, dtype=np.int64) for _ in range(4))
         self.arrival = np.full(size, NOBODY)
         self.waiting: list[int] = []
-        self.closes = NOBODY  # the tick, where a grace period is under way
+        self.closes = NOBODY  # tick at which the current grace period ends
         self.now = 0
         self.queue: list[tuple[int, int, int]] = []
         self.begin(range(size))
@@ -57,11 +57,11 @@ class Order:
 
     @property
     def next(self) -> tuple[int, int, int]:
-        """(tick, kind, node) of what comes next."""
+        """The next event: (tick, kind, node)."""
         return self.queue[0]
 
     def steps_to_event(self) -> int:
-        """Return how many local steps all nodes take up to the next that ends a round, or up to an arrival or pull."""
+        """Return how many local steps all nodes take up to the next end of a round, arrival or pull."""
         queue, done = self.queue.copy(), self.done.copy()
         count = 0
         while queue[0][1] == STEP:
@@ -80,7 +80,7 @@ class Order:
     # What happens
 
     def begin(self, nodes: range | list[int]) -> None:
-        """Let `nodes`, which have just pulled, begin a round where their clocks stand."""
+        """Begin a round of `nodes`, which have just pulled, at their clocks' times."""
         ids = list(nodes)
         work = np.zeros_like(self.work)
         work[ids] = self.work[ids]
@@ -92,7 +92,7 @@ class Order:
             heapq.heappush(self.queue, self._step_of(node, 1))
 
     def step(self) -> tuple[int, bool]:
-        """Take the step that comes next; return whose it is and whether it ends the round."""
+        """Take the next step. Return its node, and whether it ends the round."""
         self.now, _, node = self.next
         self.taken[node] += 1
         self.done[node] += 1
@@ -103,21 +103,21 @@ class Order:
         return node, False
 
     def advance(self) -> None:
-        """Bring the clock to the steps taken."""
+        """Advance the clock by the steps taken."""
         self.clock.advance(self.taken - self.clock.steps)
 
     def sent(self, node: int) -> None:
-        """Note that the clock stands where the push of `node` arrives."""
+        """Record the arrival of the push of `node`, at the clock's current time."""
         self.arrival[node] = ticks(self.clock)[node]
         heapq.heappush(self.queue, (int(self.arrival[node]), ARRIVAL, node))
 
     def arrive(self) -> list[int]:
-        """Let the push arrive that comes next; return the nodes that pull now: it alone, or all that waited for it."""
+        """Process the next arrival. Return the nodes that pull now: this node, or all nodes that waited for it."""
         self.now, _, node = heapq.heappop(self.queue)
         self.arrival[node] = NOBODY
         self.waiting.append(node)
         enough = len(self.waiting) >= self.quorum
-        at_once = self.grace_s == 0 and self.quorum == 1  # else those who arrive at the same moment join
+        at_once = self.grace_s == 0 and self.quorum == 1  # otherwise nodes that arrive at the same moment join
         if at_once or len(self.waiting) == len(self.work):
             if self.closes != NOBODY:
                 self.queue = [event for event in self.queue if event[1] != CLOSE]
@@ -129,7 +129,7 @@ class Order:
         return []
 
     def close(self) -> list[int]:
-        """End the grace period; return the nodes that pull now, whose clocks are brought here."""
+        """End the grace period. Return the nodes that pull now, with their clocks set to this moment."""
         self.now, *_ = heapq.heappop(self.queue)
         nodes = self._released()
         hold(self.clock, nodes, self.now)
@@ -140,13 +140,13 @@ class Order:
         return nodes
 
     def unfinished(self) -> list[int]:
-        """Return the nodes with steps, or a push under way, that the server has not seen, in the order of time."""
+        """Return the nodes with steps or a push that the server has not received, in the order of time."""
         here = ticks(self.clock)
         nodes = [node for node in range(len(self.work)) if self.done[node] and node not in self.waiting]
         return sorted(nodes, key=lambda node: (int(here[node]), node))
 
     def interrupt(self) -> list[int]:
-        """Break off all rounds; return the nodes that pull then: those that have begun one, or wait for theta."""
+        """End all rounds early. Return the nodes that pull then: nodes inside a round, or waiting for theta."""
         nodes = sorted([*self.unfinished(), *self.waiting])
         self.queue, self.waiting, self.closes = [], [], NOBODY
         self.arrival[:] = NOBODY
@@ -155,13 +155,13 @@ class Order:
     # State
 
     def state(self) -> dict[str, Tensor]:
-        """Return all of it and of the clock, as tensors."""
+        """Return the state of the order and its clock, as tensors."""
         rows = {name: torch.from_numpy(getattr(self, name).copy()) for name in ROWS}
         more = {"waiting": torch.tensor(self.waiting, dtype=torch.int64), "at": torch.tensor([self.now, self.closes])}
         return rows | more | {f"clock.{name}": value for name, value in self.clock.state().items()}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from what `state` returned."""
+        """Load the tensors of `state`."""
         for name in ROWS:
             setattr(self, name, state[name].numpy().copy())
         self.waiting = state["waiting"].tolist()
@@ -178,22 +178,22 @@ class Order:
 
 
 def seconds_of_steps(clock: Clock) -> np.ndarray:
-    """Return (N,) mean seconds of a step of each node.
+    """Return (N,) each node's mean seconds per step.
 
     Raises:
-        ArgumentError: a node whose steps take no time.
+        ArgumentError: a node's steps take no time.
     """
     seconds = clock.step_time.mean_s(clock.num_nodes)
     if (seconds * TICKS_PER_S).min() < 1:
         raise ArgumentError(
-            f"a step of node {int(seconds.argmin())} takes {seconds.min():g} s, and asynchronous training goes by how "
-            "long steps take: give step_seconds over 0, as step_seconds=0.01 or one per node"
+            f"a step of node {int(seconds.argmin())} takes {seconds.min():g} s, but asynchronous training needs step "
+            "times: give step_seconds over 0, for example step_seconds=0.01, or one per node"
         )
     return seconds
 
 
 def ticks(clock: Clock) -> np.ndarray:
-    """Return (N,) where each node stands, in whole nanoseconds."""
+    """Return (N,) each node's virtual time in whole nanoseconds."""
     return clock.state()["ticks"].numpy()
 
 

@@ -1,7 +1,7 @@
-"""Which programs of nodes that wait can go on: a send with its receive, an exchange with its partner's.
+"""Pair waiting node programs: a send with its receive, an exchange with its partner's exchange.
 
-Each node's program stands at a call. What decides about all of them is small and the same everywhere, so processes that
-hold some nodes each tell one another where theirs stand (`gathered`) and come to the same pairs, or the same error.
+Each node's program waits at a call. Processes send each other their nodes' calls (`gathered`), which are small. So all
+find the same pairs, or raise the same error.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ NAMED = 8  # nodes that an error names
 
 @dataclass(frozen=True)
 class Stand:
-    """Where the program of a node stands.
+    """The pending call of a node's program.
 
     Attributes:
         kind: one of `KINDS`.
-        mark: of a collective, equal where the calls are.
-        peer: of a call in pairs, the other node.
-        shape, dtype, on_cpu: of the tensor that the node gives, if it does.
+        mark: equal for equal collective calls.
+        peer: a paired call's other node.
+        shape, dtype, on_cpu: properties of the node's tensor, if it gives one.
     """
 
     kind: str
@@ -46,7 +46,7 @@ class Stand:
 
     @classmethod
     def of(cls, kind: str, signature: Any, peer: int, tensor: Tensor | None) -> Stand:
-        """Return the call of a `kind` on `tensor`, a node's own; collectives are alike where `signature` is."""
+        """Return a node's call of a `kind` on its `tensor`. Collective calls with equal `signature` match."""
         if kind not in PAIRED:
             return cls(COLLECTIVE, zlib.crc32(repr(signature).encode()))
         if tensor is None:
@@ -66,7 +66,7 @@ class Stand:
 
 
 def gathered(wire: Wire, here: Mapping[int, Stand]) -> dict[int, Stand]:
-    """Return the calls of all nodes, of which this process has those of `here`."""
+    """Return all nodes' calls. `here` are this process's."""
     if not wire.is_shared:
         return dict(here)
     mine = torch.tensor([here[rank].numbers() for rank in wire.ranks])
@@ -75,14 +75,14 @@ def gathered(wire: Wire, here: Mapping[int, Stand]) -> dict[int, Stand]:
 
 
 def pairs_of(calls: Mapping[int, Stand], blocks: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
-    """Return the pairs of nodes that can go on, ascending: giver and receiver, or both partners, the lower first.
+    """Return the pairs of nodes that can continue, ascending: (sender, receiver), or partners with the lower id first.
 
     Args:
-        calls: of all nodes.
-        blocks: nodes that go on together or not at all.
+        calls: all nodes' calls.
+        blocks: groups of nodes that continue together or not at all.
 
     Raises:
-        StrategyError: a node names one that is not there or itself, or partners give other shapes.
+        StrategyError: a node names itself or a missing node, or partners have different shapes.
     """
     pairs = []
     for node, call in calls.items():
@@ -94,9 +94,9 @@ def pairs_of(calls: Mapping[int, Stand], blocks: Sequence[Sequence[int]]) -> lis
             raise StrategyError(f"{here}: there is no such node; nodes are {min(calls)} to {max(calls)}")
         if other.kind == AWAY:
             there = [rank for rank, one in calls.items() if one.kind != AWAY]
-            raise StrategyError(f"{here}: that node is away; look at self.present, which is {there} now")
+            raise StrategyError(f"{here}: that node is absent; choose among self.present, which is {there} now")
         if call.peer == node and call.kind != "exchange":
-            raise StrategyError(f"{here}: that is itself; a node has its own tensor")
+            raise StrategyError(f"{here}: a node cannot be its own partner")
         if other.peer != node or call.kind == "recv" or (call.kind == "exchange" and node > call.peer):
             continue
         if other.kind != {"send": "recv", "exchange": "exchange"}[call.kind]:
@@ -104,10 +104,10 @@ def pairs_of(calls: Mapping[int, Stand], blocks: Sequence[Sequence[int]]) -> lis
         if call.kind == "exchange" and (call.shape, call.dtype) != (other.shape, other.dtype):
             raise StrategyError(
                 f"{here}: it gives {call.dtype} {call.shape}, and node {call.peer} {other.dtype} {other.shape}; "
-                "partners exchange tensors of equal shape and kind"
+                "partners must give tensors of equal shape and dtype"
             )
         pairs.append((node, call.peer))
-    while True:  # of nodes that go on together all must have found each other
+    while True:  # in a group, all nodes must have their partners
         found = {node for pair in pairs for node in pair}
         ready = {node for block in blocks if found.issuperset(block) for node in block}
         kept = [pair for pair in pairs if ready.issuperset(pair)]
@@ -117,12 +117,12 @@ def pairs_of(calls: Mapping[int, Stand], blocks: Sequence[Sequence[int]]) -> lis
 
 
 def disagreement(wire: Wire, here: Mapping[int, str], calls: Mapping[int, Stand]) -> StrategyError:
-    """Return the error of programs none of which can go on; `here` has what the nodes here wait at, in words."""
+    """Return the error for programs that all wait in vain. `here` has the calls of this process's nodes, as text."""
     told = gather(wire, list(here.items()))
     waiting = [f"node {node} waits at {text}" for texts in told for node, text in texts]
     ended = [f"node {node} has ended its step" for node, call in calls.items() if call.kind == ENDED]
     lines = [line for some in (waiting, ended) for line in [*some[:NAMED], *(["..."] if len(some) > NAMED else [])]]
     return StrategyError(
-        f"no node can go on: {', '.join(lines)}. Every node must make the same collective calls in the same order, "
+        f"no node can continue: {', '.join(lines)}. Every node must make the same collective calls in the same order, "
         "with equal shapes; a send needs the other node's recv at the same time, and an exchange its partner's exchange"
     )

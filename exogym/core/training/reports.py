@@ -1,4 +1,4 @@
-"""What a run tells while it trains: rows of its history, records, events and signs of life, for observers."""
+"""A run's reports to observers while it trains: records, events and signs of life."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SIGN_PAUSE_S = 0.05  # between signs of life in a stretch
 
 @dataclass(frozen=True)
 class Totals:
-    """What is there at a moment: mean bytes of a node, what was sent by collective, seconds on clock and wall."""
+    """Totals at a moment: a node's mean bytes, traffic by collective, virtual and wall seconds."""
 
     payload_tx_rx: tuple[float, float, float]
     sent: dict[str, dict[str, float]]
@@ -36,15 +36,16 @@ class Totals:
 
 
 class Reports:
-    """Tells `observers` of a run.
+    """Report a run to its `observers`.
 
     Args:
-        agenda: of the run; signs: further things to do now and then between two steps.
-        tells_who: whether to tell of nodes that come and go; not where only those at work have a row.
+        agenda: the run's agenda.
+        signs: further functions to call now and then between two steps.
+        tells_who: report nodes that leave and return. False if only clients at work have a row.
 
     Attributes:
-        logged: the last step that was given to observers.
-        examples: that all nodes have trained on, in this process's time.
+        logged: the last step that observers have received.
+        examples: examples that all nodes have trained on since this process began.
     """
 
     def __init__(
@@ -53,14 +54,14 @@ class Reports:
     ):  # fmt: skip
         self.observers, self.comm, self.agenda, self.signs = observers, comm, agenda, list(signs)
         self.logged, self.examples = -1, 0
-        self._there = set(comm.present)  # who was there when observers were last told
+        self._there = set(comm.present)  # nodes present at the last report
         self._tells_who = tells_who
 
     def stretch(
         self, history: History, steps: tuple[int, int], nodes: Sequence[int], losses: Tensor,
         lr: Callable[[int], float], before: Totals, after: Totals, has_clock: bool,
     ) -> None:  # fmt: skip
-        """Take the (nodes, K) losses of `steps` (first, last) into the history."""
+        """Add the losses (nodes, K) of `steps` (first, last) to the history."""
         first, last = steps
         agenda = self.agenda
         numbers = np.arange(first + 1, last + 1)
@@ -79,7 +80,7 @@ class Reports:
         )  # fmt: skip
 
     def log(self, history: History, last: int) -> None:
-        """Give observers what happened up to step `last`, where they have not got it yet."""
+        """Give observers all new records up to step `last`."""
         if self.observers.reads_records:
             for record in history.rows_after(self.logged):
                 if record["step"] > last:
@@ -88,14 +89,14 @@ class Reports:
         self.logged = last
 
     def restore(self, history: History) -> None:
-        """Of a run that goes on: give observers anew what they were told of this history, up to `logged`."""
+        """In a resumed run: give observers the earlier records again, up to `logged`."""
         self.observers.restore(lambda: itertools.takewhile(lambda row: row["step"] <= self.logged, history))
 
     def tell(self, kind: str, step: int, **fields: Any) -> None:
         self.observers.event({"kind": kind, "step": step, **fields})
 
     def sent(self, step: int, before: dict[str, dict[str, float]]) -> None:
-        """Tell of the collectives of a stretch, by kind: calls, and bytes over all nodes; and of who came or went."""
+        """Report a stretch's collectives (calls, and bytes over all nodes, by kind) and nodes that left or returned."""
         for name, row in self.comm.ledger.traffic.items():
             old = before.get(name, {})
             since = {key: value - old.get(key, 0.0) for key, value in row.items()}
@@ -108,7 +109,7 @@ class Reports:
         self._there = there
 
     def between_steps(self, interrupt: Callable[[], bool], step: Callable[[], int]) -> Callable[[], bool]:
-        """Return what is asked after each local step: whether to stop. By the way the run says that it lives."""
+        """Return a function for after each local step: it gives signs of life, and returns whether to stop."""
         listen = any(type(observer).beat is not Observer.beat for observer in self.observers.all)
         signs = [lambda: self.observers.beat(step(), {})] if listen else []
         signs += self.signs
@@ -118,7 +119,7 @@ class Reports:
 
         def should_stop() -> bool:
             nonlocal due
-            if (now := time.monotonic()) >= due:  # a small step takes less time than these would
+            if (now := time.monotonic()) >= due:  # not in each step: these would take longer than a small step
                 due = now + SIGN_PAUSE_S
                 for sign in signs:
                     sign()

@@ -1,4 +1,4 @@
-"""Going on: the folder of a run made ready, and the newest checkpoint in it that is of this very run."""
+"""Resume: prepare a run's folder, and find the newest checkpoint of the same run in it."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from exogym.core.training.options import FitOptions
 from exogym.errors import ArgumentError, CheckpointError
 
 CHOSEN = ("compute", "micro_batch_size", "speeds")
-FREE = ("limits", "placement", "node")  # what a run that goes on may have otherwise
+FREE = ("limits", "placement", "node")  # description's fields that may differ in a resumed run
 
 
 class Unfit(Exception):
-    """The checkpoint `name` is not one that this run can go on from; `why` says what is wrong with it."""
+    """This run cannot resume from the checkpoint `name`; `why` gives the reason."""
 
     def __init__(self, name: str, why: str):
         super().__init__(why)
@@ -35,10 +35,10 @@ class Unfit(Exception):
 
 
 class Kept:
-    """The folder of checkpoints of a run that is put together, and the checkpoint that it goes on from.
+    """A run's checkpoint folder, and the checkpoint from which it resumes.
 
     Attributes:
-        snapshot: that checkpoint; None: the run begins.
+        snapshot: this checkpoint; None: the run starts at step 0.
     """
 
     def __init__(self, options: FitOptions, wire: Wire, undo: contextlib.ExitStack):
@@ -49,30 +49,30 @@ class Kept:
         self._complaints: list[str] = []
 
     def find(self, description: dict[str, Any], refused: Mapping[str, str]) -> None:
-        """Find the newest good checkpoint of this very run, where it may go on; take over what that run had chosen."""
+        """If the run may resume, find its newest good checkpoint, and take over the choices recorded there."""
         if self.options.resume:
             self.snapshot, self._complaints = matching_snapshot(
                 self.folder, description, self.options, self.wire, self.keepers, refused
             )
 
     def put_back(self, loop: TrainingLoop) -> None:
-        """Let the loop stand where the checkpoint was taken, if there is one; see that it can be saved at all.
+        """Put the loop into the checkpoint's state, if there is one, and check that the loop can be saved.
 
         Raises:
-            Unfit: the checkpoint is not what the run would save there.
+            Unfit: the run would not save this checkpoint.
         """
         snapshot = self.snapshot
         if snapshot is not None:
             agree(self.wire, snapshot, lambda: restore(loop.standing, snapshot))
             for complaint in self._complaints:
-                say(self.wire, f"{complaint}; using the one before")
+                say(self.wire, f"{complaint}; using the checkpoint before it")
             say(self.wire, f"going on from step {loop.step} ({snapshot.path})")
         loop.fleet.state.row(0)
         loop.fleet.state.shared()
 
 
 def open_folder(folder: Path, resume: bool, wire: Wire, undo: contextlib.ExitStack) -> Keepers:
-    """Make the folder of checkpoints ready; return who keeps it, or the one of each host."""
+    """Prepare the checkpoint folder, and return its keepers: one, or one per host's folder."""
     made: list[Path] = []
     undo.callback(remove_folders, made)
     everywhere(wire, lambda: made.extend([] if wire.is_hidden else check_folder(folder)))
@@ -92,7 +92,7 @@ def _check_empty(folder: Path, keepers: Keepers) -> None:
     if keepers.is_keeper and list_checkpoints(folder):
         where = "" if keepers.are_one else f" ({keepers.places[keepers.here]})"
         raise ArgumentError(
-            f"save_dir={str(folder)!r}{where} already holds checkpoints: pass resume=True to go on from them, or "
+            f"save_dir={str(folder)!r}{where} already holds checkpoints: give resume=True to resume from them, or "
             "choose another folder"
         )
 
@@ -101,9 +101,9 @@ def matching_snapshot(
     folder: Path, description: dict[str, Any], options: FitOptions, wire: Wire, keepers: Keepers,
     refused: Mapping[str, str],
 ) -> tuple[Snapshot | None, list[str]]:  # fmt: skip
-    """Return the newest good checkpoint of this very run, and what is wrong with newer ones.
+    """Return the newest good checkpoint of this run, and the errors of newer ones.
 
-    What the run had chosen for itself is taken over.
+    Takes over the choices that the run recorded there.
     """
     snapshot, complaints = load_newest(folder, wire, keepers, refused)
     if snapshot is None:
@@ -111,7 +111,7 @@ def matching_snapshot(
     agree(wire, snapshot, lambda: check_counters(snapshot))
     saved = snapshot.meta["description"]
     own = description | _rounds_as_far(saved, description)
-    _refuse_another(folder, saved, own, but=(*FREE, "chosen"))  # first: what another run chose for itself says nothing
+    _refuse_another(folder, saved, own, but=(*FREE, "chosen"))  # first, since another run's choices would not matter
     agree(wire, snapshot, lambda: _check_chosen(snapshot, options))
     description["chosen"] = dict(saved["chosen"])
     if options.weighing is not None and options.weighing.speeds is not None:
@@ -120,28 +120,28 @@ def matching_snapshot(
     stands_at = max(snapshot.meta["step"], snapshot.meta["begun_end"] or 0)
     if stands_at > description["limits"]["total_steps"]:
         raise CheckpointError(
-            f"the checkpoint in {folder} stands at step {stands_at}, past the {description['limits']['total_steps']} "
-            "steps asked for: raise max_steps or num_epochs"
+            f"the checkpoint in {folder} is at step {stands_at}, past the {description['limits']['total_steps']} "
+            "steps of this run: raise max_steps or num_epochs"
         )
     return snapshot, complaints
 
 
 def _refuse_another(folder: Path, saved: dict[str, Any], own: dict[str, Any], but: Collection[str]) -> None:
-    """Raise CheckpointError where two descriptions differ, but for what is named."""
+    """Raise CheckpointError if two descriptions differ in fields other than `but`."""
     theirs, ours = ({key: value for key, value in of.items() if key not in but} for of in (saved, own))
     unlike, remedy = differences(theirs, ours), ""
     if saved.get("num_nodes") != own["num_nodes"]:
-        unlike = [line for line in unlike if not line.startswith("data.shards")]  # they follow from it
-        remedy = f"\nGive num_nodes={saved.get('num_nodes')}: fewer processes or hosts share the nodes out"
+        unlike = [line for line in unlike if not line.startswith("data.shards")]  # they differ as a consequence
+        remedy = f"\nGive num_nodes={saved.get('num_nodes')}: the number of processes or hosts may differ"
     if unlike:
         lines = "\n  ".join(unlike) + remedy
         raise CheckpointError(
-            f"the checkpoint in {folder} is of another run; only max_steps and num_epochs may differ:\n  {lines}"
+            f"the checkpoint in {folder} is from another run; only max_steps and num_epochs may differ:\n  {lines}"
         )
 
 
 def _rounds_as_far(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, Any]:
-    """Return the saved lengths of rounds where the current ones are the same, as far as both runs go."""
+    """Return the saved round lengths if the current ones are equal as far as both runs go."""
     theirs, ours = saved.get("rounds"), current.get("rounds")
     if not isinstance(theirs, dict) or not isinstance(ours, dict):
         return {}
@@ -154,7 +154,7 @@ def _rounds_as_far(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, 
 
 
 def _check_chosen(snapshot: Snapshot, options: FitOptions) -> None:
-    """Raise CheckpointError where what the run had chosen for itself is nothing that this one could."""
+    """Raise CheckpointError if this run could not make the checkpoint's recorded choices."""
     chosen = snapshot.meta["description"].get("chosen")
     compute, micro, speeds = (chosen.get(name) if isinstance(chosen, dict) else 0 for name in CHOSEN)
     right = {
@@ -168,16 +168,14 @@ def _check_chosen(snapshot: Snapshot, options: FitOptions) -> None:
     right["speeds"] = right["speeds"] and (speeds is not None) == (options.weighing is not None)
     for name, is_right in right.items():
         if not is_right:
-            raise CheckpointError(
-                f"{snapshot.path}/run.json: {name} in chosen={chosen!r} is nothing this run can choose"
-            )
+            raise CheckpointError(f"{snapshot.path}/run.json: this run cannot choose {name} as in chosen={chosen!r}")
 
 
 def agree(wire: Wire, snapshot: Snapshot, check: Callable[[], None]) -> None:
     """Do `check` in every process.
 
     Raises:
-        Unfit: there was a CheckpointError in one of them.
+        Unfit: it raised CheckpointError in one process.
     """
     why = None
     try:

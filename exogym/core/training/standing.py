@@ -1,4 +1,4 @@
-"""Where a run stands: what a checkpoint holds of it beside its fleet's state, and puts back."""
+"""A run's progress: the part of a checkpoint beside the fleet's state."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ if TYPE_CHECKING:
 
 
 class Standing:
-    """Where a run stands, as `saving.snapshots` asks for it and puts it back.
+    """A run's progress, which `saving.snapshots` saves and loads.
 
     Attributes:
-        step: steps done; `epoch`: of the last one, from 0.
-        evaluated_at: the step of the last evaluation.
-        history: what happened up to `step`.
-        apart: how far the nodes were apart before this step's synchronisation, where that was measured.
-        stopped: whether a callback has ended the training.
-        outcome: the final model, where it is known before the end.
+        step: steps done.
+        epoch: the last step's epoch, from 0.
+        evaluated_at: step of the last evaluation.
+        history: records up to `step`.
+        apart: consensus distance before this step's synchronization, if it was measured.
+        stopped: a callback has ended the training.
+        outcome: the final model, if it is known before the end.
         before_saving: called in every process before a checkpoint is written.
     """
 
@@ -48,12 +49,12 @@ class Standing:
 
     @property
     def description(self) -> dict[str, Any]:
-        """What decides the run."""
+        """The run's description: everything that decides its result."""
         return self.agenda.description
 
     @property
     def outages(self) -> Outages | None:
-        """Who was away when, where that is not planned but happens."""
+        """Unplanned absences, by node and step; None if absences are planned or impossible."""
         there = self.driver.attendance
         if there is None:
             return None
@@ -63,32 +64,32 @@ class Standing:
 
     @property
     def seats(self) -> Seats | None:
-        """Who has a row, where there are fewer rows than nodes."""
+        """The nodes that have a row, if rows are fewer than nodes. None: all have one."""
         return self.driver.seats
 
     def may_be_away(self, node: int, step: int) -> bool:
-        """Say whether a node may have been away at `step`, so that nobody keeps a row of it."""
+        """Return whether a node may have been absent at `step`, so that no process keeps its row."""
         there = self.driver.attendance
         return there is not None and node not in there.up(step)
 
     # The time
 
     def start_clock(self) -> None:
-        """The run trains from now on."""
+        """Start the time measurement: the run trains from now on."""
         self._start = time.perf_counter()
 
     def wall_s(self) -> float:
-        """Return the seconds that the run has trained, those before it was resumed too."""
+        """Return the seconds that the run has trained, including the time before a resume."""
         return self._wall_before_s + self.span_s()
 
     def span_s(self) -> float:
-        """Return the seconds that it has trained in this process."""
+        """Return the seconds that the run has trained in this process."""
         return time.perf_counter() - self._start if self._start else 0.0
 
     # Saved, and put back
 
     def save(self) -> Path:
-        """Write a checkpoint of this moment, in all processes; return its folder."""
+        """Write a checkpoint now, in all processes, and return its folder."""
         from exogym.core.saving.checkpoint import save
         from exogym.core.saving.snapshots import for_disk
 
@@ -100,7 +101,7 @@ class Standing:
         return path
 
     def counters(self) -> dict[str, Any]:
-        """Return what says where the run stands, JSON-able; beside the state of the fleet and the history."""
+        """Return the run's counters, JSON-able. The fleet's state and the history are saved apart."""
         losses = self.driver.losses
         return {
             "step": self.step,
@@ -112,7 +113,7 @@ class Standing:
         }
 
     def stand(self, counters: dict[str, Any]) -> None:
-        """Stand where `counters` were taken; state and history are put back by the caller, after this."""
+        """Load `counters`. The caller loads state and history after this."""
         losses, end = self.driver.losses, counters["begun_end"]
         losses.forget()
         if end is not None:
@@ -130,5 +131,5 @@ class Standing:
         self.agenda.description = description
 
     def carry_on(self, wall_s: float) -> None:
-        """After going back in a run that goes on: the time has passed."""
+        """After going back to an earlier checkpoint within a run: keep the elapsed time."""
         self._wall_before_s = wall_s

@@ -1,4 +1,4 @@
-"""What is trained, as a value."""
+"""A run's subject as a value: the model, the data and the loss."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Subject:
-    """The model, the data sets, and how losses and metrics are found."""
+    """The model, the data sets, the loss function and the metrics."""
 
     model: nn.Module
     train_dataset: Any

@@ -1,7 +1,7 @@
-"""The virtual clock of a run: how long it would take on a given network, predicted while it trains.
+"""A run's virtual clock: it predicts the time on a given network while the run trains.
 
-Steps take the seconds that are given, or those that were measured here, node by node. Collectives take what the
-network says. Training does not depend on it.
+A step takes the given seconds, or the seconds measured here for each node. The network gives the collectives' seconds.
+Training does not depend on the clock.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from exogym.core.fleet.state import Shared
 
 
 class Timing:
-    """Drives a `Clock` with what the nodes of a fleet compute and send.
+    """Advance a `Clock` by the computing and sending of a fleet's nodes.
 
     In a simulation's clock, averages that arrive late overlap with computing. On hosts, a run waits for them where it
-    sends them. A network that was measured stands for hosts on which this library runs. An all-reduce then takes what
-    the run's own takes, the exact one unless it is native.
+    sends them. A measured network stands for hosts that run ExoGym. There an all-reduce takes as long as the run's own:
+    the exact one, unless `reduction="native"`.
 
     Args:
-        fleet: its communicator's events are taken into account from here on.
-        network, step_seconds, timeline: as `Clock`; step_seconds None: measured.
-        work: (N,) what each node's steps hold, where that differs, in steps as `step_seconds` means them.
-        spread: where a node is several devices: (N,) shares of a step's time that they take, and (N,) seconds on top.
+        fleet: the clock counts its communicator's events from here on.
+        network, step_seconds, timeline: as for `Clock`; `step_seconds=None`: measured.
+        work: (N,) size of each node's steps relative to `step_seconds`, if sizes differ.
+        spread: for nodes of several devices: (N,) the share of a step's time that they need, and (N,) extra seconds.
 
     >>> from exogym.fleet import Fleet
     >>> fleet = Fleet(torch.nn.Linear(2, 1), range(2), 2, torch.device("cpu"))
@@ -54,7 +54,7 @@ class Timing:
     ):
         self.fleet, self.is_measured = fleet, step_seconds is None
         wire = fleet.comm.wire
-        are_there = len(wire.world.placement) > len(wire.placement)  # the devices, so that they are measured
+        are_there = len(wire.world.placement) > len(wire.placement)  # real devices, so that they are measured
         self.spread = None if self.is_measured and are_there else spread
         self.clock = Clock(fleet.num_nodes, network, 0.0 if self.is_measured else step_seconds, timeline=timeline)
         self._is_exact = self.clock.network.measurement is not None and not fleet.comm.wire.native
@@ -67,14 +67,14 @@ class Timing:
         fleet.state.register("clock", Shared(self.clock.state, self.clock.load_state))
 
     def took(self, steps: Sequence[tuple[int, int]], begin: float) -> None:
-        """Rows have taken (row, count) `steps` since `begin` of `time.perf_counter`, and shared the time so."""
+        """Record that rows have taken (row, count) `steps` since `begin` (`time.perf_counter`), sharing the time."""
         taken_s = time.perf_counter() - begin
         total = sum(count for _, count in steps)
         for row, count in steps:
             self.taken_s[row] += taken_s * count / total
 
     def computed(self, counts: np.ndarray | int, agreements: int = 0) -> None:
-        """All nodes have taken `counts` steps, (N,) or one number, agree so often, and are about to communicate."""
+        """Record that all nodes have taken `counts` steps, (N,) or one number, and then agree `agreements` times."""
         counts = np.broadcast_to(np.asarray(counts), self.fleet.num_nodes)
         if not self.is_measured:
             self.clock.advance(counts)
@@ -101,15 +101,15 @@ class Timing:
 
     @property
     def time_s(self) -> float:
-        """Predicted seconds until the last node is done with what happened so far."""
+        """Predicted seconds so far: the last node's time."""
         return self.clock.last_s
 
     def parts(self) -> dict[str, list[float]]:
-        """Return the seconds that each node, of the first 64, has spent so far: computing, waiting, sending, down."""
+        """Return each node's seconds of computing, waiting, sending and outages so far, for the first 64 nodes."""
         return {part: self.clock.seconds(part, slice(MOST_NODES)).round(6).tolist() for part in PARTS}
 
     def values(self, node: int | None = None) -> dict[str, float]:
-        """Return time_s, waiting_share and bandwidth_use of a node, or the latest node's time and the mean shares."""
+        """Return a node's time_s, waiting_share and bandwidth_use. None: the last node's time, and the mean shares."""
         clock = self.clock
         if node is not None:
             return clock.figures(node)
@@ -121,6 +121,6 @@ class Timing:
 
 
 def mean_seconds(step_seconds: Any, num_nodes: int, spread: tuple[np.ndarray, np.ndarray] | None) -> np.ndarray:
-    """Return the (N,) seconds of a step that were given; `spread`, as in `Timing`: of nodes of several devices."""
+    """Return (N,) the given seconds of each node's step. `spread`: see `Timing`."""
     time_ = step_seconds if isinstance(step_seconds, StepTime) else StepTime(step_seconds)
     return (time_ if spread is None else time_.for_work(*spread)).mean_s(num_nodes)

@@ -107,7 +107,7 @@ def test_a_callback_that_never_ends_the_training_costs_no_measurement(may_end, m
 
 
 def test_a_callback_that_says_it_never_ends_the_training_and_does_is_an_error():
-    with pytest.raises(ArgumentError, match="Every says may_end=False and returned True"):
+    with pytest.raises(ArgumentError, match="Every returned True, but has may_end=False"):
         distances(FedAvgStrategy(PLAIN, H=5), callbacks=[Every(5, lambda loop: True, may_end=False)])
 
 

@@ -105,7 +105,7 @@ def test_a_finished_run_resumed_gives_the_model_and_history_again(tmp_path):
     marks = fingerprint(first.model), rows(first)
     again = fit(DiLoCoStrategy(lr=0.02, H=5), tmp_path, resume=True)
     assert (fingerprint(again.model), rows(again)) == marks
-    with pytest.raises(CheckpointError, match="stands at step 12, past the 7 steps"):
+    with pytest.raises(CheckpointError, match="is at step 12, past the 7 steps"):
         fit(DiLoCoStrategy(lr=0.02, H=5), tmp_path, resume=True, max_steps=7)
 
 
@@ -234,7 +234,7 @@ def test_another_frozen_base_is_another_run(tmp_path):
 def test_checkpoints_are_not_written_over(tmp_path):
     fit(FedAvgStrategy(SGD, H=5), tmp_path, max_steps=6)
     before = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")}
-    with pytest.raises(ArgumentError, match="already holds checkpoints: pass resume=True"):
+    with pytest.raises(ArgumentError, match="already holds checkpoints: give resume=True"):
         fit(FedAvgStrategy(SGD, H=5), tmp_path)
     assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*")} == before
 
@@ -281,7 +281,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_notice(name, tmp_path, capsy
     resumed = fit(FedAvgStrategy(SGD, H=5), tmp_path, checkpoint_interval=8, resume=True)
     assert fingerprint(resumed.model) == mark
     notice = capsys.readouterr().err
-    assert "step_0000000012" in notice and "using the one before" in notice
+    assert "step_0000000012" in notice and "using the checkpoint before" in notice
     load(list_checkpoints(tmp_path)[-1])  # written anew, whole
 
     for path in list_checkpoints(tmp_path):

@@ -161,7 +161,7 @@ def test_a_killed_run_goes_on_from_folders_of_its_own(name, resumed):
     base, ranks, log = resumed
     assert ranks[0][name] == undisturbed()
     assert all(seen[name][0] == undisturbed()[0] for seen in ranks)
-    taken = f"there is no {NEWEST} in .*/torn/b; using the one before"
+    taken = f"there is no {NEWEST} in .*/torn/b; using the checkpoint before"
     assert len(re.findall(taken, log)) == (1 if name == "torn" else log.count("/torn/b; using"))
     newest = names(base / name / "a")[-1]
     assert newest == names(base / name / "b")[-1] == "step_0000000014"
@@ -169,7 +169,7 @@ def test_a_killed_run_goes_on_from_folders_of_its_own(name, resumed):
 
 def test_only_the_torn_one_was_passed_over(resumed):
     base, _, log = resumed
-    assert log.count("using the one before") == 1
+    assert log.count("using the checkpoint before") == 1
     assert NEWEST in names(base / "resumed" / "b")
     left = [path for path in base.rglob(".*") if path.name.startswith((".step", ".seen", ".writable"))]
     assert left == []
@@ -205,7 +205,7 @@ def test_a_host_without_its_folder_is_named(resumed):
     for seen in ranks:
         assert re.search(rf"there is no {NEWEST} in \S+/one empty/b; there is no step_0000000006 in", seen["one empty"])
         assert "rsync -a" in seen["one empty"]
-    assert all("/not resumed/b) already holds checkpoints: pass resume=True" in seen["not resumed"] for seen in ranks)
+    assert all("/not resumed/b) already holds checkpoints: give resume=True" in seen["not resumed"] for seen in ranks)
 
 
 def test_folders_laid_together_are_a_checkpoint_for_every_layout(saved, tmp_path):

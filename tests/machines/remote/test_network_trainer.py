@@ -629,7 +629,7 @@ def test_a_new_start_goes_on_from_its_own_checkpoints_only(tmp_path: Path) -> No
     assert first.returncode == 0 and "done 12" in first.stdout, first.stderr
     saved = sorted(path.name for path in (tmp_path / "checkpoints").glob("step*"))
     second = train("15", "")
-    assert second.returncode != 0 and "already holds checkpoints: pass resume=True" in second.stdout + second.stderr
+    assert second.returncode != 0 and "already holds checkpoints: give resume=True" in second.stdout + second.stderr
     assert sorted(path.name for path in (tmp_path / "checkpoints").glob("step*")) == saved
 
 
