@@ -17,7 +17,8 @@ from exogym.compare import Standing, compare
 from exogym.errors import ArgumentError, run_script
 from exogym.network import readable_seconds
 from exogym.progress import readable_bytes
-from exogym.study.compare.comparison import markdown, spread_text
+from exogym.study.compare.comparison import markdown
+from exogym.study.compare.summary import spread_text
 from exogym.tasks import load_task
 
 

@@ -16,9 +16,9 @@ from exogym.network import readable_seconds
 from exogym.study.benchmark import FULL, SHORT, Results, Scope, parts_of
 from exogym.study.benchmark.page import write
 from exogym.study.benchmark.speed import seconds_of_turns
-from exogym.study.compare.comparison import SINGLE
 from exogym.study.compare.entries import split_strategies
 from exogym.study.compare.plots import check_matplotlib
+from exogym.study.compare.summary import SINGLE
 from exogym.study.reproduce import Reproduction
 from exogym.study.reproduce.claim import SEEDS
 from exogym.study.reproduce.training import different

@@ -114,7 +114,9 @@ def compare(
     ] = None,
     target_loss: Annotated[
         float | None,
-        typer.Option(metavar="L", help="Predict the time to reach this loss. [default: 95 % of DDP's quality]"),
+        typer.Option(
+            metavar="L", help="Loss to reach; shows bytes and time until then. [default: 95 % of DDP's quality]"
+        ),
     ] = None,
     timeline: Annotated[
         bool,
@@ -146,7 +148,7 @@ def compare(
     given |= {"problem": dataset, "processes": processes_of(processes), "speeds": numbers_of("--speeds", speeds)}
     if resume:
         given |= _as_before(context, out, given)
-    for name in ("step_seconds", "speeds", "target_loss", "timeline"):
+    for name in ("step_seconds", "speeds", "timeline"):
         if given[name] not in (None, False) and given["network"] is None:
             raise ArgumentError(f"--{name.replace('_', '-')} needs --network, for example --network wifi")
     check_dataset(given["problem"])

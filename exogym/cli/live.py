@@ -93,7 +93,7 @@ def _line(at: Standing) -> str:
 
 
 def print_table(result: Comparison | Swept, file: TextIO) -> None:
-    """Print the table and finding of a comparison or sweep. A terminal gets a drawn table, a file Markdown.
+    """Print the verdict and table of a comparison or sweep. A terminal gets a drawn table, a file Markdown.
 
     In a terminal, columns that do not fit follow in tables below. Each table starts with the strategies.
     """
@@ -102,7 +102,8 @@ def print_table(result: Comparison | Swept, file: TextIO) -> None:
         print(result.to_markdown(), file=file)
         return
     tables = drawn(*result.table(), console.width)
-    console.print(result.heading, "", *tables, result.finding, sep="\n", markup=False, highlight=False)
+    said = [result.heading, "", result.finding, ""]
+    console.print(*said, *tables[:-1], sep="\n", markup=False, highlight=False)
 
 
 def drawn(

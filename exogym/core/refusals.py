@@ -108,7 +108,6 @@ FEATURES: dict[str, str] = {
     "no step_seconds": "a run without `step_seconds=`",
     "timeline": "`fit(timeline=True)`",
     "speeds": "`compare(speeds=...)`",
-    "target_loss": "`compare(target_loss=...)`",
     "checkpoint_interval": "`fit(checkpoint_interval=...)`",
     "resume": "`fit(resume=True)`",
     "max_restarts": "`fit(max_restarts=...)`",
@@ -515,7 +514,7 @@ _TIME: tuple[Refused, ...] = (
             "the clock that uses it needs a network",
             "give network, for example network='1Gbps,0.5ms'",
         )
-        for feature in ("step_seconds", "timeline", "speeds", "target_loss")
+        for feature in ("step_seconds", "timeline", "speeds")
     ),
     Refused(
         "its own clock",

@@ -3,6 +3,7 @@
     runs.list("runs")          each run, comparison and sweep in a folder; the runs of a comparison are PARENT/CHILD
     runs.load("runs/digits")   one run: description, records, events, summary
     runs.draw([...], "out")    the curves of any runs over each other
+    runs.summary("runs/cmp")   what the runs of a comparison or sweep come to: a row for each strategy, a verdict
 
 Everything is read from the files of `exogym.core.record.run_folder`, at any moment: while they are written, after a
 kill in the middle of a line, and while a folder is being removed. A folder that holds what no run writes
@@ -52,7 +53,8 @@ from exogym.core.record.schema import EVENT, RECORD, rows_in
 from exogym.errors import ArgumentError, nearest, needs
 from exogym.logger import NOT_IN_JSON, in_json
 from exogym.strategy.names import short_names
-from exogym.study.compare.comparison import SINGLE, name_of, plain_name, write_csv
+from exogym.study.compare.comparison import plain_name, write_csv
+from exogym.study.compare.folder import OUTCOME, Folder
 from exogym.study.compare.plots import (
     Curve,
     check_matplotlib,
@@ -60,6 +62,7 @@ from exogym.study.compare.plots import (
     plot_against_steps,
     plot_against_time,
 )
+from exogym.study.compare.summary import SINGLE, Summary, Track, name_of, summary_of, target_of, target_of_best
 
 if TYPE_CHECKING:
     import pandas
@@ -247,6 +250,66 @@ def read_lines(path: str | os.PathLike[str]) -> Iterator[Row]:
     """
     for row in rows_in(path, EVENT if Path(path).name == "events.jsonl" else RECORD):
         yield _numbers(row)
+
+
+def track_of(path: str | os.PathLike[str]) -> Track | None:
+    """Return the evaluations of the run in a folder; None where it has none yet.
+
+    Raises:
+        ArgumentError: a line of its records holds what no run writes.
+    """
+    before = dict[int, float]()
+
+    def noted() -> Iterator[Row]:
+        for row in read_lines(Path(path) / "records.jsonl"):
+            if row.get("node") is None:
+                yield row
+            elif row["node"] == 0 and isinstance(row.get("wall_s"), float):
+                before[row["step"]] = row["wall_s"]
+
+    return Track.of_rows(builtins.list(noted()), before)
+
+
+def summary(folder: str | os.PathLike[str], target_loss: float | None = None) -> Summary | None:
+    """Return what the runs of a comparison or sweep come to: those that have ended well by now; None while none has.
+
+    Args:
+        target_loss: the validation loss to reach; None: the one that the comparison or sweep has.
+
+    Raises:
+        ArgumentError: the folder holds neither a comparison nor a sweep, or holds what no run writes.
+    """
+    path = Path(folder)
+    try:
+        kind = _parent(path, schema.read(path / "run.json"))
+        about = schema.read(path / PARENTS[kind]) if kind else {}
+    except ArgumentError as error:
+        raise ArgumentError(f"{str(path)!r} cannot be read: {error}") from None
+    labels = about.get("cells" if kind == "sweep" else "strategies")
+    if not isinstance(labels, dict):
+        raise ArgumentError(f"{str(path)!r} holds no comparison and no sweep: name the folder of one")
+    saved = about.get("summary")
+    if target_loss is None and isinstance(saved, builtins.list) and about.get("state") == "finished":
+        return Summary(saved, str(about.get("finding")), about["target_loss"], str(about["target"]))
+    given = (about.get("setting") or {}).get("seeds") or (about.get("arguments") or {}).get("seeds") or 0
+    seeds = builtins.list(range(given)) if isinstance(given, int) else given
+    inside, tracks, said = Folder(path, labels), dict[tuple[str, int], Track](), dict[str, tuple[str, str]]()
+    for label in labels:
+        states = [read_object(inside.child(label, seed) / OUTCOME).get("state") for seed in seeds]
+        for seed, state in zip(seeds, states, strict=True):
+            track = track_of(inside.child(label, seed)) if state == "finished" else None
+            if track is not None:
+                tracks[label, seed] = track
+        ended, failed = sum(state is not None for state in states), states.count("failed")
+        notes = [f"{ended} of {len(seeds)} runs have ended"] * (ended < len(seeds))
+        notes += [f"{failed} of {len(seeds)} runs failed"] * (failed > 0)
+        said[label] = str((about.get("titles") or {}).get(label, label)), "; ".join(notes)
+    if not tracks:
+        return None
+    if target_loss is None:
+        target_loss = about.get("wanted_loss") or (about.get("timing") or {}).get("wanted_loss")
+    is_sweep = kind == "sweep" and target_loss is None
+    return summary_of(said, seeds, tracks, target_of_best(tracks) if is_sweep else target_of(tracks, target_loss))
 
 
 def draw(

@@ -162,7 +162,6 @@ BAD = {
     "no step": (["--network", "wifi", "--step-seconds", "0"], "a step must take time"),
     "step without network": (["--step-seconds", "1"], "--step-seconds needs --network"),
     "timeline without network": (["--timeline"], "--timeline needs --network"),
-    "target without network": (["--target-loss", "1"], "--target-loss needs --network"),
     "speeds without network": (["--speeds", "1,1"], "--speeds needs --network"),
     "words for speeds": (["--network", "wifi", "--speeds", "1,fast"], "--speeds='1,fast' must be numbers"),
     "no speed": (["--network", "wifi", "--nodes", "2", "--step-seconds", "1", "--speeds", "1,0"], "over 0 per node"),

@@ -140,9 +140,10 @@ _OF_A_RUN: dict[str, Kind] = {
 }  # fmt: skip
 _OF_SEVERAL: dict[str, Kind] = {
     "task": NAME, "description": WORD, "state": NAME, "process": PROCESS, "arguments": ARGUMENTS, "runs_wanted": COUNT,
-    "versions": OBJECT,
+    "versions": OBJECT, "summary": _list(_labelled(PLAIN, MOST_LABELS), MOST_CELLS), "finding": WORD,
+    "target_loss": FINITE, "target": WORD,
 }  # fmt: skip
-COMPARISON = _OF_SEVERAL | {"strategies": _labelled(ANY, MOST_LABELS)}
+COMPARISON = _OF_SEVERAL | {"strategies": _labelled(ANY, MOST_LABELS), "titles": _labelled(WORD, MOST_LABELS)}
 _SHOWN = dict.fromkeys(("address", "device", "state"), WORD) | dict.fromkeys(
     ("restarts", "heard_s", "cores", "cpu_use", "memory_bytes", "memory_total_bytes", "run_memory_bytes", "rx_bps",
      "tx_bps"), FINITE,
@@ -172,6 +173,7 @@ OBJECTS: dict[str, tuple[int, dict[str, Kind]]] = {
     "hosts.json": (_LONG, {
         "process": PROCESS, "written_s": FINITE, "hosts": _list(_HOST, 1 << 14), "events": _list(_SAID, 1 << 14),
     }),
+    "outcome.json": (_SHORT, {"state": NAME}),
     "timeline.json": (_LONG, {"spans": LIST, "shares": OBJECT}),
 }  # fmt: skip
 

@@ -11,7 +11,8 @@ from exogym.core.progress import readable_bytes
 from exogym.network import readable_seconds
 from exogym.study.benchmark.plots import draw_scaling, draw_task, middle_of
 from exogym.study.benchmark.results import COUNTS, DEVICE, NETWORKS, SHARED, WIRE
-from exogym.study.compare.comparison import SINGLE, Comparison, markdown, spread_text
+from exogym.study.compare.comparison import Comparison, markdown
+from exogym.study.compare.summary import SINGLE, spread_text
 
 # Our estimates before measuring: reduction, quality, and the use that each method suits.
 PLANNED = {

@@ -12,7 +12,7 @@ from typing import Any
 
 from exogym.errors import ArgumentError, DataError
 from exogym.strategy.registry import STRATEGIES
-from exogym.study.compare.comparison import SINGLE
+from exogym.study.compare.summary import SINGLE
 from exogym.study.reproduce import Cell, Reproduction
 from exogym.study.reproduce.problems import problem
 from exogym.study.tasks import Data

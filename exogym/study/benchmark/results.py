@@ -21,9 +21,9 @@ from exogym.study.advise import advise
 from exogym.study.advise.simulation import parameters_of
 from exogym.study.benchmark.parts import Part
 from exogym.study.benchmark.speed import rates_of
-from exogym.study.compare.comparison import SINGLE, find, summarise
 from exogym.study.compare.run import heading_of, said_of
 from exogym.study.compare.session import Session
+from exogym.study.compare.summary import SINGLE, Track, summary_of
 from exogym.study.reproduce import Reproduction
 
 RATES = ("examples_per_s", "examples_per_s_std")
@@ -68,12 +68,14 @@ class Results:
         sessions = {label: work.session(cell) for label, cell in part.cells.items()}
         said: dict[str, tuple[str, str]] = {}
         histories: dict[tuple[str, int], History] = {}
-        wall_s = 0.0
+        tracks, wall_s = dict[tuple[str, int], Track](), 0.0
         for session in sessions.values():
             said |= said_of(session)
             histories |= session.histories
+            tracks |= session.tracks
             wall_s += sum(outcome.wall_s for outcome in session.outcomes.values())
-        rows = summarise(said, work.seeds, histories)
+        summary = summary_of(said, work.seeds, tracks)
+        rows = summary.rows
         for row in rows:
             row["curve"] = _curve([history for (label, _), history in histories.items() if label == row["strategy"]])
         first = next(iter(sessions.values()))
@@ -81,7 +83,7 @@ class Results:
         new = {
             "task": part.task, "nodes": part.nodes, "batch_size": setting.batch_size, "steps": setting.steps,
             "seeds": len(work.seeds), "parameters": parameters_of(first.task), "heading": heading_of(first),
-            "finding": find(rows), "device": str(first.place), "wall_s": wall_s, "rows": rows,
+            "finding": summary.verdict, "device": str(first.place), "wall_s": wall_s, "rows": rows,
             "predicted": {},
         }  # fmt: skip
         before = self.parts.get(part.name, {})

@@ -8,7 +8,7 @@ from dataclasses import KW_ONLY, dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from exogym.core.training.options import FitOptions, RunOptions, written_as
-from exogym.study.compare.comparison import SINGLE
+from exogym.study.compare.summary import SINGLE
 
 if TYPE_CHECKING:
     import torch
@@ -95,8 +95,9 @@ class ComparisonOptions(StudyOptions):
         processes: As `LocalTrainer.fit`; `single` always has one process, no `faults` and no `balance`.
         speeds: Speeds of the nodes, over 0; a node of speed 0.5 takes twice the step_seconds. `single` is node 0, with
             its speed.
-        target_loss: The validation loss whose time of arrival is predicted. None: DDP's final validation loss / 0.95,
-            which is 95 % of its quality; without DDP the highest final loss of any run.
+        target_loss: The validation loss to reach: the bytes until then, and with a network the time, are in the rows.
+            None: DDP's final validation loss / 0.95, which is 95 % of its quality; without DDP the highest final loss
+            of any run.
         timeline: Also draw what each node does when in the first rounds of each strategy, and write it as traces.
         out: Folder in which to make the folder `<task>-<time>` with run.json, summary.csv, metrics.csv (each
             evaluation), loss_vs_steps.png and loss_vs_bytes.png, with a network also loss_vs_time.png, with `timeline`

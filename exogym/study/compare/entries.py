@@ -11,7 +11,7 @@ from typing import Any
 from exogym.errors import ArgumentError, check_count
 from exogym.strategy.registry import DEFAULTS, STRATEGIES, parse_strategy, unknown
 from exogym.strategy.strategy import Inner, Strategy
-from exogym.study.compare.comparison import SINGLE
+from exogym.study.compare.summary import SINGLE
 from exogym.study.tasks import Task
 
 # Evaluations of a run: enough to draw a curve, few enough to take a tenth of the fleet's time. An example evaluated

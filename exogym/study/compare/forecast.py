@@ -120,9 +120,7 @@ def check_timed(network: Any, step_seconds: Any, speeds: Any, target_loss: Any, 
         ArgumentError: either.
     """
     if network is None:
-        given = features_of(
-            step_seconds=step_seconds, speeds=speeds, target_loss=target_loss, timeline=timeline or None
-        )
+        given = features_of(step_seconds=step_seconds, speeds=speeds, timeline=timeline or None)
         check({"no network": "no network"} | given)
     number = isinstance(target_loss, int | float) and not isinstance(target_loss, bool)
     if target_loss is not None and not (number and math.isfinite(target_loss)):

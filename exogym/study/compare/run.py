@@ -24,20 +24,13 @@ from exogym.data.partition import IID, parse_partitioner
 from exogym.data.stream import check_dataset, is_factory
 from exogym.errors import ArgumentError, TrainingError, check_count
 from exogym.study.compare.asked import IN_A_FOLDER, OF_A_STEP, OF_NO_RESULT, ComparisonOptions
-from exogym.study.compare.comparison import (
-    Comparison,
-    ComparisonInterrupted,
-    find,
-    find_first,
-    summarise,
-    target_of,
-    write,
-)
+from exogym.study.compare.comparison import Comparison, ComparisonInterrupted, write
 from exogym.study.compare.entries import OF_SEVERAL_NODES, entries_of, setting_of
 from exogym.study.compare.folder import Folder, saved_in
 from exogym.study.compare.forecast import check_timed, forecast_of, measured_step_s
 from exogym.study.compare.plots import check_matplotlib
 from exogym.study.compare.session import Session
+from exogym.study.compare.summary import summary_of, target_of
 from exogym.study.tasks import Task, load_task
 
 VAL_EXAMPLES = 500  # at most
@@ -73,7 +66,8 @@ def compare(asked: ComparisonOptions) -> Comparison:
     session = session_of(asked, (saved.get("timing") or {}).get("measured_step_s"))
     decisive = asked_of(session, asked.target_loss)
     description = {
-        **decisive, "data": session.task.origin, "versions": versions(), "arguments": _arguments(asked),
+        **decisive, "titles": {label: entry.title for label, entry in session.entries.items()},
+        "data": session.task.origin, "versions": versions(), "arguments": _arguments(asked),
         "process": described(),
         "started": saved.get("started", time.strftime("%Y-%m-%dT%H:%M:%S%z")),
     }  # fmt: skip
@@ -146,11 +140,12 @@ def asked_of(session: Session, target_loss: float | None = None) -> dict[str, An
     task, forecast, timing = session.task, session.forecast, None
     if forecast is not None:
         timing = forecast.describe() | {"wanted_loss": target_loss, "timeline": session.timeline}
+    wanted = {} if forecast is not None or target_loss is None else {"wanted_loss": target_loss}
     return {
         "task": task.name, "description": task.description, "train_examples": len(session.train),
         "val_examples": len(session.val), "strategies": {k: describe(e.strategy) for k, e in session.entries.items()},
         "setting": session.setting.as_dict(), "partition": repr(session.split), "val_interval": session.val_interval,
-        "device": str(session.place), "timing": timing,
+        "device": str(session.place), "timing": timing, **wanted,
     } | decisive_of(RunOptions(**session.passed))  # fmt: skip
 
 
@@ -197,22 +192,23 @@ def _carried_out(session: Session, description: dict[str, Any], target_loss: flo
 
 def _result(session: Session, description: dict[str, Any], target_loss: float | None, state: str) -> Comparison:
     """Return what came out of the runs that have ended, and write it where there is a folder."""
-    setting, forecast, histories = session.setting, session.forecast, session.histories
-    target, why = (None, "") if forecast is None else target_of(histories, target_loss)
-    rows = summarise(said_of(session), setting.seeds, histories, target)
-    heading = heading_of(session)
-    finding, timed = find(rows), {}
-    if forecast is not None and target is not None:
+    setting, forecast = session.setting, session.forecast
+    network = "" if forecast is None else forecast.name
+    target = target_of(session.tracks, target_loss)
+    summary = summary_of(said_of(session), setting.seeds, session.tracks, target, network)
+    heading, finding, timed = heading_of(session), summary.verdict, {}
+    if forecast is not None:
         heading += f". Time predicted on {forecast}"
-        finding += " " + find_first(rows, target, why)
-        timed = {"forecast": forecast.describe() | {"target_loss": target, "target": why}}
+        timed = {"forecast": forecast.describe() | {"target_loss": summary.target_loss, "target": summary.target}}
     runs = [
         {"strategy": label, "seed": seed, "wall_s": found.wall_s, "description": found.description}
         for (label, seed), found in session.outcomes.items()
     ]
-    description = {**description, "state": state, "heading": heading, "finding": finding, **timed, "runs": runs}
+    description = {**description, "state": state, "heading": heading, "finding": finding, **timed}
+    description |= summary.to_json() | {"runs": runs}
     result = Comparison(
-        heading, finding, rows, histories, description, target_loss=target, strips=session.strips
+        heading, finding, summary.rows, session.histories, description, target_loss=summary.target_loss,
+        strips=session.strips,
     )  # fmt: skip
     if session.folder is None:
         return result

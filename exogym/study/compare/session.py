@@ -24,6 +24,7 @@ from exogym.study.compare.folder import Folder, Outcome
 from exogym.study.compare.forecast import Forecast
 from exogym.study.compare.pace import Pace
 from exogym.study.compare.plots import Strip
+from exogym.study.compare.summary import Track
 from exogym.study.tasks import Task
 from exogym.trainer import LocalTrainer
 
@@ -125,6 +126,12 @@ class Session:
     def histories(self) -> dict[tuple[str, int], History]:
         """Of the runs that ended well."""
         return {key: found.history for key, found in self.outcomes.items() if found.history is not None}
+
+    @property
+    def tracks(self) -> dict[tuple[str, int], Track]:
+        """The evaluations of the runs that ended well."""
+        found = {key: Track.of_history(history) for key, history in self.histories.items()}
+        return {key: track for key, track in found.items() if track is not None}
 
     @property
     def strips(self) -> dict[str, Strip]:

@@ -14,7 +14,7 @@ from typing import Any
 from exogym.core.base.files import replacing
 from exogym.core.progress import readable_bytes
 from exogym.errors import ArgumentError
-from exogym.study.compare.comparison import SINGLE
+from exogym.study.compare.summary import SINGLE
 from exogym.study.reproduce.catalogue import CLAIMS
 from exogym.study.reproduce.checks import mean_text
 from exogym.study.reproduce.claim import Cell, Claim, Found, Run, Seen, Verdict, plain_of, run_of

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 from exogym.core.progress import readable_bytes
 from exogym.errors import ExoGymError
 from exogym.network import readable_seconds
-from exogym.study.compare.comparison import Histories, markdown, spread_text, write_csv
+from exogym.study.compare.comparison import Histories, markdown, reached_text, write_csv
 from exogym.study.compare.plots import COLOURS, DOTS_PER_INCH
+from exogym.study.compare.summary import spread_text
 from exogym.study.sweep.axes import Axes, as_number
 
 if TYPE_CHECKING:
@@ -27,12 +28,15 @@ class Swept:
     """What came out of `sweep`.
 
     Attributes:
-        heading, finding: one line saying what was trained, and one what came out.
+        heading: one line saying what was trained.
+        finding: the verdict, one to three sentences; what the seeds leave undecided is named so.
         axes: what was swept: option to its values, or range.
         rows: a dict per cell: `cell` is its name, then the value of each option, then mean and `<name>_std` over seeds.
         histories: (cell, seed) to the `History` of that run.
         description: what was swept and where, as JSON; also in sweep.json.
         folder, paths: where the files are; None and () if none were wanted.
+        target_loss: the validation loss whose bytes, and with a network time of arrival, are in the rows: 95 % of the
+            best cell's quality.
     """
 
     heading: str
@@ -43,6 +47,7 @@ class Swept:
     description: dict[str, Any] = field(repr=False)
     folder: Path | None = None
     paths: tuple[Path, ...] = ()
+    target_loss: float | None = None
 
     @property
     def best(self) -> dict[str, Any]:
@@ -65,50 +70,32 @@ class Swept:
     def table(self) -> tuple[list[str], list[list[str]]]:
         """Return the headers and the rows of the table as text, mean ± standard deviation over seeds."""
         timed = "time_s" in self.rows[0]
+        to = "" if self.target_loss is None else f" to loss {self.target_loss:.4g}"
         headers = [
-            *self.axes,
-            "validation loss",
-            "accuracy",
-            "sent/node",
-            "predicted" if timed else "examples/s",
-            "notes",
-        ]
-        rows = [
-            [
-                *(row[name] for name in self.axes), spread_text(row, "val_loss", "{:.4f}"),
-                spread_text(row, "val_accuracy", "{:.1%}"),
-                "" if row["tx_bytes"] is None else readable_bytes(row["tx_bytes"]),
-                _predicted(row) if timed else spread_text(row, "examples_per_s", "{:.0f}"), row["notes"],
-            ]
-            for row in self.rows
+            *self.axes, "validation loss", "accuracy", "sent/node", *([f"sent{to}"] if to else []),
+            *(["predicted", f"time{to}"] if timed and to else ["predicted"] if timed else ["examples/s"]), "notes",
         ]  # fmt: skip
+        rows = []
+        for row in self.rows:
+            cells = [row[name] for name in self.axes]
+            cells += [spread_text(row, "val_loss", "{:.4f}"), spread_text(row, "val_accuracy", "{:.1%}")]
+            cells += ["" if row["tx_bytes"] is None else readable_bytes(row["tx_bytes"])]
+            cells += [reached_text(row, "target_bytes", readable_bytes)] if to else []
+            if not timed:
+                cells += [spread_text(row, "examples_per_s", "{:.0f}")]
+            else:
+                cells += ["" if row["time_s"] is None else readable_seconds(row["time_s"])]
+                cells += [reached_text(row, "target_s", readable_seconds)] if to else []
+            rows.append([*cells, row["notes"]])
         return headers, rows
 
     def to_markdown(self) -> str:
-        """Return heading, table and finding as Markdown."""
-        return "\n".join([self.heading, "", markdown(*self.table()), "", self.finding])
-
-
-def _predicted(row: Mapping[str, Any]) -> str:
-    return "" if row["time_s"] is None else readable_seconds(row["time_s"])
+        """Return heading, verdict and table as Markdown."""
+        return "\n".join([self.heading, "", self.finding, "", markdown(*self.table())])
 
 
 def best_of(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return min((row for row in rows if row["val_loss"] is not None), key=lambda row: row["val_loss"])
-
-
-def find(rows: Sequence[dict[str, Any]]) -> str:
-    """Return as one sentence which cell came to the lowest validation loss, and what is as good within the spread."""
-    best = best_of(rows)
-    spread = best["val_loss_std"] or 0.0
-    near = [
-        row["cell"] for row in rows
-        if row is not best and row["val_loss"] is not None and row["val_loss"] - best["val_loss"] <= spread
-    ]  # fmt: skip
-    text = f"Best is {best['cell']}, with a validation loss of {spread_text(best, 'val_loss', '{:.4f}')}"
-    if near:
-        text += f"; within its spread: {'; '.join(near[:3])}" + (f" and {len(near) - 3} more" if near[3:] else "")
-    return text + "."
 
 
 def write(result: Swept, folder: Path) -> tuple[Path, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,21 +23,21 @@ from exogym.core.training.options import FitOptions, RunOptions, describe, in_fu
 from exogym.errors import ArgumentError, TrainingError, check_choice, check_count
 from exogym.logger import check_writable
 from exogym.study.compare.asked import NOT_TAKEN, ComparisonOptions, StudyOptions
-from exogym.study.compare.comparison import MEASURES, TIMED, summarise
 from exogym.study.compare.folder import Folder, Outcome, check_same, lock_of
 from exogym.study.compare.plots import check_matplotlib
 from exogym.study.compare.run import asked_of, decisive_of, said_of, session_of, task_of
 from exogym.study.compare.session import Session
+from exogym.study.compare.summary import MEASURES, TIMED, Summary, Track, summary_of, target_of_best
 from exogym.study.sweep.axes import STRATEGY, Axes, arguments_of, axes_of, grid, label_of
 from exogym.study.sweep.on_ray import train_all_on_ray
-from exogym.study.sweep.result import Swept, best_of, find, write
+from exogym.study.sweep.result import Swept, best_of, write
 from exogym.study.sweep.search import BATCH, check_optuna, propose
 from exogym.study.sweep.workers import Job, processes_that_pay, train_all
 from exogym.study.tasks import Task
 
 Carrier = Callable[[Sequence[Job], Callable[[Job], None]], None]
 SWEEP = "sweep.json"
-LEFT_OUT = ("quality", "reduction", "target_s")  # measures of a comparison that mean nothing between cells
+LEFT_OUT = ("quality", "reduction")  # measures of a comparison that mean nothing between cells
 Cells = dict[str, dict[str, str]]
 
 
@@ -268,7 +269,7 @@ class _Sweep:
             batch = {label_of(cell): cell for cell in proposed}
             self.add({label: cell for label, cell in batch.items() if label not in self.cells})
             self._train(list(batch), carry)
-            rows = {row["cell"]: row["val_loss"] for row in self._rows()}
+            rows = {row["cell"]: row["val_loss"] for row in self._summary().rows}
             tried += [(cell, rows[label_of(cell)]) for cell in proposed]
 
     def _train(self, labels: Sequence[str], carry: Carrier) -> None:
@@ -310,24 +311,29 @@ class _Sweep:
         )
         write_json(self.path / SWEEP, self.description)
 
-    def _rows(self) -> list[dict[str, Any]]:
-        """Return a row for each cell."""
+    def _summary(self) -> Summary:
+        """Return what the runs that have ended come to, a row for each cell."""
         said = {label: (label, said_of(session)[label][1]) for label, session in self.sessions.items()}
-        histories = self.histories
-        rows = []
+        tracks = dict[tuple[str, int], Track]()
+        for session in self.sessions.values():
+            tracks |= session.tracks
+        forecast = next(iter(self.sessions.values())).forecast
+        network = forecast.name if forecast is not None and "network" not in self.axes else ""
+        target = target_of_best(tracks) if tracks else (math.nan, "")
+        found, rows = summary_of(said, self.seeds, tracks, target, network), []
         measures = [m for m in (*MEASURES, *TIMED) if m not in LEFT_OUT]
-        timed = any("time_s" in history.columns for history in histories.values())
-        for row in summarise(said, self.seeds, histories, float("-inf") if timed else None):
+        for row in found.rows:
             cell = self.cells[row["strategy"]]
             figures = {k: row[k] for m in measures if m in row for k in (m, f"{m}_std")}
             strategy = {} if STRATEGY in cell else {STRATEGY: self.options.strategy}
+            figures |= {name: row[name] for name in ("target_loss", "target_runs")}
             rows.append(
                 {"cell": row["strategy"], **strategy, **cell, "seeds": row["seeds"], **figures, "notes": row["notes"]}
             )
-        return rows
+        return replace(found, rows=rows)
 
     def result(self, is_kept: bool) -> Swept:
-        rows, histories = self._rows(), self.histories
+        histories = self.histories
         if not histories:
             self.describe("failed")
             raise TrainingError(next(found.error for found in self.outcomes.values() if found.error))
@@ -339,9 +345,12 @@ class _Sweep:
         )  # fmt: skip
         said += [f"{count} {unit}" for name, count, unit in counts if name not in self.axes]
         heading = f"{self.task.description}. {', '.join(said)}, seeds {', '.join(map(str, self.seeds))}"
-        finding = find(rows)
-        self.describe("finished", heading=heading, finding=finding, best=best_of(rows)["cell"])
-        result = Swept(heading, finding, self.axes, rows, histories, self.description)
+        found = self._summary()
+        best = best_of(found.rows)["cell"]
+        self.describe("finished", heading=heading, finding=found.verdict, best=best, **found.to_json())
+        result = Swept(
+            heading, found.verdict, self.axes, found.rows, histories, self.description, target_loss=found.target_loss
+        )
         if not is_kept:
             return result
         return replace(result, folder=self.path, paths=(self.path / SWEEP, *write(result, self.path)))

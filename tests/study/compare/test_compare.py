@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import shutil
 import statistics
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,12 +21,14 @@ from exogym.core.base.files import new_folder
 from exogym.errors import ArgumentError, DataError, TrainingError
 from exogym.strategy import CommunicateOptimizeStrategy, DiLoCoStrategy, OptimSpec, SimpleReduceStrategy, Strategy
 from exogym.strategy.registry import STRATEGIES, parse_strategy
+from exogym.study import runs
 from exogym.study.compare import DEFAULT_STRATEGIES, Standing, compare, plots
 from exogym.study.compare.asked import ComparisonOptions
-from exogym.study.compare.comparison import FILES, Comparison, find
+from exogym.study.compare.comparison import FILES, Comparison
 from exogym.study.compare.plots import Curve, plot_against_bytes, plot_against_steps
 from exogym.study.compare.run import session_of
 from exogym.study.compare.session import Session
+from exogym.study.compare.summary import Track, summary_of
 from exogym.study.tasks import load_task
 
 STEPS, SEEDS, NODES = 20, (0, 1), 4
@@ -177,7 +180,7 @@ def test_files_hold_the_same(everything: Comparison, out: Path) -> None:
 
 
 def test_markdown_is_a_table(everything: Comparison) -> None:
-    heading, empty, *table, blank, finding = str(everything).split("\n")
+    heading, empty, finding, blank, *table = str(everything).split("\n")
     assert heading == everything.heading and finding == everything.finding and not empty and not blank
     assert len({len(line) for line in table}) == 1 and len(table) == 2 + len(everything.rows)
     assert "± " in table[2] and "10×" in table[4]
@@ -203,24 +206,99 @@ def test_a_task_by_name_is_the_same(everything: Comparison) -> None:
     assert without_speed(named) == [row for row in without_speed(everything) if row["strategy"] == "ddp"]
 
 
-def row(strategy: str, quality: float | None, reduction: float | None, loss: float = 1.0) -> dict[str, object]:
-    return {
-        "strategy": strategy, "title": strategy.upper(), "val_loss": loss, "val_loss_std": None, "quality": quality,
-        "quality_std": 0.02, "reduction": reduction, "tx_bytes": 3e6,
-    }  # fmt: skip
+def runs_of(label: str, ends: list[float], tx_bytes: float = 0.0, time_s: float | None = None) -> dict[Any, Track]:
+    """Runs of a strategy, a seed for each loss at the end: linear from 2 in ten steps, and in bytes and time."""
+    found = {}
+    for seed, end in enumerate(ends):
+        rows = [{"step": k, "val_loss": 2 + (end - 2) * k / 10, "tx_bytes": tx_bytes * k / 10} for k in range(11)]
+        for k, each in enumerate(rows):
+            each |= {} if time_s is None else {"time_s": time_s * k / 10}
+        track = Track.of_rows(rows)
+        assert track is not None
+        found[label, seed] = track
+    return found
 
 
-def test_the_finding_follows_its_rules() -> None:
-    ddp, single = row("ddp", 1.0, 1.0), row("single", 0.5, None)
-    near, nearer, far = row("near", 0.96, 20.0), row("nearer", 0.99, 10.0), row("far", 0.9, 100.0)
-    assert find([single, ddp, near, nearer, far]) == (
-        "NEAR reached 96% ± 2% of DDP's quality with 1/20 of its bytes; SINGLE reached 50% ± 2%."
+def verdict(*runs: dict[Any, Track], target: float | None = 1.0, network: str = "") -> str:
+    tracks = {key: track for each in runs for key, track in each.items()}
+    said = {label: ("one node alone" if label == "single" else label.upper(), "") for label, _ in tracks}
+    return summary_of(said, range(3), tracks, None if target is None else (target, "so"), network).verdict
+
+
+def test_the_verdict_names_who_needs_the_fewest_bytes() -> None:
+    ddp, near = runs_of("ddp", [0.5, 0.5], 300.0), runs_of("near", [0.8, 0.81], 24.0)
+    what = "reached a validation loss of 1 (so)"
+    text = verdict(ddp, near, runs_of("far", [1.2, 1.2], 1.0))
+    assert text == f"NEAR {what} with the fewest bytes: 20.1 B per node, 1/9.96 of DDP's. " + (
+        "DDP ended with the lowest validation loss, 0.5000 ± 0.0000."
     )
-    assert find([ddp, far, row("dear", 0.8, 200.0)]) == "FAR reached 90% ± 2% of DDP's quality with 1/100 of its bytes."
-    assert find([row("a", None, None, 0.5), row("b", None, None, 0.25)]) == (
-        "B reached the lowest validation loss, 0.2500, and sent 3 MB per node."
+    assert verdict(ddp, runs_of("far", [1.2, 1.2], 1.0)).startswith(f"Only DDP {what} in all its runs, with 200 B")
+    assert verdict(ddp).startswith(f"DDP {what}, with 200 B per node. DDP ended with a validation loss of 0.5")
+    lucky = runs_of("lucky", [0.8, 1.2, 0.8], 1.0)
+    assert f"per node; LUCKY only in 2 of 3 runs. {'DDP'}" in verdict(ddp, lucky)
+    assert verdict(lucky).startswith("No strategy reached a validation loss of 1 (so) in all its runs; LUCKY only in 2")
+    alone = runs_of("single", [0.8, 0.8])
+    assert "; one node alone reached it without sending a byte. " in verdict(alone, ddp)
+    assert verdict(alone).startswith("No strategy that communicates reached")
+    assert verdict(alone, runs_of("ddp", [1.5, 1.6], 1.0)).endswith(
+        "One node alone ended with the lowest validation loss, 0.8000 ± 0.0000."
     )
-    assert find([ddp, row("loud", 1.1, 0.5, 0.9)]).startswith("LOUD reached the lowest validation loss, 0.9000")
+    jumped = Track.of_rows([{"step": k, "val_loss": x, "tx_bytes": k} for k, x in enumerate((2, 0.9, 1.1))])
+    assert jumped is not None and "DDP (which ended at 1.1) reached" in verdict({("ddp", 0): jumped})
+    assert verdict(ddp, near, target=2.0).startswith("Training starts at a validation loss of 2 (so) or below: ")
+
+
+def test_the_verdict_names_no_winner_where_seeds_overlap() -> None:
+    one, other = runs_of("one", [0.5, 0.7], 100.0), runs_of("other", [0.6, 0.8], 100.0)
+    text = verdict(one, other)
+    assert "ONE (71.8 B per node) and OTHER (77.4 B per node) reached" in text and "fewest" in text
+    assert text.count("undecided") == 2 and "ended" not in text
+    ends = "ONE (0.6000 ± 0.1414) and OTHER (0.7000 ± 0.1414)"
+    assert text.endswith(f"The lowest final loss is undecided between {ends}: their seeds overlap.")
+    for apart in (runs_of("other", [0.75, 0.8], 100.0), runs_of("other", [0.71, 1.5], 100.0)):
+        is_decided = apart["other", 1].last["val_loss"] < 1  # else the means are closer than the spread
+        assert ("ONE ended with the lowest" in verdict(one, apart)) == is_decided
+    single_seed = verdict(runs_of("one", [0.5], 1.0), runs_of("other", [0.6], 9.0))
+    assert single_seed.endswith("One seed shows no spread: train with more seeds before you choose.")
+
+
+def test_the_verdict_of_a_network_says_who_is_first() -> None:
+    ddp, fast, slow = (runs_of(n, [0.5, 0.5], b, t) for n, b, t in (("ddp", 9, 90), ("fast", 5, 3), ("slow", 1, 60)))
+    assert " On wifi, FAST reached it first, after 2 s; DDP after 1 min. " in verdict(ddp, fast, slow, network="wifi")
+    assert " On the network, FAST reached it first, after 2 s; SLOW after 40 s. " in verdict(slow, fast)
+    assert " only FAST reached it, after 2 s. " in verdict(fast, runs_of("slow", [1.5, 1.6], 1, 60))
+    near = runs_of("near", [0.5, 0.6], 5, 3)
+    text = " On wifi, FAST (2 s) and NEAR (2.07 s) reached it first; which of them is faster is undecided: their"
+    assert text in verdict(fast, near, network="wifi")
+    assert "On " not in verdict(runs_of("far", [1.5, 1.5], 1, 1))
+
+
+def test_a_folder_tells_the_same_summary(everything: Comparison, tmp_path: Path) -> None:
+    assert everything.folder is not None
+    saved = runs.summary(everything.folder)
+    assert saved is not None and saved.rows == everything.rows and saved.verdict == everything.finding
+    half = tmp_path / "half"
+    shutil.copytree(everything.folder, half)
+    about = json.loads((half / "run.json").read_text(encoding="utf-8"))
+    (half / "run.json").write_text(json.dumps(about | {"state": "running"}), encoding="utf-8")
+    again = runs.summary(half)
+    assert again is not None and again.verdict == everything.finding
+    for here, there in zip(again.rows, everything.rows, strict=True):
+        assert {k: v for k, v in here.items() if k != "notes"} == {k: v for k, v in there.items() if k != "notes"}
+    shutil.rmtree(half / "demo-seed-1")
+    (other,) = [row for row in runs.summary(half).rows if row["strategy"] == "demo"]  # type: ignore[union-attr]
+    assert other["seeds"] == 1 and other["notes"] == "1 of 2 runs have ended"
+    far = runs.summary(everything.folder, target_loss=0.0)
+    assert far is not None and far.verdict.startswith("No strategy reached a validation loss of 0 (as asked for)")
+    with pytest.raises(ArgumentError, match="no comparison and no sweep"):
+        runs.summary(tmp_path)
+
+
+def test_a_target_needs_no_network() -> None:
+    result = compare(TASK, "ddp", max_steps=10, seeds=1, target_loss=2.2)
+    assert result.target_loss == 2.2 and 0 < result.rows[0]["target_bytes"] < result.rows[0]["tx_bytes"]
+    headers, (cells,) = result.table()
+    assert "sent to loss 2.2" in headers and cells[headers.index("sent to loss 2.2")].endswith(" kB")
 
 
 # ---------------------------------------------------------------- other problems, and trouble

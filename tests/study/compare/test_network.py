@@ -13,8 +13,9 @@ from exogym.core.record.history import History
 from exogym.errors import ArgumentError
 from exogym.network import Network
 from exogym.study.compare import Standing, compare, measured_step_s
-from exogym.study.compare.comparison import FILES, TIMED_FILES, Comparison, find_first, seconds_to, target_of
+from exogym.study.compare.comparison import FILES, TIMED_FILES, Comparison
 from exogym.study.compare.plots import Curve, Strip, draw_strips, first_rounds_s, plot_against_time
+from exogym.study.compare.summary import Track, target_of
 from exogym.study.tasks import load_task
 
 STEPS, NODES, STEP_S = 20, 4, 0.02
@@ -63,7 +64,7 @@ def test_times_are_steps_and_collectives(everything: Comparison) -> None:
 
 def test_training_is_as_without_a_network(everything: Comparison) -> None:
     plain = compare(TASK, "single,ddp,diloco:H=5,sparta", max_steps=STEPS, seeds=2, num_nodes=NODES, partitioner="iid")
-    assert "time_s" not in plain.rows[0] and plain.target_loss is None
+    assert "time_s" not in plain.rows[0] and "target_s" not in plain.rows[0] and not plain.is_timed
     for here, there in zip(plain.rows, everything.rows, strict=True):
         assert here["val_loss"] == there["val_loss"] and here["tx_bytes"] == there["tx_bytes"]
 
@@ -72,7 +73,8 @@ def test_time_to_the_target_is_that_of_the_histories(everything: Comparison) -> 
     last = [list(everything.histories["ddp", seed].rows(None))[-1]["val_loss"] for seed in (0, 1)]
     assert everything.target_loss == pytest.approx(statistics.fmean(last) / 0.95)
     for row in everything.rows:
-        found = [seconds_to(everything.histories[row["strategy"], seed], everything.target_loss) for seed in (0, 1)]
+        runs = [track_of(everything.histories[row["strategy"], seed]) for seed in (0, 1)]
+        found = [run.until(everything.target_loss, "time_s") for run in runs]
         reached = [s for s in found if s is not None]
         assert row["target_runs"] == len(reached)
         assert row["target_s"] == (pytest.approx(statistics.fmean(reached)) if len(reached) == 2 else None)
@@ -81,10 +83,10 @@ def test_time_to_the_target_is_that_of_the_histories(everything: Comparison) -> 
 
 def test_the_table_and_the_finding_say_it(everything: Comparison) -> None:
     headers, rows = everything.table()
-    assert headers[-4:] == ["predicted", "waiting", f"to loss {everything.target_loss:.4g}", "notes"]
+    assert headers[-4:] == ["predicted", "waiting", f"time to loss {everything.target_loss:.4g}", "notes"]
     assert "examples/s" not in headers and rows[0][-4:-1] == ["400 ms", "0.0% ± 0.0%", "not reached"]
     assert "20 ms to 40 ms a step" in everything.heading and "Network('1 Mbps', '10 ms')" in everything.heading
-    assert "(95% of DDP's quality) first, after" in everything.finding
+    assert "(95% of DDP's quality)" in everything.finding and "only DDP reached it, after" in everything.finding
 
 
 def test_files_of_a_timed_comparison(everything: Comparison) -> None:
@@ -192,45 +194,26 @@ def history(losses: list[float], second_s: float = 1.0) -> History:
     return made
 
 
+def track_of(run: History) -> Track:
+    track = Track.of_history(run)
+    assert track is not None
+    return track
+
+
 def test_seconds_to_a_loss() -> None:
-    falling = history([4.0, 2.0, 3.0, 1.0])
-    assert [seconds_to(falling, loss) for loss in (5.0, 4.0, 3.0, 2.0, 1.5, 1.0, 0.9)] == [
+    falling = track_of(history([4.0, 2.0, 3.0, 1.0]))
+    assert [falling.until(loss, "time_s") for loss in (5.0, 4.0, 3.0, 2.0, 1.5, 1.0, 0.9)] == [
         0.0, 0.0, 0.5, 1.0, 2.75, 3.0, None
     ]  # fmt: skip
-    assert seconds_to(history([4.0, float("nan"), 1.0]), 2.0) == 2.0
+    assert track_of(history([4.0, float("nan"), 1.0])).until(2.0, "time_s") == 2.0
 
 
 def test_the_target_without_being_told() -> None:
-    runs = {("ddp:lr=1", 0): history([1.0, 0.5]), ("ddp:lr=1", 1): history([1.0, 0.7]), ("b", 0): history([2.0, 0.9])}
+    given = {("ddp:lr=1", 0): history([1.0, 0.5]), ("ddp:lr=1", 1): history([1.0, 0.7]), ("b", 0): history([2.0, 0.9])}
+    runs = {key: track_of(run) for key, run in given.items()}
     assert target_of(runs) == (pytest.approx(0.6 / 0.95), "95% of DDP's quality")
-    assert target_of({("b", 0): runs["b", 0], ("c", 0): history([1.0, 0.8])}) == (0.9, "which all runs reach")
+    assert target_of({("b", 0): runs["b", 0], ("c", 0): track_of(history([1.0, 0.8]))}) == (0.9, "which all runs reach")
     assert target_of(runs, 0.3) == (0.3, "as asked for")
-
-
-def row(strategy: str, target_s: float | None, runs: int | None = None, val_loss: float = 0.4) -> dict[str, object]:
-    there = runs if runs is not None else 3 if target_s is not None else 0
-    name = {"strategy": strategy, "title": strategy.upper(), "seeds": 3}
-    return name | {"target_s": target_s, "target_runs": there, "val_loss": val_loss}
-
-
-def test_the_sentence_about_time() -> None:
-    fast, slow, ddp, never = row("fast", 2.0), row("slow", 60.0), row("ddp", 90.0), row("never", None)
-    what = "a validation loss of 0.5 (so)"
-    assert (
-        find_first([ddp, slow, never, fast], 0.5, "so") == f"FAST came to {what} first, after 2 s; DDP after 1.5 min."
-    )
-    assert find_first([slow, fast], 0.5, "so") == f"FAST came to {what} first, after 2 s; SLOW after 1 min."
-    assert find_first([never, fast], 0.5, "so") == f"FAST came to {what} first, after 2 s."
-    assert find_first([never], 0.5, "so") == f"No strategy came to {what} in all its runs."
-    # what the table's column tells of the others stands beside it
-    lucky = row("lucky", None, runs=2)
-    text = "first of those that did in all runs, after 1 min; LUCKY only in 2 of 3 runs."
-    assert find_first([lucky, slow, never], 0.5, "so") == f"SLOW came to {what} {text}"
-    text = f"No strategy came to {what} in all its runs; LUCKY only in 2 of 3 runs."
-    assert find_first([never, lucky], 0.5, "so") == text
-    jumped = row("fast", 2.0, val_loss=0.777)
-    text = f"FAST came to {what} first, after 2 s (and ended at 0.777); SLOW after 1 min."
-    assert find_first([slow, jumped], 0.5, "so") == text
 
 
 def test_a_target_that_some_runs_reach_has_no_mean() -> None:
@@ -259,7 +242,6 @@ def test_a_target_that_some_runs_reach_has_no_mean() -> None:
         ({"target_loss": float("nan")}, "target_loss=nan"),
         ({"network": None}, "step_seconds=.* needs network"),
         ({"network": None, "step_seconds": None, "timeline": True}, "timeline=True needs network"),
-        ({"network": None, "step_seconds": None, "target_loss": 0.0}, r"target_loss=0\.0 needs network"),
         ({"network": None, "step_seconds": None, "speeds": [1]}, "speeds=.* needs network"),
         ({"processes": 5}, "processes"),
         ({"processes": 0}, "processes=0"),

@@ -43,7 +43,8 @@ def test_a_cell_is_what_a_comparison_trains(undisturbed: Swept) -> None:
             assert cells[name][measure] == row[measure]
     assert list(cells) == [f"H={h}, strategy={s}" for h in (2, 5) for s in ("diloco", "fedavg")]
     best = min(cells.values(), key=lambda row: row["val_loss"])
-    assert undisturbed.best == best and undisturbed.finding.startswith(f"Best is {best['cell']}, ")
+    assert undisturbed.best == best and undisturbed.finding.startswith("Training starts at a validation loss of ")
+    assert f"The lowest final loss is undecided between {best['cell']} (" in undisturbed.finding
     assert best["cell"] != max(cells.values(), key=lambda row: row["val_loss"])["cell"]
 
 
@@ -64,7 +65,7 @@ def test_its_folder_and_its_table(undisturbed: Swept) -> None:
     assert frame["H"].tolist() == [2.0, 2.0, 5.0, 5.0] and frame.shape[0] == len(rows_of(folder)) == 4
     lines = undisturbed.to_markdown().splitlines()
     assert "4 cells of H, strategy, 2 nodes, 10 steps" in lines[0] and len(lines) == 2 + 2 + 4 + 2
-    assert "±" in lines[4]
+    assert "±" in lines[6] and lines[2] == undisturbed.finding
 
 
 def test_options_of_the_run_are_swept_too() -> None:
@@ -234,7 +235,9 @@ def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     words += ["--processes", "1", "--out", str(tmp_path / "sweep")]
     assert main(words) == 0
     printed = capsys.readouterr()
-    assert "Best is H=" in printed.out and printed.out.splitlines()[-1].endswith("sweep.json, summary.csv, sweep.png")
+    assert "One seed shows no spread" in printed.out and printed.out.splitlines()[-1].endswith(
+        "sweep.json, summary.csv, sweep.png"
+    )
     assert len(printed.err.splitlines()) == 2 and "2 of 2 runs: H=5, seed 0: validation loss" in printed.err
     assert main(words) == 2 and "--resume" in capsys.readouterr().err
     assert main([*words, "--resume"]) == 0

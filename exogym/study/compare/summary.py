@@ -1,0 +1,336 @@
+"""What several runs come to: a row for each strategy, mean and spread over seeds, and a verdict in a few sentences.
+
+It works on runs in memory (`Track.of_history`) and on the records of run folders (`Track.of_rows`), and needs no torch.
+
+>>> runs = {("ddp", seed): Track.of_rows([
+...     {"step": 0, "val_loss": 2.0, "tx_bytes": 0.0}, {"step": 10, "val_loss": 0.9 + seed / 100, "tx_bytes": 800.0},
+... ]) for seed in range(2)} | {("diloco", seed): Track.of_rows([
+...     {"step": 0, "val_loss": 2.0, "tx_bytes": 0.0}, {"step": 10, "val_loss": 0.92 + seed / 100, "tx_bytes": 80.0},
+... ]) for seed in range(2)}
+>>> found: Summary = summary_of({"ddp": ("DDP", ""), "diloco": ("DiLoCo", "")}, [0, 1], runs)
+>>> print(found.verdict)
+DiLoCo reached a validation loss of 0.9526 (95% of DDP's quality) with the fewest bytes: 77.9 B per node, 1/9.82 of \
+DDP's. DDP ended with the lowest validation loss, 0.9050 ± 0.0071.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from exogym.core.progress import readable_bytes
+from exogym.network import readable_seconds
+
+if TYPE_CHECKING:
+    from exogym.core.record.history import History
+
+SINGLE, BASELINE = "single", "ddp"
+CLOSE = 0.95  # of DDP's quality: the target loss where none is given
+MEASURES = (
+    *("val_loss", "val_accuracy", "quality", "payload_bytes", "tx_bytes", "reduction", "examples_per_s"),
+    "target_bytes",
+)
+TIMED = ("time_s", "waiting_share", "bandwidth_use", "target_s")  # these too with a network
+OF_TARGET = {"target_bytes": "tx_bytes", "target_s": "time_s"}  # a measure to what had been spent by then
+MOST_NAMED = 3  # strategies in a sentence
+Row = dict[str, Any]
+Key = tuple[str, int]  # a strategy as written, and a seed
+
+
+@dataclass(frozen=True)
+class Track:
+    """The evaluations of a run.
+
+    Attributes:
+        columns: step, val_loss, tx_bytes, time_s, wall_s: (K,) each, nan where a value is missing.
+        last: what is known of the last evaluated step.
+    """
+
+    columns: Mapping[str, np.ndarray]
+    last: Row
+
+    @classmethod
+    def of_rows(cls, rows: Iterable[Mapping[str, Any]], before: Mapping[int, float] | None = None) -> Track | None:
+        """Return the track of the averaged model's rows, in the order of steps; None where it was never evaluated.
+
+        Args:
+            before: evaluated step to `wall_s` before the evaluation; `examples_per_s` then leaves evaluations out.
+        """
+        merged: dict[int, Row] = {}
+        for row in rows:
+            if row.get("node") is None:
+                known = {name: value for name, value in row.items() if value is not None}
+                merged[row["step"]] = merged.get(row["step"], {}) | known
+        evaluated = [row for row in merged.values() if _is_number(row.get("val_loss"))]
+        if not evaluated:
+            return None
+        names = ("step", "val_loss", "tx_bytes", "time_s", "wall_s")
+        columns = {name: np.array([_number(row.get(name)) for row in evaluated]) for name in names}
+        last = {name: value for name, value in evaluated[-1].items() if _is_number(value)}
+        if before and last.get("examples_per_s"):
+            last["examples_per_s"] /= 1 - _evaluating_share(columns, before)
+        return cls(columns, last)
+
+    @classmethod
+    def of_history(cls, history: History) -> Track | None:
+        """Return the track of a run in memory."""
+        before = dict(zip(*(column.tolist() for column in history.column("wall_s", node=0)), strict=True))
+        return cls.of_rows(history.rows_after(-1, None), before)
+
+    def has(self, name: str) -> bool:
+        """Say whether each evaluation has a value of a column."""
+        return bool(np.isfinite(self.columns[name]).all())
+
+    def until(self, target_loss: float, name: str) -> float | None:
+        """Return how much of a column (bytes, seconds, steps) had passed when the loss came to the target, or None.
+
+        The loss is taken to be linear between evaluations.
+
+        >>> rows = [{"step": k, "val_loss": 3.0 - k, "time_s": 10.0 * k} for k in range(3)]
+        >>> track = Track.of_rows(rows)
+        >>> track.until(1.75, "time_s"), track.until(0.5, "time_s"), track.until(1.75, "tx_bytes")
+        (12.5, None, None)
+        """
+        losses, spent = self.columns["val_loss"], self.columns[name]
+        there = np.flatnonzero(losses <= target_loss)
+        if not len(there) or not self.has(name):
+            return None
+        k = int(there[0])
+        if k == 0 or not np.isfinite(losses[k - 1]):
+            return float(spent[k])
+        done = (losses[k - 1] - target_loss) / (losses[k - 1] - losses[k])
+        return float(spent[k - 1] + done * (spent[k] - spent[k - 1]))
+
+
+Tracks = Mapping[Key, Track]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What several runs come to.
+
+    Attributes:
+        rows: a dict per strategy: mean and `<name>_std` over seeds of each measure, and `target_runs`, how many runs
+            reached the target loss; `target_bytes` and `target_s` only where all did.
+        verdict: one to three sentences: who needs the fewest bytes, who is first on the network, who ends lowest.
+        target_loss, target: the loss to reach, and why that one.
+        values: strategy to measure to its values, a value per seed; {} for a summary that was read from a file.
+    """
+
+    rows: list[Row]
+    verdict: str
+    target_loss: float
+    target: str
+    values: Mapping[str, Mapping[str, Sequence[float]]] = field(default_factory=dict, repr=False)
+
+    def to_json(self) -> Row:
+        """Return what run.json holds of it."""
+        return {"summary": self.rows, "target_loss": self.target_loss, "target": self.target}
+
+
+def summary_of(
+    strategies: Mapping[str, tuple[str, str]], seeds: Sequence[int], tracks: Tracks,
+    target: tuple[float, str] | None = None, network: str = "",
+) -> Summary:  # fmt: skip
+    """Return what the runs of several strategies come to.
+
+    quality = val_loss of DDP / val_loss and reduction = tx_bytes of DDP / tx_bytes, seed by seed; None without DDP, and
+    reduction also where nothing was sent. `tx_bytes`, `payload_bytes` are of a node, from first step to last;
+    `examples_per_s` is the fleet's on this machine, in training only: the seconds of evaluations are left out.
+
+    Args:
+        strategies: label to (title, notes).
+        seeds: those asked for.
+        tracks: (label, seed) to the track of each run that ended well; at least one.
+        target: the loss to reach, and why that one; None: `target_of`.
+        network: what the network is called in the verdict.
+    """
+    target_loss, why = target_of(tracks) if target is None else target
+    is_timed = any(track.has("time_s") for track in tracks.values())
+    measures = MEASURES + TIMED if is_timed else MEASURES
+    final = {key: dict(track.last) for key, track in tracks.items()}
+    for (label, seed), last in final.items():
+        base = next((row for (other, s), row in final.items() if s == seed and name_of(other) == BASELINE), None)
+        sent, base_sent = last.get("tx_bytes"), None if base is None else base.get("tx_bytes")
+        last["quality"] = base["val_loss"] / last["val_loss"] if base is not None and last["val_loss"] else None
+        last["reduction"] = base_sent / sent if base_sent is not None and sent else None
+        last |= {name: tracks[label, seed].until(target_loss, of) for name, of in OF_TARGET.items()}
+    rows, values = [], dict[str, dict[str, list[float]]]()
+    for label, (title, notes) in strategies.items():
+        runs = [final[label, seed] for seed in seeds if (label, seed) in final]
+        row: Row = {"strategy": label, "title": title, "seeds": len(runs)}
+        own = values[label] = {}
+        for name in measures:
+            own[name] = [run[name] for run in runs if run.get(name) is not None]
+            if name == "target_bytes":
+                row |= {"target_loss": target_loss, "target_runs": len(own[name])}
+            if name in OF_TARGET and len(own[name]) < len(runs):
+                own[name] = []  # a mean of the lucky ones would mislead
+            row[name] = statistics.fmean(own[name]) if own[name] else None
+            row[f"{name}_std"] = statistics.stdev(own[name]) if len(own[name]) > 1 else None
+        rows.append(row | {"notes": notes})
+    verdict = _verdict(rows, values, f"a validation loss of {target_loss:.4g} ({why})", network)
+    return Summary(rows, verdict, target_loss, why, values)
+
+
+def target_of(tracks: Tracks, given: float | None = None) -> tuple[float, str]:
+    """Return the loss to reach, and what it is.
+
+    That is the one given; or DDP's final loss, mean over seeds, over 0.95; without DDP the highest final loss of any
+    run, so that all come to it.
+    """
+    if given is not None:
+        return given, "as asked for"
+    last = {key: float(track.last["val_loss"]) for key, track in tracks.items()}
+    base = [loss for (label, _), loss in last.items() if name_of(label) == BASELINE]
+    if base:
+        return statistics.fmean(base) / CLOSE, f"{CLOSE:.0%} of DDP's quality"
+    return max(last.values()), "which all runs reach"
+
+
+def target_of_best(tracks: Tracks) -> tuple[float, str]:
+    """Return the loss to reach in a sweep: the lowest mean of a cell over 0.95."""
+    losses: dict[str, list[float]] = {}
+    for (label, _), track in tracks.items():
+        losses.setdefault(label, []).append(float(track.last["val_loss"]))
+    return min(map(statistics.fmean, losses.values())) / CLOSE, f"{CLOSE:.0%} of the best cell's quality"
+
+
+def are_apart(low: Sequence[float], high: Sequence[float]) -> bool:
+    """Say whether a difference is decided: all of `low` below all of `high`, and the means further apart than a spread.
+
+    >>> are_apart([1.0, 1.1], [1.2, 1.3]), are_apart([1.0, 1.2], [1.1, 1.3]), are_apart([1.0, 1.1], [1.11, 1.6])
+    (True, False, False)
+    """
+    spread = max(statistics.stdev(x) if len(x) > 1 else 0.0 for x in (low, high))
+    return max(low) < min(high) and statistics.fmean(high) - statistics.fmean(low) > spread
+
+
+def name_of(label: str) -> str:
+    """Return the name of a strategy, of its text with options."""
+    return label.partition(":")[0].strip().lower()
+
+
+def spread_text(row: Mapping[str, Any], name: str, form: str) -> str:
+    """Return mean ± standard deviation of a measure, "" where there is none.
+
+    >>> spread_text({"quality": 0.5, "quality_std": 0.01}, "quality", "{:.0%}")
+    '50% ± 1%'
+    """
+    mean, std = row[name], row[f"{name}_std"]
+    if mean is None:
+        return ""
+    return form.format(mean) + ("" if std is None else f" ± {form.format(std)}")
+
+
+def _verdict(rows: Sequence[Row], values: Mapping[str, Mapping[str, Sequence[float]]], loss: str, network: str) -> str:
+    """Return the verdict; `loss` says which one is to be reached."""
+    trained = [row for row in rows if row["val_loss"] is not None]
+    sentences = [_of_bytes(trained, values, loss)]
+    if any(row.get("target_s") for row in trained):
+        sentences.append(_of_time(trained, values, loss, network))
+    if len(trained) > 1 and all(row["seeds"] == 1 for row in trained):
+        sentences.append("One seed shows no spread: train with more seeds before you choose.")
+    elif trained:
+        sentences.append(_of_loss(trained, values))
+    return " ".join(text[0].upper() + text[1:] if text.startswith("one node") else text for text in sentences)
+
+
+def _of_bytes(rows: Sequence[Row], values: Mapping[str, Mapping[str, Sequence[float]]], loss: str) -> str:
+    """Return who reached the target loss with the fewest bytes, of those that send any."""
+    silent = [row for row in rows if row["target_bytes"] is not None and not row["tx_bytes"]]
+    there = [row for row in rows if row["target_bytes"] is not None and row["tx_bytes"]]
+    some = [row for row in rows if row["target_bytes"] is None and row["target_runs"]]
+    more = "".join(f"; {row['title']} only in {row['target_runs']} of {row['seeds']} runs" for row in some)
+    more += f"; {_list([row['title'] for row in silent])} reached it without sending a byte" if silent else ""
+    if not there:
+        who = "no strategy that communicates" if silent else "no strategy"
+        return f"{who.capitalize()} reached {loss} in all its runs{more}."
+    first = _leaders(there, values, "target_bytes")
+    if not first[0]["target_bytes"]:
+        return f"Training starts at {loss} or below: train longer, or name a lower loss to reach."
+    sent = {row["strategy"]: f"{readable_bytes(row['target_bytes'])} per node" for row in there}
+    if len(first) > 1:
+        who = _list([f"{row['title']} ({sent[row['strategy']]})" for row in first])
+        text = f"{who} reached {loss} with the fewest bytes; which of them needs fewest is undecided"
+        return f"{text}: their seeds overlap{more}."
+    best = first[0]
+    text, own = f"{best['title']}{_later(best)} reached {loss}", sent[best["strategy"]]
+    if len(there) == 1:
+        return f"{f'Only {text} in all its runs' if len(rows) > 1 else text}, with {own}{more}."
+    base = next((row for row in there if name_of(row["strategy"]) == BASELINE and row is not best), None)
+    than = ""
+    if base is not None and best["target_bytes"]:
+        than = f", 1/{base['target_bytes'] / best['target_bytes']:.3g} of DDP's"
+    return f"{text} with the fewest bytes: {own}{than}{more}."
+
+
+def _of_time(rows: Sequence[Row], values: Mapping[str, Mapping[str, Sequence[float]]], loss: str, network: str) -> str:
+    """Return who reached the target loss first, in predicted time."""
+    there = [row for row in rows if row["target_s"] is not None]
+    where = f"On {network or 'the network'}, "
+    first = _leaders(there, values, "target_s")
+    took = {row["strategy"]: readable_seconds(row["target_s"]) for row in there}
+    if len(first) > 1:
+        who = _list([f"{row['title']} ({took[row['strategy']]})" for row in first])
+        return f"{where}{who} reached it first; which of them is faster is undecided: their seeds overlap."
+    best = first[0]
+    others = sorted((row for row in there if row is not best), key=lambda row: row["target_s"])
+    after = next((row for row in others if name_of(row["strategy"]) == BASELINE), others[0] if others else None)
+    than = "" if after is None else f"; {after['title']} after {took[after['strategy']]}"
+    who = "only " if after is None and len(rows) > 1 else ""
+    first_of = "" if after is None else " first"
+    return f"{where}{who}{best['title']}{_later(best)} reached it{first_of}, after {took[best['strategy']]}{than}."
+
+
+def _of_loss(rows: Sequence[Row], values: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
+    """Return who ended with the lowest validation loss."""
+    first = _leaders(rows, values, "val_loss")
+    ends = {row["strategy"]: spread_text(row, "val_loss", "{:.4f}") for row in rows}
+    if len(first) > 1:
+        who = _list([f"{row['title']} ({ends[row['strategy']]})" for row in first])
+        return f"The lowest final loss is undecided between {who}: their seeds overlap."
+    lowest = "the lowest validation loss," if len(rows) > 1 else "a validation loss of"
+    return f"{first[0]['title']} ended with {lowest} {ends[first[0]['strategy']]}."
+
+
+def _leaders(rows: Sequence[Row], values: Mapping[str, Mapping[str, Sequence[float]]], name: str) -> list[Row]:
+    """Return the row of the lowest mean, and after it those that are not apart from it."""
+    best, *others = sorted(rows, key=lambda row: row[name])
+    lowest = values[best["strategy"]][name]
+    return [best, *(row for row in others if not are_apart(lowest, values[row["strategy"]][name]))]
+
+
+def _later(row: Row) -> str:
+    """Return where a run that reached the target loss ended, if above it."""
+    return f" (which ended at {row['val_loss']:.4g})" if row["val_loss"] > row["target_loss"] else ""
+
+
+def _list(names: Sequence[str]) -> str:
+    """Return names as a list in a sentence.
+
+    >>> _list(["a"]), _list(["a", "b"]), _list(list("abcde"))
+    ('a', 'a and b', 'a, b, c and 2 more')
+    """
+    if len(names) > MOST_NAMED:
+        names = [*names[:MOST_NAMED], f"{len(names) - MOST_NAMED} more"]
+    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+
+
+def _evaluating_share(columns: Mapping[str, np.ndarray], before: Mapping[int, float]) -> float:
+    """Return the share of the seconds of a run that went into evaluations (0 to 1)."""
+    steps, ends = columns["step"].astype(int).tolist(), columns["wall_s"].tolist()
+    spent = sum(end - before[step] for step, end in zip(steps, ends, strict=True) if step in before)
+    return float((spent + ends[0] * (steps[0] == 0)) / ends[-1])
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _number(value: Any) -> float:
+    return float(value) if _is_number(value) else np.nan
