@@ -7,8 +7,8 @@ Douillard et al., DiLoCo, arXiv:2311.08105. Every H inner steps, with the outer 
     theta   <- OuterOpt(theta, Delta)               # Nesterov: v <- mu v + Delta; theta <- theta - eta_r (Delta + mu v)
     theta_i <- theta                                # for all i
 
-The outer learning rate is eta_r = eta, or eta s(r) with a schedule s over the outer rounds r = 0, 1, ..., R - 1. With W
-rounds of warm-up it is eta (r+1)/W for r < W, and then eta shape((r-W)/(R-W)), with a shape chosen by name (`Schedule`,
+The outer learning rate is eta_r = eta, or eta s(r) with a schedule s over the outer rounds r = 0, ..., R - 1. W rounds
+of warm-up have the rate eta (r+1)/W. Later rounds have eta shape((r-W)/(R-W)), with a shape chosen by name (`Schedule`,
 with rounds as steps). The outer momentum can follow the rounds in the same way, mu_r = mu s(r), and restart (v <- 0)
 every K rounds. H may be a function of the round: round r takes H(r) steps. R includes a last round that training cuts
 short.

@@ -7,15 +7,15 @@ of the round's clients and D = x - theta:
     the others: m <- beta1 m + (1 - beta1) D;     theta <- theta + eta m / (sqrt(v) + tau)
         adagrad: v <- v + D^2;   adam: v <- beta2 v + (1 - beta2) D^2;   yogi: v <- v - (1 - beta2) D^2 sign(v - D^2)
 
-m = 0 and v = tau^2 at first. As in the paper, no bias is corrected. With bias_correction=True, m and v of adam and yogi
-are divided by 1 - beta^r in round r, as in `torch.optim.Adam` (Flower corrects with r + 1, and tau apart).
+m = 0 and v = tau^2 at first. As in the paper, no bias is corrected. With bias_correction=True adam and yogi divide m
+and v by 1 - beta^r in round r, as `torch.optim.Adam` does. (Flower corrects with r + 1, and tau apart.)
 
 Payload P b bytes per client every H steps, as FedAvg. The server sends theta instead of the mean; without sampling
 every node computes the server's step itself. With absent nodes: as FedAvg. If none of a round's clients is present,
 the server takes no step.
 
-With `privacy` D is (the sum of clipped updates + noise) / (C N), as in FedAvg (`exogym.strategy.privacy`), in every
-round, also in a round without clients. The server's step does not change the epsilon.
+With `privacy` D is (the sum of clipped updates + noise) / (C N) in every round, as in FedAvg
+(`exogym.strategy.privacy`). This includes rounds without clients. The server's step does not change the epsilon.
 """
 
 from __future__ import annotations

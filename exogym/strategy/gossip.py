@@ -6,7 +6,7 @@ by H
 
     theta_i <- sum_j W_ij theta_j                       # adapt, then combine: after the inner step
 
-or, in the paper's order, theta_i <- sum_j W_ij theta_j - gamma g_i(theta_i), with the gradient at theta_i before the
+In the paper's order it is theta_i <- sum_j W_ij theta_j - gamma g_i(theta_i), with the gradient at theta_i before the
 mix. Moments stay local. The model is the mean of all nodes; W keeps this mean.
 
 Payload deg P b bytes per node every H steps with deg neighbors: tx = rx = deg P b, one message to each of them.

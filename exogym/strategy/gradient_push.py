@@ -10,10 +10,10 @@ node splits its x_i and w_i evenly between itself and its takers. So the sums ov
 (the second is N). Without w_i the mean would be biased. The model is the mean of the z_i.
 
 With H > 1 a node's local steps between two exchanges are its inner optimizer's steps on z_i, at the full rate. At the
-exchange x_i takes their sum. If w_i is not 1 (a node gives more or less than it receives, or nodes are absent), z_i
-continues from x_i / w_i, not from the end of its local steps. The paper has H = 1, where no gradient is computed in
-between. Stepping x_i at every local step, so z_i at 1 / w_i of the rate, would be a different algorithm. On quadratic
-clients and an uneven graph it ended further from the optimum and diverged at lower rates.
+exchange x_i takes their sum. If w_i is not 1, z_i continues from x_i / w_i, not from the end of its local steps. This
+happens if a node gives more or less than it receives, or nodes are absent. The paper has H = 1, where no gradient is
+computed in between. Stepping x_i at every local step, so z_i at 1 / w_i of the rate, would be a different algorithm. On
+quadratic clients and an uneven graph it ended further from the optimum and diverged at lower rates.
 
 Payload P b + 8 bytes per node and taker every H steps (w_i in 8); tx the same, rx for each giver. By default a node has
 one taker, i + 2^(t mod ceil(log2 N)): after ceil(log2 N) turns without training all N = 2^k nodes hold the exact mean.

@@ -7,8 +7,8 @@ and a momentum delta_i. After every H inner steps nodes are drawn into groups G 
     phi_i   <- phi_i + delta_i,   theta_i <- phi_i
 
 The paper prints beta with the opposite sign for Delta = theta - phi, which would lead away; the published code adds.
-The paper calls the momentum Nesterov's, but it is a heavy ball. The paper's appendix finds it stable for
-sqrt(n / (2 (n-1))) alpha < gamma and beta > alpha, so for gamma = beta = 0.7 and alpha = 0.5.
+The paper calls the momentum Nesterov's, but it is a heavy ball. Its appendix finds the method stable for
+sqrt(n / (2 (n-1))) alpha < gamma and beta > alpha. So it is stable for gamma = beta = 0.7 and alpha = 0.5.
 
 Payload 2 P b bytes per node every H steps, D and phi. Pairs exchange them, tx = rx = 2 P b; larger groups take a ring
 all-reduce, tx = rx = 4 (n-1)/n P b. The groups follow from (seed, round) and are not sent. Nodes are never equal; the

@@ -47,9 +47,9 @@ class OptimSpec:
     Args:
         cls: a `torch.optim.Optimizer` class, or its name in any case ("adamw"). "muon" is `MuonAdamW`.
         groups: (pattern, options) pairs. A parameter takes the options of the first pattern that matches it, and the
-            optimizer's own arguments for the rest. A pattern is text as for file names, compared with the parameter's
-            whole name ("*" is any text, "*.bias", "layers.[01].*"), or a function of name and parameter. A learning
-            rate is the group's base rate, which schedules scale.
+            optimizer's own arguments for the rest. A pattern is a function of name and parameter, or text as for
+            file names: "*.bias", "layers.[01].*", "*" for any text. It must match the parameter's whole name. A
+            learning rate is the group's base rate, which schedules scale.
         **kwargs: the optimizer's own arguments; each is checked against its signature.
 
     Raises:

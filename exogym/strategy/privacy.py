@@ -7,9 +7,9 @@ flat clipping, fixed denominator). In each round every one of N clients takes pa
     theta   <- theta + (sum of Delta_i + noise) / (q N)               noise ~ N(0, (z C)^2) in each element
 
 A round in which nobody takes part adds noise like any other. Clients have equal weights, because weights by examples
-would need a bound, too. Two sets of clients are neighbors if they differ in one client. The epsilon spent after R
-rounds is the epsilon of R Gaussian mechanisms with noise multiplier z under Poisson sampling with rate q, by Renyi
-accounting (`dp-accounting`).
+would need a bound, too. Two sets of clients are neighbors if they differ in one client. One round is a Gaussian
+mechanism with noise multiplier z under Poisson sampling with rate q. The epsilon spent after R rounds is the epsilon of
+R such mechanisms, by Renyi accounting (`dp-accounting`).
 
 Bytes: as FedAvg with sampled clients. The noise follows from the run's seed: anybody who knows the seed can subtract
 it.

@@ -6,9 +6,9 @@ Karimireddy et al., arXiv:1910.06378. With control variates c at the server and 
     c_i+ = (1/K) sum of the round's g_i(y_i)                 # of SGD: option II, c_i - c + (theta - y_i) / (K eta_l)
     theta <- theta + eta_g mean_{i in S} (y_i - theta);   c <- c + (1/N) sum_{i in S} (c_i+ - c_i);   c_i <- c_i+
 
-N counts all clients, S the round's clients. The paper's option II equals the mean of the round's local gradients, and
-is computed as this mean, so that it holds for any inner optimizer and schedule. Gradients are the loss's, before
-clipping and without the inner optimizer's weight decay.
+N counts all clients, S the round's clients. The paper's option II equals the mean of the round's local gradients. This
+code computes this mean, so it holds for any inner optimizer and schedule. Gradients are the loss's, before clipping and
+without the inner optimizer's weight decay.
 
 Payload 2 P b bytes per client every H steps, y_i and c_i+ - c_i, each like FedAvg's. With absent nodes: S counts the
 present clients only. A node that missed the synchronization continues, and its next c_i+ is the mean over all its steps

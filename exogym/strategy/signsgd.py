@@ -4,8 +4,8 @@ Majority vote, Bernstein et al., arXiv:1802.04434, with the inner optimizer SGD(
 
     theta <- theta - gamma sign(sum_i sign(g_i))
 
-A tie gives 0. One bit cannot say zero, so for a gradient of exactly zero node i votes up at step t if t + i is even,
-and down otherwise. Payload ceil(P / 8) bytes per step.
+A tie gives 0. One bit cannot say zero. For a gradient of exactly zero node i votes up at step t if t + i is even,
+otherwise down. Payload ceil(P / 8) bytes per step.
 
 EF-signSGD, Karimireddy et al., arXiv:1901.09847, per tensor of d entries (see `compressed_gradients`):
 

@@ -106,9 +106,9 @@ class Strategy:
         lr_scheduler: "constant", "cosine", "linear", a torch scheduler class or a callable from the step to a factor.
         warmup_steps: steps of linear warm-up.
 
-    Within a step a node has `self.model` (an ordinary model with this node's parameters and their gradients in
-    `.grad`), `self.rank`, `self.num_nodes`, `self.optim`, `self.local_step` (steps done), and the collectives of
-    `exogym.strategy.communicate`. If any node's gradients overflow in fp16, all nodes get `self.overflowed` and zero
+    Within a step a node has `self.model`, `self.rank`, `self.num_nodes`, `self.optim`, `self.local_step` (steps done),
+    and the collectives of `exogym.strategy.communicate`. The model is an ordinary model with this node's parameters;
+    their gradients are in `.grad`. If any node's gradients overflow in fp16, all nodes get `self.overflowed` and zero
     gradients, and `update_parameters()` changes nothing. The schedule scales the base rate of each group of
     `self.optim`, which may be your own optimizer. A rate that you or a torch scheduler set stays.
 
