@@ -175,6 +175,9 @@ def application(
     def all_runs(request: Request) -> Response:
         return JSONResponse(shelf.all())
 
+    def choices(path: Path) -> dict[str, str]:
+        return {} if starter is None else starter.choices(path)
+
     def one_run(request: Request) -> Response:
         name = request.path_params["name"]
         listed = {row["name"]: row for row in shelf.all()}
@@ -182,16 +185,19 @@ def application(
             return JSONResponse(row | {"description": {}, "status": {}, "summary": {}, "events": []})
         path = _folder(shelf, request)
         if row is not None and row["kind"] != "run":
-            return JSONResponse(row | {"runs": [other for other in listed if other.startswith(f"{name}/")]})
+            inside = [other for other in listed if other.startswith(f"{name}/")]
+            return JSONResponse(row | {"runs": inside, "actions": choices(path)})
         try:
             run = runs.stand(path)
         except ArgumentError as error:
             raise HTTPException(404, f"found no run {name!r}") from error
+        pid = (run.status.get("process") or {}).get("pid")
         found = {
             "name": name, "state": run.state, "kind": "run", "description": run.description, "status": run.status,
             "summary": run.summary, "command": command_of(run.about), "versions": run.about.get("versions"),
             "snippet": snippet_of(path, run.about), "strategy": runs.short_name(run.description.get("strategy")),
             "events": newest_events(path / "events.jsonl", MOST_EVENTS),
+            "actions": choices(path), "output": "" if starter is None else starter.output_of(pid),
             **asdict(read_notes(path)),
         }  # fmt: skip
         return JSONResponse(in_json(found))

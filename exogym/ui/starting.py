@@ -160,6 +160,33 @@ class Starter:
         os.kill(pid, signal.SIGINT if kind == "sweep" else signal.SIGTERM)
         return pid
 
+    def choices(self, path: Path) -> dict[str, str]:
+        """Return what a reader can do with a run, comparison or sweep now, each with what it does.
+
+        stop, resume: what happens then. not_here: why this page cannot resume it.
+        """
+        kind, about = what_is(path)
+        if path.parent != self.top:
+            return {}
+        state = str((read_status(path) if kind == "run" else about).get("state"))
+        _, process = _process(path)
+        if process is not None and is_alive(process) is not False:
+            is_here = state == "running" and is_alive(process) is True
+            return {"stop": _stop_keeps(kind, about)} if is_here else {}
+        if kind != "run":
+            can = state not in ("finished", "None") and _asked_by_command(about)
+            return {"resume": "Resume starts the missing runs. Finished runs stay."} if can else {}
+        if state not in ("stopped", "failed", "lost") or folder_of(about) is None or not _has_checkpoint(path, about):
+            return {}
+        if not self.allow_code:
+            return {"not_here": "Resume would start this run's script again. To allow that, start the page with "
+                    "--allow-code."}  # fmt: skip
+        return {"resume": "Resume starts the script again. It continues from the newest checkpoint."}
+
+    def output_of(self, pid: Any) -> str:
+        """Return the last output of a process that this page started; "" for any other process."""
+        return next((found["output"] for found in self.started() if found["pid"] == pid), "")
+
     def started(self) -> list[dict[str, Any]]:
         """Return the commands started since the page runs, newest first, each with the end of its output."""
         with self._lock:
@@ -197,6 +224,31 @@ def _process(path: Path) -> tuple[str, dict[str, Any] | None]:
 def _is_running(path: Path) -> bool:
     _, process = _process(path)
     return process is not None and is_alive(process) is not False
+
+
+def _stop_keeps(kind: str, about: Mapping[str, Any]) -> str:
+    """Return what Stop does, and what remains."""
+    if kind != "run":
+        return f"Stop ends the {kind} after the current step. All results so far stay, and you can resume it."
+    text = "Stop ends the run after its current step. Its records and curves stay."
+    if "save_dir" not in about:  # an older run's folder does not say
+        return f"{text} You can resume it if it saves checkpoints."
+    if about["save_dir"] is None:
+        return f"{text} It has no save_dir, so no checkpoint is saved and you cannot resume it."
+    return f"{text} It saves a checkpoint in {about['save_dir']} first, and you can resume it."
+
+
+def _asked_by_command(about: Mapping[str, Any]) -> bool:
+    """Say whether a comparison or sweep was started by a command that this page can repeat."""
+    saved = about.get("arguments")
+    return (
+        isinstance(saved, dict) and isinstance(saved.get("problem"), str) and not isinstance(saved.get("seeds"), list)
+    )
+
+
+def _has_checkpoint(path: Path, about: Mapping[str, Any]) -> bool:
+    folder = about.get("save_dir", path / "checkpoints")
+    return isinstance(folder, str | Path) and any(Path(folder).glob("step_*"))
 
 
 def _values(values: Any) -> str:

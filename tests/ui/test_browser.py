@@ -131,7 +131,10 @@ def test_one_is_started_from_the_form(browser: Any, folder: Path) -> None:
     to(browser, f"#/compare/{name}")
     until(browser, POINTS, lambda count: count > 2)
     for button, state in (("stop", "stopped"), ("resume", "done")):
+        until(browser, f"document.getElementById('{button}') !== null")
         browser.find_element("id", button).click()
+        if button == "stop":
+            browser.find_element("id", "stop-now").click()
         until(browser, STATES, lambda found, state=state: found.get(name) == state)
 
 
@@ -209,7 +212,7 @@ def test_a_hundred_thousand_records(browser: Any, folder: Path) -> None:
     to(browser, "#/run/long")
     count = until(browser, POINTS, lambda count: count > 500)
     assert count <= 2000
-    assert until(browser, "document.querySelector('.chart').plot.data[0].at(-1)") == 9999
+    until(browser, "document.querySelector('.chart').plot.data[0].at(-1)", lambda last: last == 9999)
     early = "document.querySelector('.chart').plot.data[0].filter(step => step < 1000).length"
     assert until(browser, early, lambda count: count > 50) <= 400  # as dense as what came last
     until(browser, "!document.querySelector('canvas.heat').closest('section').hidden")

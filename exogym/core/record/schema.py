@@ -135,7 +135,7 @@ COLUMNS = dict.fromkeys(
 RECORD: dict[str, Kind] = {"step": STEP, "node": NODE} | COLUMNS
 EVENT: dict[str, Kind] = {"kind": NAME, "step": STEP, "at_s": FINITE}
 _OF_A_RUN: dict[str, Kind] = {
-    "description": OBJECT, "command": WORDS, "folder": WORD, "versions": OBJECT, "process": PROCESS,
+    "description": OBJECT, "command": WORDS, "folder": WORD, "save_dir": WORD, "versions": OBJECT, "process": PROCESS,
     "started_s": FINITE,
 }  # fmt: skip
 _OF_SEVERAL: dict[str, Kind] = {

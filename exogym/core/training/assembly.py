@@ -160,7 +160,8 @@ def _observers(options: FitOptions, bar: Progress, total_steps: int) -> Observer
     if options.run_dir is not None:
         from exogym.core.record.run_folder import RunFolder
 
-        found.append(RunFolder(options.run_dir, total_steps, options.resume))
+        save_dir = None if options.save_dir is None else os.path.abspath(options.save_dir)
+        found.append(RunFolder(options.run_dir, total_steps, options.resume, {"save_dir": save_dir}))
     return Observers(found)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -17,6 +18,7 @@ from exogym.core.training.agenda import Agenda
 from exogym.errors import Stopped
 
 ONCE = "EXOGYM_SIGTERM_ONCE"  # set if both a scheduler and a launcher send each process the same SIGTERM
+TRACE_CHARACTERS = 4000
 
 
 class Interrupt:
@@ -92,3 +94,13 @@ def leave(received: signal.Signals | None, step: int) -> None:
     if received is signal.SIGTERM:
         raise SystemExit(128 + signal.SIGTERM) from stopped
     raise stopped
+
+
+def last_lines(error: BaseException) -> str:
+    """Return the last lines of an error's traceback, at most `TRACE_CHARACTERS`.
+
+    >>> last_lines(ValueError("why"))
+    'ValueError: why'
+    """
+    text = "".join(traceback.format_exception(error)).rstrip()
+    return text if len(text) <= TRACE_CHARACTERS else text[-TRACE_CHARACTERS:].partition("\n")[2]

@@ -24,7 +24,7 @@ from exogym.core.record.observers import Fields, Observer, Observers
 from exogym.core.training.agenda import Agenda
 from exogym.core.training.driver import Driver
 from exogym.core.training.evaluating import Models
-from exogym.core.training.interrupt import Interrupt, leave, say_stopped, waiting_signals
+from exogym.core.training.interrupt import Interrupt, last_lines, leave, say_stopped, waiting_signals
 from exogym.core.training.reports import Reports, Totals
 from exogym.core.training.standing import Standing
 
@@ -112,7 +112,7 @@ class TrainingLoop:
             self._tell("stopped", why=str(stop.__cause__ or stop))
             raise
         except BaseException as error:
-            self._tell("error", error=type(error).__name__, why=str(error))
+            self._tell("error", error=type(error).__name__, why=str(error), trace=last_lines(error))
             raise
         finally:
             self.observers.finish(next(self.history.rows_after(self.step - 1, node=None), {}))

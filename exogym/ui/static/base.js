@@ -66,22 +66,28 @@ function evenly(most) {
 }
 
 // Follow the averaged model's records. Each call reads the next part, of bounded size.
-// `rows`: the records so far, thinned to `most`; `more`: whether another call would return more at once.
+// `rows`: the records so far, thinned to `most`; `more`: whether another call would return more at once; `best`: the
+// evaluation with the lowest loss.
 export function followed(name, most) {
-  let evaluated, others, newest, last, file;
-  function begin() { evaluated = evenly(most / 2 - 1); others = evenly(most / 2 - 1); newest = null; last = -1; file = null; }
+  let evaluated, others, newest, last, file, best;
+  function begin() {
+    evaluated = evenly(most / 2 - 1); others = evenly(most / 2 - 1); newest = best = null; last = -1; file = null;
+  }
   begin();
   return async () => {
     const found = await get(`/api/runs/${address(name)}/records?node=none&after=${last}&most=${most}&most_bytes=${PART_BYTES}`);
     if (found.last < last || (file !== null && found.file !== file)) {  // the run resumed from an earlier step
       begin();
-      return { rows: [], more: true };
+      return { rows: [], more: true, best: null };
     }
-    for (const row of found.records) { (isNumber(row.val_loss) ? evaluated : others).take(row); newest = row; }
+    for (const row of found.records) {
+      (isNumber(row.val_loss) ? evaluated : others).take(row); newest = row;
+      if (isNumber(row.val_loss) && !(best?.val_loss <= row.val_loss)) best = row;
+    }
     last = found.last; file = found.file;
     const rows = [...evaluated.rows, ...others.rows].sort((a, b) => a.step - b.step);
     if (newest !== null && rows.at(-1) !== newest) rows.push(newest);
-    return { rows, more: found.more };
+    return { rows, more: found.more, best };
   };
 }
 
@@ -99,13 +105,32 @@ export function table(heads, body) {
     ([title, number]) => make("th", { class: number ? "number" : "", scope: "col" }, title)))), body));
 }
 
-// Buttons to stop and resume. Runs inside a comparison or sweep have no buttons.
-export function actions(name, at) {
-  const button = (text, what) => make("button", { type: "button", id: what, async onclick() {
-    try { await send(`/api/runs/${address(name)}/${what}`); at.textContent = `asked it to ${what}`; }
-    catch (error) { at.textContent = error.message; }
-  } }, text);
-  return name.includes("/") ? [] : [button("Stop", "stop"), button("Resume", "resume")];
+// The buttons that apply now; `show` takes the server's answer. Stop first says what stays.
+export function actionsOf(name) {
+  const box = make("div", { class: "bar" }), said = make("p", { class: "soft", role: "status" });
+  let shown = "{}";
+  async function ask(what) {
+    box.replaceChildren();
+    try { await send(`/api/runs/${address(name)}/${what}`); said.textContent = `asked it to ${what}`; }
+    catch (error) { said.textContent = error.message; }
+  }
+  function begin(found) {
+    said.textContent = found.not_here ?? "";
+    const button = (text, id, title, onclick) => make("button", { type: "button", id, title, onclick }, text);
+    box.replaceChildren(
+      ...(found.stop ? [button("Stop", "stop", found.stop, () => confirm(found))] : []),
+      ...(found.resume ? [button("Resume", "resume", found.resume, () => ask("resume"))] : []));
+  }
+  function confirm(found) {
+    said.textContent = found.stop;
+    const keep = make("button", { type: "button", id: "keep-running", onclick() { begin(found); } }, "Keep it running");
+    box.replaceChildren(make("button", { type: "button", id: "stop-now", onclick() { ask("stop"); } }, "Stop it"), keep);
+    keep.focus();
+  }
+  return { box: make("div", { class: "actions" }, said, box), show(found = {}) {
+    const text = JSON.stringify(found);
+    if (text !== shown) { shown = text; begin(found); }
+  } };
 }
 
 // A form with a run's tags and note.

@@ -1,6 +1,6 @@
 // The curves of several runs in the same charts: of chosen runs, a comparison, or a sweep with its cells.
 
-import { actions, address, find, followed, get, isNumber, look, make, notes, POLL_MS, store, table } from "./base.js";
+import { actionsOf, address, find, followed, get, isNumber, look, make, notes, POLL_MS, store, table } from "./base.js";
 import { axisChoice, draw, places } from "./curves.js";
 import { grid } from "./grid.js";
 import { cell, COLUMNS } from "./runs.js";
@@ -10,11 +10,11 @@ const TITLES = { "validation loss": "val_loss", accuracy: "val_accuracy", "conse
 
 export function comparePage(main, names) {
   const wanted = new Set(names), { holders, box: charts } = places(Object.keys(TITLES)), body = make("tbody");
-  const at = make("p", { class: "soft", role: "status" }), acted = make("p", { class: "soft", role: "status" });
+  const at = make("p", { class: "soft", role: "status" }), actions = actionsOf(names[0]);
   const cells = make("section", { hidden: true }), own = names.length === 1 ? notes(names[0]) : null;
   main.append(make("h2", {}, names.length === 1 ? names[0] : `Compare ${names.join(", ")}`), at,
-    make("div", { class: "bar" }, axisChoice(() => show()), ...(own ? actions(names[0], acted) : [])), acted,
-    own ?? "", cells, charts, table(COLUMNS.map(([, title, , number]) => [title, number]), body));
+    own ? actions.box : "", make("div", { class: "bar" }, axisChoice(() => show())),
+    cells, charts, table(COLUMNS.map(([, title, , number]) => [title, number]), body), own ?? "");
   const curves = new Map();
   let timer = 0, gone = false;
 
@@ -50,6 +50,7 @@ export function comparePage(main, names) {
         const found = await known.next().catch(() => ({ more: false }));  // the run's row gives the reason
         curves.set(run.name, { ...known, ...found, state: run.state });
       }
+      if (own !== null) actions.show((await get(`/api/runs/${address(names[0])}`)).actions);
       const all = runs().length, few = all > curves.size ? `, showing curves of the first ${curves.size}` : "";
       const state = own ? find(names[0])?.state : null;
       at.textContent = curves.size ? `${state ? `${state}, ` : ""}${all} runs${few}` : "No runs of this name yet.";

@@ -1,6 +1,9 @@
 // One run, during and after training.
 
-import { actions, address, copied, find, followed, get, isNumber, make, notes, PART_BYTES, POLL_MS, look, table } from "./base.js";
+import {
+  actionsOf, address, bytes, copied, figure, find, followed, get, isNumber, look, make, notes, PART_BYTES, POLL_MS, seconds, stateOf,
+  table,
+} from "./base.js";
 import { axisChoice, draw, places } from "./curves.js";
 import { hostsTables } from "./hosts.js";
 import { nodesPicture, timelinePicture } from "./pictures.js";
@@ -14,18 +17,18 @@ const BEFORE_DRAWING_MS = 500;  // time for reading a long run between two drawi
 
 export function runPage(main, name) {
   const at = make("p", { class: "soft", role: "status", id: "standing" });
-  const acted = make("p", { class: "soft", role: "status" });
+  const actions = actionsOf(name), trouble = make("section", { class: "trouble", role: "alert", hidden: true });
+  const tiles = make("dl", { class: "tiles" }), folded = make("summary", {}, "Events");
   const { holders, box: charts } = places(Object.keys(CHARTS));
   const nodes = nodesPicture(), timeline = timelinePicture(), hosts = make("section", { hidden: true });
   const about = make("section"), events = make("tbody"), own = notes(name), api = `/api/runs/${address(name)}`;
   const link = (text, path, file) => make("a", { href: path, download: file }, text);
-  main.append(make("h2", {}, name), at, make("div", { class: "bar" }, axisChoice(() => show()),
-    ...actions(name, acted), link("Download records", `${api}/records`, "records.json"),
-    link("Download description", api, "run.json")), acted, own,
-    charts, hosts, nodes.box, timeline.box, about, make("h2", {}, "Events"),
-    table([["time", false], ["event", false], ["step", true], ["details", false]], events));
+  main.append(make("h2", {}, name), trouble, at, tiles, actions.box, make("div", { class: "bar" }, axisChoice(() => show()),
+    link("Download records", `${api}/records`, "records.json"), link("Download description", api, "run.json")),
+    charts, hosts, nodes.box, timeline.box, own, about, make("details", { id: "events" }, folded,
+      table([["time", false], ["event", false], ["step", true], ["details", false]], events)));
   const next = followed(name, MOST_POINTS);
-  let rows = [], over = false, gone = false, behind = false, timer = 0, looks = 0, shownAbout = "";
+  let rows = [], best = null, run = null, told = "", over = false, gone = false, behind = false, timer = 0, looks = 0, shownAbout = "";
 
   function show() {
     const axis = rows.some((row) => isNumber(row[look.axis])) ? look.axis : "step";
@@ -35,10 +38,60 @@ export function runPage(main, name) {
     }
   }
 
-  function describe(run) {
+  // Seconds until the last step, at the pace of the newer half of the steps so far.
+  function left() {
+    const timed = rows.filter((row) => row.step > 0 && isNumber(row.wall_s)), last = timed.at(-1);
+    const first = timed.find((row) => row.step >= last.step / 2), { step = 0, total_steps: total } = run.status;
+    if (!isNumber(total) || timed.length < 2 || first.step === last.step) return null;
+    return Math.max(0, total - Math.max(step, last.step)) * (last.wall_s - first.wall_s) / (last.step - first.step);
+  }
+
+  function summary() {
+    if (run === null || run.reason) return;
+    const { step = 0, total_steps: total, heartbeat_s: heard } = run.status, rest = over ? null : left();
+    const newest = (column) => rows.findLast((row) => isNumber(row[column])), loss = newest("val_loss");
+    const sent = newest("tx_bytes"), timed = newest("wall_s");
+    const end = rest === null ? "" : `, done at about ${new Date(Date.now() + 1000 * rest).toLocaleTimeString([], { timeStyle: "short" })}`;
+    const ago = isNumber(heard) ? `, last report ${seconds(Math.max(0, Math.round(Date.now() / 1000 - heard)))} ago` : "";
+    at.textContent = [run.state, run.strategy].filter(Boolean).join(", ") + (over ? "" : ago + end);
+    const tile = (title, value, below) => make("div", {}, make("dt", {}, title), make("dd", {}, value),
+      make("dd", { class: "soft" }, below));
+    tiles.replaceChildren(
+      tile("State", stateOf(run.state), run.strategy ?? ""),
+      tile("Step", `${step} of ${total ?? "?"}`, total ? `${Math.floor(100 * step / total)} %` : ""),
+      tile("Validation loss", figure(loss?.val_loss) || "none yet", loss ? `at step ${loss.step}` : ""),
+      tile("Best loss", figure(best?.val_loss) || "none yet", best ? `at step ${best.step}` : ""),
+      tile("Sent per node", bytes(sent?.tx_bytes) || "none yet", sent ? `until step ${sent.step}` : ""),
+      over ? tile("Time trained", seconds(timed?.wall_s) || "unknown", "")
+        : tile("Time left", rest === null ? "not known yet" : seconds(rest), timed ? `${seconds(timed.wall_s)} so far` : ""));
+  }
+
+  // What went wrong, with the last lines that the run said.
+  function showTrouble() {
+    const error = run.state === "failed" ? run.events.findLast((event) => event.kind === "error") : null;
+    const { step = 0, total_steps: total, trouble: unwritten } = run.status ?? {};
+    let title = "", lines = "";
+    if (run.reason) title = `${run.state}: ${run.reason}`;
+    else if (run.state === "failed") {
+      title = error ? `Failed at step ${error.step}: ${error.error}: ${error.why}` : `Failed at step ${step}. The run did not say why.`;
+      lines = error?.trace ?? run.output ?? "";
+    } else if (run.state === "lost") {
+      title = `Lost at step ${step} of ${total ?? "?"}: the run's process ended without a word (killed, out of memory, or the machine went off).`;
+      lines = run.output ?? "";
+    } else if (unwritten) title = `The run can no longer write its folder: ${unwritten}`;
+    if (title + lines === told) return;
+    told = title + lines;
+    trouble.hidden = !title;
+    trouble.replaceChildren(make("strong", {}, title), lines ? make("pre", { tabindex: "0" }, String(lines).split("\n").slice(-12).join("\n")) : "");
+  }
+
+  function describe(found) {
+    run = found;
     over = run.state !== "running";
-    const step = run.status.step ?? 0, total = run.status.total_steps ?? "?";
-    at.textContent = [run.state, run.strategy, `step ${step} of ${total}`].filter(Boolean).join(", ");
+    actions.show(run.actions);
+    showTrouble();
+    summary();
+    folded.textContent = `Events (${run.events.length})`;
     events.replaceChildren(...run.events.slice(-100).reverse().map((event) => {
       const { at_s, kind, step: when, ...told } = event;
       return make("tr", {}, make("td", {}, new Date(at_s * 1000).toLocaleTimeString()), make("td", {}, kind),
@@ -74,11 +127,13 @@ export function runPage(main, name) {
   async function poll() {
     let more = false;
     try {
-      const run = await get(api), until = performance.now() + BEFORE_DRAWING_MS;
-      describe(run);
+      const found = await get(api), until = performance.now() + BEFORE_DRAWING_MS;
+      if (gone) return;
+      describe(found);
       if (run.reason) throw new Error(`${run.state}: ${run.reason}`);
-      do { ({ rows, more } = await next()); } while (more && !gone && performance.now() < until);
+      do { ({ rows, more, best } = await next()); } while (more && !gone && performance.now() < until);
       show();
+      summary();
       if (over || behind || looks % SELDOM === 0) behind = await pictures();
       looks += 1;
     } catch (error) { at.textContent = error.message; more = behind = false; }
