@@ -2,7 +2,8 @@
 
 export const POLL_MS = 1000, PART_BYTES = 2 ** 20;  // bytes of a run's files, read for one answer
 export const store = { list: [], known: false, chosen: new Set() };  // known: the list has arrived
-export const look = { text: "", state: "", sort: "started_s", down: true, axis: "step", nodes: "loss", inside: false };
+export const look = { text: "", state: "", sort: "started_s", down: true, axis: "step", nodes: "loss", inside: false,
+  logx: false, logy: false, smooth: 0 };
 
 export function make(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);

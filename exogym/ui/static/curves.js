@@ -1,10 +1,11 @@
-// Curves in one chart, over steps, bytes or seconds.
+// Curves in one chart, over steps, bytes or seconds. Readers can zoom, read values by pointer and keys, and save files.
 
 import { bytes, isNumber, look, make } from "./base.js";
+import { csv, download, png, svg } from "./saving.js";
 
 const LIGHT = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#8a8a8a"];
 const DARK = ["#56b4e9", "#ee8a45", "#2fc79a", "#dd9ac0", "#8fa8ff", "#f0c24b", "#a8a8a8"];
-const HEIGHT = 220, MOST_NAMED = 12;
+const HEIGHT = 220, MOST_NAMED = 12, CLOSER = 0.6;
 export const AXES = {
   step: "steps", tx_bytes: "bytes sent per node", wall_s: "wall time (s)", time_s: "predicted time (s)",
 };
@@ -15,11 +16,18 @@ const sizes = new ResizeObserver((entries) => {
   }
 });
 
+// The choices of axis, scales and smoothing for all charts of a page.
 export function axisChoice(change) {
   const select = make("select", { id: "axis", onchange(event) { look.axis = event.target.value; change(); } });
   for (const [key, title] of Object.entries(AXES)) select.append(make("option", { value: key }, title));
   select.value = look.axis;
-  return make("label", {}, "Curves over ", select);
+  const box = (id, key, title) => make("label", {}, make("input", { type: "checkbox", id, checked: look[key],
+    onchange(event) { look[key] = event.target.checked; change(); } }), title);
+  const smooth = make("input", { type: "range", id: "smoothing", min: "0", max: "0.98", step: "0.02",
+    oninput(event) { look.smooth = Number(event.target.value); change(); } });
+  smooth.value = look.smooth;
+  return make("span", { class: "choices" }, make("label", {}, "Curves over ", select), box("log-x", "logx", " log x"),
+    box("log-y", "logy", " log y"), make("label", {}, "Smoothing ", smooth));
 }
 
 // Holders for charts, one per title.
@@ -29,33 +37,151 @@ export function places(titles) {
   return { holders, box: make("div", { class: "charts" }, ...Object.values(holders)) };
 }
 
-// Draw a chart of several curves {label, x: [...], y: [...]}. Points without numbers are left out.
+// The exponential moving mean, without a bias to where it begins.
+export function smoothed(values, weight) {
+  let mean = 0, mass = 0;
+  return values.map((value) => {
+    if (!weight || !isNumber(value)) return value;
+    mean = weight * mean + (1 - weight) * value; mass = weight * mass + 1 - weight;
+    return mean / mass;
+  });
+}
+
+// The points of a curve that its axes can show, in order, smoothed.
+function prepared(curve) {
+  const shown = (value, isLog) => isNumber(value) && (!isLog || value > 0);
+  const order = curve.x.map((_, k) => k).filter((k) => shown(curve.x[k], look.logx) && shown(curve.y[k], look.logy));
+  order.sort((a, b) => curve.x[a] - curve.x[b]);
+  const of = (values) => smoothed(order.map((k) => (shown(values[k], look.logy) ? values[k] : null)), look.smooth);
+  const lists = [order.map((k) => curve.x[k]), of(curve.y)];
+  return { ...curve, band: Boolean(curve.low), lists: curve.low ? [...lists, of(curve.low), of(curve.high)] : lists };
+}
+
+const short = (value) => `${Number(value.toPrecision(5))}`;
+
+// The value at a place, or at the nearest place that has one.
+function near(values, at) {
+  for (let k = 0; k < values.length; k += 1) {
+    for (const place of [at - k, at + k]) if (isNumber(values[place])) return values[place];
+  }
+  return null;
+}
+
+// Draw a chart of several curves {label, x: [...], y: [...]}, with an optional color, and low and high for a band.
+// Points without numbers are left out.
 export function draw(holder, title, curves) {
-  const shown = curves.filter((curve) => curve.y.some(isNumber));
+  const dark = matchMedia("(prefers-color-scheme: dark)").matches, colors = dark ? DARK : LIGHT;
+  const shown = curves.map(prepared).filter((curve) => curve.lists[0].length);
   holder.hidden = !shown.length;
   if (!shown.length) { holder.plot?.destroy(); holder.plot = null; return; }
-  const data = uPlot.join(shown.map((curve) => {
-    const points = curve.x.map((x, k) => [x, curve.y[k]]).filter(([x, y]) => isNumber(x) && isNumber(y));
-    points.sort((a, b) => a[0] - b[0]);
-    return [points.map((point) => point[0]), points.map((point) => point[1])];
-  }));
-  const key = `${look.axis} ${shown.map((curve) => curve.label).join("\n")}`;
-  if (holder.plot && holder.key === key) { holder.plot.setData(data); return; }
+  const data = uPlot.join(shown.map((curve) => curve.lists));
+  let next = 1;
+  shown.forEach((curve, k) => {
+    curve.color ??= colors[k % colors.length];
+    curve.dash ??= k >= colors.length;
+    curve.at = next; next += curve.band ? 3 : 1;
+  });
+  holder.curves = shown;
+  const scale = `${look.axis} ${look.logx}`, key = `${scale} ${look.logy} ${dark} ${shown.map((c) => [c.label, c.band, c.color]).join("\n")}`;
+  if (holder.scale !== scale) holder.zoom = null;
+  if (holder.plot && holder.key === key) {
+    holder.plot.setData(data, !holder.zoom);
+    if (holder.zoom) { holder.plot.setScale("x", holder.zoom); holder.plot.redraw(); }
+    holder.fill();
+    return;
+  }
   holder.plot?.destroy();
-  const colours = matchMedia("(prefers-color-scheme: dark)").matches ? DARK : LIGHT;
-  const text = getComputedStyle(document.body).color;
+  Object.assign(holder, { key, scale });
+  begin(holder, title, data);
+}
+
+function begin(holder, title, data) {
+  const shown = holder.curves, text = getComputedStyle(document.body).color;
+  const inBytes = title.startsWith("bytes"), ofX = (x) => (look.axis === "tx_bytes" ? bytes(x) : short(x));
+  const ofY = (y) => (inBytes ? bytes(y) : short(y));
   const line = getComputedStyle(document.documentElement).getPropertyValue("--line");
   const style = { stroke: text, grid: { stroke: line, width: 0.5 }, ticks: { stroke: line } };
-  const marks = (name, values) => values.map((x) => (name === "tx_bytes" ? bytes(x) : `${x}`));
-  holder.replaceChildren(make("h3", {}, title));
-  holder.key = key;
-  holder.plot = new uPlot({
-    width: holder.clientWidth || 320, height: HEIGHT, legend: { show: shown.length <= MOST_NAMED }, scales: { x: { time: false } },
-    axes: [{ ...style, label: AXES[look.axis], values: (_, found) => marks(look.axis, found) },
-      { ...style, size: 62, values: (_, found) => marks(title.startsWith("bytes") ? "tx_bytes" : "", found) }],
-    series: [{ label: AXES[look.axis] }, ...shown.map((curve, k) => ({
-      label: curve.label, stroke: colours[k % colours.length], width: 1.6, spanGaps: true, points: { show: false },
-      dash: k >= colours.length ? [5, 3] : undefined,
-    }))],
-  }, data, holder);
+  const marks = (form) => (_, found) => found.map((value) => (value === null ? "" : form(value)));
+  const series = shown.flatMap((curve) => {
+    const edge = { stroke: "transparent", width: 0, spanGaps: true, points: { show: false } };
+    const main = { label: curve.label, stroke: curve.color, width: 1.6, spanGaps: true, points: { show: curve.lists[0].length < 2 },
+      dash: curve.dash ? [5, 3] : undefined };
+    return curve.band ? [main, { ...edge, label: `${curve.label}, low` }, { ...edge, label: `${curve.label}, high` }] : [main];
+  });
+  const tip = make("div", { class: "tip", hidden: true }), said = make("p", { class: "unseen", role: "status" });
+  const reset = make("button", { type: "button", class: "reset", hidden: true, onclick() { zoom(null); } }, "Reset zoom");
+  const values = make("tbody"), picture = make("div", { class: "plot", tabindex: "0", role: "group",
+    "aria-label": `${title}: arrow keys read the values, + zooms, 0 resets` });
+  let at = null;
+  const save = (ending, made) => async () => download(`${title.replaceAll(" ", "_")}.${ending}`, await made());
+  const button = (ending, made) => make("button", { type: "button", onclick: save(ending, made) }, ending.toUpperCase());
+  const tools = make("details", { class: "tools", ontoggle() { holder.fill(); } }, make("summary", {}, "Values, files"),
+    make("div", { class: "bar" },
+      button("csv", () => csv([AXES[look.axis], ...plot.series.slice(1).map((one) => one.label)], plot.data)),
+      button("png", () => png(plot, title, holder.curves)), button("svg", () => svg(plot, title, AXES[look.axis], holder.curves))),
+    make("div", { class: "wide" }, make("table", {}, make("thead", {}, make("tr", {}, ...["curve", "first", "last", "lowest", "highest"].map(
+      (head) => make("th", { scope: "col" }, head)))), values)));
+  const marksOf = (color) => { const mark = make("span", { class: "mark" }); mark.style.background = color; return mark; };
+  const legend = make("p", { class: "legend", hidden: shown.length > MOST_NAMED }, ...shown.map((curve) => make("span", {}, marksOf(curve.color), curve.label)));
+  holder.replaceChildren(make("h3", {}, title), picture, said, reset, legend, tools);
+
+  const lines = (k) => holder.curves.map((curve) => [curve, near(plot.data[curve.at], k)]).filter(([, y]) => y !== null).slice(0, MOST_NAMED);
+  function point(k) {
+    tip.hidden = k === null || k === undefined;
+    if (tip.hidden) return;
+    const x = plot.data[0][k], left = plot.valToPos(x, "x");
+    tip.replaceChildren(make("strong", {}, `${AXES[look.axis]} ${ofX(x)}`),
+      ...lines(k).map(([curve, y]) => make("span", {}, marksOf(curve.color), `${curve.label} ${ofY(y)}`)));
+    tip.style.left = left > plot.over.clientWidth / 2 ? "" : `${left + 12}px`;
+    tip.style.right = left > plot.over.clientWidth / 2 ? `${plot.over.clientWidth - left + 12}px` : "";
+  }
+  const plot = new uPlot({
+    width: holder.clientWidth || 320, height: HEIGHT, legend: { show: false },
+    scales: { x: { time: false, distr: look.logx ? 3 : 1 }, y: { distr: look.logy ? 3 : 1 } },
+    axes: [{ ...style, label: AXES[look.axis], values: marks(ofX) }, { ...style, size: 62, values: marks(ofY) }],
+    series: [{ label: AXES[look.axis] }, ...series],
+    bands: shown.filter((curve) => curve.band).map((curve) => ({ series: [curve.at + 2, curve.at + 1], fill: `${curve.color}33` })),
+    hooks: {
+      setCursor: [(self) => point(self.cursor.left < 0 ? null : self.cursor.idx)],
+      setSelect: [(self) => { if (self.select.width > 0) {
+        keep({ min: self.posToVal(self.select.left, "x"), max: self.posToVal(self.select.left + self.select.width, "x") });
+      } }],
+    },
+  }, data, picture);
+  holder.plot = plot;
+  plot.over.append(tip);
+  plot.over.addEventListener("dblclick", () => zoom(null));
+
+  function keep(range) { holder.zoom = range; reset.hidden = !range; }
+  function zoom(range) {
+    keep(range);
+    if (range) plot.setScale("x", range); else plot.setData(plot.data);
+  }
+  picture.addEventListener("keydown", (event) => {
+    const xs = plot.data[0], { min, max } = plot.scales.x, far = event.shiftKey ? 10 : 1;
+    const inside = (k) => Math.min(Math.max(k, xs.findIndex((x) => x >= min)), xs.findLastIndex((x) => x <= max));
+    const to = { ArrowRight: (at ?? -1) + far, ArrowLeft: (at ?? xs.length) - far, Home: 0, End: xs.length - 1 }[event.key];
+    if (to !== undefined) {
+      at = inside(to);
+      point(at);
+      said.textContent = `${AXES[look.axis]} ${ofX(xs[at])}: ${lines(at).map(([curve, y]) => `${curve.label} ${ofY(y)}`).join(", ")}`;
+    } else if (event.key === "+") {
+      const middle = at === null ? (min + max) / 2 : xs[at];
+      zoom({ min: middle - CLOSER * (middle - min), max: middle + CLOSER * (max - middle) });
+    } else if (event.key === "0" || event.key === "Escape") zoom(null);
+    else return;
+    event.preventDefault();
+  });
+  picture.addEventListener("blur", () => point(null));
+
+  holder.fill = () => {
+    if (!tools.open) return;
+    values.replaceChildren(...holder.curves.map((curve) => {
+      const [xs, ys] = curve.lists, all = ys.map((_, k) => k);
+      const low = all.reduce((a, k) => (ys[k] < ys[a] ? k : a), 0), high = all.reduce((a, k) => (ys[k] > ys[a] ? k : a), 0);
+      return make("tr", {}, make("th", { scope: "row" }, curve.label), ...[0, ys.length - 1, low, high].map(
+        (k) => make("td", { class: "number" }, `${ofY(ys[k])} at ${ofX(xs[k])}`)));
+    }));
+  };
+  if (holder.zoom) zoom(holder.zoom);
 }
