@@ -148,7 +148,7 @@ def test_an_outer_optimizer_may_have_groups() -> None:
     [
         ([("frist.*", {"lr": 0.1})], r"'frist.\*' matches no parameter; near: first.weight, first.bias"),
         ([("*", {"lr": 0.1}), ("*.bias", {"lr": 0.2})], r"'\*.bias' comes too late"),
-        ([("*.bias", {"weight_deacy": 0.0})], "'weight_deacy' is no option.*did you mean 'weight_decay'"),
+        ([("*.bias", {"weight_deacy": 0.0})], "'weight_deacy' is not an option.*did you mean 'weight_decay'"),
         ([(lambda name, p: p.ndim > 2, {"lr": 0.1})], "lambda> matches no parameter; there are: first.weight"),
     ],
 )
