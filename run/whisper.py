@@ -58,7 +58,7 @@ def main() -> None:
 
     if is_initialized() and get_rank() > 0:  # under torchrun all processes come here, with the same model; one speaks
         return
-    heard = task.evaluates or f"all {len(task.val)} clips that are held out"
+    heard = task.evaluates or f"all {len(task.val)} held-out clips"
     print(f"{task.description}; {task.origin}; evaluated on {heard}; {args.num_nodes} nodes")
     for row in trainer.history.rows(node=None):
         if row["val_loss"] is not None:

@@ -1,1 +1,1 @@
-"""Many runs: methods compared, options swept, claims of papers and advice, and the folders they leave."""
+"""Many runs: comparisons, sweeps, papers' claims, advice, and run folders."""

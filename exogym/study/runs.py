@@ -1,13 +1,13 @@
-"""Runs that were written into folders: find them, see where each stands, load its curve, export it, draw several.
+"""Run folders: find runs, see their state, load their curves, export them, and draw several runs together.
 
-    runs.list("runs")          each run, comparison and sweep in a folder; the runs of a comparison are PARENT/CHILD
+    runs.list("runs")          each run, comparison and sweep in a folder; a comparison's runs are PARENT/CHILD
     runs.load("runs/digits")   one run: description, records, events, summary
     runs.draw([...], "out")    the curves of any runs over each other
     runs.summary("runs/cmp")   what the runs of a comparison or sweep come to: a row for each strategy, a verdict
 
-Everything is read from the files of `exogym.core.record.run_folder`, at any moment: while they are written, after a
-kill in the middle of a line, and while a folder is being removed. A folder that holds what no run writes
-(`exogym.core.record.schema`) is listed as "unreadable", with the reason, and changes no other line.
+Everything comes from the files of `exogym.core.record.run_folder`. You may read them at any time: while a run writes
+them, after a kill in the middle of a line, and while a folder is being removed. A folder with contents that no run
+writes (`exogym.core.record.schema`) is listed as "unreadable", with the reason. Other lines stay as they are.
 
 >>> import tempfile
 >>> from pathlib import Path
@@ -67,30 +67,30 @@ from exogym.study.compare.summary import SINGLE, Summary, Track, name_of, summar
 if TYPE_CHECKING:
     import pandas
 
-TAIL_BYTES = 1 << 16  # of the records of a run that goes on, in which its newest are looked for
+TAIL_BYTES = 1 << 16  # bytes at the end of a running run's records in which to look for the newest
 FROM_JSON = {text: float(name) for name, text in NOT_IN_JSON.items()}
-PARENTS = {"comparison": "run.json", "sweep": "sweep.json"}  # kind to the file that says so
-UNREADABLE = "unreadable"  # the state of a folder that holds what no run writes
-ENDED = {"finished": "done", "interrupted": "stopped"}  # states of a comparison or a sweep, in the words of a run
+PARENTS = {"comparison": "run.json", "sweep": "sweep.json"}  # kind to the file that marks it
+UNREADABLE = "unreadable"  # state of a folder with contents that no run writes
+ENDED = {"finished": "done", "interrupted": "stopped"}  # states of a comparison or sweep to states of a run
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Listed:
-    """Where a run stands, or a comparison or sweep; None where it does not say.
+    """A line about a run, comparison or sweep. Unknown values are `None`.
 
     Attributes:
-        name: its folder below the one that was listed, "digits" or "comparison/ddp-seed-0".
+        name: its folder below the listed folder, such as "digits" or "comparison/ddp-seed-0".
         kind: "run", "comparison" or "sweep".
-        state: running, done, stopped, failed; lost: it says that it is running, and its process is gone; unreadable.
-        strategy, task: as written, or its short name, or that of the class where it has none; the task of a comparison
-            or sweep, or of what it is in.
-        step, total_steps: of the run.
-        loss, accuracy: of the averaged model at its newest evaluation.
-        tx_bytes: sent by a node since the start, mean over nodes.
-        wall_s, time_s: seconds of training here, and predicted on a network.
-        started_s, heard_s: when it began, and when it was last heard of; seconds since 1970.
-        tags, note: that a reader gave it.
+        state: running, done, stopped, failed, lost (its files say running, but its process is gone) or unreadable.
+        strategy: its text, or its short name, or its class name.
+        task: the task of the comparison or sweep.
+        step, total_steps: the run's steps.
+        loss, accuracy: the averaged model's values at its newest evaluation.
+        tx_bytes: bytes that a node has sent so far, mean over nodes.
+        wall_s, time_s: seconds of training here, and predicted seconds on a network.
+        started_s, heard_s: time of its start and of its last sign of life, in seconds since 1970.
+        tags, note: the user's tags and note.
         reason: why it is unreadable.
     """
 
@@ -114,13 +114,13 @@ class Listed:
     reason: str | None = None
 
     def to_json(self) -> Row:
-        """Return it as JSON has it."""
+        """Return the line as a dict for JSON."""
         return asdict(self) | {"path": os.fspath(self.path), "tags": builtins.list(self.tags)}
 
 
 @dataclass(frozen=True)
 class Standing:
-    """What a run's folder tells of it without its records and events."""
+    """A run's folder without its records and events."""
 
     path: Path
     about: Row
@@ -138,12 +138,15 @@ class Standing:
 
 @dataclass(frozen=True)
 class Run(Standing):
-    """A run as its folder tells of it; the names of the columns are those of `trainer.history`.
+    """A run's folder. Columns have the names in `trainer.history`.
 
     Attributes:
-        description: what decides it. `about`: all of run.json. `status`: where it stands, {} where that is not said.
-        records: of the averaged model (`node` is None) and of the nodes, in the order of steps.
-        events: what happened. `summary`: how it ended, {} until then.
+        description: the options that decide the run.
+        about: all of run.json.
+        status: the state and step; {} if unknown.
+        records: rows of the averaged model (`node` is `None`) and of the nodes, in the order of steps.
+        events: what happened, in order.
+        summary: how it ended; {} until then.
     """
 
     records: builtins.list[Row]
@@ -151,14 +154,14 @@ class Run(Standing):
 
     @property
     def columns(self) -> builtins.list[str]:
-        """The names of all columns, in the order in which they first came."""
+        """The names of all columns, in the order of their first appearance."""
         return builtins.list(dict.fromkeys(name for row in self.records for name in row))
 
     def column(self, name: str, node: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """Return the steps (K,) at which a column has a number, and the numbers (K,): of the averaged model, or a node.
+        """Return a column's steps (K,) and numbers (K,), for the averaged model or for a node.
 
         Raises:
-            ArgumentError: no such column; the message names the nearest.
+            ArgumentError: an unknown column; the message names the nearest one.
         """
         if name not in self.columns:
             raise ArgumentError(f"{self.path} has no column {name!r}: {nearest(name, self.columns)}")
@@ -166,12 +169,12 @@ class Run(Standing):
         return np.array([row["step"] for row in rows], int), np.array([row[name] for row in rows], float)
 
     def to_pandas(self) -> pandas.DataFrame:
-        """Return the records as a table; `node` is empty in the rows of the averaged model."""
+        """Return the records as a table. `node` is empty in the averaged model's rows."""
         frame: pandas.DataFrame = needs("pandas").DataFrame(self.records, columns=self.columns)
         return frame
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
-        """Write the records as CSV; what is missing is empty."""
+        """Write the records as CSV. Missing values are empty."""
         write_csv(path, self.columns, self.records)
 
     def to_parquet(self, path: str | os.PathLike[str]) -> None:
@@ -182,10 +185,10 @@ class Run(Standing):
 
 
 def list(folder: str | os.PathLike[str] = "runs") -> builtins.list[Listed]:
-    """Return all runs, comparisons and sweeps below `folder`, the newest first, each parent before its runs.
+    """Return all runs, comparisons and sweeps below `folder`, newest first, each parent before its runs.
 
     Raises:
-        ArgumentError: there is no such folder.
+        ArgumentError: the folder does not exist or cannot be read.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -203,15 +206,15 @@ def list(folder: str | os.PathLike[str] = "runs") -> builtins.list[Listed]:
 
 
 def load(path: str | os.PathLike[str]) -> Run:
-    """Return the run of a folder.
+    """Return the run in a folder.
 
     Raises:
-        ArgumentError: there is no run in it; of a comparison or sweep the message names its runs.
+        ArgumentError: the folder holds no run. For a comparison or sweep the message names its runs.
 
     >>> load("runs/none")
     Traceback (most recent call last):
     ...
-    exogym.errors.ArgumentError: 'runs/none' holds no run: name the folder of one, as exogym runs list shows them
+    exogym.errors.ArgumentError: 'runs/none' holds no run: name a run's folder, as listed by exogym runs list
     """
     found = stand(path)
     lines = {"records": builtins.list(read_lines(found.path / "records.jsonl"))}
@@ -220,10 +223,10 @@ def load(path: str | os.PathLike[str]) -> Run:
 
 
 def stand(path: str | os.PathLike[str]) -> Standing:
-    """Return what `load` does but the records and events, however many there are.
+    """Return a run without its records and events, however many there are.
 
     Raises:
-        ArgumentError: as `load` does.
+        ArgumentError: as in `load`.
     """
     path = Path(path)
     try:
@@ -233,20 +236,20 @@ def stand(path: str | os.PathLike[str]) -> Standing:
     except ArgumentError as error:
         raise ArgumentError(f"{str(path)!r} cannot be read: {error}") from None
     if not about and not status:
-        raise ArgumentError(f"{str(path)!r} holds no run: name the folder of one, as exogym runs list shows them")
+        raise ArgumentError(f"{str(path)!r} holds no run: name a run's folder, as listed by exogym runs list")
     if kind:
         inside = [child.name for child in _children(path)]
         raise ArgumentError(
-            f"{str(path)!r} is a {kind}: name one of its runs, {', '.join(inside[:20]) or 'of none yet'}"
+            f"{str(path)!r} is a {kind}: name one of its runs, {', '.join(inside[:20]) or 'when it has any'}"
         )
     return Standing(path, about, status, summary)
 
 
 def read_lines(path: str | os.PathLike[str]) -> Iterator[Row]:
-    """Yield the records or events of a file of JSON lines, without what is no whole line; nothing without a file.
+    """Yield the records or events in a file of JSON lines, without incomplete lines. A missing file yields nothing.
 
     Raises:
-        ArgumentError: a line holds what no run writes (`exogym.core.record.schema`); the message names it.
+        ArgumentError: a line with contents that no run writes (`exogym.core.record.schema`); the message names it.
     """
     for row in rows_in(path, EVENT if Path(path).name == "events.jsonl" else RECORD):
         yield _numbers(row)
@@ -315,16 +318,16 @@ def summary(folder: str | os.PathLike[str], target_loss: float | None = None) ->
 def draw(
     runs: Sequence[Run], folder: str | os.PathLike[str], titles: Sequence[str] | None = None, heading: str = ""
 ) -> builtins.list[Path]:
-    """Draw the validation loss of runs over each other, into PNG files in `folder`; return these.
+    """Draw the runs' validation losses together into PNG files in `folder`. Return their paths.
 
-    loss_vs_steps.png and loss_vs_bytes.png; loss_vs_time.png where all of them have predicted seconds.
+    The files are loss_vs_steps.png, loss_vs_bytes.png and, if all runs have predicted seconds, loss_vs_time.png.
 
     Raises:
-        ArgumentError: no run, or one that has not been evaluated.
+        ArgumentError: no runs, or a run without an evaluation.
     """
     check_matplotlib()
     if not runs:
-        raise ArgumentError("runs: there is none to draw: name at least one")
+        raise ArgumentError("runs is empty: name at least one run to draw")
     curves = [_curve(run, title) for run, title in zip(runs, titles or [run.path.name for run in runs], strict=True)]
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -349,7 +352,7 @@ def _curve(run: Run, title: str) -> Curve:
 
 
 def listed(path: str | os.PathLike[str], name: str, parent: Row | None = None) -> Listed | None:
-    """Return where the run of a folder stands; None where there is none. `parent`: of its comparison or sweep."""
+    """Return the line about a run's folder; None without a run. `parent` is its comparison's or sweep's description."""
     path = Path(path)
     try:
         return _listed(path, name, parent)
@@ -376,7 +379,7 @@ def _listed(path: Path, name: str, parent: Row | None) -> Listed | None:
 
 
 def _is_alone(path: Path, parent: Row) -> bool:
-    """Say whether a run of a comparison or sweep is one node alone: of itself it tells DDP's strategy."""
+    """Return whether a comparison's or sweep's run is `single`. Its own description names DDP's strategy."""
     cells, of_all = parent.get("cells") or {}, (parent.get("arguments") or {}).get("strategy")
     texts = {label: str(cell.get("strategy", of_all)) for label, cell in cells.items()}
     texts |= {label: label for label in parent.get("strategies") or {}}
@@ -385,7 +388,7 @@ def _is_alone(path: Path, parent: Row) -> bool:
 
 
 def _unreadable(path: Path, name: str, error: Exception) -> Listed | None:
-    """Return the line of a folder that holds what no run writes; None where it has just been removed."""
+    """Return the line about a folder with contents that no run writes; None if the folder was just removed."""
     if isinstance(error, OSError) and not path.exists():
         return None
     why = f"it cannot be read ({error.strerror})" if isinstance(error, OSError) else str(error)
@@ -393,13 +396,13 @@ def _unreadable(path: Path, name: str, error: Exception) -> Listed | None:
 
 
 def _check_name(path: Path) -> None:
-    """Refuse a name that no browser and no terminal could be sent."""
+    """Raise ArgumentError if a browser or terminal cannot show the folder's name."""
     if in_json(path.name) != path.name:
-        raise ArgumentError(f"the folder's name is no UTF-8 ({os.fsencode(path.name)!r}): rename it")
+        raise ArgumentError(f"the folder's name is not UTF-8 ({os.fsencode(path.name)!r}): rename it")
 
 
 def _family(path: Path, name: str) -> builtins.list[Listed]:
-    """Return what a folder holds: one run, or a comparison or sweep with its runs; [] for neither."""
+    """Return a folder's lines: one run, or a comparison or sweep with its runs, or []."""
     try:
         _check_name(path)
         about = schema.read(path / "run.json")
@@ -432,7 +435,7 @@ def _family(path: Path, name: str) -> builtins.list[Listed]:
 
 
 def _inside(path: Path, name: str, about: Row) -> builtins.list[Listed]:
-    """Return the runs of a comparison or sweep."""
+    """Return the lines about a comparison's or sweep's runs."""
     found = [listed(child, f"{name}/{in_json(child.name)}", about) for child in _children(path)]
     return [run for run in found if run is not None]
 
@@ -443,7 +446,7 @@ def _notes(path: Path) -> dict[str, Any]:
 
 
 def short_name(strategy: Any) -> str | None:
-    """Return what `--strategies` calls a strategy that a description tells of; the name of its class where it cannot.
+    """Return the `--strategies` name of a described strategy, or its class name.
 
     >>> short_name({"name": "DiLoCoStrategy"}), short_name({"name": "Mine"}), short_name("x")
     ('diloco', 'Mine', None)
@@ -455,14 +458,14 @@ def short_name(strategy: Any) -> str | None:
 
 
 def _parent(path: Path, about: Row) -> str | None:
-    """Return "comparison" or "sweep" where a folder is one; a run's description is an object, a comparison's a text."""
+    """Return "comparison" or "sweep" if a folder is one. A run's description is an object, a comparison's is text."""
     if (path / PARENTS["sweep"]).is_file():
         return "sweep"
     return "comparison" if isinstance(about.get("strategies"), dict) else None
 
 
 def what_is(path: str | os.PathLike[str]) -> tuple[str, Row]:
-    """Return "run", "comparison" or "sweep", and what its file says: {} if there is no such file or it cannot be read.
+    """Return "run", "comparison" or "sweep", and the contents of its file; {} if the file is missing or unreadable.
 
     >>> what_is("no/such/folder")
     ('run', {})
@@ -481,20 +484,20 @@ def _children(path: Path) -> builtins.list[Path]:
 
 
 def _folders(path: Path) -> builtins.list[Path]:
-    """Return the folders in a folder, without hidden ones and links."""
+    """Return the folders in a folder, except hidden folders and links."""
     with os.scandir(path) as entries:
         return sorted(Path(e.path) for e in entries if e.is_dir(follow_symlinks=False) and e.name[0] != ".")
 
 
 def _state(about: Row, status: Row) -> str:
-    """Return the state of a run, also of one that has not said any: it has just begun, or was killed then."""
+    """Return a run's state. Without a status file it has just begun, or was killed at its start."""
     if status:
         return str(status.get("state"))
     return _of_process(about)
 
 
 def _of_process(about: Row) -> str:
-    """Return "running" or "lost", of what says it is running, and in which process."""
+    """Return "running" or "lost", from the process that a file names."""
     process = about.get("process")
     if process is None or process.get("pid") is None:
         return "lost"
@@ -502,9 +505,9 @@ def _of_process(about: Row) -> str:
 
 
 def _newest(path: Path) -> Row:
-    """Return the newest record of the averaged model, with the values of its newest evaluation, from a file's end."""
+    """Return the averaged model's newest record, with its newest evaluation's values, from the file's end."""
     end = end_of(path, TAIL_BYTES)
-    lines = end.split(b"\n")[1 if len(end) == TAIL_BYTES else 0 : -1]  # whole ones
+    lines = end.split(b"\n")[1 if len(end) == TAIL_BYTES else 0 : -1]  # complete lines
     found: Row = {}
     for line in reversed(lines):
         row = schema.row_of(line, RECORD)
@@ -516,18 +519,18 @@ def _newest(path: Path) -> Row:
 
 
 def _numbers(row: Row) -> Row:
-    """Return a record with the numbers that JSON lacks."""
+    """Return a record with its NaN and infinite numbers restored."""
     return {name: FROM_JSON.get(x, x) if isinstance(x, str) else x for name, x in row.items()}
 
 
 def age_s(run: Listed) -> float | None:
-    """Return how many seconds ago a run was heard of last, or began."""
+    """Return the seconds since a run's last sign of life, or since its start."""
     at_s = run.heard_s or run.started_s
     return None if at_s is None else max(time.time() - at_s, 0.0)
 
 
 def to_table(runs: Iterable[tuple[str, Run]]) -> tuple[builtins.list[str], builtins.list[builtins.list[Any]]]:
-    """Return the headers and rows of a table with how each run ended: loss, accuracy, steps, bytes, seconds."""
+    """Return a table's headers and rows that show how each run ended: loss, accuracy, steps, bytes, seconds."""
     headers = ["run", "strategy", "state", "steps", "validation loss", "accuracy", "sent/node", "predicted", "trained"]
     rows = []
     for name, run in runs:

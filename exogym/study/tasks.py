@@ -1,4 +1,4 @@
-"""Ready-made problems: data, model and settings under which the strategies can be told apart in a short time.
+"""Ready-made tasks: data, a model and settings that show strategies' differences in a short time.
 
 >>> digits_task().name, load_task("digits", hidden=8).num_nodes, mnist_task(width=2).batch_size, shakespeare_task().H
 ('digits', 4, 8, 10)
@@ -30,18 +30,18 @@ from exogym.models import MLP, CharGPT, SmallCNN
 
 @dataclass(frozen=True)
 class Task:
-    """A problem to train on, and what to train it with unless the user says otherwise.
+    """A model, its data and default options.
 
     Attributes:
-        name, description: for reports; `origin` says where the data were found.
+        name, description: for reports. `origin` names the place where the data were found.
         train, val: the data sets.
-        build: makes a model, drawing from torch's generator; see `make_model`.
-        num_nodes, batch_size, max_steps: of the fleet, per node and step, and per run.
-        inner_optim, lr, lr_scheduler, warmup_steps, max_norm: of every strategy's inner optimizer.
-        H: inner steps between communications of the strategies that have them.
-        outer_lr, outer_momentum: of DiLoCo's outer optimizer; None: its own default.
-        partitioner: who gets what, as on the command line; None deals anew each epoch.
-        evaluates: what an evaluation looks at, in words; None: all of `val`, which is all that was held out.
+        build: function that makes a model with torch's generator; see `make_model`.
+        num_nodes, batch_size, max_steps: number of nodes, examples per node and step, steps of a run.
+        inner_optim, lr, lr_scheduler, warmup_steps, max_norm: settings of every strategy's inner optimizer.
+        H: inner steps between synchronizations, for strategies with rounds.
+        outer_lr, outer_momentum: settings of DiLoCo's outer optimizer; None: its own default.
+        partitioner: how the data are divided, as on the command line; None deals them anew in each epoch.
+        evaluates: the examples of an evaluation, in words; None: all of `val`, the whole held-out part.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Task:
     evaluates: str | None = None
 
     def make_model(self, seed: int = 0) -> nn.Module:
-        """Return a new model; its weights follow from `seed`, and the caller's random state is left as it was."""
+        """Return a new model with weights from `seed`. The caller's random state stays the same."""
         cpu = torch.device("cpu")
         with rng.preserved_state(cpu):
             rng.seed_torch(draws.stream_seed(seed, "init"), cpu)
@@ -77,19 +77,19 @@ Data = str | os.PathLike[str] | None
 
 
 def load_task(name: str, data: Data = None, **options: Any) -> Task:
-    """Return the task `name`: "digits", "mnist", "shakespeare", "cifar10", "whisper", or one's own, "module:function".
+    """Return the task `name`: "digits", "mnist", "shakespeare", "cifar10", "whisper", or "module:function".
 
-    The function of one's own is called with `data`, if that is given, and the options; it returns a `Task`.
+    The function must return a `Task`. It receives the options, and `data` if given.
 
     Args:
-        data: file or folder of the data, if not where `exogym.data.sources` looks by itself.
-        options: of the task: `hidden` (digits), `width` (mnist, cifar10), `block_size`, `n_layer`, `n_head`, `n_embd`,
-            `dropout` (shakespeare); those of `whisper_task` (whisper).
+        data: file or folder of the data, if they are not in a place of `exogym.data.sources`.
+        options: the task's options: `hidden` (digits), `width` (mnist, cifar10), `block_size`, `n_layer`, `n_head`,
+            `n_embd`, `dropout` (shakespeare); the options of `whisper_task` (whisper).
 
     Raises:
-        ArgumentError: an unknown task, or an option that it does not have; no such module or function, or one that
-            returns something else.
-        DataError: its data were not found; the message says how to get them.
+        ArgumentError: an unknown task or option; a missing module or function; a function that does not return a
+            `Task`.
+        DataError: the data were not found; the message says how to get them.
 
     >>> task = load_task("digits")
     >>> task.num_nodes, task.partitioner, sum(p.numel() for p in task.make_model(seed=0).parameters())
@@ -107,10 +107,10 @@ def _own_task(name: str, *data: Data, **options: Any) -> Task:
         module = importlib.import_module(module_name)
     except (ModuleNotFoundError, ValueError, TypeError) as error:
         if isinstance(error, ModuleNotFoundError) and not module_name.startswith(error.name or module_name):
-            raise  # of a module that it imports
+            raise  # a module that it imports is missing
         raise ArgumentError(
-            f"task {name!r}: there is no module {module_name!r}; wanted module:function, as in 'my_task:make' for the "
-            "function make of my_task.py"
+            f"task {name!r}: there is no module {module_name!r}; wanted module:function, such as "
+            "'my_task:make' for the function make in my_task.py"
         ) from error
     make = getattr(module, function, None)
     if not callable(make):
@@ -124,7 +124,7 @@ def _own_task(name: str, *data: Data, **options: Any) -> Task:
 
 @checked
 def digits_task(data: Data = None, *, hidden: int = 32) -> Task:
-    """8x8 digits and a one-layer MLP: seconds a strategy, yet DDP, DiLoCo, FedAvg and one node alone come out apart."""
+    """8x8 digits and an MLP with one hidden layer. DDP, DiLoCo, FedAvg and one node alone differ within seconds."""
     source = digits(data)
     return _task(
         "digits",
@@ -161,7 +161,7 @@ def mnist_task(data: Data = None, *, width: int = 8) -> Task:
 
 @checked
 def cifar10_task(data: Data = None, *, width: int = 16) -> Task:
-    """32x32 photographs and a small convolutional network; the user brings the data."""
+    """32x32 photographs and a small convolutional network. You provide the data."""
     return _task(
         "cifar10",
         f"32x32 photographs of ten kinds, CNN of width {width}",
@@ -186,9 +186,9 @@ def shakespeare_task(
     n_embd: int = 64,
     dropout: float = 0.0,
 ) -> Task:
-    """Shakespeare by the character and a small GPT (0.1M parameters): a minute or so a strategy on one core.
+    """Shakespeare by characters and a small GPT (0.1M parameters): about a minute per strategy on one core.
 
-    Training windows overlap by half; validation is about 512 windows spread over the last tenth of the text.
+    Training windows overlap by half. About 512 validation windows are spread over the last tenth of the text.
     """
     if block_size < 2:
         raise ArgumentError(f"block_size={block_size!r} must be at least 2")
@@ -230,15 +230,15 @@ def whisper_task(
     general: Data = "spoken",
     replay: float = 0.0,
 ) -> Task:
-    """Whisper, fine-tuned by LoRA on your recordings, or on lines of Shakespeare that espeak-ng reads aloud.
+    """Whisper, fine-tuned with LoRA on your recordings, or on lines of Shakespeare that espeak-ng reads aloud.
 
-    `data` and `window_s` are as in `exogym.data.speech.speech`, `weights` and the others as in
-    `exogym.models.whisper.WhisperModelWrapper`; `lines` and `held_out` are of the lines read aloud. Of what is held
-    out at most `val_clips` are listened to, evenly spread: to write them down takes longer than to train on them.
+    `data` and `window_s` are as in `exogym.data.speech.speech`. `weights` and the other options are as in
+    `exogym.models.whisper.WhisperModelWrapper`. `lines` and `held_out` are numbers of lines for espeak-ng. An
+    evaluation transcribes at most `val_clips` held-out clips, spread evenly, because this takes longer than training.
 
-    `general` is running speech that the model must not lose, as in `exogym.data.speech.general_speech`: after a run on
-    hosts the trained model is held against it; None: against nothing. With `replay` such a share of the training clips
-    is drawn from it: then it is a folder with a manifest.
+    `general` is running speech that the model must not forget, as in `exogym.data.speech.general_speech`. A run on
+    hosts tests the trained model with it; None: no test. `replay` is the share of training clips from `general`,
+    which must then be a folder with a manifest.
     """
     from exogym.data.speech import find_speech, mixed, speech
     from exogym.models.whisper import WhisperModelWrapper, load_tokens
@@ -253,9 +253,9 @@ def whisper_task(
             raise ArgumentError(f"replay={replay!r} needs general=FOLDER, running speech with a manifest")
         source = mixed(source, speech(general, encode, window_s=window_s), replay)
     val = source.val.thinned(val_clips)
-    part = None if len(val) == len(source.val) else f"{len(val)} of the {len(source.val)} clips that are held out"
+    part = None if len(val) == len(source.val) else f"{len(val)} of the {len(source.val)} held-out clips"
     if part is not None:
-        notice(f"an evaluation listens to {part}, evenly spread; val_clips={len(source.val)} listens to all")
+        notice(f"an evaluation uses {part}, spread evenly; val_clips={len(source.val)} uses all")
     build = functools.partial(
         WhisperModelWrapper.from_weights, found, window_s=source.window_s, lora_rank=lora_rank,
         word_errors=word_errors, gradient_checkpointing=gradient_checkpointing, **spoken,
@@ -274,7 +274,7 @@ def whisper_task(
         lr=1e-3 if lora_rank is not None else 1e-5,
         H=8,
         outer_lr=1.0,
-        outer_momentum=0.0,  # plain averages: of a few rounds only, momentum has no time to settle
+        outer_momentum=0.0,  # plain averages: a few rounds are too few for momentum
         lr_scheduler="cosine",
         warmup_steps=4,
         max_norm=1.0,

@@ -547,10 +547,10 @@ def test_the_file_of_a_run_is_enough_for_the_model(tmp_path):
 
 def test_an_evaluation_says_which_clips_it_hears(tones, capsys):
     task = load_task("whisper", tones, weights=SMALL, val_clips=2)
-    assert task.evaluates == "2 of the 4 clips that are held out" and len(task.val) == 2
-    assert "an evaluation listens to 2 of the 4 clips" in capsys.readouterr().err
+    assert task.evaluates == "2 of the 4 held-out clips" and len(task.val) == 2
+    assert "an evaluation uses 2 of the 4 held-out clips" in capsys.readouterr().err
     assert load_task("whisper", tones, weights=SMALL).evaluates is None
-    assert "listens" not in capsys.readouterr().err
+    assert "an evaluation" not in capsys.readouterr().err
 
 
 def test_replay_mixes_running_speech_into_the_clips(tones, tmp_path):

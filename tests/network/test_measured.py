@@ -158,7 +158,7 @@ def test_every_strategy_with_late_averages_says_so():
 def test_advice_says_once_whether_late_averages_overlap(network):
     told = advise(parameters=4, num_nodes=2, network=network, step_seconds=10.0)
     (line,) = [line for line in told.assumptions if "overlap" in line]
-    assert line == f"reckoned {'with' if network == 'lan-1g' else 'without'} overlap. {LATE}"
+    assert line == f"computed {'with' if network == 'lan-1g' else 'without'} overlap. {LATE}"
 
 
 def test_one_place_says_whether_late_averages_overlap(monkeypatch):
@@ -294,7 +294,7 @@ def test_advice_says_what_was_measured_and_what_was_not(capsys):
     network = Network.measured({4e8: 10.0}, num_nodes=4, first=11.0)
     told = advise(parameters=1e8, num_nodes=4, network=network, step_seconds=1.0, strategies=["ddp", "diloco:H=10"])
     assert {row.strategy: row.seconds_per_step for row in told.rows} == pytest.approx({"diloco:H=10": 2, "ddp": 11})
-    assert any("measured: all_reduce; all else by formula" in line for line in told.assumptions)
+    assert any("measured: all_reduce; others by formula" in line for line in told.assumptions)
     assert any("first collective takes 1 s more" in line for line in told.assumptions)
     assert not any("extrapolated" in line for line in told.assumptions)
     told = advise(parameters=2e8, num_nodes=4, network=network, step_seconds=1.0, strategies=["ddp"])

@@ -1,4 +1,4 @@
-"""How far a prediction was off, once the run is over."""
+"""Compare a prediction with the finished run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from exogym.study.advise.prediction import advise
 
 
 def what_it_sends(strategy: Strategy, description: Mapping[str, Any]) -> dict[str, Any]:
-    """Return "plan" and "parameters" of a run, for its description; {} where no formula of a step is known.
+    """Return "plan" and "parameters" for a run's description; {} if no formula for a step is known.
 
     >>> from exogym.strategy import DiLoCoStrategy
     >>> run = {"model": [["w", [1000], "torch.float32"]], "num_nodes": 2}
@@ -32,7 +32,7 @@ def what_it_sends(strategy: Strategy, description: Mapping[str, Any]) -> dict[st
         plan = plan_of(strategy, parameters, description["num_nodes"], bytes_per_element)
     except ArgumentError:
         return {}
-    # nodes that do not wait for each other have no step of the fleet; who is asked for a round is not traffic alone
+    # If nodes don't wait for each other, the fleet has no step. If clients are sampled, traffic alone is not enough.
     if plan.local_steps is not None or plan.rounds is not None:
         return {}
     sent = [{name: value for name, value in asdict(t).items() if value is not None} for t in plan.traffic]
@@ -40,26 +40,26 @@ def what_it_sends(strategy: Strategy, description: Mapping[str, Any]) -> dict[st
 
 
 def held_against(network: Network, description: Mapping[str, Any], step_s: Sequence[float] | None) -> str:
-    """Return a line on the step that was predicted and the one that a run took, by the run's description.
+    """Return a line that compares a run's predicted step with its real step.
 
     Args:
-        network: that the prediction starts from; with it the seconds of a step on each host, if they were measured.
-        description: of a run on hosts, with `what_it_sends` and "seconds_per_step".
-        step_s: seconds of a step on each host, for a network that does not have them: those of the run.
+        network: the network of the prediction, with each host's seconds per step if measured.
+        description: the description of a run on hosts, with `what_it_sends` and "seconds_per_step".
+        step_s: the run's seconds per step on each host, for a network without them.
 
     Raises:
-        ArgumentError: a network of another number of nodes, or no seconds of a step.
+        ArgumentError: a network for another number of nodes, or no seconds per step.
 
     >>> from exogym.strategy import DiLoCoStrategy
     >>> network = Network.of({"num_nodes": 2, "collectives": {"exact all_reduce": {"4000": 1.0}}})
     >>> run = {"model": [["w", [1000], "torch.float32"]], "num_nodes": 2, "seconds_per_step": 0.25}
     >>> held_against(network, run | what_it_sends(DiLoCoStrategy(H=10), run), [0.1, 0.1])
-    'a step was predicted to take 200 ms and took 250 ms: 20.0 % less; 100 ms of it communication'
+    'a step took 250 ms; predicted were 200 ms (100 ms of it communication), 20.0 % too little'
     """
     known = None if network.measurement is None else network.measurement.step_s
     steps = known if known is not None else step_s
     if steps is None:
-        raise ArgumentError("how long a step takes is not known: measure it, exogym doctor --measure --task NAME")
+        raise ArgumentError("the time of a step is unknown: measure it, exogym doctor --measure --task NAME")
     sent = description["plan"]
     plan = Plan("run", tuple(Traffic(**fields) for fields in sent["traffic"]), sent["couples_every"])
     row = advise(
@@ -69,8 +69,8 @@ def held_against(network: Network, description: Mapping[str, Any], step_s: Seque
     predicted_s, took_s = row.seconds_per_step, description["seconds_per_step"]
     off = predicted_s / took_s - 1
     said = (
-        f"a step was predicted to take {readable_seconds(predicted_s)} and took {readable_seconds(took_s)}: "
-        f"{abs(off):.1%} {'more' if off > 0 else 'less'}; {readable_seconds(predicted_s - max(steps))} of it "
-        "communication"
+        f"a step took {readable_seconds(took_s)}; predicted were {readable_seconds(predicted_s)} "
+        f"({readable_seconds(predicted_s - max(steps))} of it communication), "
+        f"{abs(off):.1%} too {'much' if off > 0 else 'little'}"
     )
     return said.replace("%", " %")

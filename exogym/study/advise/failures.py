@@ -1,13 +1,14 @@
-"""What failures leave of a fleet's time: goodput, the share of it that is spent computing what is kept.
+"""Goodput: the share of a fleet's time spent on computing whose results are kept, in spite of failures.
 
-N learners (nodes) of a / N accelerators each, one of which fails every `mtbf_s` of its own. A learner with a failed
-accelerator stands still for `restart_s`. Learners that meet after every round of t seconds wait for whichever stood
-still for longest, so with mu = a t / (N mtbf) failures of a learner in a round, Poisson,
+The fleet has N learners (nodes) of a / N accelerators each. An accelerator fails once per `mtbf_s` of
+computing, on average. A learner with a failed accelerator stands still for `restart_s`. If learners meet after every
+round of t seconds, all wait for the learner that stood still longest. With mu = a t / (N mtbf), a learner's mean number
+of failures in a round (Poisson),
 
-    goodput = utilisation t / (t + d E[max of N draws]),   E[max] = sum over k >= 0 of 1 - F(k)^N,   d = restart_s
+    goodput = `utilisation` t / (t + d E[max of N draws]),   E[max] = sum over k >= 0 of 1 - F(k)^N,   d = restart_s
 
-which for short rounds is 1 / (1 + a d / mtbf): every failure stops all. Learners that do not wait for each other lose
-only their own time: utilisation / (1 + a d / (N mtbf)). F is the distribution function of the Poisson law.
+For short rounds this is 1 / (1 + a d / mtbf): every failure stops all learners. Learners that do not wait for each
+other lose only their own time: `utilisation` / (1 + a d / (N mtbf)). F is the Poisson distribution function.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ LOW_TAIL = 12  # standard deviations
 
 @dataclass(frozen=True)
 class Failures:
-    """How often accelerators fail, and what a failure costs.
+    """How often accelerators fail, and the time that a failure costs.
 
     Args:
-        accelerators: a, of the whole fleet; at least one for each node.
-        mtbf_s: mean time between failures of one accelerator; seconds, or text such as "8760h".
-        restart_s: from a failure until the learner computes something new: to notice, restart, load, and compute again
-            what was lost. Seconds or text.
+        accelerators: a, the accelerators of the whole fleet; at least one per node.
+        mtbf_s: an accelerator's mean time between failures, in seconds or as text such as "8760h".
+        restart_s: time from a failure until the learner computes something new: notice it, restart, load, and repeat
+            lost steps. Seconds or text.
 
     Raises:
         ArgumentError: a number that is not over 0.
@@ -54,10 +55,10 @@ class Failures:
             object.__setattr__(self, name, seconds)
 
     def goodput(self, utilisation: float, round_s: float, num_nodes: int, waits: bool) -> float:
-        """Return the share of time that is spent on computing what is kept.
+        """Return the share of time spent on computing whose results are kept.
 
         Args:
-            utilisation: that share without failures.
+            utilisation: the share of time spent computing without failures.
             round_s: t, seconds from one meeting to the next.
             waits: whether learners wait for each other at meetings.
 
@@ -74,7 +75,7 @@ class Failures:
         every_s = self.mtbf_s / self.accelerators
         down = readable_seconds(self.restart_s)
         return (
-            f"{self.accelerators:.4g} accelerators, of which one fails every {readable_seconds(every_s)} (each after "
+            f"{self.accelerators:.4g} accelerators; one of them fails every {readable_seconds(every_s)} (each after "
             f"{readable_seconds(self.mtbf_s)} of computing); its learner then stands still for {down}"
         )
 
@@ -85,7 +86,7 @@ def most_of_poissons(mean: float, draws: int) -> float:
     >>> round(most_of_poissons(2.0, 1), 9), round(most_of_poissons(1e-6, 1000), 6)
     (2.0, 0.001)
     """
-    k = max(0, int(mean - LOW_TAIL * math.sqrt(mean)))  # all draws are over what is below that
+    k = max(0, int(mean - LOW_TAIL * math.sqrt(mean)))  # practically all draws are larger
     total, below, log_mean = float(k), 0.0, math.log(mean)
     while True:
         below += math.exp(k * log_mean - mean - math.lgamma(k + 1))

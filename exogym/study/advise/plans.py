@@ -1,4 +1,4 @@
-"""What a strategy sends: the collectives it repeats, from the byte formulas of its modules."""
+"""A strategy's repeated collectives, from the byte formulas of its modules."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from exogym.strategy.traffic import Plan
 
 
 def plan_of(given: str | Strategy, parameters: float, num_nodes: int, bytes_per_element: float = 4) -> Plan:
-    """Return what a strategy sends, by the formula of each of its modules.
+    """Return the collectives that a strategy repeats, from its modules' formulas.
 
     Raises:
-        ArgumentError: an unknown strategy or option; a module that no formula is known for.
+        ArgumentError: an unknown strategy or option; a module without a known formula.
 
     >>> plan_of("diloco:H=50", 1e6, 4).traffic
     (Traffic(kind='all_reduce', payload_bytes=4000000.0, every_steps=50, members=None, algorithm=None, overlap_steps=0.0, fan=1.0),)

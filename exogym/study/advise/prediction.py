@@ -1,28 +1,27 @@
-"""Which strategy suits a network: predicted seconds, bytes and utilisation, from formulas alone.
+"""Advice on the strategy for a network: seconds, bytes and utilization, from formulas alone.
 
-A strategy is reduced to the collectives it repeats (`Traffic`), from the byte formulas of its module; the network
-prices them. With T the step of the slowest node and c the cost of a collective that is due every E steps and may be
-under way for tau of them,
+A strategy becomes the collectives that it repeats (`Traffic`), by its modules' byte formulas. The network prices them.
+Let T be the slowest node's step. A collective has the cost c, is due every E steps, and may be under way for tau steps:
 
     seconds per step = T + sum over collectives of max(0, c - min(tau, E) T) / E
-    utilisation      = mean step of a node / seconds per step
+    `utilisation`    = mean step of a node / seconds per step
 
-Where each node goes at its own pace, node w takes R_w = H_w T_w + c_w + q_w for a round of H_w steps, q_w being what it
-waits for a quorum, 0 for a quorum of one. N local steps of whichever nodes are a step of the fleet:
+If each node has its own pace, node w takes R_w = H_w T_w + c_w + q_w for a round of H_w steps. It waits q_w for a
+quorum; a quorum of one needs no waiting. N local steps of any nodes are a step of the fleet:
 
     seconds per step = N / sum over w of H_w / R_w
-    utilisation      = mean over w of H_w T_w / R_w
+    `utilisation`    = mean over w of H_w T_w / R_w
 
-Where groups of nodes meet on lines that differ, c is the mean time that a turn loses, over many draws of the groups.
+If groups of nodes meet and their lines differ, c is the mean time that a turn loses, over many draws of the groups.
 
-Where a server asks some of the nodes in each round, S_r of the N, rounds of H steps are drawn as the strategy draws
-them. A round begins when the one before has ended, and nodes that sit it out do not compute:
+If a server asks some nodes in each round, S_r of the N, rounds of H steps are drawn as the strategy draws them. A round
+begins when the previous round has ended. Nodes that are not asked do not compute:
 
     seconds per step = mean over r of (max over i in S_r of H T_i + c) / H
-    utilisation      = sum over r and i in S_r of H T_i / (N times all of these seconds)
+    `utilisation`    = sum over r and i in S_r of H T_i / (N times all of these seconds)
 
-The slowest node decides whether a strategy is good enough. That is the node with the longest step T_w; where each node
-goes at its own pace, the node with the longest T_w + c_w / H_w.
+The slowest node decides whether a strategy meets the target. It is the node with the longest step T_w or, if each node
+has its own pace, with the longest T_w + c_w / H_w.
 """
 
 from __future__ import annotations
@@ -67,32 +66,32 @@ DEFAULT_STRATEGIES = (
     "streaming_diloco:H=100:fragment_sync_delay=1:bits=4",
     "diloco:H=100:eager=true",
 )
-# What collectives took over what was predicted of them, by formula and from probes: on links that others measured
-# (docs/predictions.md), warm ones
+# Measured over predicted time of collectives, by formula and from probes: warm collectives, on the links of others'
+# measurements (docs/predictions.md)
 SPREAD = {"formula": (1.0, 1.3), "measured": (0.9, 1.1)}
-MEETINGS = 400  # groups drawn, of all turns, where some nodes meet and lines differ
-ARRIVALS = 1000  # at a server, or 8 of each node if that is more, from which the wait for a quorum is taken
-LEAST_SAMPLES, DRAWS = 4, 200_000  # stretches where steps differ by chance, and steps drawn, of all nodes and stretches
+MEETINGS = 400  # groups drawn, over all turns, if groups meet and lines differ
+ARRIVALS = 1000  # arrivals at a server, or 8 per node if that is more, for the mean wait for a quorum
+LEAST_SAMPLES, DRAWS = 4, 200_000  # for random steps: stretches, and steps drawn over all nodes and stretches
 
 
 @dataclass(frozen=True)
 class Row:
-    """What is predicted for one strategy.
+    """A prediction for one strategy.
 
     Attributes:
-        seconds_per_step: of the fleet; where nodes wait for each other never under the slowest node's step.
-        tx_bytes_per_step: that a node sends, mean over nodes.
-        waiting_share: share of a node's time, mean over nodes, in which it waits for others or the wire.
-        utilisation: share in which it computes; the two sum to 1.
-        speedup: examples per second over those of the fastest node alone.
-        goodput: share of its time that a node spends on computing what is kept, with failures; None without.
-        speedup_range: least and most of it, if collectives take as much more or less as `SPREAD` says.
-        couples_every: steps after which all of the model has been exchanged once, and has arrived.
-        algorithms: how each collective is carried out.
+        seconds_per_step: seconds of the fleet's step. If nodes wait for each other, at least the slowest node's step.
+        tx_bytes_per_step: bytes that a node sends per step, mean over nodes.
+        waiting_share: share of a node's time in which it waits for others or the wire, mean over nodes.
+        utilisation: share of its time in which a node computes; `waiting_share` and `utilisation` sum to 1.
+        speedup: the fleet's examples per second over the fastest node's alone.
+        goodput: share of time spent on computing whose results are kept, with failures; None without.
+        speedup_range: lowest and highest speed-up, if collectives take more or less time as in `SPREAD`.
+        couples_every: steps until the whole model has been exchanged once and has arrived.
+        algorithms: the algorithm of each collective.
         meets_target: whether the slowest node computes for the target share of its time.
-        can_train: False of a `Plan` that says so: there is only the formula.
-        simulated_steps, final_loss: steps of a simulation and its validation loss; None where there was none.
-        target_s: predicted seconds until the simulation came to the target loss; None where it did not.
+        can_train: False for a `Plan` that is only a formula.
+        simulated_steps, final_loss: steps of a simulation and its validation loss; None without one.
+        target_s: predicted seconds until the simulation reached the target loss; None if it did not.
     """
 
     strategy: str
@@ -114,18 +113,17 @@ class Row:
 
 @dataclass(frozen=True)
 class Advice:
-    """Rows, best first, and what was assumed; `print` it for a table.
+    """Predictions, best first, and their assumptions. `print` shows a table.
 
     Attributes:
-        rows: by seconds per step; after a simulation those that came to the target loss first, by when they did. Those
-            that cannot be trained here come last, in an order of their own.
-        recommended: by formula, of the strategies that meet the target and can be trained here the one that exchanges
-            the whole model most often, then the one that sends most: more communication keeps nodes closer together,
-            a rule of thumb about quality where the rest is arithmetic. Where none meets the target, the fastest. After
-            a simulation the first at the target loss, or where none came to it the one of lowest loss. `because` says
-            which it is. None where no strategy can be trained here.
-        because: why.
-        target_loss: of a simulation.
+        rows: sorted by seconds per step. After a simulation, strategies that reached the target loss come first, by
+            time. Strategies that cannot be trained come last, sorted among themselves.
+        recommended: the best strategy that can be trained; None if none can. By formula: among strategies that meet
+            the target, the most frequent exchange of the whole model wins, then the most bytes. More
+            communication keeps nodes closer together: a rule of thumb about quality. If none meets the target, the
+            fastest. After a simulation: the first at the target loss; if none reached it, the lowest loss.
+        because: the reason for the recommendation.
+        target_loss: the simulation's target loss.
     """
 
     rows: list[Row]
@@ -135,7 +133,7 @@ class Advice:
     target_loss: float | None = None
 
     def table(self) -> tuple[list[str], list[list[str]]]:
-        """Return headers and rows as text."""
+        """Return the table's headers and rows as text."""
         simulated = self.target_loss is not None
         headers = ["strategy", "time/step", "sent/node/step", "waiting/time", "computing/time", "speed-up/one node"]
         failing = any(row.goodput is not None for row in self.rows)
@@ -164,7 +162,7 @@ class Advice:
             lines.append(f"its speed-up over one node: {best.speedup:.3g}, likely from {least:.3g} to {most:.3g}")
         lines += ["assumed:", *(f"- {a}" for a in self.assumptions)]
         if any(not row.can_train for row in self.rows):
-            lines.append("- † not ranked: a formula alone, which cannot be trained here")
+            lines.append("- † not ranked: only a formula, which cannot be trained here")
         return lines
 
     def __str__(self) -> str:
@@ -176,7 +174,7 @@ class Advice:
         return "\n".join([*lines, "", *self.notes()])
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all of it as JSON holds it: plain numbers, text, lists, and None for what is not known."""
+        """Return everything for JSON: plain numbers, text, lists, and None for unknown values."""
         rows = [asdict(row) | {"algorithms": list(row.algorithms)} for row in self.rows]
         for row in rows:
             row["speedup_range"] = row["speedup_range"] and list(row["speedup_range"])
@@ -209,31 +207,31 @@ def advise(
     activation_bytes: float | None = None,
     batch_size: int | None = None,
 ) -> Advice:
-    """Predict, for each strategy, how fast a fleet would train on a network.
+    """Predict how fast a fleet would train on a network with each strategy.
 
     Args:
-        parameters: P, trainable numbers of the model.
+        parameters: P, the model's trainable numbers.
         num_nodes: N.
-        network: a `Network`, or what `Network.parse` reads.
-        step_seconds: of a step: a `StepTime`, a number, text, or one per node.
-        speeds: of the nodes, over 0, where step_seconds is not a `StepTime`; 0.5 takes twice as long.
-        flops: of a step of a node instead, from which `device` and `device_utilisation` make seconds.
-        bytes_per_element: b on the wire: 4 for fp32, 2 for bf16.
-        strategies: text as on the command line ("diloco:H=20"); strategies; or `Plan`s of your own.
-        target_utilisation: share of its time that the slowest node must compute for a strategy to be good enough, over
-            0 and up to 1.
-        algorithm: "cheapest" of those that the network knows for each collective, or "recorded", as the strategies
-            name it in their events.
-        failures: of a fleet of many accelerators, of which each node has its share: rows get a goodput.
-        node: each node is several devices: a step takes one of them step_seconds, and they share it out, wait for the
-            pipeline and talk over the mesh's own network (see `exogym.core.mesh.traffic`).
-        layers, activation_bytes: of the model, and what goes from a layer to the next for a node's whole batch; both
-            with tensor or stages in it. With shard alone layers may be given: each is gathered by itself.
-        batch_size: of a node, for the micro-batches of a pipeline; None: as many as there are to be, of one each.
+        network: a `Network`, or text for `Network.parse`.
+        step_seconds: time of a node's step: a `StepTime`, a number, text, or one per node.
+        speeds: the nodes' speeds, over 0, unless step_seconds is a `StepTime`; 0.5 takes twice as long.
+        flops: operations of a node's step, instead of step_seconds; `device` and `device_utilisation` turn them into
+            seconds.
+        bytes_per_element: b, bytes per element on the wire: 4 for fp32, 2 for bf16.
+        strategies: texts as on the command line ("diloco:H=20"), strategies, or your own `Plan`s.
+        target_utilisation: share of its time that the slowest node must compute, over 0 and up to 1.
+        algorithm: "cheapest": the fastest known algorithm for each collective. "recorded": the algorithm that the
+            strategy's events name.
+        failures: failures of a fleet in which each node has its share of many accelerators; rows get a goodput.
+        node: each node is several devices. One device alone would take step_seconds for a step. The devices share the
+            step, wait for the pipeline and communicate over the mesh's own network (`exogym.core.mesh.traffic`).
+        layers, activation_bytes: the model's layers, and the bytes between two layers for a node's whole batch. Both
+            are needed with tensor or stages. With shard alone, layers is optional: each layer is then gathered alone.
+        batch_size: examples of a node, for a pipeline's micro-batches; None: one example per micro-batch.
 
     Raises:
-        ArgumentError: neither or both of `step_seconds` and `flops`, a number out of range, or a strategy whose
-            modules no formula is known for.
+        ArgumentError: neither or both of `step_seconds` and `flops`, a number out of range, or a strategy with a module
+            whose formula is unknown.
 
     >>> advice = advise(parameters=1e8, num_nodes=8, network="lan-1g", step_seconds=0.2,
     ...     strategies=["ddp", "diloco:H=100"])
@@ -255,7 +253,7 @@ def advise(
         if isinstance(step_seconds, StepTime):
             raise ArgumentError("speeds beside a StepTime: give it the speeds, as StepTime('20ms', speeds=[1, 0.5])")
         if len(speeds) != num_nodes:
-            raise ArgumentError(f"speeds is for {len(speeds)} nodes, wanted num_nodes={num_nodes}")
+            raise ArgumentError(f"speeds is for {len(speeds)} nodes, wanted num_nodes={num_nodes}: give one per node")
     time = step_seconds if isinstance(step_seconds, StepTime) else StepTime(step_seconds, speeds=speeds)
     for name, count in (("network", network.num_nodes), ("step_seconds", time.num_nodes)):
         if count is not None and count != num_nodes:
@@ -283,21 +281,21 @@ def advise(
         lines.insert(
             2,
             f"a node is {node.size} devices, {node}: one alone would take {readable_seconds(alone.mean_s(1).min())} a "
-            f"step; of theirs {bubble:.0%} is the pipeline's bubble and {readable_seconds(talk.seconds)} talk, over "
-            f"{node.network!r}",
+            f"step; {bubble:.0%} of the node's step is the pipeline's bubble, and {readable_seconds(talk.seconds)} are "
+            f"communication over {node.network!r}",
         )
     if network.trace is not None:
-        lines.append("links change by a trace: reckoned with as they are at its beginning; a clock follows them")
+        lines.append("links change by a trace: the table uses the links at its beginning; a clock follows the trace")
     lines += _of_probes(network, plans, num_nodes)
     if any(map(_is_late, plans)):
-        lines.append(f"reckoned {'with' if network.late_overlaps else 'without'} overlap. {LATE}")
+        lines.append(f"computed {'with' if network.late_overlaps else 'without'} overlap. {LATE}")
     if failures is not None:
         lines += [
             str(failures),
-            "learners that meet wait for whichever stood still longest; a waiting one does not fail",
+            "learners that meet wait for the longest standstill; a waiting learner does not fail",
         ]
     if any(plan.local_steps for plan in plans):
-        lines.append("asynchronous nodes wait for a quorum or for no other; N local steps are a step of the fleet")
+        lines.append("asynchronous nodes wait only for a quorum, if at all; N local steps are a step of the fleet")
     if flops is not None:
         name = device if isinstance(device, str) else "the device"
         peak = (DEVICES[device] if isinstance(device, str) else device).flops_per_s
@@ -307,7 +305,7 @@ def advise(
     because = f"{wanted}, and of such strategies this one exchanges the whole model most often"
     if best is None:
         best = next((row for row in rows if row.can_train), None)
-        because = f"{wanted} under no strategy that can be trained here"
+        because = f"no strategy that can be trained here meets the target: {wanted}"
         because += "" if best is None else f"; {_caveat(best)}"
     plan = next((plan for row, plan in by_time if row is best), None)
     if plan is not None and _is_late(plan) and network.late_overlaps:
@@ -319,10 +317,10 @@ def advise(
 def _talk(
     node: NodeMesh | None, parameters: float, layers: int | None, activation_bytes: float | None, batch_size: int | None
 ) -> Talk | None:
-    """Return what the devices of a node say in a step; None: it is one device.
+    """Return the communication between a node's devices in a step; None for a node of one device.
 
     Raises:
-        ArgumentError: what that depends on is not given, or given for nothing.
+        ArgumentError: a needed argument is missing, or an unused one is given.
     """
     about = {"activation_bytes": activation_bytes, "batch_size": batch_size}
     about |= {"layers": layers} if node is None else {}
@@ -334,8 +332,8 @@ def _talk(
         return None if node is None else talk_of_layers(node, parameters, layers or 1, 0.0, _examples(node, None))
     if layers is None or activation_bytes is None:
         raise ArgumentError(
-            f"node={node}: say layers= of the model and activation_bytes=, what goes from a layer to the next for the "
-            "batch of a node, as batch x tokens x width x 4"
+            f"node={node}: give the model's layers=, and activation_bytes=, the bytes between two layers for a node's "
+            "batch: batch x tokens x width x 4"
         )
     if batch_size is not None:
         check_count("batch_size", batch_size)
@@ -345,12 +343,12 @@ def _talk(
 
 
 def _examples(node: NodeMesh, batch_size: int | None) -> int:
-    """Return the examples of a node's step, or where nobody says so many that no cut of them is uneven."""
+    """Return the examples of a node's step. Without `batch_size`, choose a number that every division suits."""
     return batch_size or node.shard * (node.microbatches or 4 * node.depth)
 
 
 def _caveat(row: Row) -> str:
-    """Return what is to be known of the fastest strategy where none meets the target."""
+    """Return a note on the fastest strategy if none meets the target."""
     text = f"this one is the fastest, {row.utilisation:.1%} of the time computing and {row.speedup:.3g} times one node"
     return text + (" alone: the fleet is slower than that node" if row.speedup < 1 else " alone")
 
@@ -360,7 +358,7 @@ def _is_late(plan: Plan) -> bool:
 
 
 def _on_hosts(row: Row) -> str:
-    """Return how a strategy that was chosen with overlap does on hosts; `row` is without."""
+    """Return how a strategy chosen with overlap performs on hosts. `row` is without overlap."""
     step = f"{readable_seconds(row.seconds_per_step)} a step, {row.utilisation:.1%} of the time computing"
     return f"; on hosts, which wait for late averages, {step}"
 
@@ -376,18 +374,18 @@ def _assumptions(
         f"a step takes a node {readable_seconds(float(steps.min()))}{spread}; packing and adding up take no time",
         f"each collective by {how}; links are full duplex and carry nothing else",
         "gradients are sent after the whole backward pass",
-        "buffers (BatchNorm's) and the last synchronisation are left out",
-        "speed-up counts examples per second over the fastest node alone, not what is learnt from them",
+        "buffers (BatchNorm's) and the final synchronization are left out",
+        "speed-up counts examples per second over the fastest node alone, not what the model learns from them",
     ]
 
 
 def _of_probes(network: Network, plans: Sequence[Plan], num_nodes: int) -> list[str]:
-    """Return what is to be known where the network was measured: what stands for what, and what was not probed."""
+    """Return notes on a measured network: which probes stand for which collectives, and what was not probed."""
     measurement = network.measurement
     if measurement is None:
         return []
     kinds = ", ".join(measurement.probes) or "no collective"
-    lines = [f"measured: {kinds}; all else by formula, on the links that were measured or that give these times"]
+    lines = [f"measured: {kinds}; others by formula, on measured links or on links that give the measured times"]
     late_s = max((probes.set_up_s for probes in measurement.probes.values()), default=0.0)
     lines += [f"the first collective takes {readable_seconds(late_s)} more, once; left out"] if late_s else []
     beyond = [
@@ -400,7 +398,7 @@ def _of_probes(network: Network, plans: Sequence[Plan], num_nodes: int) -> list[
 
 
 def _row(plan: Plan, num_nodes: int, network: Network, time: StepTime, algorithm: str, target: float) -> Row:
-    """Return the row of a strategy, with the range that its speed-up has as collectives take more or less."""
+    """Return a strategy's row, with its speed-up's range for slower and faster collectives."""
     one = _row_of_rounds if plan.local_steps is not None else _row_of_fleet
     low, high = SPREAD["formula" if network.measurement is None else "measured"]
     most, row, least = (one(plan, num_nodes, network, time, algorithm, target, scale) for scale in (low, 1.0, high))
@@ -452,7 +450,7 @@ def _row_of_fleet(
 def _of_asked(
     plan: Plan, asked: Sequence[Traffic], num_nodes: int, network: Network, time: StepTime, scale: float
 ) -> tuple[float, np.ndarray]:
-    """Return the seconds of a step where some nodes take part in a round, and (N,) the share of steps each takes."""
+    """Return the seconds of a step if a round asks some nodes, and (N,) the share of steps that each node takes."""
     assert plan.rounds is not None
     H = max(1, round(asked[0].every_steps))
     steps, now_s = np.zeros(num_nodes, dtype=np.int64), np.zeros(num_nodes)
@@ -485,9 +483,9 @@ def _cost_s(
 
 
 def _meetings(network: Network, num_nodes: int, count: int) -> list[list[list[int]]]:
-    """Return the groups that meet in each of several turns, drawn anew; [] where it does not matter who meets.
+    """Return randomly drawn groups of several turns; [] if all groups cost the same.
 
-    Every node is in a group of `count`, but for those left over.
+    Groups have `count` nodes. Remaining nodes have no group.
     """
     if count == num_nodes or not network.lines_differ:
         return []
@@ -500,11 +498,11 @@ def _meetings(network: Network, num_nodes: int, count: int) -> list[list[list[in
 
 
 def _lost_s(turns: list[list[list[int]]], cost_s: Callable[[list[int]], float], computing_s: np.ndarray) -> float:
-    """Return the seconds by which a turn takes longer than the slowest node computes.
+    """Return the seconds by which a turn exceeds the slowest node's computing.
 
     Args:
-        turns: the groups of each; a group waits for no other one.
-        cost_s: seconds that a group sends.
+        turns: the groups of each turn; a group waits for no other group.
+        cost_s: seconds of a group's communication.
         computing_s: (N,) seconds that each node computes in a turn.
     """
     now_s = np.zeros(len(computing_s))
@@ -516,7 +514,7 @@ def _lost_s(turns: list[list[list[int]]], cost_s: Callable[[list[int]], float], 
 
 
 def _way(traffic: Traffic, network: Network, members: Members, algorithm: str) -> str | None:
-    """Return how a collective is carried out; as exogym does it, an all-reduce that was measured is the exact one."""
+    """Return a collective's algorithm. For a measured network, exogym's own all-reduce is the exact one."""
     if traffic.algorithm is not None:
         return traffic.algorithm
     if algorithm == "cheapest":
@@ -527,14 +525,14 @@ def _way(traffic: Traffic, network: Network, members: Members, algorithm: str) -
 def _row_of_rounds(
     plan: Plan, num_nodes: int, network: Network, time: StepTime, algorithm: str, target: float, scale: float
 ) -> Row:
-    """Return the row of a strategy whose nodes go at their own pace: they push to a server, and pull from it."""
+    """Return the row of a strategy whose nodes have their own pace: they push to a server and pull from it."""
     assert plan.local_steps is not None
     T = time.mean_s(num_nodes)
     H = plan.local_steps(T)
     push, pull = plan.traffic
     lines = range(num_nodes) if network.lines_differ else [0]
 
-    def cost_s(t: Traffic, nodes: Sequence[int]) -> float:  # a server beside one node costs nothing
+    def cost_s(t: Traffic, nodes: Sequence[int]) -> float:  # a server that runs on a node costs that node nothing
         return _cost_s(t, network, t.algorithm, math.inf, scale, nodes) if num_nodes > 1 else 0.0
 
     to_server_s = H * T + np.array([cost_s(push, [node]) for node in lines])
@@ -554,11 +552,11 @@ def _row_of_rounds(
 
 
 def _rounds_of_quorum(to_server_s: np.ndarray, quorum: int, pull_s: Callable[[list[int]], float]) -> np.ndarray:
-    """Return (N,) mean seconds of each node's round, where a server lets those go on together that have come.
+    """Return (N,) each node's mean seconds per round, if a server releases nodes in groups of a quorum.
 
     Args:
-        to_server_s: (N,) seconds from the start of a node's round until its push has come.
-        quorum: how many must have come.
+        to_server_s: (N,) seconds from the start of a node's round until its push has arrived.
+        quorum: the number of pushes for which the server waits.
         pull_s: seconds that nodes take to pull together.
     """
     here: list[int] = []
@@ -568,7 +566,7 @@ def _rounds_of_quorum(to_server_s: np.ndarray, quorum: int, pull_s: Callable[[li
     for _ in range(max(ARRIVALS, 8 * size)):
         now_s, node = heapq.heappop(on_their_way)
         here.append(node)
-        if len(here) < quorum or (on_their_way and on_their_way[0][0] <= now_s):  # who comes at that moment joins
+        if len(here) < quorum or (on_their_way and on_their_way[0][0] <= now_s):  # simultaneous arrivals join
             continue
         start_s = now_s + pull_s(here)
         for other in here:
@@ -580,7 +578,7 @@ def _rounds_of_quorum(to_server_s: np.ndarray, quorum: int, pull_s: Callable[[li
 
 
 def _slowest_step_s(time: StepTime, num_nodes: int, every: float) -> float:
-    """Return the seconds per step of nodes that wait for the slowest of them after every `every` steps."""
+    """Return the seconds per step if nodes wait for the slowest node after every `every` steps."""
     if time.is_fixed:
         return float(time.mean_s(num_nodes).max())
     mean_s = float(time.mean_s(num_nodes).max())
@@ -591,16 +589,16 @@ def _slowest_step_s(time: StepTime, num_nodes: int, every: float) -> float:
     ticks = time.step_ticks(nodes, np.broadcast_to(drawn, (samples, num_nodes, steps)).ravel())
     longest_s = ticks.reshape(samples, num_nodes, steps).sum(2).max(1).mean() / steps / TICKS_PER_S
     late_s = max(0.0, float(longest_s) - mean_s)
-    return mean_s + late_s * math.sqrt(steps / max(every, steps))  # a mean over more steps spreads by the square root
+    return mean_s + late_s * math.sqrt(steps / max(every, steps))  # a mean's spread shrinks with the square root
 
 
 def _tx_factor(kind: str, algorithm: str | None, n: int) -> float:
-    """Return what a member sends, mean over members, as a multiple of its payload."""
+    """Return a member's sent bytes, mean over members, as a multiple of its payload."""
     if n == 1:
         return 0.0
     if kind == "broadcast":
         return (n - 1) / n
     if kind in ("exchange", "mix", "send"):
         return 1.0
-    ways = {way: factor for (known, way), factor in FACTORS.items() if known == kind}  # the usual one first
+    ways = {way: factor for (known, way), factor in FACTORS.items() if known == kind}  # the usual algorithm first
     return ways.get(algorithm or "", next(iter(ways.values())))(n) if ways else 1.0

@@ -1,4 +1,4 @@
-"""Which strategy comes to a loss first on a network: formulas, and a short run of each under a virtual clock."""
+"""Advice by simulation: formulas, and a short run of each strategy with a virtual clock."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from exogym.study.compare.entries import Setting, entries_of, setting_of
 from exogym.study.compare.forecast import check_timed, forecast_of
 from exogym.study.tasks import Task
 
-SHORT = 4  # a simulation takes so much less than the task's own number of steps
-LONGER = 4  # and a strategy that is fast on the network up to so many times as many as the others
-ROUNDS = 2  # that a strategy must have in the simulation, or it says nothing
+SHORT = 4  # a simulation takes the task's steps divided by this
+LONGER = 4  # a strategy that is fast on the network takes at most this many times the steps
+ROUNDS = 2  # rounds that a strategy needs for a meaningful simulation
 
 
 @checked
@@ -41,23 +41,23 @@ def simulate(
     device: str = "auto",
     watch: Callable[[Standing], object] | None = None,
 ) -> Advice:
-    """Predict by formula, train each strategy for a short while, and say which came to a loss first on the network.
+    """Predict by formula, then train each strategy for a short time and rank by time to a target loss.
 
-    All take as many steps; those that then had less predicted time than the first at the target loss needed are
-    trained anew with as many steps as that time allows, at most four times as many. Strategies that only have a
-    formula, and those that would communicate less than twice, are not trained.
+    All strategies take the same number of steps at first. Some then have less predicted time than the first one needed
+    to reach the target loss. They train again with the steps that fit that time, at most four times as many. It does
+    not train strategies that only have a formula, or that would communicate less than twice.
 
     Args:
-        task: what to train; its model, measured step and settings stand for yours.
-        network, step_seconds, speeds, target_loss, processes, device, watch: as `exogym.compare.compare`.
-        num_nodes, batch_size: None: the task's.
-        max_steps: of each node; None: a quarter of the task's.
-        strategies: texts as for `advise`; options that they leave open are the task's.
-        target_utilisation: as `advise`.
+        task: the task to train; its model, measured step and settings replace yours.
+        network, step_seconds, speeds, target_loss, processes, device, watch: as in `exogym.compare.compare`.
+        num_nodes, batch_size: default: the task's.
+        max_steps: steps of each node; default: a quarter of the task's.
+        strategies: texts as in `advise`; the task sets the options that they leave open.
+        target_utilisation: as in `advise`.
 
     Raises:
         ArgumentError, DataError: before training.
-        TrainingError: no strategy came to its end.
+        TrainingError: no strategy completed its training.
 
     >>> from exogym.tasks import load_task
     >>> advice = simulate(load_task("digits"), network="wan,jitter=0", step_seconds="10ms", max_steps=200,
@@ -94,7 +94,7 @@ def simulate(
 
     result = train(trained, setting.steps, target_loss)
     rows = {row["strategy"]: row | {"steps": setting.steps} for row in result.rows}
-    for text in trained:  # those that had less predicted time than the first at the loss needed go on for as long
+    for text in trained:  # strategies with less predicted time than the first at the target loss train for as long
         more = _steps_to_match(rows, text)
         if more > setting.steps:
             (again,) = train([text], more, result.target_loss).rows
@@ -104,7 +104,7 @@ def simulate(
 
 
 def _steps_to_match(rows: Mapping[str, Mapping[str, Any]], text: str) -> int:
-    """Return the steps that take a strategy as long as the first at the loss needed, at most four times its own."""
+    """Return the steps that take as long as the first strategy at the target loss, at most four times its own."""
     row, ends_s = rows[text], [row["target_s"] for row in rows.values() if row["target_s"] is not None]
     if not ends_s or row["target_s"] is not None or not row["time_s"]:
         return int(row["steps"])
@@ -112,12 +112,12 @@ def _steps_to_match(rows: Mapping[str, Mapping[str, Any]], text: str) -> int:
 
 
 def parameters_of(task: Task) -> int:
-    """Return how many trainable numbers the model of a task has."""
+    """Return the number of trainable parameters in a task's model."""
     return sum(p.numel() for p in task.make_model().parameters() if p.requires_grad)
 
 
 def _plans(task: Task, setting: Setting, strategies: str | Sequence[str]) -> list[Plan]:
-    """Return what each strategy sends, with the task's own values where its text leaves them open."""
+    """Return each strategy's plan. The task sets the options that its text leaves open."""
     size, plans = parameters_of(task), []
     for text in split_strategies(strategies):
         (entry,) = entries_of([text], setting).values()
@@ -130,7 +130,7 @@ def _plans(task: Task, setting: Setting, strategies: str | Sequence[str]) -> lis
 def _with_losses(
     advice: Advice, result: Comparison, found: Mapping[str, Mapping[str, Any]], left: Sequence[str]
 ) -> Advice:
-    """Return the advice with what the simulation found, those that came to the target loss first."""
+    """Return the advice with the simulation's results, sorted by time to the target loss."""
 
     def joined(row: Row) -> Row:
         if row.strategy not in found:
@@ -147,11 +147,11 @@ def _with_losses(
     if best.target_s is None:
         best = min((row for row in rows if row.final_loss is not None), key=lambda row: row.final_loss or math.inf)
         because = (
-            f"none came to {target}; this one came closest, {best.final_loss:.4g} after {best.simulated_steps} steps"
+            f"none reached {target}; this one came closest, {best.final_loss:.4g} after {best.simulated_steps} steps"
         )
     lines = [
-        f"simulated: {result.heading.partition('. Time')[0]}; strategies that had less time for these steps than the "
-        f"first at the loss needed had up to {LONGER} times as many; a longer run may end in another order"
+        f"simulated: {result.heading.partition('. Time')[0]}; strategies that took less time than the first one needed "
+        f"for the loss had up to {LONGER} times as many steps; a longer run may end in another order"
     ]
     lines += [f"not simulated: {', '.join(left)}: by formula alone, or fewer than {ROUNDS} rounds"] if left else []
     return replace(

@@ -1,15 +1,17 @@
-"""What a run costs on spot machines, which are cheap and are taken away: time and money, in the two ways to go on.
+"""Time and money of a run on spot machines, which are cheap but can be taken away, in two ways of continuing.
 
-Each of N machines is taken away by itself, lambda times an hour on average, and another one takes its place after r
-seconds. Where all begin again from a checkpoint (of every c seconds; half of that is lost on average), a second of
+Each of N machines is taken away lambda times an hour on average. Another machine replaces it after r seconds.
+
+If all machines restart from a checkpoint (one every c seconds, so half of that is lost on average), a second of
 training takes
 
     1 + N lambda (r + c / 2)
 
-seconds, and N machines are paid for all of it. Where the others go on (`min_hosts`), a machine is there for
-1 / (1 + lambda r) of the time. The steps take as long as they did, but fewer nodes take them: as many examples as
-without losses need (1 + lambda r) as long, and only those machines are paid that are there, so the money is the same.
-What the nodes that are away do to the loss is not in it.
+seconds, and all N machines are paid for the whole time.
+
+If the others continue (`min_hosts`), a machine is present for 1 / (1 + lambda r) of the time. A step takes as long as
+before, but with fewer nodes. So the same number of examples takes (1 + lambda r) times as long. Only present machines
+are paid, so the money is the same. The effect of absent nodes on the loss is not included.
 """
 
 from __future__ import annotations
@@ -21,22 +23,22 @@ from exogym.errors import check_number
 from exogym.network import parse_seconds, readable_seconds
 from exogym.study.advise.prediction import Advice
 
-STEPS = 1000  # what is reckoned for
+STEPS = 1000  # steps in the table
 HOUR_S = 3600.0
 
 
 @dataclass(frozen=True)
 class Spot:
-    """How often spot machines are taken away, and what they cost.
+    """How often spot machines are taken away, and their price.
 
     Args:
-        rate_per_h: lambda, of one machine an hour.
-        price_per_h: of one machine an hour, in any currency.
-        restart_s: r, from the loss until another machine computes; seconds or text. "5min"
-        checkpoint_s: c, between two checkpoints. "10min"
+        rate_per_h: lambda, how often a machine is taken away per hour.
+        price_per_h: a machine's price per hour, in any currency.
+        restart_s: r, from the loss until another machine computes; seconds or text such as "5min".
+        checkpoint_s: c, time between two checkpoints; seconds or text such as "10min".
 
     Raises:
-        ArgumentError: a number that cannot be.
+        ArgumentError: an impossible number.
 
     >>> spot = Spot(rate_per_h=0.1, price_per_h=2.0, restart_s="6min", checkpoint_s="12min")
     >>> again, on = spot.ways(seconds=3600.0, num_nodes=10)
@@ -56,14 +58,14 @@ class Spot:
             object.__setattr__(self, name, parse_seconds(getattr(self, name), name))
 
     def ways(self, seconds: float, num_nodes: int) -> tuple[Way, Way]:
-        """Return what training takes that would take so many seconds without losses: begun again, and going on."""
+        """Return time and money for `seconds` of training without losses, by restarting and by continuing."""
         lost = self.rate_per_h / HOUR_S
         again_s = seconds * (1 + num_nodes * lost * (self.restart_s + self.checkpoint_s / 2))
         paid = self.price_per_h * num_nodes / HOUR_S
         return Way(again_s, paid * again_s), Way(seconds * (1 + lost * self.restart_s), paid * seconds)
 
     def table(self, advice: Advice, num_nodes: int) -> tuple[list[str], list[list[str]]]:
-        """Return headers and rows as text, for `STEPS` steps of each strategy."""
+        """Return a table's headers and rows as text, for `STEPS` steps with each strategy."""
         headers = [f"{STEPS} steps", "without losses", "money", "from checkpoints", "money", "going on", "money"]
         rows = []
         for row in advice.rows:
@@ -74,7 +76,7 @@ class Spot:
         return headers, rows
 
     def to_dict(self, advice: Advice, num_nodes: int) -> dict[str, dict[str, float]]:
-        """Return the same as numbers, by strategy."""
+        """Return the table as numbers, by strategy."""
         found = {}
         for row in advice.rows:
             again, on = self.ways(STEPS * row.seconds_per_step, num_nodes)
@@ -87,9 +89,9 @@ class Spot:
     def __str__(self) -> str:
         return (
             f"each machine costs {self.price_per_h:g} an hour and is taken away {self.rate_per_h:g} times an hour; "
-            f"another one computes after {readable_seconds(self.restart_s)}, checkpoints are "
-            f"{readable_seconds(self.checkpoint_s)} apart. Going on: until as many examples are trained, with fewer "
-            "nodes meanwhile"
+            f"another machine computes after {readable_seconds(self.restart_s)}, checkpoints are "
+            f"{readable_seconds(self.checkpoint_s)} apart. Going on trains the same number of examples, with fewer "
+            "nodes at times"
         )
 
 

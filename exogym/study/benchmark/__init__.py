@@ -1,7 +1,7 @@
-"""The benchmark: methods on tasks, with more and more nodes, and the page that is written from what came out.
+"""The benchmark: methods on tasks with growing numbers of nodes, and the page with its results.
 
-A `Part` is a task with a number of nodes; `exogym.study.reproduce` trains its cells and keeps them, `exogym.compare`
-makes rows of them. `Results` are what the page shows: rows, and what is predicted for them on networks and devices.
+A `Part` is a task with a number of nodes. `exogym.study.reproduce` trains its cells and keeps them. `exogym.compare`
+makes rows of them. `Results` are the page's data: rows, and predictions for networks and devices.
 
 >>> import tempfile
 >>> from pathlib import Path
@@ -9,7 +9,7 @@ makes rows of them. `Results` are what the page shows: rows, and what is predict
 >>> scope = Scope(tasks=("digits",), nodes=(2, 4), methods=("ddp", "diloco:H=10"), steps={"digits": 20})
 >>> with tempfile.TemporaryDirectory() as folder:
 ...     parts: list[Part] = parts_of(scope, Reproduction(folder), {}, leave_out=print)
-...     results = Results(Path(folder, "page.json"))  # none yet
+...     results = Results(Path(folder, "page.json"))  # empty so far
 >>> [(part.task, part.nodes, list(part.cells)) for part in parts]
 [('digits', 2, ['ddp', 'diloco:H=10']), ('digits', 4, ['ddp', 'diloco:H=10'])]
 """

@@ -1,4 +1,4 @@
-"""The page of the benchmark, in Markdown: written from its results and nothing else."""
+"""The benchmark's page in Markdown, written only from its results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PLANNED = {
     "demo": ("50-500×", "90-98%", "research"),
 }  # fmt: skip
 TITLES = {"mnist": "MNIST", "cifar10": "CIFAR-10"}
-IN_HARDWARE = (0, 2)  # of SHARED
+IN_HARDWARE = (0, 2)  # positions in SHARED
 ABOUT = """\
 Compare training methods: what each sends, and what it costs in loss and time as nodes are added. All methods train the
 same model from the same weights on the same data.
@@ -46,7 +46,7 @@ exogym benchmark --short --tasks digits --nodes 2
 
 
 def write(found: Mapping[str, Any], path: Path) -> None:
-    """Write the page and its pictures, which lie in images/ beside it."""
+    """Write the page, and its pictures into images/ beside it."""
     images = path.parent / "images"
     images.mkdir(parents=True, exist_ok=True)
     for task, parts in _tasks(found).items():
@@ -61,7 +61,7 @@ def picture_of(page: Path, name: str) -> str:
 
 
 def text_of(found: Mapping[str, Any], page: Path) -> str:
-    """Return the page."""
+    """Return the page's text."""
     tasks = _tasks(found)
     seeds = max(part["seeds"] for parts in tasks.values() for part in parts)
     results = page.with_suffix(".json").name
@@ -88,7 +88,7 @@ def text_of(found: Mapping[str, Any], page: Path) -> str:
 
 
 def _tasks(found: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Return task to its parts, by number of nodes."""
+    """Return each task's parts, sorted by number of nodes."""
     tasks: dict[str, list[Any]] = {}
     for part in found["parts"].values():
         tasks.setdefault(part["task"], []).append(part)
@@ -96,7 +96,7 @@ def _tasks(found: Mapping[str, Any]) -> dict[str, list[Any]]:
 
 
 def _hours(tasks: Mapping[str, Sequence[Any]]) -> str:
-    """Return how long the training took; and its steps, at the rates that were measured apart from it."""
+    """Return how long the training took, and how long its steps would take at the separately measured rates."""
     all_parts = [part for parts in tasks.values() for part in parts]
     took = readable_seconds(sum(part["wall_s"] for part in all_parts))
     steps_s = 0.0
@@ -110,7 +110,7 @@ def _hours(tasks: Mapping[str, Sequence[Any]]) -> str:
 
 
 def _methods(tasks: Mapping[str, Sequence[Any]]) -> str:
-    """Return the table of all tasks: what we estimated for each method, and the measured ranges."""
+    """Return the table of all tasks: our estimates for each method, and the measured ranges."""
     rows: dict[str, list[tuple[str, Mapping[str, Any]]]] = {}
     for task, parts in tasks.items():
         for part in parts:
@@ -136,7 +136,7 @@ def _span(values: Sequence[float | None], form: str) -> str:
 
 
 def _task(task: str, parts: Sequence[Any], picture: str) -> Iterator[str]:
-    """Yield the section of a task: all measures of one part, then quality, bytes and examples per second of all."""
+    """Yield a task's section: all measures of one part, then quality, bytes and examples per second of all parts."""
     middle = middle_of(parts)
     shown = Comparison(middle["heading"], middle["finding"], middle["rows"], {}, {})
     yield f"## {TITLES.get(task, task.capitalize())}\n"
@@ -160,7 +160,7 @@ def _task(task: str, parts: Sequence[Any], picture: str) -> Iterator[str]:
 
 
 def _rates(part: Mapping[str, Any]) -> str:
-    """Return the table of examples per second that are predicted on networks."""
+    """Return the table of predicted examples per second on networks."""
     heads = ["examples/s, predicted", *NETWORKS]
     lines = [
         [f"`{method}`", *("" if rates[name] is None else f"{rates[name]:,.0f}" for name in NETWORKS)]

@@ -1,7 +1,7 @@
-"""What the benchmark trains: methods, on tasks, with numbers of nodes.
+"""What the benchmark trains: methods on tasks with several numbers of nodes.
 
-All nodes together take the same number of examples in a step, whatever their number: more nodes have smaller batches
-each. So a method's loss says what it costs to divide the work, and a run costs as much with 64 nodes as with two.
+All nodes together take the same number of examples per step. With more nodes, each node's batch is smaller. So a
+method's loss shows what dividing the work costs, and a run with 64 nodes computes as much as a run with two.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ METHODS = (SINGLE, "ddp", "diloco:H=10", "diloco:H=30:outer_lr=0.7", "sparta:p_s
 
 @dataclass(frozen=True)
 class Scope:
-    """How much is trained.
+    """The tasks, numbers of nodes and methods to train.
 
     Attributes:
-        steps: of a task, where it is not the task's own number.
+        steps: task to its number of steps, if it is not the task's own.
     """
 
     tasks: tuple[str, ...]
@@ -34,7 +34,7 @@ class Scope:
     steps: Mapping[str, int] = field(default_factory=dict)
 
 
-# of `exogym benchmark`: what docs/benchmark.md shows
+# for `exogym benchmark`; docs/benchmark.md shows it
 SHORT = Scope(("digits", "shakespeare"), (2, 4, 8), METHODS, {"shakespeare": 500})
 
 
@@ -44,13 +44,13 @@ def _all_methods() -> tuple[str, ...]:
     return (*METHODS, *sorted({*others} - named))
 
 
-# of `exogym benchmark --full`: hours
+# for `exogym benchmark --full`, which takes hours
 FULL = Scope(("digits", "mnist", "shakespeare", "cifar10"), (2, 4, 8, 16, 32, 64), _all_methods())
 
 
 @dataclass(frozen=True)
 class Part:
-    """A task with a number of nodes; `cells` are the methods by their text."""
+    """A task with a number of nodes. `cells` are the methods by their text."""
 
     task: str
     nodes: int
@@ -64,11 +64,11 @@ class Part:
 def parts_of(
     scope: Scope, work: Reproduction, data: Mapping[str, Data], leave_out: Callable[[str], object]
 ) -> list[Part]:
-    """Return the parts of a scope that can be trained here, task by task.
+    """Return the parts that can be trained here, task by task.
 
     Args:
-        data: task to its data, as `work` has it.
-        leave_out: called with why, for each task whose data are not here and each method that a part cannot have.
+        data: task to its data, as in `work`.
+        leave_out: called with a reason for each task without data and each method that a part cannot have.
     """
     parts = []
     for name in scope.tasks:
@@ -89,7 +89,7 @@ def parts_of(
 def _possible(
     scope: Scope, shared: Mapping[str, Any], work: Reproduction, leave_out: Callable[[str], object]
 ) -> dict[str, Cell]:
-    """Return the methods that can be trained; nodes of those without rounds are timed, all with the same speed."""
+    """Return the methods that can be trained. Methods without rounds have a clock with equal speeds for all nodes."""
     cells = {}
     for method in scope.methods:
         kind = STRATEGIES.get(method.partition(":")[0])

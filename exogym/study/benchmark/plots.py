@@ -1,4 +1,4 @@
-"""The pictures of the benchmark's page, small."""
+"""The small pictures of the benchmark's page."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from exogym.study.compare.plots import COLOURS, LONER, STYLES
 from exogym.study.reproduce.plots import save_small, small_figure
 
 MARKS, COLOURS_KEPT = "osD^vP*Xhp<>", 128
-ROWS = 17  # of the legend
-FAR, DECIMALS = 4, [digit * 10.0**power for power in range(-6, 7) for digit in (1, 2, 5)]  # of a logarithmic axis
+ROWS = 17  # rows of the legend
+FAR, DECIMALS = 4, [digit * 10.0**power for power in range(-6, 7) for digit in (1, 2, 5)]  # for a logarithmic axis
 
 
 def draw_task(task: str, parts: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Draw the losses of the middle part, quality against reduction, and quality against the number of nodes."""
+    """Draw the middle part's losses, quality against reduction, and quality against the number of nodes."""
     methods = list(dict.fromkeys(row["strategy"] for part in parts for row in part["rows"]))
-    columns = 1 + (len(methods) - 1) // ROWS  # of the legend
+    columns = 1 + (len(methods) - 1) // ROWS  # columns of the legend
     figure, (losses, left, right) = small_figure(9.9 + 1.7 * columns, 3.6, 3)
     shown = middle_of(parts)
     for k, method in enumerate(methods):
@@ -56,12 +56,12 @@ def draw_task(task: str, parts: Sequence[Mapping[str, Any]], path: Path) -> None
 
 
 def middle_of(parts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Return the part that is shown with all its measures: of four nodes, or the first."""
+    """Return the part to show with all its measures: the part with four nodes, or the first."""
     return next((part for part in parts if part["nodes"] == 4), parts[0])
 
 
 def _draw_losses(axes: Any, row: Mapping[str, Any] | None, look: Mapping[str, Any]) -> None:
-    """Draw the mean loss over the seeds against steps, but for the first evaluation, which is before any training."""
+    """Draw the mean loss over seeds against steps, without the first evaluation, which precedes training."""
     if row is None:
         return
     curve = row["curve"]
@@ -69,9 +69,9 @@ def _draw_losses(axes: Any, row: Mapping[str, Any] | None, look: Mapping[str, An
 
 
 def draw_scaling(scaling: Mapping[str, Sequence[float]], path: Path) -> None:
-    """Draw the predicted speed-up of each method against the number of nodes."""
+    """Draw each method's predicted speed-up against the number of nodes."""
     figure, (axes,) = small_figure(6.4, 3.6)
-    axes.plot(COUNTS, COUNTS, color=LONER, linestyle=":", linewidth=1.2, label="as many as there are nodes")
+    axes.plot(COUNTS, COUNTS, color=LONER, linestyle=":", linewidth=1.2, label="equal to the number of nodes")
     for k, method in enumerate(SHARED):
         line = [scaling[str(nodes)][k] for nodes in COUNTS]
         axes.plot(COUNTS, line, color=COLOURS[k], marker=MARKS[k], markersize=5, linewidth=1.2, label=method)

@@ -1,4 +1,4 @@
-"""What the page of the benchmark is made from: rows of what was trained, and predictions for them, as JSON."""
+"""The data of the benchmark's page as JSON: rows from training, and predictions for them."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from exogym.study.reproduce import Reproduction
 
 RATES = ("examples_per_s", "examples_per_s_std")
 NETWORKS = ("infiniband", "lan-10g", "lan-1g", "wifi", "home")
-# The model of the tables of devices and of many nodes: GPT-2 small, a node's step on 8 windows of 1,024 tokens. About
-# six operations a parameter and token (Kaplan et al., arXiv:2001.08361).
+# The model in the tables of devices and of many nodes: GPT-2 small, with a node's step on 8 windows of 1,024 tokens.
+# A token takes about six operations per parameter (Kaplan et al., arXiv:2001.08361).
 PARAMETERS, TOKENS = 124e6, 8 * 1024
 COUNTS, DEVICE, WIRE = (2, 4, 8, 16, 32, 64), "rtx4090", "lan-1g"
-SHARED = ("ddp", "diloco:H=10", "diloco:H=30", "sparta:p_sparta=0.005", "demo")  # FedAvg sends what DiLoCo does
+SHARED = ("ddp", "diloco:H=10", "diloco:H=30", "sparta:p_sparta=0.005", "demo")  # FedAvg sends the same as DiLoCo
 
 
 class Results:
-    """Rows of the parts that have ended, in <page>.json beside the page.
+    """Rows of the finished parts, in <page>.json beside the page.
 
     Raises:
-        ArgumentError: the file is there and cannot be read.
+        ArgumentError: the file exists but cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -54,16 +54,16 @@ class Results:
 
     @property
     def parts(self) -> dict[str, dict[str, Any]]:
-        """Name of a part to what came out of it."""
+        """Name of a part to its results."""
         return dict(self.found["parts"])
 
     def add(self, part: Part, work: Reproduction, command: str) -> str:
-        """Take in a part whose cells `work` has trained, in the place of an earlier one, and write the file.
+        """Add a part whose cells `work` has trained, and write the file. A part of the same name is replaced.
 
-        Its throughput is not that of the training, which took long beside whatever else was done here: see `time`.
+        Its throughput is measured separately (`time`), because other work may have slowed the training.
 
         Returns:
-            What was found, in a sentence.
+            The finding, in a sentence.
         """
         sessions = {label: work.session(cell) for label, cell in part.cells.items()}
         said: dict[str, tuple[str, str]] = {}
@@ -98,11 +98,11 @@ class Results:
         return str(new["finding"])
 
     def is_timed(self, part: Part) -> bool:
-        """Return whether the throughput of a part is known."""
+        """Return whether a part's throughput is known."""
         return any(row[RATES[0]] is not None for row in self.parts[part.name]["rows"])
 
     def time(self, part: Part, work: Reproduction, command: str) -> None:
-        """Measure the throughput of a part that was added, and what follows for networks; write the file."""
+        """Measure an added part's throughput, predict the rates on networks, and write the file."""
         new = self.parts[part.name]
         for label, rates in rates_of(part, work).items():
             (row,) = (row for row in new["rows"] if row["strategy"] == label)
@@ -121,7 +121,7 @@ class Results:
 
 
 def _curve(histories: Sequence[History]) -> dict[str, list[float]]:
-    """Return the steps of the evaluations, and the mean validation loss and its spread over the runs there."""
+    """Return the evaluations' steps, and the mean validation loss and its spread over runs."""
     if not histories:
         return {"steps": [], "val_loss": [], "val_loss_std": []}
     steps = histories[0].column("val_loss")[0]
@@ -131,7 +131,7 @@ def _curve(histories: Sequence[History]) -> dict[str, list[float]]:
 
 
 def _predicted(sessions: Mapping[str, Session], rows: Sequence[Mapping[str, Any]], size: int) -> dict[str, Any]:
-    """Return label to network to examples per second of the fleet, with a step as long as that of one node was here."""
+    """Return label to network to the fleet's examples per second, with a node's step as measured here."""
     alone = next((row["examples_per_s"] for row in rows if row["strategy"] == SINGLE), None)
     if alone is None:
         return {}
@@ -147,7 +147,7 @@ def _predicted(sessions: Mapping[str, Session], rows: Sequence[Mapping[str, Any]
 
 
 def _step_s(strategy: str | Strategy, network: str, size: float, nodes: int, alone_s: float) -> float | None:
-    """Return the predicted seconds of a step of the fleet; None for a strategy that no formula is known for."""
+    """Return the predicted seconds of the fleet's step; None for a strategy without a known formula."""
     try:
         asked: dict[str, Any] = {"parameters": size, "num_nodes": nodes, "network": network, "step_seconds": alone_s}
         return advise(**asked, strategies=[strategy]).rows[0].seconds_per_step
@@ -156,16 +156,16 @@ def _step_s(strategy: str | Strategy, network: str, size: float, nodes: int, alo
 
 
 def _speedups(network: str, nodes: int, alone_s: float) -> list[float]:
-    """Return the predicted speed-up over one node of each of `SHARED`."""
+    """Return the predicted speed-up over one node for each strategy in `SHARED`."""
     asked: dict[str, Any] = {"num_nodes": nodes, "network": network, "step_seconds": alone_s, "strategies": SHARED}
     rows = {row.strategy: row.speedup for row in advise(parameters=PARAMETERS, **asked).rows}
     return [rows[method] for method in SHARED]
 
 
 def hardware() -> dict[str, Any]:
-    """Return device to the seconds of a step, and network to the speed-ups of four nodes.
+    """Return the seconds of a step for each device, and the speed-ups of four nodes for each network.
 
-    >>> [round(x, 1) for x in hardware()["m2-max"]["wifi"]]  # of DDP, DiLoCo with H = 10 and 30, SPARTA, DeMo
+    >>> [round(x, 1) for x in hardware()["m2-max"]["wifi"]]  # DDP, DiLoCo with H = 10 and 30, SPARTA, DeMo
     [0.1, 0.9, 1.8, 3.3, 2.2]
     """
     alone_s = {name: seconds_of(6 * PARAMETERS * TOKENS, name) for name in DEVICES if name != "cpu-core"}
@@ -176,13 +176,13 @@ def hardware() -> dict[str, Any]:
 
 
 def scaling() -> dict[str, list[float]]:
-    """Return number of nodes to their speed-ups, on `DEVICE` and `WIRE`."""
+    """Return the speed-ups for each number of nodes, on `DEVICE` and `WIRE`."""
     alone_s = seconds_of(6 * PARAMETERS * TOKENS, DEVICE)
     return {str(nodes): _speedups(WIRE, nodes, alone_s) for nodes in COUNTS}
 
 
 def _short(value: Any) -> Any:
-    """Return JSON with its numbers to six digits; one that is not finite is None."""
+    """Return JSON with numbers of six digits. Numbers that are not finite become None."""
     if isinstance(value, dict):
         return {name: _short(each) for name, each in value.items()}
     if isinstance(value, list):

@@ -1,6 +1,6 @@
-"""Throughput, measured apart from the training: in hours another load comes and goes, in a minute hardly.
+"""Throughput, measured separately from training: over hours the machine's load changes, over a minute hardly.
 
-Methods take turns, as often as there are seeds. So each has a spread, and what slows this computer slows them all.
+Methods take turns, as often as there are seeds. So each has a spread, and other load slows all methods alike.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from exogym.study.compare.session import Session
 from exogym.study.reproduce import Reproduction
 from exogym.trainer import LocalTrainer
 
-ROUND = 30  # steps: whole rounds of all methods of the default; the first of a turn is for caches to warm up
-LEAST_S = 0.4  # of a turn, which takes two rounds at least
-START_S = 0.2  # of a turn, about: a model, a data set and nodes
+ROUND = 30  # steps: whole rounds of all default methods; a turn's first round warms the caches up
+LEAST_S = 0.4  # seconds of a turn, which takes at least two rounds
+START_S = 0.2  # seconds to start a turn, about: model, data set and nodes
 
 
 def seconds_of_turns(part: Part, work: Reproduction) -> float:
-    """Return about how long `rates_of` takes."""
+    """Return about how many seconds `rates_of` takes."""
     once = (work.run_seconds(cell) / work.session(cell).setting.steps * 2 * ROUND for cell in part.cells.values())
     return len(work.seeds) * sum(START_S + max(LEAST_S, each) for each in once)
 
 
 def rates_of(part: Part, work: Reproduction) -> dict[str, list[float]]:
-    """Return label to the examples per second of all its nodes together here, of each turn.
+    """Return label to the fleet's examples per second on this machine, one value per turn.
 
-    A method that cannot be trained on the task is left out.
+    It leaves out methods that cannot be trained on the task.
     """
     rates: dict[str, list[float]] = {label: [] for label in part.cells}
     for _ in work.seeds:
@@ -45,7 +45,7 @@ def rates_of(part: Part, work: Reproduction) -> dict[str, list[float]]:
 
 
 def _rate(session: Session, entry: Entry) -> float:
-    """Return the examples per second of a method, from the second round on."""
+    """Return a method's examples per second, from the second round on."""
     setting, nodes = session.setting, 1 if entry.alone else session.setting.nodes
     marks: list[tuple[int, float]] = []
 

@@ -1,7 +1,7 @@
-"""Comparisons: the same model, from the same weights, on the same data, under several strategies.
+"""Comparisons: the same model, from the same weights, on the same data, with several strategies.
 
-`compare` trains them and gives a `Comparison` (`exogym.study.compare.comparison`); `measured_step_s` and
-`measured_evaluation_s` say how long a step and an evaluation take here.
+`compare` trains them and returns a `Comparison` (`exogym.study.compare.comparison`). `measured_step_s` and
+`measured_evaluation_s` measure a step and an evaluation on this machine.
 
 >>> seen = []
 >>> def watch(standing: Standing):
@@ -13,7 +13,7 @@
 >>> try:
 ...     compare("digits", "single,ddp", max_steps=10, seeds=1, watch=watch)
 ... except ComparisonInterrupted as stopped:
-...     [(row["strategy"], row["seeds"]) for row in stopped.result.rows]  # runs that had ended
+...     [(row["strategy"], row["seeds"]) for row in stopped.result.rows]  # runs that ended before
 [('single', 1), ('ddp', 0)]
 """
 

@@ -1,4 +1,4 @@
-"""What a comparison is asked, and what it shares with a sweep: runs' options under the names of `fit`."""
+"""The options of a comparison. A sweep shares the options of single runs, which have the names of `fit`."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ if TYPE_CHECKING:
     from exogym.study.compare.session import Standing
     from exogym.study.tasks import Task
 
-DEFAULT_STRATEGIES = (SINGLE, "ddp", "diloco", "sparta", "fedavg", "demo")  # what `compare` trains if nothing is said
+DEFAULT_STRATEGIES = (SINGLE, "ddp", "diloco", "sparta", "fedavg", "demo")  # the default of `compare`
 
 
-# The options that are passed on to each run and can be written as text, with their types.
+# Options, and their types, that text can express and that go to each run.
 PASSED_AS_TEXT = {f.name: kind for f in fields(RunOptions) if (kind := written_as(f.name)) is not None}
 OF_A_STEP = ("gradient_accumulation", "minibatch_size", "max_memory_usage", "precision", "dataloader_kwargs")
-# These change no result: with others of them a comparison or sweep goes on.
+# These don't change a result: a comparison or sweep may resume with other values.
 OF_NO_RESULT = ("log_interval", "max_restarts", "hang_s", "client_state_memory")
 IN_A_FOLDER = ("max_restarts", "client_state_memory")  # these need a folder
-_SAVED = "give out: each run has a folder there, is saved in it once a minute, and resume=True goes on"
+_SAVED = "give out: each run has a folder there and is saved once a minute; resume=True continues"
 NOT_TAKEN = {
     "num_epochs": "all runs take as many steps: give max_steps",
-    "seed": "give seeds, how many or which",
-    "logger": "give out: the records of each run are in its folder there, and exogym.runs reads them",
-    "progress": "give watch, a function that is told how far it is",
+    "seed": "give seeds, a number or a list",
+    "logger": "give out: each run's records are in its folder there, and exogym.runs reads them",
+    "progress": "give watch, a function that receives the progress",
     "callbacks": "one object would see all runs: give metrics, or train with LocalTrainer.fit",
     **dict.fromkeys(("save_dir", "run_dir", "checkpoint_interval", "keep_checkpoints"), _SAVED),
     "cpus_per_process": "a run on Ray, sweep(engine='ray'), has one processor",
@@ -44,23 +44,24 @@ NOT_TAKEN = {
 
 @dataclass(frozen=True)
 class StudyOptions(RunOptions):
-    """What comparisons and sweeps are asked alike: what they pass on to each run, and these.
+    """Options that comparisons and sweeps share: the options of each run, and these.
 
     Args:
-        problem: A `Task`; the name of one ("digits"), or "module:function" of one's own, as for `load_task`; or
-            (make_model, train, val), where `make_model()` draws from torch's generator, which is seeded.
-        data: Of a task that is named: file or folder of its data.
-        num_nodes, max_steps, batch_size, lr: Nodes, steps of each node, examples of a node's step, inner learning rate.
-            None: the task's (without one 4, 300, 32, 0.001).
-        seeds: How many, from 0, or which. A seed fixes weights, shards, order and every other choice.
-        partitioner: Who gets which examples, as text or `Partitioner`. None: the task's, or "iid".
-        val_size: Evaluate on at most so many validation examples, evenly spread. None: 500.
-        val_interval: Steps between evaluations. None: 10 to 30 evaluations a run.
-        device: As `LocalTrainer.fit`.
-        network: Predict the time on this network, a `Network` or text as "wifi" or "100Mbps,20ms".
-        step_seconds: Seconds of a node's step there: a number, text as "80ms", one per node, or a `StepTime`.
-            "measured" or None: what `measured_step_s` finds here, once, for all strategies alike.
-        loss_fn, metrics: As `LocalTrainer`.
+        problem: A `Task`; a task's name ("digits") or your own "module:function", as for `load_task`; or (make_model,
+            train, val), where `make_model()` draws weights from torch's generator, which ExoGym seeds.
+        data: File or folder with the data of a named task.
+        num_nodes, max_steps, batch_size, lr: Number of nodes, steps of each node, examples per node and step, inner
+            learning rate. Default: the task's (without a task 4, 300, 32, 0.001).
+        seeds: Number of seeds, from 0, or the seeds themselves. A seed fixes weights, shards, order and all other
+            random choices.
+        partitioner: How to divide the data, as text or `Partitioner`. Default: the task's, or "iid".
+        val_size: The most validation examples of an evaluation, spread evenly. Default: 500.
+        val_interval: Steps between evaluations. Default: 10 to 30 evaluations per run.
+        device: As in `LocalTrainer.fit`.
+        network: Predict the time on this network: a `Network`, or text such as "wifi" or "100Mbps,20ms".
+        step_seconds: Seconds of a node's step on the network: a number, text such as "80ms", one per node, or a
+            `StepTime`. Default, or "measured": `measured_step_s` measures it once, for all strategies.
+        loss_fn, metrics: As in `LocalTrainer`.
     """
 
     not_taken: ClassVar = NOT_TAKEN
@@ -87,27 +88,26 @@ class StudyOptions(RunOptions):
 
 @dataclass(frozen=True)
 class ComparisonOptions(StudyOptions):
-    """What `compare` is asked.
+    """Options of `compare`.
 
     Args:
-        strategies: Texts for `parse_strategy` or "single", in a sequence or with commas between; or name to text or
-            `Strategy`.
-        processes: As `LocalTrainer.fit`; `single` always has one process, no `faults` and no `balance`.
-        speeds: Speeds of the nodes, over 0; a node of speed 0.5 takes twice the step_seconds. `single` is node 0, with
+        strategies: Texts for `parse_strategy` or "single", in a sequence or separated by commas; or a dict from name
+            to text or `Strategy`.
+        processes: As in `LocalTrainer.fit`. `single` always has one process, no `faults` and no `balance`.
+        speeds: The nodes' speeds, over 0. At speed 0.5 a step takes twice the step_seconds. `single` is node 0, with
             its speed.
-        target_loss: The validation loss to reach: the bytes until then, and with a network the time, are in the rows.
-            None: DDP's final validation loss / 0.95, which is 95 % of its quality; without DDP the highest final loss
-            of any run.
-        timeline: Also draw what each node does when in the first rounds of each strategy, and write it as traces.
-        out: Folder in which to make the folder `<task>-<time>` with run.json, summary.csv, metrics.csv (each
-            evaluation), loss_vs_steps.png and loss_vs_bytes.png, with a network also loss_vs_time.png, with `timeline`
-            timeline.png and for each strategy a trace-<strategy>.json (for ui.perfetto.dev); and in it a folder for
-            each run, written when that has ended. None writes nothing.
-        resume: Go on in the folder `out` itself, where an interrupted comparison with the same arguments has left
-            what it had; the result is that of one that was never interrupted. A run that was under way goes on from
-            its own checkpoint, if it has one: of a built-in strategy, without a timeline, written where Ctrl-C came
-            and once a minute. Else it starts again.
-        watch: Called with a `Standing` after each evaluation.
+        target_loss: The validation loss to reach. The rows show the bytes until then and, with a network, the time.
+            Default: DDP's final validation loss / 0.95 (95 % of its quality); without DDP the highest final loss of
+            any run.
+        timeline: Also draw each node's work and waiting in the first rounds of each strategy, and write traces.
+        out: Folder in which to make `<task>-<time>`. It gets run.json, summary.csv, metrics.csv (each evaluation),
+            loss_vs_steps.png and loss_vs_bytes.png. A network adds loss_vs_time.png. `timeline` adds timeline.png and
+            a trace-<strategy>.json per strategy (for ui.perfetto.dev). A folder for each run appears when the run has
+            ended. None writes nothing.
+        resume: Resume an interrupted comparison with the same arguments in the folder `out` itself. The result is the
+            same as without the interruption. An unfinished run continues from its checkpoint, which exists for
+            built-in strategies without a timeline: one per minute, and one at Ctrl-C. Otherwise it starts again.
+        watch: Function that receives a `Standing` after each evaluation.
     """
 
     not_taken: ClassVar = NOT_TAKEN | {

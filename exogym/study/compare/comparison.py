@@ -1,4 +1,4 @@
-"""What comes out of a comparison: the value, the rules by which runs become rows and a sentence, and its files."""
+"""The result of a comparison: its table, its finding in a sentence, and its files."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ Histories = Mapping[tuple[str, int], History]
 
 @dataclass(frozen=True)
 class Comparison:
-    """What came out of `compare`.
+    """The result of `compare`.
 
     Attributes:
-        heading: one line saying what was trained.
-        finding: the verdict, one to three sentences: which strategy needs the fewest bytes, which is first on the
-            network, which ends lowest; what the seeds leave undecided is named so.
+        heading: one line about the training.
+        finding: the verdict in one to three sentences: the strategies with the fewest bytes, the least time on the
+            network, and the lowest final loss. It names results that the seeds leave undecided.
         rows: a dict per strategy with the columns of summary.csv; `<name>_std` is the standard deviation over seeds.
-        histories: (strategy as written, seed) to the `History` of that run.
-        description: what was compared and where, as JSON: enough to repeat it.
-        folder, paths: where the files are; None and () if none were wanted.
-        target_loss: the validation loss whose bytes, and with a network time of arrival, are in the rows.
-        strips: label to what the nodes did in the first rounds, where a timeline was wanted.
+        histories: (strategy as written, seed) to the run's `History`.
+        description: the options and the machine, for JSON: enough to repeat the comparison.
+        folder, paths: the folder and its files; None and () without `out`.
+        target_loss: the target validation loss; the rows have the bytes and, with a network, the time until then.
+        strips: label to the nodes' timeline in the first rounds, with `timeline`.
     """
 
     heading: str
@@ -73,10 +73,10 @@ class Comparison:
         return "time_s" in self.rows[0]
 
     def table(self) -> tuple[list[str], list[list[str]]]:
-        """Return the headers and the rows of the table as text, mean ± standard deviation over seeds.
+        """Return the table's headers and rows as text: mean ± standard deviation over seeds.
 
-        With a network the last columns are predicted seconds to the end, share of them waited and seconds to the
-        target loss, in place of the examples per second of this machine.
+        With a network the last columns are the predicted seconds to the end, the share of waiting, and the seconds to
+        the target loss. They replace this machine's examples per second.
         """
         headers = ["strategy", "validation loss", "accuracy", "quality", "sent/node", "reduction"]
         to = "" if self.target_loss is None else f" to loss {self.target_loss:.4g}"
@@ -104,7 +104,7 @@ class Comparison:
 
 
 def markdown(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table as Markdown: from the left the first column, and the last one where it has words.
+    """Return a table in Markdown. The first column is left-aligned, and the last one if it contains words.
 
     >>> print(markdown(["a", "bb", "c"], [["x", "1", "y"]]))
     | a | bb | c |
@@ -128,11 +128,11 @@ def markdown(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 class ComparisonInterrupted(KeyboardInterrupt):
-    """A comparison was interrupted; what had come out by then is kept.
+    """A comparison was interrupted. Finished runs are kept.
 
     Attributes:
-        result: of the runs that had ended well; None if none had.
-        folder: in which it can be gone on with; None without `out`.
+        result: results of the runs that ended well; None if none did.
+        folder: folder in which to resume; None without `out`.
     """
 
     def __init__(self, message: str, result: Comparison | None, folder: Path | None) -> None:
@@ -150,7 +150,7 @@ def reached_text(row: Mapping[str, Any], name: str, form: Callable[[float], str]
 
 
 def _timed_cells(row: Mapping[str, Any]) -> list[str]:
-    """Return predicted seconds, share waited, and seconds to the target or how many runs came to it."""
+    """Return the predicted seconds, the share of waiting, and the seconds to the target or the number of runs there."""
     if row["time_s"] is None:
         return ["", "", ""]
     time_s, reached = (reached_text(row, name, readable_seconds) for name in ("time_s", "target_s"))
@@ -158,9 +158,9 @@ def _timed_cells(row: Mapping[str, Any]) -> list[str]:
 
 
 def write(result: Comparison, folder: Path) -> list[str]:
-    """Write the files of a comparison, but for run.json, into `folder`; return the names of all.
+    """Write a comparison's files, except run.json, into `folder`. Return the names of all files.
 
-    metrics.csv has the averaged model's row of each evaluation, under strategy and seed.
+    metrics.csv has the averaged model's row of each evaluation, with strategy and seed.
     """
     write_csv(folder / "summary.csv", list(result.rows[0]), result.rows)
     columns = list(dict.fromkeys(name for history in result.histories.values() for name in history.columns))
@@ -187,7 +187,7 @@ def write(result: Comparison, folder: Path) -> list[str]:
 
 
 def plain_name(label: str) -> str:
-    """Return what names a file of a strategy.
+    """Return a strategy's text in a form that suits file names.
 
     >>> plain_name("diloco:H=20")
     'diloco-H-20'
@@ -196,7 +196,7 @@ def plain_name(label: str) -> str:
 
 
 def _write_strips(result: Comparison, folder: Path) -> list[str]:
-    """Draw the timelines and write the traces, of the first rounds; return the names of the files."""
+    """Draw the timelines and write the traces of the first rounds. Return the files' names."""
     if not result.strips:
         return []
     until_s = first_rounds_s(result.strips.values())
@@ -226,7 +226,7 @@ def _curve(label: str, title: str, histories: Histories) -> Curve:
 
 
 def write_csv(path: str | os.PathLike[str], columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write the columns of rows as CSV; what is missing is empty."""
+    """Write columns of rows as CSV. Missing values are empty."""
     with replacing(path) as file:
         writer = csv.DictWriter(file, columns, restval="", extrasaction="ignore", lineterminator="\n")
         writer.writeheader()

@@ -1,4 +1,4 @@
-"""What is compared: the setting that all strategies share, and each strategy with what the table says of it."""
+"""The strategies of a comparison, and the setting that they share."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from exogym.strategy.strategy import Inner, Strategy
 from exogym.study.compare.summary import SINGLE
 from exogym.study.tasks import Task
 
-# Evaluations of a run: enough to draw a curve, few enough to take a tenth of the fleet's time. An example evaluated
-# costs two thirds of one trained, and a step of a node no less than 16 trained.
+# Evaluations of a run: enough for a curve, few enough for a tenth of the fleet's time. Evaluating an example takes two
+# thirds of training it. A node's step takes at least as long as evaluating 24 examples, or training 16.
 MOST_EVALUATIONS, LEAST_EVALUATIONS, SHARE, COST, STEP_EXAMPLES = 30, 10, 0.1, 2 / 3, 16
 
-# `single` is node 0 of the fleet by itself. What a node is and computes stays: `node`, `precision`, `compute`, ... Left
-# out is what only several nodes have: who is away or slow (`faults`), and who takes a larger share (`balance`).
+# `single` is node 0 of the fleet alone. Options of what a node is and computes stay (`node`, `precision`, `compute`,
+# ...). Options that need several nodes are left out: absent or slow nodes (`faults`), and unequal loads (`balance`).
 OF_SEVERAL_NODES = ("faults", "balance")
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What all strategies share."""
+    """The setting that all strategies share."""
 
     nodes: int
     steps: int
@@ -41,11 +41,11 @@ class Setting:
     outer_momentum: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields; without the outer momentum where it is the strategies' own, as comparisons began."""
+        """Return the fields. A default outer momentum is left out, as in older comparisons."""
         return {k: v for k, v in asdict(self).items() if k != "outer_momentum" or v is not None}
 
     def val_interval(self, val_examples: int) -> int:
-        """Return the steps between evaluations on `val_examples`."""
+        """Return the steps between evaluations with `val_examples` examples."""
         trained = self.steps * self.nodes * max(self.batch_size, STEP_EXAMPLES)
         affordable = round(SHARE * trained / (COST * val_examples))
         return math.ceil(self.steps / min(max(affordable, LEAST_EVALUATIONS), MOST_EVALUATIONS))
@@ -53,7 +53,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Entry:
-    """A strategy to compare, with its name in sentences and what the table says of it."""
+    """A strategy to compare, with its title and the table's notes on it."""
 
     strategy: Strategy
     title: str
@@ -62,10 +62,10 @@ class Entry:
 
 
 def split_strategies(strategies: str | Sequence[str] | Mapping[str, str | Strategy]) -> dict[str, str | Strategy]:
-    """Return label to text or strategy; the label of a text is the text.
+    """Return label to text or strategy. A text is its own label.
 
     Raises:
-        ArgumentError: none at all, or one twice.
+        ArgumentError: no strategy, or the same one twice.
     """
     if isinstance(strategies, Mapping):
         return dict(strategies)
@@ -96,7 +96,7 @@ def setting_of(task: Task, num_nodes: Any, max_steps: Any, batch_size: Any, seed
         check_count("seeds", seeds)
         seeds = range(seeds)
     if not seeds or len(set(seeds)) < len(seeds) or not all(isinstance(seed, int) for seed in seeds):
-        raise ArgumentError(f"seeds={seeds!r}: give how many, or different whole numbers")
+        raise ArgumentError(f"seeds={seeds!r}: give their number, or different whole numbers")
     shared = {name: getattr(task, name) for name in DEFAULTS if name != "lr"}
     return Setting(nodes=nodes, steps=steps, batch_size=size, lr=rate, **shared, seeds=tuple(seeds))
 
@@ -139,7 +139,7 @@ def _parse(text: str, defaults: dict[str, Any]) -> Entry:
 
 
 def _values(strategy: Strategy) -> list[str]:
-    """Return what decides the bytes and the outer step of a strategy, as options are written."""
+    """Return the options that decide a strategy's bytes and outer step, in the form of its text."""
     known = inspect.signature(type(strategy)).parameters
     given = getattr(strategy, "given_arguments", {})
     values = {name: given.get(name, known[name].default) for name in ("H", "outer_lr", "p_sparta") if name in known}

@@ -1,11 +1,11 @@
-"""The folder of a comparison, in which a kill at any moment loses no run but the one under way.
+"""A comparison's folder. A kill at any moment loses at most the unfinished run.
 
-run.json                   what is compared, from the start; what came out, when it has ended
-diloco-H-20-seed-0/        a child for each strategy and seed: the folder of that run (`core.record.run_folder`), and
+run.json                   the options, from the start; the results, at the end
+diloco-H-20-seed-0/        a run folder (`core.record.run_folder`) for each strategy and seed, with
     history.safetensors    its history
-    timeline.json          what its nodes did when, where that was wanted
-    outcome.json           how it ended, its seconds and its description; written last, so what has it is whole
-    checkpoints/           only while the run is under way
+    timeline.json          what its nodes did when, with `timeline`
+    outcome.json           how it ended, its seconds and its description; it is written last, so it marks a complete run
+    checkpoints/           only while the run trains
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from exogym.study.compare.plots import Strip
 
 RUN, HISTORY, TIMELINE = "run.json", "history.safetensors", "timeline.json"
 OUTCOME, CHECKPOINTS = "outcome.json", "checkpoints"
-MOST_ALIKE = 100  # labels whose folders differ by a number only
+MOST_ALIKE = 100  # labels whose folders differ only by a number
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A run that has ended: its history, or the error that ended it; what its nodes did when, if that was wanted."""
+    """A finished run: its history or its error, and its timeline if wanted."""
 
     history: History | None
     error: str | None
@@ -46,7 +46,7 @@ class Outcome:
 
 
 class Folder:
-    """The folder of one comparison of the strategies `labels`; `lock` keeps other processes out of it."""
+    """The folder of a comparison with the strategies `labels`. `lock` keeps other processes out of it."""
 
     def __init__(self, path: Path, labels: Iterable[str], made: Iterable[Path] = (), lock: Lock | None = None) -> None:
         self.path, self.lock, self._made, self._names = path, lock, list(made), dict[str, str]()
@@ -57,7 +57,7 @@ class Folder:
                 name, alike = f"{name}-2", alike + 1
                 if alike > MOST_ALIKE:
                     raise ArgumentError(
-                        f"{label[:80]!r}: over {MOST_ALIKE} labels have its letters: name fewer at once"
+                        f"{label[:80]!r}: over {MOST_ALIKE} labels have the same letters: name fewer in one comparison"
                     )
             self._names[label] = name
             taken.add(name)
@@ -67,11 +67,11 @@ class Folder:
         """Make `<out>/<name>-<time>`.
 
         Raises:
-            ArgumentError: `out` cannot be written, or is itself the folder of a comparison.
+            ArgumentError: `out` is not writable, or is itself a comparison's folder.
         """
         if (Path(out) / RUN).exists():
             raise ArgumentError(
-                f"out={os.fspath(out)!r} holds results: go on there with resume (--resume), or give another folder"
+                f"out={os.fspath(out)!r} holds results: resume them there (--resume), or give another folder"
             )
         above = missing_folders(Path(out).expanduser())
         path = new_folder(out, plain_name(name))
@@ -79,11 +79,11 @@ class Folder:
 
     @classmethod
     def of_asked(cls, out: str | os.PathLike[str], asked: dict[str, Any], labels: Iterable[str]) -> Folder:
-        """Return the folder `out` of a comparison that was asked for the same.
+        """Return the folder `out` of a comparison with the same options.
 
         Raises:
-            ArgumentError: there is none, another process writes there, or it was asked for something else; the message
-                lists what.
+            ArgumentError: there is no such comparison, another process writes there, or its options differ; the
+                message lists the differences.
         """
         saved = saved_in(out)
         check_same(out, "comparison", saved, asked)
@@ -91,37 +91,37 @@ class Folder:
         return cls(path, labels, lock=lock_of(path))
 
     def beat(self) -> None:
-        """Say that this process still works in the folder."""
+        """Show that this process still works in the folder."""
         if self.lock is not None:
             self.lock.beat()
 
     def release(self) -> None:
-        """Let other processes work in the folder."""
+        """Allow other processes to work in the folder."""
         if self.lock is not None:
             self.lock.release()
 
     def describe(self, description: dict[str, Any]) -> None:
-        """Write what is compared."""
+        """Write the comparison's description."""
         write_json(self.path / RUN, description)
 
     def child(self, label: str, seed: int) -> Path:
         return self.path / f"{self._names[label]}-seed-{seed}"
 
     def run_options(self, label: str, seed: int, saved: bool) -> dict[str, Any]:
-        """Return what `fit` is given to write the run's folder, and with `saved` to go on in it; else it is new."""
+        """Return the options with which `fit` writes the run's folder. With `saved` it resumes; otherwise it is new."""
         child = self.child(label, seed)
         if saved:
-            if read_status(child).get("state") == "done":  # killed before its outcome was kept
+            if read_status(child).get("state") == "done":  # killed before its outcome was written
                 (child / "status.json").unlink()
             return {"run_dir": child, "save_dir": child / CHECKPOINTS, "resume": True}
         if child.is_dir():
-            acquire(child, secrets.token_hex(8), "out").release()  # refused where another process trains in it
+            acquire(child, secrets.token_hex(8), "out").release()  # raises if another process trains in it
         shutil.rmtree(child, ignore_errors=True)
         return {"run_dir": child}
 
     def keep(self, label: str, seed: int, outcome: Outcome) -> None:
-        """Write what came out of a run; its checkpoints are needed no more."""
-        from exogym.core.saving.export import save_history  # loads torch, which a page over folders does without
+        """Write a run's results, and remove its checkpoints."""
+        from exogym.core.saving.export import save_history  # loads torch, which the page over folders does not need
 
         child = self.child(label, seed)
         child.mkdir(exist_ok=True)
@@ -137,7 +137,7 @@ class Folder:
         shutil.rmtree(child / CHECKPOINTS, ignore_errors=True)
 
     def outcome(self, label: str, seed: int) -> Outcome | None:
-        """Return what `keep` wrote of a run, or None where the run is still to be taken to its end."""
+        """Return the outcome that `keep` wrote for a run, or None if the run has not ended."""
         from exogym.core.saving.export import load_history
 
         child = self.child(label, seed)
@@ -151,7 +151,7 @@ class Folder:
         return Outcome(history, facts["error"], facts["wall_s"], facts["description"], strip)
 
     def drop_if_empty(self) -> bool:
-        """Remove a new folder, and what was made above it, if no run ended well or was saved; return whether it was."""
+        """Remove a new folder and its new parents if no run ended well or was saved. Return whether it was removed."""
         from exogym.core.saving.checkpoint_files import list_checkpoints
 
         kept = any((child / HISTORY).exists() or list_checkpoints(child / CHECKPOINTS) for child in self.path.iterdir())
@@ -165,23 +165,23 @@ class Folder:
 
 
 def check_same(out: str | os.PathLike[str], kind: str, saved: dict[str, Any], asked: dict[str, Any]) -> None:
-    """Refuse to go on in a folder with what was asked otherwise there.
+    """Check that a folder was made with the same options.
 
     Raises:
-        ArgumentError: the message lists what differs.
+        ArgumentError: options differ; the message lists them.
     """
     from exogym.core.saving.checkpoint import differences
 
-    before = {key: saved.get(key) for key in (*asked, "options")}  # "options" are there if any has not its default
+    before = {key: saved.get(key) for key in (*asked, "options")}  # "options" exists if some are not defaults
     if unlike := differences(before, json.loads(json.dumps(asked))):
         raise ArgumentError(
-            f"out={os.fspath(out)!r} is of a {kind} that differs, and only one that is the same can be gone on "
-            "with:\n  " + "\n  ".join(unlike)
+            f"out={os.fspath(out)!r} holds a {kind} with other options; resume it with the same, or give another "
+            "folder. The differences:\n  " + "\n  ".join(unlike)
         )
 
 
 def lock_of(path: Path) -> Lock:
-    """Keep other comparisons and sweeps out of the folder `path`, the argument `out`.
+    """Lock the folder `path`, the argument `out`, against other comparisons and sweeps.
 
     Raises:
         ArgumentError: another process works there, or the folder cannot be written.
@@ -190,17 +190,17 @@ def lock_of(path: Path) -> Lock:
 
 
 def saved_in(out: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the description that is in the folder of a comparison.
+    """Return the description in a comparison's folder.
 
     Raises:
-        ArgumentError: it is not the folder of a comparison; one that holds some is told which.
+        ArgumentError: it is not a comparison's folder. If it contains some, the message names one.
     """
     path = Path(out).expanduser()
     if (path / RUN).exists():
         return _read(path / RUN)
     inside = sorted(found.parent for found in path.glob(f"*/{RUN}"))
-    hint = f"did you mean {str(inside[-1])!r}?" if inside else "give the folder that a comparison has made"
-    raise ArgumentError(f"out={os.fspath(out)!r} holds no comparison to go on with: {hint}")
+    hint = f"did you mean {str(inside[-1])!r}?" if inside else "give a comparison's folder"
+    raise ArgumentError(f"out={os.fspath(out)!r} holds no comparison to resume: {hint}")
 
 
 def _read(path: Path) -> dict[str, Any]:

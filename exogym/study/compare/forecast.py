@@ -1,4 +1,4 @@
-"""What a network adds to a comparison: the clock's settings for each run, and how long a step takes here."""
+"""Virtual time in a comparison: the clock's options for each run, and the measured time of a step."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from exogym.study.tasks import Task
 from exogym.trainer import LocalTrainer
 
 MEASURED = "measured"
-# A short run: so long, but at least so many steps; the first ones, in which caches warm up, are left out.
+# A short run: this many seconds, but at least this many steps. The first steps warm caches up and don't count.
 TRIAL_S, LEAST_STEPS, MOST_STEPS, WARM_UP = 0.5, 8, 1000, 3
-FEW = 8  # examples of a short evaluation; if that takes long, all of them take as much longer as they are more
-LONG_S = 2.0  # for an evaluation of all, as the short one lets one expect
-NO_TRAFFIC = Network("1Gbps")  # of a node alone, which never sends: any network will do
+FEW = 8  # examples of a short evaluation; if it takes long, the time for all examples is extrapolated from it
+LONG_S = 2.0  # longest expected time for an evaluation of all examples, by the short one
+NO_TRAFFIC = Network("1Gbps")  # for `single`, which never sends: any network will do
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """The network that a comparison is timed on, and the seconds of each node's steps there.
+    """The network that predicts a comparison's times, and the seconds of each node's steps on it.
 
     Attributes:
-        name: of the network, as it was given.
-        measured_step_s: of a node of speed 1, where it takes what it took here; else None.
+        name: the network as given.
+        measured_step_s: measured seconds of a node with speed 1; None if they were given.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Forecast:
         return self.measured_step_s is not None
 
     def fit_options(self, alone: bool, timeline: bool) -> dict[str, Any]:
-        """Return what `fit` needs for a clock; `alone` is node 0 by itself."""
+        """Return the options of `fit` for a clock. `alone` is node 0 by itself."""
         if not alone:
             return {"network": self.network, "step_seconds": self.step_time, "timeline": timeline}
         fleet = self.step_time
@@ -60,7 +60,7 @@ class Forecast:
         return {"network": NO_TRAFFIC, "step_seconds": first, "timeline": timeline}
 
     def describe(self) -> dict[str, Any]:
-        """Return it as JSON: enough to time the same runs again."""
+        """Return a description for JSON: enough to predict the same runs again."""
         steps = self.step_time
         drawn = {name: getattr(steps, name) for name in ("sigma", "straggler_share", "straggler_factor", "seed")}
         return {
@@ -70,7 +70,7 @@ class Forecast:
 
     @property
     def title(self) -> str:
-        """Network and step in a few words."""
+        """The network and the step in a few words."""
         low, high = (readable_seconds(float(s)) for s in (self.step_time.seconds.min(), self.step_time.seconds.max()))
         return f"{self.name}, {low if low == high else f'{low} to {high}'} a step"
 
@@ -82,7 +82,7 @@ class Forecast:
 def forecast_of(
     network: Any, step_seconds: Any, speeds: Sequence[float] | None, nodes: int, measure: Callable[[], float]
 ) -> Forecast:
-    """Return the forecast that the arguments of `compare` ask for; `measure` gives the seconds of a step here.
+    """Return the forecast for the arguments of `compare`. `measure` returns the seconds of a step here.
 
     Raises:
         ArgumentError: a network, step times or speeds for another number of nodes, or a step that takes no time.
@@ -96,7 +96,7 @@ def forecast_of(
         steps = step_seconds
     else:
         several = speeds if speeds is None else list(speeds)
-        steps = StepTime(1.0 if is_measured else step_seconds, speeds=several)  # complains before anything is measured
+        steps = StepTime(1.0 if is_measured else step_seconds, speeds=several)  # raises before anything is measured
     counts = {"network": network.num_nodes, "speeds" if speeds is not None else "step_seconds": _count(steps, speeds)}
     for what, count in counts.items():
         if count is not None and count != nodes:
@@ -114,10 +114,10 @@ def _count(steps: StepTime, speeds: Sequence[float] | None) -> int | None:
 
 
 def check_timed(network: Any, step_seconds: Any, speeds: Any, target_loss: Any, timeline: Any) -> None:
-    """Refuse a target loss that is no finite number, and what says nothing without a network.
+    """Check that the target loss is a finite number, and that options for a network come with one.
 
     Raises:
-        ArgumentError: either.
+        ArgumentError: one of these is not so.
     """
     if network is None:
         given = features_of(step_seconds=step_seconds, speeds=speeds, timeline=timeline or None)
@@ -135,14 +135,14 @@ def measured_step_s(
     loss_fn: Callable[..., Tensor] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> float:
-    """Return the median seconds that a training step of one node takes here, from a run of half a second or so.
+    """Return the median seconds of a node's training step here, from a run of about half a second.
 
-    A step is the batch, forward, backward and the inner optimizer; what a strategy does to communicate is not in it.
+    A step is the batch, forward, backward and the inner optimizer. It does not include a strategy's communication.
 
     Args:
-        batch_size: examples of the step; None: the task's.
-        device, loss_fn: as `LocalTrainer`.
-        options: of `LocalTrainer.fit`, further ones that change a step.
+        batch_size: examples of the step; default: the task's.
+        device, loss_fn: as in `LocalTrainer`.
+        options: further options of `LocalTrainer.fit` that change a step.
 
     Raises:
         ArgumentError, DataError, ModelError: the task cannot be trained.
@@ -175,13 +175,13 @@ def measured_evaluation_s(
     device: str | torch.device = "auto",
     loss_fn: Callable[..., Tensor] | None = None,
 ) -> float:
-    """Return the seconds that one evaluation of the task's whole validation set takes here.
+    """Return the seconds of one evaluation on the task's whole validation set here.
 
-    An evaluation may do much more than a step's forward pass: Whisper writes down what it hears, word by word. A few
-    examples are timed first. All of them are timed only if that takes a second or two.
+    An evaluation may take much longer than a forward pass: Whisper transcribes speech word by word. A few examples
+    are timed first. All examples are timed only if that takes a second or two.
 
     Args:
-        batch_size, device, loss_fn: as `measured_step_s`.
+        batch_size, device, loss_fn: as in `measured_step_s`.
 
     Raises:
         ArgumentError, DataError, ModelError: the task cannot be trained.

@@ -1,4 +1,4 @@
-"""How long runs will still take, from the time that parts of them have taken."""
+"""The remaining time of runs, from the time that others took."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from statistics import fmean
 
 
 class Pace:
-    """Seconds per unit of work of each kind of run, such as a strategy.
+    """Seconds per unit of work for each kind of run, such as a strategy.
 
-    A kind that has run counts by its own time alone: strategies differ several times over in the cost of a step. A kind
-    that has not run counts as `unknown` of its group's, by default the mean.
+    A kind that has run uses only its own time, because strategies' steps differ in cost by several times. A kind that
+    has not run uses `unknown` of its group's times, by default the mean.
 
     >>> pace = Pace()
     >>> pace.add("fleet", "ddp", work=10, seconds=20.0)
@@ -25,17 +25,17 @@ class Pace:
         self._spent: dict[str, dict[str, tuple[float, float]]] = {}
 
     def add(self, group: str, kind: str, work: float, seconds: float) -> None:
-        """Take notice that `work` of a kind took so many seconds."""
+        """Record that `work` of a kind took `seconds`."""
         kinds = self._spent.setdefault(group, {})
         before = kinds.get(kind, (0.0, 0.0))
         kinds[kind] = before[0] + work, before[1] + seconds
 
     def seconds(self, group: str, kind: str, work: float) -> float:
-        """Return how long `work` of a kind takes; NaN where nothing of its group has run."""
+        """Return the seconds for `work` of a kind; NaN if its group has not run."""
         kinds = self._spent.get(group, {})
         known = [kinds[kind]] if kind in kinds else list(kinds.values())
         return work * self.unknown(spent / done for done, spent in known) if known else math.nan
 
     def spent(self, group: str) -> float:
-        """Return the seconds that all of a group has taken."""
+        """Return the total seconds of a group."""
         return sum(seconds for _, seconds in self._spent.get(group, {}).values())

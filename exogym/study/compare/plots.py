@@ -1,4 +1,4 @@
-"""The pictures of a comparison: validation loss against steps, bytes and predicted time; what each node does when."""
+"""A comparison's pictures: validation loss against steps, bytes and predicted time; timelines of the nodes."""
 
 from __future__ import annotations
 
@@ -22,36 +22,36 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
-# Okabe & Ito 2008, told apart with every common kind of colour-blindness; without their yellow, too pale for a line.
+# Colors of Okabe & Ito 2008, distinct with every common color blindness; without their yellow, too pale for a line.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
-STYLES = ("-", (0, (5, 2)), (0, (1, 1.2)))  # for more curves than colours
+STYLES = ("-", (0, (5, 2)), (0, (1, 1.2)))  # if there are more curves than colors
 LONER = "#7F7F7F"
 SIZE_INCHES, DOTS_PER_INCH = (7.2, 4.4), 120
-# Of each decade of the loss, according to how far it falls.
+# Marks in each decade of the loss, depending on its range.
 FEW_TICKS, SOME_TICKS, MANY_TICKS = [1, 2, 5], [1, 1.5, 2, 3, 4, 5, 7], [i / 10 for i in range(10, 100, 2)]
 UNITS = (("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.0), ("milliseconds", 1e-3), ("microseconds", 1e-6))
-UNITS_AT_LEAST, MOST_TICKS = 3, 8  # an axis has at least so many of its unit, and at most so many marks
-FAR_APART = 8  # from this ratio of the runs' lengths on, time is drawn on a logarithmic axis
+UNITS_AT_LEAST, MOST_TICKS = 3, 8  # the fewest units on an axis, and the most marks
+FAR_APART = 8  # time has a logarithmic axis from this ratio of the runs' lengths on
 DOING = {
     "compute": ("#0072B2", "computing"), "send": ("#D55E00", "sending"), "wait": ("#DDDDDD", "waiting for others"),
     "down": ("#000000", "down"),
 }  # fmt: skip
-ROUNDS, MOST_SPANS, MOST_NODES = 2, 60, 8  # of a strip: rounds shown, spans of a node at most, nodes at most
+ROUNDS, MOST_SPANS, MOST_NODES = 2, 60, 8  # of a timeline: rounds, and the most spans per node and nodes
 LABEL_POINTS, LETTER_POINTS, LINE_SPACING = 9.0, 5.4, 1.2
-End = tuple["Line2D", float | None, float]  # of a curve: where it ends on the axes; None for a level line
-WIDEST_LABEL = 0.6  # of the picture
-LEGEND_POINTS = 30  # of the strokes beside the titles
+End = tuple["Line2D", float | None, float]  # a curve and its end on the axes; None for a level line
+WIDEST_LABEL = 0.6  # share of the picture
+LEGEND_POINTS = 30  # length of the strokes beside the titles
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Validation loss of one strategy.
+    """A strategy's validation loss.
 
     Attributes:
-        title: what it is called in the picture.
-        steps: (K,) where it was evaluated.
-        losses: (S, K) validation loss of each seed.
-        tx_bytes: (K,) bytes a node had sent by then, mean over seeds.
+        title: its name in the picture.
+        steps: (K,) steps of the evaluations.
+        losses: (S, K) validation losses of each seed.
+        tx_bytes: (K,) bytes that a node had sent by then, mean over seeds.
         time_s: (K,) predicted seconds by then, mean over seeds; None without a network.
     """
 
@@ -63,17 +63,17 @@ class Curve:
 
     @property
     def is_silent(self) -> bool:
-        """Whether its nodes never sent a byte."""
+        """Whether the nodes never sent a byte."""
         return not self.tx_bytes.any()
 
 
 @dataclass(frozen=True)
 class Strip:
-    """What the nodes of one strategy did when.
+    """A strategy's timeline: what its nodes did when.
 
     Attributes:
-        title: what it is called in the picture.
-        spans: in the order in which they happened.
+        title: its name in the picture.
+        spans: spans in the order of time.
         shares: a span's kind to its share of the whole run, mean over nodes.
     """
 
@@ -83,24 +83,24 @@ class Strip:
 
     @classmethod
     def of(cls, title: str, clock: Clock) -> Strip:
-        """Return the strip of a clock that keeps its timeline."""
+        """Return the strip of a clock with a timeline."""
         parts = {"compute": "computing", "send": "sending", "wait": "waiting", "down": "down"}
         return cls(title, clock.spans, {kind: float(clock.share(part).mean()) for kind, part in parts.items()})
 
     def until(self, end_s: float) -> list[Span]:
-        """Return the spans that begin before `end_s`, cut off there."""
+        """Return the spans that begin before `end_s`, cut off at `end_s`."""
         return [replace(span, end_s=min(span.end_s, end_s)) for span in self.spans if span.start_s < end_s]
 
     def says(self) -> str:
-        """Return the shares as text, without those that are nothing."""
+        """Return the shares as text, without zeros."""
         return ", ".join(f"{DOING[kind][1]} {share:.0%}" for kind, share in self.shares.items() if share >= 0.005)
 
 
 def first_rounds_s(strips: Iterable[Strip]) -> float:
-    """Return until when timelines are worth a look: every strategy that communicates has done so twice.
+    """Return the time at which timelines can stop: every communicating strategy has done so twice.
 
-    Earlier where by then a node would have more than 60 spans, which nobody can tell apart; where none communicates,
-    the end.
+    It is earlier if a node would have more than 60 spans, which nobody can tell apart. If no strategy communicates, it
+    is the end.
     """
     rounds, ends_of_all, crowded = [], [0.0], [math.inf]
     for strip in strips:
@@ -124,14 +124,14 @@ def check_matplotlib() -> None:
 
 
 def plot_against_steps(curves: Sequence[Curve], path: str | os.PathLike[str], heading: str = "") -> None:
-    """Draw mean validation loss against steps, with a band from the lowest to the highest seed, into a PNG file."""
+    """Draw mean validation loss against steps into a PNG file, with a band from the lowest to the highest seed."""
     _draw(curves, [curve.steps for curve in curves], path, heading, "steps of each node")
 
 
 def plot_against_bytes(curves: Sequence[Curve], path: str | os.PathLike[str], heading: str = "") -> None:
-    """Draw mean validation loss against the bytes each node has sent (logarithmic), into a PNG file.
+    """Draw mean validation loss against the bytes sent by a node (logarithmic) into a PNG file.
 
-    A strategy that sends nothing has no place on that axis: a dashed line marks the loss it ends with.
+    A strategy without bytes is not on that axis. A dashed line marks its final loss.
     """
     sent = [None if curve.is_silent else curve.tx_bytes for curve in curves]
     _draw(curves, sent, path, heading, "bytes sent per node", readable_bytes, logarithmic=True)
@@ -141,9 +141,9 @@ def plot_against_time(
     curves: Sequence[Curve], path: str | os.PathLike[str], heading: str = "", network: str = "",
     target_loss: float | None = None,
 ) -> None:  # fmt: skip
-    """Draw mean validation loss against predicted seconds on `network`; a dotted line marks the target loss.
+    """Draw mean validation loss against predicted seconds on `network`. A dotted line marks the target loss.
 
-    The axis is logarithmic where the longest run takes eight times as long as the shortest, or more.
+    The axis is logarithmic if the longest run takes at least eight times as long as the shortest.
     """
     times = [np.zeros(1) if curve.time_s is None else curve.time_s for curve in curves]
     ends = [float(time_s[-1]) for time_s in times]
@@ -158,7 +158,7 @@ def _draw(
     x_label: str, readable: Callable[[float], str] | None = None, logarithmic: bool = False,
     target_loss: float | None = None,
 ) -> None:  # fmt: skip
-    """Draw each curve at its places on the x axis, into a PNG file; one with none is a level line."""
+    """Draw each curve at its x values into a PNG file. A curve without x values becomes a level line."""
     figure = _figure(curves, places, heading, x_label, readable, logarithmic, target_loss)
     figure.savefig(path, format="png", metadata={"Software": None}, pil_kwargs={"optimize": True})
 
@@ -174,8 +174,8 @@ def _figure(
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     longest = max((len(curve.title) for curve in curves), default=0)
-    room = (10 + longest * LETTER_POINTS) / 72 / SIZE_INCHES[0]  # right of the axes, for the longest label
-    room = min(room, WIDEST_LABEL)  # the end of a longer one is cut off
+    room = (10 + longest * LETTER_POINTS) / 72 / SIZE_INCHES[0]  # space right of the axes for the longest label
+    room = min(room, WIDEST_LABEL)  # a longer label is cut off
     figure.subplots_adjust(left=0.09, right=0.99 - room, bottom=0.12, top=0.88)
     lines = _lines(axes, curves, places, logarithmic)
     if target_loss is not None:
@@ -199,7 +199,7 @@ def _figure(
 def _lines(
     axes: Axes, curves: Sequence[Curve], places: Sequence[np.ndarray | None], logarithmic: bool
 ) -> dict[str, End]:
-    """Draw the curves; return title to end."""
+    """Draw the curves. Return title to end."""
     lines: dict[str, End] = {}
     looks = itertools.product(STYLES, COLOURS)
     for curve, x in zip(curves, places, strict=True):
@@ -240,9 +240,9 @@ def _scale(
 
 
 def draw_strips(strips: Sequence[Strip], path: str | os.PathLike[str], until_s: float, heading: str = "") -> None:
-    """Draw what each node does until `until_s`, a panel per strategy under one another, into a PNG file.
+    """Draw each node's timeline until `until_s` into a PNG file, with one panel per strategy.
 
-    Each panel shows the first eight nodes, a bar for each, and says the shares of the whole run.
+    A panel shows the first eight nodes as bars, and the shares of the whole run as text.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -289,7 +289,7 @@ def draw_strips(strips: Sequence[Strip], path: str | os.PathLike[str], until_s: 
 
 
 def _unit_of(longest_s: float) -> tuple[str, float]:
-    """Return the unit in which an axis of so many seconds is marked, and its seconds.
+    """Return the unit for an axis of so many seconds, and the unit's seconds.
 
     >>> _unit_of(84.0), _unit_of(600.0)
     (('seconds', 1.0), ('minutes', 60.0))
@@ -308,9 +308,9 @@ def _round_step(least: float) -> float:
 
 
 def _label(axes: Axes, lines: Mapping[str, End]) -> bool:
-    """Write each title right of where its curve ends, moved up where titles would overlap.
+    """Write each title to the right of its curve's end, moved up if titles would overlap.
 
-    Return whether none of them lies on a curve or outside of the picture; if one would, none is written.
+    Return whether no title lies on a curve or outside the picture. If one would, it writes none.
     """
     figure: Any = axes.figure
     figure.draw_without_rendering()
@@ -343,7 +343,7 @@ def _label(axes: Axes, lines: Mapping[str, End]) -> bool:
 
 
 def _legend(axes: Axes, lines: Mapping[str, End]) -> None:
-    """Write the titles right of the axes, from the highest loss at the end to the lowest."""
+    """Write the titles to the right of the axes, from the highest final loss to the lowest."""
     order = sorted(lines, key=lambda title: -lines[title][2])
     legend = axes.legend(
         [lines[title][0] for title in order], order, loc="upper left", bbox_to_anchor=(1.01, 1), borderaxespad=0,

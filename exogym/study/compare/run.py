@@ -1,4 +1,4 @@
-"""A comparison from its arguments to its tables; `session` has the runs, `folder` what is kept of them."""
+"""A comparison from its arguments to its tables. `session` trains the runs, `folder` keeps them."""
 
 from __future__ import annotations
 
@@ -33,24 +33,25 @@ from exogym.study.compare.session import Session
 from exogym.study.compare.summary import summary_of, target_of
 from exogym.study.tasks import Task, load_task
 
-VAL_EXAMPLES = 500  # at most
+VAL_EXAMPLES = 500  # the default for the most validation examples
 
 
 @takes(ComparisonOptions)
 def compare(asked: ComparisonOptions) -> Comparison:
-    """Train the same model from the same weights on the same data under several strategies, and compare.
+    """Train the same model from the same weights on the same data with several strategies, and compare them.
 
-    Every node keeps one shard of the data throughout. `single` is node 0 of that fleet alone: the same weights, its
-    shard, its batches in their order, DDP's inner optimizer, and never a byte, faults or balance. All have the same
-    inner optimizer and learning rate unless `notes` says otherwise; DeMo's rule has a learning rate of its own.
+    Every node keeps one shard of the data throughout. `single` is node 0 of that fleet alone: the same weights, the
+    same shard and batches in the same order, DDP's inner optimizer. It sends nothing and has no faults or balance. All
+    strategies share the inner optimizer and learning rate unless `notes` says otherwise. DeMo has its own rule and
+    learning rate.
 
-    There are 10 to 30 evaluations a run, on 500 validation examples at most, evenly spread. A run whose loss ceases
-    to be a number is left out, and `notes` says so.
+    A run has 10 to 30 evaluations on at most 500 validation examples, spread evenly. Runs whose loss is no longer a
+    finite number are left out, and `notes` says so.
 
     Raises:
-        ArgumentError, DataError: before training; also where `out` cannot be written.
-        TrainingError: no run at all came to its end.
-        ComparisonInterrupted: a KeyboardInterrupt; its `result` is of the runs that had ended, and `folder` theirs.
+        ArgumentError, DataError: before training; also if `out` is not writable.
+        TrainingError: no run completed its training.
+        ComparisonInterrupted: a KeyboardInterrupt; `result` has the finished runs, and `folder` their folder.
 
     >>> result = compare("digits", "single,ddp", max_steps=10, seeds=1)
     >>> [row["strategy"] for row in result.rows], result.rows[1]["quality"], result.rows[0]["tx_bytes"]
@@ -59,9 +60,9 @@ def compare(asked: ComparisonOptions) -> Comparison:
     if asked.out is not None:
         check_matplotlib()
     elif asked.resume:
-        raise ArgumentError("resume goes on in a folder: give it as out, for example out='runs/digits-20261122-120000'")
+        raise ArgumentError("resume continues in a folder: give it as out, such as out='runs/digits-20261122-120000'")
     elif given := [name for name in IN_A_FOLDER if name in asked.changed()]:
-        raise ArgumentError(f"{given[0]} needs a folder: give it as out, for example out='runs'")
+        raise ArgumentError(f"{given[0]} needs a folder: give it as out, such as out='runs'")
     saved = saved_in(asked.out) if asked.resume and asked.out is not None else {}
     session = session_of(asked, (saved.get("timing") or {}).get("measured_step_s"))
     decisive = asked_of(session, asked.target_loss)
@@ -73,7 +74,7 @@ def compare(asked: ComparisonOptions) -> Comparison:
     }  # fmt: skip
     if asked.out is None:
         return _carried_out(session, description, asked.target_loss)
-    schema.check("run.json", description)  # what could not be read again is refused now
+    schema.check("run.json", description)  # reject values that could not be read again
     if asked.resume:
         session.folder = Folder.of_asked(asked.out, decisive, session.entries)
     else:
@@ -86,13 +87,13 @@ def compare(asked: ComparisonOptions) -> Comparison:
 
 
 def session_of(asked: ComparisonOptions, known_step_s: float | None = None) -> Session:
-    """Return the runs that a comparison is asked for, checked, and none of them trained; with no folder.
+    """Return a comparison's checked runs, not trained and without a folder.
 
     Args:
-        known_step_s: seconds of a step that were measured before, where step times are measured.
+        known_step_s: seconds of a step that an earlier start measured, if step times are measured.
 
     Raises:
-        ArgumentError, DataError: as `compare`.
+        ArgumentError, DataError: as in `compare`.
     """
     task = task_of(asked.problem, asked.data)
     setting = setting_of(task, asked.num_nodes, asked.max_steps, asked.batch_size, asked.seeds, asked.lr)
@@ -106,7 +107,7 @@ def session_of(asked: ComparisonOptions, known_step_s: float | None = None) -> S
             check_count(name, getattr(asked, name))
     train, val = check_dataset(task.train), _evenly(check_dataset(task.val), asked.val_size or VAL_EXAMPLES)
     for seed in setting.seeds:
-        split.split(train, setting.nodes, seed)  # a cut that leaves a node without data is an error now
+        split.split(train, setting.nodes, seed)  # raises now if a node gets no data
     if asked.processes != "auto":
         check_count("processes", asked.processes)
         place_rows(setting.nodes, int(asked.processes))
@@ -133,9 +134,9 @@ def session_of(asked: ComparisonOptions, known_step_s: float | None = None) -> S
 
 
 def asked_of(session: Session, target_loss: float | None = None) -> dict[str, Any]:
-    """Return as JSON what decides the results: in a comparison that goes on it must be the same.
+    """Return the options that decide the results, for JSON. A resumed comparison must have the same.
 
-    Options that all runs take are in it where they have not their defaults, so that a new one is no difference.
+    Options of runs are left out if they have their defaults. So a new option does not change old comparisons.
     """
     task, forecast, timing = session.task, session.forecast, None
     if forecast is not None:
@@ -150,7 +151,7 @@ def asked_of(session: Session, target_loss: float | None = None) -> dict[str, An
 
 
 def decisive_of(options: RunOptions) -> dict[str, Any]:
-    """Return as JSON those options that change results and have not their defaults, under "options"; {} without any.
+    """Return, under "options" for JSON, the options that change results and are not defaults; {} without any.
 
     >>> decisive_of(RunOptions(precision="bf16", hang_s=1.0)), decisive_of(RunOptions())
     ({'options': {'precision': 'bf16'}}, {})
@@ -160,7 +161,7 @@ def decisive_of(options: RunOptions) -> dict[str, Any]:
 
 
 def _arguments(asked: ComparisonOptions) -> dict[str, Any]:
-    """Return the arguments of `compare` as JSON, but for those that say only where to write and whom to tell."""
+    """Return the arguments of `compare` for JSON, without the places for files and the watcher."""
     plain = {name: value for name, value in vars(asked).items() if name not in ("out", "resume", "watch")}
     plain["seeds"] = asked.seeds if isinstance(asked.seeds, int) else list(asked.seeds)
     plain["problem"] = asked.problem if isinstance(asked.problem, str) else type(asked.problem).__name__
@@ -168,7 +169,7 @@ def _arguments(asked: ComparisonOptions) -> dict[str, Any]:
 
 
 def _carried_out(session: Session, description: dict[str, Any], target_loss: float | None) -> Comparison:
-    """Train, and return what came out; whatever happens, what has come out by then stays."""
+    """Train and return the result. Finished runs are kept whatever happens."""
     folder = session.folder
     try:
         session.train_all()
@@ -219,7 +220,7 @@ def _result(session: Session, description: dict[str, Any], target_loss: float | 
 
 
 def heading_of(session: Session) -> str:
-    """Return in a line what is trained, but for the strategies."""
+    """Return a line about the training, without the strategies."""
     setting, further = session.setting, RunOptions(**session.passed).changed()
     return (
         f"{session.task.description}. {setting.nodes} nodes, {setting.steps} steps of {setting.batch_size} examples, "
@@ -230,7 +231,7 @@ def heading_of(session: Session) -> str:
 
 
 def said_of(session: Session) -> dict[str, tuple[str, str]]:
-    """Return label to title and notes; the notes also say which runs failed or have not ended."""
+    """Return label to title and notes. The notes also tell which runs failed or have not ended."""
     said, seeds = {}, session.setting.seeds
     for label, entry in session.entries.items():
         found = [session.outcomes[label, seed] for seed in seeds if (label, seed) in session.outcomes]
@@ -243,11 +244,11 @@ def said_of(session: Session) -> dict[str, tuple[str, str]]:
 
 
 def task_of(problem: Any, data: Any) -> Task:
-    """Return the task of a problem, as `compare` takes it."""
+    """Return the task of a problem in the forms that `compare` accepts."""
     if isinstance(problem, str):
         task = load_task(problem, data)
     elif data is not None:
-        raise ArgumentError(f"data={os.fspath(data)!r} is for a task that is named, as 'digits': leave it out")
+        raise ArgumentError(f"data={os.fspath(data)!r} needs a named task, such as 'digits': leave it out")
     elif isinstance(problem, Task):
         task = problem
     elif isinstance(problem, tuple) and len(problem) == 3 and isinstance(problem[0], nn.Module):
@@ -273,25 +274,25 @@ def task_of(problem: Any, data: Any) -> Task:
     else:
         seen = f"a tuple of {len(problem)}" if isinstance(problem, tuple) else repr(problem)
         raise ArgumentError(
-            f"problem: wanted a Task, the name of one, or (make_model, train, val), a function and two data "
+            f"problem: wanted a Task, a task's name, or (make_model, train, val), a function and two data "
             f"sets; got {seen}"
         )
     if is_factory(task.train) or is_factory(task.val):
         raise ArgumentError(
-            "compare() cuts one data set into the nodes' shards: give it instead of a factory, and partitioner="
+            "compare() divides one data set among the nodes: give it instead of a factory, and partitioner="
         )
     return task
 
 
 def _evenly(dataset: Any, most: int) -> Any:
-    """Return `dataset`, or if it has more than `most` examples that many of it, evenly spread."""
+    """Return `dataset`, or at most `most` of its examples, spread evenly."""
     if len(dataset) <= most:
         return dataset
     return Subset(dataset, np.linspace(0, len(dataset) - 1, most).round().astype(int).tolist())
 
 
 def _check_models(task: Task, seed: int) -> None:
-    """Refuse a `build` by which strategies would not start from the same weights."""
+    """Check that `build` gives all strategies the same initial weights."""
     first, second = (list(task.make_model(seed).parameters()) for _ in range(2))
     if {id(p) for p in first} & {id(p) for p in second}:
         raise ArgumentError(
@@ -301,6 +302,6 @@ def _check_models(task: Task, seed: int) -> None:
     plain = [(a, b) for a, b in zip(first, second, strict=True) if not (is_lazy(a) or a.is_meta)]
     if not all(a.shape == b.shape and torch.equal(a, b) for a, b in plain):
         raise ArgumentError(
-            "make_model() gave other weights from the same seed, so strategies would not start alike: draw them from "
-            "torch's generator, which is seeded before each call"
+            "make_model() gave different weights from the same seed, so strategies would start differently: draw them "
+            "from torch's generator, which is seeded before each call"
         )

@@ -1,4 +1,4 @@
-"""The runs of a comparison, one after another: trained, or found where an earlier start has left them."""
+"""The runs of a comparison, one after another: trained, or loaded from the folder of an earlier start."""
 
 from __future__ import annotations
 
@@ -28,15 +28,14 @@ from exogym.study.compare.summary import Track
 from exogym.study.tasks import Task
 from exogym.trainer import LocalTrainer
 
-SAVE_S = 60.0  # a run that takes longer is saved so often, at an evaluation
+SAVE_S = 60.0  # longer runs are saved at this interval, at an evaluation
 
 
 @dataclass(frozen=True)
 class Standing:
-    """How far a comparison is: run number `run` of `runs` of strategy `label`, after `step` of `steps` steps.
+    """A comparison's progress: run number `run` of `runs` with strategy `label`, after `step` of `steps` steps.
 
-    `left_s` is how many seconds all runs will still train, None before anything is known of it; tables and
-    pictures come after that.
+    `left_s` is the remaining seconds of training for all runs, None if unknown. Tables and pictures come after that.
     """
 
     label: str
@@ -55,7 +54,7 @@ class Standing:
 
 @dataclass(frozen=True)
 class FirstShard(Partitioner):
-    """Gives one node alone what node 0 of a fleet gets: its shard, in its order."""
+    """Gives one node alone the shard of node 0 in a fleet, in the same order."""
 
     whole: Partitioner
     nodes: int
@@ -66,12 +65,12 @@ class FirstShard(Partitioner):
 
 @dataclass
 class Session:
-    """What all runs share, and those that have ended.
+    """The settings that all runs share, and the finished runs.
 
     Attributes:
-        passed: options of `fit` that each run takes as they are.
-        callbacks: of every run, beside those that keep and tell.
-        outcomes: (label, seed) to what came out, in the order of the runs.
+        passed: options of `fit` for each run, unchanged.
+        callbacks: callbacks of every run, beside the session's own.
+        outcomes: (label, seed) to the outcome, in the order of the runs.
     """
 
     task: Task
@@ -92,12 +91,12 @@ class Session:
     passed: Mapping[str, Any]
     callbacks: tuple[Callable[[Any], object], ...] = ()
     outcomes: dict[tuple[str, int], Outcome] = field(default_factory=dict)
-    _pace: Pace = field(default_factory=lambda: Pace(unknown=max))  # dear strategies mostly come last
-    _ended_at: float | None = None  # when the last run of this process ended, in seconds of time.perf_counter()
-    _starts_s: list[float] = field(default_factory=list)  # from there to the next run's first evaluation
+    _pace: Pace = field(default_factory=lambda: Pace(unknown=max))  # expensive strategies mostly come last
+    _ended_at: float | None = None  # time.perf_counter() at the end of this process's last run
+    _starts_s: list[float] = field(default_factory=list)  # seconds from there to the next run's first evaluation
 
     def train_all(self) -> None:
-        """Take every run to its end; what the folder already has is not trained again."""
+        """Train every run to its end, except runs that the folder already has."""
         for label in self.entries:
             for number, seed in enumerate(self.setting.seeds, 1):
                 known = self.known(label, seed)
@@ -106,25 +105,25 @@ class Session:
                     self._tell(label, number, self.setting.steps, known.history)
 
     def known(self, label: str, seed: int) -> Outcome | None:
-        """Return what the folder has of a run that has ended."""
+        """Return a finished run's outcome from the folder, or None."""
         return None if self.folder is None else self.folder.outcome(label, seed)
 
     def settle(self, label: str, seed: int) -> Outcome:
-        """Take one run to its end, and keep what came out where there is a folder."""
-        with without_notices(GOING_ON):  # who called says how all of them go on
+        """Train one run to its end, and keep its outcome in the folder if there is one."""
+        with without_notices(GOING_ON):  # the caller's message tells how to continue all runs
             outcome = self._train(label, self.entries[label], self.setting.seeds.index(seed) + 1, seed)
         if self.folder is not None:
             self.folder.keep(label, seed, outcome)
         return outcome
 
     def beat(self) -> None:
-        """Say that this process still works in the folder, if there is one."""
+        """Show that this process still works in the folder, if there is one."""
         if self.folder is not None:
             self.folder.beat()
 
     @property
     def histories(self) -> dict[tuple[str, int], History]:
-        """Of the runs that ended well."""
+        """The histories of the runs that ended well."""
         return {key: found.history for key, found in self.outcomes.items() if found.history is not None}
 
     @property
@@ -138,7 +137,7 @@ class Session:
         return {label: found.strip for (label, _), found in self.outcomes.items() if found.strip is not None}
 
     def fit_options(self, entry: Entry, timed: bool = False) -> dict[str, Any]:
-        """Return what `fit` is given to train a strategy, from any seed; `timed`: with a timeline."""
+        """Return the options with which `fit` trains a strategy, for any seed. `timed`: with a timeline."""
         nodes = self.setting.nodes
         given: dict[str, Any] = {
             **self.passed, "num_nodes": nodes, "max_steps": self.setting.steps, "batch_size": self.setting.batch_size,
@@ -154,12 +153,12 @@ class Session:
         return given
 
     def _train(self, label: str, entry: Entry, number: int, seed: int) -> Outcome:
-        """Train one strategy from one seed."""
+        """Train one strategy with one seed."""
         timed = self.timeline and number == 1
         trainer = LocalTrainer(
             self.task.make_model(seed), self.train, self.val, loss_fn=self.loss_fn, metrics=self.metrics
         )
-        # A timeline is in no checkpoint, and a class of the user's may have a state that none can hold.
+        # No checkpoint holds a timeline, and a user's class may have state that no checkpoint can hold.
         saved = self.folder is not None and not timed and entry.strategy.registered
         saving = {} if self.folder is None else self.folder.run_options(label, seed, saved)
         start, error = time.perf_counter(), None
@@ -185,9 +184,9 @@ class Session:
         self.watch(Standing(*place, row["val_loss"], row["tx_bytes"], left_s))
 
     def _left_s(self, label: str, number: int, step: int) -> float | None:
-        """Return the seconds until all runs have ended, `step` being taken in a run of `label`; None: not known.
+        """Return the seconds until all runs have ended, with `step` reached in a run of `label`; None if unknown.
 
-        The first run's start is in none of it: what Python and torch load then is loaded once.
+        The first run's start does not count, because Python and torch load only once.
         """
         left_s = 0.0
         start_s = fmean(self._starts_s) if self._starts_s else 0.0
@@ -201,10 +200,10 @@ class Session:
         return None if math.isnan(left_s) else left_s
 
     def _seconds(self, label: str, entry: Entry, steps: int) -> float:
-        """Return how long steps of a strategy take.
+        """Return the seconds of a strategy's steps.
 
-        A step of N nodes takes between one and N times as long as that of a node alone. While only the other is known,
-        the factor is the square root of N, which is wrong by no more than that.
+        A step of N nodes takes between one and N times as long as a step of one node. While only one of them is known,
+        the factor sqrt(N) is wrong by at most sqrt(N).
         """
         if not steps:
             return 0.0
@@ -215,22 +214,22 @@ class Session:
         return found_s
 
     def took(self, label: str, steps: int, seconds: float) -> None:
-        """Take notice that steps of a strategy took so long, with what was evaluated meanwhile."""
+        """Record the seconds of a strategy's steps, including evaluations."""
         self._pace.add(_group(self.entries[label]), label, steps, seconds)
 
     def began(self) -> None:
-        """Take notice that a run has begun to train."""
+        """Record that a run has begun to train."""
         if self._ended_at is not None:
             self._starts_s.append(time.perf_counter() - self._ended_at)
 
 
 def _group(entry: Entry, other: bool = False) -> str:
-    """Return whose runs are alike in what a step costs."""
+    """Return the group of runs with a similar cost per step."""
     return "alone" if entry.alone != other else "fleet"
 
 
 class _At:
-    """At each evaluation of a run: says how far it is, and saves a long one."""
+    """At each evaluation of a run: report the progress, and save a long run."""
 
     def __init__(self, session: Session, label: str, number: int, saves: bool) -> None:
         self.session, self.label, self.number, self.saves = session, label, number, saves

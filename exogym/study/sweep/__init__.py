@@ -1,6 +1,6 @@
-"""Sweeps: the same task trained with every combination of some options, and what differs between them.
+"""Sweeps: one task trained with every combination of some options, and a table of the results.
 
-`sweep` trains the cells and gives a `Swept` (`exogym.study.sweep.result`).
+`sweep` trains the cells and returns a `Swept` (`exogym.study.sweep.result`).
 
 >>> def stop(ended):
 ...     raise KeyboardInterrupt

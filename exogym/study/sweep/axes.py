@@ -1,4 +1,4 @@
-"""What is swept: options and their values, and the cells that follow from them."""
+"""The options to sweep with their values, and the resulting cells."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from exogym.core.training.options import LONG
 from exogym.errors import ArgumentError
 from exogym.study.compare.asked import PASSED_AS_TEXT
 
-# Options of the run and their types; any other is an option of the strategy.
+# Options of the run and their types. Any other option belongs to the strategy.
 OF_THE_RUN: dict[str, type] = PASSED_AS_TEXT | {
     "num_nodes": int, "max_steps": int, "batch_size": int, "lr": float, "partitioner": str, "network": str,
     "step_seconds": str,
 }  # fmt: skip
 STRATEGY = "strategy"
-LOGARITHMIC = 10  # a range over 0 whose ends are so far apart is searched by factors
+LOGARITHMIC = 10  # from this ratio of its positive ends on, a search treats a range as logarithmic
 _RANGE = re.compile(r"\s*(-?[\d.]+(?:e[-+]?\d+)?)\.\.(-?[\d.]+(?:e[-+]?\d+)?)\s*", re.IGNORECASE)
 Axes = dict[str, "list[str] | Range"]
 
 
 @dataclass(frozen=True)
 class Range:
-    """All numbers from `low` to `high`, whole ones if both are; for a search only."""
+    """All numbers from `low` to `high`, or all whole numbers if both are whole. Only a search accepts it."""
 
     low: float
     high: float
@@ -46,10 +46,10 @@ class Range:
 def axes_of(given: Mapping[str, Any] | Sequence[str]) -> Axes:
     """Return option to values, from a mapping or from texts "option=value,value".
 
-    Values with commas in them are separated by semicolons. "1e-4..1e-1" is a `Range`.
+    Separate values by semicolons if they contain commas. "1e-4..1e-1" is a `Range`.
 
     Raises:
-        ArgumentError: no such text; an option or a value that is given twice, or none.
+        ArgumentError: text in another form; an option or value that is given twice; an option without values.
 
     >>> axes_of(["H=5,10", "network=wifi;100Mbps,20ms"])
     {'H': ['5', '10'], 'network': ['wifi', '100Mbps,20ms']}
@@ -65,7 +65,7 @@ def axes_of(given: Mapping[str, Any] | Sequence[str]) -> Axes:
         for text in given:
             name, equals, values = str(text).partition("=")
             if not equals or not name.strip() or not values.strip():
-                raise ArgumentError(f"sweep={text!r} should look like option=value,value, as in H=5,10")
+                raise ArgumentError(f"sweep={text!r} should look like option=value,value, such as H=5,10")
             pairs.append((name, values))
     axes: Axes = {}
     for name, values in pairs:
@@ -89,15 +89,15 @@ def _values(name: str, given: Any) -> list[str] | Range:
             return Range(low, high)
         given = given.split(";" if ";" in given else ",")
     elif not isinstance(given, Sequence | range):
-        raise ArgumentError(f"sweep: {name}={given!r} should be a list of values, as [5, 10]")
+        raise ArgumentError(f"sweep: {name}={given!r} should be a list of values, such as [5, 10]")
     values = [as_text(value) for value in given]
     if not values or "" in values or len(set(values)) < len(values):
-        raise ArgumentError(f"sweep: {name}={','.join(values)!r} should be different values, as {name}=5,10")
+        raise ArgumentError(f"sweep: {name}={','.join(values)!r} should be different values, such as {name}=5,10")
     return values
 
 
 def as_text(value: Any) -> str:
-    """Return a value as it is written in the options of a strategy.
+    """Return a value in the form of a strategy's options.
 
     >>> as_text(None), as_text(True), as_text(0.001), as_text(" 5 ")
     ('none', 'true', '0.001', '5')
@@ -106,10 +106,10 @@ def as_text(value: Any) -> str:
 
 
 def grid(axes: Axes) -> list[dict[str, str]]:
-    """Return all combinations, the last option changing fastest.
+    """Return all combinations. The last option changes fastest.
 
     Raises:
-        ArgumentError: a range, of which there is no end of values.
+        ArgumentError: a range, because it has too many values.
 
     >>> grid({"strategy": ["diloco", "fedavg"], "H": ["5", "10"]})[:2]
     [{'strategy': 'diloco', 'H': '5'}, {'strategy': 'diloco', 'H': '10'}]
@@ -117,13 +117,13 @@ def grid(axes: Axes) -> list[dict[str, str]]:
     lists = {}
     for name, values in axes.items():
         if isinstance(values, Range):
-            raise ArgumentError(f"sweep: {name}={values} is a range: list its values, {name}=A,B, or search in it")
+            raise ArgumentError(f"sweep: {name}={values} is a range: list its values, {name}=A,B, or use search")
         lists[name] = values
     return [dict(zip(lists, values, strict=True)) for values in itertools.product(*lists.values())]
 
 
 def label_of(cell: Mapping[str, str]) -> str:
-    """Return what a cell is called.
+    """Return a cell's name.
 
     >>> label_of({"strategy": "diloco", "H": "5"})
     'strategy=diloco, H=5'
@@ -132,7 +132,7 @@ def label_of(cell: Mapping[str, str]) -> str:
 
 
 def arguments_of(cell: Mapping[str, str], strategy: str) -> tuple[str, dict[str, Any]]:
-    """Return the text of the cell's strategy, and what `compare` is to be given else.
+    """Return the text of the cell's strategy, and the other arguments for `compare`.
 
     >>> arguments_of({"num_nodes": "4", "H": "5"}, "diloco:outer_lr=0.5")
     ('diloco:outer_lr=0.5:H=5', {'num_nodes': 4})
@@ -147,7 +147,7 @@ def arguments_of(cell: Mapping[str, str], strategy: str) -> tuple[str, dict[str,
 
 
 def _value(name: str, text: str) -> Any:
-    """Return the value of an option of the run that is written as text."""
+    """Return a run option's value from its text."""
     kind, words = OF_THE_RUN[name], {"true": True, "false": False}
     try:
         return words[text.lower()] if kind is bool else kind(text)
@@ -157,7 +157,7 @@ def _value(name: str, text: str) -> Any:
 
 
 def as_number(value: str) -> float | None:
-    """Return the number that a value is, or None.
+    """Return the number in a value, or None.
 
     >>> as_number("5"), as_number("diloco")
     (5.0, None)

@@ -1,7 +1,7 @@
-"""The runs of a sweep on a cluster of Ray's: each is a task, whose folder comes back when it has ended.
+"""A sweep's runs on a Ray cluster. Each run is a task, and its folder returns when it has ended.
 
-A run whose machine is lost is begun again by Ray, on another one. Nothing of a run under way is kept: a sweep that was
-interrupted goes on with the runs that have not ended.
+If a run's machine is lost, Ray starts the run again on another machine. Unfinished runs are not saved. So an
+interrupted sweep resumes with the runs that have not ended.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from exogym.errors import ArgumentError
 from exogym.study.compare.folder import OUTCOME
 from exogym.study.sweep.workers import Job, check_none_lost
 
-Files = dict[str, bytes]  # by their path in a folder
-TRIES = 3  # of a run whose machine is lost
+Files = dict[str, bytes]  # contents by path in a folder
+TRIES = 3  # attempts for a run whose machine is lost
 
 
 def train_all_on_ray(jobs: Sequence[Job], processes: int | None, ended: Callable[[Job], None]) -> None:
-    """Take all runs to their end, `processes` at once at most (None: as many as there is room for).
+    """Train all runs, at most `processes` at the same time (None: as many as the cluster has room for).
 
     Raises:
-        ArgumentError: there is no such cluster, its versions are others, or a problem cannot travel there.
-        WorkerError: a run ended without a result; it is raised when all others have come to their end.
-        KeyboardInterrupt: after the runs under way were ended.
+        ArgumentError: the cluster does not exist or has other versions, or a problem cannot be sent there.
+        WorkerError: a run ended without a result; raised after all others have ended.
+        KeyboardInterrupt: after the active runs were ended.
     """
     connect(None, None)
     import ray
@@ -72,12 +72,12 @@ def _packed(job: Job) -> bytes:
         return ray.cloudpickle.dumps(session)
     except Exception as error:
         raise ArgumentError(
-            f"with engine='ray' the problem of a sweep travels to other machines, and it cannot be pickled: {error}"
+            f"engine='ray' sends the sweep's problem to other machines, but it cannot be pickled: {error}"
         ) from error
 
 
 def _settled(packed: bytes, label: str, seed: int) -> Files:
-    """Train one run, on the machine where this is called; return its files."""
+    """Train one run on the machine that calls this. Return its files."""
     import ray.cloudpickle
 
     session = ray.cloudpickle.loads(packed)
@@ -88,7 +88,7 @@ def _settled(packed: bytes, label: str, seed: int) -> Files:
 
 
 def _write(job: Job, files: Files) -> None:
-    """Write the files of a run into the folder of the sweep; that which says that it has ended comes last."""
+    """Write a run's files into the sweep's folder. The file that marks the run as complete comes last."""
     session = job[0]
     assert session.folder is not None
     for name in sorted(files, key=lambda name: os.path.basename(name) == OUTCOME):

@@ -1,4 +1,4 @@
-"""What comes out of a sweep: a row per cell, the best one, and the files."""
+"""The result of a sweep: a row per cell, the best cell, and the files."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 SUMMARY, PLOT = "summary.csv", "sweep.png"
 PANEL_INCHES, MOST_LINES = (4.2, 3.6), len(COLOURS)
-FAR_APART = 8  # from this ratio of an option's values on, they are drawn on a logarithmic axis
+FAR_APART = 8  # an option has a logarithmic axis from this ratio of its values on
 
 
 @dataclass(frozen=True)
 class Swept:
-    """What came out of `sweep`.
+    """The result of `sweep`.
 
     Attributes:
         heading: one line saying what was trained.
@@ -55,7 +55,7 @@ class Swept:
         return best_of(self.rows)
 
     def to_pandas(self) -> pandas.DataFrame:
-        """Return the rows as a table; values of options that are numbers are numbers."""
+        """Return the rows as a table. Options' values become numbers if possible."""
         try:
             import pandas
         except ImportError as error:
@@ -68,7 +68,7 @@ class Swept:
         return frame
 
     def table(self) -> tuple[list[str], list[list[str]]]:
-        """Return the headers and the rows of the table as text, mean ± standard deviation over seeds."""
+        """Return the table's headers and rows as text: mean ± standard deviation over seeds."""
         timed = "time_s" in self.rows[0]
         to = "" if self.target_loss is None else f" to loss {self.target_loss:.4g}"
         headers = [
@@ -99,7 +99,7 @@ def best_of(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def write(result: Swept, folder: Path) -> tuple[Path, ...]:
-    """Write summary.csv and sweep.png into `folder`; return their paths."""
+    """Write summary.csv and sweep.png into `folder`. Return their paths."""
     write_csv(folder / SUMMARY, list(result.rows[0]), result.rows)
     _draw(result, folder / PLOT)
     return folder / SUMMARY, folder / PLOT
@@ -108,7 +108,7 @@ def write(result: Swept, folder: Path) -> tuple[Path, ...]:
 def _draw(result: Swept, path: Path) -> None:
     """Draw a panel for each option with several values: mean loss and its standard deviation over seeds.
 
-    A line for each combination of the other options, where there are few; else the best cell of each value.
+    A panel has a line for each combination of the other options if there are few; otherwise each value's best cell.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -147,7 +147,7 @@ def _draw(result: Swept, path: Path) -> None:
 
 
 def _lines(rows: Sequence[dict[str, Any]], name: str, others: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
-    """Return label to cells, of each line of a panel."""
+    """Return a panel's lines: label to cells."""
     lines: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         lines.setdefault(", ".join(f"{other}={row[other]}" for other in others), []).append(row)

@@ -42,7 +42,7 @@ Cells = dict[str, dict[str, str]]
 
 
 class SweepInterrupted(KeyboardInterrupt):
-    """A sweep was interrupted; what had come out by then is in its folder, and `folder` says where it can go on."""
+    """A sweep was interrupted. Its folder keeps the finished runs; `folder` is the place to resume."""
 
     def __init__(self, message: str, folder: Path | None) -> None:
         super().__init__(message)
@@ -51,7 +51,7 @@ class SweepInterrupted(KeyboardInterrupt):
 
 @dataclass(frozen=True)
 class Ended:
-    """A run of a sweep that has ended: `count` of `total`, the run of `seed` in `cell`, and the loss it came to."""
+    """A finished run of a sweep: number `count` of `total`, with `seed` in `cell`, and its final loss."""
 
     cell: str
     seed: int
@@ -62,21 +62,21 @@ class Ended:
 
 @dataclass(frozen=True)
 class SweepOptions(StudyOptions):
-    """What `sweep` is asked.
+    """Options of `sweep`.
 
     Args:
-        axes: Option to values, or texts as "H=5,10". `strategy`, `num_nodes`, `max_steps`, `batch_size`, `lr`,
-            `partitioner`, `network`, `step_seconds` and what is passed on and can be written as text (`precision`,
-            `compute`, ...) are the run's; any other is an option of the strategy.
-        strategy: Where it is not swept, as text, "diloco:outer_lr=0.5".
-        processes: So many runs at once. "auto": one for each core, as far as memory reaches.
-        engine: "ray": the runs are tasks of a Ray cluster (that of RAY_ADDRESS, or one started here), one a core.
-        search: Train this number of cells that optuna proposes, in place of all combinations. Then "1e-4..1e-1" is a
+        axes: Option to values, or texts such as "H=5,10". Options of the run are `strategy`, `num_nodes`, `max_steps`,
+            `batch_size`, `lr`, `partitioner`, `network`, `step_seconds` and the options of each run that text can
+            express (`precision`, `compute`, ...). Any other option belongs to the strategy.
+        strategy: The strategy if it is not swept, as text: "diloco:outer_lr=0.5".
+        processes: Number of runs at the same time. "auto": one per core, as far as memory allows.
+        engine: "ray": the runs are tasks of a Ray cluster (at RAY_ADDRESS, or started here), one per core.
+        search: Train this number of cells that optuna proposes, instead of all combinations. Then "1e-4..1e-1" is a
             range of numbers.
-        out: Folder of the sweep itself, which holds sweep.json, summary.csv, sweep.png and a folder for each run.
-        resume: Go on in `out`, where a sweep with the same arguments was interrupted; the table is that of one that
-            never was. A search may be given more cells.
-        watch: Called with an `Ended` after each run.
+        out: Folder of the sweep itself. It gets sweep.json, summary.csv, sweep.png and a folder for each run.
+        resume: Resume an interrupted sweep with the same arguments in `out`. The table is the same as without the
+            interruption. A search may get more cells.
+        watch: Function that receives an `Ended` after each run.
     """
 
     not_taken: ClassVar = NOT_TAKEN | {
@@ -93,7 +93,7 @@ class SweepOptions(StudyOptions):
     watch: Callable[[Ended], object] | None = None
 
 
-# of all runs alike; the other options say where they are kept, or how they are carried out
+# the same for all runs; the other options choose where to keep runs, or how to carry them out
 SHARED = tuple(f.name for f in fields(StudyOptions) if f.name not in ("problem", "data", "out", "resume"))
 PASSED_ON = tuple(field.name for field in fields(RunOptions))
 DECISIVE = ("strategy", "data", *(name for name in SHARED if name not in ("loss_fn", "metrics", *PASSED_ON)))
@@ -101,14 +101,14 @@ DECISIVE = ("strategy", "data", *(name for name in SHARED if name not in ("loss_
 
 @takes(SweepOptions)
 def sweep(asked: SweepOptions) -> Swept:
-    """Train a task with every combination of the values of some options, each from several seeds.
+    """Train a task with every combination of some options' values, with several seeds each.
 
-    A run whose loss ceases to be a number is left out, and `notes` says so.
+    Runs whose loss is no longer a finite number are left out, and `notes` says so.
 
     Raises:
-        ArgumentError, DataError: before training: of every cell's options, or of `out`.
-        TrainingError: no run at all came to its end. WorkerError: the process of a run was killed.
-        SweepInterrupted: a KeyboardInterrupt; `folder` says where to go on.
+        ArgumentError, DataError: before training, for any cell's options or `out`.
+        TrainingError: no run completed its training. WorkerError: a run's process was killed.
+        SweepInterrupted: a KeyboardInterrupt; `folder` is the place to resume.
 
     >>> result = sweep("digits", {"H": [2, 5]}, max_steps=10, seeds=1, num_nodes=2, processes=1)
     >>> [(row["H"], row["seeds"]) for row in result.rows], result.best["cell"] in ("H=2", "H=5")
@@ -140,11 +140,11 @@ def sweep(asked: SweepOptions) -> Swept:
         } | decisive_of(asked)  # fmt: skip
         if out is None:
             if asked.resume:
-                raise ArgumentError("resume goes on in a folder: give it as out, for example out='runs/sweep'")
+                raise ArgumentError("resume continues in a folder: give it as out, such as out='runs/sweep'")
             run.path = cleanup.enter_context(temporary_folder("exogym-sweep-"))
         else:
             check_matplotlib()
-            schema.check("sweep.json", decisive | {"cells": run.cells})  # what could not be read again is refused now
+            schema.check("sweep.json", decisive | {"cells": run.cells})  # reject values that could not be read again
             run.path = Path(out).expanduser()
             run.lock = _locked(run.path, decisive, asked.resume)
             cleanup.callback(run.lock.release)
@@ -169,12 +169,12 @@ def sweep(asked: SweepOptions) -> Swept:
 
 
 def _as_json(value: Any) -> Any:
-    """Return what JSON lacks as it is written there: several seeds as a list, any other value as text."""
+    """Convert a value that JSON lacks: several seeds to a list, others to text."""
     return [*value] if isinstance(value, range) else str(value)
 
 
 def _carrier(asked: SweepOptions) -> Carrier:
-    """Return what takes all of some runs to their end."""
+    """Return the function that trains runs to their end."""
     if asked.engine is None:
         most = processes_that_pay(asked.processes, 1 << 30, resolve_device(asked.device))
         return lambda jobs, ended: train_all(jobs, min(most, max(len(jobs), 1)), ended)
@@ -185,15 +185,15 @@ def _carrier(asked: SweepOptions) -> Carrier:
 
 
 def _locked(path: Path, asked: dict[str, Any], resume: bool) -> Lock:
-    """Lock the sweep's folder: a new one, or that of an interrupted sweep that was asked for the same."""
-    if (path / LOCK).exists():  # another sweep works there, or one was killed: `acquire` knows
+    """Lock the sweep's folder: a new one, or the folder of an interrupted sweep with the same options."""
+    if (path / LOCK).exists():  # another sweep works there or was killed; `acquire` finds out
         lock = lock_of(path)
     else:
         _check_folder(path, asked, resume)
         check_writable(path, "out")
         lock = lock_of(path)
     try:
-        _check_folder(path, asked, resume)  # again: another sweep may have come and gone
+        _check_folder(path, asked, resume)  # again, because another sweep may have worked here
     except BaseException:
         lock.release()
         raise
@@ -201,21 +201,21 @@ def _locked(path: Path, asked: dict[str, Any], resume: bool) -> Lock:
 
 
 def _check_folder(path: Path, asked: dict[str, Any], resume: bool) -> None:
-    """Refuse a folder that holds something already, or with `resume` one that holds no sweep asked for the same."""
+    """Check that the folder is empty or, with `resume`, that it holds a sweep with the same options."""
     before = read_object(path / SWEEP)
     if not resume:
         if path.exists() and (not path.is_dir() or any(not file.name.startswith(LOCK) for file in path.iterdir())):
-            hint = "go on there with resume (--resume), or " if before else ""
+            hint = "resume it there (--resume), or " if before else ""
             raise ArgumentError(f"out={str(path)!r} holds something already: {hint}give another folder")
         return
     if not before:
-        raise ArgumentError(f"out={str(path)!r} holds no sweep to go on with: give the folder of one")
-    given = in_full(before.get("given") or {})  # of a sweep that began under an option's earlier name
+        raise ArgumentError(f"out={str(path)!r} holds no sweep to resume: give a sweep's folder")
+    given = in_full(before.get("given") or {})  # of a sweep from before an option was renamed
     check_same(path, "sweep", before | {"given": given}, asked)
 
 
 class _Sweep:
-    """The cells of a sweep, a session for each, and what has come out of their runs."""
+    """A sweep's cells, a session for each, and the runs' outcomes."""
 
     def __init__(self, options: SweepOptions, task: Task, axes: Axes) -> None:
         self.options, self.task, self.axes = options, task, axes
@@ -224,7 +224,7 @@ class _Sweep:
         self.cells: Cells = {}
         self.sessions: dict[str, Session] = {}
         self.asked: dict[str, Any] = {}
-        self.measured_s: float | None = None  # seconds of a step, as an earlier start has measured them
+        self.measured_s: float | None = None  # seconds of a step that an earlier start measured
 
     @property
     def outcomes(self) -> dict[tuple[str, int], Outcome]:
@@ -244,7 +244,7 @@ class _Sweep:
         return (self.options.search or len(self.cells)) * (seeds if isinstance(seeds, int) else len(seeds))
 
     def add(self, cells: Cells) -> None:
-        """Make the sessions of cells; what will not do is an error now."""
+        """Make the cells' sessions. Raise ArgumentError for impossible options."""
         shared = {name: getattr(self.options, name) for name in SHARED}
         for label, cell in cells.items():
             text, own = arguments_of(cell, self.options.strategy)
@@ -264,7 +264,7 @@ class _Sweep:
             return
         tried: list[tuple[dict[str, str], float | None]] = []
         while len(tried) < search:
-            # Always a whole batch, so that a search for more cells begins with those of one for fewer.
+            # Always a whole batch, so that a search for more cells begins with the same cells.
             proposed = propose(self.axes, tried, BATCH)[: search - len(tried)]
             batch = {label_of(cell): cell for cell in proposed}
             self.add({label: cell for label, cell in batch.items() if label not in self.cells})
@@ -273,7 +273,7 @@ class _Sweep:
             tried += [(cell, rows[label_of(cell)]) for cell in proposed]
 
     def _train(self, labels: Sequence[str], carry: Carrier) -> None:
-        """Take the runs of some cells to their end; what the folder already has is not trained again."""
+        """Train the runs of some cells, except runs that the folder already has."""
         folder, jobs = Folder(self.path, self.cells, lock=self.lock), list[Job]()
         for label in labels:
             session = self.sessions[label]

@@ -1,7 +1,7 @@
-"""Cells that optuna proposes, in place of a grid.
+"""Cells that optuna proposes instead of a grid.
 
-Cells come in batches of four. What is proposed next follows from the cells before the batch and what came out of them,
-and from nothing else: a search that was killed and goes on proposes the same.
+Cells come in batches of four. A proposal depends only on the earlier batches' cells and results. So a search that was
+killed and resumed proposes the same cells.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def propose(axes: Axes, tried: Sequence[tuple[Mapping[str, str], float | None]],
     """Return the next cells.
 
     Args:
-        tried: cells and the losses that came out, None where the run failed, in the order in which they were proposed.
-        count: how many are wanted.
+        tried: earlier cells in order, with their losses; None if the run failed.
+        count: the number of cells to return.
     """
     import optuna
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
@@ -63,5 +63,5 @@ def propose(axes: Axes, tried: Sequence[tuple[Mapping[str, str], float | None]],
 
 
 def _rounded(value: Any, values: Any) -> Any:
-    """Return a number with four digits, within its range: what is written is what is trained."""
+    """Return a number with four digits within its range, because cells are text."""
     return min(max(float(f"{value:.4g}"), values.low), values.high) if isinstance(value, float) else value

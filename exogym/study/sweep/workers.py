@@ -1,11 +1,11 @@
-"""The runs of a sweep, in as many processes as pay.
+"""A sweep's runs, in as many processes as are useful.
 
-Each run has a forked process of its own, which leaves what came out in the run's folder: nothing is pickled, a run that
-is killed takes no other one with it, and its memory is given back. Another run begins only where a core is free and
-there is memory for one more of the largest so far. Where a process cannot be forked (a GPU in use, no Linux) the runs
-follow one another in this one.
+Each run has its own forked process and leaves its results in the run's folder. So nothing is pickled, a killed run
+harms no other run, and its memory is freed. Another run begins only if a core is free and memory suffices for one more
+run of the largest size so far. If processes cannot be forked (a GPU in use, no Linux), this process trains the runs one
+after another.
 
-What carries runs elsewhere has the signature of `train_all`.
+A function that trains runs elsewhere must have the signature of `train_all`.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from exogym.errors import ArgumentError, WorkerError, check_count
 from exogym.study.compare.session import Session
 
 POLL_S = 0.02
-SPARE = 1.3  # times the memory of the largest run so far is to be free before another begins
-KIB = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss
+SPARE = 1.3  # free memory before another run begins, over the memory of the largest run so far
+KIB = 1 if sys.platform == "darwin" else 1024  # unit of ru_maxrss in bytes
 CPU = torch.device("cpu")
-Job = tuple[Session, str, int]  # the run of a label and a seed
+Job = tuple[Session, str, int]  # a run: session, label and seed
 
 
 def processes_that_pay(asked: int | str, jobs: int, device: torch.device) -> int:
-    """Return how many runs to train at once.
+    """Return the number of runs to train at the same time.
 
     Args:
-        asked: that many, or "auto": one for each core there is, and one alone on a GPU.
+        asked: that number, or "auto": one per core, or one on a GPU.
 
     Raises:
-        ArgumentError: several, where this process cannot be forked.
+        ArgumentError: several runs, but this process cannot be forked.
     """
     forks = can_fork() and device.type == "cpu"
     if asked == "auto":
@@ -56,11 +56,11 @@ def processes_that_pay(asked: int | str, jobs: int, device: torch.device) -> int
 
 
 def train_all(jobs: Sequence[Job], processes: int, ended: Callable[[Job], None]) -> None:
-    """Take all runs to their end, `processes` at once at most; `ended` is called after each, in this process.
+    """Train all runs, at most `processes` at the same time. `ended` is called after each, in this process.
 
     Raises:
-        WorkerError: a run's process ended without a result; it is raised when all others have come to their end.
-        KeyboardInterrupt: after the runs under way were asked to stop, saved themselves and have done so.
+        WorkerError: a run's process ended without a result; raised after all others have ended.
+        KeyboardInterrupt: after the active runs were asked to stop and have saved themselves.
     """
     if processes == 1:
         for job in jobs:
@@ -91,22 +91,22 @@ def train_all(jobs: Sequence[Job], processes: int, ended: Callable[[Job], None])
 
 
 def check_none_lost(jobs: Sequence[Job], lost: Sequence[str]) -> None:
-    """Raise WorkerError if runs ended without a result; `lost` names them, and says why."""
+    """Raise WorkerError if runs ended without a result. `lost` has their names and the reasons."""
     if lost:
         raise WorkerError(
-            f"{len(lost)} of {len(jobs)} runs ended without a result: {'; '.join(lost)}. The others have theirs; going "
-            "on with resume trains only these"
+            f"{len(lost)} of {len(jobs)} runs ended without a result: {'; '.join(lost)}. The others are complete; "
+            "resume trains only the lost runs"
         )
 
 
 def _has_room() -> bool:
-    """Say whether memory is free for one more run as large as the largest that has ended, and as this process."""
+    """Return whether free memory suffices for one more run like the largest finished run or this process."""
     largest = max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return free_memory_bytes(CPU) > SPARE * largest * KIB
 
 
 def _forked(job: Job) -> int:
-    """Train in a new process; return its number."""
+    """Train in a new process. Return its number."""
     streams.flush()
     parent, pid = os.getpid(), fork()
     if pid:
@@ -115,7 +115,7 @@ def _forked(job: Job) -> int:
     try:
         die_with(parent)
         signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process decides, and tells
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process decides and sends SIGTERM
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         session, label, seed = job
         session.watch = None
@@ -123,7 +123,7 @@ def _forked(job: Job) -> int:
         code = 0
     except KeyboardInterrupt:
         code = 130
-    except SystemExit as end:  # it was asked to stop
+    except SystemExit as end:  # the main process asked it to stop
         code = end.code if isinstance(end.code, int) else 1
     except BaseException:
         traceback.print_exc(file=streams.STDERR)

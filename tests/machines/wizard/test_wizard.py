@@ -253,9 +253,9 @@ def test_the_result_says_how_much_was_listened_to(
     monkeypatch.setattr(wizard_command, "train", lambda *given: (tmp_path, FitResults(history)))
     fields = {"task": "digits", "strategy": "ddp"}
     session = make_session(tmp_path / "run", fields, {"master": "10.0.0.1", "workers": ["10.0.0.2"]}, sync=True)
-    wizard_command.carry_out(session, planned(measured(2e8)), False, "2 of the 5 clips that are held out")
+    wizard_command.carry_out(session, planned(measured(2e8)), False, "2 of the 5 held-out clips")
     said = capsys.readouterr().out
-    assert "validation word error rate: 0.5000 before, 0.2500 after, on 2 of the 5 clips that are held out" in said
+    assert "validation word error rate: 0.5000 before, 0.2500 after, on 2 of the 5 held-out clips" in said
 
 
 def test_running_speech_is_copied_with_the_data(tmp_path: Path) -> None:

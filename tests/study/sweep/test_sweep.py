@@ -104,9 +104,9 @@ def test_what_will_not_do_is_said_before_training(given: Any, message: str, tmp_
 def test_a_folder_of_something_else_is_left_alone(undisturbed: Swept, tmp_path: Path) -> None:
     folder = undisturbed.folder
     assert folder is not None
-    with pytest.raises(ArgumentError, match="holds something already: go on there with resume"):
+    with pytest.raises(ArgumentError, match="holds something already: resume it there"):
         sweep("digits", GRID, seeds=2, out=folder, **SMALL)
-    with pytest.raises(ArgumentError, match=r"differs[\s\S]*nodes"):
+    with pytest.raises(ArgumentError, match=r"other options[\s\S]*nodes"):
         sweep("digits", GRID, seeds=2, out=folder, resume=True, **(SMALL | {"num_nodes": 3}))
     with pytest.raises(ArgumentError, match="holds no sweep"):
         sweep("digits", GRID, out=tmp_path, resume=True, **SMALL)
