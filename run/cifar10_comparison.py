@@ -1,6 +1,6 @@
-"""Compare the algorithms on CIFAR-10: a table, two pictures and the numbers, in a new folder under runs/.
+"""Compare strategies on CIFAR-10: a table, two pictures and the numbers, in a new folder under runs/.
 
-No package ships CIFAR-10, so bring a file: cifar10.npz with x_train (n, 32, 32, 3) uint8, y_train, x_test, y_test.
+No package contains CIFAR-10. You need a file cifar10.npz with x_train (n, 32, 32, 3) uint8, y_train, x_test, y_test.
 
 python run/cifar10_comparison.py --data /path/to/cifar10.npz
 """
@@ -24,16 +24,16 @@ from exogym.tasks import load_task
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", help="cifar10.npz or its folder; or set the environment variable EXOGYM_DATA")
-    parser.add_argument("--steps", "--max_steps", type=int, default=400, help="of each node (default: 400)")
+    parser.add_argument("--steps", "--max_steps", type=int, default=400, help="steps of each node (default: 400)")
     parser.add_argument("--num_nodes", type=int, default=4)
     parser.add_argument("--batch_size", type=int, default=16)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--out", default="runs", help="where to make the folder of results (default: runs)")
+    parser.add_argument("--out", default="runs", help="folder in which to make the results' folder (default: runs)")
     args = parser.parse_args()
 
     strategies: dict[str, str | Strategy] = {
-        "single": "single",  # one node alone: what communication has to beat
+        "single": "single",  # one node alone; communication must beat it
         "ddp": SimpleReduceStrategy(inner_optim="adamw", lr=args.lr),
         "diloco": DiLoCoStrategy(inner_optim="adamw", H=10, lr=args.lr),
         "sparta": SPARTAStrategy(inner_optim="adamw", p_sparta=0.01, lr=args.lr),

@@ -1,10 +1,9 @@
-"""How large may the batch be? DDP and DiLoCo on the same number of examples, in ever larger batches.
+"""How large may the batch be? Train DDP and DiLoCo on the same number of examples, in growing batches.
 
-A batch twice as large means half as many steps, and so half as many synchronizations. How much loss does it cost? In
-"Scaling laws for DiLoCo" (Charles et al., arXiv:2503.09799) data parallel training bears large batches worse than
-DiLoCo does. That is in runs with thousands of steps: where H stays and steps become few, DiLoCo runs out of rounds.
-The learning rate grows with the square root of the batch, as is usual with Adam. All nodes together share a batch.
-
+A batch twice as large means half as many steps, and so half as many synchronizations. How much loss does this cost? In
+"Scaling laws for DiLoCo" (Charles et al., arXiv:2503.09799) large batches hurt data-parallel training more than DiLoCo.
+Those runs have thousands of steps. If H stays and steps become few, DiLoCo has too few rounds. The learning rate grows
+with the square root of the batch, as usual with Adam. All nodes together share a batch.
 python run/diloco_scaling_batchsize.py --dataset digits --batches 16,32,64,128
 python run/diloco_scaling_batchsize.py --dataset shakespeare --examples 32000 --network wifi --step_seconds 20ms
 """
@@ -26,21 +25,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dataset", default="digits", help="digits, mnist, shakespeare or cifar10 (default: digits)")
     parser.add_argument("--data", help="file or folder of the data, if not in the usual places")
-    parser.add_argument("--batches", default="16,32,64,128", help="of all nodes together (default: 16,32,64,128)")
-    parser.add_argument("--examples", type=int, default=9600, help="that all nodes together see (default: 9600)")
-    parser.add_argument("--steps", "--max_steps", type=int, help="of each run instead, whatever its batch")
+    parser.add_argument("--batches", default="16,32,64,128", help="sizes for all nodes (default: 16,32,64,128)")
+    parser.add_argument("--examples", type=int, default=9600, help="examples for all nodes (default: 9600)")
+    parser.add_argument("--steps", "--max_steps", type=int, help="steps of each run, instead of --examples")
     parser.add_argument("--strategies", default="ddp,diloco:H=10,diloco:H=30")
     parser.add_argument("--num_nodes", type=int, default=4)
     parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--network", help="also predict the time there, as wifi or 100Mbps,20ms")
-    parser.add_argument("--step_seconds", help="of a node's step there, with the smallest batch, as 20ms")
+    parser.add_argument("--network", help="also predict the time on this network, such as wifi or 100Mbps,20ms")
+    parser.add_argument("--step_seconds", help="time of a node's step there with the smallest batch, such as 20ms")
     parser.add_argument("--plot", default="diloco_scaling_batchsize.png", help="picture to write")
     args = parser.parse_args()
 
     batches = [int(text) for text in args.batches.split(",")]
     for batch in batches:
         if batch % args.num_nodes:
-            raise ArgumentError(f"--batches: {batch} cannot be shared by {args.num_nodes} nodes alike")
+            raise ArgumentError(f"--batches: {batch} must be a multiple of the {args.num_nodes} nodes")
     task, results = load_task(args.dataset, args.data), {}
     for batch in batches:
         timing = {"network": args.network, "step_seconds": args.step_seconds} if args.network else {}
@@ -68,7 +67,7 @@ def say(at: Standing) -> None:
 
 
 def draw(methods: list[str], results: dict, path: str) -> None:  # type: ignore[type-arg]
-    """Draw the loss of each method against the batch."""
+    """Draw each method's loss against the batch."""
     from matplotlib.figure import Figure
 
     figure = Figure((6.4, 3.6), 100, layout="constrained")

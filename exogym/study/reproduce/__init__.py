@@ -1,11 +1,10 @@
-"""Claims of papers, trained again in small: what was found, what we find, and whether it comes out.
+"""Papers' claims, trained again at small size: the paper's finding, ours, and a verdict.
 
-A claim (`claim`) is a declaration: what to train, as `Cell`s, and checks, pure functions of what came out (`checks`).
-`claims` has them, by families, and `catalogue` all; `training` trains the cells of some, each in run folders of its
-own, so that what has ended is never trained again and claims share what they have in common; `page` writes the results
-up.
+A claim (`claim`) is a declaration: `Cell`s to train, and checks, pure functions of the results (`checks`). `claims` has
+the claims by families, `catalogue` all of them. `training` trains cells, each in its own run folders. So finished runs
+are never trained again, and claims share their common cells. `page` writes the page.
 
-A claim of one's own, on a task of 20 steps, and what its check saw:
+Your own claim, with 20 steps, and the result of its check:
 
 >>> import tempfile
 >>> from exogym.study.reproduce.checks import lower

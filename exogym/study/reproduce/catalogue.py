@@ -1,4 +1,4 @@
-"""All claims, in order, and finding them by name."""
+"""All claims in order, and a search by name."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from exogym.study.reproduce.claims import asynchronous, compression, diloco, fed
 
 
 def _order(claim: Claim) -> tuple[int, str]:
-    """R1 to R15 first, by number."""
+    """Sort R1 to R15 first, by number."""
     number = claim.name[1:]
     return (int(number), "") if claim.name.startswith("R") and number.isdecimal() else (1000, claim.name)
 
 
 _FAMILIES = (diloco, streaming, asynchronous, gossip, compression, federated)
-CLAIMS: dict[str, Claim] = {  # by name, each with its paper, its runs and its rule
+CLAIMS: dict[str, Claim] = {  # by name
     claim.name: claim for claim in sorted((claim for family in _FAMILIES for claim in family.CLAIMS), key=_order)
 }
 
 
 def claims_of(names: Sequence[str]) -> list[Claim]:
-    """Return the claims of those names, in any case; of none, all.
+    """Return the claims with these names, in capital or small letters; without names, all.
 
     Raises:
-        ArgumentError: an unknown name, with the nearest known one.
+        ArgumentError: an unknown name; the message names the nearest one.
 
     >>> [claim.name for claim in claims_of(["r1", "R14"])]
     ['R1', 'R14']

@@ -1,6 +1,6 @@
-"""Checks: what a claim says about the results of its cells. Each makes a pure function, with its tolerance said.
+"""Checks: a claim's statements about the results of its cells. Each is a pure function with a stated tolerance.
 
-Runs of one seed start from the same weights and see the same data, so cells are compared seed by seed.
+Runs with the same seed start from the same weights and see the same data. So cells are compared seed by seed.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from exogym.study.reproduce.claim import Check, Found, Run, Seen
 
 
 def values_of(found: Found, label: str, measure: str = "val_loss") -> dict[int, float]:
-    """Return seed to the measure after the last step."""
+    """Return each seed's measure after the last step."""
     return {run.seed: float(run.last[measure]) for run in found[label]}
 
 
 def mean_text(values: Sequence[float], form: str = "{:.4f}") -> str:
-    """Return mean ± standard deviation.
+    """Return mean ± standard deviation as text.
 
     >>> mean_text([1.0, 1.2]), mean_text([math.inf, 1.0])
     ('1.1000 ± 0.1414', 'failed in 1 of 2 runs')
@@ -36,10 +36,10 @@ def mean_text(values: Sequence[float], form: str = "{:.4f}") -> str:
 
 
 def lower(first: str, second: str, by: float = 0.0, measure: str = "val_loss", than: str | None = None) -> Check:
-    """The first's measure is lower in every seed (by the share `by` at least); undecided where seeds disagree.
+    """Check that the first's measure is lower in every seed, by at least the share `by`. Undecided if seeds disagree.
 
     Args:
-        than: the second's measure, where it is another one.
+        than: the second's measure, if it is another one.
     """
 
     def check(found: Found) -> Seen:
@@ -59,7 +59,7 @@ def lower(first: str, second: str, by: float = 0.0, measure: str = "val_loss", t
 
 
 def no_worse(first: str, second: str, within: float) -> Check:
-    """The mean loss of the first is at most the second's times (1 + `within`)."""
+    """Check that the first's mean loss is at most the second's times (1 + `within`)."""
 
     def check(found: Found) -> Seen:
         a, b = values_of(found, first), values_of(found, second)
@@ -70,7 +70,7 @@ def no_worse(first: str, second: str, within: float) -> Check:
 
 
 def bytes_are(first: str, second: str, share: float, within: float = 0.05) -> Check:
-    """The payload of the first is `share` of the second's, within the share `within` of that."""
+    """Check that the first's payload is `share` of the second's, within the relative tolerance `within`."""
 
     def check(found: Found) -> Seen:
         a, b = (float(np.mean([*values_of(found, x, "payload_bytes").values()])) for x in (first, second))
@@ -81,7 +81,7 @@ def bytes_are(first: str, second: str, share: float, within: float = 0.05) -> Ch
 
 
 def ascending(labels: Sequence[str], measure: str = "val_loss") -> Check:
-    """The means ascend in this order, and the last is over the first in every seed; undecided if in some seeds only."""
+    """Check that the means ascend and the last exceeds the first in every seed. Undecided if only in some seeds."""
 
     def check(found: Found) -> Seen:
         runs = [values_of(found, label, measure) for label in labels]
@@ -97,7 +97,7 @@ def ascending(labels: Sequence[str], measure: str = "val_loss") -> Check:
 
 
 def best_is(labels: Sequence[str], expected: Sequence[str], where: str) -> Check:
-    """Of the cells `labels` one of `expected` has the lowest mean loss."""
+    """Check that one of the cells `expected` has the lowest mean loss among `labels`."""
 
     def check(found: Found) -> Seen:
         runs = {label: values_of(found, label) for label in labels}
@@ -109,7 +109,7 @@ def best_is(labels: Sequence[str], expected: Sequence[str], where: str) -> Check
 
 
 def where_whole(labels: Collection[str], check: Check) -> Check:
-    """`check`, which reads curves of the cells `labels`; where a run of them failed it has none, and does not hold."""
+    """Return `check`, which reads the curves of the cells `labels`. It does not hold if one of their runs failed."""
 
     def checked(found: Found) -> Seen:
         failed = {label: sum(run.error is not None for run in found[label]) for label in labels}
@@ -120,7 +120,7 @@ def where_whole(labels: Collection[str], check: Check) -> Check:
 
 
 def spread_shrinks(label: str, to: float = 0.5) -> Check:
-    """At the end the nodes are at most `to` times as far apart as at the farthest, in every seed."""
+    """Check that in every seed the nodes' final distance is at most `to` times their largest distance."""
 
     def check(found: Found) -> Seen:
         shares = []
@@ -135,7 +135,7 @@ def spread_shrinks(label: str, to: float = 0.5) -> Check:
 
 
 def spread_follows_lr(label: str, at_least: float = 0.9, after: float = 0.15) -> Check:
-    """Over the evaluations after the share `after` of the steps, corr(spread of nodes, learning rate) is so high."""
+    """Check the correlation of nodes' distance and learning rate, over evaluations after the share `after` of steps."""
 
     def check(found: Found) -> Seen:
         found_r = [_correlation(run, after) for run in found[label]]
@@ -153,12 +153,12 @@ def _correlation(run: Run, after: float) -> float:
     apart, rate = (np.asarray(run.curves[name], float)[late] for name in ("consensus_distance", "lr"))
     known = np.isfinite(apart) & np.isfinite(rate)
     if min(np.ptp(apart[known]), np.ptp(rate[known])) == 0:
-        return math.nan  # of what does not change there is none
+        return math.nan  # a constant has no correlation
     return float(np.corrcoef(apart[known], rate[known])[0, 1])
 
 
 def late_order(label: str, measures: Sequence[str], share: float = 0.25) -> Check:
-    """Over the last `share` of the evaluations but the very last, at which all may have met, the measures ascend."""
+    """Check that the measures ascend over the last `share` of evaluations. The last one is left out: nodes may meet."""
 
     def check(found: Found) -> Seen:
         levels: list[list[float]] = []
@@ -176,18 +176,18 @@ def late_order(label: str, measures: Sequence[str], share: float = 0.25) -> Chec
 
 
 def best_H_grows(cells: Mapping[int, str], bandwidths: Sequence[str], latency_s: float, step_s: float, N: int) -> Check:
-    """In every seed the H that comes first to a loss, in predicted time, grows as bandwidth shrinks.
+    """Check that in every seed the H that first reaches a loss, in predicted time, grows as bandwidth shrinks.
 
-    It never falls from one bandwidth to the next, and at the last is over that at the first; undecided if so in some
-    seeds only.
+    It must never fall from one bandwidth to the next, and must be larger at the last than at the first. Undecided if
+    this holds only in some seeds.
 
-    time(t) = t step_s + floor(t / H) C, with C the seconds of an all-reduce among N nodes of what one of the run's
-    synchronisations hands over. The loss to come to, in each seed, is the highest of the lowest losses of its runs;
-    between evaluations a loss is linear.
+    time(t) = t step_s + floor(t / H) C. C is the seconds of an all-reduce among N nodes with the payload of one of the
+    run's synchronizations. Each seed's target loss is the highest of its runs' lowest losses. Between evaluations the
+    loss is linear.
 
     Args:
         cells: H to label.
-        bandwidths: from high to low, as "1Gbps".
+        bandwidths: from high to low, such as "1Gbps".
     """
 
     def check(found: Found) -> Seen:
@@ -227,13 +227,13 @@ def _first_step(steps: Sequence[float], losses: Sequence[float], target: float) 
 
 
 def _text(values: Mapping[int, float], measure: str = "val_loss") -> str:
-    """Return the mean over seeds, of losses with the spread."""
+    """Return the mean over seeds as text; for losses with the spread."""
     if measure.endswith("_bytes"):
         return readable_bytes(statistics.fmean(values.values()))
     return mean_text([*values.values()])
 
 
 def _change(a: Mapping[int, float], b: Mapping[int, float]) -> str:
-    """Return by how much the mean of a is off that of b."""
+    """Return the relative difference of a's mean from b's mean as text."""
     first, second = float(np.mean([*a.values()])), float(np.mean([*b.values()]))
     return f" by {first / second - 1:+.1%}" if math.isfinite(first) and math.isfinite(second) and second else ""

@@ -1,4 +1,4 @@
-"""What a claim is: cells to train, and a verdict that is a pure function of what came out of them."""
+"""A claim: cells to train, and a verdict that depends only on their results."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ SEEDS = (0, 1, 2)
 
 @dataclass(frozen=True)
 class Cell:
-    """One thing to train: a strategy on a task. What is None is the task's.
+    """A strategy to train on a task. The task fills in each `None`.
 
     Attributes:
-        strategy: as `exogym compare` takes it, "single" too; or a function of the setting that makes one.
-        task: a name of `exogym.study.reproduce.problems`.
-        partition: who gets what, as on the command line.
-        speeds: of the nodes, on the virtual clock: for methods in which no node waits.
-        replicas: also evaluate every node, and the mean of all nodes, at each evaluation.
+        strategy: text as for `exogym compare`, also "single"; or a function of the setting that returns a strategy.
+        task: a name in `exogym.study.reproduce.problems`.
+        partition: how to divide the data, as on the command line.
+        speeds: the nodes' speeds on the virtual clock, for methods in which no node waits.
+        replicas: whether to evaluate every node and the mean of all nodes, too.
     """
 
     strategy: str | Callable[[Setting], Strategy]
@@ -47,26 +47,26 @@ class Cell:
         return self.strategy if isinstance(self.strategy, str) else self.strategy.__name__
 
     def describe(self) -> dict[str, Any]:
-        """Return it as JSON, without what is the task's."""
+        """Return the cell for JSON, without the task's values."""
         values = {field.name: getattr(self, field.name) for field in fields(self)} | {"strategy": self.says}
         return {name: value for name, value in values.items() if value not in (None, False)}
 
     @property
     def key(self) -> str:
-        """A name for it, by which results are kept."""
+        """A name for the cell, under which its results are kept."""
         text = json.dumps(self.describe(), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 @dataclass(frozen=True)
 class Run:
-    """What came out of a cell from one seed.
+    """A cell's results for one seed.
 
     Attributes:
-        last: measures after the last step: val_loss (infinite where training failed), val_accuracy, payload_bytes and
-            tx_bytes of a node, wall_s.
-        curves: "step", and measures at these steps.
-        error: why training failed.
+        last: measures after the last step: val_loss (infinite if training failed), val_accuracy, a node's payload_bytes
+            and tx_bytes, wall_s.
+        curves: "step", and the measures at these steps.
+        error: the reason if training failed.
     """
 
     seed: int
@@ -80,7 +80,7 @@ Found = Mapping[str, Sequence[Run]]  # label of a cell to its runs, one per seed
 
 @dataclass(frozen=True)
 class Seen:
-    """What a check saw: a sentence with its numbers, and whether it is as claimed (None: the seeds disagree)."""
+    """A check's result: a sentence with its numbers, and whether the claim holds (None: the seeds disagree)."""
 
     says: str
     holds: bool | None
@@ -90,14 +90,14 @@ Check = Callable[[Found], Seen]
 
 
 class WithCells(Protocol):
-    """What asks for cells to be trained: a claim, or a part of the benchmark."""
+    """Something with cells to train: a claim, or a part of the benchmark."""
 
     @property
     def cells(self) -> Mapping[str, Cell]: ...
 
 
 class Verdict(StrEnum):
-    """Of a claim, from its checks."""
+    """A claim's verdict, from its checks."""
 
     YES = "confirmed"
     PART = "partly confirmed"
@@ -106,7 +106,7 @@ class Verdict(StrEnum):
 
     @classmethod
     def of(cls, seen: Sequence[Seen]) -> Verdict:
-        """Return the verdict: all checks hold, some, none; or none does and the seeds disagree about some.
+        """Return the verdict: all checks hold, some, or none; or none holds and the seeds disagree about some.
 
         >>> Verdict.of([Seen("", True), Seen("", None)]), Verdict.of([Seen("", False), Seen("", None)])
         (<Verdict.PART: 'partly confirmed'>, <Verdict.UNCLEAR: 'the seeds disagree'>)
@@ -121,18 +121,18 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim of a paper.
+    """A paper's claim.
 
     Attributes:
-        name, title: short, as on the command line; and in a line.
-        paper: where it stands.
-        found: what the paper found, in its setting.
-        asks: what is asked here, in a sentence, and what differs from the paper's setting.
-        cells: label to what is trained.
-        checks: pure functions of the results; the claim comes out if all hold.
-        picture: "dots" (the last loss of each cell), "curves" (losses against steps) or "spread" (how far nodes are
-            apart, and the learning rate).
-        notes: what was tried where it did not come out; how the rule was changed after the training, if it was.
+        name, title: the name on the command line, and a line about the claim.
+        paper: the source.
+        found: the paper's finding, in its setting.
+        asks: our question in a sentence, and the differences from the paper's setting.
+        cells: label to cell.
+        checks: pure functions of the results; the claim is confirmed if all hold.
+        picture: "dots" (each cell's last loss), "curves" (losses against steps) or "spread" (the nodes' distance and
+            the learning rate).
+        notes: our attempts if the claim failed; changes to its rule after the training.
     """
 
     name: str
@@ -146,7 +146,7 @@ class Claim:
     notes: str = ""
 
     def seen(self, found: Found) -> list[Seen]:
-        """Return what each check sees in the results."""
+        """Return each check's result."""
         missing = self.cells.keys() - found.keys()
         if missing:
             raise ArgumentError(f"{self.name}: no results of {', '.join(sorted(missing))}: train it first")
@@ -157,14 +157,14 @@ class Claim:
 
 
 def run_of(plain: Mapping[str, Any]) -> Run:
-    """Return a run from JSON, in which a number that is not finite is null."""
+    """Return a run from JSON, in which null stands for a number that is not finite."""
     last = {name: math.inf if value is None else value for name, value in plain["last"].items()}
     curves = {name: [math.nan if x is None else x for x in line] for name, line in plain["curves"].items()}
     return Run(plain["seed"], last, curves, plain.get("error"))
 
 
 def plain_of(run: Run) -> dict[str, Any]:
-    """Return a run as JSON, numbers to six digits."""
+    """Return a run for JSON, with numbers of six digits."""
 
     def short(x: float) -> float | None:
         return float(f"{x:.6g}") if math.isfinite(x) else None

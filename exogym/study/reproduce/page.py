@@ -1,7 +1,7 @@
-"""The page of reproductions: written from the results beside it, and from nothing else.
+"""The page of reproductions, written only from the results beside it.
 
-<page>.json holds the runs of every cell that was trained, by the cell's key; <page>.md is made from it and the claims,
-with a picture of each in images/<page>/. A claim has a section when all its cells have runs.
+<page>.json holds the runs of every trained cell, by the cell's key. <page>.md is made from it and the claims, with
+pictures in images/<page>/. A claim has a section if all its cells have runs.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ exogym reproduce --list
 
 
 class Page:
-    """A page and the results it is made from.
+    """A page and its results.
 
     Args:
-        path: of the .md file.
-        claims: those it is about.
-        judges: False: the runs are short versions, from which no verdict follows.
+        path: path of the .md file.
+        claims: the claims on the page.
+        judges: False: the runs are short versions, so no verdict follows.
 
     Raises:
-        ArgumentError: it does not end in .md, or its results cannot be read.
+        ArgumentError: the path does not end in .md, or the results cannot be read.
     """
 
     def __init__(self, path: Path | str, claims: Mapping[str, Claim] = CLAIMS, judges: bool = True) -> None:
@@ -61,17 +61,17 @@ class Page:
 
     @property
     def results(self) -> Path:
-        """The file of the results."""
+        """The path of the results file."""
         return self.path.with_suffix(".json")
 
     def add(self, cell: Cell, runs: Sequence[Run], setting: Mapping[str, Any]) -> None:
-        """Take in the runs of a cell, in the place of earlier ones; `setting` says what decided them."""
+        """Add or replace a cell's runs. `setting` holds the options that decided them."""
         self.cells[cell.key] = {
             "asked": cell.describe(), "setting": dict(setting), "runs": [plain_of(run) for run in runs],
         }  # fmt: skip
 
     def found(self, claim: Claim) -> Found | None:
-        """Return the results of a claim, or None where a cell has none."""
+        """Return a claim's results, or None if a cell has none."""
         if any(cell.key not in self.cells for cell in claim.cells.values()):
             return None
         return {label: [run_of(x) for x in self.cells[c.key]["runs"]] for label, c in claim.cells.items()}
@@ -80,7 +80,7 @@ class Page:
         """Write results, pictures and page.
 
         Args:
-            draw: claims whose pictures are drawn; None: all that have results.
+            draw: claims whose pictures to draw; None: all with results.
         """
         from exogym.study.reproduce.plots import draw_claim
 
@@ -100,7 +100,7 @@ class Page:
         return f"images/{self.path.stem}/{claim.name}.png"
 
     def text(self) -> str:
-        """Return the page."""
+        """Return the page's text."""
         rows, sections, absent = [], [], []
         for claim in self.claims.values():
             found = self.found(claim)
@@ -159,7 +159,7 @@ Command: `exogym reproduce {words}`, {minutes:.0f} minutes in one process on a b
 
 
 def results_text(cells: Mapping[str, Any]) -> str:
-    """Return the file of the results: a line for each run, so that changes can be read."""
+    """Return the text of the results file, with one line per run for readable changes."""
     blocks = []
     for key, cell in sorted(cells.items()):
         runs = ",\n   ".join(json.dumps(run) for run in cell["runs"])
@@ -186,6 +186,6 @@ def _mean(runs: Sequence[Run], name: str) -> float:
 
 
 def _anchor(heading: str) -> str:
-    """Return what a heading is linked by."""
+    """Return a heading's anchor for links."""
     kept = "".join(c for c in heading.lower() if c.isalnum() or c in "_- ")
     return kept.replace(" ", "-")

@@ -1,4 +1,4 @@
-"""The picture of a claim, small: the last losses, losses against steps, or how far nodes are apart."""
+"""A claim's small picture: the last losses, losses against steps, or the nodes' distance."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LINES = {"val_loss": "", "mean_val_loss": ", mean of nodes", "node_val_loss": ",
 
 
 def draw_claim(claim: Claim, found: Found, path: Path) -> None:
-    """Draw the picture of a claim into a PNG file of a few kilobytes."""
+    """Draw a claim's picture into a PNG file of a few kilobytes."""
     check_choice("picture", claim.picture, PICTURES)
     figure, (axes,) = small_figure(WIDTH_INCHES, 1.1 + 0.3 * len(found) if claim.picture == "dots" else 3.6)
     if claim.picture == "dots":
@@ -26,7 +26,7 @@ def draw_claim(claim: Claim, found: Found, path: Path) -> None:
 
 
 def small_figure(width: float, height: float, panels: int = 1) -> tuple[Any, Any]:
-    """Return a figure, and its panels side by side."""
+    """Return a figure and its panels in a row."""
     check_matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -43,7 +43,7 @@ def small_figure(width: float, height: float, panels: int = 1) -> tuple[Any, Any
 
 
 def save_small(figure: Any, path: Path, title: str, colours: int = COLOURS_KEPT) -> None:
-    """Write the figure, under its title, with few colours: a quarter of the bytes."""
+    """Write the figure with its title and few colors, which takes a quarter of the bytes."""
     from PIL import Image
 
     figure.suptitle(title, x=0.01, ha="left", fontsize=9)
@@ -53,7 +53,7 @@ def save_small(figure: Any, path: Path, title: str, colours: int = COLOURS_KEPT)
 
 
 def _dots(axes: Any, found: Found) -> None:
-    """A row for each cell, a dot for each seed, a stroke at their mean."""
+    """Draw a row for each cell, a dot for each seed, and a stroke at the mean."""
     for row, runs in enumerate(found.values()):
         losses = [run.last["val_loss"] for run in runs]
         finite = [x for x in losses if np.isfinite(x)]
@@ -64,11 +64,11 @@ def _dots(axes: Any, found: Found) -> None:
             axes.annotate("failed", (1, row), xycoords=("axes fraction", "data"), ha="right", fontsize=8)
     axes.set_yticks(range(len(found)), [*found], fontsize=8)
     axes.set_ylim(len(found) - 0.5, -0.5)
-    axes.set_xlabel("validation loss after the last step; a dot is a seed, a stroke their mean", fontsize=8)
+    axes.set_xlabel("validation loss after the last step; dots are seeds, strokes their means", fontsize=8)
 
 
 def _curves(axes: Any, found: Found) -> None:
-    """Mean loss over seeds against steps; where the nodes were evaluated too, these."""
+    """Draw the mean loss over seeds against steps, also for the nodes if they were evaluated."""
     number = 0
     for label, runs in found.items():
         whole = [run for run in runs if run.error is None]
@@ -85,7 +85,7 @@ def _curves(axes: Any, found: Found) -> None:
 
 
 def _spread(axes: Any, found: Found) -> None:
-    """How far the nodes are apart in each run, and the learning rate, as shares of their highest."""
+    """Draw each run's distance between nodes and its learning rate, as shares of their maxima."""
     for number, (label, runs) in enumerate(found.items()):
         for run in runs:
             for name, style in (("consensus_distance", "-"), ("lr", "--")):

@@ -1,4 +1,4 @@
-"""What claims are trained on: a character transformer, dealt at random or by speaker, and pictures in label shards."""
+"""The claims' tasks: a character transformer, with data dealt at random or by speaker, and pictures in label shards."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BLOCK = 64
 
 
 def characters(data: Data) -> tuple[Task, Partitioner | None]:
-    """Shakespeare by the character, a GPT of 0.1M parameters; AdamW 3e-3, cosine schedule, 4 nodes, 1,000 steps."""
+    """Shakespeare by characters, a GPT of 0.1M parameters; AdamW 3e-3, cosine schedule, 4 nodes, 1,000 steps."""
     return load_task("shakespeare", data), None
 
 
@@ -27,7 +27,7 @@ def by_speaker(data: Data) -> tuple[Task, Partitioner | None]:
 
 
 def pictures(data: Data) -> tuple[Task, Partitioner | None]:
-    """MNIST in shards of two labels a node, a small CNN of 0.05M parameters; AdamW 2e-3, 4 nodes, 600 steps."""
+    """MNIST in shards with two labels per node, a small CNN of 0.05M parameters; AdamW 2e-3, 4 nodes, 600 steps."""
     return replace(load_task("mnist", data), max_steps=600, partitioner="shards:2"), None
 
 
@@ -37,10 +37,10 @@ PROBLEMS: dict[str, Callable[[Data], tuple[Task, Partitioner | None]]] = {
 
 
 def problem(name: str, data: Data = None) -> tuple[Task, Partitioner | None]:
-    """Return the task of that name, from here or `exogym.tasks`; and who gets what, where it is no text of the task's.
+    """Return a task by name, from here or from `exogym.tasks`, and its partitioner if that is not a text.
 
     Raises:
-        ArgumentError, DataError: no such name; its data were not found.
+        ArgumentError, DataError: an unknown name, or data that were not found.
     """
     return _loaded(name, None if data is None else os.fspath(data))
 

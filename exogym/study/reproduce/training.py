@@ -1,10 +1,10 @@
-"""The cells of claims, trained: a folder for each cell and in it one for each run, found again by what was asked.
+"""Training of the claims' cells: a folder for each cell with a folder for each run, found again by their options.
 
-out/<strategy>-<digest>/           a cell on its task: run.json says all that decides the results, and the digest is of
-    <strategy>-seed-0/             that; a run folder, as a comparison has (`exogym.study.compare.folder`)
+out/<strategy>-<digest>/           a cell on its task: run.json has all options that decide the results; the digest is
+    <strategy>-seed-0/             their hash; a run folder, as in a comparison (`exogym.study.compare.folder`)
 
-So a run that has ended is never trained again, whichever claim asks for it, and one that was under way goes on from its
-checkpoint. What is asked for otherwise has another digest.
+So a finished run is never trained again, whichever claim asks for it. An unfinished run resumes from its checkpoint. A
+cell with other options has another digest.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from exogym.study.reproduce.problems import problem
 from exogym.study.tasks import Data
 
 LEAST_STEPS = 20  # of a short version
-LEAST_SPENT_S = 5.0  # before what was foreseen is corrected by what it took
-NETWORK, STEP_S = "1Gbps", 0.05  # on which nodes of different speeds are timed
+LEAST_SPENT_S = 5.0  # seconds of training before measured times correct the estimate
+NETWORK, STEP_S = "1Gbps", 0.05  # for the clock of nodes with different speeds
 CURVES = ("val_loss", "consensus_distance", "lr", "payload_bytes", "mean_val_loss", "node_val_loss")
 LAST = ("val_loss", "val_accuracy", "payload_bytes", "tx_bytes", "time_s")
 
 
 @dataclass(frozen=True)
 class CellProgress:
-    """How far the training is: the cell, where its run stands, and runs and seconds that are left of all."""
+    """The training's progress: the cell, its run's progress, and the remaining runs and seconds of all cells."""
 
     cell: Cell
     seed: int
@@ -59,13 +59,13 @@ class Reproduction:
     """The training of claims.
 
     Args:
-        out: folder of the run folders; made where it is not there.
-        seeds: of every cell.
-        share: of each cell's steps that are taken (20 at least): under 1 is a short version, which says nothing about
-            the claim and has folders of its own.
-        data: file or folder of the data, if not in the usual places; or a task's name to that.
-        processes, device: as `LocalTrainer.fit`.
-        watch: called with a `CellProgress` after each evaluation.
+        out: folder of the run folders; created if needed.
+        seeds: seeds of every cell.
+        share: share of each cell's steps to take (at least 20 steps). Under 1 it is a short version with its own
+            folders, which says nothing about the claim.
+        data: file or folder of the data, if not in the usual places; or a dict from task name to that.
+        processes, device: as in `LocalTrainer.fit`.
+        watch: function that receives a `CellProgress` after each evaluation.
     """
 
     def __init__(
@@ -86,17 +86,17 @@ class Reproduction:
         self._asked: dict[str, dict[str, Any]] = {}
         self._step_s: dict[tuple[str, int], float] = {}
         self._cells: list[Cell] = []
-        self._before = ("", -1, 0, 0.0)  # cell, seed, step and time of the last evaluation
-        self._left: dict[str, int] = {}  # key of a cell to its runs that had not ended when it was last looked at
-        self._pace = Pace()  # seconds for each that was foreseen, by task and cell
+        self._before = ("", -1, 0, 0.0)  # the last evaluation's cell, seed, step and time
+        self._left: dict[str, int] = {}  # key of a cell to its unfinished runs when last checked
+        self._pace = Pace()  # measured seconds per estimated second, by task and cell
 
-    # ---------------------------------------------------------------- what is to be done
+    # ---------------------------------------------------------------- what remains
 
     def check(self, claims: Iterable[Claim]) -> None:
-        """See that all cells can be trained: strategies and their options are known, the data are there.
+        """Check that all cells can be trained: known strategies and options, and data that exist.
 
         Raises:
-            ArgumentError, DataError: with the name of the claim.
+            ArgumentError, DataError: with the claim's name.
         """
         for claim in claims:
             for label, cell in claim.cells.items():
@@ -106,11 +106,11 @@ class Reproduction:
                     raise type(error)(f"claim {claim.name}, {label}: {error}") from error
 
     def seconds_left(self, cells: Iterable[Cell]) -> float:
-        """Return about how long the runs of `cells` that have not ended will take in one process."""
+        """Return about how many seconds the unfinished runs of `cells` will take in one process."""
         return sum(self._late(cell) * self.run_seconds(cell) * self._runs_left(cell) for cell in different(cells))
 
     def missing(self, cell: Cell) -> list[int]:
-        """Return the seeds whose runs have not ended."""
+        """Return the seeds with unfinished runs."""
         session = self.session(cell)
         assert session.folder is not None
         (label,) = session.entries
@@ -124,11 +124,11 @@ class Reproduction:
         return self._left[cell.key]
 
     def _late(self, cell: Cell) -> float:
-        """Return the seconds that a cell takes, or the mean of its task's cells that have run, over those foreseen."""
+        """Return a cell's measured seconds over the estimate, or the mean of this ratio over its task's cells."""
         return self._pace.seconds(cell.task, cell.key, 1.0) if self._pace.spent(cell.task) > LEAST_SPENT_S else 1.0
 
     def run_seconds(self, cell: Cell) -> float:
-        """Return how long a run of a cell is foreseen to take, in one process."""
+        """Return the estimated seconds of a cell's run in one process."""
         session = self.session(cell)
         size = session.setting.batch_size
         if (cell.task, size) not in self._step_s:
@@ -137,7 +137,7 @@ class Reproduction:
         return session.setting.steps * (1 if entry.alone else session.setting.nodes) * self._step_s[cell.task, size]
 
     def session(self, cell: Cell) -> Session:
-        """Return the runs of a cell, in a folder whose name follows from what decides their results."""
+        """Return a cell's runs, in a folder whose name depends on the options that decide their results."""
         if cell.key in self._sessions:
             return self._sessions[cell.key]
         data = self.data.get(cell.task) if isinstance(self.data, Mapping) else self.data
@@ -166,28 +166,28 @@ class Reproduction:
         self._sessions[cell.key], self._asked[cell.key] = session, decided
         return session
 
-    # ---------------------------------------------------------------- doing it
+    # ---------------------------------------------------------------- training
 
     def train(self, claims: Sequence[WithCells], of: Sequence[WithCells] = ()) -> None:
-        """Train what is missing of all cells, claim by claim; what has ended is left alone.
+        """Train the missing runs of all cells, claim by claim. Finished runs stay.
 
         Args:
-            of: all that will be trained, for what is said of the time; these if it is empty.
+            of: all claims to be trained, for the time estimate; if empty, `claims`.
         """
         self._cells = different(cell for claim in of or claims for cell in claim.cells.values())
         for cell in different(cell for claim in claims for cell in claim.cells.values()):
             self.results(cell)
 
     def asked(self, cell: Cell) -> dict[str, Any]:
-        """Return as JSON what decides the results of a cell."""
+        """Return the options that decide a cell's results, for JSON."""
         self.session(cell)
         return self._asked[cell.key]
 
     def results(self, cell: Cell) -> list[Run]:
-        """Return what came out of a cell, trained where it has not been.
+        """Return a cell's results. Train the runs that are missing.
 
         Raises:
-            KeyboardInterrupt: SIGINT; the run under way was saved, and another call goes on with it.
+            KeyboardInterrupt: SIGINT; the unfinished run was saved, and another call resumes it.
         """
         session = self.session(cell)
         assert session.folder is not None
@@ -200,10 +200,10 @@ class Reproduction:
         return [_run(seed, outcome) for (_, seed), outcome in session.outcomes.items()]
 
     def _tell(self, cell: Cell, at: Standing) -> None:
-        """Take notice of how far a run is, and say it."""
+        """Record a run's progress and report it."""
         seed, now = self.seeds[at.run - 1], time.perf_counter()
         if seed not in self.missing(cell):
-            return  # it ended before
+            return  # it ended earlier
         *run, step, then = self._before
         foreseen_s = self.run_seconds(cell)
         if run == [cell.key, seed] and at.step > step:
@@ -218,12 +218,12 @@ class Reproduction:
 
 
 def different(cells: Iterable[Cell]) -> list[Cell]:
-    """Return the cells, each once."""
+    """Return the cells without duplicates."""
     return [*{cell.key: cell for cell in cells}.values()]
 
 
 def evaluate_replicas(loop: Any) -> None:
-    """Record at each evaluation the loss of the mean of all nodes, and the mean over nodes of each one's loss."""
+    """Record at each evaluation the loss of all nodes' mean, and the mean of the nodes' losses."""
     nodes = list(loop.fleet.comm.present)
     own = [loop.evaluate(node)["val_loss"] for node in nodes]
     _, buffers = loop.average()
@@ -234,7 +234,7 @@ def evaluate_replicas(loop: Any) -> None:
 
 
 def _run(seed: int, outcome: Outcome) -> Run:
-    """Return what is kept of a run: what there is of its measures at its evaluations, and at the end."""
+    """Return a run's measures at its evaluations and at the end."""
     if outcome.history is None:
         return Run(seed, {"val_loss": math.inf, "wall_s": outcome.wall_s}, {"step": []}, outcome.error)
     rows = [row for row in outcome.history.rows(None) if row["val_loss"] is not None]

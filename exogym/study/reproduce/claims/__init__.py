@@ -1,5 +1,5 @@
-"""The claims, a file for each family.
+"""The claims, one file per family.
 
-A new one is a `Claim` in one of the lists: cells, and checks (`exogym.study.reproduce.checks`), fixed before it is
-trained.
+To add a `Claim`, put it into one of the lists. Fix its cells and checks (`exogym.study.reproduce.checks`) before
+training it.
 """

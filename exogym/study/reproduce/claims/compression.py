@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def demo_without_transform(setting: Setting) -> Strategy:
-    """DeMo at its defaults, k = 4, but that the largest are taken in parameter space."""
+    """DeMo with its defaults and k = 4, but the largest entries are taken in parameter space."""
     from exogym.study.reproduce.claims import without_transform
 
     return without_transform.demo_without_transform(setting)

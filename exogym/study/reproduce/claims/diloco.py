@@ -1,4 +1,4 @@
-"""Claims about DiLoCo: nodes, steps between synchronisations, the outer optimizer, the inner one."""
+"""Claims about DiLoCo: nodes, steps between synchronizations, outer and inner optimizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Claims about clients: sampling, skewed labels, and when an outer momentum pays."""
+"""Claims about clients: sampling, skewed labels, and the benefit of outer momentum."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ SAMPLED = "H=10:client_fraction=0.25:inner_optim=sgd:lr=0.05"
 
 
 def _pairs(base: dict[str, str], steps: int, task: str, changes: dict[str, dict[str, str]]) -> dict[str, Cell]:
-    """Return DiLoCo and FedAvg in the base and in each change of it, one factor at a time."""
+    """Return DiLoCo and FedAvg in the base setting and with each change of it, one factor at a time."""
     cells = {}
     for factor, change in {"base": {}, **changes}.items():
         given = base | change

@@ -1,4 +1,4 @@
-"""Claims about averages that come late, in parts, and in few bits."""
+"""Claims about averages that arrive late, in parts, and in few bits."""
 
 from __future__ import annotations
 

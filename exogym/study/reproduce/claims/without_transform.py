@@ -1,4 +1,4 @@
-"""DeMo without its transform: the comparison of a claim, loaded when it is trained."""
+"""DeMo without its transform, for the comparison of a claim. It is loaded only for training."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from exogym.study.compare.entries import Setting
 
 
 class _Blocks(BlockDCT):
-    """The same blocks, not transformed."""
+    """The same blocks without the transform."""
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
@@ -24,7 +24,7 @@ class _Blocks(BlockDCT):
 
 
 class _TopKMomentum(DCTMomentum):
-    """DeMo's momentum with the largest entries of the parameters' blocks, not of their cosine transform."""
+    """DeMo's momentum that sends the largest entries of parameter blocks, without the cosine transform."""
 
     def start(self, fleet: Fleet, run: Run) -> None:
         super().start(fleet, run)
@@ -35,7 +35,7 @@ class _TopKMomentum(DCTMomentum):
 
 
 def demo_without_transform(setting: Setting) -> Strategy:
-    """DeMo at its defaults, k = 4, but that the largest are taken in parameter space."""
+    """DeMo with its defaults and k = 4, but the largest entries are taken in parameter space."""
     return CommunicateOptimizeStrategy(
         OptimSpec(torch.optim.SGD, lr=setting.lr), lr_scheduler=setting.lr_scheduler, max_norm=setting.max_norm,
         warmup_steps=setting.warmup_steps, gradient_modules=[_TopKMomentum(0.999, 4, 64)],
