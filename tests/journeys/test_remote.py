@@ -366,14 +366,17 @@ def test_every_failure_is_named_with_a_remedy(
     printed = capsys.readouterr()
     assert status == 1 and printed.err == "", printed.out
     table, remedies = {}, {}
-    at = ""
+    at, last = "", ("", "")
     for line in printed.out.splitlines():
         if found := re.fullmatch(r"(\S+), ([\w ]+?): (.+)", line.strip()):
             remedies[found[1], found[2]] = found[3]
         elif found := re.match(r"(\S*)\s+(\w[\w ]*?)\s+(ok|FAILED)\s+(.*)", line):
             at = found[1] or at
+            last = (at, found[2])
             if found[3] == "FAILED":
-                table[at, found[2]] = found[4]
+                table[last] = found[4].strip()
+        elif re.match(" {30}", line) and last in table:  # a long cell goes on
+            table[last] += " " + line.strip()
     assert table.keys() == remedies.keys() == {(address, check) for address, check, _, _ in wrong}, printed.out
     for address, check, seen, remedy in wrong:
         assert seen in table[address, check] and remedy in remedies[address, check], printed.out
