@@ -2,8 +2,8 @@
 
     runs.list("runs")          each run, comparison and sweep in a folder; a comparison's runs are PARENT/CHILD
     runs.load("runs/digits")   one run: description, records, events, summary
-    runs.draw([...], "out")    the curves of any runs over each other
-    runs.summary("runs/cmp")   what the runs of a comparison or sweep come to: a row for each strategy, a verdict
+    runs.draw([...], "out")    the curves of any runs in one picture
+    runs.summary("runs/cmp")   a comparison or sweep in short: a row for each strategy or cell, a verdict
 
 Everything comes from the files of `exogym.core.record.run_folder`. You may read them at any time: while a run writes
 them, after a kill in the middle of a line, and while a folder is being removed. A folder with contents that no run
@@ -274,13 +274,13 @@ def track_of(path: str | os.PathLike[str]) -> Track | None:
 
 
 def summary(folder: str | os.PathLike[str], target_loss: float | None = None) -> Summary | None:
-    """Return what the runs of a comparison or sweep come to: those that have ended well by now; None while none has.
+    """Return the summary of a comparison's or sweep's runs that have ended well; None without such runs.
 
     Args:
-        target_loss: the validation loss to reach; None: the one that the comparison or sweep has.
+        target_loss: the validation loss to reach; default: the comparison's or sweep's own.
 
     Raises:
-        ArgumentError: the folder holds neither a comparison nor a sweep, or holds what no run writes.
+        ArgumentError: the folder holds no comparison or sweep, or has contents that no run writes.
     """
     path = Path(folder)
     try:

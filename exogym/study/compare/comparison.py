@@ -29,9 +29,9 @@ from exogym.study.compare.plots import (
 )
 from exogym.study.compare.summary import Row, spread_text
 
-MOST_LETTERS = 240  # of a strategy, in the name of a file
+MOST_LETTERS = 240  # of a strategy in a file's name
 FILES = ("run.json", "summary.csv", "metrics.csv", "loss_vs_steps.png", "loss_vs_bytes.png")
-TIMED_FILES = ("loss_vs_time.png",)  # these too with a network
+TIMED_FILES = ("loss_vs_time.png",)  # additional files with a network
 Histories = Mapping[tuple[str, int], History]
 
 
@@ -99,7 +99,7 @@ class Comparison:
         return [*headers, "notes"], rows
 
     def to_markdown(self) -> str:
-        """Return heading, verdict and table as Markdown."""
+        """Return heading, verdict and table in Markdown."""
         return "\n".join([self.heading, "", self.finding, "", markdown(*self.table())])
 
 

@@ -192,7 +192,7 @@ def _carried_out(session: Session, description: dict[str, Any], target_loss: flo
 
 
 def _result(session: Session, description: dict[str, Any], target_loss: float | None, state: str) -> Comparison:
-    """Return what came out of the runs that have ended, and write it where there is a folder."""
+    """Return the finished runs' result, and write it into the folder if there is one."""
     setting, forecast = session.setting, session.forecast
     network = "" if forecast is None else forecast.name
     target = target_of(session.tracks, target_loss)

@@ -1,6 +1,6 @@
-"""What several runs come to: a row for each strategy, mean and spread over seeds, and a verdict in a few sentences.
+"""The summary of several runs: a row per strategy with mean and spread over seeds, and a verdict in a few sentences.
 
-It works on runs in memory (`Track.of_history`) and on the records of run folders (`Track.of_rows`), and needs no torch.
+It works on runs in memory (`Track.of_history`) and on run folders' records (`Track.of_rows`), without torch.
 
 >>> runs = {("ddp", seed): Track.of_rows([
 ...     {"step": 0, "val_loss": 2.0, "tx_bytes": 0.0}, {"step": 10, "val_loss": 0.9 + seed / 100, "tx_bytes": 800.0},
@@ -29,25 +29,25 @@ if TYPE_CHECKING:
     from exogym.core.record.history import History
 
 SINGLE, BASELINE = "single", "ddp"
-CLOSE = 0.95  # of DDP's quality: the target loss where none is given
+CLOSE = 0.95  # share of DDP's quality that defines the default target loss
 MEASURES = (
     *("val_loss", "val_accuracy", "quality", "payload_bytes", "tx_bytes", "reduction", "examples_per_s"),
     "target_bytes",
 )
-TIMED = ("time_s", "waiting_share", "bandwidth_use", "target_s")  # these too with a network
-OF_TARGET = {"target_bytes": "tx_bytes", "target_s": "time_s"}  # a measure to what had been spent by then
-MOST_NAMED = 3  # strategies in a sentence
+TIMED = ("time_s", "waiting_share", "bandwidth_use", "target_s")  # additional measures with a network
+OF_TARGET = {"target_bytes": "tx_bytes", "target_s": "time_s"}  # a measure at the target, and its column
+MOST_NAMED = 3  # strategies that a sentence names
 Row = dict[str, Any]
 Key = tuple[str, int]  # a strategy as written, and a seed
 
 
 @dataclass(frozen=True)
 class Track:
-    """The evaluations of a run.
+    """A run's evaluations.
 
     Attributes:
-        columns: step, val_loss, tx_bytes, time_s, wall_s: (K,) each, nan where a value is missing.
-        last: what is known of the last evaluated step.
+        columns: step, val_loss, tx_bytes, time_s, wall_s: (K,) each; missing values are nan.
+        last: the values at the last evaluated step.
     """
 
     columns: Mapping[str, np.ndarray]
@@ -55,10 +55,10 @@ class Track:
 
     @classmethod
     def of_rows(cls, rows: Iterable[Mapping[str, Any]], before: Mapping[int, float] | None = None) -> Track | None:
-        """Return the track of the averaged model's rows, in the order of steps; None where it was never evaluated.
+        """Return the track of the averaged model's rows in the order of steps; None without an evaluation.
 
         Args:
-            before: evaluated step to `wall_s` before the evaluation; `examples_per_s` then leaves evaluations out.
+            before: evaluated step to `wall_s` before its evaluation; `examples_per_s` then leaves evaluations out.
         """
         merged: dict[int, Row] = {}
         for row in rows:
@@ -82,13 +82,13 @@ class Track:
         return cls.of_rows(history.rows_after(-1, None), before)
 
     def has(self, name: str) -> bool:
-        """Say whether each evaluation has a value of a column."""
+        """Return whether each evaluation has a value in a column."""
         return bool(np.isfinite(self.columns[name]).all())
 
     def until(self, target_loss: float, name: str) -> float | None:
-        """Return how much of a column (bytes, seconds, steps) had passed when the loss came to the target, or None.
+        """Return a column's value (bytes, seconds, steps) when the loss reached the target, or None if it did not.
 
-        The loss is taken to be linear between evaluations.
+        Between evaluations it takes the loss as linear.
 
         >>> rows = [{"step": k, "val_loss": 3.0 - k, "time_s": 10.0 * k} for k in range(3)]
         >>> track = Track.of_rows(rows)
@@ -111,14 +111,14 @@ Tracks = Mapping[Key, Track]
 
 @dataclass(frozen=True)
 class Summary:
-    """What several runs come to.
+    """The summary of several runs.
 
     Attributes:
-        rows: a dict per strategy: mean and `<name>_std` over seeds of each measure, and `target_runs`, how many runs
-            reached the target loss; `target_bytes` and `target_s` only where all did.
-        verdict: one to three sentences: who needs the fewest bytes, who is first on the network, who ends lowest.
-        target_loss, target: the loss to reach, and why that one.
-        values: strategy to measure to its values, a value per seed; {} for a summary that was read from a file.
+        rows: a dict per strategy: each measure's mean and `<name>_std` over seeds, and `target_runs`, the number of
+            runs that reached the target loss. `target_bytes` and `target_s` need all runs.
+        verdict: one to three sentences: the strategies with the fewest bytes, the least time and the lowest final loss.
+        target_loss, target: the target loss, and its meaning in words.
+        values: strategy to measure to values, one per seed; {} for a summary that was read from a file.
     """
 
     rows: list[Row]
@@ -128,7 +128,7 @@ class Summary:
     values: Mapping[str, Mapping[str, Sequence[float]]] = field(default_factory=dict, repr=False)
 
     def to_json(self) -> Row:
-        """Return what run.json holds of it."""
+        """Return the summary's part of run.json."""
         return {"summary": self.rows, "target_loss": self.target_loss, "target": self.target}
 
 
@@ -136,18 +136,18 @@ def summary_of(
     strategies: Mapping[str, tuple[str, str]], seeds: Sequence[int], tracks: Tracks,
     target: tuple[float, str] | None = None, network: str = "",
 ) -> Summary:  # fmt: skip
-    """Return what the runs of several strategies come to.
+    """Return the summary of several strategies' runs.
 
-    quality = val_loss of DDP / val_loss and reduction = tx_bytes of DDP / tx_bytes, seed by seed; None without DDP, and
-    reduction also where nothing was sent. `tx_bytes`, `payload_bytes` are of a node, from first step to last;
-    `examples_per_s` is the fleet's on this machine, in training only: the seconds of evaluations are left out.
+    For each seed, quality = DDP's val_loss / val_loss and reduction = DDP's tx_bytes / tx_bytes. Without DDP both are
+    missing (None); without bytes reduction is missing. `tx_bytes` and `payload_bytes` are a node's, over all steps.
+    `examples_per_s` is the fleet's rate on this machine during training, without evaluations.
 
     Args:
         strategies: label to (title, notes).
-        seeds: those asked for.
+        seeds: the requested seeds.
         tracks: (label, seed) to the track of each run that ended well; at least one.
-        target: the loss to reach, and why that one; None: `target_of`.
-        network: what the network is called in the verdict.
+        target: the target loss, and its meaning in words; default: `target_of`.
+        network: the network's name in the verdict.
     """
     target_loss, why = target_of(tracks) if target is None else target
     is_timed = any(track.has("time_s") for track in tracks.values())
@@ -169,7 +169,7 @@ def summary_of(
             if name == "target_bytes":
                 row |= {"target_loss": target_loss, "target_runs": len(own[name])}
             if name in OF_TARGET and len(own[name]) < len(runs):
-                own[name] = []  # a mean of the lucky ones would mislead
+                own[name] = []  # a mean over only the runs that reached it would mislead
             row[name] = statistics.fmean(own[name]) if own[name] else None
             row[f"{name}_std"] = statistics.stdev(own[name]) if len(own[name]) > 1 else None
         rows.append(row | {"notes": notes})
@@ -178,10 +178,10 @@ def summary_of(
 
 
 def target_of(tracks: Tracks, given: float | None = None) -> tuple[float, str]:
-    """Return the loss to reach, and what it is.
+    """Return the target loss, and its meaning in words.
 
-    That is the one given; or DDP's final loss, mean over seeds, over 0.95; without DDP the highest final loss of any
-    run, so that all come to it.
+    It is `given`; otherwise DDP's mean final loss over seeds / 0.95; without DDP the highest final loss of any run, so
+    that all runs reach it.
     """
     if given is not None:
         return given, "as asked for"
@@ -193,7 +193,7 @@ def target_of(tracks: Tracks, given: float | None = None) -> tuple[float, str]:
 
 
 def target_of_best(tracks: Tracks) -> tuple[float, str]:
-    """Return the loss to reach in a sweep: the lowest mean of a cell over 0.95."""
+    """Return a sweep's target loss, and its meaning in words: the lowest mean of a cell / 0.95."""
     losses: dict[str, list[float]] = {}
     for (label, _), track in tracks.items():
         losses.setdefault(label, []).append(float(track.last["val_loss"]))
@@ -201,7 +201,7 @@ def target_of_best(tracks: Tracks) -> tuple[float, str]:
 
 
 def are_apart(low: Sequence[float], high: Sequence[float]) -> bool:
-    """Say whether a difference is decided: all of `low` below all of `high`, and the means further apart than a spread.
+    """Return whether `low` is clearly lower: all of `low` below all of `high`, and means further apart than a spread.
 
     >>> are_apart([1.0, 1.1], [1.2, 1.3]), are_apart([1.0, 1.2], [1.1, 1.3]), are_apart([1.0, 1.1], [1.11, 1.6])
     (True, False, False)
@@ -211,12 +211,12 @@ def are_apart(low: Sequence[float], high: Sequence[float]) -> bool:
 
 
 def name_of(label: str) -> str:
-    """Return the name of a strategy, of its text with options."""
+    """Return a strategy's name from its text with options."""
     return label.partition(":")[0].strip().lower()
 
 
 def spread_text(row: Mapping[str, Any], name: str, form: str) -> str:
-    """Return mean ± standard deviation of a measure, "" where there is none.
+    """Return a measure's mean ± standard deviation, or "" without values.
 
     >>> spread_text({"quality": 0.5, "quality_std": 0.01}, "quality", "{:.0%}")
     '50% ± 1%'
@@ -228,7 +228,7 @@ def spread_text(row: Mapping[str, Any], name: str, form: str) -> str:
 
 
 def _verdict(rows: Sequence[Row], values: Mapping[str, Mapping[str, Sequence[float]]], loss: str, network: str) -> str:
-    """Return the verdict; `loss` says which one is to be reached."""
+    """Return the verdict. `loss` names the target loss in words."""
     trained = [row for row in rows if row["val_loss"] is not None]
     sentences = [_of_bytes(trained, values, loss)]
     if any(row.get("target_s") for row in trained):
@@ -241,7 +241,7 @@ def _verdict(rows: Sequence[Row], values: Mapping[str, Mapping[str, Sequence[flo
 
 
 def _of_bytes(rows: Sequence[Row], values: Mapping[str, Mapping[str, Sequence[float]]], loss: str) -> str:
-    """Return who reached the target loss with the fewest bytes, of those that send any."""
+    """Return the sentence on the fewest bytes to the target loss, among strategies that send any."""
     silent = [row for row in rows if row["target_bytes"] is not None and not row["tx_bytes"]]
     there = [row for row in rows if row["target_bytes"] is not None and row["tx_bytes"]]
     some = [row for row in rows if row["target_bytes"] is None and row["target_runs"]]
@@ -270,7 +270,7 @@ def _of_bytes(rows: Sequence[Row], values: Mapping[str, Mapping[str, Sequence[fl
 
 
 def _of_time(rows: Sequence[Row], values: Mapping[str, Mapping[str, Sequence[float]]], loss: str, network: str) -> str:
-    """Return who reached the target loss first, in predicted time."""
+    """Return the sentence on the least predicted time to the target loss."""
     there = [row for row in rows if row["target_s"] is not None]
     where = f"On {network or 'the network'}, "
     first = _leaders(there, values, "target_s")
@@ -288,7 +288,7 @@ def _of_time(rows: Sequence[Row], values: Mapping[str, Mapping[str, Sequence[flo
 
 
 def _of_loss(rows: Sequence[Row], values: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
-    """Return who ended with the lowest validation loss."""
+    """Return the sentence on the lowest final validation loss."""
     first = _leaders(rows, values, "val_loss")
     ends = {row["strategy"]: spread_text(row, "val_loss", "{:.4f}") for row in rows}
     if len(first) > 1:
@@ -299,14 +299,14 @@ def _of_loss(rows: Sequence[Row], values: Mapping[str, Mapping[str, Sequence[flo
 
 
 def _leaders(rows: Sequence[Row], values: Mapping[str, Mapping[str, Sequence[float]]], name: str) -> list[Row]:
-    """Return the row of the lowest mean, and after it those that are not apart from it."""
+    """Return the row with the lowest mean, then the rows that are not clearly higher."""
     best, *others = sorted(rows, key=lambda row: row[name])
     lowest = values[best["strategy"]][name]
     return [best, *(row for row in others if not are_apart(lowest, values[row["strategy"]][name]))]
 
 
 def _later(row: Row) -> str:
-    """Return where a run that reached the target loss ended, if above it."""
+    """Return the final loss as text, if a run ended above the target loss that it had reached."""
     return f" (which ended at {row['val_loss']:.4g})" if row["val_loss"] > row["target_loss"] else ""
 
 
@@ -322,7 +322,7 @@ def _list(names: Sequence[str]) -> str:
 
 
 def _evaluating_share(columns: Mapping[str, np.ndarray], before: Mapping[int, float]) -> float:
-    """Return the share of the seconds of a run that went into evaluations (0 to 1)."""
+    """Return the share (0 to 1) of a run's seconds that evaluations took."""
     steps, ends = columns["step"].astype(int).tolist(), columns["wall_s"].tolist()
     spent = sum(end - before[step] for step, end in zip(steps, ends, strict=True) if step in before)
     return float((spent + ends[0] * (steps[0] == 0)) / ends[-1])

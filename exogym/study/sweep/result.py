@@ -28,15 +28,15 @@ class Swept:
     """The result of `sweep`.
 
     Attributes:
-        heading: one line saying what was trained.
-        finding: the verdict, one to three sentences; what the seeds leave undecided is named so.
-        axes: what was swept: option to its values, or range.
-        rows: a dict per cell: `cell` is its name, then the value of each option, then mean and `<name>_std` over seeds.
-        histories: (cell, seed) to the `History` of that run.
-        description: what was swept and where, as JSON; also in sweep.json.
-        folder, paths: where the files are; None and () if none were wanted.
-        target_loss: the validation loss whose bytes, and with a network time of arrival, are in the rows: 95 % of the
-            best cell's quality.
+        heading: one line about the training.
+        finding: the verdict in one to three sentences; it names results that the seeds leave undecided.
+        axes: option to its values or range.
+        rows: a dict per cell: its name `cell`, then the options' values, then means and `<name>_std` over seeds.
+        histories: (cell, seed) to the run's `History`.
+        description: the options and the machine, for JSON; also in sweep.json.
+        folder, paths: the folder and its files; None and () without `out`.
+        target_loss: the target validation loss, 95 % of the best cell's quality. The rows have the bytes and, with a
+            network, the time until then.
     """
 
     heading: str
@@ -90,7 +90,7 @@ class Swept:
         return headers, rows
 
     def to_markdown(self) -> str:
-        """Return heading, verdict and table as Markdown."""
+        """Return heading, verdict and table in Markdown."""
         return "\n".join([self.heading, "", self.finding, "", markdown(*self.table())])
 
 

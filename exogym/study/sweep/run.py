@@ -312,7 +312,7 @@ class _Sweep:
         write_json(self.path / SWEEP, self.description)
 
     def _summary(self) -> Summary:
-        """Return what the runs that have ended come to, a row for each cell."""
+        """Return the finished runs' summary, with a row for each cell."""
         said = {label: (label, said_of(session)[label][1]) for label, session in self.sessions.items()}
         tracks = dict[tuple[str, int], Track]()
         for session in self.sessions.values():
