@@ -1,16 +1,16 @@
-"""Asynchronous training against synchronous DiLoCo, on four nodes of which the slowest takes eight times as long.
+"""Asynchronous training against synchronous DiLoCo, on four nodes, where the slowest takes eight times as long.
 
-    python benchmarks/asynchronous.py                   an ill-conditioned regression, three seeds; some five minutes
-    python benchmarks/asynchronous.py --task digits     the tasks of `exogym compare`, likewise
+    python benchmarks/asynchronous.py                   an ill-conditioned regression, three seeds; about five minutes
+    python benchmarks/asynchronous.py --task digits     a task of `exogym compare`
     python benchmarks/asynchronous.py --methods "naive" "delayed Nesterov + DyLU" --grid 0.1 0.4
 
-All methods take the same number of local steps in all. Each has its outer learning rate chosen from one grid, by the
-mean of the final validation losses over the seeds; nothing else is tuned, as in arXiv:2401.09135. Seconds are virtual:
-a step of the fastest node takes one, messages nothing. The last column: the loss of DiLoCo after as many seconds
+All methods take the same total number of local steps. Each method's outer learning rate is chosen from the same grid,
+by the mean final validation loss over seeds. Nothing else is tuned, as in arXiv:2401.09135. Seconds are virtual: a step
+of the fastest node takes one second, messages take none. The last column is DiLoCo's loss after the same time
 (interpolated between evaluations).
 
-The regression: a tanh network is fitted to another one, without noise, on inputs whose variances span three decades.
-Plain inner SGD, no schedule. The outer momentum is worth much there, and staleness costs much.
+The regression fits a tanh network to another one, without noise, on inputs whose variances span three decades. The
+inner optimizer is plain SGD without a schedule. Outer momentum helps a lot there, and staleness hurts a lot.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from exogym.strategy import AsyncDiLoCoStrategy, DiLoCoStrategy, Strategy
 from exogym.study.tasks import Task, load_task
 
 STEP_SECONDS = [1.0, 2.0, 4.0, 8.0]
-FREE = "1000000000000Gbps"  # messages that take no time
+FREE = "1000000000000Gbps"  # messages take no time
 SYNCHRONOUS = "DiLoCo (synchronous)"
 GRID = (0.05, 0.1, 0.2, 0.4, 0.7, 1.0)
 
@@ -66,7 +66,7 @@ def regression(inputs: int = 20, train: int = 2048, val: int = 512) -> Task:
 
 
 def methods(H: int) -> dict[str, Callable[..., Strategy]]:
-    """Return a maker of each method's strategy, called with `outer_lr` and the inner optimizer's arguments."""
+    """Return a function for each method that makes its strategy from `outer_lr` and the inner optimizer's arguments."""
 
     def asynchronous(**fixed: Any) -> Callable[..., Strategy]:
         return lambda **given: AsyncDiLoCoStrategy(H=H, **fixed, **given)
@@ -84,7 +84,7 @@ def methods(H: int) -> dict[str, Callable[..., Strategy]]:
 
 
 def run(task: Task, make: Callable[..., Strategy], outer_lr: float, seed: int, steps: int) -> tuple[float, Any]:
-    """Train once; return the final validation loss and the curve (seconds, losses); infinity where it diverged."""
+    """Train once. Return the final validation loss (infinite if it diverged) and the curve (seconds, losses)."""
     strategy = make(
         outer_lr=outer_lr, inner_optim=task.inner_optim, lr=task.lr, max_norm=task.max_norm,
         lr_scheduler=task.lr_scheduler, warmup_steps=task.warmup_steps,
@@ -107,7 +107,7 @@ def run(task: Task, make: Callable[..., Strategy], outer_lr: float, seed: int, s
 
 
 def table(task: Task, names: Sequence[str], grid: Sequence[float], seeds: int, steps: int | None = None) -> list[str]:
-    """Return the lines of the table."""
+    """Return the table's lines."""
     steps = steps or task.max_steps
     lines = [
         f"{task.description}; steps of {STEP_SECONDS} s, H = {task.H}, {steps * len(STEP_SECONDS)} local steps in all, "
@@ -139,8 +139,8 @@ def table(task: Task, names: Sequence[str], grid: Sequence[float], seeds: int, s
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", default="regression", help="regression, digits, shakespeare, mnist or cifar10")
-    parser.add_argument("--steps", type=int, help="of the fleet; a step is as many local steps as there are nodes")
-    parser.add_argument("--H", type=int, help="local steps of the fastest node's round")
+    parser.add_argument("--steps", type=int, help="steps of the fleet: num_nodes local steps each")
+    parser.add_argument("--H", type=int, help="local steps per round of the fastest node")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--grid", type=float, nargs="+", default=GRID, help="outer learning rates to choose from")
     parser.add_argument("--methods", nargs="+", default=list(methods(1)), choices=list(methods(1)))

@@ -1,4 +1,4 @@
-"""Cells of a long benchmark: kept in a file as they are measured, with what else ran meanwhile.
+"""Cells of a long benchmark: stored in a file as they are measured, with the load of other programs.
 
     cells = Cells("rows.json", again="disturbed", turn_s=200)
     for key in ("2 hosts, ddp", "4 hosts, ddp"):
@@ -7,9 +7,9 @@
                 row = measure()
             cells.put(key, row | seen)
 
-A run that was stopped goes on where it stood. `others_cores` is the processor time of all but this script and its
-processes, in cores; what the kernel does for packets is left out. A cell in which that was over `LIMIT_CORES` is marked
-as disturbed, and so is what a virtual machine was denied ("steal"), which is in it.
+A stopped run continues where it was. `others_cores` is the processor time of all other programs, in cores, without the
+kernel's work on packets. It includes the time that a virtual machine was denied ("steal"). A cell with more than
+`LIMIT_CORES` is marked as disturbed.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 class Cells:
-    """What was measured so far, by key.
+    """The measured cells, by key.
 
     Args:
-        file: where it is kept; None: nowhere.
-        again: measure these again: cells that are "disturbed", those that are "off" by more than `limit`, or "all".
-        limit: largest share in a row's "off" (names to shares) that is not off.
-        turn_s: no cell is begun later than so many seconds from now; None: all are.
+        file: where to store them; None: nowhere.
+        again: cells to measure again: "disturbed", "off" (by more than `limit`), or "all".
+        limit: the largest share in a row's "off" (names to shares) that is not off.
+        turn_s: seconds from now after which no cell begins; None: no limit.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Cells:
             self.rows = json.loads(self.path.read_text("utf-8"))
         self._stale = {key for key, row in self.rows.items() if self._is_stale(row, again, limit)}
         self._end = None if turn_s is None else time.monotonic() + turn_s
-        self.left = 0  # cells that were wanted when the turn was over
+        self.left = 0  # cells that were wanted after the turn's end
 
     @staticmethod
     def _is_stale(row: dict[str, Any], again: str | None, limit: float) -> bool:
@@ -62,11 +62,11 @@ class Cells:
         return self._end is not None and time.monotonic() > self._end
 
     def has(self, key: str) -> bool:
-        """Say whether a cell is known, and is to stay as it is."""
+        """Return whether a cell is known and stays as it is."""
         return key in self.rows and key not in self._stale
 
     def wants(self, key: str) -> bool:
-        """Say whether to measure a cell now."""
+        """Return whether to measure a cell now."""
         if self.has(key):
             return False
         if self.is_over:
@@ -75,7 +75,7 @@ class Cells:
         return True
 
     def put(self, key: str, row: dict[str, Any]) -> None:
-        """Keep a cell, in the file, too."""
+        """Store a cell, in the file, too."""
         self.rows[key] = row
         self._stale.discard(key)
         if self.path is not None:
@@ -84,7 +84,7 @@ class Cells:
 
     @contextlib.contextmanager
     def watched(self, pids: Sequence[int]) -> Iterator[dict[str, Any]]:
-        """Fill what it yields, at the end, with "others_cores" and "is_disturbed" of the time meanwhile."""
+        """Yield a dict that gets "others_cores" and "is_disturbed" for this time at the end."""
         seen: dict[str, Any] = {}
         start, busy_s, own_s = time.perf_counter(), machine_s(), processes_s(pids)
         yield seen
@@ -102,7 +102,7 @@ def machine_s() -> float:
 
 
 def processes_s(pids: Sequence[int]) -> float:
-    """Return the processor seconds of this process, of `pids`, and of what they have waited for."""
+    """Return the processor seconds of this process, of `pids`, and of their ended children."""
     ticks = 0
     for pid in (os.getpid(), *pids):
         ticks += sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15]))

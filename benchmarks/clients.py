@@ -1,11 +1,11 @@
-"""What sampled clients cost as there are more of them: seconds to start and a round, and memory.
+"""The cost of sampled clients, for growing numbers: seconds to start, seconds per round, and memory.
 
     python benchmarks/clients.py                  all rows, about a minute
     python benchmarks/clients.py --rows 0,1       some of them
 
-FedAvg or SCAFFOLD of an MLP 784-200-10, batches of 20, plain SGD, one intra-op thread. Each client draws 100 pictures
-by its number when it first acts. A row is a process of its own; a round is the difference of two runs of which one is
-longer, so starts are not in it; memory is the most that the main process held, torch included.
+FedAvg or SCAFFOLD with an MLP 784-200-10, batches of 20, plain SGD, one intra-op thread. Each client draws 100 pictures
+from its number when it first acts. A row is its own process. A round's time is the difference between a longer and a
+shorter run, so the start is not included. Memory is the main process's maximum, with torch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.utils.data import TensorDataset
 from exogym import LocalTrainer
 from exogym.strategy import FedAvgStrategy, ScaffoldStrategy
 
-ROWS = [  # strategy, clients, of which sampled, steps a round, rounds, processes
+ROWS = [  # strategy, clients, sampled clients, steps per round, rounds, processes
     ("fedavg", 200, 20, 5, 40, 1),
     ("fedavg", 100_000, 20, 5, 40, 1),
     ("fedavg", 1_000_000, 20, 5, 40, 1),
@@ -37,7 +37,7 @@ STRATEGIES = {"fedavg": FedAvgStrategy, "scaffold": ScaffoldStrategy}
 
 
 def seconds(name: str, clients: int, sampled: int, steps: int, rounds: int, processes: int) -> float:
-    """Train so many rounds; return what that takes."""
+    """Train for some rounds. Return the seconds."""
     generator = torch.Generator().manual_seed(0)
     x, y = torch.rand(60_000, 784, generator=generator), torch.randint(0, 10, (60_000,), generator=generator)
 
@@ -57,10 +57,10 @@ def seconds(name: str, clients: int, sampled: int, steps: int, rounds: int, proc
 
 
 def measure(row: int) -> None:
-    warnings.simplefilter("ignore")  # few rounds are not many
+    warnings.simplefilter("ignore")  # warnings about few rounds
     name, clients, sampled, steps, rounds, processes = ROWS[row]
     few, much = (name, clients, sampled, steps, 3, processes), (name, clients, sampled, steps, 3 + rounds, processes)
-    seconds(*few)  # what the first run of a process loads
+    seconds(*few)  # the first run loads modules
     short = seconds(*few)
     each = (seconds(*much) - short) / rounds
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

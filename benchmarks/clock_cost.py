@@ -1,8 +1,8 @@
-"""What the virtual clock costs: FedAvg over 100 clients with 30 local steps each, with a network and without.
+"""The cost of the virtual clock: FedAvg over 100 clients with 30 local steps each, with and without a network.
 
     python benchmarks/clock_cost.py --repeat 5
 
-Both take turns in one process; CPU seconds, the median of the ratios. Both must end in the same bits.
+Both take turns in one process. The figure is the median ratio of CPU seconds. Both must end in the same bits.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""`compute="compiled"` against `compute="loop"`: seconds of a step of a node once all is compiled, and to compile.
+"""`compute="compiled"` against `compute="loop"`: seconds of a node's step after compiling, and of compiling.
 
-    python benchmarks/compiled.py            three models, in about four minutes, less from the compiler's cache
+    python benchmarks/compiled.py            three models, in about four minutes; less with the compiler's cache
     python benchmarks/compiled.py --only gpt
 
-One process, one intra-op thread. FedAvg, rounds of 30 local steps; the first round, in which graphs are made, is left
-out, and the median of the others is taken. The two ways take turns.
+One process, one intra-op thread. FedAvg with rounds of 30 local steps. The first round, which makes graphs, is left
+out; the figure is the median of the others. The two ways take turns.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ CASES = {  # optimizer, rate, nodes, batch
 
 
 def rounds(how: str, case: str, data: Dataset[object]) -> tuple[list[float], float]:
-    """Return milliseconds of a step of a node in each round after the first, and the seconds of the first."""
+    """Return milliseconds of a node's step in each round after the first, and seconds of the first round."""
     optimizer, lr, nodes, batch = CASES[case]
     is_gpt = case.startswith("gpt")
     trainer = LocalTrainer(gpt() if is_gpt else mlp(), data, loss_fn=None if is_gpt else loss_fn)
@@ -58,7 +58,7 @@ def rounds(how: str, case: str, data: Dataset[object]) -> tuple[list[float], flo
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="cases whose name begins so")
+    parser.add_argument("--only", default="", help="cases whose names begin with this")
     parser.add_argument("--repeat", type=int, default=2)
     asked = parser.parse_args()
     print("| model, optimizer | loop (ms a step) | compiled (ms) | ratio | first round of compiled (s) |")

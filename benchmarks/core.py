@@ -42,14 +42,14 @@ def mlp() -> nn.Module:
 
 
 def digits(examples: int) -> TensorDataset:
-    """Random pictures with a label that can be learnt; the content does not matter for speed."""
+    """Return random pictures with learnable labels. Their content does not change the speed."""
     torch.manual_seed(0)
     x = torch.rand(examples, 784)
     return TensorDataset(x, (x[:, :10] + 0.3 * torch.rand(examples, 10)).argmax(1))
 
 
 def hand_fedavg(data: TensorDataset, clients: int, rounds: int, chosen: list[list[int]]) -> tuple[float, float]:
-    """Train as one would write it by hand; return (node-steps per CPU second, loss of the final model)."""
+    """Train with a loop as written by hand. Return (node-steps per CPU second, loss of the final model)."""
     x, y = data.tensors
     stream = Stream(data, clients, batch_size=BATCH)
     steps = [0] * clients
@@ -94,7 +94,7 @@ def exogym_run(strategy: object, data: TensorDataset, nodes: int, steps: int, ac
 
 
 def clients_of(fraction: float, clients: int, rounds: int) -> list[list[int]]:
-    """Return the clients that FedAvgStrategy draws, so that the hand-written loop trains the same ones."""
+    """Return the clients that FedAvgStrategy draws, so that the hand-written loop trains the same clients."""
     if fraction == 1:
         return [list(range(clients))] * rounds
     from exogym.core.base.draws import numpy_generator

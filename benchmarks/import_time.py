@@ -1,4 +1,4 @@
-"""What `import exogym`, and a first short run, add to `import torch`: the median over 9 fresh processes, in ms.
+"""Time that `import exogym` and a first short run add to `import torch`: the median over 9 new processes, in ms.
 
 Run it on a quiet machine: python benchmarks/import_time.py
 """
@@ -28,7 +28,7 @@ NAMES = "import torch", "import exogym, after it", "a first run, after both"
 
 
 def start_s(cache: str) -> tuple[float, ...]:
-    """Return the seconds of each of `NAMES` in a fresh process that keeps its bytecode in `cache`."""
+    """Return the seconds for each of `NAMES` in a new process that keeps its bytecode in `cache`."""
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     environment["PYTHONPYCACHEPREFIX"] = cache
     done = subprocess.run([sys.executable, "-c", CLOCK], check=True, capture_output=True, text=True, env=environment)

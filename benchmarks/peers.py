@@ -1,4 +1,4 @@
-"""Seconds a round and memory beside others that simulate federated training: pfl-research, Flower, a hand-written loop.
+"""Seconds per round and memory of federated simulators: ExoGym, pfl-research, Flower, a hand-written loop.
 
     python benchmarks/peers.py                            all rows, in about half an hour, most of it Flower's
     python benchmarks/peers.py --rows 0 --who ours,hand   some of them
@@ -49,7 +49,7 @@ def mlp() -> nn.Module:
 
 
 def clients(steps: int) -> Callable[[int], tuple[Tensor, Tensor]]:
-    """Return what gives client i its examples, enough for the steps of a round."""
+    """Return a function that gives client i its examples, enough for a round's steps."""
     generator = torch.Generator().manual_seed(0)
     x = torch.rand(12_000, 784, generator=generator)
     y = x[:, :10].argmax(1)
@@ -150,7 +150,7 @@ def pfl(N: int, sampled: int, steps: int, rounds: int) -> list[float]:
 
 
 def flower(N: int, sampled: int, steps: int, rounds: int) -> list[float]:
-    """Its simulation, as it comes: messages to one actor of Ray, which is a process beside the server's."""
+    """Flower's simulation as delivered: messages to one Ray actor, which is a process beside the server's."""
     os.environ.update(FLWR_TELEMETRY_ENABLED="0", RAY_USAGE_STATS_ENABLED="0", FLWR_DISABLE_UPDATE_CHECK="1")
     from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict  # type: ignore[import-not-found]
     from flwr.clientapp import ClientApp  # type: ignore[import-not-found]
@@ -196,7 +196,7 @@ def flower(N: int, sampled: int, steps: int, rounds: int) -> list[float]:
 
 
 def family_mb() -> float:
-    """Return the memory of this process and those it started, what they share counted once."""
+    """Return the memory of this process and its children, with shared memory counted once."""
     import psutil
 
     me = psutil.Process()
@@ -212,7 +212,7 @@ ROWS = {"flower": [0, 2]}  # the others take it many minutes
 
 
 def environment(cache: Path) -> Path:
-    """Return the Python of an environment with the peers, which sees the packages of this one."""
+    """Return the Python of an environment with the peers, which also sees this environment's packages."""
     python = cache / "bin" / "python"
     if not python.exists():
         venv.create(cache, with_pip=False)
@@ -241,7 +241,7 @@ def one(who: str, row: int) -> None:
 
 
 def picture(found: dict[str, dict[int, dict[str, float]]], path: Path) -> None:
-    """Draw seconds a round and memory over the clients."""
+    """Draw seconds per round and memory against the number of clients."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -261,7 +261,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--who", default=",".join(WHO), help="who takes part, by commas (%(default)s)")
     parser.add_argument("--rows", default="0,1,2,3", help="rows of the table, by commas (%(default)s)")
-    parser.add_argument("--repeat", type=int, default=3, help="turns, of which the median counts (%(default)s)")
+    parser.add_argument("--repeat", type=int, default=3, help="turns; the median counts (%(default)s)")
     parser.add_argument("--cache", type=Path, default=Path.home() / ".cache" / "exogym-peers")
     parser.add_argument("--out", type=Path, default=Path("runs/peers"))
     parser.add_argument("--one", help=argparse.SUPPRESS)

@@ -1,9 +1,9 @@
-"""What a second process gives: node-steps per second of one and of two processes, start-up included; and two threads.
+"""The gain from a second process: node-steps per second with one and two processes, with start-up; and two threads.
 
     python benchmarks/placement.py --seconds 60
 
-Each run takes about so many seconds in one process. Both layouts take turns; the ratio is of wall-clock times of the
-same run, and both must end in the same bits.
+Each run takes about `--seconds` in one process. Both layouts take turns. The ratio compares wall-clock times of the
+same run. Both must end in the same bits.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def run(problem: tuple[nn.Module, TensorDataset, int], strategy: Strategy, steps
 
 
 def two_threads(model: nn.Module, batch: Any, seconds: float) -> float:
-    """Return how many times as many gradients two Python threads compute as one."""
+    """Return the gradients that two Python threads compute, over those of one thread in the same time."""
 
     def count(threads: int) -> float:
         done = [0] * threads

@@ -1,23 +1,23 @@
-"""Times that others measured and published, predicted from their own inputs and held against what they measured.
+"""Predict times that others measured and published, from their own inputs, and compare them with the measurements.
 
     python benchmarks/published.py measured.csv more.csv --figure published.png
 
 A file has a row for each cell: nodes that average all parameters after every H steps, over links of one rate. Columns:
 algorithm, H, nodes, parameters, bytes_per_element, requested_bps, measured_bps, compute_ms_per_step,
-blocked_ms_per_sync (median), syncs and steps (in what was measured), compute_utilisation. Rows of the same algorithm,
-size, nodes and requested rate are of one link.
+blocked_ms_per_sync (median), syncs and steps (during the measurement), `compute_utilisation`. Rows with the same
+algorithm, size, nodes and requested rate belong to one link.
 
-Three predictions of the time blocked per synchronisation, each from more than the one before:
+Three predictions of the time blocked per synchronization, each with more inputs than the one before:
 
-- **rate**: a ring all-reduce on links of the measured rate, no latency.
-- **probe**: `Network.measured` from one probe, the link's row of H = 1. That row is then no prediction.
-- **cold**: a cell of a single synchronisation measured the first one of its run, which sets connections up. How much
-  longer that takes is probed on another link: cold cell less its probe, on the fastest other link, since that is a
-  fixed time and stands out most from a short transfer. No cell is predicted from itself.
+- **rate**: a ring all-reduce on links of the measured rate, without latency.
+- **probe**: `Network.measured` with one probe, the link's row with H = 1. That row is then no prediction.
+- **cold**: a cell with a single synchronization measured its run's first one, which sets connections up. The extra
+  time comes from another link: the cold cell minus its probe on the fastest other link. It is a fixed time, so it is
+  clearest beside a short transfer. No cell is predicted from itself.
 
-The utilisation is steps x step / (steps x step + syncs x blocked). No constant is fitted: the rate, the step and the
-probes are those of the file, the ring's 2 (n - 1)/n is arithmetic. What a rate alone leaves out (headers are not it:
-the measured rate is of payload) is in the probe, whatever its cause.
+The utilization is steps x step / (steps x step + syncs x blocked). No constant is fitted: the rate, the step and the
+probes come from the file, and the ring's 2 (n - 1)/n is arithmetic. A rate alone leaves out some costs (not headers,
+because the measured rate counts payload). The probe includes them, whatever their cause.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ WAYS = ("rate", "probe", "cold")
 
 @dataclass(frozen=True)
 class Cell:
-    """A row of a file."""
+    """A file's row."""
 
     algorithm: str
     H: int
@@ -61,7 +61,7 @@ class Cell:
 
     @property
     def fleet(self) -> tuple[Any, ...]:
-        """What all links of a table have in common."""
+        """The values that all links of a table share."""
         return self.algorithm, self.nodes, self.payload_bytes
 
     @property
@@ -77,25 +77,25 @@ class Cell:
         return self.syncs == 1
 
     def utilisation(self, blocked_s: float) -> float:
-        """Return the share of the time in which a node computes, if a synchronisation blocks it for so long."""
+        """Return the share of time in which a node computes, if a synchronization blocks it for `blocked_s`."""
         computing_s = self.steps * self.compute_ms_per_step / 1e3
         return computing_s / (computing_s + self.syncs * blocked_s)
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """A cell, and by way the seconds blocked per synchronisation; a way is missing that has nothing to go by."""
+    """A cell, and its predicted seconds blocked per synchronization for each method that has inputs."""
 
     cell: Cell
     is_probe: bool
     blocked_s: dict[str, float]
 
     def off(self, way: str) -> float:
-        """Return predicted over measured, less 1, of the time blocked."""
+        """Return predicted / measured - 1 for the blocked time."""
         return self.blocked_s[way] / self.cell.blocked_s - 1
 
     def utilisation_off(self, way: str) -> float:
-        """Return predicted over measured, less 1, of the utilisation."""
+        """Return predicted / measured - 1 for the utilization."""
         return self.cell.utilisation(self.blocked_s[way]) / self.cell.compute_utilisation - 1
 
 
@@ -103,7 +103,7 @@ def read(path: Path) -> list[Cell]:
     """Return the cells of a file.
 
     Raises:
-        DataError: it cannot be read, lacks a column, or holds what is no number over 0.
+        DataError: it cannot be read, lacks a column, or has a value that is no number over 0.
     """
     try:
         with path.open(newline="", encoding="utf-8") as file:
@@ -128,7 +128,7 @@ def read(path: Path) -> list[Cell]:
 
 
 def predict(cells: Sequence[Cell]) -> list[Prediction]:
-    """Return what is predicted of each cell from the rate, from its link's probe, and with a cold probe."""
+    """Return each cell's predictions from the rate, from its link's probe, and with a cold probe."""
     probes = {(cell.fleet, cell.requested_bps): cell for cell in cells if cell.H == 1}
     out = []
     for cell in cells:
@@ -148,7 +148,7 @@ def predict(cells: Sequence[Cell]) -> list[Prediction]:
 
 
 def _set_up_s(cell: Cell, cells: Sequence[Cell], probes: dict[Any, Cell]) -> float | None:
-    """Return by how much a first synchronisation took longer on the fastest other link, or None."""
+    """Return the extra time of a first synchronization on the fastest other link, or None."""
     others = [
         other
         for other in cells
@@ -162,7 +162,7 @@ def _set_up_s(cell: Cell, cells: Sequence[Cell], probes: dict[Any, Cell]) -> flo
 
 
 def counts(predictions: Sequence[Prediction]) -> dict[str, tuple[int, int]]:
-    """Return, by what was predicted, how many cells are within a tenth, and of how many."""
+    """Return for each predicted quantity how many cells are within a tenth, and the number of cells."""
     out = {}
     for way in WAYS:
         held = [p for p in predictions if way in p.blocked_s and (way == "rate" or not p.is_probe)]
@@ -172,7 +172,7 @@ def counts(predictions: Sequence[Prediction]) -> dict[str, tuple[int, int]]:
 
 
 def table(predictions: Sequence[Prediction]) -> str:
-    """Return the rows as Markdown: seconds blocked per synchronisation, and the utilisation."""
+    """Return the rows in Markdown: seconds blocked per synchronization, and the utilization."""
     head = ["link", "H", "blocked, s", *(f"by {way}" for way in WAYS), "utilisation", "by rate", "by cold"]
     lines = [f"| {' | '.join(head)} |", "|" + " --- |" * len(head)]
     for p in predictions:
@@ -193,7 +193,7 @@ def _cell(off: float) -> str:
 
 
 def draw(tables: dict[str, list[Prediction]], path: str) -> None:
-    """Draw predicted over measured time blocked, a panel for each table."""
+    """Draw predicted over measured blocked time, with a panel for each table."""
     from matplotlib.figure import Figure
 
     figure = Figure((4.8 * len(tables), 3.6), layout="constrained")

@@ -1,7 +1,7 @@
-"""Whether another commit trains to the same bits: weights, losses, traffic and predicted times of some fifty runs.
+"""Compare two commits bit for bit: weights, losses, traffic and predicted times of about fifty runs.
 
     python benchmarks/same_bits.py REVISION           this tree against a commit of this repository, half a minute
-    python benchmarks/same_bits.py REVISION --rows    also which columns of the history differ, and where first
+    python benchmarks/same_bits.py REVISION --rows    also show which columns of the history differ, and the first place
 
 Each tree trains the same runs in a process of its own: every strategy of the registry as it is built without arguments,
 some with arguments that take other paths, strategies written for one node, and each feature of `fit` that may change a
@@ -65,7 +65,7 @@ TIMED: dict[str, Any] = {"network": "100Mbps,20ms", "step_seconds": [0.1, 0.1, 0
 
 
 def registered() -> Runs:
-    """Return a run of each strategy of the registry, with short rounds."""
+    """Return a run for each strategy in the registry, with short rounds."""
     from exogym.strategy.registry import STRATEGIES, parse_strategy
 
     def maker(name: str) -> Callable[[], Any]:
@@ -77,7 +77,7 @@ def registered() -> Runs:
 
 
 def runs() -> Runs:
-    """Return name to a factory of the strategy and what `fit` is given beside it."""
+    """Return name to a factory of the strategy and its arguments for `fit`."""
     from exogym import NodeMesh
     from exogym.balance import Balance
     from exogym.callbacks import EvaluateNodes, Every, WeightAverage
@@ -162,7 +162,7 @@ def runs() -> Runs:
 
 
 def figures() -> dict[str, dict[str, Any]]:
-    """Train all runs with the package that is imported; return what is compared."""
+    """Train all runs with the imported package. Return the compared figures."""
     import torch
 
     torch.set_num_threads(1)
@@ -178,7 +178,7 @@ def figures() -> dict[str, dict[str, Any]]:
 
 
 def train(strategy: Callable[[], Any], fit: dict[str, Any]) -> dict[str, Any]:
-    """Train one run; return what is compared."""
+    """Train one run. Return its compared figures."""
     import torch
 
     from exogym import LocalTrainer
@@ -207,7 +207,7 @@ def train(strategy: Callable[[], Any], fit: dict[str, Any]) -> dict[str, Any]:
 
 
 def train_in(tree: Path) -> dict[str, dict[str, Any]]:
-    """Return the figures of the package in `tree`, from a process of its own."""
+    """Return the figures of the package in `tree`, from its own process."""
     environment = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(Path(__file__).resolve()), "--figures"]
     done = subprocess.run(command, env=environment, cwd=tree, stdout=subprocess.PIPE, text=True, check=True)
@@ -215,7 +215,7 @@ def train_in(tree: Path) -> dict[str, dict[str, Any]]:
 
 
 def compare(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """Return what differs between two runs, and where first."""
+    """Return the differences between two runs, and their first places."""
     unlike = [name for name in ("weights", "traffic") if before[name] != after[name]]
     old, new = before["history"], after["history"]
     if len(old) != len(new):

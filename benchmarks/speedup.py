@@ -1,4 +1,4 @@
-"""How much faster several hosts train than one: measured on links of limited rate, predicted, and held against targets.
+"""The speed-up of several hosts over one: measured on links of limited rate, predicted, and compared with targets.
 
     python benchmarks/speedup.py --hosts 1,2,3,4 --links 100mbit,1gbit --json speedup.json
     python benchmarks/speedup.py --quick
@@ -59,7 +59,7 @@ def make_model(job: dict[str, Any]) -> CharGPT:
 
 
 def train(job: dict[str, Any], mark: Callable[[Any], Any], **options: Any) -> LocalTrainer:
-    """Train as `job` says, calling `mark(loop)` after each segment."""
+    """Train `job`, calling `mark(loop)` after each segment."""
     text = torch.randint(CHARACTERS, (WINDOWS, WINDOW + 1), generator=torch.Generator().manual_seed(1))
     data = torch.utils.data.TensorDataset(text[:, :-1].contiguous(), text[:, 1:].contiguous())
     trainer = LocalTrainer(make_model(job), data)
@@ -73,7 +73,7 @@ def train(job: dict[str, Any], mark: Callable[[Any], Any], **options: Any) -> Lo
 
 
 def jobs(count: int, given: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield what `count` hosts are to train, one for each strategy and reduction."""
+    """Yield the jobs for `count` hosts, one for each strategy and reduction."""
     reductions = given.reductions.split(",") if count > 1 else ["none"]
     for text, reduction in itertools.product(given.strategies.split(","), reductions):
         interval = parse_strategy(text).given_arguments.get("H", 1)
@@ -113,7 +113,7 @@ def rows_of(count: int, given: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def computing_s(group: Hosts, job: dict[str, Any]) -> float:
-    """Return the seconds of a step where hosts that have not met train at the same time; their mean."""
+    """Return the mean seconds of a step if separate hosts train at the same time."""
     answers = group.train(job | {"hosts": 1, "reduction": "tree"})
     return statistics.mean(measured([answer])["run_s"] for answer in answers) / job["steps"]
 
@@ -131,7 +131,7 @@ def speedups(row: dict[str, Any], alone_s: float) -> dict[str, Any]:
 
 
 def cells(row: dict[str, Any]) -> list[str]:
-    """Return a row as the table shows it."""
+    """Return a row in the table's form."""
 
     def shown(value: Any, form: str = "") -> str:
         return "" if value is None else f"{value:{form}}"
@@ -150,7 +150,7 @@ def line(texts: list[str]) -> str:
 
 
 def draw(rows: list[dict[str, Any]], path: str) -> None:
-    """Draw the speed-up with own cores over the hosts, and the targets, one panel for each reduction."""
+    """Draw the speed-up with own cores against the number of hosts, and the targets, one panel for each reduction."""
     from matplotlib.figure import Figure
 
     together = [row for row in rows if row["job"]["hosts"] > 1]
@@ -177,13 +177,13 @@ def draw(rows: list[dict[str, Any]], path: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hosts", default="1,2,3,4", help="how many, by commas; one is always measured")
-    parser.add_argument("--links", default="100mbit,1gbit", help="rates of every cable, as tc writes them")
-    parser.add_argument("--strategies", default="ddp,diloco:H=10", help="as exogym compare reads them")
+    parser.add_argument("--hosts", default="1,2,3,4", help="numbers of hosts, by commas; one is always measured")
+    parser.add_argument("--links", default="100mbit,1gbit", help="rates of every cable, in tc's form")
+    parser.add_argument("--strategies", default="ddp,diloco:H=10", help="strategies, as for exogym compare")
     parser.add_argument("--reductions", default="tree,native", help="tree, native or both")
-    parser.add_argument("--steps", type=int, default=5, help="of a segment; whole rounds are made of it")
-    parser.add_argument("--repeats", type=int, default=3, help="segments measured, after one that is not")
-    parser.add_argument("--quick", action="store_true", help="a small model, to see that all works; times mean nothing")
+    parser.add_argument("--steps", type=int, default=5, help="steps of a segment, rounded up to whole rounds")
+    parser.add_argument("--repeats", type=int, default=3, help="measured segments, after one warm-up segment")
+    parser.add_argument("--quick", action="store_true", help="a small model, to test the script; ignore the times")
     parser.add_argument("--json", help="file for the rows")
     parser.add_argument("--figure", help="file for a picture of the speed-ups with own cores, such as speedup.png")
     given = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Bytes on the network interface against the bytes that the communicator records, one node per process.
+"""Compare bytes on the network interface with bytes that the communicator records, with one node per process.
 
     python benchmarks/wire_bytes.py --nodes 4
     python benchmarks/wire_bytes.py --nodes 2 --strategies diloco,demo
@@ -33,7 +33,7 @@ FIRST, LAST = 12, 24  # the steps between which bytes are counted: a few rounds 
 
 
 def interface_counters() -> tuple[int, int, int]:
-    """Return the bytes and packets sent over the loopback interface, and the bytes that open connections sent again."""
+    """Return the bytes and packets sent over loopback, and the bytes that open connections sent again."""
     told = subprocess.run(["ss", "-tinHO"], check=True, capture_output=True, text=True).stdout
     lines = Path("/proc/net/dev").read_text().splitlines()
     (fields,) = (line.split(":")[1].split() for line in lines if line.strip().startswith("lo:"))
@@ -41,7 +41,7 @@ def interface_counters() -> tuple[int, int, int]:
 
 
 def worker(names: list[str], result: str) -> None:
-    """Train each strategy in this process's world; rank 0 writes what was counted."""
+    """Train each strategy in this process's world. Rank 0 writes the counts."""
     import torch
     from torch import nn
 
@@ -53,7 +53,7 @@ def worker(names: list[str], result: str) -> None:
     from exogym.core.training import loop
     from exogym.testing import small_problem
 
-    # Looking how far nodes are apart gathers their rows. That is no traffic of the training, and the ledger is right.
+    # Measuring the nodes' distance gathers their rows. This is not training traffic, and the ledger leaves it out.
     loop.spread = lambda fleet: {"consensus_distance": 0.0}
 
     nodes = int(os.environ["WORLD_SIZE"])
@@ -92,7 +92,7 @@ def worker(names: list[str], result: str) -> None:
 
 
 def measure(nodes: int, names: list[str]) -> list[list[Any]]:
-    """Return [name, bytes, packets, bytes sent again, expected bytes] of each strategy."""
+    """Return [name, bytes, packets, bytes sent again, expected bytes] for each strategy."""
     with tempfile.TemporaryDirectory() as folder:
         result = os.path.join(folder, "rows.json")
         command = [
@@ -114,7 +114,7 @@ def measure(nodes: int, names: list[str]) -> list[list[Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", type=int, default=4)
-    parser.add_argument("--strategies", default="", help="names of the battery, by commas; all by default")
+    parser.add_argument("--strategies", default="", help="names in the battery, by commas (default: all)")
     parser.add_argument("--limit", type=float, default=0.03)
     parser.add_argument("--json", help="file for the rows: name, bytes expected, share by which the wire is off")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
