@@ -292,7 +292,8 @@ def summary(folder: str | os.PathLike[str], target_loss: float | None = None) ->
     if not isinstance(labels, dict):
         raise ArgumentError(f"{str(path)!r} holds no comparison and no sweep: name the folder of one")
     saved = about.get("summary")
-    if target_loss is None and isinstance(saved, builtins.list) and about.get("state") == "finished":
+    is_whole = about.keys() >= {"target_loss", "target"}
+    if target_loss is None and is_whole and isinstance(saved, builtins.list) and about.get("state") == "finished":
         return Summary(saved, str(about.get("finding")), about["target_loss"], str(about["target"]))
     given = (about.get("setting") or {}).get("seeds") or (about.get("arguments") or {}).get("seeds") or 0
     seeds = builtins.list(range(given)) if isinstance(given, int) else given

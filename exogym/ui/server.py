@@ -8,6 +8,7 @@ GET  /api/runs/NAME/records       its records; ?after=K: of steps after K, ?node
 GET  /api/runs/NAME/nodes         each node's losses and shares of time over steps (see `exogym.ui.views`)
 GET  /api/runs/NAME/timeline      the first spans of its timeline
 GET  /api/runs/NAME/grid          a sweep's cells
+GET  /api/runs/NAME/verdict       the verdict and table of a comparison or sweep
 GET  /api/runs/NAME/hosts         the state of its hosts (see `exogym.machines.remote.health`)
 GET  /api/hosts                   the newest runs on hosts, with their hosts
 GET  /api/events                  server-sent events: the list of runs, each time it changes
@@ -55,12 +56,13 @@ from exogym.ui.lines import as_text, newest_events, some_of
 from exogym.ui.repeat import command_of, snippet_of
 from exogym.ui.shelf import RunShelf
 from exogym.ui.starting import CannotStart, Form, Starter
-from exogym.ui.views import grid_of, timeline_of
+from exogym.ui.views import grid_of, timeline_of, verdict_of
 
 STATIC = Path(__file__).parent / "static"
 PAUSE_S = 1.0  # seconds between two checks for a changed list
 MOST_EVENTS = 500  # newest events of a run
 MOST_POINTS = 20_000  # records in an answer to ?most=
+MOST_VERDICTS = 32  # kept
 MOST_WATCHED = 20  # newest runs on hosts
 LEAST_TOKEN = 16  # characters
 PORTS_TRIED = 20  # the asked port and those after it
@@ -219,6 +221,17 @@ def application(
     def grid(request: Request) -> Response:
         return JSONResponse(in_json(grid_of(_folder(shelf, request), {row["name"]: row for row in shelf.all()})))
 
+    verdicts: dict[str, tuple[Any, Response]] = {}  # name to the states of its runs, and the answer of then
+
+    def verdict(request: Request) -> Response:
+        path, name = _folder(shelf, request), request.path_params["name"]
+        states = [(r["name"], r["state"]) for r in shelf.all() if r["name"] == name or r["name"].startswith(f"{name}/")]
+        if name not in verdicts or verdicts[name][0] != states:
+            while len(verdicts) >= MOST_VERDICTS:
+                verdicts.pop(next(iter(verdicts)), None)
+            verdicts[name] = states, JSONResponse(in_json(verdict_of(path)))
+        return verdicts[name][1]
+
     def hosts(request: Request) -> Response:
         return JSONResponse(in_json(read_hosts(_folder(shelf, request))))
 
@@ -298,7 +311,10 @@ def application(
         Route("/api/forms", all_forms), Route("/api/started", started), Route("/api/start", start, methods=["POST"]),
         *(Route(f"/api/runs/{{name:path}}/{what}", acts(what), methods=["POST"]) for what in ("stop", "resume")),
         Route("/api/runs/{name:path}/notes", notes, methods=["POST"]), Route("/api/hosts", all_hosts),
-        *(Route(f"/api/runs/{{name:path}}/{view.__name__}", view) for view in (records, nodes, timeline, grid, hosts)),
+        *(
+            Route(f"/api/runs/{{name:path}}/{view.__name__}", view)
+            for view in (records, nodes, timeline, grid, verdict, hosts)
+        ),
         Route("/api/runs/{name:path}", one_run),
         Mount("/static", StaticFiles(directory=STATIC)),
     ]  # fmt: skip

@@ -15,6 +15,7 @@ from exogym.core.clock import TIMELINE
 from exogym.core.record import schema
 from exogym.core.record.schema import is_finite
 from exogym.errors import ArgumentError
+from exogym.study import runs
 from exogym.study.compare.folder import Folder
 from exogym.ui.repeat import seeds_of
 
@@ -197,8 +198,8 @@ def grid_of(path: Path, listed: Mapping[str, Row]) -> Row:
             f"sweep.json has {len(cells)} cells of {len(seeds)} seeds: the page shows at most {MOST_RUNS} runs"
         )
     for label, options in cells.items():
-        runs = [listed.get(f"{path.name}/{folder.child(label, seed).name}") for seed in seeds]
-        ended = [run["loss"] for run in runs if run is not None and run["state"] == "done" and is_finite(run["loss"])]
+        inside = [listed.get(f"{path.name}/{folder.child(label, seed).name}") for seed in seeds]
+        ended = [run["loss"] for run in inside if run is not None and run["state"] == "done" and is_finite(run["loss"])]
         found.append({
             "cell": label, "options": options, "seeds": len(ended), "wanted": len(seeds),
             "loss": statistics.fmean(ended) if ended else None,
@@ -206,3 +207,26 @@ def grid_of(path: Path, listed: Mapping[str, Row]) -> Row:
         })  # fmt: skip
     values = {name: given for name, given in axes.items() if isinstance(given, list)}
     return {"axes": values, "cells": found, "best": sweep.get("best"), "is_grid": values.keys() == axes.keys()}
+
+
+def verdict_of(path: Path) -> Row:
+    """Return what a comparison or sweep comes to so far; {} for any other folder.
+
+    rows, verdict, target_loss, target: of `exogym.study.runs.summary`; rows is [] until the first run has ended.
+    members: the name of each run to its strategy's label.
+    """
+    kind, about = runs.what_is(path)
+    labels = about.get("cells" if kind == "sweep" else "strategies")
+    if kind == "run" or not isinstance(labels, dict):
+        return {}
+    seeds = seeds_of(about.get("setting") or {}) or seeds_of(about.get("arguments") or {})
+    if len(labels) * len(seeds) > MOST_RUNS:
+        raise ArgumentError(
+            f"{path.name}: {len(labels)} strategies of {len(seeds)} seeds: wanted at most {MOST_RUNS} runs"
+        )
+    folder, found = Folder(path, labels), runs.summary(path)
+    members = {f"{path.name}/{folder.child(label, seed).name}": label for label in labels for seed in seeds}
+    if found is None:
+        return {"rows": [], "verdict": "", "members": members}
+    return {"rows": found.rows, "verdict": found.verdict, "target_loss": found.target_loss, "target": found.target,
+            "members": members}  # fmt: skip

@@ -1,6 +1,6 @@
 // Show the page that the address names, and receive the list of runs.
 
-import { store } from "./base.js";
+import { fromAddress, store } from "./base.js";
 import { comparePage } from "./compare.js";
 import { hostsPage } from "./hosts.js";
 import { newPage } from "./new.js";
@@ -13,7 +13,7 @@ function open() {
   page.leave();
   const main = document.getElementById("main");
   main.replaceChildren();
-  const [, kind, ...rest] = location.hash.split("/");
+  const [, kind, ...rest] = fromAddress().split("/");
   for (const link of document.querySelectorAll("nav a")) {
     if (link.hash === `#/${kind ?? ""}`) link.setAttribute("aria-current", "page");
     else link.removeAttribute("aria-current");

@@ -3,7 +3,32 @@
 export const POLL_MS = 1000, PART_BYTES = 2 ** 20;  // bytes of a run's files, read for one answer
 export const store = { list: [], known: false, chosen: new Set() };  // known: the list has arrived
 export const look = { text: "", state: "", sort: "started_s", down: true, axis: "step", nodes: "loss", inside: false,
-  logx: false, logy: false, smooth: 0 };
+  logx: false, logy: false, smooth: 0, group: null };
+
+// The choices on a page stand in its address, after "?", so that a copied address shows the same.
+const IN_ADDRESS = { text: "", state: "", sort: "started_s", down: true, inside: false, axis: "step", logx: false, logy: false,
+  smooth: 0, group: null };
+
+// Take the choices from the address, where it has some; return the address without them.
+export function fromAddress() {
+  const [way, choices] = location.hash.split("?");
+  for (const [key, text] of new URLSearchParams(choices ?? "")) {
+    if (!(key in IN_ADDRESS)) continue;
+    const kind = typeof IN_ADDRESS[key];
+    look[key] = kind === "boolean" ? text === "1" : kind === "number" ? Number(text) || 0 : text;
+  }
+  return way;
+}
+
+// Write choices into the address; the defaults are left out.
+export function toAddress(...keys) {
+  const choices = new URLSearchParams();
+  for (const key of keys) {
+    if (look[key] !== IN_ADDRESS[key]) choices.set(key, look[key] === true ? "1" : look[key] === false ? "0" : look[key]);
+  }
+  const text = choices.toString(), [way] = location.hash.split("?");
+  history.replaceState(null, "", `${way || "#/"}${text ? `?${text}` : ""}`);
+}
 
 export function make(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);

@@ -1,6 +1,9 @@
 // The curves of several runs in the same charts: of chosen runs, a comparison, or a sweep with its cells.
 
-import { actionsOf, address, find, followed, get, isNumber, look, make, notes, POLL_MS, store, table } from "./base.js";
+import {
+  actionsOf, address, bytes, figure, find, followed, get, isNumber, look, make, notes, POLL_MS, seconds, share, store, table,
+  toAddress,
+} from "./base.js";
 import { axisChoice, draw, places } from "./curves.js";
 import { grid } from "./grid.js";
 import { cell, COLUMNS } from "./runs.js";
@@ -8,13 +11,52 @@ import { cell, COLUMNS } from "./runs.js";
 const MOST_POINTS = 1000, MOST_CURVES = 40;
 const TITLES = { "validation loss": "val_loss", accuracy: "val_accuracy", "consensus distance": "consensus_distance" };
 
+const RUNS = "", STRATEGY = "strategy", SKIPPED = new Set(["model", "data", "placement", "chosen", "shared", "limits"]);
+
+// The options of a run by name, each as a text; a strategy's own as strategy.NAME.
+function optionsOf(description) {
+  const found = {};
+  for (const [key, value] of Object.entries(description)) {
+    if (SKIPPED.has(key) || value === null) continue;
+    if (typeof value !== "object") found[key] = `${value}`;
+    else if (Array.isArray(value)) found[key] = JSON.stringify(value);
+    else for (const [name, one] of Object.entries(value)) found[`${key}.${name}`] = typeof one === "object" ? JSON.stringify(one) : `${one}`;
+  }
+  return found;
+}
+
+// The mean of several runs at the steps that all of them have, with the lowest and the highest.
+function together(label, runs, column) {
+  const maps = runs.map((rows) => new Map(rows.filter((row) => isNumber(row[column])).map((row) => [row.step, row]))).filter((map) => map.size);
+  if (!maps.length) return { label, x: [], y: [] };
+  const steps = [...maps[0].keys()].filter((step) => maps.every((map) => map.has(step)));
+  const all = (step, name) => maps.map((map) => map.get(step)[name]);
+  const mean = (values) => (values.every(isNumber) ? values.reduce((a, b) => a + b, 0) / values.length : null);
+  const of = (form) => steps.map((step) => form(all(step, column)));
+  return { label: maps.length > 1 ? `${label} (${maps.length} runs)` : label, x: steps.map((step) => mean(all(step, look.axis))), y: of(mean),
+    ...(maps.length > 1 ? { low: of((values) => Math.min(...values)), high: of((values) => Math.max(...values)) } : {}) };
+}
+
+const spread = (row, name, form) => (isNumber(row[name]) ? form(row[name]) + (isNumber(row[`${name}_std`]) ? ` \u00b1 ${form(row[`${name}_std`])}` : "") : "");
+const RESULTS = [
+  ["strategy", false, (row) => row.title], ["seeds", true, (row) => row.seeds],
+  ["validation loss", true, (row) => spread(row, "val_loss", figure)], ["quality", true, (row) => spread(row, "quality", share)],
+  ["sent/node", true, (row) => bytes(row.tx_bytes)], ["reduction", true, (row) => (isNumber(row.reduction) ? `${Number(row.reduction.toPrecision(3))}x` : "")],
+  ["bytes to target", true, (row) => bytes(row.target_bytes)], ["time to target", true, (row) => seconds(row.target_s)],
+  ["predicted time", true, (row) => seconds(row.time_s)], ["notes", false, (row) => row.notes],
+];
+
 export function comparePage(main, names) {
   const wanted = new Set(names), { holders, box: charts } = places(Object.keys(TITLES)), body = make("tbody");
   const at = make("p", { class: "soft", role: "status" }), actions = actionsOf(names[0]);
   const cells = make("section", { hidden: true }), own = names.length === 1 ? notes(names[0]) : null;
+  const verdict = make("p", { id: "verdict", hidden: true }), results = make("section", { hidden: true });
+  const groups = make("select", { id: "group", onchange(event) { look.group = event.target.value; show(); keep(); } });
+  const keep = () => toAddress("axis", "logx", "logy", "smooth", "group"), described = new Map();
+  let members = {}, offered = "";
   main.append(make("h2", {}, names.length === 1 ? names[0] : `Compare ${names.join(", ")}`), at,
-    own ? actions.box : "", make("div", { class: "bar" }, axisChoice(() => show())),
-    cells, charts, table(COLUMNS.map(([, title, , number]) => [title, number]), body), own ?? "");
+    verdict, results, own ? actions.box : "", make("div", { class: "bar" }, make("label", {}, "Group by ", groups), axisChoice(() => show())),
+    charts, cells, table(COLUMNS.map(([, title, , number]) => [title, number]), body), own ?? "");
   const curves = new Map();
   let timer = 0, gone = false;
 
@@ -22,16 +64,40 @@ export function comparePage(main, names) {
   const runs = () => store.list.filter((run) => run.kind === "run" && (wanted.has(run.name)
     || wanted.has(run.name.split("/")[0])));
 
+  const grouping = () => look.group ?? (Object.keys(members).length ? STRATEGY : RUNS);
+  const labelOf = (name) => (grouping() === RUNS ? short(name) : grouping() === STRATEGY && members[name]
+    ? members[name] : described.get(name)?.[grouping()] ?? find(name)?.[grouping()] ?? "not said");
+
+  // Offer each option that differs between the runs.
+  function offer() {
+    const all = [...described.values()], names = [...new Set(all.flatMap(Object.keys))];
+    const differ = names.filter((name) => new Set(all.map((options) => options[name])).size > 1).sort();
+    const wanted = [...new Set([RUNS, STRATEGY, ...differ, grouping()])], key = JSON.stringify(wanted);
+    if (key !== offered) groups.replaceChildren(...wanted.map((name) => make("option", { value: name }, name || "single runs")));
+    offered = key; groups.value = grouping();
+  }
+
   function show() {
+    offer();
+    const lists = new Map();
+    for (const [name, { rows }] of curves) lists.set(labelOf(name), [...(lists.get(labelOf(name)) ?? []), rows]);
     for (const [title, column] of Object.entries(TITLES)) {
-      draw(holders[title], title, [...curves].map(([label, { rows }]) => {
-        const mine = rows.filter((row) => isNumber(row[column]));
-        return { label: short(label), x: mine.map((row) => row[look.axis]), y: mine.map((row) => row[column]) };
-      }));
+      draw(holders[title], title, [...lists].map(([label, runs]) => together(label, runs, column)));
     }
     if (!body.contains(document.activeElement)) {
       body.replaceChildren(...runs().map((run) => make("tr", {}, ...COLUMNS.map((column) => cell(run, column)))));
     }
+  }
+
+  async function showVerdict() {
+    if (own === null) return;
+    const found = await get(`/api/runs/${address(names[0])}/verdict`), rows = found.rows ?? [];
+    members = found.members ?? {};
+    verdict.hidden = !found.verdict; verdict.textContent = found.verdict ?? "";
+    results.hidden = !rows.length;
+    const columns = RESULTS.filter(([, , text]) => rows.some((row) => text(row)));
+    results.replaceChildren(table(columns.map(([title, number]) => [title, number]), make("tbody", {}, ...rows.map((row) => make("tr", {},
+      ...columns.map(([, number, text]) => make("td", { class: number ? "number" : "" }, text(row))))))));
   }
 
   async function showGrid() {
@@ -44,7 +110,12 @@ export function comparePage(main, names) {
 
   async function poll() {
     try {
+      await showVerdict();
       for (const run of runs().slice(0, MOST_CURVES)) {
+        if (!described.has(run.name)) {
+          const { description = {}, strategy } = await get(`/api/runs/${address(run.name)}`).catch(() => ({}));
+          described.set(run.name, { ...optionsOf(description), strategy });
+        }
         const known = curves.get(run.name) ?? { next: followed(run.name, MOST_POINTS), rows: [], more: true };
         if (!known.more && known.state === run.state && run.state !== "running") continue;
         const found = await known.next().catch(() => ({ more: false }));  // the run's row gives the reason

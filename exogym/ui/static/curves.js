@@ -1,6 +1,6 @@
 // Curves in one chart, over steps, bytes or seconds. Readers can zoom, read values by pointer and keys, and save files.
 
-import { bytes, isNumber, look, make } from "./base.js";
+import { bytes, isNumber, look, make, toAddress } from "./base.js";
 import { csv, download, png, svg } from "./saving.js";
 
 const LIGHT = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#8a8a8a"];
@@ -17,7 +17,8 @@ const sizes = new ResizeObserver((entries) => {
 });
 
 // The choices of axis, scales and smoothing for all charts of a page.
-export function axisChoice(change) {
+export function axisChoice(changed) {
+  const change = () => { changed(); toAddress("axis", "logx", "logy", "smooth", "group"); };
   const select = make("select", { id: "axis", onchange(event) { look.axis = event.target.value; change(); } });
   for (const [key, title] of Object.entries(AXES)) select.append(make("option", { value: key }, title));
   select.value = look.axis;

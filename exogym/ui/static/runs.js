@@ -1,6 +1,6 @@
 // The list of runs.
 
-import { address, ageOf, bytes, figure, look, make, seconds, stateOf, store } from "./base.js";
+import { address, ageOf, bytes, figure, look, make, seconds, stateOf, store, toAddress } from "./base.js";
 
 const MOST_ROWS = 300;
 let most = MOST_ROWS;
@@ -33,15 +33,15 @@ export function runsPage(main) {
     location.hash = `#/compare/${[...store.chosen].map(encodeURIComponent).join("&")}`;
   } }, "Compare selected");
   const filter = make("input", { type: "search", id: "filter", placeholder: "name, strategy, task, tag, note",
-    oninput(event) { look.text = event.target.value; show(); } });
+    oninput(event) { look.text = event.target.value; show(); keep(); } });
   filter.value = look.text;
-  const states = make("select", { id: "state", onchange(event) { look.state = event.target.value; show(); } });
+  const states = make("select", { id: "state", onchange(event) { look.state = event.target.value; show(); keep(); } });
   for (const state of ["", "running", "done", "stopped", "failed", "lost", "unreadable"]) {
     states.append(make("option", { value: state }, state || "all"));
   }
   states.value = look.state;
   const inside = make("input", { type: "checkbox", id: "inside", onchange(event) {
-    look.inside = event.target.checked; show();
+    look.inside = event.target.checked; show(); keep();
   } });
   inside.checked = look.inside;
   const more = make("button", { type: "button", onclick() { most += MOST_ROWS; show(); } }, "Show more");
@@ -50,12 +50,14 @@ export function runsPage(main) {
       make("label", {}, inside, " Show runs inside comparisons and sweeps"), compare),
     count, make("div", { class: "wide" }, make("table", {}, make("thead", {}, head), body)), more);
 
+  const keep = () => toAddress("text", "state", "sort", "down", "inside");
+
   function heads() {
     const focused = head.querySelector(":focus")?.dataset.key;
     head.replaceChildren(make("th", {}, ""), ...COLUMNS.map(([key, title, , number]) => {
       const sorted = look.sort === key ? (look.down ? "descending" : "ascending") : "none";
       const button = make("button", { type: "button", "data-key": key, onclick() {
-        look.down = look.sort === key ? !look.down : true; look.sort = key; heads(); show();
+        look.down = look.sort === key ? !look.down : true; look.sort = key; heads(); show(); keep();
       } }, title + (sorted === "none" ? "" : look.down ? " \u2193" : " \u2191"));
       return make("th", { "aria-sort": sorted, class: number ? "number" : "", scope: "col" }, button);
     }));
