@@ -1,8 +1,8 @@
-"""The lower level: one process among several, with its collectives, its sampler and torch's data parallel wrapper.
+"""Process groups, collectives, a sampler and torch's data parallel wrapper, for training loops that you write yourself.
 
-For training with a strategy use `exogym.LocalTrainer`; this is what a training loop written by hand needs.
+To train with a strategy, use `exogym.LocalTrainer` instead.
 
-A world of one process; under the launcher the same calls are for all:
+An example with one process. Under the launcher every process makes the same calls:
 
 >>> import tempfile
 >>> from pathlib import Path

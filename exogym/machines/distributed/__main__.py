@@ -15,21 +15,23 @@ from exogym.machines.distributed.probing import PROBED_BYTES, as_line, measure, 
 
 
 def main() -> int:
-    """Run the self-test in the world that the launcher made, and print the table on rank 0; return the exit status."""
+    """Run the self-test in the launcher's processes, print the table on rank 0, and return the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m exogym.launch --nproc_per_node N -m exogym.distributed",
         description="Check every collective against the known result, and measure its bandwidth and latency.",
         allow_abbrev=False,
     )
-    parser.add_argument("--sizes_bytes", type=int, nargs="+", help="sizes to measure (default 4 KiB to 16 MiB)")
-    parser.add_argument("--repeats", type=int, default=5, help="timed calls of each size (default 5)")
-    parser.add_argument("--json", metavar="FILE", help="write what predictions start from, for --network; - prints it")
     parser.add_argument(
-        "--task", metavar="NAME", help="with --json: also a step of this task, a name or module:function"
+        "--sizes_bytes", type=int, nargs="+", help="sizes in bytes to measure (default: 4 KiB to 16 MiB)"
     )
-    parser.add_argument("--batch-size", type=int, help="examples of that step (default the task's)")
-    parser.add_argument("--data", metavar="PATH", help="file or folder of that task's data, if not in the usual places")
-    parser.add_argument("--task-options", metavar="TEXT", default="", help="of that task, as lora_rank=8")
+    parser.add_argument("--repeats", type=int, default=5, help="timed calls of each size (default 5)")
+    parser.add_argument("--json", metavar="FILE", help="write a measurement for --network; - prints it")
+    parser.add_argument(
+        "--task", metavar="NAME", help="with --json: also time a step of this task (a name or module:function)"
+    )
+    parser.add_argument("--batch-size", type=int, help="examples in that step (default: the task's)")
+    parser.add_argument("--data", metavar="PATH", help="the task's data: a file or folder (default: the usual places)")
+    parser.add_argument("--task-options", metavar="TEXT", default="", help="the task's options, as lora_rank=8")
     given = parser.parse_args()
     fields: dict[str, Any] = {}
     try:
@@ -59,7 +61,7 @@ def main() -> int:
         if given.json is not None:
             with replacing(given.json) as file:
                 file.write(as_line(fields) + "\n")
-        print(f"{info['world_size']} processes, {info['backend']}; every result is right\n{table(rows)}")
+        print(f"{info['world_size']} processes, {info['backend']}; every result is correct\n{table(rows)}")
     return 0
 
 

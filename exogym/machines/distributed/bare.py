@@ -1,7 +1,7 @@
-"""The collectives bare: torch's own calls on tensors that are known to fit. `collectives` checks, then calls these.
+"""Torch's collectives without checks. `collectives` checks the tensors, then calls these.
 
-Whatever only moves data is moved as bytes, so every dtype travels on every backend. Tensors are contiguous and on the
-device of the backend.
+Collectives that only move data move bytes, so every dtype works on every backend. Tensors must be contiguous and on the
+backend's device.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from exogym.machines.distributed.operation import ReduceOp
 
 SENT_AS = {
     ReduceOp.SUM: dist.ReduceOp.SUM,
-    ReduceOp.AVERAGE: dist.ReduceOp.SUM,  # divided afterwards
+    ReduceOp.AVERAGE: dist.ReduceOp.SUM,  # then divided
     ReduceOp.MIN: dist.ReduceOp.MIN,
     ReduceOp.MAX: dist.ReduceOp.MAX,
     ReduceOp.PRODUCT: dist.ReduceOp.PRODUCT,
 }
-IN_ROWS = {  # over the first dimension, in the order of the ranks
+IN_ROWS = {  # reductions over the first dimension, in rank order
     ReduceOp.SUM: lambda rows: rows.sum(0, dtype=rows.dtype),
     ReduceOp.AVERAGE: lambda rows: rows.sum(0, dtype=rows.dtype),
     ReduceOp.MIN: lambda rows: rows.amin(0),
@@ -29,7 +29,7 @@ IN_ROWS = {  # over the first dimension, in the order of the ranks
 
 
 def device() -> torch.device:
-    """Return where the tensors of this process group's backend live."""
+    """Return the device of the process group's backend."""
     if dist.get_backend() == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
@@ -41,47 +41,47 @@ def as_bytes(x: Tensor) -> Tensor:
 
 
 def broadcast_(x: Tensor, src: int) -> Tensor:
-    """Overwrite `x` by the tensor of `src`."""
+    """Overwrite `x` with the tensor of rank `src`."""
     dist.broadcast(as_bytes(x), src)
     return x
 
 
 def all_reduce_(x: Tensor, op: ReduceOp) -> Tensor:
-    """Overwrite `x` by the reduction over all."""
+    """Overwrite `x` with the reduction over all processes."""
     dist.all_reduce(x, SENT_AS[op])
     return _averaged(x, op)
 
 
 def reduce_(x: Tensor, dst: int, op: ReduceOp) -> Tensor:
-    """Overwrite `x` by the reduction on `dst`; elsewhere `x` is spoilt."""
+    """Overwrite `x` with the reduction on rank `dst`. On other ranks `x` becomes undefined."""
     dist.reduce(x, dst, SENT_AS[op])
     return _averaged(x, op)
 
 
 def all_gather_(x: Tensor) -> list[Tensor]:
-    """Return the tensors of all, in rank order."""
+    """Return all processes' tensors, in rank order."""
     parts = alike(x)
     dist.all_gather([as_bytes(part) for part in parts], as_bytes(x))
     return parts
 
 
 def gather_(parts: list[Tensor] | None, x: Tensor, dst: int) -> list[Tensor] | None:
-    """Overwrite `parts`, on `dst`, by the tensors of all, in rank order; elsewhere `parts` is empty: None."""
+    """Overwrite `parts` on rank `dst` with all processes' tensors, in rank order. Other ranks give None."""
     dist.gather(as_bytes(x), None if parts is None else [as_bytes(part) for part in parts], dst)
     return parts
 
 
 def scatter_(out: Tensor, parts: list[Tensor] | None, src: int) -> Tensor:
-    """Overwrite `out` by part `rank` of the parts of `src`."""
+    """Overwrite `out` with this rank's part of the parts on rank `src`."""
     dist.scatter(as_bytes(out), None if parts is None else [as_bytes(part) for part in parts], src)
     return out
 
 
 def reduce_scatter_(x: Tensor, op: ReduceOp) -> Tensor:
-    """Return part `rank` of the reduction over all, cut along the first dimension.
+    """Return this rank's part of the reduction over all processes, cut along the first dimension.
 
-    NCCL has it as one call; elsewhere everyone sends each process its part and adds up its own in rank order, which is
-    as many bytes as a ring would send.
+    NCCL has one call for it. Otherwise every process sends each process its part, and adds up its own parts in rank
+    order. This sends as many bytes as a ring.
     """
     size = dist.get_world_size()
     out = torch.empty_like(x[: len(x) // size])
@@ -95,18 +95,18 @@ def reduce_scatter_(x: Tensor, op: ReduceOp) -> Tensor:
 
 
 def send(x: Tensor, dst: int) -> None:
-    """Send `x` to `dst`; return when its memory is free."""
+    """Send `x` to rank `dst`. Return when the memory of `x` may be reused."""
     dist.send(as_bytes(x), dst)
 
 
 def receive_(x: Tensor, src: int) -> Tensor:
-    """Overwrite `x` by the tensor that `src` sends."""
+    """Overwrite `x` with the tensor that rank `src` sends."""
     dist.recv(as_bytes(x), src)
     return x
 
 
 def alike(x: Tensor) -> list[Tensor]:
-    """Return memory for a tensor like `x` from each process."""
+    """Return one empty tensor like `x` for each process."""
     return [torch.empty_like(x) for _ in range(dist.get_world_size())]
 
 

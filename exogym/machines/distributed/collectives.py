@@ -1,8 +1,9 @@
-"""The collectives: they return their result and leave their argument alone.
+"""Collectives that return their result and do not change their argument.
 
-Every process makes the same calls in the same order. Before each, the processes compare notes on what they are about
-to do (160 bytes per process), so that a call that does not fit is an error on all of them, not a hang or garbage.
-Results carry no gradient. With gloo and MPI, tensors of other devices go over the CPU; NCCL wants CUDA tensors.
+All processes must make the same calls in the same order. Before each call they exchange a description of it (160 bytes
+per process). So a wrong call is an error on all processes, not a hang or wrong numbers.
+
+Results have no gradient. With gloo and MPI, tensors of other devices go through the CPU; NCCL needs CUDA tensors.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ MOST_DIMENSIONS = 15
 
 
 def broadcast(tensor: Tensor, src: int = 0) -> Tensor:
-    """Return the tensor of process `src`. All give one of the same shape and dtype. Received: tensor.nbytes.
+    """Return the tensor of process `src`. All processes give the same shape and dtype. Received: tensor.nbytes.
 
     >>> from exogym.distributed import destroy_process_group, init_process_group
     >>> init_process_group("gloo", world_size=1)
@@ -44,7 +45,7 @@ def broadcast(tensor: Tensor, src: int = 0) -> Tensor:
 
 
 def all_reduce(tensor: Tensor, op: ReduceOp | str = ReduceOp.SUM) -> Tensor:
-    """Return the reduction over all processes, the same on all. Sent per process: 2 (n - 1)/n tensor.nbytes (ring)."""
+    """Return the reduction over all processes, on each process. Sent per process: 2 (n - 1)/n tensor.nbytes (ring)."""
     with _call("all_reduce", tensor, op=op) as note:
         return note.result(bare.all_reduce_(note.copy(), note.operation))
 
@@ -71,14 +72,14 @@ def gather(tensor: Tensor, dst: int = 0) -> list[Tensor] | None:
 
 
 def scatter(tensors: Sequence[Tensor] | None = None, src: int = 0) -> Tensor:
-    """Return tensor number `rank` of the list that process `src` gives: one per process, of the same shape and dtype.
+    """Return this process's tensor from the list on process `src`.
 
-    The other processes give None.
+    The list has one tensor per process, all with the same shape and dtype. The other processes give None.
     """
     require_group("scatter")
     here = dist.get_rank() == src
     if not here and tensors is not None:
-        raise ArgumentError(f"scatter: only the source, rank {src}, gives tensors; rank {dist.get_rank()} gives None")
+        raise ArgumentError(f"scatter: only rank {src} (src) may give tensors: give None on rank {dist.get_rank()}")
     parts = list(tensors) if tensors is not None else []
     if here:
         _check_parts(parts)
@@ -89,7 +90,7 @@ def scatter(tensors: Sequence[Tensor] | None = None, src: int = 0) -> Tensor:
 
 
 def reduce_scatter(tensor: Tensor, op: ReduceOp | str = ReduceOp.SUM) -> Tensor:
-    """Return part `rank` of the reduction over all processes, cut evenly along the first dimension.
+    """Return this process's part of the reduction over all processes, cut evenly along the first dimension.
 
     Sent per process: (n - 1)/n tensor.nbytes.
 
@@ -107,7 +108,7 @@ def reduce_scatter(tensor: Tensor, op: ReduceOp | str = ReduceOp.SUM) -> Tensor:
 
 
 def send(tensor: Tensor, dst: int) -> None:
-    """Send a tensor to process `dst`, which calls `recv(src)`; shape and dtype go along."""
+    """Send a tensor to process `dst`, which calls `recv(src)`. Shape and dtype are sent, too."""
     with _call("send", tensor, dst) as note:
         note.check_peer(dst)
         bare.send(note.words(), dst)
@@ -116,7 +117,7 @@ def send(tensor: Tensor, dst: int) -> None:
 
 
 def recv(src: int) -> Tensor:
-    """Return the tensor that process `src` sends with `send(tensor, dst)`; it is on the backend's device."""
+    """Return the tensor that process `src` sends with `send(tensor, dst)`, on the backend's device."""
     with _call("recv", None, src) as note:
         note.check_peer(src)
         words = torch.empty(len(note.words()), dtype=torch.int64, device=bare.device())
@@ -126,13 +127,13 @@ def recv(src: int) -> Tensor:
 
 
 def barrier() -> None:
-    """Wait until all processes have come here."""
+    """Wait until all processes have called this."""
     with _call("barrier", None):
-        pass  # nobody knows all notes before all have come
+        pass  # comparing the notes waits for all processes
 
 
 class _Note:
-    """What one process is about to do: the kind of call, its tensor, its root and its operation."""
+    """A process's description of its next call: kind, tensor, root and operation."""
 
     def __init__(self, kind: str, tensor: Tensor | None, root: int | None, op: ReduceOp | str | None):
         require_group(kind)
@@ -143,7 +144,9 @@ class _Note:
         if root is not None:
             check_count("src" if kind in ("broadcast", "scatter", "recv") else "dst", root, 0)
             if root >= self.world_size:
-                raise ArgumentError(f"{kind}: there is no rank {root} among the {self.world_size} processes")
+                raise ArgumentError(
+                    f"{kind}: rank {root} is too large for {self.world_size} processes: ranks count from 0"
+                )
         self.tensor = tensor
         self.operation = ReduceOp.SUM
         if op is not None and tensor is not None:
@@ -169,14 +172,14 @@ class _Note:
         return torch.tensor(words, dtype=torch.int64, device=bare.device())
 
     def compare(self) -> None:
-        """Raise ArgumentError, on all processes, unless all are about to do the same."""
+        """Raise ArgumentError on all processes unless all make the same call."""
         if self.world_size > 1:
             notes = self._notes()
             if any(words != notes[0] for words in notes):
                 self._disagree(notes)
 
     def compare_with_source(self) -> tuple[list[int], torch.dtype]:
-        """As `compare`, where only the source knows the tensor; return its shape and dtype."""
+        """Compare when only the source knows the tensor. Return the tensor's shape and dtype."""
         assert self.root is not None
         if self.world_size == 1:
             return _shape_of(self.words().tolist())
@@ -190,57 +193,57 @@ class _Note:
 
     def check_peer(self, peer: int) -> None:
         if peer == self.rank:
-            raise ArgumentError(f"{self.kind}: rank {peer} is this process itself")
+            raise ArgumentError(f"{self.kind}: rank {peer} is this process: give another rank")
 
     def _disagree(self, notes: list[list[int]]) -> None:
         calls = "; ".join(f"rank {rank} called {_text(words)}" for rank, words in enumerate(notes))
-        raise ArgumentError(f"{self.kind}: the processes do not fit together: {calls}; all must make the same call")
+        raise ArgumentError(f"{self.kind}: the processes made different calls: {calls}; all must make the same call")
 
 
 @contextlib.contextmanager
 def _call(
     kind: str, tensor: Tensor | None, root: int | None = None, op: ReduceOp | str | None = None
 ) -> Iterator[_Note]:
-    """Give the note of a call, once all are known to make it; what torch raises inside says where it happened."""
+    """Yield a call's note once all processes make the call. Torch's errors inside become GroupErrors with the rank."""
     note = _Note(kind, tensor, root, op)
     try:
         with torch.no_grad():
-            if kind not in ("scatter", "send", "recv"):  # of which not all know the tensor
+            if kind not in ("scatter", "send", "recv"):  # here not all processes know the tensor
                 note.compare()
             yield note
     except GroupError:
         raise
     except RuntimeError as error:
         raise GroupError(
-            f"{kind} failed on rank {note.rank} of {note.world_size}; perhaps another process has ended, see its "
-            f"output. Torch says: {error}"
+            f"{kind} failed on rank {note.rank} of {note.world_size}: another process may have ended; see its "
+            f"output. Torch's error: {error}"
         ) from None
 
 
 def _ready(x: Tensor, copy: bool = False) -> Tensor:
-    """Return `x` as the backend takes it: contiguous, on its device, without gradient; with `copy` not `x` itself."""
+    """Return `x` contiguous, on the backend's device, without gradient. `copy`: never `x` itself."""
     there = x.detach().to(bare.device()).contiguous()
     return there.clone() if copy and there.data_ptr() == x.data_ptr() else there
 
 
 def _check_tensor(kind: str, x: Any) -> None:
     if not isinstance(x, Tensor):
-        cure = "; torch.as_tensor makes one" if type(x).__module__ == "numpy" else ""
+        cure = ": convert with torch.as_tensor" if type(x).__module__ == "numpy" else ""
         raise ArgumentError(f"{kind}: got a {type(x).__name__}, wanted a torch tensor{cure}")
     if x.layout != torch.strided:
-        raise ArgumentError(f"{kind}: got a sparse tensor ({x.layout}), wanted a dense one: use .to_dense()")
+        raise ArgumentError(f"{kind}: got a sparse tensor ({x.layout}), wanted a dense tensor: use .to_dense()")
     if x.dtype not in DTYPES:
-        raise ArgumentError(f"{kind}: tensors of {x.dtype} cannot be sent")
+        raise ArgumentError(f"{kind}: tensors of {x.dtype} cannot be sent: convert first, for example with .float()")
     if x.dim() > MOST_DIMENSIONS:
         raise ArgumentError(f"{kind}: got {x.dim()} dimensions, at most {MOST_DIMENSIONS} can be sent: flatten it")
     if dist.get_backend() == "nccl" and x.device.type != "cuda":
-        raise ArgumentError(f"{kind}: NCCL carries CUDA tensors, got one on {x.device}: use .cuda(), or backend='gloo'")
+        raise ArgumentError(f"{kind}: NCCL needs CUDA tensors, got {x.device}: use .cuda(), or backend='gloo'")
 
 
 def _check_parts(parts: list[Any]) -> None:
     size = dist.get_world_size()
     if len(parts) != size:
-        raise ArgumentError(f"scatter: got {len(parts)} tensors for {size} processes, wanted one for each")
+        raise ArgumentError(f"scatter: got {len(parts)} tensors for {size} processes: give one for each")
     for part in parts:
         _check_tensor("scatter", part)
         if (part.shape, part.dtype) != (parts[0].shape, parts[0].dtype):
@@ -255,7 +258,7 @@ def _shape_of(words: list[int]) -> tuple[list[int], torch.dtype]:
 
 
 def _text(words: list[int]) -> str:
-    """Return a note as the call it stands for."""
+    """Return a note as the text of its call."""
     kind, given = KINDS[words[0]], []
     if words[3] >= 0:
         shape, dtype = _shape_of(words)

@@ -1,4 +1,4 @@
-"""Data parallel training by hand: torch's own wrapper and sampler, under the names and arguments of the documents."""
+"""Data parallel training in your own loop: torch's wrapper and sampler, with extra arguments and checks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class DistributedDataParallel(_DDP):
 
     Args:
         module: the model, on its device.
-        bucket_size_mb: another name for torch's `bucket_cap_mb`, mebibytes of gradients sent at once (25).
+        bucket_size_mb: another name for torch's `bucket_cap_mb`: mebibytes of gradients per message (25).
         options: torch's options: `find_unused_parameters`, `gradient_as_bucket_view`, `static_graph`, ...
 
     Raises:
@@ -37,40 +37,42 @@ class DistributedDataParallel(_DDP):
                 )
         if bucket_size_mb is not None:
             if "bucket_cap_mb" in options:
-                raise ArgumentError("bucket_size_mb= and bucket_cap_mb= are one and the same: give one")
+                raise ArgumentError("bucket_size_mb= and bucket_cap_mb= are the same option: give only one")
             check_number("bucket_size_mb", bucket_size_mb, over=0, more=" mebibytes")
             options["bucket_cap_mb"] = bucket_size_mb
         super().__init__(module, *args, **options)
 
 
 def no_sync(model: nn.Module) -> AbstractContextManager[None]:
-    """Inside `with no_sync(model):` gradients add up on each process and are not averaged; the next backward outside
-    averages the whole sum. For gradient accumulation.
+    """Accumulate gradients on each process inside `with no_sync(model):`, without averaging.
+
+    The next backward pass outside averages the whole sum.
 
     Raises:
         ArgumentError: `model` is not wrapped in DistributedDataParallel.
     """
     if not isinstance(model, _DDP):
         raise ArgumentError(
-            f"no_sync() wants a model wrapped in DistributedDataParallel, got a {type(model).__name__}, whose "
-            "gradients are not synchronized"
+            f"no_sync() got a {type(model).__name__}, whose gradients are not synchronized: wrap the model in "
+            "DistributedDataParallel"
         )
     return model.no_sync()
 
 
 class DistributedSampler(torch.utils.data.DistributedSampler[Any]):
-    """Torch's DistributedSampler, which also takes the size of a data set for the data set.
+    """Torch's DistributedSampler. It also accepts a data set's size instead of the data set.
 
-    The indices are torch's: an order drawn from (seed, epoch) if `shuffle`, dealt out in turn, filled up from its start
-    (or cut, with `drop_last`) so that all processes get equally many. Call `set_epoch` before each epoch.
+    The indices are torch's. With `shuffle` their order is drawn from (seed, epoch). Processes get them in turn. The
+    order is extended from its start (or cut, with `drop_last`) so that all processes get equally many. Call `set_epoch`
+    before each epoch.
 
     Args:
-        dataset: the data set; or leave it out and give `dataset_size`.
+        dataset: the data set. Or leave it out and give `dataset_size`.
         num_replicas, rank: number of processes, and this process's rank; None: the process group's.
 
     Raises:
-        ArgumentError: neither or both of data set and size, or a rank outside.
-        GroupError: `num_replicas` or `rank` is left out where there is no process group.
+        ArgumentError: neither or both of data set and size are given, or the rank is too large.
+        GroupError: `num_replicas` or `rank` is missing, and there is no process group.
 
     >>> list(DistributedSampler(dataset_size=5, num_replicas=2, rank=1, shuffle=False))
     [1, 3, 0]
@@ -91,7 +93,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[Any]):
         if (dataset is None) == (dataset_size is None):
             raise ArgumentError("give either a data set or dataset_size=, its number of examples")
         if isinstance(dataset, int):
-            raise ArgumentError(f"got {dataset} for the data set; a size is given by name: dataset_size={dataset}")
+            raise ArgumentError(f"dataset={dataset} is a number: give a size as dataset_size={dataset}")
         if dataset_size is not None:
             check_count("dataset_size", dataset_size)
         num_replicas = get_world_size() if num_replicas is None else num_replicas

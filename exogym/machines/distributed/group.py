@@ -1,4 +1,4 @@
-"""The process group: joining it, leaving it, and its members."""
+"""Join, leave and describe the process group."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from exogym.machines.launch.backends import BACKEND_VARIABLE, available_backends
 
 
 class GroupError(ExoGymError, RuntimeError):
-    """There is no process group, there is one already, or a member of it was lost."""
+    """The process group is missing, exists already, or has lost a member."""
 
 
 @checked
@@ -30,25 +30,25 @@ def init_process_group(
     timeout_s: float | None = None,
     store: dist.Store | None = None,
 ) -> None:
-    """Join the world of processes. Every process calls this once, before any collective.
+    """Join the process group. Every process calls this once, before any collective.
 
-    Under `python -m exogym.launch` or `torchrun` no argument is needed: rank and world size come from their
-    environment. Without a launcher the process is a world of one (and a line on stderr says so). With "nccl" the
-    GPU of the local rank becomes the current one.
+    Under `python -m exogym.launch` or `torchrun` no argument is needed: rank and world size come from the environment.
+    Without a launcher the process is alone in its group, and a notice on stderr says so. With "nccl" the local rank's
+    GPU becomes the current device.
 
     Args:
         backend: "gloo" (CPU), "nccl" (CUDA GPUs) or "mpi" (under mpirun, with a torch built for it). None: the
             launcher's, or "nccl" if every process on this machine has its own GPU, otherwise "gloo".
         init_method: where the processes meet: "env://" (MASTER_ADDR and MASTER_PORT, the default), "tcp://host:port" or
             "file:///path".
-        world_size: number of processes; None: WORLD_SIZE of the environment. 1 is a world of one process.
-        rank: this process, 0 to world_size - 1; None: RANK of the environment.
-        timeout_s: seconds after which a collective that not all have joined fails; None: torch's default.
-        store: a torch store to meet in, instead of `init_method`.
+        world_size: number of processes; None: WORLD_SIZE of the environment. 1: this process is alone.
+        rank: this process's rank, 0 to world_size - 1; None: RANK of the environment.
+        timeout_s: a collective fails if not all processes join it within these seconds; None: torch's default.
+        store: a torch store where the processes meet, instead of `init_method`.
 
     Raises:
-        ArgumentError: an unknown or unusable backend, or a missing or wrong rank or address.
-        GroupError: there is a process group already.
+        ArgumentError: the backend is unknown or unusable, or a rank or address is missing or wrong.
+        GroupError: this process is in a process group already.
 
     >>> init_process_group("gloo", world_size=1, rank=0)
     >>> get_rank(), get_world_size()
@@ -61,12 +61,12 @@ def init_process_group(
     options = _timeout(timeout_s)
     if backend == "mpi":
         if (init_method, world_size, rank, store) != (None, None, None, None):
-            raise ArgumentError("backend='mpi': mpirun gives ranks and world size; leave out the arguments beside it")
+            raise ArgumentError("backend='mpi': mpirun sets ranks and world size: leave out all other arguments")
         join_group("mpi", **options)
         return
     world_size, rank = _place(world_size, rank, through_environment=store is None and init_method in (None, "env://"))
     if store is not None and init_method is not None:
-        raise ArgumentError(f"init_method={init_method!r} and store= were both given: give one")
+        raise ArgumentError(f"init_method={init_method!r} and store= exclude each other: give only one")
     if store is None and init_method in (None, "env://"):
         init_method = "env://"
         if world_size == 1:
@@ -87,7 +87,7 @@ def destroy_process_group() -> None:
 
 
 def is_initialized() -> bool:
-    """Say whether this process is in a process group (made here or by torch itself)."""
+    """Return whether this process is in a process group, made here or by torch itself."""
     return dist.is_available() and dist.is_initialized()
 
 
@@ -110,12 +110,18 @@ def require_group(caller: str) -> None:
 
 
 def get_distributed_info() -> dict[str, Any]:
-    """Describe this process and its world, with or without a process group.
+    """Describe this process and its process group, if any.
 
-    `available` (torch can), `initialized`, `backend` (None without a group), `backends` (usable here), `world_size`,
-    `rank`, `local_rank`, `local_world_size`, `node_rank` (without a group: the launcher's, or a world of one),
-    `device` (where the tensors of this backend live), `hostname`, `pid`, `master_addr` and `master_port` (None if
-    unset), `restart_count` (times the launcher has started the processes again).
+    Returns:
+        available: torch has a usable backend.
+        initialized, backend: this process is in a group; the group's backend, or None.
+        backends: backends that work on this machine.
+        world_size, rank, local_rank, local_world_size, node_rank: without a group, the launcher's
+            values, or a single process's.
+        device: the backend's device.
+        hostname, pid: this machine and process.
+        master_addr, master_port: from the environment, or None.
+        restart_count: how often the launcher has restarted the processes.
 
     >>> info = get_distributed_info()
     >>> info["initialized"], info["world_size"], info["rank"]
@@ -145,7 +151,7 @@ def get_distributed_info() -> dict[str, Any]:
 
 
 def choose_backend(backend: str | None) -> str:
-    """Return the backend to use where `backend` was asked for; see `init_process_group`."""
+    """Return the backend to use for the argument `backend` of `init_process_group`."""
     if backend is None:
         backend = os.environ.get(BACKEND_VARIABLE)
     if backend is None:
@@ -163,11 +169,11 @@ def _number(name: str) -> int | None:
     try:
         return int(text)
     except ValueError:
-        raise ArgumentError(f"the environment has {name}={text!r}, wanted a whole number") from None
+        raise ArgumentError(f"the environment variable {name}={text!r} must be a whole number") from None
 
 
 def _place(world_size: int | None, rank: int | None, through_environment: bool) -> tuple[int, int]:
-    """Return (world size, rank) from what was given and what the launcher says."""
+    """Return (world size, rank) from the arguments and the launcher's environment."""
     for name, given, least in (("world_size", world_size, 1), ("rank", rank, 0)):
         if given is not None:
             check_count(name, given, least)
@@ -176,15 +182,15 @@ def _place(world_size: int | None, rank: int | None, through_environment: bool) 
         for name, given, said in (("world_size", world_size, said_size), ("rank", rank, said_rank)):
             if given is not None and said is not None and given != said:
                 raise ArgumentError(
-                    f"{name}={given} was given, but the launcher says {said}: leave {name}= out (or, to meet "
-                    "elsewhere, give init_method= or store=)"
+                    f"{name}={given}, but the launcher has set {said}: leave {name}= out (or, to meet elsewhere, give "
+                    "init_method= or store=)"
                 )
     if world_size == 1 and rank is None:
         rank = 0
     if world_size is None and rank is None and said_size is None and said_rank is None:
         if not through_environment:
             raise ArgumentError("world_size= and rank= are needed with init_method= or store=")
-        notice("no launcher has set RANK and WORLD_SIZE: this process is a world of one")
+        notice("no launcher has set RANK and WORLD_SIZE: this process is alone in its group")
         return 1, 0
     world_size = said_size if world_size is None else world_size
     rank = said_rank if rank is None else rank
@@ -192,7 +198,7 @@ def _place(world_size: int | None, rank: int | None, through_environment: bool) 
         name = "world_size" if world_size is None else "rank"
         raise ArgumentError(f"{name}= is missing, and the environment has no {name.upper()}: give both or neither")
     if rank >= world_size:
-        raise ArgumentError(f"rank={rank} is not in a world of world_size={world_size}: ranks count from 0")
+        raise ArgumentError(f"rank={rank} is too large for world_size={world_size}: ranks count from 0")
     return world_size, rank
 
 
@@ -204,13 +210,13 @@ def _timeout(timeout_s: float | None) -> dict[str, Any]:
 
 
 def _own_gpu() -> int:
-    """Return the GPU of this process: that of its local rank, or the only one that it was given to see."""
+    """Return this process's GPU: the GPU of its local rank, or the only visible GPU."""
     local_rank, gpus = _number("LOCAL_RANK") or 0, torch.cuda.device_count()
     if local_rank < gpus:
         return local_rank
     if gpus == 1 and os.environ.get("CUDA_VISIBLE_DEVICES"):
         return 0
     raise ArgumentError(
-        f"backend='nccl' wants a GPU for each process: this is local rank {local_rank}, and there are {gpus} GPUs; "
+        f"backend='nccl' needs a GPU for each process, but local rank {local_rank} sees {gpus} GPUs: "
         f"start at most {gpus} processes on this machine, or use backend='gloo'"
     )

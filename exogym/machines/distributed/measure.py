@@ -1,4 +1,4 @@
-"""The self-test: every collective against the result known in advance, then its bandwidth and latency."""
+"""The self-test: check every collective against known results, then measure bandwidth and latency."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from exogym.machines.distributed.operation import ReduceOp
 Row = dict[str, Any]
 ITEM_BYTES = 4
 DEFAULT_SIZES_BYTES = (1 << 12, 1 << 20, 1 << 24)
-TOLERANCE = 1e-6  # of an average; everything else is exact
+TOLERANCE = 1e-6  # relative error of an average; all else is exact
 
 
 @checked
 def self_test(sizes_bytes: Sequence[int] = DEFAULT_SIZES_BYTES, repeats: int = 5) -> list[Row]:
-    """Check and time every collective; all processes call it, and all get the same rows.
+    """Check and time every collective. All processes call it, and all get the same rows.
 
-    Inputs are small whole numbers and powers of two, so the results are exact and known beforehand (every operation at
-    every size; every root at the smallest size). The test times torch's bare collective on float32 tensors: the slowest
-    process's time, the median of `repeats` calls after one untimed call.
+    Inputs are small whole numbers and powers of two, so the results are exact and known. The test checks every
+    operation at every size, and every root at the smallest size. It times torch's own collective on float32 tensors:
+    the median of `repeats` calls after one untimed call, each as slow as its slowest process.
 
     Args:
         sizes_bytes: sizes to measure; for gather, all_gather, scatter and reduce_scatter the size of all parts
-            together. Rounded up to a multiple of 4 bytes times the processes.
+            together. Each is rounded up to a multiple of 4 bytes times the number of processes.
         repeats: timed calls of each size.
 
     Returns:
@@ -43,8 +43,8 @@ def self_test(sizes_bytes: Sequence[int] = DEFAULT_SIZES_BYTES, repeats: int = 5
         and `latency_s`, the time of the collective's smallest message, 4 bytes per process.
 
     Raises:
-        GroupError: a result is wrong (the message says which, and where), a member was lost, or there is no group.
-        ArgumentError: a world of one process, which has nobody to talk to.
+        GroupError: a result is wrong (the message says which, and where), a process was lost, or there is no group.
+        ArgumentError: there is only one process.
     """
     require_group("self_test")
     for size in sizes_bytes:
@@ -118,7 +118,7 @@ def _powers(rank: int, count: int) -> Tensor:
 def _reductions(count: int) -> dict[ReduceOp, Tensor]:
     n = dist.get_world_size()
     mean = _values(0, count) - 1 + n
-    doubled = torch.stack([_powers(rank, 2) for rank in range(n)]).prod(0)  # of an even and an odd place
+    doubled = torch.stack([_powers(rank, 2) for rank in range(n)]).prod(0)  # values at an even and an odd index
     return {
         ReduceOp.SUM: mean * n,
         ReduceOp.AVERAGE: mean,
@@ -129,7 +129,7 @@ def _reductions(count: int) -> dict[ReduceOp, Tensor]:
 
 
 def _check(name: str, count: int, roots: range) -> None:
-    """Run a collective on `count` numbers with every operation and root, and compare with what must come out."""
+    """Run a collective on `count` numbers with every operation and root, and check the results."""
     n, rank = dist.get_world_size(), dist.get_rank()
     mine, part = _values(rank, count), count // n
     if name == "broadcast":
@@ -156,7 +156,7 @@ def _check(name: str, count: int, roots: range) -> None:
         for root in roots:
             parts = [_values(root + r, part) for r in range(n)] if rank == root else None
             _expect(name, collectives.scatter(parts, root), _values(root + rank, part))
-    else:  # round the ring: everyone but rank 0 waits first
+    else:  # around the ring: all ranks except 0 receive first
         if rank == 0:
             collectives.send(mine, 1)
         _expect(name, collectives.recv((rank - 1) % n), _values((rank - 1) % n, count))
@@ -192,13 +192,13 @@ def _expect(name: str, got: Tensor | None, wanted: Tensor | None, op: ReduceOp |
 
 
 def _time(name: str, count: int, repeats: int) -> float:
-    """Return the median seconds of the bare collective, each as slow as its slowest process."""
+    """Return a collective's median seconds. Each call is as slow as its slowest process."""
     call = _bare(name, count)
     return statistics.median(slowest([seconds_of(call) for _ in range(repeats + 1)][1:]))
 
 
 def seconds_of(call: Callable[[], Any]) -> float:
-    """Return the seconds of a call that all processes begin together."""
+    """Return the seconds of a call that all processes start together."""
     dist.barrier()
     start = time.perf_counter()
     call()

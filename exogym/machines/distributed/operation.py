@@ -1,4 +1,4 @@
-"""The operations of a reduction."""
+"""Reduction operations: sum, average, min, max, product."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from exogym.errors import ArgumentError, nearest
 
 
 class ReduceOp(StrEnum):
-    """How a reduction joins the tensors of all processes, element by element. Its name as text will do too.
+    """How a reduction combines the tensors of all processes, element by element. Text such as "sum" works, too.
 
     >>> ReduceOp.AVERAGE == "average"
     True
@@ -23,7 +23,7 @@ class ReduceOp(StrEnum):
     PRODUCT = "product"
 
 
-_REDUCIBLE = (  # what gloo and NCCL both can
+_REDUCIBLE = (  # dtypes that both gloo and NCCL can reduce
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
     *(torch.int64, torch.int32, torch.int8, torch.uint8),
 )
@@ -33,21 +33,21 @@ def check_operation(op: ReduceOp | str, dtype: torch.dtype) -> ReduceOp:
     """Return `op` as a ReduceOp.
 
     Raises:
-        ArgumentError: unknown, or without meaning for tensors of `dtype`.
+        ArgumentError: `op` is unknown, or is not defined for tensors of `dtype`.
 
     >>> check_operation("averaged", torch.float32)
     Traceback (most recent call last):
     ...
-    exogym.errors.ArgumentError: op='averaged' is no reduction: did you mean 'average'?
+    exogym.errors.ArgumentError: op='averaged' is not a reduction: did you mean 'average'?
     """
     try:
         operation = ReduceOp(op)
     except ValueError:
-        raise ArgumentError(f"op={op!r} is no reduction: {nearest(str(op), [o.value for o in ReduceOp])}") from None
+        raise ArgumentError(f"op={op!r} is not a reduction: {nearest(str(op), [o.value for o in ReduceOp])}") from None
     if dtype not in _REDUCIBLE:
         raise ArgumentError(f"tensors of {dtype} cannot be reduced: convert first, for example with .int() or .float()")
     if operation == ReduceOp.AVERAGE and not (dtype.is_floating_point or dtype.is_complex):
-        raise ArgumentError(f"the average of {dtype} tensors is no {dtype}: convert first with .float()")
+        raise ArgumentError(f"the average of {dtype} tensors is not always a {dtype}: convert first with .float()")
     if dtype.is_complex and operation not in (ReduceOp.SUM, ReduceOp.AVERAGE):
-        raise ArgumentError(f"op={operation.value!r} has no meaning for complex numbers, wanted 'sum' or 'average'")
+        raise ArgumentError(f"op={operation.value!r} is not defined for complex numbers: give 'sum' or 'average'")
     return operation

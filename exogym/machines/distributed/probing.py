@@ -1,8 +1,8 @@
-"""What a prediction starts from: every collective by size, warm and cold, every pair's link, the step of one's model.
+"""Measure a network for predictions: collectives by size, warm and cold, links of pairs, and a step of your model.
 
-The probes use a run's collectives: the communicator's, carried by the wire between processes, with its copies and sums.
-They include both all-reduces, the library's (`reduction="native"`) and the exact one ("exact all_reduce").
-`Network.of` reads the fields (docs/network.md, "From measurements").
+The probes use a run's own collectives, with the copies and sums of the wire between processes. They include both kinds
+of all-reduce: the library's (`reduction="native"`) and the exact kind ("exact all_reduce"). `Network.of` reads the
+result (docs/network.md, "From measurements").
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from exogym.machines.distributed.measure import ITEM_BYTES, Row, finish, seconds
 from exogym.machines.distributed.operation import ReduceOp
 from exogym.network.probes import never_falling
 
-NAME_BYTES = 256  # of a host, at most
-PAIR_BYTES = 1 << 20  # of the message that measures a pair's bandwidth
+NAME_BYTES = 256  # longest host name
+PAIR_BYTES = 1 << 20  # message that measures a pair's bandwidth
 ROUND_TRIPS = 20
 PROBED_BYTES = (1 << 12, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
-MOST_S = 1.0  # a collective of one size is timed for so long, but twice at least
-PAUSE_S = 0.01  # before each, in which lines come to rest, as they do while hosts compute
+MOST_S = 1.0  # seconds to time a collective at one size; at least two calls
+PAUSE_S = 0.01  # pause before each call: lines become idle, as while hosts compute
 MESSAGES = 20
-OF_ALL_PARTS = ("all_gather", "gather")  # of which a size is that of all parts together, where a payload is one
-COLD = ("all_reduce", "exact all_reduce", "broadcast", "all_gather")  # whose first time is measured, too
+OF_ALL_PARTS = ("all_gather", "gather")  # here a size counts all parts together; a payload is one part
+COLD = ("all_reduce", "exact all_reduce", "broadcast", "all_gather")  # collectives whose first call is timed, too
 KINDS = (*COLD, "reduce", "reduce_scatter", "gather", "scatter", "all_to_all")
 Call = Callable[[Tensor], Any]
 STEP = """
@@ -54,7 +54,7 @@ sys.path.insert(0, "")
 task, batch_size, data, options = sys.argv[1:]
 loaded = load_task(task, data or None, **options_of(options))
 size = int(batch_size) if batch_size else None
-print(measured_step_s(loaded, size), "none" if loaded.val is None else measured_evaluation_s(loaded, size))
+print(measured_step_s(loaded, size), measured_evaluation_s(loaded, size) if loaded.val is not None else "none")
 """
 
 
@@ -67,24 +67,26 @@ def measure(
     evaluation_s: float | None = None,
     kinds: Sequence[str] = KINDS,
 ) -> tuple[list[Row], dict[str, Any]]:
-    """Check all collectives, time them and probe the links; all processes call it, and all get the same.
+    """Check all collectives, time them and probe the links. All processes call it, and all get the same result.
 
-    The self-test runs at the smallest size. Then each collective is timed at every size, over connections that are in
-    use, and is as slow as its slowest process; the median counts. By how much the first one takes longer is measured in
-    a new group of all processes, at the smallest size. A pair's latency is half the round trip of 4 bytes, its
-    bandwidth is measured with 1 MiB less this; pairs take turns. Other work of the hosts only adds time, and more bytes
-    never take less time. So a probe that took longer than a larger probe gets the larger probe's time.
+    The self-test runs at the smallest size. Then each collective is timed at every size, over open connections. The
+    slowest process and the median of the calls count. The extra time of a first call is measured in a new group of all
+    processes, at the smallest size. Pairs take turns: a pair's latency is half the round trip of 4 bytes; its bandwidth
+    comes from 1 MiB, less the latency.
+
+    Other work on the hosts only adds time, and more bytes never take less time. So a probe that took longer than a
+    larger probe gets the larger probe's time.
 
     Args:
-        sizes_bytes: to probe, beside 4 bytes for each process; for gathers, the size of all parts together.
-            Rounded up to a multiple of 4 bytes times the processes.
-        repeats: most timed calls of each size; calls of more than a second are timed twice.
+        sizes_bytes: sizes to probe, beside 4 bytes per process; for gathers, the size of all parts together. Each is
+            rounded up to a multiple of 4 bytes times the number of processes.
+        repeats: most timed calls of each size. Calls of more than a second are timed twice.
         step_s, task, evaluation_s: seconds of a step of your model on this host (on all hosts or none), its task, and
             seconds of an evaluation of its validation set.
-        kinds: which collectives, of `KINDS`.
+        kinds: collectives to probe, from `KINDS`.
 
     Returns:
-        The rows of the self-test, and the fields of a file for `Network.of`, one node for each process.
+        The rows of the self-test, and the fields of a file for `Network.of`, with one node per process.
 
     Raises:
         GroupError, ArgumentError: as `self_test`.
@@ -101,15 +103,15 @@ def measure(
 def step_seconds(
     task: str, batch_size: int | None = None, data: str | None = None, options: str = ""
 ) -> tuple[float, float | None]:
-    """Return the median seconds of a step of a task here, and of an evaluation of its validation set.
+    """Return the median seconds of a task's step on this machine, and of an evaluation of its validation set.
 
-    A separate process, in no world, measures them. A task without a validation set has None.
+    A separate process, outside any group, measures them. Without a validation set it returns None for the second.
 
     Args:
-        options: of the task, as a profile's `task_options`.
+        options: the task's options, as in a profile's `task_options`.
 
     Raises:
-        DataError: it could not be trained; the message has the last line that the process said.
+        DataError: the task could not be trained. The message has the process's last line.
     """
     world = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     alone = {name: value for name, value in os.environ.items() if name not in world and name[:8] != "EXOGYM_N"}
@@ -163,7 +165,7 @@ def _wire(n: int, group: dist.ProcessGroup | None = None, native: bool = False) 
 
 
 def _calls(n: int, group: dist.ProcessGroup | None = None) -> dict[str, Call]:
-    """Return the collectives as strategies call them, one node in each process."""
+    """Return the collectives as strategies call them, with one node per process."""
     native, exact = (Communicator([dist.get_rank()], n, _wire(n, group, is_native)) for is_native in (True, False))
     return {
         "all_reduce": lambda x: native.all_reduce(x, out=x),
@@ -179,7 +181,7 @@ def _calls(n: int, group: dist.ProcessGroup | None = None) -> dict[str, Call]:
 
 
 def _numbers(kind: str, size: int) -> Tensor:
-    """Return what a node hands over in a collective of so many bytes."""
+    """Return a node's tensor for a collective of `size` bytes."""
     n, count = dist.get_world_size(), size // ITEM_BYTES
     if kind in OF_ALL_PARTS:
         return torch.zeros(1, count // n, device=bare.device())
@@ -188,7 +190,7 @@ def _numbers(kind: str, size: int) -> Tensor:
 
 
 def _times(call: Call, x: Tensor, repeats: int) -> list[float]:
-    """Return the seconds of a few calls, each as slow as its slowest process, after one that is not timed."""
+    """Return the seconds of some calls after an untimed call. Each is as slow as its slowest process."""
 
     def once() -> float:
         time.sleep(PAUSE_S)
@@ -200,7 +202,7 @@ def _times(call: Call, x: Tensor, repeats: int) -> list[float]:
 
 
 def _message_s() -> float:
-    """Return the seconds in which processes agree on a few bytes: whether to stop, and what the losses are."""
+    """Return the seconds to agree on a few bytes: whether to stop, and the losses."""
     between = _wire(dist.get_world_size())
 
     def both(x: Tensor) -> None:
@@ -220,7 +222,7 @@ def _hosts() -> list[str]:
 
 
 def _first(kind: str, size: int, table: Mapping[float, float]) -> float:
-    """Return the seconds of the largest of a kind, were it the first of its group."""
+    """Return the seconds of a kind's largest collective as its group's first call."""
     n = dist.get_world_size()
     with ports_closed_afterwards() if dist.get_backend() == "gloo" else contextlib.nullcontext():
         group = dist.new_group()
@@ -232,7 +234,7 @@ def _first(kind: str, size: int, table: Mapping[float, float]) -> float:
 
 
 def _pairs() -> list[list[list[float] | None]]:
-    """Return [i][j] the bits per second and the latency from i to j; None from a process to itself."""
+    """Return a matrix: [i][j] is [bits per second, latency] from process i to j; None if i equals j."""
     n, rank = dist.get_world_size(), dist.get_rank()
     found = torch.zeros(n, n, 2, dtype=torch.float64)
     small, large = (torch.zeros(size, dtype=torch.uint8, device=bare.device()) for size in (ITEM_BYTES, PAIR_BYTES))
@@ -251,7 +253,7 @@ def _pairs() -> list[list[list[float] | None]]:
 
 
 def _round_trip_s(i: int, j: int, there: Tensor, back: Tensor) -> float:
-    """Return the seconds in which i sends `there` to j and j answers with `back`, as i sees them."""
+    """Return the seconds for i to send `there` to j and to receive `back`, as i measures them."""
     start = time.perf_counter()
     if dist.get_rank() == i:
         bare.send(there, j)

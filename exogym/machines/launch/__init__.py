@@ -1,4 +1,4 @@
-"""Starts a script in several processes on one machine or many: `python -m exogym.launch`, or from Python.
+"""Start a script in several processes, on one machine or many: `python -m exogym.launch`, or from Python.
 
 >>> from exogym.launch import launch_distributed_training
 >>> launch_distributed_training("train.py", "--epochs", "3", nproc_per_node=4)  # doctest: +SKIP

@@ -1,7 +1,7 @@
 """`python -m exogym.launch [options] script.py [script arguments]`.
 
 Options may stand before or after the script. The launcher takes its own options anywhere; all other words after the
-script are the script's, and so is everything behind `--`. Exit status: the status of the first process that failed;
+script are the script's, and so is everything after `--`. Exit status: the status of the first process that failed;
 2 for bad input, 1 if the machines did not meet, 130 after Ctrl-C.
 """
 
@@ -35,7 +35,7 @@ HELP = {
     "log_dir": (str, "folder for the output of each rank: training_rank_{rank}.log, appended to"),
     "first_rank": (int, "number added to the printed ranks, if this launch is part of a larger run"),
 }
-ALIKE = 0.85  # a script's option this near to one of the launcher's is taken for a slip
+ALIKE = 0.85  # a script's option this similar to a launcher's option counts as a typing error
 
 
 class _Parser(argparse.ArgumentParser):
@@ -108,7 +108,7 @@ def split(words: Sequence[str]) -> tuple[list[str], str | None, bool, list[str]]
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run the command line on `words` (None: the process's) and return the exit status."""
+    """Run the command line and return the exit status. `words`: default, the process's own."""
     fill_in()
     try:
         own, script, module, arguments = split(sys.argv[1:] if words is None else words)

@@ -17,17 +17,17 @@ from exogym.machines.launch.stopping import kill_what_is_left
 
 
 class Attempts(DefaultLogsSpecs):
-    """Prepares the environment of the ranks; torch calls `reify` right before it starts them.
+    """Prepares the ranks' environment. Torch calls `reify` right before it starts the ranks.
 
     Args:
-        folder: where the ranks leave their error files.
-        output: told which rank each process of this node has.
-        node: knows the number of the attempt, the same on all nodes.
+        folder: folder for the ranks' error files.
+        output: gets the rank of each process on this node.
+        node: gives the attempt's number, which is the same on all nodes.
         environment: added to each rank's environment.
-        config: of the launch.
+        config: the launch's description.
 
     Attributes:
-        record: notes which process of this node failed, once it listens to torch's agent.
+        record: holds which process of this node failed, once it listens to torch's agent.
     """
 
     def __init__(self, folder: Path, output: RankOutput, node: Node, environment: dict[str, str], config: LaunchConfig):
@@ -35,7 +35,7 @@ class Attempts(DefaultLogsSpecs):
         self.folder, self.output, self.node, self.environment = folder, output, node, environment
         self.config, self.record = config, AgentsRecord()
         self.world_size, self.first_rank = 0, config.first_rank or 0
-        self._error_files: dict[int, str] = {}  # of the last attempt
+        self._error_files: dict[int, str] = {}  # error files of the last attempt
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         kill_what_is_left(self.folder)
@@ -53,7 +53,7 @@ class Attempts(DefaultLogsSpecs):
         return made
 
     def _who_failed(self) -> str:
-        """Return which rank of this node ended the last attempt, and how; or that it was none of them."""
+        """Return which rank of this node ended the last attempt, and how; or that another host's rank did."""
         ranks, files = self.output.ranks, self._error_files
         wrote = [local_rank for local_rank, path in files.items() if os.path.isfile(path)]
         failures = {ranks[local_rank]: ProcessFailure(local_rank, 0, 1, files[local_rank]) for local_rank in wrote}
@@ -64,6 +64,8 @@ class Attempts(DefaultLogsSpecs):
             rank, failure = first_failure(failures)
             if not is_lost(failure):
                 return tell(rank, failure)
-            if len(failures) < len(files):  # the silent one may have been killed, or stopped by torch's agent
+            if len(failures) < len(
+                files
+            ):  # a rank without an error file may have been killed, or stopped by torch's agent
                 return "a process failed"
         return "a process on another host failed" if self.config.nnodes > 1 else "a process failed"

@@ -1,4 +1,4 @@
-"""The communication backends that exogym.distributed knows, and which of them work here."""
+"""The communication backends of exogym.distributed, and whether they work on this machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BACKEND_VARIABLE = "EXOGYM_BACKEND"  # set by the launcher, read by init_process
 
 
 def _missing(backend: str) -> str | None:
-    """Return why `backend` cannot be used here, or None if it can."""
+    """Return why `backend` does not work on this machine, or None if it works."""
     if not dist.is_available():
         return "this build of torch has no torch.distributed; install another build"
     if not dist.is_backend_available(backend):
@@ -24,7 +24,7 @@ def _missing(backend: str) -> str | None:
 
 
 def available_backends() -> list[str]:
-    """Return the backends that can be used here.
+    """Return the backends that work on this machine.
 
     >>> "gloo" in available_backends()
     True
@@ -33,7 +33,7 @@ def available_backends() -> list[str]:
 
 
 def check_backend(backend: str) -> None:
-    """Raise ArgumentError unless `backend` is known and can be used here.
+    """Raise ArgumentError unless `backend` is known and works on this machine.
 
     >>> check_backend("glou")
     Traceback (most recent call last):

@@ -1,4 +1,4 @@
-"""The description of a launch: processes, machines, and restarts."""
+"""`LaunchConfig`: a launch's processes, machines and restarts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DEFAULT_PORT = 29500
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """The description of a launch, checked when it is made.
+    """Describes a launch. The values are checked at once.
 
     Args:
         nproc_per_node: processes to start on this machine.
@@ -32,7 +32,7 @@ class LaunchConfig:
             larger run.
 
     Raises:
-        ArgumentError: an impossible value; the message names it and the values that are possible.
+        ArgumentError: a value is wrong. The message names it and the allowed values.
 
     >>> LaunchConfig(nproc_per_node=4).nnodes
     1
@@ -83,18 +83,18 @@ class LaunchConfig:
             check_backend(self.backend)
             if self.backend == "mpi":
                 raise ArgumentError(
-                    "backend='mpi': processes that talk MPI are started by mpirun, not by this launcher: "
-                    "mpirun -n 4 python script.py, with init_process_group('mpi') in the script"
+                    "backend='mpi': this launcher cannot start MPI processes. Run mpirun -n 4 python script.py, with "
+                    "init_process_group('mpi') in the script"
                 )
 
     @property
     def address(self) -> str:
-        """Name or address at which the processes find node 0."""
+        """Node 0's name or address for the processes."""
         return self.master_addr or "localhost"
 
     @property
     def port(self) -> int:
-        """Port of node 0 where the nodes meet; 0 stands for any free one."""
+        """Node 0's port where the nodes meet; 0: any free port."""
         return self.master_port or (DEFAULT_PORT if self.nnodes > 1 else 0)
 
     @property

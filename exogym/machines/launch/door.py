@@ -1,13 +1,13 @@
-"""Who may speak: a listener on one address, and a check of the run's secret before anything else is read.
+"""A listener that checks the run's secret before it reads anything else.
 
-Both ends prove that they know the secret, and neither says it:
+Both ends prove that they know the secret. Neither sends it:
 
     door  -> guest  32 bytes, drawn at random
     guest -> door   32 bytes, drawn at random; HMAC-SHA256(secret, "guest", service, both draws)
-    door  -> guest  HMAC-SHA256(secret, "door", service, both draws), or 32 zero bytes where the guest's proof is wrong
+    door  -> guest  HMAC-SHA256(secret, "door", service, both draws), or 32 zero bytes if the guest's proof is wrong
 
-A guest has a few seconds for that. If too many guests wait, the door closes the oldest connection. A process of the run
-then knocks again: it needs the door only for one answer, while a silent stranger needs it for all its time.
+A guest has a few seconds for its proof. If too many guests wait, the door closes the oldest connection. A process of
+the run then tries again. It needs the door only for one answer, so strangers cannot keep it out.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-SECRET = "EXOGYM_SECRET"  # the variable that holds it
+SECRET = "EXOGYM_SECRET"  # environment variable with the secret
 SIZE = 32
 REFUSAL = bytes(SIZE)
-NAME_S = 10.0  # for a guest to prove itself
+NAME_S = 10.0  # seconds for a guest's proof
 MOST_UNNAMED, MOST_OF_ONE_ADDRESS = 256, 64
-AT_ONCE = 64  # guests that are let in before others are looked after
+AT_ONCE = 64  # new connections per turn of the loop
 BACKLOG = 1024
 RETRY_S, TRY_S = 0.1, 10.0
 KEEPALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 8}  # three minutes of silence end a connection
 
 
 class WrongSecret(ConnectionError):
-    """Who listens there has another secret, or none."""
+    """The listener has another secret, or none."""
 
 
 def listen(address: str, port: int = 0) -> socket.socket:
-    """Return a socket that listens on `address` alone, at `port` (0: a free one).
+    """Return a socket that listens only on `address`, at `port` (0: a free port).
 
     >>> with listen("127.0.0.1") as listener:
     ...     listener.getsockname()[0]
     '127.0.0.1'
 
     Raises:
-        OSError: the address is of another machine, or the port is taken.
+        OSError: the address belongs to another machine, or the port is taken.
     """
     family, kind, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, kind)
@@ -59,13 +59,13 @@ def listen(address: str, port: int = 0) -> socket.socket:
 
 
 def proof(secret: str, who: str, service: str, drawn: bytes) -> bytes:
-    """Return what only who knows the secret can say of the draws of both ends."""
+    """Return the proof for both ends' draws. It needs the secret."""
     return hmac.new(secret.encode(), f"exogym {who} {service}\n".encode() + drawn, "sha256").digest()
 
 
 @dataclass(eq=False)
 class _Guest:
-    """A connection that has not proved anything yet."""
+    """A connection without a proof so far."""
 
     connection: socket.socket
     address: str
@@ -75,14 +75,14 @@ class _Guest:
 
 
 class Door:
-    """Lets in those who know `secret`, in the loop of `selector`, whose keys hold the functions to call.
+    """Admits connections that know `secret`, in the loop of `selector`. The selector's keys hold the functions to call.
 
     Args:
-        listener: what they connect to; the door closes it.
-        services: {service: function}, called with the connection of each guest that has proved itself.
+        listener: the listening socket; the door closes it.
+        services: {service: function}. The function gets the connection of each guest with a correct proof.
 
     Attributes:
-        port: where it listens.
+        port: the listening port.
     """
 
     def __init__(
@@ -94,18 +94,18 @@ class Door:
     ):
         self.selector, self.listener, self.secret, self.services = selector, listener, secret, services
         self.port: int = listener.getsockname()[1]
-        self._guests: dict[_Guest, None] = {}  # in the order in which they came
+        self._guests: dict[_Guest, None] = {}  # in order of arrival
         listener.setblocking(False)
         selector.register(listener, selectors.EVENT_READ, self._open)
 
     def tidy(self) -> None:
-        """Send those away who have stood there for too long."""
+        """Close connections that have waited too long."""
         late = time.monotonic() - NAME_S
         for guest in [guest for guest in self._guests if guest.came < late]:
             self._send_away(guest)
 
     def close(self) -> None:
-        """Send all away who have not proved themselves, and listen no more."""
+        """Stop listening, and close all connections without a proof."""
         for guest in list(self._guests):
             self._send_away(guest)
         self.selector.unregister(self.listener)
@@ -115,7 +115,7 @@ class Door:
         for _ in range(AT_ONCE):
             try:
                 connection, place = self.listener.accept()
-            except OSError:  # none is left, or it has gone again
+            except OSError:  # no connection is waiting, or it has closed again
                 return
             guest = _Guest(connection, str(place[0]), secrets.token_bytes(SIZE), time.monotonic())
             self._make_room(guest.address)
@@ -159,7 +159,7 @@ class Door:
         self._send_away(guest)
 
     def _say(self, guest: _Guest, data: bytes) -> bool:
-        """Send a few bytes, for which there is room in a connection where nothing was sent yet."""
+        """Send a few bytes. A new connection always has room for them."""
         try:
             if guest.connection.send(data) == len(data):
                 return True
@@ -176,13 +176,13 @@ class Door:
 
 
 def knock(address: str, port: int, secret: str, service: str, timeout_s: float) -> socket.socket:
-    """Return a connection to the door at `address` and `port`, once both ends have proved that they know the secret.
+    """Connect to the door at `address` and `port`. Return the connection once both ends have proved the secret.
 
-    Tries again, until `timeout_s` have passed, where nobody answers or the connection is lost before that.
+    Without an answer, or after a lost connection, it tries again until `timeout_s` seconds have passed.
 
     Raises:
-        WrongSecret: one of the ends does not know the secret.
-        ConnectionError: nobody answered in time; it carries the last reason.
+        WrongSecret: one end does not know the secret.
+        ConnectionError: nothing answered in time; the error has the last reason.
     """
     deadline = time.monotonic() + timeout_s
     while True:
@@ -204,7 +204,7 @@ def _knock(address: str, port: int, secret: str, service: str, try_s: float) -> 
         connection.sendall(own + proof(secret, "guest", service, theirs + own))
         said = _exactly(connection)
         if not hmac.compare_digest(said, proof(secret, "door", service, theirs + own)):
-            raise WrongSecret(f"{address} port {port} belongs to another run, which has another secret")
+            raise WrongSecret(f"{address} port {port} belongs to a run with another secret")
     except BaseException:
         connection.close()
         raise
@@ -217,13 +217,13 @@ def _exactly(connection: socket.socket) -> bytes:
     while len(found) < SIZE:
         data = connection.recv(SIZE - len(found))
         if not data:
-            raise ConnectionResetError("the connection was closed before both ends knew each other")
+            raise ConnectionResetError("the connection was closed before both ends had proved the secret")
         found += data
     return found
 
 
 def make_lively(connection: socket.socket) -> None:
-    """Send small messages at once, and notice after some minutes that the other end is gone without a word."""
+    """Send small messages at once, and detect a silently lost peer within minutes."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in KEEPALIVE.items():

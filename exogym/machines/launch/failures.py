@@ -1,4 +1,4 @@
-"""Which rank failed first, and what to say about it."""
+"""Find the rank that failed first, and describe its failure."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from exogym.core.base.torch_private import failure_of
 
 
 class AgentsRecord(logging.Filter):
-    """Keeps torch's line about a process that failed off the terminal: what it says is said in words, by `tell`.
+    """Keeps torch's log line about a failed process off the terminal. `tell` describes the failure instead.
 
     Attributes:
-        failed: (local rank, process id, exit code) of the last one; None: no process of this node failed.
+        failed: (local rank, process id, exit code) of the last failure; None: no process of this node failed.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class AgentsRecord(logging.Filter):
 
 
 def _recorded(failure: ProcessFailure) -> dict[str, str | float]:
-    """Return what the rank wrote about its error: `message`, `time_s`, `lost`; {} if it could write nothing."""
+    """Return the rank's own record of its error: `message`, `time_s`, `lost`. {} if it wrote none."""
     message = failure.error_file_data.get("message")
     if not isinstance(message, dict):
         return {}
@@ -40,15 +40,15 @@ def _recorded(failure: ProcessFailure) -> dict[str, str | float]:
 
 
 def is_lost(failure: ProcessFailure) -> bool:
-    """Say whether the rank ended only because another one, to which it was connected, had ended."""
+    """Return whether the rank ended only because another rank, to which it was connected, had ended."""
     return bool(_recorded(failure).get("lost"))
 
 
 def first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
     """Return (rank, failure) of the failure that caused the others.
 
-    A rank that died without a word (killed, crashed) comes first: the others' errors come of its silence. Then the
-    earliest error, then those that lost their connection to another rank. Last those that the launcher stopped.
+    The order: ranks that died without a record (killed, crashed), because they cause errors on the others; then the
+    earliest recorded error; then ranks that lost a connection to another rank; then ranks that the launcher stopped.
     """
 
     def order(rank: int) -> tuple[int, float, int]:
@@ -62,9 +62,9 @@ def first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessF
 
 
 def exit_code(failure: ProcessFailure) -> int:
-    """Return the exit code of the launch, as a shell would give it: 128 + the signal for a rank that was killed.
+    """Return the launch's exit code, as in a shell: 128 + the signal for a killed rank.
 
-    A rank that was stopped while it ended from its own error counts as ended: 1.
+    A rank that was stopped while it handled its own error counts as ended by itself: 1.
     """
     if failure.exitcode == -signal.SIGTERM and _recorded(failure):
         return 1
@@ -72,7 +72,7 @@ def exit_code(failure: ProcessFailure) -> int:
 
 
 def tell(rank: int, failure: ProcessFailure, world_size: int | None = None) -> str:
-    """Return a few words on the failure, such as "rank 1 was killed by signal 9 (SIGKILL)"."""
+    """Describe the failure, for example "rank 1 was killed by signal 9 (SIGKILL)"."""
     recorded = _recorded(failure)
     if recorded.get("lost"):
         how = "lost its connection to another rank, which failed first"
@@ -87,7 +87,7 @@ def tell(rank: int, failure: ProcessFailure, world_size: int | None = None) -> s
 
 
 def describe(rank: int, failure: ProcessFailure, world_size: int | None, log_dir: Path | None) -> str:
-    """Return one line on the failure, and where to read on."""
+    """Describe the failure in one line, and where to read the rank's output."""
     where = [f'above, after "[rank {rank}]"']
     if log_dir is not None:
         where.append(f"in {log_dir / f'training_rank_{rank}.log'}")

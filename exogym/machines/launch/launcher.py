@@ -1,4 +1,4 @@
-"""Starts the processes of a script on this node and watches them, with torch's elastic agent."""
+"""Start a script's processes on this node and watch them, with torch's elastic agent."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from exogym.machines.launch.rendezvous import Node
 
 RUNNER = Path(__file__).with_name("runner.py")
-HANDLED = "TORCHELASTIC_SIGNALS_TO_HANDLE"  # torch's launcher leaves it set
+HANDLED = "TORCHELASTIC_SIGNALS_TO_HANDLE"  # torch's launcher does not unset it
 SIGNALS = tuple(s for s in signal.Signals if s.name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT"))
 
 
@@ -49,28 +49,28 @@ class DistributedLauncher:
         """Run `script` with `args` in every process of this node, wait, and return the exit code.
 
         Each process finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and
-        TORCHELASTIC_RESTART_COUNT (0 at first) in its environment, OMP_NUM_THREADS=1 unless it is set, and the backend
-        of the config in EXOGYM_BACKEND. Its output goes to the terminal after `[rank N]`. When a process fails, all are
-        stopped, and restarted while `max_restarts` allows.
+        TORCHELASTIC_RESTART_COUNT (0 at first) in its environment. OMP_NUM_THREADS is 1 unless it is set, and
+        EXOGYM_BACKEND is the config's backend. Output goes to the terminal after `[rank N]`. If a process fails, the
+        launcher stops all, and restarts them while `max_restarts` allows.
 
         Args:
-            script: the path of a Python file, or with `module=True` the name of a module, as for `python -m`.
-            args: handed to the script, as text.
+            script: path of a Python file, or with `module=True` a module's name, as for `python -m`.
+            args: the script's arguments, passed as text.
 
         Returns:
             0 if all processes ended well; otherwise the exit code of the first failed process, or 128 + the signal that
             killed it.
 
         Raises:
-            ArgumentError: no such script, or a port that is taken.
+            ArgumentError: the script does not exist, or a port is taken.
             TrainingError: not all machines arrived within `start_timeout`, or machine 0 was lost.
-            KeyboardInterrupt: Ctrl-C, after all processes have ended. (SIGTERM, too, takes its usual effect then.)
+            KeyboardInterrupt: Ctrl-C, after all processes have ended. (SIGTERM then has its usual effect, too.)
         """
         target = os.fspath(script)
         if not module and not os.path.isfile(target):
-            raise ArgumentError(f"there is no script {target!r} in {os.getcwd()}: give the path of a Python file")
+            raise ArgumentError(f"script={target!r} does not exist in {os.getcwd()}: give the path of a Python file")
         log_dir = self._log_dir()
-        # At the first signal the agent sends SIGTERM to the ranks and waits for them; a second one kills them.
+        # At the first signal the agent sends SIGTERM to the ranks and waits. A second signal kills them.
         with ended_by(SIGNALS) as stop, _kept(HANDLED), temporary_folder("exogym-launch-") as folder:
             stop.again = functools.partial(kill_what_is_left, folder)
             (folder / "running").mkdir()
@@ -81,12 +81,12 @@ class DistributedLauncher:
                 stop.hold()
                 kill_what_is_left(folder)
                 output.close()
-                kill_what_is_left(folder)  # one that was just being started
-                gc.collect()  # the stores of the meeting sit in reference cycles; with them go their ports
+                kill_what_is_left(folder)  # a rank that was just starting
+                gc.collect()  # frees the meeting's stores, which are in reference cycles, and their ports
             if said:
                 notice(said)
             return code
-        return 128 + stop.number  # a signal to end, for which the caller has a handler that goes on
+        return 128 + stop.number  # the caller's handler of the signal did not end the process
 
     def _log_dir(self) -> Path | None:
         if self.config.log_dir is None:
@@ -117,7 +117,7 @@ class DistributedLauncher:
         node = Node(config.node_rank, config.address, config.port, config.start_timeout)
         attempts = Attempts(folder, output, node, self._environment(), config)
         command = ["-u", str(RUNNER), str(folder), str(os.getpid()), kind, target, *map(str, args)]
-        escaped = [word.replace("$", "$$") for word in command]  # the agent puts values in for $names
+        escaped = [word.replace("$", "$$") for word in command]  # the agent replaces $names
         try:
             level = logging.ERROR if config.max_restarts or config.nnodes > 1 else logging.CRITICAL
             with _quiet_agent(level, attempts.record):
@@ -134,7 +134,7 @@ class DistributedLauncher:
 
     def _environment(self) -> dict[str, str]:
         wanted = {"OMP_NUM_THREADS": "1"}
-        if self.config.nnodes == 1:  # then nobody on the network needs the ranks' ports
+        if self.config.nnodes == 1:  # then the ranks' ports stay on the loopback
             loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
             if loopback is not None:
                 wanted |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": f"={loopback}"}
@@ -160,7 +160,7 @@ class DistributedLauncher:
             max_restarts=config.max_restarts,
             monitor_interval=config.monitor_interval,
             logs_specs=attempts,
-            signals_to_handle="",  # none, they are handled here
+            signals_to_handle="",  # the launcher handles signals itself
         )
 
     def _no_meeting(self, error: Exception, node: Node) -> ExoGymError:
@@ -209,9 +209,9 @@ def launch_distributed_training(
     log_dir: str | os.PathLike[str] | None = None,
     first_rank: int | None = None,
 ) -> int:
-    """Run `script` with `args` in `nproc_per_node` processes on this node; return the exit code.
+    """Run `script` with `args` in `nproc_per_node` processes on this node, and return the exit code.
 
-    The same as `DistributedLauncher(LaunchConfig(...)).launch(script, *args)`, whose options these are.
+    Same as `DistributedLauncher(LaunchConfig(...)).launch(script, *args)`, with the options of `LaunchConfig`.
     """
     config = LaunchConfig(
         nproc_per_node, nnodes, node_rank, master_addr, master_port, backend, max_restarts, monitor_interval,
@@ -222,7 +222,7 @@ def launch_distributed_training(
 
 @contextlib.contextmanager
 def _kept(variable: str) -> Iterator[None]:
-    """Leave an environment variable as it was."""
+    """Restore an environment variable after the block."""
     before = os.environ.get(variable)
     try:
         yield
@@ -234,7 +234,7 @@ def _kept(variable: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet_agent(level: int, record: AgentsRecord) -> Iterator[None]:
-    """Inside, torch's agent logs from `level` on (it warns of every process that it stops), and `record` listens."""
+    """Limit the log of torch's agent to `level` and above inside the block, and let `record` listen."""
     from exogym.core.base.torch_private import AGENT_LOGGERS, FAILURE_LOGGER
 
     before = {

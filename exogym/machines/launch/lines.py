@@ -1,4 +1,4 @@
-"""Lines of JSON over a connection that came through a door, at the server's end."""
+"""The server's end of a connection that came through a door: it exchanges lines of JSON."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ CHUNK_BYTES, LONGEST_LINE = 1 << 16, 1 << 20
 
 
 class Line:
-    """A connection of a process of the run, in the loop of `selector`.
+    """A connection to one of the run's processes, in the loop of `selector`.
 
     Args:
-        take: called with this line and each value that it brings. A line that brings what `take` cannot make sense of,
-            or one without end, is lost.
-        lose: called with this line and why, once it is lost, and closed.
+        take: called with this connection and each value it receives. A value that `take` cannot read, or an endless
+            line, closes the connection.
+        lose: called with this connection and the reason, after it is lost and closed.
 
     Attributes:
-        rank: who it is, once it has said so; name: in words.
-        heard: when it was last heard, or came.
+        rank: the process's rank, once it has sent it.
+        name: the rank in words.
+        heard: time of the last message, or of the connection.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class Line:
         selector.register(connection, selectors.EVENT_READ, self._hear)
 
     def say(self, what: dict[str, Any]) -> None:
-        """Tell the other end, if it can be reached."""
+        """Send a value to the other end, if it is reachable."""
         try:
             self.connection.sendall(json.dumps(what).encode() + b"\n")
         except OSError:
@@ -62,7 +63,7 @@ class Line:
 
     def _hear(self) -> None:
         if not self.is_open:
-            return  # it was closed by what another one said
+            return  # another connection's message has closed it
         try:
             data = self.connection.recv(CHUNK_BYTES)
         except OSError:
@@ -75,6 +76,6 @@ class Line:
             try:
                 self._take(self, json.loads(text))
             except SENSELESS:
-                self.lost("says what nobody understands")
+                self.lost("sent an invalid message")
             if not self.is_open:
                 return

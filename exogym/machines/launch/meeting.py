@@ -1,7 +1,7 @@
-"""Where the launchers of several nodes meet: a door on node 0, and the ways of the ranks to their store through it.
+"""The meeting of several nodes' launchers: a door on node 0, which also leads the ranks to their store.
 
-The store in which the ranks meet is torch's, which asks nobody who he is, so it listens on the loopback of node 0
-alone. On every other node a `Relay` listens on the loopback in its place and carries what a rank says through the door.
+The ranks meet in torch's store. It checks no secret, so it listens only on node 0's loopback. On every other node a
+`Relay` listens on the loopback instead, and carries the ranks' data through the door.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from exogym.machines.launch.door import Door, knock, listen
 from exogym.machines.launch.lines import CHUNK_BYTES, Line
 
 LOOPBACK = "127.0.0.1"
-NODE, STORE = "node", "store"  # what one may come to the door for
-LEFT = "exogym/left"  # the key that says which node is gone
+NODE, STORE = "node", "store"  # services of the door
+LEFT = "exogym/left"  # key: the node that has left
 LOOK_S = 1.0
 
 
 class MeetingPlace:
-    """The meeting on node 0: listens on `address` and `port` (0: a free one), in a thread, until it is closed.
+    """The meeting on node 0. It listens on `address` and `port` (0: a free port), in a thread, until it is closed.
 
     Attributes:
-        store_port: of the store of the ranks, on the loopback.
+        store_port: port of the ranks' store, on the loopback.
 
     Raises:
-        OSError: it cannot listen there.
+        OSError: it cannot listen at this address and port.
     """
 
     def __init__(self, address: str, port: int, secret: str):
@@ -48,7 +48,7 @@ class MeetingPlace:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop listening, and leave all guests."""
+        """Stop listening, and close all connections."""
         os.close(self._wake)
         self._thread.join()
 
@@ -90,14 +90,14 @@ class MeetingPlace:
 
 
 class Link:
-    """A node's line to the meeting at `address` and `port`.
+    """A node's connection to the meeting at `address` and `port`.
 
     Args:
-        rank: of this node.
-        timeout_s: how long to wait for somebody to answer there.
+        rank: this node's rank.
+        timeout_s: seconds to wait for an answer.
 
     Attributes:
-        store: what the launchers tell each other; calls fail once the line is lost.
+        store: the launchers' shared values. Calls fail once the connection is lost.
 
     Raises:
         WrongSecret, ConnectionError: see `knock`.
@@ -135,7 +135,7 @@ class Link:
 
 
 class Relay:
-    """Takes the place of the ranks' store on the loopback of another node, at `port`, until it is closed.
+    """Replaces the ranks' store on another node's loopback, at `port`, until it is closed.
 
     Args: see `knock`.
     """
@@ -151,7 +151,7 @@ class Relay:
     def close(self) -> None:
         self._closing = True
         with contextlib.suppress(OSError):
-            socket.create_connection((LOOPBACK, self.port), timeout=1.0).close()  # so that it looks up
+            socket.create_connection((LOOPBACK, self.port), timeout=1.0).close()  # wakes the thread
         self._thread.join()
 
     def _serve(self) -> None:
@@ -165,7 +165,7 @@ class Relay:
 
 
 def _lead(connection: socket.socket, call: Callable[[], socket.socket]) -> None:
-    """Carry everything between `connection` and the one that `call` makes, until one of the ends closes its own."""
+    """Copy data both ways between `connection` and the connection from `call`, until one end closes."""
     with connection:
         try:
             other = call()

@@ -1,4 +1,4 @@
-"""What the ranks print: to the terminal line by line under the rank's name, and unchanged to the rank's log file."""
+"""The ranks' output: lines go to the terminal after the rank's name, and unchanged to the rank's log file."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ LINE_END = re.compile(r"\r\n|\n|\r")
 
 
 class _RankPipe:
-    """One pipe of one rank, and the terminal stream it goes to."""
+    """A rank's pipe, and the terminal stream for it."""
 
     def __init__(self, path: Path, local_rank: int, terminal: TextIO):
         os.mkfifo(path, 0o600)
         self.local_rank, self.terminal = local_rank, terminal
         self.pipe = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-        self.keeper = os.open(path, os.O_WRONLY | os.O_NONBLOCK)  # so that the pipe outlives a rank's end
+        self.keeper = os.open(path, os.O_WRONLY | os.O_NONBLOCK)  # keeps the pipe open after the rank's end
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self.rest = ""
 
     def lines(self, data: bytes, last: bool = False) -> list[str]:
-        """Return the lines that `data` completes; a carriage return ends a line too (progress bars)."""
+        """Return the lines that `data` completes. A carriage return ends a line, too (progress bars)."""
         text = self.rest + self.decoder.decode(data, last)
-        held = "\r" if text.endswith("\r") and not last else ""  # the "\n" of a "\r\n" may still come
+        held = "\r" if text.endswith("\r") and not last else ""  # the "\n" of "\r\n" may follow
         *done, self.rest = LINE_END.split(text.removesuffix(held) if held else text)
         self.rest += held
         if last and self.rest:
@@ -46,7 +46,7 @@ class _RankPipe:
 
 
 class Screens:
-    """Shows text on terminals, one line after the other, until nobody reads them any more: the ranks go on."""
+    """Prints lines on terminals. If a terminal closes, printing stops and the ranks continue."""
 
     def __init__(self) -> None:
         self._deaf: set[int] = set()
@@ -65,7 +65,7 @@ class Screens:
 
 
 class LogFiles:
-    """Files in `folder` that are appended to, as long as that works: a full disk must not stop the training."""
+    """Appends to files in `folder`. If writing fails (a full disk), training continues without them."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -79,7 +79,7 @@ class LogFiles:
             if (file := self._files[name]) is not None:
                 file.write(data)
         except OSError as error:
-            notice(f"{self.folder / name} is no longer written: {error}")
+            notice(f"{self.folder / name} is no longer written ({error}); training continues")
             self._files[name] = None
 
     def close(self) -> None:
@@ -90,12 +90,12 @@ class LogFiles:
 
 
 class RankOutput:
-    """Reads the pipes of the ranks of this node in a thread.
+    """Reads the pipes of this node's ranks in a thread.
 
     Args:
-        folder: for the pipes, `{local_rank}.out` and `{local_rank}.err`.
-        nproc: ranks of this node.
-        log_dir: appends to `training_rank_{rank}.log` in this folder; None for no files.
+        folder: folder for the pipes `{local_rank}.out` and `{local_rank}.err`.
+        nproc: number of ranks on this node.
+        log_dir: folder for the files `training_rank_{rank}.log`, which are appended to; None: no files.
     """
 
     def __init__(self, folder: Path, nproc: int, log_dir: Path | None):
@@ -115,7 +115,7 @@ class RankOutput:
         self._thread.start()
 
     def close(self) -> None:
-        """Pass on the rest of the pipes, and end."""
+        """Print the rest of the pipes, and end."""
         self._stopping.set()
         self._thread.join()
         for stream in self._streams:

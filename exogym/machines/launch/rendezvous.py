@@ -1,9 +1,10 @@
-"""How the nodes of a launch meet, as torch's elastic agent wants it: in the order of their node_rank.
+"""A rendezvous for torch's elastic agent: the nodes of a launch meet in the order of their node_rank.
 
-Nothing that is read is unpickled. (Torch's c10d rendezvous unpickles its store's values, and its store asks nobody for
-a secret.) The launchers talk through the door of node 0 (see `exogym.machines.launch.meeting`); one node alone has
-nobody to talk to. For every attempt node 0 opens a fresh store for the ranks, on its loopback: nothing is left in it
-from an attempt that failed. The keys of the launchers begin with the number of the attempt, for the same reason.
+Nothing is unpickled. (Torch's c10d rendezvous unpickles its store's values, and its store checks no secret.) The
+launchers talk through node 0's door (see `exogym.machines.launch.meeting`).
+
+For every attempt, node 0 opens a new store for the ranks on its loopback. So nothing remains from a failed attempt. For
+the same reason the launchers' keys begin with the attempt's number.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ FAREWELL_S = 10
 
 @dataclass
 class Node:
-    """What a node brings to the meeting, and what it learns there: the number of the attempt, counted from 0."""
+    """A node in the meeting: its own settings, and the attempt's number, counted from 0."""
 
     rank: int
     address: str
@@ -52,8 +53,8 @@ class OrderedRendezvous(RendezvousHandler):
     """The meeting of `nnodes` nodes, in the order of `node.rank`.
 
     Raises:
-        RendezvousConnectionError: node 0 cannot listen, or the others do not reach it, or it has another secret.
-        ArgumentError: (on every node) two nodes claim the same rank.
+        RendezvousConnectionError: node 0 cannot listen, cannot be reached, or has another secret.
+        ArgumentError: two nodes have the same rank. Every node raises it.
     """
 
     def __init__(self, node: Node, nnodes: int):
@@ -79,7 +80,7 @@ class OrderedRendezvous(RendezvousHandler):
         if node.rank == 0:
             if not secret:
                 notice(
-                    f"{SECRET} is not set, so anybody who reaches port {port} of {node.address} can disturb this run: "
+                    f"{SECRET} is not set: anybody who can reach port {port} of {node.address} can disturb this run; "
                     "set it to the same long random text on all machines"
                 )
             self.host = MeetingPlace(node.address, port, secret)
@@ -96,14 +97,14 @@ class OrderedRendezvous(RendezvousHandler):
         if self.link is not None:
             try:
                 self._meet(self.link)
-            except RuntimeError as error:  # torch's errors of a store are such
+            except RuntimeError as error:  # torch's store raises RuntimeError
                 raise RendezvousConnectionError(str(error)) from error
             store = PrefixStore(f"exogym/{self.node.attempt}", self.link.store)
         port = self.relay.port if self.relay is not None else self.server.port if self.server is not None else 0
         return RendezvousInfo(store, self.node.rank, self.nnodes, RendezvousStoreInfo(LOOPBACK, port))
 
     def _open_store(self) -> None:
-        """Have a fresh store for the ranks, at the port that was asked for where this is the only node."""
+        """Open a new store for the ranks. A single node uses the given port."""
         self.server = None
         try:
             listener = listen(LOOPBACK, self.node.port if self.nnodes == 1 else 0)
@@ -117,13 +118,13 @@ class OrderedRendezvous(RendezvousHandler):
             self.host.store_port = self.server.port
 
     def _meet(self, link: Link) -> None:
-        """Wait until all nodes have come to this attempt."""
+        """Wait until all nodes have reached this attempt."""
         store, n = link.store, self.nnodes
         before = f"exogym/{self.node.attempt}"
         place = store.add(f"{before}/came", 1) - 1
         if place >= n:
             raise ArgumentError(
-                f"nnodes={n} machines have met already: this one, node_rank={self.node.rank}, is too many"
+                f"nnodes={n} machines have met already: node_rank={self.node.rank} on this machine is one too many"
             )
         store.set(f"{before}/claim/{place}", str(self.node.rank))
         all_came = store.later("get", [f"{before}/claim/{i}" for i in range(n)])
@@ -137,7 +138,7 @@ class OrderedRendezvous(RendezvousHandler):
         if claims != list(range(n)):
             store.set(f"{before}/seen/{place}", "")
             seen = store.later("get", [f"{before}/seen/{i}" for i in range(n)])
-            wait([seen], FAREWELL_S)  # the meeting goes with its node, so nobody leaves before all know
+            wait([seen], FAREWELL_S)  # the meeting ends with its node, so all wait until all know
             raise ArgumentError(
                 f"the {n} machines gave node_rank={', '.join(map(str, claims))}: give each of 0 to {n - 1} once"
             )
@@ -172,7 +173,7 @@ class OrderedRendezvous(RendezvousHandler):
 
 
 def _said(asked: Future[Any]) -> Any:
-    """Return the answer, which is there."""
+    """Return the answer that has arrived."""
     try:
         return asked.result(0)
     except RuntimeError as error:
@@ -184,19 +185,21 @@ def _create(parameters: RendezvousParameters) -> OrderedRendezvous:
 
 
 def register() -> None:
-    """Make the handler known to torch's launcher under `NAME`; a second time changes nothing."""
+    """Register the handler with torch's launcher as `NAME`. A second call changes nothing."""
     rendezvous_handler_registry.register(NAME, _create)
 
 
 def check_address(master: str) -> None:
-    """Refuse an address that leads nowhere.
+    """Refuse an address without a machine.
 
     >>> check_address("127.0.0.1")
 
     Raises:
-        ArgumentError: no machine of that name.
+        ArgumentError: no machine has this name.
     """
     try:
         socket.getaddrinfo(master, 9, type=socket.SOCK_STREAM)
     except (socket.gaierror, UnicodeError) as error:
-        raise ArgumentError(f"master_addr={master!r} leads to no machine: {error}") from None
+        raise ArgumentError(
+            f"master_addr={master!r} is unknown on this network ({error}): give a name or address of machine 0"
+        ) from None

@@ -1,14 +1,13 @@
 """The process of one rank: `python runner.py FOLDER LAUNCHER_PID script|module TARGET ARGUMENTS...`.
 
-Runs the user's script as `python TARGET ARGUMENTS...` would, and beside that
-    - sends what the rank prints to the launcher,
-    - writes an error that ended the script to the file that torch's agent reads, with the time it happened,
-    - prints one line, no traceback, for an error that says all itself (ExoGym's own) or only follows from another
-      rank's end,
+Runs the user's script as `python TARGET ARGUMENTS...` would. It also
+    - sends the rank's output to the launcher,
+    - writes an error that ended the script, with its time, to the file that torch's agent reads,
+    - prints one line without a traceback for ExoGym's own errors, and for errors that only follow from another rank's
+      end,
     - ends when the launcher is gone.
 
-It is run by its path and imports the standard library only, so that nothing is loaded before the script decides
-what its environment is.
+It is run by its path and imports only the standard library, so that the script can still set its environment.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ import traceback
 from types import TracebackType
 
 PR_SET_PDEATHSIG = 1
-# What torch says, always as a RuntimeError, where the process at the other end of a connection has ended.
+# Texts of torch's RuntimeErrors after the process at a connection's other end has ended.
 CUT = ("Connection reset by peer", "Connection closed by peer", "Connection was likely closed", "Broken pipe")
 
 
 def end_with(launcher: int) -> None:
-    """Have the kernel end this process when the launcher is killed (Linux only)."""
+    """Let the kernel end this process if the launcher is killed (Linux only)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != launcher:
@@ -39,27 +38,27 @@ def end_with(launcher: int) -> None:
 
 
 def mark_path(folder: str) -> str:
-    """Return the file that says that this process runs, and that its process group is its own."""
+    """Return the file that marks this process as running, with its own process group."""
     return os.path.join(folder, "running", str(os.getpid()))
 
 
 def speak_to_launcher(folder: str) -> None:
-    """Lead stdout and stderr into the launcher's pipes of this rank."""
+    """Redirect stdout and stderr into this rank's pipes to the launcher."""
     for descriptor, name in ((1, "out"), (2, "err")):
         path = os.path.join(folder, f"{os.environ['LOCAL_RANK']}.{name}")
-        pipe = os.open(path, os.O_WRONLY | os.O_NONBLOCK)  # an error, not a wait, where nobody reads
+        pipe = os.open(path, os.O_WRONLY | os.O_NONBLOCK)  # without a reader: an error, not a wait
         fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) & ~os.O_NONBLOCK)
         os.dup2(pipe, descriptor)
         os.close(pipe)
 
 
 def kinds(error: BaseException) -> list[str]:
-    """Return the full names of the classes of `error`; importing them is left to the script."""
+    """Return the full names of the error's classes, without importing them."""
     return [f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__]
 
 
 def is_lost(error: BaseException) -> bool:
-    """Say whether `error` only follows from the end of another rank.
+    """Return whether `error` only follows from another rank's end.
 
     >>> is_lost(RuntimeError("[1] Connection closed by peer [10.0.0.2]:33421")), is_lost(ValueError("Broken pipe"))
     (True, False)
@@ -84,7 +83,7 @@ def show(error: BaseException) -> None:
 
 
 def record(error: BaseException) -> None:
-    """Write `error` as torch's elastic agent expects it, with the exact time beside its whole seconds."""
+    """Write `error` in the format of torch's elastic agent, and add the exact time."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
@@ -96,7 +95,7 @@ def record(error: BaseException) -> None:
 
 
 def own_frames(trace: TracebackType | None) -> TracebackType | None:
-    """Return the part of a traceback that is the user's: without this file and Python's runpy."""
+    """Return the user's part of a traceback, without this file and Python's runpy."""
     while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>", runpy.__file__):
         trace = trace.tb_next
     return trace

@@ -1,4 +1,4 @@
-"""The end of a launch: signals that ask for it, and what ranks leave running when they end badly."""
+"""End a launch: handle signals, and kill processes that failed ranks have left running."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Interrupted(BaseException):
 
 @dataclass
 class Stop:
-    """The signal that ended a block, 0 for none; and the handlers before it.
+    """Holds the signal that ended a block (0: none), and the handlers before the block.
 
     Attributes:
-        again: what a second signal does; None: it raises again.
+        again: called at a second signal; None: the second signal raises, too.
     """
 
     number: int = 0
@@ -35,7 +35,7 @@ class Stop:
     before: dict[signal.Signals, Any] = field(default_factory=dict)
 
     def hold(self) -> None:
-        """Let nothing interrupt the cleaning up."""
+        """Block interruptions while cleaning up."""
         for number in self.before:
             signal.signal(number, signal.SIG_IGN)
 
@@ -49,13 +49,13 @@ class Stop:
 
 @contextlib.contextmanager
 def ended_by(signals: Sequence[signal.Signals]) -> Iterator[Stop]:
-    """Inside, each of `signals` raises `Interrupted`; after the block it has the effect that it had outside."""
+    """Let each of `signals` raise `Interrupted` inside the block. Afterward the signal has its usual effect."""
     stop = Stop()
     if threading.current_thread() is not threading.main_thread():
-        yield stop  # signals come to the main thread only
+        yield stop  # only the main thread gets signals
         return
     for number in signals:
-        if signal.getsignal(number) not in (signal.SIG_IGN, None):  # ignored, or not for Python to handle
+        if signal.getsignal(number) not in (signal.SIG_IGN, None):  # ignored, or not set from Python
             stop.before[number] = signal.signal(number, stop.take)
     try:
         yield stop
@@ -70,7 +70,7 @@ def ended_by(signals: Sequence[signal.Signals]) -> Iterator[Stop]:
 
 
 def kill_what_is_left(folder: Path) -> None:
-    """Kill the process groups of the ranks that did not end well: what they had started may still run."""
+    """Kill the process groups of failed ranks, because their child processes may still run."""
     for mark in (folder / "running").iterdir():
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(int(mark.name), signal.SIGKILL)

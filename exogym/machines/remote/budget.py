@@ -1,8 +1,8 @@
-"""How much of this machine's disk a host may fill in a launch, whatever it sends.
+"""Limits for the disk space on this machine that a host may fill in a launch.
 
-what it prints          256 MB; the rest is shown, and not kept
-what it tells of a run  1 GB of files at a time; the rest comes at the end of the run
-files that are fetched  a quarter of the space that is free when the first one comes
+printed output    256 MB; later output is printed but not saved
+files of the run  1 GB of files while it trains; the rest comes at the end of the run
+fetched files     a quarter of the free space at the first file
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 PRINTED_BYTES, TOLD_BYTES = 256 << 20, 1 << 30
 FETCHED_SHARE = 0.25
-LINE_BYTES = 1 << 20  # of a line that is read as one
+LINE_BYTES = 1 << 20  # longest line that is read as one
 
 
 class Budget:
@@ -29,7 +29,7 @@ class Budget:
         self._lock = threading.Lock()
 
     def take(self, count: int) -> bool:
-        """Take so many bytes; False, and take none, where fewer are left."""
+        """Take `count` bytes and return True. If fewer are left, take none and return False."""
         with self._lock:
             if count > self.left:
                 return False

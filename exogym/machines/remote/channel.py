@@ -1,4 +1,4 @@
-"""The line to one host while a run goes on there: what it prints comes in, a sign of life goes out."""
+"""The connection to one host during a run: it receives the host's output, and sends signs of life."""
 
 from __future__ import annotations
 
@@ -19,41 +19,41 @@ from exogym.machines.remote.budget import LINE_BYTES, PRINTED_BYTES, Budget
 from exogym.machines.remote.health import Board
 from exogym.machines.remote.orders import HostOrder
 
-# What torch says of every host that has no name in the network, and, with a stack trace, of each that leaves after the
-# master at the end of a run: true, and of no consequence. (A rank that has failed is named by the host's launcher.)
+# Harmless messages of torch: about hosts without a name in the network, and, with a stack trace, about hosts that end
+# after the master. (The host's launcher names a rank that has failed.)
 HARMLESS = re.compile(r"\[c10d\] The hostname of the client socket cannot be retrieved")
 HARMLESS_BLOCK = re.compile(r"TCPStore\.cpp:\d+\] \[c10d\] (send|recv)\w+ failed on ")
 IN_BLOCK = re.compile(
     r"Exception raised from |frame #\d+: |<omitting python frames>|$"
-)  # the empty line is the last one
+)  # the empty line ends the block
 RANK = re.compile(r"\[rank (\d{1,9})\] ?(.*)", re.S)
-# The line of a host's launcher on the rank that failed; not that of one that only lost its connection to it.
+# The launcher's line about the rank that failed, not about ranks that only lost their connection to it.
 FAILED = re.compile(r"exogym: (?!rank [\d of]+ lost its connection)(rank \d+.*); what it printed is ", re.S)
 
 
 class Logs:
-    """What the hosts print: on the terminal under the host's name, and in files of the run's folder.
+    """Prints the hosts' output after the host's name, and saves it in the run's folder.
 
     Args:
-        folder: gets `training_rank_{rank}.log` and `host_{number}.log`: the output of a rank, and of the host's
-            own launcher or ssh. At most `most_bytes` are kept for each host.
-        echo: whether to print it here too.
+        folder: folder for `training_rank_{rank}.log` (a rank's output) and `host_{number}.log` (output of the host's
+            launcher or ssh). At most `most_bytes` are saved for each host.
+        echo: print the output here, too.
 
     Attributes:
-        first: (number of the host, what its launcher said) of the rank that failed first, once one has.
+        first: (host's number, its launcher's line) of the rank that failed first; None: no rank has failed.
     """
 
     def __init__(self, folder: Path, echo: bool = True, most_bytes: int = PRINTED_BYTES):
         self.folder, self.echo, self.most_bytes = folder, echo, most_bytes
         self._budgets: dict[int, Budget] = {}
-        self._full: set[int] = set()  # hosts of which no more is kept
+        self._full: set[int] = set()  # hosts whose limit is reached
         self.first: tuple[int, str] | None = None
         self._files, self._screens = LogFiles(folder), Screens()
         self._lock = threading.Lock()
-        self._blocks: set[tuple[int, int, str]] = set()  # host, stream and file in which a harmless block goes on
+        self._blocks: set[tuple[int, int, str]] = set()  # (host, stream, file) inside a harmless block
 
     def take(self, number: int, address: str, line: str, terminal: TextIO, ranks: Container[int] | None = None) -> None:
-        """Take a line that host `number` printed; with `ranks`, only these have files by their name."""
+        """Take a line of output from host `number`. With `ranks`, only these ranks have their own files."""
         found = RANK.match(line)
         if found is not None and ranks is not None and int(found[1]) not in ranks:
             found = None
@@ -73,7 +73,7 @@ class Logs:
         if self._budgets.setdefault(number, Budget(self.most_bytes)).take(count):
             return True
         self._full.add(number)
-        why = f"{address} has printed {readable_bytes(self.most_bytes)}: no more of it is kept in {self.folder}"
+        why = f"{address} has printed {readable_bytes(self.most_bytes)}: its later output is not saved in {self.folder}"
         self._files.write(f"host_{number}.log", f"exogym: {why}\n".encode())
         notice(why)
         return False
@@ -94,9 +94,9 @@ class Channel:
     """Runs an order on its host.
 
     Args:
-        number: of the host in the file.
-        board: takes the host's reports.
-        ended: called with this channel, in another thread, once the order has ended; `status` holds its exit status.
+        number: the host's number in the hosts file.
+        board: receives the host's reports.
+        ended: called with this channel, in another thread, when the order has ended. `status` is then the exit status.
     """
 
     def __init__(self, number: int, order: HostOrder, logs: Logs, board: Board, ended: Callable[[Channel], None]):
@@ -114,7 +114,7 @@ class Channel:
             thread.start()
 
     def beat(self) -> None:
-        """Give the host a sign of life."""
+        """Send the host a sign of life."""
         with self._lock, contextlib.suppress(OSError):
             if self._input is not None:
                 os.write(self._input, b".")
@@ -128,12 +128,12 @@ class Channel:
                 self.process.stdin.close()
 
     def kill(self) -> None:
-        """Cut the line; the host ends its part by itself."""
+        """Cut the connection; the host then ends its part itself."""
         self.stop()
         self.process.kill()
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for the end; say whether it has come."""
+        """Wait for the end; return whether it has come."""
         try:
             self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -146,7 +146,7 @@ class Channel:
         mark, begun, ranks = self.board.mark.encode(), b"", self.order.ranks
         while raw := stream.readline(LINE_BYTES):
             before, found, report = raw.partition(mark)
-            if found:  # behind what may be half a line that a rank printed
+            if found:  # a rank's incomplete line may stand before it
                 self.board.take(self.order, report.decode("utf-8", "replace"))
                 begun = (begun + before)[:LINE_BYTES]
                 continue

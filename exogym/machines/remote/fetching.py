@@ -1,4 +1,4 @@
-"""Brings a file from a host to this machine over ssh, checked, and without holding it in memory."""
+"""Copy a file from a host to this machine over ssh, with a checksum, without holding it in memory."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from exogym.machines.remote.hosts import Host
 from exogym.machines.remote.inquiry import Inquiry, Unanswered
 
 BLOCK_BYTES = 1 << 20
-END_S = 10.0  # for a host that sends no file, to end
-MOST_SAID = 1 << 16  # of why it sends none
+END_S = 10.0  # seconds for a host to end after an error
+MOST_SAID = 1 << 16  # characters of a host's error
 
 
 def fetch(host: Host, folder: str, path: str, target: Path, budget: Budget) -> None:
-    """Copy the file `path` in `folder` of `host` to `target` here, whole or not at all.
+    """Copy the file `path` in `folder` of `host` to `target` here, completely or not at all.
 
     Args:
-        budget: the host's; a larger file is rejected, and no file is read beyond its announced size.
+        budget: the host's remaining budget. Larger files are rejected. No file is read beyond its announced size.
 
     Raises:
-        ExoGymError: it does not exist, is too large, was damaged on the way, or cannot be written here.
+        ExoGymError: the file does not exist, is too large, was damaged on the way, or cannot be written here.
     """
     inquiry = Inquiry(host, None)
     assert inquiry.process.stdout is not None
@@ -33,9 +33,9 @@ def fetch(host: Host, folder: str, path: str, target: Path, budget: Budget) -> N
         size, digest = _facts(inquiry.ask("fetch", folder=folder, path=path))
         if not budget.take(size):
             raise ExoGymError(
-                f"{path} of {host.address} has {readable_bytes(size)}, and {readable_bytes(budget.left)} of "
-                f"the {readable_bytes(budget.most_bytes)} that a host may fill here are left: free some space on this "
-                "machine, or copy it by hand"
+                f"{path} of {host.address} has {readable_bytes(size)}, but the host may fill only "
+                f"{readable_bytes(budget.left)} more of its {readable_bytes(budget.most_bytes)} here: free some space "
+                "on this machine, or copy the file by hand"
             )
         with beside(target) as made:
             with open(made, "wb") as file:
@@ -54,7 +54,7 @@ def fetch(host: Host, folder: str, path: str, target: Path, budget: Budget) -> N
 
 
 def _copied(source: IO[bytes], file: IO[bytes], size: int) -> str:
-    """Copy so many bytes, or fewer where there are no more; return their SHA-256."""
+    """Copy at most `size` bytes; return their SHA-256."""
     digest = hashlib.sha256()
     while size > 0 and (block := source.read(min(size, BLOCK_BYTES))):
         digest.update(block)
@@ -64,13 +64,13 @@ def _copied(source: IO[bytes], file: IO[bytes], size: int) -> str:
 
 
 def _facts(said: Any) -> tuple[int, str]:
-    """Return size and SHA-256 of a file that a host is about to send.
+    """Return the size and SHA-256 of a file that a host is about to send.
 
     Raises:
-        LookupError: it sends none; the text is its own.
+        LookupError: the host sends no file. The text is the host's.
     """
     given = said if isinstance(said, dict) else {}
     size, digest = given.get("size"), given.get("sha256")
     if type(size) is int and size >= 0 and isinstance(digest, str):
         return size, digest
-    raise LookupError(str(given.get("error", "it says nothing of a file"))[:MOST_SAID])
+    raise LookupError(str(given.get("error", "it did not describe a file"))[:MOST_SAID])

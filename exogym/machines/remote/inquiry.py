@@ -1,4 +1,4 @@
-"""A connection to one host that answers questions, and what it means when it does not."""
+"""Ask a host questions, and find the cause if it does not answer."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from exogym.machines.remote.onhost.probe import MARK
 
 ANSWER_S = 60.0
 NOT_THERE, NOT_A_PROGRAM = 127, 126  # exit statuses of a shell
-MOST_BYTES, MOST_ERRORS = 1 << 24, 1 << 16  # that a host says until an answer is whole, and on stderr
+MOST_BYTES, MOST_ERRORS = 1 << 24, 1 << 16  # limits for an answer and for stderr
 
 
 class Unanswered(Exception):
-    """The host gave no answer; `Inquiry.diagnosis` has the cause."""
+    """The host gave no answer; `Inquiry.diagnosis` returns the cause."""
 
 
 class Inquiry:
     """Starts `onhost/probe.py` on a host and asks it.
 
     Args:
-        host: whom to ask.
-        answer_s: seconds within which each answer must come; None: ssh alone notices that a host is gone.
+        host: the host to ask.
+        answer_s: seconds to wait for each answer; None: only ssh detects a lost host.
     """
 
     def __init__(self, host: Host, answer_s: float | None):
@@ -40,10 +40,10 @@ class Inquiry:
         self._reader.start()
 
     def ask(self, question: str, **given: Any) -> Any:
-        """Return the answer; {"error": text} where the host could not find it.
+        """Return the answer, or {"error": text} if the host could not answer.
 
         Raises:
-            Unanswered: the connection is gone, or the answer late, too long, or none.
+            Unanswered: the connection is gone, or the answer is late, too long or invalid.
         """
         process = self.process
         assert process.stdin is not None and process.stdout is not None
@@ -56,7 +56,7 @@ class Inquiry:
             process.stdin.flush()
             while left > 0 and (line := process.stdout.readline(left)):
                 left -= len(line)
-                if line.startswith(MARK.encode()):  # and not what a login script printed
+                if line.startswith(MARK.encode()):  # not a login script's output
                     self.answered = True
                     return json.loads(line[len(MARK) :])
         except (OSError, ValueError, RecursionError):
@@ -78,7 +78,7 @@ class Inquiry:
             pass
 
     def end(self, wait_s: float | None = None) -> None:
-        """End the connection; cut it after `wait_s` (None: as long as for an answer)."""
+        """End the connection; cut it after `wait_s` seconds (None: `answer_s`)."""
         process = self.process
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None
         with contextlib.suppress(OSError):
@@ -93,7 +93,7 @@ class Inquiry:
         process.stderr.close()
 
     def diagnosis(self) -> tuple[str, str, str]:
-        """Return the failed check, the finding and the remedy, after everything ended without an answer."""
+        """Return the failed check, the finding and the remedy, after a connection without an answer."""
         said = _last(self._errors.decode("utf-8", "replace"))
         if self.late:
             return "reachable", f"no answer within {self.answer_s:g} s", "check the host's load and its network"
@@ -112,7 +112,7 @@ def ask(host: Host, question: str, answer_s: float = ANSWER_S, **given: Any) -> 
     """Ask a host one question of `onhost/probe.py`.
 
     Raises:
-        ExoGymError: no answer; the message says what to do.
+        ExoGymError: the host did not answer. The message says what to do.
     """
     inquiry, answer = Inquiry(host, answer_s), None
     with contextlib.suppress(Unanswered):
@@ -125,7 +125,7 @@ def ask(host: Host, question: str, answer_s: float = ANSWER_S, **given: Any) -> 
 
 
 _PYTHON = "name the host's Python, 3.11 or later, in python_env or in its own field python"
-# What ssh says, in lower case; the check that it tells of; the remedy.
+# ssh's message in lower case; the failed check; the remedy.
 _SIGNS = (
     (
         "identification has changed",
@@ -155,7 +155,7 @@ _SIGNS = (
 
 
 def diagnose(host: Host, errors: str) -> tuple[str, str, str]:
-    """Return the failed check, the finding and the remedy, from the stderr of ssh.
+    """Return the failed check, the finding and the remedy, from ssh's stderr.
 
     >>> diagnose(Host("h", "h"), "ssh: connect to host h port 22: Connection refused")[:2]
     ('reachable', 'ssh: connect to host h port 22: Connection refused')
@@ -170,6 +170,6 @@ def diagnose(host: Host, errors: str) -> tuple[str, str, str]:
 
 
 def _last(text: str) -> str:
-    """Return the last line that says something."""
+    """Return the last line that is not empty."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1] if lines else "nothing was said"

@@ -1,4 +1,4 @@
-"""The inspection of one host: the checks, and a remedy for each problem."""
+"""Check one host, with a remedy for each problem."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Check:
 
 
 class Controller:
-    """What the hosts are held against: this machine's versions and the project's files.
+    """What the hosts must match: this machine's versions and the project's files.
 
     Args: see `check_hosts`.
     """
@@ -59,10 +59,10 @@ class Controller:
 
 
 class Inspection:
-    """Asks one host; `checks` grows.
+    """Asks one host, and collects the results in `checks`.
 
     Attributes:
-        place: the address and port at which the other hosts should reach it; None where that is not known.
+        place: address and port where the other hosts should reach this host; None: unknown.
     """
 
     def __init__(self, config: HostsConfig, index: int, here: Controller, answer_s: float):
@@ -73,10 +73,10 @@ class Inspection:
         self.place: tuple[str, int] | None = None
         self._inquiry: Inquiry | None = None
 
-    # The three parts, each of which all hosts do at the same time
+    # Three parts; all hosts do each part at the same time
 
     def look(self) -> None:
-        """Look at the host itself."""
+        """Check the host itself."""
         try:
             self._inquiry = Inquiry(self.host, self.answer_s)
             self._python()
@@ -93,14 +93,14 @@ class Inspection:
                 self._save_dir()
         except Unanswered:
             self._unanswered()
-        except ExoGymError as error:  # no such Python on this machine
+        except ExoGymError as error:  # this machine lacks this Python
             self._note("python", False, str(error), f"name the host's Python in {self._field('python', 'python_env')}")
         finally:
             if self.index == 0:
                 self.here.token_is_written.set()
 
     def reach(self, places: dict[int, tuple[str, int]]) -> None:
-        """See whether the host can connect to the `places` of the others."""
+        """Check that the host can connect to the other hosts' `places`."""
         if self._inquiry is None or self.index not in places:
             return
         targets = [place for i, place in places.items() if i != self.index]
@@ -129,11 +129,11 @@ class Inspection:
             self._inquiry.end()
 
     def abort(self) -> None:
-        """End the connection at once, also while another thread waits for an answer."""
+        """End the connection at once, even while another thread waits for an answer."""
         if self._inquiry is not None:
             self._inquiry.process.kill()
 
-    # What is looked at
+    # The checks
 
     def _python(self) -> None:
         found = self._ask("python")
@@ -253,7 +253,7 @@ class Inspection:
             )
 
     def _save_dir(self) -> None:
-        """See whether this host can write into `save_dir`, and whether what the master writes there is there too."""
+        """Check that this host can write into `save_dir`, and whether it shares the folder with the master."""
         token, folder = self.here.token, self.here.save_dir
         remedy = "give a save_dir that the user may write to, on a disk that is not full"
         own = f"{folder}/.writable-{token}-{self.index}"
@@ -282,7 +282,7 @@ class Inspection:
         return self._inquiry.ask(question, **given)
 
     def _answer(self, check: str, remedy: str, question: str, **given: Any) -> Any:
-        """Return the host's answer; None, and a line, where it found none."""
+        """Return the host's answer. Without an answer, add a failed check and return None."""
         found = self._ask(question, **given)
         if isinstance(found, dict) and "error" in found:
             self._note(check, False, found["error"], remedy)
@@ -305,7 +305,7 @@ class Inspection:
 
 
 def _public(version: str) -> str:
-    """Return a version without the part that names the build: 2.13.0+cpu is 2.13.0."""
+    """Return a version without its build: 2.13.0+cpu becomes 2.13.0."""
     return version.partition("+")[0]
 
 

@@ -11,7 +11,7 @@ from exogym.machines.remote.profile import RunProfile
 
 
 def main(words: Sequence[str]) -> None:
-    """Train what the profile, given as JSON, describes, in the world of this process."""
+    """Train by a profile, given as JSON, in this process's group."""
     profile = RunProfile(**json.loads(words[0]))
     model, train, val, task = profile.problem()
     # Inside a world the hosts are given.

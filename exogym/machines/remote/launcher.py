@@ -1,4 +1,4 @@
-"""Starts a script on all hosts of a hosts file, brings back what it prints, and leaves nothing running."""
+"""Start a script on all hosts of a hosts file, print its output here, and leave nothing running."""
 
 from __future__ import annotations
 
@@ -43,15 +43,16 @@ class SSHLauncher:
             needed.
         retries: restarts of the whole run on all hosts after a host was lost, with longer and longer pauses. The
             processes find their number in EXOGYM_NETWORK_RETRY.
-        project: the project's folder here; the current one by default.
-        out: the folder in which each run gets a new one for its logs.
-        start_timeout_s: seconds within which the hosts' launchers must have met.
-        answer_s: seconds a host has for each answer before the run.
-        echo: whether to print here what the processes print.
+        project: the project's folder here. Default: the current folder.
+        out: folder in which each run gets a new folder for its logs.
+        start_timeout_s: seconds for the hosts' launchers to meet.
+        answer_s: seconds to wait for each answer before the run.
+        echo: print the processes' output here.
 
     Attributes:
-        folder: the folder of the last run; `finished`: the hosts whose part in it ended well.
-        first_failure: why the first rank of that run failed, in words; None: unknown.
+        folder: the last run's folder.
+        finished: hosts that finished the last run without an error.
+        first_failure: the reason of that run's first failure, in words; None: unknown.
 
     >>> launcher = SSHLauncher({"master": "localhost"}, max_restarts=1)
     >>> launcher.config.slots
@@ -80,10 +81,12 @@ class SSHLauncher:
         if min_hosts is not None:
             check_count("min_hosts", min_hosts)
             if min_hosts > len(self.config.hosts):
-                raise ArgumentError(f"min_hosts={min_hosts}, but the hosts file has {len(self.config.hosts)}: lower it")
+                raise ArgumentError(
+                    f"min_hosts={min_hosts}, but the hosts file has {len(self.config.hosts)} hosts: lower it"
+                )
         self.min_hosts, self.retries = min_hosts, retries
         self.finished: list[Host] = []
-        self._budgets: dict[Host, Budget] = {}  # of what is fetched
+        self._budgets: dict[Host, Budget] = {}  # for fetched files
         self.sync, self.max_restarts, self.start_timeout_s = sync, max_restarts, start_timeout_s
         self.project = os.path.realpath(project or os.getcwd())
         self.out, self.answer_s, self.echo = Path(out), answer_s, echo
@@ -124,9 +127,9 @@ class SSHLauncher:
             0, or the exit code of the host that failed first.
 
         Raises:
-            ArgumentError: no such script, or one outside the project's folder.
+            ArgumentError: the script does not exist, or is outside the project's folder.
             ExoGymError: the hosts are not ready; the message says what to do.
-            KeyboardInterrupt: Ctrl-C, after all hosts have ended. (SIGTERM and SIGHUP take their usual effect then.)
+            KeyboardInterrupt: Ctrl-C, after all hosts have ended. (SIGTERM and SIGHUP then have their usual effect.)
         """
         target = os.fspath(script) if module else self._script(script)
 
@@ -159,23 +162,23 @@ class SSHLauncher:
                 board.close()
                 self.first_failure = None if logs.first is None else logs.first[1]
                 logs.close()
-        return 128 + signal.SIGTERM  # for a caller whose handler of the signal goes on
+        return 128 + signal.SIGTERM  # the caller's handler of the signal did not end the process
 
     def fetch(self, path: str, target: Path, host: Host | None = None) -> None:
-        """Copy the file `path` (below the project's folder) from `host` to `target` here, whole or not at all.
+        """Copy the file `path` (in the project's folder) from `host` to `target` here, completely or not at all.
 
         Args:
-            host: the master by default.
+            host: default: the master.
 
         Raises:
-            ExoGymError: it does not exist, is larger than a host's share of the disk here, or was damaged on the way.
+            ExoGymError: the file does not exist, is larger than a host's share of this disk, or was damaged on the way.
         """
         host = host or self.config.master
         budget = self._budgets.setdefault(host, Budget.of_disk(target.parent))
         fetch(host, host.path or self.project, path, target, budget)
 
     def shown(self, parts: Sequence[HostOrder]) -> list[str]:
-        """Return, as text, every command that a run would have this machine run."""
+        """Return every command that a run would start from this machine, as text."""
         lines = []
         for host in self.config.hosts:
             lines += [f"# {host.address}: onhost/probe.py on stdin, to check the host"]
@@ -190,11 +193,13 @@ class SSHLauncher:
     def _script(self, script: str | os.PathLike[str]) -> str:
         path = os.path.join(self.project, os.fspath(script))
         if not os.path.isfile(path):
-            raise ArgumentError(f"there is no script {path!r}: give the path of a Python file in the project's folder")
+            raise ArgumentError(
+                f"script={path!r} does not exist: give the path of a Python file in the project's folder"
+            )
         return inside(self.project, path)
 
     def _prepare(self, save_dir: str | None, folder: Path | None) -> None:
-        """Look at the hosts and copy the project; where that fails, an empty `folder` is not left behind."""
+        """Check the hosts and copy the project. If this fails, remove an empty `folder`."""
         try:
             require(self.check(save_dir))
             if self.sync:
@@ -206,7 +211,7 @@ class SSHLauncher:
             raise
 
     def _run(self, parts: Callable[[int], list[HostOrder]], logs: Logs, board: Board, save_dir: str | None) -> int:
-        """Run the parts; where a host was lost, all again after a pause, as often as `retries` says."""
+        """Run the parts. After the loss of a host, run all again after a pause, up to `retries` times."""
         retry = 0
         while True:
             watch = RunWatch(parts(retry), logs, board, goes_on=self.min_hosts is not None)
@@ -237,7 +242,7 @@ class SSHLauncher:
 
 
 def from_here(folder: Path) -> Path:
-    """Return the shorter name of `folder` where it lies below the current one.
+    """Return `folder` relative to the current folder, if it is inside it.
 
     >>> from_here(Path.cwd() / "runs" / "train"), from_here(Path("/tmp/train"))
     (PosixPath('runs/train'), PosixPath('/tmp/train'))

@@ -1,4 +1,4 @@
-"""Measures the hosts of a hosts file: the self-test runs there, and what predictions start from is written here."""
+"""Measure the hosts of a hosts file: run the self-test there, and write the measurement here, for predictions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from exogym.machines.remote.launcher import SSHLauncher
 from exogym.network import Network
 
 MEASURED_FILE = "measured.json"
-START = '{"num_nodes": '  # of the line that the master's first process prints
+START = '{"num_nodes": '  # start of the line that rank 0 prints
 ERROR = "exogym.distributed: error: "
 
 
@@ -31,18 +31,18 @@ def measure_hosts(
     sizes_bytes: Sequence[int] | None = None,
     project: str | os.PathLike[str] | None = None,
 ) -> Network:
-    """Time every collective, every pair and, with a task, a step on the hosts; write `file`, and return its network.
+    """Time every collective, every pair and, with a task, a step on the hosts. Write `file` and return its network.
 
-    The hosts go by their addresses in the hosts file, once for each slot, so the file tells whose it is.
+    The file names the hosts by their addresses in the hosts file, once per slot.
 
     Args:
-        hosts_config, sync, project: as `SSHLauncher`.
-        task: a name, or module:function of the project; `data`, `batch_size`, `task_options` (as a profile has
-            them): of it, None: as the task has them.
-        sizes_bytes: to probe; None: the self-test's.
+        hosts_config, sync, project: as for `SSHLauncher`.
+        task: a task's name, or module:function of the project.
+        data, batch_size, task_options: for the task, as in a profile; None: the task's defaults.
+        sizes_bytes: sizes to probe; None: the self-test's.
 
     Raises:
-        ExoGymError: the hosts are not ready, or the self-test failed there; the message says why.
+        ExoGymError: the hosts are not ready, or the self-test failed there. The message says why.
     """
     words = ["--json", "-"]
     words += [] if task is None else ["--task", task]

@@ -1,4 +1,4 @@
-"""A host's order to run something, as a value that can also be shown (`--dry-run`)."""
+"""A host's part of a run, as a value that `--dry-run` can also print."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from exogym.machines.launch.door import SECRET
 from exogym.machines.remote import ssh
 from exogym.machines.remote.hosts import Host, HostsConfig
 
-# In the environment of a process on a host.
+# Environment variables of a process on a host.
 MEMBERSHIP, SLOTS, FIRST_RANK = "EXOGYM_MEMBERSHIP", "EXOGYM_SLOTS", "EXOGYM_FIRST_RANK"
 NETWORK, FIT, RUN = "EXOGYM_NETWORK", "EXOGYM_NETWORK_FIT", "EXOGYM_NETWORK_RUN"
 PROGRESS, DEVICE, PROJECT = "EXOGYM_NETWORK_PROGRESS", "EXOGYM_DEVICE", "EXOGYM_PROJECT"
 RETRY, LAUNCH = "EXOGYM_NETWORK_RETRY", "EXOGYM_LAUNCH"
 RUNS = "runs"
 
-SILENCE_S = 60.0  # who has heard nothing from the controller (or the membership server) for so long ends its part
-STOP_S = 40.0  # from SIGTERM to SIGKILL; torch's agent gives its processes 30 s of it
+SILENCE_S = 60.0  # after this silence of the controller (or the membership server) a host ends its part
+STOP_S = 40.0  # from SIGTERM to SIGKILL; torch's agent gives its processes 30 s
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,11 @@ class HostOrder:
     """One host's part of a run.
 
     Attributes:
-        ranks: of its processes; none: it is the membership server's (see `exogym.machines.remote.elastic`).
-        words: what its Python is given, `-m exogym.launch ...`.
-        folder: where it runs there; `~` stands for the home folder there.
-        environment: added to the environment there.
-        alone: no other host takes part, so its processes talk over its loopback.
+        ranks: its processes' ranks; empty for the membership server (see `exogym.machines.remote.elastic`).
+        words: arguments for its Python, `-m exogym.launch ...`.
+        folder: its working folder; `~` is the host's home folder.
+        environment: added to the host's environment.
+        alone: no other host takes part, so the processes use the loopback.
     """
 
     host: Host
@@ -46,7 +46,7 @@ class HostOrder:
     alone: bool = False
 
     def given(self, reports: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Return what `onhost/guard.py` is given; `reports`: what it is to report (`remote.health`)."""
+        """Return the settings for `onhost/guard.py`. `reports`: settings of its reports (`remote.health`)."""
         return {
             "words": self.words, "folder": self.folder, "environment": self.environment,
             "address": None if self.alone else self.host.address,
@@ -55,7 +55,7 @@ class HostOrder:
         }  # fmt: skip
 
     def shown(self) -> str:
-        """Return the command that this machine runs, and below it what the host runs, as text to read."""
+        """Return this machine's command, and below it the host's command, as text."""
         if not self.ranks:
             who = "the membership server"
         else:
@@ -86,14 +86,14 @@ def orders(
     start_timeout_s: int,
     min_hosts: int | None = None,
 ) -> list[HostOrder]:
-    """Return the order of each host: torch's elastic agent, through `exogym.launch`, as node number so-and-so.
+    """Return each host's order: run `exogym.launch` (torch's elastic agent) as its node number.
 
-    With `min_hosts` each host's agent watches over its own processes only, and the first order is the membership
-    server's, on the master.
+    With `min_hosts`, each host's agent watches only its own processes. The first order is then the membership server's,
+    on the master.
 
     Args:
-        script: path inside the project, or the name of a module.
-        project: the project's folder here, and on the hosts that name no other.
+        script: a path inside the project, or a module's name.
+        project: the project's folder here, and on hosts without their own path.
     """
     found = []
     master, port = config.master, config.master_port
@@ -124,18 +124,18 @@ def orders(
 
 
 def inside(project: str, script: str | os.PathLike[str]) -> str:
-    """Return the path of `script` relative to the project's folder: this path is the same on all hosts.
+    """Return the path of `script` relative to the project's folder. It is the same on all hosts.
 
     >>> inside("/home/ann/whisper", "/home/ann/whisper/train.py")
     './train.py'
 
     Raises:
-        ArgumentError: it lies elsewhere.
+        ArgumentError: the script is outside this folder.
     """
     root, path = Path(os.path.realpath(project)), Path(os.path.realpath(script))
     if not path.is_relative_to(root):
         raise ArgumentError(
-            f"the script {str(path)!r} lies outside the project's folder {str(root)!r}, and the hosts have only that "
+            f"script={str(path)!r} is outside the project's folder {str(root)!r}, and the hosts have only this "
             "folder: start it from the project's folder (or name that as project= of SSHLauncher)"
         )
     return os.path.join(".", path.relative_to(root))

@@ -1,7 +1,7 @@
 """Checks every host before anything is started there, and names a remedy for each problem.
 
-All hosts are asked at once, each over one connection. A host is asked on only while that makes sense: without a login
-nothing is said of its Python.
+It asks all hosts at the same time, each over one connection. It skips checks that cannot work: without a login it does
+not check Python.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ def check_hosts(
     code: bool = True,
     answer_s: float = ANSWER_S,
 ) -> list[Check]:
-    """Check all hosts at once; return the lines of the table, host by host, in the file's order.
+    """Check all hosts at the same time. Return the table's lines, host by host, in the file's order.
 
     Args:
         hosts_config: see `HostsConfig.load`.
-        project: the project's folder here; the current one by default.
+        project: the project's folder here. Default: the current folder.
         sync: the project will be copied: check for rsync instead of the project's files.
-        save_dir: a folder for checkpoints, which every host must be able to write; shared, or each host's own.
-        code: check that the project's Python files are equal there and here.
-        answer_s: seconds that a host has for each answer.
+        save_dir: folder for checkpoints, shared or each host's own. Every host must be able to write there.
+        code: check that the project's Python files on the hosts equal the files here.
+        answer_s: seconds to wait for each answer.
 
     Raises:
         ArgumentError: the hosts file is wrong, or names a missing file.
@@ -62,18 +62,18 @@ def check_hosts(
 
 
 def _check_files(config: HostsConfig) -> None:
-    """Refuse a key or ssh config that is not on this machine: ssh would do without it, and may find another way in."""
+    """Refuse a missing key or ssh config. Otherwise ssh would ignore it and might log in differently."""
     for host in config.hosts:
         for field, path in (("ssh_key_path", host.key), ("ssh_config_path", host.ssh_config)):
             if path is not None and not host.is_local and not os.path.isfile(path):
                 raise ArgumentError(
-                    f"{field}={path!r} (for {host.address}): there is no such file on this machine; name an existing "
+                    f"{field}={path!r} (for {host.address}) does not exist on this machine: name an existing "
                     "file, or leave the field out to use your SSH config"
                 )
 
 
 def require(checks: Sequence[Check]) -> None:
-    """Raise ExoGymError, with a line for each failure and its remedy, unless all is well."""
+    """Raise ExoGymError if a check failed, with a line for each failure and its remedy."""
     failed = [check for check in checks if not check.ok]
     if failed:
         lines = [f"{check.host}: {check.check}: {check.seen}. Remedy: {check.remedy}" for check in failed]

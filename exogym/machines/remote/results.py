@@ -1,4 +1,4 @@
-"""What a run leaves behind: the final model, its history, its description, its traffic. Nothing in it is pickled."""
+"""A run's results as files: model, history, description and traffic. Nothing is pickled."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SEEN = "measured.json"
 
 
 def names(fit: int) -> list[str]:
-    """Return the file names of the results of a script's `fit` number so-and-so, the last one written last.
+    """Return the names of the result files of a script's `fit` number `fit`, in the order of writing.
 
     >>> names(1)
     ['fit_1.model.safetensors', 'fit_1.history.safetensors', 'fit_1.facts.json']
@@ -38,7 +38,7 @@ def names(fit: int) -> list[str]:
 
 @dataclass
 class FitResults:
-    """Beside the model's numbers: what `Trainer` has after a fit."""
+    """The attributes of `Trainer` after a fit, without the model."""
 
     history: History = field(default_factory=History)
     description: dict[str, Any] = field(default_factory=dict)
@@ -46,7 +46,7 @@ class FitResults:
 
 
 def write(folder: Path, fit: int, model: nn.Module, results: FitResults) -> None:
-    """Write the results of a fit into `folder`, each file whole or not at all."""
+    """Write a fit's results into `folder`, each file completely or not at all."""
     model_name, history_name, facts_name = names(fit)
     folder.mkdir(parents=True, exist_ok=True)
     save_model(model, folder / model_name)
@@ -55,7 +55,7 @@ def write(folder: Path, fit: int, model: nn.Module, results: FitResults) -> None
 
 
 def run_folder_of(folder: Path, fit: int) -> Path:
-    """Return the run folder of a script's `fit`, in the folder of the launch: of the first one it is the same.
+    """Return the run folder of a script's `fit` number `fit`. The first fit uses the launch's own folder.
 
     >>> run_folder_of(Path("runs/train"), 1).name, run_folder_of(Path("runs/train"), 2).name
     ('train', 'fit_2')
@@ -64,7 +64,7 @@ def run_folder_of(folder: Path, fit: int) -> Path:
 
 
 def make_room(folder: Path) -> None:
-    """Put what an earlier start of the run told in `folder` aside, into one beside it: this start begins anew."""
+    """Move the records of an earlier start out of `folder`, into a folder beside it."""
     if found := [folder / name for name in FILES if (folder / name).exists()]:
         aside = next(path for n in itertools.count(1) if not (path := folder / f"start_{n}").exists())
         aside.mkdir()
@@ -76,11 +76,12 @@ def carry_out(
     launcher: SSHLauncher, folder: Path, fit: int, target: str, *words: Any, module: bool, shows_progress: bool,
     save_dir: str | None, mirrors: bool = True,
 ) -> int:  # fmt: skip
-    """Launch a script, wait until its `fit` so-and-so has ended, and bring what came of it; return the exit code.
+    """Launch a script, wait for the end of its `fit` number `fit`, fetch the results, and return the exit code.
 
     Args:
-        folder: the launch's; save_dir: the run's.
-        mirrors: whether the run folder is in there, too.
+        folder: the launch's folder.
+        save_dir: the run's folder for checkpoints.
+        mirrors: fill the run folder here while it is written there.
     """
     code = launcher.launch(
         target, *words, module=module, folder=folder, save_dir=save_dir,
@@ -101,15 +102,15 @@ def bring_run(launcher: SSHLauncher, folder: Path, fit: int) -> None:
         try:
             launcher.fetch(f"{RUNS}/{there.relative_to(folder.parent)}/{name}", there / name)
         except ExoGymError:
-            if name == FILES[0]:  # the run never began, or the master is gone
+            if name == FILES[0]:  # the run has not begun, or the master is lost
                 return
 
 
 def bring(launcher: SSHLauncher, folder: Path, fit: int) -> None:
-    """Copy the results of a launch's fit to `folder` here, from the first host that has them.
+    """Copy a fit's results to `folder` here, from the first host that has them.
 
     Raises:
-        ExoGymError: no host has them.
+        ExoGymError: no host has the results.
     """
     config = launcher.config
     hosts = [host for host in config.hosts if host in launcher.finished] or [config.master]
@@ -126,15 +127,15 @@ def bring(launcher: SSHLauncher, folder: Path, fit: int) -> None:
 
 
 def aside(folder: Path, rank: int) -> Path:
-    """Return where a process that was not the first leaves the results, should the first one be lost."""
+    """Return the folder for the results of another process than rank 0, in case rank 0's host is lost."""
     return folder / f"rank_{rank}"
 
 
 def read(folder: Path, fit: int, model: nn.Module) -> FitResults:
-    """Read what `write` wrote; the numbers go into `model`.
+    """Read the files of `write`, and load the weights into `model`.
 
     Raises:
-        ExoGymError: a file is missing or torn, or of another model.
+        ExoGymError: a file is missing, incomplete, or from another model.
     """
     found = facts_of(folder, fit)
     load_model(model, folder / names(fit)[0])
@@ -142,7 +143,7 @@ def read(folder: Path, fit: int, model: nn.Module) -> FitResults:
 
 
 def write_seen(folder: Path, description: Mapping[str, Any], hosts: Sequence[str]) -> Path | None:
-    """Write what a run saw of its hosts, by its description, as `Network.of` reads it; None where it saw too little."""
+    """Write a run's measurements of its hosts, for `Network.of`. Return the file, or None without measurements."""
     if (seen := description.get("seen")) is None:
         return None
     write_json(folder / SEEN, seen | {"hosts": list(hosts)})
@@ -160,7 +161,7 @@ def facts_of(folder: Path, fit: int) -> FitResults:
 
 
 def replay(folder: Path, fit: int, model: nn.Module) -> FitResults:
-    """In every process of a world take over what an earlier fit left on rank 0's host."""
+    """Load an earlier fit's results from rank 0's host in every process."""
     first, failure = None, None
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
         try:

@@ -1,7 +1,7 @@
-"""Runs Python on a host, through the system's own ssh client; on this machine without it.
+"""Run Python on a host through the system's ssh client, or on this machine without ssh.
 
-What goes through the host's login shell is one fixed line and the path of its Python, quoted. The program to run, from
-`exogym/machines/remote/onhost`, and its arguments follow on stdin as JSON, which no shell sees.
+The host's login shell sees only one fixed line and the quoted path of its Python. The program, from
+`exogym/machines/remote/onhost`, and its arguments follow on stdin as JSON, which no shell reads.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from exogym.errors import ArgumentError, ExoGymError
 from exogym.machines.remote.hosts import Host
 
 CONNECT_TIMEOUT_S = 10
-ALIVE_S, ALIVE_COUNT = 15, 4  # silence of a minute ends a connection
+ALIVE_S, ALIVE_COUNT = 15, 4  # a minute of silence ends a connection
 SSH_FAILED = 255
 OPTIONS = {
-    "BatchMode": "yes",  # never asks: a password, or whether to trust an unknown host
+    "BatchMode": "yes",  # never ask for a password, or about an unknown host
     "ConnectTimeout": str(CONNECT_TIMEOUT_S),
     "ServerAliveInterval": str(ALIVE_S),
     "ServerAliveCountMax": str(ALIVE_COUNT),
@@ -31,7 +31,7 @@ OPTIONS = {
     "RemoteCommand": "none",
     "RequestTTY": "no",
 }
-# Reads [loader, modules, arguments] and runs the loader. No quote, no $, no backslash: nothing that a shell could want.
+# Reads [loader, modules, arguments] and runs the loader. It has no quote, $ or backslash that a shell could interpret.
 BOOT = "import sys,json;i=sys.stdin.buffer;d=json.loads(i.read(int(i.readline())));exec(d[0])"
 LOADER = """
 import types
@@ -49,9 +49,9 @@ NEEDS = {
 
 
 def command(host: Host, words: Sequence[str]) -> list[str]:
-    """Return the words that this machine runs to have `words` run on `host`.
+    """Return the command with which this machine runs `words` on `host`.
 
-    ssh hands the host one text, which its login shell splits again, so each word is quoted.
+    ssh sends one text, which the host's login shell splits. So each word is quoted.
 
     >>> host = Host("10.0.0.2", "10.0.0.2", user="ann")
     >>> command(host, ["echo", "$(date); it's"])[-5:]
@@ -59,7 +59,7 @@ def command(host: Host, words: Sequence[str]) -> list[str]:
     """
     for word in words:
         if "\0" in word:
-            raise ArgumentError(f"{word!r} holds a zero byte, which no command can take: leave it out")
+            raise ArgumentError(f"{word!r} contains a zero byte, which commands cannot carry: leave it out")
     if host.is_local:
         return list(words)
     return [*client(host), "--", host.ssh_host, shlex.join(words)]
@@ -68,11 +68,11 @@ def command(host: Host, words: Sequence[str]) -> list[str]:
 def client(host: Host) -> list[str]:
     """Return ssh with its options for `host`, up to the host's name.
 
-    The user's own config, agent, known hosts and jump hosts apply. Host keys are checked as it says, but never not at
-    all.
+    The user's own config, agent, known hosts and jump hosts apply. Host keys are always checked, as strictly as the
+    config says.
 
     Raises:
-        ArgumentError: there is no ssh client here.
+        ArgumentError: this machine has no ssh client.
     """
     words = ["ssh", *identity(host)]
     for name, value in OPTIONS.items():
@@ -83,7 +83,7 @@ def client(host: Host) -> list[str]:
 
 
 def identity(host: Host) -> list[str]:
-    """Return the options that say which config, key and port."""
+    """Return ssh's options for config, key and port."""
     words = [] if host.ssh_config is None else ["-F", host.ssh_config]
     words += [] if host.key is None else ["-i", host.key]
     return words if host.port is None else [*words, "-p", str(host.port)]
@@ -91,12 +91,12 @@ def identity(host: Host) -> list[str]:
 
 @functools.lru_cache(maxsize=1024)
 def _checks_host_keys(host: Host) -> bool:
-    """Say whether the user's config leaves the check of this host's key on."""
+    """Return whether the user's config checks this host's key."""
     asked = ["ssh", *identity(host), "-G", "--", host.ssh_host]
     try:
         said = subprocess.run(asked, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     except FileNotFoundError:
-        raise ArgumentError("there is no ssh on this machine: install the OpenSSH client") from None
+        raise ArgumentError("this machine has no ssh: install the OpenSSH client") from None
     settings = dict(line.lower().partition(" ")[::2] for line in said.stdout.splitlines())
     return settings.get("stricthostkeychecking") in ("true", "yes", "ask", "accept-new")
 
@@ -104,7 +104,7 @@ def _checks_host_keys(host: Host) -> bool:
 def python_words(host: Host) -> list[str]:
     """Return the words that start a program sent by `start`."""
     python = host.interpreter
-    if python.startswith("~/"):  # quoted, so no shell puts the home folder in; ssh's commands start there
+    if python.startswith("~/"):  # quoted, so no shell expands ~; commands over ssh start in the home folder
         python = os.path.expanduser(python) if host.is_local else f"./{python[2:]}"
     return [python, "-u", "-c", BOOT]
 
@@ -115,12 +115,12 @@ def shown(host: Host) -> str:
 
 
 def start(host: Host, program: str, given: dict[str, Any]) -> subprocess.Popen[bytes]:
-    """Start a program of `onhost` on `host`; its stdin then belongs to the program.
+    """Start a program of `onhost` on `host`. Afterward the process's stdin belongs to the program.
 
-    It has its own session, so that Ctrl-C in the terminal reaches this process only.
+    The process has its own session, so Ctrl-C in the terminal does not reach it.
 
     Raises:
-        ExoGymError: the Python of this machine cannot be started.
+        ExoGymError: ssh, or this machine's Python, cannot be started.
     """
     modules = [
         (f"exogym.machines.remote.onhost.{name}", (FOLDER / f"{name}.py").read_text("utf-8")) for name in NEEDS[program]
@@ -134,14 +134,14 @@ def start(host: Host, program: str, given: dict[str, Any]) -> subprocess.Popen[b
     except OSError as error:
         raise ExoGymError(f"{words[0]} cannot be started: {error}") from None
     assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # why it ended says its status
+    with contextlib.suppress(BrokenPipeError):  # its exit status says why it ended
         process.stdin.write(b"%d\n" % len(sent) + sent)
         process.stdin.flush()
     return process
 
 
 def remote_shell(host: Host) -> str:
-    """Return ssh with its options as one text for rsync, which splits it at spaces outside quotes; no shell reads it.
+    """Return ssh with its options as one text for rsync. Rsync splits it at spaces outside quotes, without a shell.
 
     >>> remote_shell(Host("h", "h", user="ann"))[-15:]
     "'-l' 'ann' '--'"

@@ -1,4 +1,4 @@
-"""Copies the project to the hosts with rsync over ssh."""
+"""Copy the project to the hosts with rsync over ssh."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ EXCLUDED = (
     *(f"step_{'[0-9]' * 10}*/", ".step_*.tmp/"),  # checkpoints: each host's own stay apart
 )
 
-STATUSES = {  # of rsync's manual, with the usual cause
+STATUSES = {  # rsync's exit statuses, with the usual cause
     1: "an option is unknown to one of the two rsyncs: install the same version on both",
-    2: "the two rsyncs do not understand each other: install the same version on both",
+    2: "the two rsyncs are incompatible: install the same version on both",
     3: "a folder is missing or cannot be opened, on this machine or the host",
     5: "the two rsyncs could not start; does the login on the host print text?",
     10: "the connection was lost",
@@ -39,12 +39,12 @@ STATUSES = {  # of rsync's manual, with the usual cause
 
 
 def copies(host: Host, project: str) -> bool:
-    """Say whether the project must be copied to `host`: not to the folder in which it is."""
+    """Return whether the project must be copied to `host`: False if it is this very folder."""
     return not (host.is_local and os.path.realpath(os.path.expanduser(host.path or project)) == project)
 
 
 def sync_words(host: Host, project: str) -> list[str]:
-    """Return the rsync command that copies the project's folder to `host`; nothing there is deleted.
+    """Return the rsync command that copies the project's folder to `host`. It deletes nothing there.
 
     >>> sync_words(Host("10.0.0.2", "10.0.0.2", path="~/whisper"), "/home/ann/whisper")[-3:]
     ['--', '/home/ann/whisper/', '10.0.0.2:whisper/']
@@ -55,15 +55,15 @@ def sync_words(host: Host, project: str) -> list[str]:
     if host.is_local:
         return [*words, "--", f"{project}/", os.path.expanduser(target)]
     name = f"[{host.ssh_host}]" if ":" in host.ssh_host else host.ssh_host
-    there = target.removeprefix("~/") or "./"  # ssh's commands start in the home folder
+    there = target.removeprefix("~/") or "./"  # commands over ssh start in the home folder
     return [*words, "--rsh", ssh.remote_shell(host), "--", f"{project}/", f"{name}:{there}"]
 
 
 def sync_project(config: HostsConfig, project: str, answer_s: float) -> None:
-    """Copy the project's folder to all hosts that have it elsewhere.
+    """Copy the project's folder to all hosts with another folder.
 
     Raises:
-        ArgumentError: there is no rsync here.
+        ArgumentError: this machine has no rsync.
         ExoGymError: a copy failed; the message says where and why.
     """
     hosts = [host for host in config.hosts if copies(host, project)]
@@ -80,19 +80,17 @@ def _copy(host: Host, project: str, answer_s: float) -> None:
             sync_words(host, project), stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
         )
     except FileNotFoundError:
-        raise ArgumentError(
-            "there is no rsync on this machine: install it, or copy the project in another way"
-        ) from None
+        raise ArgumentError("this machine has no rsync: install it, or copy the project in another way") from None
     if done.returncode:
         raise ExoGymError(f"{host.address}: {failure(done.returncode, done.stderr)}")
 
 
 def failure(status: int, said: str) -> str:
-    """Return in words how rsync ended, what its status usually means, and what it said.
+    """Describe rsync's exit status, its usual meaning, and rsync's own message.
 
     >>> failure(11, "")
     "rsync ended with status 11: a file could not be read or written, usually because the host's disk is full"
     """
-    meaning = "killed by a signal" if status < 0 else STATUSES.get(status, "man rsync says what this status means")
+    meaning = "killed by a signal" if status < 0 else STATUSES.get(status, "see this status in man rsync")
     said = said.strip()
-    return f"rsync ended with status {status}: {meaning}" + (f". It said: {said}" if said else "")
+    return f"rsync ended with status {status}: {meaning}" + (f". Its message: {said}" if said else "")

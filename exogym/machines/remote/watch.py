@@ -1,6 +1,6 @@
-"""Watches over a run on all hosts: starts their parts, waits, and leaves nothing running.
+"""Watch a run on all hosts: start their parts, wait, and leave nothing running.
 
-Where the run goes on without a lost host, that is started again when it can be reached.
+If the run continues without a lost host, that host is started again when it can be reached.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from exogym.machines.remote.onhost.guard import TRY_AGAIN
 from exogym.machines.remote.orders import STOP_S, HostOrder
 
 BEAT_S = 5.0
-FOLLOW_S = 10.0  # after one host has failed, what the others have to end by themselves
-END_S = 300.0  # after one host has trained to the end, what the others have, to write what came of it
-ALONE_S = 300.0  # how long hosts that cannot be reached are waited for, while none runs
+FOLLOW_S = 10.0  # after a host has failed, time for the others to end by themselves
+END_S = 300.0  # after a host has finished, time for the others to write their results
+ALONE_S = 300.0  # time to wait for unreachable hosts while no host runs
 LOOK_S = 0.2
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 60.0
 
 
 def pause_s(attempt: int) -> float:
-    """Return the seconds to wait before new start number `attempt`, counted from 0: 5, 10, 20, 40, 60, 60, ...
+    """Return the seconds to wait before restart number `attempt`, counted from 0: 5, 10, 20, 40, 60, 60, ...
 
     >>> [pause_s(attempt) for attempt in range(5)]
     [5.0, 10.0, 20.0, 40.0, 60.0]
@@ -40,13 +40,14 @@ class RunWatch:
     """Runs `orders`.
 
     Args:
-        orders: one for each host, and the membership server's where `goes_on`.
-        logs: for the output. board: for the hosts' states.
-        goes_on: the run goes on without a lost host, which is started again when it can be reached.
+        orders: one order per host; with `goes_on` also the membership server's.
+        logs: receives the output.
+        board: receives the hosts' states.
+        goes_on: the run continues without a lost host. The host is started again when it can be reached.
 
     Attributes:
-        finished: hosts whose part ended well.
-        lost: whether a connection was lost, so that another try may do better.
+        finished: hosts that have finished without an error.
+        lost: a connection was lost, so another try may succeed.
     """
 
     def __init__(self, orders: Sequence[HostOrder], logs: Logs, board: Board, goes_on: bool = False):
@@ -57,12 +58,12 @@ class RunWatch:
         logs.first = None
         self._failed: list[Channel] = []
         self._ended: queue.Queue[Channel] = queue.Queue()
-        self._again: list[tuple[float, int]] = []  # when to start which order again
+        self._again: list[tuple[float, int]] = []  # (time, order) of the next restarts
         self._attempts = [0] * len(orders)
         self._code, self._deadline = 0, float("inf")
 
     def run(self) -> int:
-        """Run them to the end; return 0, or the exit code of the host that failed first."""
+        """Run all orders to the end. Return 0, or the exit code of the host that failed first."""
         done = threading.Event()
         beats = threading.Thread(target=self._beat, args=(done,), daemon=True)
         try:
@@ -104,7 +105,7 @@ class RunWatch:
             self._blame()
 
     def _blame(self) -> None:
-        """Say which host failed first: that of the rank that did, else one that was cut off, else who ended first."""
+        """Print which host failed first: the host of the failed rank, or a lost host, or the first to end."""
         number = None if self.logs.first is None else self.logs.first[0]
         first = min(self._failed, key=lambda channel: (channel.number != number, not _was_cut_off(channel)))
         self._code = first.status or 0
@@ -112,7 +113,7 @@ class RunWatch:
             notice(_why(first, self.logs))
 
     def _take(self, channel: Channel) -> None:
-        """See what the end of a host's part means for the run."""
+        """Handle the end of a host's part."""
         assert channel.status is not None
         if channel.status == 0:
             self.board.ended(channel.order, "done")
@@ -148,9 +149,9 @@ class RunWatch:
                 channel.beat()
 
     def _end(self) -> None:
-        """Have all hosts end their parts, and wait for them; a second Ctrl-C only cuts the lines.
+        """Stop all hosts' parts, and wait for them. A second Ctrl-C only cuts the connections.
 
-        The membership server ends last: while it is there the others can still save the run together.
+        The membership server ends last, because the others need it to save the run together.
         """
         try:
             deadline = time.monotonic() + STOP_S + FOLLOW_S

@@ -1,9 +1,9 @@
-"""What a run on several hosts saw of them: how long its collectives took, and a step on each host.
+"""Measure hosts during a run: how long the run's collectives take, and a step on each host.
 
-A call of the wire is timed in each process. All make the same calls in the same order, so the process that waited least
-for one, having come last, says how long it took by itself. The medians of these make a file for `Network.of`, as the
-self-test writes it, of the sizes that the run had. A step is a process's time in training without the
-wire: computing, the strategy's own work and the loop's.
+Each process times the wire's calls. All processes make the same calls in the same order. The process that comes last
+waits least, so the shortest time of a call is the call's own time. The medians, for the sizes of this run, form a file
+for `Network.of`, like the self-test's. A step is a process's training time without the wire: computing, the strategy's
+own work and the loop.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from exogym.study.advise.afterwards import what_it_sends
 from exogym.trainer import LocalTrainer
 
 Result = TypeVar("Result")
-MOST = 64  # calls of a collective and a size that are timed
-LEAST = 3  # calls of a size that say something
+MOST = 64  # timed calls per collective and size
+LEAST = 3  # fewest calls for a useful median
 AGREEMENT = "agreement"
 
 
 class Stopwatch:
-    """Goes around the calls of a wire and times them: the first `MOST` of each collective and size.
+    """Times the calls of a wire: the first `MOST` of each collective and size.
 
     Attributes:
-        took_s: seconds of these calls, by "collective bytes"; the wire's `waited_s` is of all.
+        took_s: seconds of these calls, by "collective bytes". The wire's `waited_s` covers all calls.
     """
 
     def __init__(self, wire: ProcessWire):
@@ -68,7 +68,7 @@ class Stopwatch:
         return result
 
     def _name(self, what: str, members: int) -> str | None:
-        """Return the collective of a call over so many nodes; None: of no interest."""
+        """Return the collective's name for a call over `members` nodes; None: do not time it."""
         everyone = len(self.wire.owner)
         if what in ("reduce sum", "reduce mean") and members == everyone:
             return "all_reduce" if self.wire.native else "exact all_reduce"
@@ -77,19 +77,19 @@ class Stopwatch:
         return AGREEMENT if what == "agree" else None
 
     def _settle(self) -> None:
-        """Let a GPU come to the end of what it was given: else it would be timed with what comes next."""
+        """Wait until the GPU has finished its work, so that the next call's time does not include it."""
         if self.wire.device.type == "cuda":
             torch.cuda.synchronize(self.wire.device)
 
     def fields(self, step_s: float) -> dict[str, Any] | None:
-        """Return what all processes saw, as `Network.of` reads it; None where that says nothing. All call it alike.
+        """Return all processes' measurements for `Network.of`, or None if they are too few. All processes call it.
 
         Args:
-            step_s: of a step here, without the wire.
+            step_s: seconds of a step here, without the wire.
         """
         seen, steps = gather(self.wire, self.took_s), gather(self.wire, step_s)
         if len(self.wire.owner) != len(self.wire.placement) or len(self.wire.placement) < 2 or min(steps) <= 0:
-            return None  # what several nodes of a process do together is not what hosts of one node do
+            return None  # calls of processes with several nodes are not comparable
         tables: dict[str, dict[float, float]] = {}
         for key in set.intersection(*(set(one) for one in seen)):
             calls = list(zip(*(one[key] for one in seen), strict=False))
@@ -113,7 +113,7 @@ class Stopwatch:
 
 
 class Watched:
-    """Watches the run of a trainer in a launcher's world, whose engine it becomes."""
+    """An engine that measures a trainer's run in a launcher's processes."""
 
     def __init__(self, trainer: LocalTrainer):
         self.trainer, self._watches = trainer, list[Stopwatch]()

@@ -1,4 +1,4 @@
-"""A process of a launched run: its settings from the environment, and an equal start for all processes."""
+"""A process of a launched run: its settings from the environment, and equal initial weights in all processes."""
 
 from __future__ import annotations
 
@@ -40,17 +40,19 @@ from exogym.machines.remote.orders import (
 
 @dataclass(frozen=True)
 class LaunchedPart:
-    """What `SSHLauncher` told this process.
+    """This process's settings from `SSHLauncher`.
 
     Attributes:
-        rank: of this process.
-        fit: the call of `NetworkTrainer.fit` in the script that a controller waits for, from 1; None: nobody waits.
-        folder: where rank 0 leaves the results, or None.
-        device: of this host; progress: whether to show some; restarts: how often all were started again.
+        rank: this process's rank.
+        fit: number (from 1) of the script's `NetworkTrainer.fit` that the controller waits for; None: no controller.
+        folder: where rank 0 writes the results, or None.
+        device: this host's device.
+        progress: show progress.
+        restarts: number of restarts so far.
         membership: (address, port) of the membership server if hosts may be lost and come back; None otherwise.
-        slots: processes of each host, there.
-        local_rank: of this process on its host.
-        launch: names the launch, with all its new starts.
+        slots: processes of each host, if there is a membership server.
+        local_rank: this process's number on its host.
+        launch: the launch's name, the same after restarts.
     """
 
     rank: int
@@ -66,7 +68,7 @@ class LaunchedPart:
 
     @classmethod
     def of_this_process(cls) -> LaunchedPart | None:
-        """Return it, or None where this process was started otherwise.
+        """Read this process's settings. None if another program has started it.
 
         >>> LaunchedPart.of_this_process() is None
         True
@@ -90,12 +92,12 @@ class LaunchedPart:
         )
 
     def owns(self, save_dir: str | os.PathLike[str]) -> bool:
-        """Say whether the checkpoints in `save_dir` are of this very launch; at its first start leave a mark of it.
+        """Return whether the checkpoints in `save_dir` belong to this launch. Its first start leaves a mark there.
 
         Without a mark, a restart after a failure could continue from an earlier run's checkpoints.
         """
         mark = Path(save_dir) / ".launch"
-        with contextlib.suppress(OSError):  # a folder that cannot be written is refused later, with what to do
+        with contextlib.suppress(OSError):  # a later check refuses unwritable folders, with a remedy
             if not self.restarts and not list_checkpoints(mark.parent):
                 with replacing(mark) as file:
                     file.write(self.launch)
@@ -104,10 +106,9 @@ class LaunchedPart:
 
 
 def same_start(model: nn.Module) -> None:
-    """Give every process's model the numbers of rank 0's model; lazy parameters follow from the seed.
+    """Copy rank 0's weights into every process's model. Lazy parameters follow from the seed.
 
-    Only what differs anywhere is sent, as sums over it say: pretrained weights that each host has read stay where they
-    are.
+    Checksums tell which tensors differ; only these are sent. Pretrained weights that each host has read are not sent.
 
     Raises:
         ModelError: the script built another model here than on rank 0.
@@ -121,8 +122,8 @@ def same_start(model: nn.Module) -> None:
     if here != there:
         unlike = next((a, b) for a, b in zip([*here, None], [*there, None], strict=False) if a != b)
         raise ModelError(
-            f"the script builds another model here than on rank 0: {unlike[0]} here, {unlike[1]} there; see that hosts "
-            "have the same data and arguments"
+            f"the script builds another model here than on rank 0: {unlike[0]} here, {unlike[1]} there; give all "
+            "hosts the same data and arguments"
         )
     own = [sum_of(x) for x in tensors.values()]
     differs = torch.tensor([[a != b for a, b in zip(own, tell(own), strict=True)]], dtype=torch.uint8)
@@ -153,6 +154,6 @@ def tell(value: Any) -> Any:
 
 
 def _wire() -> Wire:
-    """Return a wire between the processes of this world, each with a row."""
+    """Return a wire between all processes, each with one row."""
     world = world_size()
     return ProcessWire(place(world, world)) if world > 1 else Wire([0])

@@ -1,10 +1,11 @@
-"""What `exogym wizard` proposes and leaves behind: a plan for a task on measured hosts, and the files that repeat it.
+"""The plan and the files of `exogym wizard`, for a task on measured hosts.
 
-`propose` chooses strategy, H and batch and says how long it should take, `WizardRun` is the folder of such a run, and
-`Taken` says how far the estimate was off. `hand_over` makes of the trained model what its user can use. The questions
-are `exogym/cli/wizard.py`'s.
+- `propose` chooses strategy, H and batch size, and estimates the time.
+- `WizardRun` is the folder of such a run; `make_session` writes it.
+- `Taken` compares the run's time with the estimate.
+- `hand_over` turns the trained model into files for its user.
 
-A plan for two measured computers, and the folder that repeats it:
+`exogym/cli/wizard.py` asks the questions. A plan for two measured computers, and a folder that repeats it:
 
 >>> import tempfile
 >>> from exogym.network import Network

@@ -1,4 +1,4 @@
-"""What a run leaves for its user: for a speech model a folder that transformers opens, and how to use either."""
+"""Hand a trained model over to its user: how to use it, and for speech models a folder for transformers."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from exogym.study.tasks import whisper_task
 if TYPE_CHECKING:
     from exogym.models.whisper import WhisperModelWrapper
 
-MODEL = "model"  # the folder, in that of the run
-WORSE = 0.05  # of all words: more that are wrong than before training are worth a warning
+MODEL = "model"  # subfolder of the run's folder
+WORSE = 0.05  # warn if the word error rate rises by more than this
 TOKENS = ("language", "timestamps")
 
 
 def hand_over(task: str, data: str | None, options: Mapping[str, Any], file: Path) -> list[str]:
-    """Return what to tell the user of a trained model: how to use it, and what it lost.
+    """Return lines for the user of a trained model: how to use it, and whether it got worse elsewhere.
 
-    The model of the task "whisper" is written to a folder beside `file`, as transformers reads it, with its adapters
-    merged and its whole window of 30 s. It is then held against running speech (`general` of `whisper_task`).
+    A model of the task "whisper" is also written to a folder beside `file` for transformers, with its adapters merged
+    and the whole window of 30 s. It is then tested on running speech (`general` of `whisper_task`).
 
     Args:
-        task, data, options: of the run's profile.
-        file: the model file that the run left.
+        task, data, options: from the run's profile.
+        file: the run's model file.
 
     Raises:
         ExoGymError: the folder cannot be written.
@@ -75,12 +75,12 @@ def _speech(options: Mapping[str, Any], file: Path) -> list[str]:
 
 
 def lost(before: WhisperModelWrapper, after: WhisperModelWrapper, general: str) -> list[str]:
-    """Return how well running speech is understood before and after training, and a warning if it got worse.
+    """Return lines on the recognition of running speech before and after training, with a warning if it got worse.
 
     Args:
-        before, after: both with the window of 30 s.
-        general: see `exogym.data.speech.general_speech`. Without texts the words that `before` hears are taken to be
-            right.
+        before, after: both models, with the window of 30 s.
+        general: see `exogym.data.speech.general_speech`. Without texts, the words that `before` recognizes count as
+            correct.
     """
     from exogym.data.speech import general_speech
     from exogym.models.whisper import WordErrors

@@ -1,4 +1,4 @@
-"""A plan for a task on hosts that were measured: what to run, how long it should take, and why."""
+"""A plan for a task on measured hosts: what to run, how long it should take, and why."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from exogym.errors import ArgumentError, checked
 from exogym.network import Network, readable_seconds
 from exogym.study.advise import Advice, Row, advise
 
-PERIODS = (10, 30, 100, 300)  # of DiLoCo, as far as a run has a few rounds of it
+PERIODS = (10, 30, 100, 300)  # candidates for DiLoCo's H; a run must have a few rounds
 LEAST_ROUNDS = 4
 EVERY_STEP = ("ddp", "sparta:p_sparta=0.005")
-UNEQUAL = 1.25  # times as slow: worth sharing the load out
-START = "10 to 20 s"  # until the processes of two hosts have met
-FORWARD = 1 / 3  # of a training step is what an evaluation of as many examples takes, where it was not measured
+UNEQUAL = 1.25  # the slowest computer takes this many times as long: suggest to balance the load
+START = "10 to 20 s"  # time until the processes of two hosts have met
+FORWARD = 1 / 3  # assumed time of an evaluation, as a share of a training step with as many examples
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """What to run and what to expect of it.
+    """A plan: what to run, and what to expect.
 
     Attributes:
         strategy: as on the command line, with its H.
-        steps, batch_size: of each node.
-        seconds: of training with evaluations, without the start and copies.
-        alone_s: that the fastest host would take for as many examples by itself.
-        speedup, speedup_range: of the steps, over the fastest host alone; as predicted, and its likely least and most.
-        because: why this strategy and this batch.
-        hints: what else the measurement says.
-        advice: all strategies that were compared.
+        steps, batch_size: each node's steps and batch size.
+        seconds: predicted seconds of training with evaluations, without start and copies.
+        alone_s: predicted seconds of the fastest host alone for as many examples.
+        speedup, speedup_range: predicted speed-up of the steps over the fastest host alone, and its likely range.
+        because: reasons for this strategy and batch size.
+        hints: further advice from the measurement.
+        advice: all compared strategies.
     """
 
     strategy: str
@@ -70,21 +70,21 @@ def propose(
     evaluations: int = 0,
     evaluated: int = 0,
 ) -> Proposal:
-    """Return a plan for hosts that were measured.
+    """Return a plan for measured hosts.
 
-    The strategy is the recommendation of `exogym advise`: among strategies under which the slowest node computes nine
-    tenths of its time, the strategy that exchanges the whole model most often; otherwise the fastest. The batch is the
-    task's, for which its learning rate was chosen.
+    The strategy is the recommendation of `exogym advise`: of all strategies with which the slowest node computes 90 %
+    of its time, it exchanges the whole model most often. If no strategy reaches 90 %, it is the fastest.
 
     Args:
-        network: measured, with a step of each node.
-        parameters: trainable numbers of the model.
-        step_s: of each node, instead of those measured with the network.
-        strategy: this one instead of the recommended.
-        evaluations, evaluated: how often, and on how many examples, rank 0 evaluates, which is on the first host.
+        network: a measured network, with each node's step.
+        parameters: trainable parameters of the model.
+        steps, batch_size: each node's steps and batch size. The task's learning rate was chosen for its own batch size.
+        step_s: seconds of each node's step, instead of the measured values.
+        strategy: use this strategy instead of the recommendation.
+        evaluations, evaluated: number of evaluations on the first host, and examples in each.
 
     Raises:
-        ArgumentError: the network is no measurement with steps, or no such strategy.
+        ArgumentError: the network has no measured steps, or the strategy is unknown.
 
     >>> links = Network.measured(all_reduce={4: 1e-3, 10_000: 2e-3}, num_nodes=2)
     >>> plan = propose(network=links, parameters=2410, steps=400, batch_size=4, step_s=[1e-3, 1e-3])

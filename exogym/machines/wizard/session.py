@@ -1,4 +1,4 @@
-"""The folder of a run that the wizard prepared: what repeats it by hand, and how it went."""
+"""The folder of a run that the wizard prepared, with files to repeat the run, and the run's time."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ run_script(main)
 
 @dataclass(frozen=True)
 class WizardRun:
-    """A folder with a hosts file, a profile, and a script that trains what the profile says.
+    """A folder with a hosts file, a profile, and a script that trains by the profile.
 
     Attributes:
-        sync: whether the folder is copied to the hosts before each run.
+        sync: copy the folder to the hosts before each run.
     """
 
     folder: Path
@@ -52,21 +52,21 @@ class WizardRun:
 
     @property
     def command(self) -> str:
-        """The command that trains it, in the folder."""
+        """The command that repeats the run, in the folder."""
         return f"exogym distributed-train {PROFILE}{' --sync' if self.sync else ''}"
 
 
 def make_session(
     folder: str | os.PathLike[str], fields: dict[str, Any], hosts: dict[str, Any], sync: bool
 ) -> WizardRun:
-    """Write a session's files, and return it.
+    """Write the files of a `WizardRun`, and return it.
 
     Args:
-        fields: of the profile, without `hosts_config`; None is left out.
-        hosts: content of a hosts file.
+        fields: the profile's fields, without `hosts_config`; values of None are left out.
+        hosts: contents of a hosts file.
 
     Raises:
-        ArgumentError: the folder has such files of another session, or a field is wrong.
+        ArgumentError: the folder has files of another run, or a field is wrong.
     """
     place = Path(folder)
     there = [name for name in (CONFIG, SCRIPT) if (place / name).exists()]
@@ -95,11 +95,12 @@ def make_session(
 
 @dataclass(frozen=True)
 class Taken:
-    """How long a run took, from its run folder, beside the estimate.
+    """A run's time, from its run folder, and the estimate.
 
     Attributes:
-        seconds: from the start of training to its end; of the last start, where it was started again.
-        total_s: from the order until the results were here.
+        estimated_s: predicted seconds of training.
+        seconds: seconds of training; after a restart, since the last start.
+        total_s: seconds from the command until the results arrived.
     """
 
     estimated_s: float
@@ -108,7 +109,7 @@ class Taken:
 
     @classmethod
     def of(cls, folder: Path, estimated_s: float, total_s: float) -> Taken | None:
-        """Return it for a run folder; None where that does not say when the run began and ended."""
+        """Read the times of a run folder. None if the folder lacks the start or the end."""
         at: dict[str, float] = {}
         try:
             for line in (folder / "events.jsonl").read_text("utf-8").splitlines():
@@ -121,7 +122,7 @@ class Taken:
         return cls(estimated_s, at["done"] - at["start"], total_s)
 
     def __str__(self) -> str:
-        """Return it in words.
+        """Describe the times in one line.
 
         >>> print(Taken(estimated_s=40.0, seconds=50.0, total_s=59.0))
         training took 50 s, estimated 40 s, 25 % more; 59 s with starting and copying

@@ -183,20 +183,20 @@ def arguments_that_cannot_be(rank, n):
     refused(lambda: ed.all_reduce(x, "sums"), "op='sums'", "did you mean 'sum'")
     refused(lambda: ed.all_reduce(x.int(), ReduceOp.AVERAGE), "average of torch.int32", ".float()")
     refused(lambda: ed.all_reduce(x > 0), "torch.bool", ".int()")
-    refused(lambda: ed.all_reduce(x.to(torch.complex64), "max"), "no meaning for complex")
+    refused(lambda: ed.all_reduce(x.to(torch.complex64), "max"), "not defined for complex")
     refused(lambda: ed.all_reduce(x.numpy()), "got a ndarray", "torch.as_tensor")
     refused(lambda: ed.all_gather([x]), "got a list")
     refused(lambda: ed.all_gather(x.to_sparse()), "sparse")
     refused(lambda: ed.all_gather(torch.ones([1] * 16)), "16 dimensions")
-    refused(lambda: ed.broadcast(x, src=n), f"no rank {n} among the {n} processes")
+    refused(lambda: ed.broadcast(x, src=n), f"rank {n} is too large for {n} processes")
     refused(lambda: ed.gather(x, dst=-1), "-1", "at least 0")
-    refused(lambda: ed.send(x, dst=rank), "this process itself")
-    refused(lambda: ed.recv(src=rank), "this process itself")
+    refused(lambda: ed.send(x, dst=rank), "is this process: give another")
+    refused(lambda: ed.recv(src=rank), "is this process: give another")
     if rank == 0:
         refused(lambda: ed.scatter([x] * (n + 1)), f"got {n + 1} tensors for {n} processes")
         refused(lambda: ed.scatter([x] * (n - 1) + [x[0]]), "must be alike")
     else:
-        refused(lambda: ed.scatter([x] * n), "only the source, rank 0, gives tensors")
+        refused(lambda: ed.scatter([x] * n), "only rank 0 (src) may give tensors")
 
 
 @check
@@ -377,7 +377,7 @@ def a_lost_member(rank, n):
         ed.destroy_process_group()
         return
     with pytest.raises(
-        ed.GroupError, match=rf"all_reduce failed on rank {rank} of {n}; perhaps another process has ended"
+        ed.GroupError, match=rf"all_reduce failed on rank {rank} of {n}: another process may have ended"
     ):
         ed.all_reduce(torch.ones(3))
 
@@ -465,7 +465,7 @@ def test_a_world_of_one(alone):
 def test_without_a_launcher_the_world_is_this_process_and_says_so(capsys):
     ed.init_process_group()
     assert (ed.get_rank(), ed.get_world_size()) == (0, 1)
-    assert "a world of one" in capsys.readouterr().err
+    assert "alone in its group" in capsys.readouterr().err
     ed.destroy_process_group()
     ed.destroy_process_group()  # nothing to leave
 
@@ -491,7 +491,7 @@ def test_info_without_a_group(monkeypatch):
     monkeypatch.setenv("RANK", "5")
     assert (ed.get_distributed_info()["rank"], ed.get_distributed_info()["world_size"]) == (5, 8)
     monkeypatch.setenv("RANK", "five")
-    with pytest.raises(ArgumentError, match="RANK='five', wanted a whole number"):
+    with pytest.raises(ArgumentError, match="RANK='five' must be a whole number"):
         ed.get_distributed_info()
 
 
@@ -506,12 +506,12 @@ def test_info_without_a_group(monkeypatch):
         ({"world_size": 0}, {}, "world_size=0"),
         ({"world_size": 2}, {}, "rank= is missing"),
         ({"rank": 1}, {}, "world_size= is missing"),
-        ({"world_size": 2, "rank": 2}, {}, "rank=2 is not in a world of world_size=2"),
+        ({"world_size": 2, "rank": 2}, {}, "rank=2 is too large for world_size=2"),
         ({"world_size": 2, "rank": 0}, {}, "no MASTER_ADDR and no MASTER_PORT"),
         ({"world_size": 2, "rank": 0}, {"MASTER_ADDR": "localhost"}, "no MASTER_PORT: start the script with"),
-        ({"world_size": 2, "rank": 0}, {"RANK": "1", "WORLD_SIZE": "2"}, "rank=0 was given, but the launcher says 1"),
+        ({"world_size": 2, "rank": 0}, {"RANK": "1", "WORLD_SIZE": "2"}, "rank=0, but the launcher has set 1"),
         ({"init_method": "tcp://localhost:1"}, {}, "world_size= and rank= are needed"),
-        ({"init_method": "env://", "store": dist.HashStore(), "world_size": 1}, {}, "give one"),
+        ({"init_method": "env://", "store": dist.HashStore(), "world_size": 1}, {}, "give only one"),
         ({"timeout_s": 0}, {}, "timeout_s=0 must be a number over 0 seconds"),
     ],
 )
@@ -556,7 +556,7 @@ def test_every_process_gets_a_gpu_of_its_own(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert group._own_gpu() == 1
     monkeypatch.setenv("LOCAL_RANK", "2")
-    with pytest.raises(ArgumentError, match="local rank 2, and there are 2 GPUs"):
+    with pytest.raises(ArgumentError, match="local rank 2 sees 2 GPUs"):
         group._own_gpu()
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")
@@ -569,13 +569,13 @@ def test_mpi_takes_its_ranks_from_mpirun(monkeypatch):
     monkeypatch.setattr(dist, "init_process_group", lambda *args, **options: made.append((args, options)))
     ed.init_process_group("mpi", timeout_s=2)
     assert made == [(("mpi",), {"timeout": datetime.timedelta(seconds=2)})]
-    with pytest.raises(ArgumentError, match="mpirun gives ranks"):
+    with pytest.raises(ArgumentError, match="mpirun sets ranks"):
         ed.init_process_group("mpi", world_size=2)
 
 
 def test_nccl_carries_cuda_tensors(alone, monkeypatch):
     monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
-    with pytest.raises(ArgumentError, match="NCCL carries CUDA tensors, got one on cpu"):
+    with pytest.raises(ArgumentError, match="NCCL needs CUDA tensors, got cpu"):
         ed.all_reduce(torch.ones(2))
 
 
@@ -622,7 +622,7 @@ def test_a_sampler_that_cannot_be(arguments, message):
     [
         ({"find_unused_parameter": True}, "did you mean 'find_unused_parameters'"),
         ({"bucket_size": 1}, "did you mean 'bucket_size_mb'"),
-        ({"bucket_size_mb": 1, "bucket_cap_mb": 1}, "one and the same"),
+        ({"bucket_size_mb": 1, "bucket_cap_mb": 1}, "are the same option"),
         ({"bucket_size_mb": 0}, "bucket_size_mb=0 must be"),
     ],
 )

@@ -46,7 +46,7 @@ def size_of(folder: Path) -> int:
     [
         ({"size": 1000, "sha256": hashlib.sha256(b"x" * 1000).hexdigest()}, "x", None),
         ({"size": 1000, "sha256": "0"}, "x", "damaged on the way"),
-        ({"size": 10**15, "sha256": "0"}, "x", "are left: free some space"),
+        ({"size": 10**15, "sha256": "0"}, "x", "here: free some space"),
         ({"size": "many", "sha256": "0"}, "x", "cannot be fetched"),
         ({"size": -1, "sha256": "0"}, "x", "cannot be fetched"),
         ({"size": 10, "sha256": None}, "x", "cannot be fetched"),
@@ -87,10 +87,10 @@ def test_what_a_host_prints_is_kept_up_to_a_size(tmp_path: Path, capsys: pytest.
         logs.take(1, "b", f"[rank {rank}] of another host", shown, range(1, 2))
     logs.close()
     assert {path.name for path in tmp_path.iterdir()} == {"host_0.log", "host_1.log", "training_rank_1.log"}
-    assert size_of(tmp_path) < 2500 and "no more of it is kept" in (tmp_path / "host_0.log").read_text()
+    assert size_of(tmp_path) < 2500 and "its later output is not saved" in (tmp_path / "host_0.log").read_text()
     assert (tmp_path / "training_rank_1.log").read_text() == "short\n" * 50  # the other has its own share
     assert len(shown.getvalue().splitlines()) == 103  # all of it is shown
-    assert capsys.readouterr().err.count("a has printed 1 kB: no more of it is kept") == 1
+    assert capsys.readouterr().err.count("a has printed 1 kB: its later output is not saved") == 1
 
 
 def test_what_a_host_tells_of_its_run_is_kept_up_to_a_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

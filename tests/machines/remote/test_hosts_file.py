@@ -223,7 +223,7 @@ def test_what_a_host_is_told() -> None:
 def test_the_script_lies_in_the_project(tmp_path: Path) -> None:
     (tmp_path / "p" / "a").mkdir(parents=True)
     assert inside(str(tmp_path / "p"), tmp_path / "p" / "a" / "-t.py") == "./a/-t.py"  # never taken for an option
-    with pytest.raises(ArgumentError, match="lies outside the project's folder"):
+    with pytest.raises(ArgumentError, match="is outside the project's folder"):
         inside(str(tmp_path / "p"), tmp_path / "q.py")
 
 
@@ -242,7 +242,7 @@ def test_the_copy_that_is_made() -> None:
     ("status", "said", "meaning"),
     [
         (11, "", "because the host's disk is full$"),
-        (12, "rsync: not found", "rsync is missing there.*It said: rsync: not found$"),
+        (12, "rsync: not found", "rsync is missing there.*Its message: rsync: not found$"),
         (99, "", "man rsync"),
     ],
 )

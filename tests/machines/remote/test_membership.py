@@ -303,7 +303,7 @@ def test_who_does_not_belong_cannot_end_the_membership_server() -> None:
                 while data := stranger.recv(1000):
                     heard += data
             assert heard[32:] in (b"", bytes(32)), words[:40]
-    with pytest.raises(WorkerError, match=r"rejected rank 0: .* has another secret"):
+    with pytest.raises(WorkerError, match=r"rejected rank 0: .* with another secret"):
         Member(*place, 0, "another secret")
     with knock(*place, "secret", MEMBERSHIP, 60) as odd:  # one of ours, but of no rank
         odd.sendall(b'{"say": "hello", "rank": 7}\n')

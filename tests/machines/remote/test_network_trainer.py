@@ -422,9 +422,9 @@ def test_what_a_run_says_where_stderr_is_no_terminal(tmp_path: Path) -> None:
 
 def test_scripts_are_looked_for_in_the_project(tmp_path: Path) -> None:
     launcher = SSHLauncher({"master": "localhost"}, project=tmp_path)
-    with pytest.raises(ArgumentError, match="there is no script"):
+    with pytest.raises(ArgumentError, match="does not exist: give the path"):
         launcher.launch("none.py")
-    with pytest.raises(ArgumentError, match="lies outside the project's folder"):
+    with pytest.raises(ArgumentError, match="is outside the project's folder"):
         launcher.launch(__file__)
 
 
@@ -634,7 +634,7 @@ def test_a_new_start_goes_on_from_its_own_checkpoints_only(tmp_path: Path) -> No
 
 
 def test_a_key_that_is_not_there_is_refused_before_ssh_does_without_it(tmp_path: Path) -> None:
-    with pytest.raises(ArgumentError, match=r"ssh_key_path='.*nokey' \(for 10.0.0.9\): there is no such file"):
+    with pytest.raises(ArgumentError, match=r"ssh_key_path='.*nokey' \(for 10.0.0.9\) does not exist"):
         check_hosts({"master": "10.0.0.9", "ssh_key_path": str(tmp_path / "nokey")})
 
 
