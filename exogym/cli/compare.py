@@ -118,6 +118,7 @@ def compare(
             metavar="L", help="Loss to reach; shows bytes and time until then. [default: 95 % of DDP's quality]"
         ),
     ] = None,
+    log_x: Annotated[bool, typer.Option("--log-x", help="Draw steps, bytes and time on a logarithmic axis.")] = False,
     timeline: Annotated[
         bool,
         typer.Option("--timeline", help="Draw which node computes, sends or waits in the first rounds; write traces."),
@@ -133,12 +134,12 @@ def compare(
 ) -> None:
     """Train the same model from the same weights on the same data under several strategies, and compare.
 
-    Prints a table and its main finding. Writes run.json, summary.csv, metrics.csv, loss_vs_steps.png and
-    loss_vs_bytes.png into a new folder. Quality is DDP's validation loss divided by the strategy's; reduction is DDP's
-    bytes divided by the strategy's. Numbers are mean ± standard deviation over seeds.
+    Prints a verdict and a table. Writes run.json, summary.csv, metrics.csv, and the pictures loss_vs_steps and
+    loss_vs_bytes (.png, .svg) into a new folder. Quality is DDP's validation loss divided by the strategy's; reduction
+    is DDP's bytes divided by the strategy's. Numbers are mean ± standard deviation over seeds.
 
     With --network the table also predicts the total time, the share of it spent waiting, and the time to the target
-    loss. It also draws loss_vs_time.png.
+    loss. It also draws loss_vs_time.
 
     Each finished run has its own folder. Ctrl-C or a crash loses only the current run; --resume continues.
     MODULE:FUNCTION names your function that returns an exogym.tasks.Task. The module may be in the current folder.

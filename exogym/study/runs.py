@@ -37,7 +37,7 @@ from __future__ import annotations
 import builtins
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -332,7 +332,10 @@ def draw(
     curves = [_curve(run, title) for run, title in zip(runs, titles or [run.path.name for run in runs], strict=True)]
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    plots = {"loss_vs_steps.png": plot_against_steps, "loss_vs_bytes.png": plot_against_bytes}
+    plots: dict[str, Callable[..., None]] = {
+        "loss_vs_steps.png": plot_against_steps,
+        "loss_vs_bytes.png": plot_against_bytes,
+    }
     if all(curve.time_s is not None for curve in curves):
         plots["loss_vs_time.png"] = plot_against_time
     for name, plot in plots.items():
@@ -347,9 +350,11 @@ def _curve(run: Run, title: str) -> Curve:
     columns = {name: np.array([row.get(name, np.nan) for row in rows], float)
                for name in ("step", "val_loss", "tx_bytes", "time_s")}  # fmt: skip
     timed = np.isfinite(columns["time_s"]).all()
+    label = short_name(run.description.get("strategy")) or title
     return Curve(
-        title, columns["step"], columns["val_loss"][None], columns["tx_bytes"], columns["time_s"] if timed else None
-    )
+        title, columns["step"], columns["val_loss"][None], columns["tx_bytes"], columns["time_s"] if timed else None,
+        label=label,
+    )  # fmt: skip
 
 
 def listed(path: str | os.PathLike[str], name: str, parent: Row | None = None) -> Listed | None:

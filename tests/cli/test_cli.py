@@ -16,7 +16,7 @@ from exogym.cli import COMMANDS, main
 from exogym.cli.live import LiveTable, print_table
 from exogym.strategy.registry import parse_strategy
 from exogym.study.compare import Standing
-from exogym.study.compare.comparison import FILES, Comparison
+from exogym.study.compare.comparison import FILES, SVG_FILES, Comparison
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
@@ -39,11 +39,11 @@ def test_a_comparison_without_a_terminal(folder: Path, capsys: pytest.CaptureFix
     assert main([*SHORT, "--strategies", "single,ddp,diloco:H=5", "--nodes", "2", "--partition", "shards:2"]) == 0
     printed = capsys.readouterr()
     (made,) = (folder / "runs").iterdir()
-    assert sorted(path.name for path in made.iterdir() if path.is_file()) == sorted(FILES)
+    assert sorted(path.name for path in made.iterdir() if path.is_file()) == sorted([*FILES, *SVG_FILES])
     lines = printed.out.splitlines()
     assert lines[0].startswith("8x8 handwritten digits") and "2 nodes, 10 steps" in lines[0]
-    assert [line.split("|")[1].strip() for line in lines[4:7]] == ["single", "ddp", "diloco:H=5"]
-    assert "with 1/5 of its bytes; one node alone reached" in printed.out
+    assert [line.split("|")[1].strip() for line in lines[6:9]] == ["single", "ddp", "diloco:H=5"]
+    assert lines[2].startswith("Training starts at a validation loss of ") and lines[2].endswith("before you choose.")
     assert lines[-1].startswith(f"written to runs/{made.name}/: run.json")
     assert [line.split(" has finished")[0] for line in printed.err.splitlines()] == [
         "exogym: single", "exogym: ddp", "exogym: diloco:H=5"
@@ -56,10 +56,11 @@ def test_a_comparison_on_a_network(folder: Path, capsys: pytest.CaptureFixture[s
     printed = capsys.readouterr()
     (made,) = (folder / "runs").iterdir()
     names = [*FILES, "loss_vs_time.png", "timeline.png", "trace-ddp.json", "trace-diloco-H-5.json"]
+    names += [*SVG_FILES, "loss_vs_time.svg"]
     assert printed.out.splitlines()[-1] == f"written to runs/{made.name}/: {', '.join(names)}"
     assert sorted(path.name for path in made.iterdir() if path.is_file()) == sorted(names)
     assert "Time predicted on 1Mbps,20ms, 10 ms to 20 ms a step" in printed.out and " to loss 2.5 |" in printed.out
-    assert "2.5 (as asked for) first, after 0 s" in printed.out  # where training starts is below
+    assert "Training starts at a validation loss of 2.5 (as asked for) or below: train longer" in printed.out
 
 
 class Terminal(io.StringIO):

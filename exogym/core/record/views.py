@@ -48,22 +48,31 @@ def _cell(value: Any) -> str:
     return html.escape(f"{value:.6g}" if isinstance(value, float) else str(value))
 
 
-def figure_of(history: History, columns: Sequence[str], against: str) -> Figure:
-    """Return a figure of `columns` of the averaged model against another column; see `History.plot`."""
+def picture(**options: Any) -> Figure:
+    """Return a new figure of matplotlib's that a notebook shows, also where pyplot was never imported.
+
+    Raises:
+        ExoGymError: matplotlib is not installed.
+    """
     needs("matplotlib", "demo")
     from matplotlib.figure import Figure
 
     class Picture(Figure):
-        """A figure that a notebook shows, also where pyplot was never imported."""
+        """A figure with a view for notebooks."""
 
         def _repr_png_(self) -> bytes:
             file = io.BytesIO()
             self.savefig(file, format="png")
             return file.getvalue()
 
+    return Picture(**options)
+
+
+def figure_of(history: History, columns: Sequence[str], against: str) -> Figure:
+    """Return a figure of `columns` of the averaged model against another column; see `History.plot`."""
     panels = _panels(history, columns)
     bottom = dict(zip(*(x.tolist() for x in _numbers(history, against)), strict=True))
-    figure = Picture(figsize=(WIDTH_INCHES, PANEL_INCHES * len(panels) + 0.4), layout="constrained")
+    figure = picture(figsize=(WIDTH_INCHES, PANEL_INCHES * len(panels) + 0.4), layout="constrained")
     for names, axes in zip(panels, figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0], strict=True):
         for name in names:
             steps, values = _numbers(history, name)

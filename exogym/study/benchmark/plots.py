@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from exogym.study.benchmark.results import COUNTS, DEVICE, SHARED, WIRE
-from exogym.study.compare.plots import COLOURS, LONER, STYLES
+from exogym.study.compare.colors import COLORS, GRAY, looks_of
 from exogym.study.reproduce.plots import save_small, small_figure
 
 MARKS, COLOURS_KEPT = "osD^vP*Xhp<>", 128
@@ -20,12 +20,12 @@ def draw_task(task: str, parts: Sequence[Mapping[str, Any]], path: Path) -> None
     methods = list(dict.fromkeys(row["strategy"] for part in parts for row in part["rows"]))
     columns = 1 + (len(methods) - 1) // ROWS  # columns of the legend
     figure, (losses, left, right) = small_figure(9.9 + 1.7 * columns, 3.6, 3)
-    shown = middle_of(parts)
+    shown, looks = middle_of(parts), looks_of(methods)
     for k, method in enumerate(methods):
         rows = [(part["nodes"], row) for part in parts for row in part["rows"] if row["strategy"] == method]
-        colour = LONER if method == "single" else COLOURS[k % len(COLOURS)]
+        colour, dash = looks[method].color, looks[method].dash
         look = {"color": colour, "marker": MARKS[k % len(MARKS)], "markersize": 5, "linewidth": 1.2}
-        style = STYLES[k // len(COLOURS) % len(STYLES)]
+        style: Any = (0, dash) if dash else "-"
         _draw_losses(losses, dict(rows).get(shown["nodes"]), look | {"linestyle": style, "markersize": 3})
         rows = [(nodes, row) for nodes, row in rows if row["quality"] is not None]
         if not rows:
@@ -71,10 +71,10 @@ def _draw_losses(axes: Any, row: Mapping[str, Any] | None, look: Mapping[str, An
 def draw_scaling(scaling: Mapping[str, Sequence[float]], path: Path) -> None:
     """Draw each method's predicted speed-up against the number of nodes."""
     figure, (axes,) = small_figure(6.4, 3.6)
-    axes.plot(COUNTS, COUNTS, color=LONER, linestyle=":", linewidth=1.2, label="equal to the number of nodes")
+    axes.plot(COUNTS, COUNTS, color=GRAY, linestyle=":", linewidth=1.2, label="equal to the number of nodes")
     for k, method in enumerate(SHARED):
         line = [scaling[str(nodes)][k] for nodes in COUNTS]
-        axes.plot(COUNTS, line, color=COLOURS[k], marker=MARKS[k], markersize=5, linewidth=1.2, label=method)
+        axes.plot(COUNTS, line, color=COLORS[k], marker=MARKS[k], markersize=5, linewidth=1.2, label=method)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xticks(COUNTS, [str(n) for n in COUNTS])

@@ -99,9 +99,10 @@ class ComparisonOptions(StudyOptions):
         target_loss: The validation loss to reach. The rows show the bytes until then and, with a network, the time.
             Default: DDP's final validation loss / 0.95 (95 % of its quality); without DDP the highest final loss of
             any run.
+        log_x: Use a logarithmic x axis in every picture, also for steps and time.
         timeline: Also draw each node's work and waiting in the first rounds of each strategy, and write traces.
         out: Folder in which to make `<task>-<time>`. It gets run.json, summary.csv, metrics.csv (each evaluation),
-            loss_vs_steps.png and loss_vs_bytes.png. A network adds loss_vs_time.png. `timeline` adds timeline.png and
+            loss_vs_steps and loss_vs_bytes (.png, .svg). A network adds loss_vs_time. `timeline` adds timeline.png and
             a trace-<strategy>.json per strategy (for ui.perfetto.dev). A folder for each run appears when the run has
             ended. None writes nothing.
         resume: Resume an interrupted comparison with the same arguments in the folder `out` itself. The result is the
@@ -121,4 +122,5 @@ class ComparisonOptions(StudyOptions):
     speeds: Sequence[float] | None = None
     target_loss: float | None = None
     timeline: bool = FitOptions.timeline
+    log_x: bool = False
     watch: Callable[[Standing], object] | None = None

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import csv
-import functools
+import html
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,21 +17,28 @@ from exogym.core.base.files import replacing
 from exogym.core.clock import save_trace
 from exogym.core.progress import readable_bytes
 from exogym.core.record.history import History
+from exogym.errors import needs
 from exogym.network import readable_seconds
 from exogym.study.compare.plots import (
     Curve,
     Strip,
+    draw,
     draw_strips,
+    figure_of,
     first_rounds_s,
-    plot_against_bytes,
-    plot_against_steps,
-    plot_against_time,
 )
-from exogym.study.compare.summary import Row, spread_text
+from exogym.study.compare.summary import Row, Track, spread_text
+
+if TYPE_CHECKING:
+    import pandas
+    from matplotlib.figure import Figure
 
 MOST_LETTERS = 240  # of a strategy in a file's name
-FILES = ("run.json", "summary.csv", "metrics.csv", "loss_vs_steps.png", "loss_vs_bytes.png")
+OTHER_FILES = ("run.json", "summary.csv", "metrics.csv")
+FILES = (*OTHER_FILES, "loss_vs_steps.png", "loss_vs_bytes.png")
+SVG_FILES = ("loss_vs_steps.svg", "loss_vs_bytes.svg")  # the same pictures
 TIMED_FILES = ("loss_vs_time.png",)  # additional files with a network
+OF_PICTURE = {"loss_vs_steps.png": "step", "loss_vs_bytes.png": "bytes", "loss_vs_time.png": "time"}  # to its axis
 Histories = Mapping[tuple[str, int], History]
 
 
@@ -64,13 +71,37 @@ class Comparison:
     def __str__(self) -> str:
         return self.to_markdown()
 
-    def _repr_markdown_(self) -> str:
-        return self.to_markdown()
-
     @property
     def is_timed(self) -> bool:
         """Whether the rows have predicted times."""
         return "time_s" in self.rows[0]
+
+    def plot(self, x: str = "step", log: bool | None = None) -> Figure:
+        """Return a matplotlib figure: the mean validation loss of each strategy, with a band over its seeds.
+
+        Args:
+            x: along the bottom: "step"; "bytes" that a node has sent; "time", predicted, with a network; "wall",
+                seconds on this machine.
+            log: whether that axis is logarithmic. None: bytes are, and predicted times that are far apart.
+
+        Nothing is shown or written: a notebook shows it, and `figure.savefig("loss.svg")` writes it.
+
+        Raises:
+            ArgumentError: an unknown `x`, or "time" without a network.
+            ExoGymError: matplotlib is not installed.
+        """
+        return figure_of(*_asked(self, x, log, self.description["description"]))
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """Return the rows as a table, a line per strategy; ExoGymError without pandas."""
+        frame: pandas.DataFrame = needs("pandas").DataFrame(self.rows)
+        return frame
+
+    def __repr__(self) -> str:
+        return f"<Comparison of {', '.join(row['strategy'] for row in self.rows)}: {self.finding}>"
+
+    def _repr_html_(self) -> str:
+        return html_of(self.heading, self.finding, *self.table())
 
     def table(self) -> tuple[list[str], list[list[str]]]:
         """Return the table's headers and rows as text: mean ± standard deviation over seeds.
@@ -101,6 +132,18 @@ class Comparison:
     def to_markdown(self) -> str:
         """Return heading, verdict and table in Markdown."""
         return "\n".join([self.heading, "", self.finding, "", markdown(*self.table())])
+
+
+def html_of(heading: str, finding: str, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return heading, verdict and table as HTML, for a notebook.
+
+    >>> html_of("one", "1 < 2", ["a"], [["<b>"]])
+    '<p>one</p><p><b>1 &lt; 2</b></p><table><tr><th>a</th></tr><tr><td>&lt;b&gt;</td></tr></table>'
+    """
+    lines = ["".join(f"<th>{html.escape(name)}</th>" for name in headers)]
+    lines += ["".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows]
+    table = "".join(f"<tr>{line}</tr>" for line in lines)
+    return f"<p>{html.escape(heading)}</p><p><b>{html.escape(finding)}</b></p><table>{table}</table>"
 
 
 def markdown(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -157,10 +200,11 @@ def _timed_cells(row: Mapping[str, Any]) -> list[str]:
     return [time_s, spread_text(row, "waiting_share", "{:.1%}"), reached]
 
 
-def write(result: Comparison, folder: Path) -> list[str]:
+def write(result: Comparison, folder: Path, log_x: bool = False) -> list[str]:
     """Write a comparison's files, except run.json, into `folder`. Return the names of all files.
 
-    metrics.csv has the averaged model's row of each evaluation, with strategy and seed.
+    metrics.csv has the averaged model's row of each evaluation, with strategy and seed. `log_x`: every picture has a
+    logarithmic x axis.
     """
     write_csv(folder / "summary.csv", list(result.rows[0]), result.rows)
     columns = list(dict.fromkeys(name for history in result.histories.values() for name in history.columns))
@@ -172,18 +216,25 @@ def write(result: Comparison, folder: Path) -> list[str]:
         if row["val_loss"] is not None
     )
     write_csv(folder / "metrics.csv", ["strategy", "seed", *columns], lines)
+    names = [*FILES, *(TIMED_FILES if result.is_timed else ())]
+    for name in names[len(OTHER_FILES) :]:
+        heading = result.description["description"]
+        draw([folder / name, folder / _as_svg(name)], *_asked(result, OF_PICTURE[name], log_x or None, heading))
+    svgs = [_as_svg(name) for name in names[len(OTHER_FILES) :]]
+    return [*names, *_write_strips(result, folder), *svgs]
+
+
+def _as_svg(name: str) -> str:
+    return name.removesuffix(".png") + ".svg"
+
+
+def _asked(result: Comparison, x: str, log: bool | None, heading: str) -> tuple[Any, ...]:
+    """Return the arguments of `figure_of`."""
     curves = [_curve(row["strategy"], row["title"], result.histories) for row in result.rows if row["seeds"]]
-    heading = result.description["description"]
-    plots: dict[str, Callable[..., None]] = {
-        "loss_vs_steps.png": plot_against_steps,
-        "loss_vs_bytes.png": plot_against_bytes,
-    }
-    if result.is_timed:
-        network = result.description["forecast"]["title"]
-        plots[TIMED_FILES[0]] = functools.partial(plot_against_time, network=network, target_loss=result.target_loss)
-    for name, plot in plots.items():
-        plot(curves, folder / name, heading)
-    return [*FILES, *(TIMED_FILES if result.is_timed else ()), *_write_strips(result, folder)]
+    if x != "time":
+        return curves, x, log, heading
+    network = result.description["forecast"]["title"] if result.is_timed else ""
+    return curves, x, log, heading, network, result.target_loss
 
 
 def plain_name(label: str) -> str:
@@ -213,16 +264,16 @@ def _write_strips(result: Comparison, folder: Path) -> list[str]:
 
 
 def _curve(label: str, title: str, histories: Histories) -> Curve:
-    runs = [history for (other, _), history in histories.items() if other == label]
-    steps, _ = runs[0].column("val_loss")
-    losses = np.stack([history.column("val_loss")[1] for history in runs])
+    tracks = [Track.of_history(history) for (other, _), history in histories.items() if other == label]
+    runs = [track for track in tracks if track is not None]
 
     def mean(name: str) -> np.ndarray:
-        columns = [history.column(name) for history in runs]
-        return np.mean([values[np.searchsorted(at, steps)] for at, values in columns], axis=0)
+        found: np.ndarray = np.mean([run.columns[name] for run in runs], axis=0)
+        return found
 
-    timed = "time_s" in runs[0].columns
-    return Curve(title, steps, losses, mean("tx_bytes"), mean("time_s") if timed else None)
+    losses = np.stack([run.columns["val_loss"] for run in runs])
+    time_s = mean("time_s") if runs[0].has("time_s") else None
+    return Curve(title, runs[0].columns["step"], losses, mean("tx_bytes"), time_s, mean("wall_s"), label)
 
 
 def write_csv(path: str | os.PathLike[str], columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:

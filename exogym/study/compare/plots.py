@@ -1,8 +1,7 @@
-"""A comparison's pictures: validation loss against steps, bytes and predicted time; timelines of the nodes."""
+"""A comparison's pictures: validation loss against steps, bytes and time; timelines of the nodes."""
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from exogym.core.progress import readable_bytes
-from exogym.errors import ExoGymError
+from exogym.core.record.views import picture
+from exogym.errors import ArgumentError, ExoGymError, check_choice
+from exogym.study.compare.colors import GRAYED, MOST_COLORED, each_look
 
 if TYPE_CHECKING:
     from exogym.core.clock import Clock, Span
@@ -22,10 +23,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
-# Colors of Okabe & Ito 2008, distinct with every common color blindness; without their yellow, too pale for a line.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
-STYLES = ("-", (0, (5, 2)), (0, (1, 1.2)))  # if there are more curves than colors
-LONER = "#7F7F7F"
 SIZE_INCHES, DOTS_PER_INCH = (7.2, 4.4), 120
 # Marks in each decade of the loss, depending on its range.
 FEW_TICKS, SOME_TICKS, MANY_TICKS = [1, 2, 5], [1, 1.5, 2, 3, 4, 5, 7], [i / 10 for i in range(10, 100, 2)]
@@ -41,6 +38,8 @@ LABEL_POINTS, LETTER_POINTS, LINE_SPACING = 9.0, 5.4, 1.2
 End = tuple["Line2D", float | None, float]  # a curve and its end on the axes; None for a level line
 WIDEST_LABEL = 0.6  # share of the picture
 LEGEND_POINTS = 30  # length of the strokes beside the titles
+AXES = ("step", "bytes", "time", "wall")  # that a curve can be drawn against
+MOST_LETTERS = 36  # of a title in a picture
 
 
 @dataclass(frozen=True)
@@ -53,6 +52,8 @@ class Curve:
         losses: (S, K) validation losses of each seed.
         tx_bytes: (K,) bytes that a node had sent by then, mean over seeds.
         time_s: (K,) predicted seconds by then, mean over seeds; None without a network.
+        wall_s: (K,) seconds on this machine by then, mean over seeds; None where they are not known.
+        label: the strategy as written, which decides the color; "": the title is it.
     """
 
     title: str
@@ -60,6 +61,8 @@ class Curve:
     losses: np.ndarray
     tx_bytes: np.ndarray
     time_s: np.ndarray | None = None
+    wall_s: np.ndarray | None = None
+    label: str = ""
 
     @property
     def is_silent(self) -> bool:
@@ -123,44 +126,107 @@ def check_matplotlib() -> None:
         raise ExoGymError("the pictures need matplotlib, which is not installed: pip install 'exogym[demo]'") from None
 
 
-def plot_against_steps(curves: Sequence[Curve], path: str | os.PathLike[str], heading: str = "") -> None:
-    """Draw mean validation loss against steps into a PNG file, with a band from the lowest to the highest seed."""
-    _draw(curves, [curve.steps for curve in curves], path, heading, "steps of each node")
+def plot_against_steps(
+    curves: Sequence[Curve], path: str | os.PathLike[str], heading: str = "", log: bool | None = None
+) -> None:
+    """Draw mean validation loss against steps, with a band from the lowest to the highest seed, into a PNG file."""
+    draw([path], curves, "step", log, heading)
 
 
-def plot_against_bytes(curves: Sequence[Curve], path: str | os.PathLike[str], heading: str = "") -> None:
-    """Draw mean validation loss against the bytes sent by a node (logarithmic) into a PNG file.
+def plot_against_bytes(
+    curves: Sequence[Curve], path: str | os.PathLike[str], heading: str = "", log: bool | None = None
+) -> None:
+    """Draw mean validation loss against the bytes each node has sent (logarithmic by default), into a PNG file.
 
-    A strategy without bytes is not on that axis. A dashed line marks its final loss.
+    A strategy that sends nothing has no place on a logarithmic axis: a dashed line marks the loss it ends with.
     """
-    sent = [None if curve.is_silent else curve.tx_bytes for curve in curves]
-    _draw(curves, sent, path, heading, "bytes sent per node", readable_bytes, logarithmic=True)
+    draw([path], curves, "bytes", log, heading)
 
 
 def plot_against_time(
     curves: Sequence[Curve], path: str | os.PathLike[str], heading: str = "", network: str = "",
-    target_loss: float | None = None,
+    target_loss: float | None = None, log: bool | None = None,
 ) -> None:  # fmt: skip
     """Draw mean validation loss against predicted seconds on `network`. A dotted line marks the target loss.
 
-    The axis is logarithmic if the longest run takes at least eight times as long as the shortest.
+    By default the axis is logarithmic where the longest run takes eight times as long as the shortest, or more.
     """
-    times = [np.zeros(1) if curve.time_s is None else curve.time_s for curve in curves]
-    ends = [float(time_s[-1]) for time_s in times]
-    unit, unit_s = _unit_of(max(ends))
-    label = f"predicted {unit}{network and f' on {network}'}"
-    far = max(ends) >= FAR_APART * min(ends) > 0
-    _draw(curves, [time_s / unit_s for time_s in times], path, heading, label, "{:g}".format, far, target_loss)
+    draw([path], curves, "time", log, heading, network, target_loss)
 
 
-def _draw(
-    curves: Sequence[Curve], places: Sequence[np.ndarray | None], path: str | os.PathLike[str], heading: str,
-    x_label: str, readable: Callable[[float], str] | None = None, logarithmic: bool = False,
+def figure_of(
+    curves: Sequence[Curve], x: str = "step", log: bool | None = None, heading: str = "", network: str = "",
     target_loss: float | None = None,
+) -> Figure:  # fmt: skip
+    """Return a figure of mean validation loss, with a band from the lowest to the highest seed.
+
+    Args:
+        x: along the bottom: "step"; "bytes" that a node has sent; "time", predicted; "wall", seconds on this machine.
+        log: whether that axis is logarithmic; None: bytes are, and seconds that are far apart.
+        network: what the network is called at the axis of predicted time.
+        target_loss: a dotted line marks it.
+
+    Raises:
+        ArgumentError: an unknown `x`, or predicted time of runs without a network.
+    """
+    check_choice("x", x, AXES)
+    if x == "step":
+        return _figure(
+            curves, [curve.steps for curve in curves], heading, "steps of each node", None, bool(log), target_loss
+        )
+    if x == "bytes":
+        is_log = log is None or log
+        sent = [None if curve.is_silent and is_log else curve.tx_bytes for curve in curves]
+        return _figure(curves, sent, heading, "bytes sent per node", readable_bytes, is_log, target_loss)
+    times = [curve.time_s if x == "time" else curve.wall_s for curve in curves]
+    known = [time_s for time_s in times if time_s is not None]
+    if len(known) < len(times):
+        what = "no predicted time: give compare a network" if x == "time" else "no seconds"
+        raise ArgumentError(f"x={x!r}: these runs have {what}, or choose another x")
+    ends = [float(time_s[-1]) for time_s in known]
+    unit, unit_s = _unit_of(max(ends, default=1.0))
+    label = f"predicted {unit}{network and f' on {network}'}" if x == "time" else f"{unit} on this machine"
+    far = bool(ends) and max(ends) >= FAR_APART * min(ends) > 0 if log is None else log
+    return _figure(curves, [time_s / unit_s for time_s in known], heading, label, "{:g}".format, far, target_loss)
+
+
+def draw(
+    paths: Sequence[str | os.PathLike[str]], curves: Sequence[Curve], x: str, log: bool | None, heading: str,
+    network: str = "", target_loss: float | None = None,
 ) -> None:  # fmt: skip
-    """Draw each curve at its x values into a PNG file. A curve without x values becomes a level line."""
-    figure = _figure(curves, places, heading, x_label, readable, logarithmic, target_loss)
+    """Write the figure of `figure_of` into files, each PNG or SVG by its name."""
+    _draw(paths, curves, x, log, heading, network, target_loss)
+
+
+def _draw(paths: Sequence[str | os.PathLike[str]], *asked: Any) -> None:
+    figure = figure_of(*asked)
+    for path in paths:
+        _save(figure, path)
+
+
+def _save(figure: Figure, path: str | os.PathLike[str]) -> None:
+    """Write a figure into a file, as PNG or SVG by its name; the same figure gives the same bytes."""
+    import matplotlib
+
+    if os.fspath(path).endswith(".svg"):
+        with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "exogym"}):
+            figure.savefig(path, format="svg", metadata={"Date": None})
+        return
     figure.savefig(path, format="png", metadata={"Software": None}, pil_kwargs={"optimize": True})
+
+
+def short_titles(titles: Sequence[str]) -> list[str]:
+    """Return titles that fit beside a plot: the end of a long one is cut off; two that are then alike have numbers.
+
+    >>> short_titles(["DDP", f"DiLoCo (H=20, outer_lr=0.5, {'a' * 20})", f"DiLoCo (H=20, outer_lr=0.5, {'a' * 30})"])
+    ['DDP', 'DiLoCo (H=20, outer_lr=0.5, aaaaaaa…', 'DiLoCo (H=20, outer_lr=0.5, aaaaaaa… 2']
+    """
+    found: list[str] = []
+    for title in titles:
+        short = title if len(title) <= MOST_LETTERS else title[: MOST_LETTERS - 1] + "…"
+        alike = sum(each == short or each.startswith(f"{short} ") for each in found) if short != title else 0
+        found.append(f"{short} {alike + 1}" if alike else short)
+    return found
 
 
 def _figure(
@@ -168,9 +234,11 @@ def _figure(
     readable: Callable[[float], str] | None, logarithmic: bool, target_loss: float | None,
 ) -> Figure:  # fmt: skip
     from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
 
-    figure = Figure(figsize=SIZE_INCHES, dpi=DOTS_PER_INCH)
+    titles = short_titles([curve.title for curve in curves])
+    curves = [replace(curve, title=title, label=curve.label or curve.title)
+              for curve, title in zip(curves, titles, strict=True)]  # fmt: skip
+    figure = picture(figsize=SIZE_INCHES, dpi=DOTS_PER_INCH)
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     longest = max((len(curve.title) for curve in curves), default=0)
@@ -199,22 +267,30 @@ def _figure(
 def _lines(
     axes: Axes, curves: Sequence[Curve], places: Sequence[np.ndarray | None], logarithmic: bool
 ) -> dict[str, End]:
-    """Draw the curves. Return title to end."""
+    """Draw the curves; return title to end. Of more than eight, those of the lowest final loss have colors."""
     lines: dict[str, End] = {}
-    looks = itertools.product(STYLES, COLOURS)
-    for curve, x in zip(curves, places, strict=True):
-        style, colour = ("-", LONER) if curve.is_silent else next(looks)
+    ends = sorted(float(curve.losses.mean(0)[-1]) for curve in curves)
+    most = ends[MOST_COLORED - 1] if len(ends) > MOST_COLORED else math.inf
+    is_shown = [float(curve.losses.mean(0)[-1]) <= most for curve in curves]
+    found = iter(each_look(curve.label for curve, shown in zip(curves, is_shown, strict=True) if shown))
+    looks = [next(found) if shown else None for shown in is_shown]
+    rest = f"{is_shown.count(False)} more"
+    # The gray ones come first, below the others.
+    for k, look in sorted(enumerate(looks), key=lambda each: each[1] is not None):
+        curve, x, title = curves[k], places[k], rest if look is None else curves[k].title
+        look = GRAYED if look is None or curve.is_silent else look
+        style, colour = (0, look.dash) if look.dash else "-", look.color
         mean = curve.losses.mean(0)
         if x is None:
-            line = axes.axhline(mean[-1], color=LONER, linestyle=(0, (4, 3)), linewidth=1.4)
+            line = axes.axhline(mean[-1], color=colour, linestyle=(0, (4, 3)), linewidth=1.4)
         else:
             shown = x > 0 if logarithmic else np.ones(len(x), bool)
             (line,) = axes.plot(x[shown], mean[shown], color=colour, linestyle=style, linewidth=1.8)
             line.set_solid_capstyle("round")
-            if len(curve.losses) > 1:
+            if len(curve.losses) > 1 and title != rest:
                 low, high = curve.losses.min(0)[shown], curve.losses.max(0)[shown]
                 axes.fill_between(x[shown], low, high, color=colour, alpha=0.15, linewidth=0)
-        lines[curve.title] = line, None if x is None else float(x[-1]), float(mean[-1])
+        lines[title] = line, None if x is None else float(x[-1]), float(mean[-1])
     return lines
 
 

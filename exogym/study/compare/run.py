@@ -73,7 +73,7 @@ def compare(asked: ComparisonOptions) -> Comparison:
         "started": saved.get("started", time.strftime("%Y-%m-%dT%H:%M:%S%z")),
     }  # fmt: skip
     if asked.out is None:
-        return _carried_out(session, description, asked.target_loss)
+        return _carried_out(session, description, asked)
     schema.check("run.json", description)  # reject values that could not be read again
     if asked.resume:
         session.folder = Folder.of_asked(asked.out, decisive, session.entries)
@@ -81,7 +81,7 @@ def compare(asked: ComparisonOptions) -> Comparison:
         session.folder = Folder.new(asked.out, session.task.name, session.entries)
     try:
         session.folder.describe(description | {"state": "running", "runs": []})
-        return _carried_out(session, description, asked.target_loss)
+        return _carried_out(session, description, asked)
     finally:
         session.folder.release()
 
@@ -168,7 +168,7 @@ def _arguments(asked: ComparisonOptions) -> dict[str, Any]:
     return {name: os.fspath(x) if isinstance(x, os.PathLike) else describe(x) for name, x in plain.items()}
 
 
-def _carried_out(session: Session, description: dict[str, Any], target_loss: float | None) -> Comparison:
+def _carried_out(session: Session, description: dict[str, Any], asked: ComparisonOptions) -> Comparison:
     """Train and return the result. Finished runs are kept whatever happens."""
     folder = session.folder
     try:
@@ -176,7 +176,7 @@ def _carried_out(session: Session, description: dict[str, Any], target_loss: flo
     except BaseException as error:
         where = None if folder is None or folder.drop_if_empty() else folder.path
         stopped = isinstance(error, KeyboardInterrupt | SystemExit)
-        result = _result(session, description, target_loss, "interrupted") if stopped and session.histories else None
+        result = _result(session, description, asked, "interrupted") if stopped and session.histories else None
         if stopped and result is None and folder is not None and where is not None:
             folder.describe(description | {"state": "interrupted", "runs": []})
         if not isinstance(error, KeyboardInterrupt) or (where is None and result is None):
@@ -188,14 +188,14 @@ def _carried_out(session: Session, description: dict[str, Any], target_loss: flo
         if folder is not None:
             folder.drop_if_empty()
         raise TrainingError(next(found.error for found in session.outcomes.values() if found.error))
-    return _result(session, description, target_loss, "finished")
+    return _result(session, description, asked, "finished")
 
 
-def _result(session: Session, description: dict[str, Any], target_loss: float | None, state: str) -> Comparison:
+def _result(session: Session, description: dict[str, Any], asked: ComparisonOptions, state: str) -> Comparison:
     """Return the finished runs' result, and write it into the folder if there is one."""
     setting, forecast = session.setting, session.forecast
     network = "" if forecast is None else forecast.name
-    target = target_of(session.tracks, target_loss)
+    target = target_of(session.tracks, asked.target_loss)
     summary = summary_of(said_of(session), setting.seeds, session.tracks, target, network)
     heading, finding, timed = heading_of(session), summary.verdict, {}
     if forecast is not None:
@@ -214,7 +214,7 @@ def _result(session: Session, description: dict[str, Any], target_loss: float | 
     if session.folder is None:
         return result
     path = session.folder.path
-    names = write(result, path)
+    names = write(result, path, asked.log_x)
     session.folder.describe(description)
     return replace(result, folder=path, paths=tuple(path / name for name in names))
 

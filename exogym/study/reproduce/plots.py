@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from exogym.errors import check_choice
-from exogym.study.compare.plots import COLOURS, check_matplotlib
+from exogym.study.compare.colors import COLORS
+from exogym.study.compare.plots import check_matplotlib
 from exogym.study.reproduce.claim import Claim, Found
 
 WIDTH_INCHES, DOTS_PER_INCH, COLOURS_KEPT = 6.4, 90, 32
@@ -57,7 +58,7 @@ def _dots(axes: Any, found: Found) -> None:
     for row, runs in enumerate(found.values()):
         losses = [run.last["val_loss"] for run in runs]
         finite = [x for x in losses if np.isfinite(x)]
-        axes.plot(finite, [row] * len(finite), "o", color=COLOURS[0], markersize=5, alpha=0.7)
+        axes.plot(finite, [row] * len(finite), "o", color=COLORS[0], markersize=5, alpha=0.7)
         if finite:
             axes.plot([float(np.mean(finite))], [row], "|", color="#000000", markersize=14, markeredgewidth=1.6)
         if len(finite) < len(losses):
@@ -75,7 +76,7 @@ def _curves(axes: Any, found: Found) -> None:
         for measure, extra in LINES.items():
             if whole and all(measure in run.curves for run in whole):
                 mean = np.mean([run.curves[measure] for run in whole], axis=0)
-                colour = COLOURS[number % len(COLOURS)]
+                colour = COLORS[number % len(COLORS)]
                 axes.plot(whole[0].curves["step"], mean, color=colour, linewidth=1.5, label=f"{label}{extra}")
                 number += 1
     axes.set_yscale("log")
@@ -93,7 +94,7 @@ def _spread(axes: Any, found: Found) -> None:
                 text = f"{label}, {'learning rate' if name == 'lr' else 'distance of nodes'}"
                 first = text if run is runs[0] else None
                 axes.plot(
-                    run.curves["step"], line / np.nanmax(line), style, color=COLOURS[number], linewidth=1.3, label=first
+                    run.curves["step"], line / np.nanmax(line), style, color=COLORS[number], linewidth=1.3, label=first
                 )  # fmt: skip
     axes.set_xlabel("steps of each node", fontsize=8)
     axes.set_ylabel("share of the highest", fontsize=8)

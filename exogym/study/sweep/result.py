@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 from exogym.core.progress import readable_bytes
 from exogym.errors import ExoGymError
 from exogym.network import readable_seconds
+from exogym.study.compare.colors import COLORS
 from exogym.study.compare.comparison import Histories, markdown, reached_text, write_csv
-from exogym.study.compare.plots import COLOURS, DOTS_PER_INCH
+from exogym.study.compare.plots import DOTS_PER_INCH
 from exogym.study.compare.summary import spread_text
 from exogym.study.sweep.axes import Axes, as_number
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     import pandas
 
 SUMMARY, PLOT = "summary.csv", "sweep.png"
-PANEL_INCHES, MOST_LINES = (4.2, 3.6), len(COLOURS)
+PANEL_INCHES, MOST_LINES = (4.2, 3.6), len(COLORS)
 FAR_APART = 8  # an option has a logarithmic axis from this ratio of its values on
 
 
@@ -123,7 +124,7 @@ def _draw(result: Swept, path: Path) -> None:
         is_number = None not in numbers.values()
         texts = sorted(numbers, key=lambda text: numbers[text] or 0.0) if is_number else list(numbers)
         places = {text: numbers[text] if is_number else float(k) for k, text in enumerate(texts)}
-        for colour, (label, cells) in zip(COLOURS, lines.items(), strict=False):
+        for colour, (label, cells) in zip(COLORS, lines.items(), strict=False):
             cells = sorted(cells, key=lambda row: places[row[name]] or 0.0)
             panel.errorbar(
                 [places[row[name]] for row in cells], [row["val_loss"] for row in cells],

@@ -1,6 +1,7 @@
 """Comparisons: what is written is what was trained, under the rules that are stated."""
 
 import csv
+import html
 import json
 import math
 import shutil
@@ -22,9 +23,9 @@ from exogym.errors import ArgumentError, DataError, TrainingError
 from exogym.strategy import CommunicateOptimizeStrategy, DiLoCoStrategy, OptimSpec, SimpleReduceStrategy, Strategy
 from exogym.strategy.registry import STRATEGIES, parse_strategy
 from exogym.study import runs
-from exogym.study.compare import DEFAULT_STRATEGIES, Standing, compare, plots
+from exogym.study.compare import DEFAULT_STRATEGIES, Standing, colors, compare, plots
 from exogym.study.compare.asked import ComparisonOptions
-from exogym.study.compare.comparison import FILES, Comparison
+from exogym.study.compare.comparison import FILES, SVG_FILES, Comparison
 from exogym.study.compare.plots import Curve, plot_against_bytes, plot_against_steps
 from exogym.study.compare.run import session_of
 from exogym.study.compare.session import Session
@@ -158,8 +159,11 @@ def test_single_is_the_first_node_of_the_fleet(everything: Comparison) -> None:
 
 
 def test_files_hold_the_same(everything: Comparison, out: Path) -> None:
-    assert everything.folder is not None and [path.name for path in everything.paths] == list(FILES)
-    assert sorted(path.name for path in everything.folder.iterdir() if path.is_file()) == sorted(FILES)
+    assert everything.folder is not None and [path.name for path in everything.paths] == [*FILES, *SVG_FILES]
+    assert sorted(path.name for path in everything.folder.iterdir() if path.is_file()) == sorted([*FILES, *SVG_FILES])
+    for name in SVG_FILES:
+        text = (everything.folder / name).read_text(encoding="utf-8")
+        assert ">DiLoCo</text>" in text and len(text) < 100_000  # letters stay letters
     assert list(out.iterdir()) == [everything.folder] and everything.folder.name.startswith("digits-")
     with open(everything.folder / "summary.csv", encoding="utf-8") as file:
         for row, line in zip(everything.rows, csv.DictReader(file), strict=True):
@@ -171,12 +175,13 @@ def test_files_hold_the_same(everything: Comparison, out: Path) -> None:
         own = [line for line in lines if (line["strategy"], line["seed"]) == (label, str(seed))]
         assert [int(line["step"]) for line in own] == steps.tolist() and len(own) > 9
         assert [float(line["val_loss"]) for line in own] == losses.tolist()
-    for path in everything.paths[3:]:
+    for path in everything.paths[3:5]:
         assert path.read_bytes().startswith(b"\x89PNG") and 10_000 < path.stat().st_size < 150_000
     saved = json.loads((everything.folder / "run.json").read_text(encoding="utf-8"))
     assert saved["setting"]["seeds"] == list(SEEDS) and saved["setting"]["lr"] == TASK.lr
     assert saved["versions"]["torch"] == torch.__version__ and saved["strategies"]["diloco"]["H"] == TASK.H
     assert len(saved["runs"]) == len(everything.histories)
+    assert saved["summary"] == everything.rows and saved["target_loss"] == everything.target_loss
 
 
 def test_markdown_is_a_table(everything: Comparison) -> None:
@@ -503,3 +508,64 @@ def test_the_test_of_labels_finds_one_on_a_curve(monkeypatch: pytest.MonkeyPatch
     steps = np.arange(1.0, 11)
     close = [ends_at("DDP", 646e6, 2.0, steps), ends_at("SPARTA, a long name", 300e6, 2.0, steps)]
     assert texts_on_curves(close)[1] == ["DDP"]
+
+
+# ---------------------------------------------------------------- colors, and what a notebook shows
+
+
+def test_every_strategy_has_its_place_in_the_colors() -> None:
+    assert sorted(colors.ORDER) == sorted(STRATEGIES)
+    first = colors.ORDER[: len(colors.COLORS)]
+    assert len({colors.look_of(name).color for name in first}) == len(first)
+
+
+def test_a_strategy_has_one_color_in_every_picture() -> None:
+    """Whatever else is in it, in whatever order. Options change the stroke alone; gray is for one node alone."""
+    some = ["ddp", "single", "diloco:H=5", "mine", "diloco:H=20", "sparta"]
+    looks, turned = colors.looks_of(some), colors.looks_of(some[::-1])
+    assert {k: look.color for k, look in looks.items()} == {k: look.color for k, look in turned.items()}
+    assert looks["diloco:H=5"].color == looks["diloco:H=20"].color == colors.look_of("DiLoCo").color
+    assert len(set(looks.values())) == len(some) and looks["single"].color == colors.GRAY
+    figure = plots.figure_of([ends_at("Any title", 9.0, 1.0, np.arange(1.0, 9.0))], heading="one")
+    assert figure.axes[0].lines[0].get_color() == colors.look_of("Any title").color
+    named = replace(ends_at("Any title", 9.0, 1.0, np.arange(1.0, 9.0)), label="sparta")
+    assert plots.figure_of([named]).axes[0].lines[0].get_color() == colors.look_of("sparta").color
+
+
+def test_of_many_curves_the_best_eight_have_names() -> None:
+    steps = np.arange(1.0, 9.0)
+    many = [replace(ends_at(f"title {k}", 9.0, 1.0 + k, steps), label=f"x{k}") for k in range(12)]
+    axes = plots.figure_of(many).axes[0]
+    drawn = [line.get_color() for line in axes.lines]
+    assert drawn.count(colors.GRAY) == 4 and len(drawn) == 12
+    texts = [text.get_text() for text in (axes.get_legend().get_texts() if axes.get_legend() else axes.texts)]
+    assert {f"title {k}" for k in range(8)} | {"4 more"} <= set(texts) and "title 8" not in texts
+
+
+def test_a_comparison_shows_itself(everything: Comparison) -> None:
+    for x in ("step", "bytes", "wall"):
+        for log in (False, True):
+            axes = everything.plot(x, log=log).axes[0]
+            assert axes.get_xscale() == ("log" if log else "linear") and len(axes.lines) == len(everything.rows)
+            assert len(axes.collections) >= len(everything.rows) - 1  # the bands, but that of a level line
+    assert everything.plot("bytes").axes[0].get_xscale() == "log" != everything.plot().axes[0].get_xscale()
+    assert everything.plot()._repr_png_().startswith(b"\x89PNG")  # type: ignore[attr-defined]
+    with pytest.raises(ArgumentError, match=r"x='time'.*give compare a network"):
+        everything.plot("time")
+    with pytest.raises(ArgumentError, match=r"x='steps'.*'step'"):
+        everything.plot("steps")
+    frame = everything.to_pandas()
+    assert frame["strategy"].tolist() == [row["strategy"] for row in everything.rows] and "target_bytes" in frame
+    text = everything._repr_html_()
+    assert "<table><tr><th>strategy</th>" in text and text.count("<tr>") == 1 + len(everything.rows)
+    assert (
+        html.escape(everything.finding) in text and len(repr(everything)) < 1000 and "single, ddp" in repr(everything)
+    )
+
+
+def test_every_picture_can_be_logarithmic(tmp_path: Path) -> None:
+    result = compare(TASK, "ddp", max_steps=10, seeds=1, out=tmp_path, log_x=True)
+    again = compare(TASK, "ddp", max_steps=10, seeds=1, out=tmp_path)
+    for name, is_same in {"loss_vs_steps.svg": False, "loss_vs_bytes.svg": True}.items():
+        assert result.folder is not None and again.folder is not None
+        assert ((result.folder / name).read_bytes() == (again.folder / name).read_bytes()) == is_same

@@ -92,7 +92,10 @@ def test_the_table_and_the_finding_say_it(everything: Comparison) -> None:
 def test_files_of_a_timed_comparison(everything: Comparison) -> None:
     traces = ["trace-single.json", "trace-ddp.json", "trace-diloco-H-5.json", "trace-sparta.json"]
     assert everything.folder is not None
-    assert [path.name for path in everything.paths] == [*FILES, *TIMED_FILES, "timeline.png", *traces]
+    drawn = [path.name for path in everything.paths if path.suffix == ".svg"]
+    assert drawn == ["loss_vs_steps.svg", "loss_vs_bytes.svg", "loss_vs_time.svg"]
+    assert [path.name for path in everything.paths] == [*FILES, *TIMED_FILES, "timeline.png", *traces, *drawn]
+    assert everything.plot("time").axes[0].get_xlabel().startswith("predicted")
     files = [path.name for path in everything.folder.iterdir() if path.is_file()]
     assert sorted(files) == sorted(path.name for path in everything.paths)
     for path in everything.paths[5:7]:

@@ -20,7 +20,7 @@ from exogym.core.saving.checkpoint import list_checkpoints
 from exogym.errors import ArgumentError
 from exogym.strategy import SimpleReduceStrategy, Strategy
 from exogym.study.compare import ComparisonInterrupted, Standing, compare, session
-from exogym.study.compare.comparison import FILES, Comparison
+from exogym.study.compare.comparison import FILES, SVG_FILES, Comparison
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
@@ -93,7 +93,7 @@ def test_stopped_and_gone_on_with(stop: Callable[[], None], at: int, tmp_path: P
         assert isinstance(stopped.value, ComparisonInterrupted) and stopped.value.result is not None
         assert stopped.value.folder == folder and [row["seeds"] for row in stopped.value.result.rows] == [2, 1, 0]
         assert "1 of 2 runs have ended" in stopped.value.result.to_markdown()
-        assert {path.name for path in folder.iterdir() if path.is_file()} == set(FILES)
+        assert {path.name for path in folder.iterdir() if path.is_file()} == {*FILES, *SVG_FILES}
         assert json.loads((folder / "run.json").read_text())["state"] == "interrupted"
     before = {name: (folder / name / "outcome.json").stat().st_mtime_ns for name in ended}
     seen: list[Standing] = []

@@ -1,0 +1,84 @@
+"""One color per strategy, in every picture and on the page: from its name, whatever else a picture shows.
+
+The palette is Okabe and Ito's (2008), safe for color-blind eyes, without the yellow, which is too pale for a line.
+Known strategies take its colors in a fixed order; any other name has a color that its letters decide. One node alone is
+gray.
+Strategies of the same color in one picture (`diloco:H=5` and `diloco:H=20`) differ by their strokes. No torch needed.
+
+>>> [look.color for look in looks_of(["ddp", "diloco:H=5", "diloco:H=20", "single"]).values()]
+['#0072B2', '#D55E00', '#D55E00', '#7F7F7F']
+>>> [look.dash for look in looks_of(["ddp", "diloco:H=5", "diloco:H=20", "single"]).values()]
+[(), (), (5, 2), ()]
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from exogym.study.compare.summary import SINGLE, name_of
+
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
+ON_DARK = ("#56A8E8", "#EE8A45", "#2FC79A", "#DD9AC0", "#8FD0FF", "#F0C24B", "#F2F2F2")  # the same hues
+GRAY = "#7F7F7F"
+DASHES: tuple[tuple[float, ...], ...] = ((), (5, 2), (1, 1.2), (5, 1.5, 1, 1.5), (9, 3))
+MOST_COLORED = 8  # curves of a picture; the rest is gray
+# Strategies that are often compared follow each other, so that their colors differ.
+ORDER = (
+    *("ddp", "diloco", "sparta", "fedavg", "demo", "streaming_diloco", "sparta_diloco"),
+    *("async_diloco", "noloco", "fedopt", "sparseloco", "muloco", "desloc", "gossip"),
+    *("fedprox", "scaffold", "fednova", "qreduce", "qsgd", "topk", "powersgd"),
+    *("decoupled_diloco", "signsgd", "slowmo", "post_local_sgd", "sgp"),
+)
+
+
+@dataclass(frozen=True)
+class Look:
+    """How the curve of a strategy is drawn.
+
+    Attributes:
+        color, dark: on a light background, and on a dark one.
+        dash: lengths of strokes and gaps in line widths; () is a solid line.
+    """
+
+    color: str
+    dark: str
+    dash: tuple[float, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"dash": list(self.dash)}
+
+
+GRAYED = Look(GRAY, GRAY)
+
+
+def look_of(label: str) -> Look:
+    """Return the look of a strategy, as written or its short name, where no other has its color.
+
+    >>> look_of("DiLoCo:H=20") == look_of("diloco"), look_of("mine") == look_of("mine:x=1")
+    (True, True)
+    """
+    name = name_of(label)
+    if name == SINGLE:
+        return GRAYED
+    number = ORDER.index(name) if name in ORDER else zlib.crc32(name.encode("utf-8", "replace"))
+    return Look(COLORS[number % len(COLORS)], ON_DARK[number % len(COLORS)])
+
+
+def looks_of(labels: Iterable[str]) -> dict[str, Look]:
+    """Return label to look in one picture: the color is the strategy's, the dash tells those of one color apart."""
+    labels = list(labels)
+    return dict(zip(labels, each_look(labels), strict=True))
+
+
+def each_look(labels: Iterable[str]) -> list[Look]:
+    """Return the look of each curve of a picture; a label may come several times."""
+    looks, taken = list[Look](), dict[str, int]()
+    for label in labels:
+        look = look_of(label)
+        before = taken.get(look.color, 0)
+        taken[look.color] = before + (look is not GRAYED)
+        looks.append(Look(look.color, look.dark, DASHES[before % len(DASHES)]))
+    return looks
