@@ -1,4 +1,4 @@
-r"""How long all-reduces take on a long line, against what the network says: TCP's slow start, and queues that drop.
+r"""Compare all-reduces on a long line with the network's predictions: TCP's slow start, and queues that drop packets.
 
     python benchmarks/distant.py
     python benchmarks/distant.py --rates 50mbit --latencies 0.2ms --queues 2,0.05,0.01
@@ -55,7 +55,7 @@ WAYS = {"native": "ring", "tree": "exact"}
 
 
 def hand_over(pids: list[int], line: Any, ready: Any) -> None:
-    """Be the line: `line` holds its rate in bits per second, latency and queue in seconds, and may change."""
+    """Be the line. `line` holds its rate in bits per second, and latency and queue in seconds; they may change."""
     linux("prctl", PR_SET_PDEATHSIG, signal.SIGKILL)
     with contextlib.suppress(PermissionError):  # else what other programs do is in the times
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
@@ -116,7 +116,7 @@ class Distant(Hosts):
 
 
 def sum_s(reduction: str, size: int, pause_s: float, repeat: int, flows: int) -> float:
-    """Return the median seconds of all-reduces, each after a pause, as slow as the slower host."""
+    """Return the median seconds of all-reduces, each after a pause, on the slower host."""
     wire = ProcessWire([[0], [1]], native=reduction == "native")
     comm, x, took = Communicator([dist.get_rank()], 2, wire), torch.zeros(1, size // 4), []
     groups = [dist.new_group() for _ in range(flows)] if flows > 1 else []
@@ -137,7 +137,7 @@ def sum_s(reduction: str, size: int, pause_s: float, repeat: int, flows: int) ->
 
 
 def rows(given: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure what is asked for, and print it."""
+    """Measure and print the rows."""
     found = []
     group = Distant(2, lambda *_: None, urgent=True)
     try:
@@ -170,14 +170,14 @@ def rows(given: argparse.Namespace) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rates", default="50mbit", help="of the line each way, as tc writes them")
+    parser.add_argument("--rates", default="50mbit", help="rates of the line each way, in tc's form")
     parser.add_argument("--latencies", default="1ms,20ms,75ms", help="one way")
-    parser.add_argument("--queues", default="2", help="seconds that a frame waits at most")
+    parser.add_argument("--queues", default="2", help="the most seconds that a frame waits")
     parser.add_argument("--sizes", default="100000,1000000,4000000", help="bytes")
     parser.add_argument("--pauses", default="0,1", help="seconds before each sum")
     parser.add_argument("--reduction", default="native,tree", help="native, tree or both")
-    parser.add_argument("--repeat", type=int, default=3, help="sums, after one that is not counted")
-    parser.add_argument("--flows", type=int, default=1, help="native sums that are under way at once")
+    parser.add_argument("--repeat", type=int, default=3, help="measured sums, after one warm-up sum")
+    parser.add_argument("--flows", type=int, default=1, help="simultaneous native sums")
     parser.add_argument("--json", metavar="FILE", help="for the rows")
     given = parser.parse_args()
     enter()

@@ -1,4 +1,4 @@
-r"""Two islands of two devices each: the time of a step as predicted in one process, and as it is in real ones.
+r"""Two islands of two devices each: predict a step's time in one process, and compare it with real processes.
 
     python benchmarks/islands.py --json islands.json
     python benchmarks/islands.py --splits "stages=2 tensor=2" --strategies ddp,diloco:H=10 --rounds 1
@@ -61,7 +61,7 @@ COLUMNS = (
 
 
 def make_model(sleep_s: float = 0.0) -> CharGPT:
-    """Return the model, whose layers together sleep so long for each window."""
+    """Return the model. Its layers together sleep for `sleep_s` per window."""
     torch.manual_seed(0)
     model = CharGPT(CHARACTERS, WINDOW, n_layer=LAYERS, n_head=4, n_embd=WIDTH)
 
@@ -81,7 +81,7 @@ def make_model(sleep_s: float = 0.0) -> CharGPT:
 
 
 def train(job: dict[str, Any], mark: Callable[[Any], Any], **options: Any) -> LocalTrainer:
-    """Train as `job` says, calling `mark(loop)` after each segment."""
+    """Train `job`, calling `mark(loop)` after each segment."""
     text = torch.randint(CHARACTERS, (WINDOWS, WINDOW + 1), generator=torch.Generator().manual_seed(1))
     data = torch.utils.data.TensorDataset(text[:, :-1].contiguous(), text[:, 1:].contiguous())
     mesh = None if job["split"] is None else NodeMesh(**job["split"], network=job.get("inside"))
@@ -95,7 +95,7 @@ def train(job: dict[str, Any], mark: Callable[[Any], Any], **options: Any) -> Lo
 
 
 def compare(split: str, cells: Cells, given: argparse.Namespace) -> None:
-    """Measure the cells of a split that are wanted, in all rounds."""
+    """Measure the wanted cells of a split, in all rounds."""
     mesh = NodeMesh.parse(split)
     jobs = [
         (rate, job_of(mesh, text, given)) for rate in given.rates.split(",") for text in given.strategies.split(",")
@@ -142,7 +142,7 @@ def job_of(mesh: NodeMesh, text: str, given: argparse.Namespace) -> dict[str, An
 
 
 def told(group: Hosts, job: dict[str, Any]) -> dict[str, Any]:
-    """Return what the prediction is told, measured without limits; the processes have met in one world afterwards."""
+    """Return the prediction's inputs, measured without limits. Afterwards the processes have met in one world."""
     group.limit(None)
     if group.meetings:
         group.part()
@@ -163,7 +163,7 @@ def told(group: Hosts, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def predict(job: dict[str, Any], mesh: NodeMesh, rate: str, known: dict[str, Any], step_s: float) -> float:
-    """Return the seconds of a step as the clock has it; of the batch it knows only what activations travel."""
+    """Return the clock's seconds for a step. The batch only decides the bytes of activations."""
     few = {"segments": 1, "sleep_s": 0.0} | ({"batch_size": mesh.size} if mesh.shard == mesh.size else {})
     network = links(rate, known["latency_s"], known["memory_bytes_per_s"])
     clock = namespaces.predict(train, job | few, network, step_s)
@@ -193,19 +193,19 @@ def line(texts: Sequence[str]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--splits", default="shard=2", help="of an island, each of two devices; by spaces")
-    parser.add_argument("--rates", default="100mbit,1gbit", help="of every island's cable, as tc writes them")
-    parser.add_argument("--strategies", default="ddp,diloco:H=10,diloco:H=50", help="as exogym compare reads them")
+    parser.add_argument("--splits", default="shard=2", help="splits of an island with two devices, by spaces")
+    parser.add_argument("--rates", default="100mbit,1gbit", help="rates of every island's cable, in tc's form")
+    parser.add_argument("--strategies", default="ddp,diloco:H=10,diloco:H=50", help="strategies, as for exogym compare")
     parser.add_argument(
         "--batch_size", type=int, default=8, help=f"windows of {WINDOW} characters of an island in a step"
     )
     parser.add_argument("--sleep", type=float, default=0.02, help="seconds for each window; 0: only compute")
-    parser.add_argument("--steps", type=int, default=10, help="of a segment; whole rounds of a strategy are made of it")
-    parser.add_argument("--segments", type=int, default=3, help="measured in a cell, after one that is not")
-    parser.add_argument("--rounds", type=int, default=3, help="through all cells")
-    parser.add_argument("--json", metavar="FILE", help="keeps what was measured; what is there is not measured again")
-    parser.add_argument("--again", choices=AGAIN, help="but these are")
-    parser.add_argument("--turn", type=float, help="seconds after which no cell is begun")
+    parser.add_argument("--steps", type=int, default=10, help="steps of a segment, rounded up to whole rounds")
+    parser.add_argument("--segments", type=int, default=3, help="measured segments per cell, after one warm-up segment")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds through all cells")
+    parser.add_argument("--json", metavar="FILE", help="file for measured cells; they are not measured again")
+    parser.add_argument("--again", choices=AGAIN, help="cells to measure again")
+    parser.add_argument("--turn", type=float, help="seconds after which no cell begins")
     given = parser.parse_args()
     enter()
     cells = Cells(given.json, given.again, turn_s=given.turn)

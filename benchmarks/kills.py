@@ -1,15 +1,15 @@
-"""Runs killed at random moments, gone on with until they are done, and held to the undisturbed run.
+"""Kill runs at random moments, resume them until they are done, and compare them with the undisturbed run.
 
     python benchmarks/kills.py --kills 200 --seed 0    about five minutes
 
-Four nodes of a small model train under one of `METHODS`, with a checkpoint every few steps, in one, two or three
-processes, drawn anew at each start. A signal of `SIGNALS`, or two of them one soon after the other, hits the main
-process, another one, or all at once, at a random moment or while a checkpoint is being written. After each nothing of
-the run may be left: no process, and no checkpoint by its name that is not whole. Each run that comes to its end must
-have the weights and the history of an undisturbed one.
+Four nodes of a small model train with one of `METHODS`, with a checkpoint every few steps, in one, two or three
+processes, drawn anew at each start. One or two signals of `SIGNALS` hit the main process, another process, or all, at a
+random moment or during the writing of a checkpoint. After each kill nothing of the run may remain: no process, and no
+incomplete checkpoint under a checkpoint's name. Each completed run must have the weights and the history of an
+undisturbed one.
 
-Runs are forked from this process, which has torch imported; each leads a session of its own, by which what is left
-of it is found. Only processes of these sessions are killed. Exits with 1 if anything was wrong.
+Runs are forked from this process, which has imported torch. Each leads its own session, which identifies its remaining
+processes. The script kills only processes of these sessions. It exits with 1 if anything was wrong.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ MOST_STARTS = 60
 
 
 def train(folder: Path, method: str, processes: int) -> None:
-    """Go on with the run of `folder`, or start it; leave what it ended in there."""
+    """Resume or start the run in `folder`. Write its result there."""
     model, data = small_problem()
     make, options = METHODS[method]
     if options:
@@ -84,7 +84,7 @@ def train(folder: Path, method: str, processes: int) -> None:
 
 
 def start(folder: Path, method: str, processes: int) -> int:
-    """Fork a process that trains, in a session of its own; return its number."""
+    """Fork a process that trains in its own session. Return its number."""
     pid = os.fork()
     if pid:
         return pid
@@ -116,12 +116,12 @@ def session(leader: int) -> dict[int, int]:
 
 
 class Trial:
-    """One run after another, and what became of them.
+    """One run after another, and their results.
 
     Attributes:
-        kills: by (signals, which process); `torn`: those of them that left a half-written checkpoint; `aimed`: how
-            many were aimed at the writing of a checkpoint; `layouts`: kills by method and number of processes.
-        wrong: what must not happen, in words.
+        kills: number of kills by (signals, process); `torn`: kills that left an incomplete checkpoint; `aimed`: number
+            of kills aimed at the writing of a checkpoint; `layouts`: kills by method and number of processes.
+        wrong: errors in words.
     """
 
     def __init__(self, seed: int, base: Path):
@@ -137,7 +137,7 @@ class Trial:
         self.slowest_s = 0.0
 
     def reference(self) -> None:
-        """Train undisturbed, in this process, so that runs find all of torch imported; remember how long it takes."""
+        """Train undisturbed in this process, so that runs find all of torch imported. Store the time that it takes."""
         for method in METHODS:
             for number in range(2):
                 (folder := self.base / f"{method} {number}").mkdir()
@@ -150,7 +150,7 @@ class Trial:
         return json.loads((folder / "result").read_text())
 
     def run(self, most_kills: int) -> None:
-        """Take one run to its end through kills, so many at most in all."""
+        """Train one run to its end through kills, up to `most_kills` in all."""
         method = list(METHODS)[self.seen["runs"] % len(METHODS)]
         folder = self.base / f"run {self.seen['runs']}"
         folder.mkdir()
@@ -192,7 +192,7 @@ class Trial:
             time.sleep(self.draw.uniform(0, 1.2 * run_s))
 
     def kill(self, pid: int, kind: str, signals: Sequence[signal.Signals]) -> str | None:
-        """Send the signals; return what was hit, None if the run had ended before."""
+        """Send the signals. Return which process was hit; None if the run had ended before."""
         workers = sorted(other for other, parent in session(pid).items() if parent == pid)
         if self.ended(pid):
             return None
@@ -209,7 +209,7 @@ class Trial:
         return hit
 
     def wait_for_writing(self, folder: Path, run_s: float, count: int) -> None:
-        """Wait until the `count`-th checkpoint from now is being written, or as long as a whole run takes."""
+        """Wait until the `count`-th checkpoint from now is being written, at most as long as a whole run takes."""
         until = time.monotonic() + run_s
         seen = ""
         while count and time.monotonic() < until:
@@ -221,7 +221,7 @@ class Trial:
         return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
     def wait(self, pid: int) -> int:
-        """Return the exit code of a run, which ends by itself or is said to hang."""
+        """Return the exit code of a run that ends by itself; report a run that hangs."""
         until = time.monotonic() + LONGEST_S
         while not self.ended(pid):
             if time.monotonic() > until:
@@ -234,7 +234,7 @@ class Trial:
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
     def look_around(self, leader: int, folder: Path, what: str) -> None:
-        """Nothing but whole checkpoints, and what bears another name, may be left of a run."""
+        """Check that only complete checkpoints, and files with other names, remain of a run."""
         since = time.monotonic()
         while (left := session(leader)) and time.monotonic() < since + PATIENCE_S:
             time.sleep(0.001)

@@ -1,4 +1,4 @@
-"""Hosts for benchmarks: processes in network namespaces on limited links, what they measure, what the clock says.
+"""Hosts for benchmarks: processes in network namespaces on limited links, their measurements, and the clock's times.
 
     enter()
     with hosts(2, train) as group:
@@ -13,8 +13,8 @@ limits every cable in both directions; what processes of one host say to each ot
 namespaces have no names and live as long as their processes, so nothing is left behind however a run ends. Needs Linux,
 root, and Debian's iproute2.
 
-What a job is, the script says: `train(job, mark, **options)` trains as it says, calls `mark(loop)` after each segment,
-gives `options` to `fit`, and returns the `LocalTrainer`. All hosts are forks of the script, so any function will do.
+The script defines a job: `train(job, mark, **options)` trains it, calls `mark(loop)` after each segment, passes
+`options` to `fit`, and returns the `LocalTrainer`. All hosts are forks of the script, so any function will do.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ SCRIPT = Path(sys.argv[0]).stem  # that measures, for its messages
 
 
 def enter() -> None:
-    """Put this process into a namespace of its own, with one thread; end it where that cannot be."""
+    """Put this process into its own namespace, with one thread. End it if that is impossible."""
     missing = [name for name in ("nsenter", "ip", "tc") if not shutil.which(name)]
     if missing or os.geteuid() != 0:
         raise SystemExit(
@@ -248,8 +248,7 @@ class Hosts:
             shell(*inside, "ip", "route", "change", f"{SUBNET}.0/24", "dev", "eth0", "congctl", CONTROL)
 
     def meet(self, apart: bool = False) -> None:
-        """Let the processes become one world, or those of each host one; what they train from now on they train
-        together."""
+        """Connect the processes into one world (`apart`: one world per host). From now on they train together."""
         self.meetings += 1  # each at a port of its own: the last one may still be closing
         size = self.slots if apart else len(self.pipes)
         worlds = [
@@ -278,7 +277,7 @@ class Hosts:
                 shell(*words, "replace", "dev", device, "root", "tbf", *shape)
 
     def part(self) -> None:
-        """End the world: what the processes train from now on, each trains for itself."""
+        """End the world. From now on each process trains for itself."""
         self._order("part", [None for _ in self._ranks])
 
     def latency_s(self) -> float:
@@ -294,11 +293,11 @@ class Hosts:
         return self._order("step", [task for _ in self._ranks])
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Let all processes call a function of the script; return what it returned in each."""
+        """Call a function of the script in all processes. Return the results."""
         return self._order("call", [(function, *arguments) for _ in self._ranks])
 
     def train(self, job: dict[str, Any]) -> list[dict[str, Any]]:
-        """Let all processes train; return what each saw: its "spans" on the wire, "marks", and "fingerprint"."""
+        """Train in all processes. Return for each its "spans" on the wire, "marks", and "fingerprint"."""
         return self._order("train", [job for _ in self._ranks])
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-r"""How the page (`exogym ui`) does under a crowd of slow connections, and over a long run that still grows.
+r"""Test the page (`exogym ui`) with a crowd of slow connections, and with a long run that still grows.
 
     python benchmarks/page.py                                      both, in under three minutes
     python benchmarks/page.py --connections 200 --steps 2000 --seconds 10
@@ -46,7 +46,7 @@ TARGET_MB, TARGET_MS = 400, 300
 
 @dataclass
 class Page:
-    """A page over `folder`, and what it says, in `log`."""
+    """A page over `folder`; its messages are in `log`."""
 
     port: int
     token: str
@@ -55,7 +55,7 @@ class Page:
     took_s: dict[str, float] = field(default_factory=dict)  # the longest, by what was asked for
 
     def ask(self, path: str) -> Any:
-        """Return an answer, and remember how long it took where it took longest."""
+        """Return an answer, and record the time if it is the longest."""
         begun = time.perf_counter()
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_S)
         with contextlib.closing(connection):
@@ -99,7 +99,7 @@ def page(folder: Path) -> Iterator[Page]:
 
 
 def crowd(port: int, count: int, seconds: float) -> None:
-    """Be so many connections that begin a request and never end it; who is closed comes again after a second."""
+    """Open `count` connections that begin a request and never end it. A closed one returns after a second."""
     begun, deadline, fed_s, again = 0, time.monotonic() + seconds, 0.0, list[float]()
     with selectors.DefaultSelector() as selector:
         while (now := time.monotonic()) < deadline:
@@ -274,11 +274,11 @@ def show(what: str, found: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--connections", type=int, default=1150, help="slow ones; 0: no crowd")
-    parser.add_argument("--crowd-seconds", type=float, default=20.0, help="how long they come")
-    parser.add_argument("--steps", type=int, default=32_000, help="of the long run; 0: none")
+    parser.add_argument("--connections", type=int, default=1150, help="slow connections; 0: no crowd")
+    parser.add_argument("--crowd-seconds", type=float, default=20.0, help="duration of the crowd")
+    parser.add_argument("--steps", type=int, default=32_000, help="steps of the long run; 0: no long run")
     parser.add_argument("--nodes", type=int, default=4)
-    parser.add_argument("--seconds", type=float, default=100.0, help="in which the long run is written")
+    parser.add_argument("--seconds", type=float, default=100.0, help="time for writing the long run")
     parser.add_argument("--json", type=Path, help="write all figures into this file")
     parser.add_argument("--write", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--crowd", type=int, help=argparse.SUPPRESS)

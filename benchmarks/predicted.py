@@ -1,10 +1,10 @@
-r"""Times that the clock predicts against times of the same training among real processes on links of limited rate.
+r"""Compare predicted times with measured times of the same training, among real processes on slow links.
 
     python benchmarks/predicted.py --hosts 2,4 --rates 50mbit,100mbit,200mbit --strategies ddp,diloco:H=10
     python benchmarks/predicted.py --hosts 2 --rates 100mbit --strategies ddp --reduction native
 
 Hosts are processes in network namespaces (see `namespaces.py`), which needs Linux, root, and Debian's iproute2. They
-ask for real-time priority; where they do not get it, what other programs do is measured too.
+ask for real-time priority. Without it, other programs' work is measured, too.
 
 **Measured.** gloo trains four linear layers of 1,002,000 parameters (4 MB). Their forward pass sleeps 100 ms, so that
 hosts compute at the same time although they share the machine's cores. Rank 0 marks the time every few steps; the first
@@ -26,10 +26,9 @@ how long collectives took, both reductions, and a step on all hosts at once; no 
     python benchmarks/predicted.py --probe --hosts 2,4 --rates 50mbit,200mbit,1gbit --json predicted.json --strategies \
         ddp,diloco:H=10,streaming_diloco:H=10:num_fragments=2,sparta:p_sparta=0.1
 
-`--json` keeps each cell as it is done (see `cells.py`), so the command can be stopped and given again; `--turn 200`
-begins no cell later than so many seconds. What other programs did meanwhile is in each row; `--again disturbed`
-measures those again in which it was more than a quarter of a core. The script fails where a prediction is off by more
-than `--limit` in more than `--misses` of the cells.
+`--json` stores each finished cell (see `cells.py`), so you can stop the command and repeat it. `--turn 200` begins no
+cell after 200 seconds. Each row has the load of other programs; `--again disturbed` repeats cells with more than a
+quarter of a core. The script fails if more than a share `--misses` of the cells is off by more than `--limit`.
 """
 
 from __future__ import annotations
@@ -53,9 +52,9 @@ from exogym.strategy.registry import parse_strategy
 from exogym.study.tasks import Task
 
 SLEEP_S = 0.1
-STEPS = 4  # of a segment, or H where that is more
-LEAST, MOST = 3, 24  # segments that are measured, after one that is not
-KINDS = {"tree": "exact all_reduce", "native": "all_reduce"}  # which collective of a probe a reduction is
+STEPS = 4  # steps of a segment, or H if larger
+LEAST, MOST = 3, 24  # measured segments, after one that is not measured
+KINDS = {"tree": "exact all_reduce", "native": "all_reduce"}  # reduction to its collective in a probe
 
 
 class Wide(nn.Module):
@@ -78,13 +77,13 @@ def data() -> torch.utils.data.TensorDataset:
 
 
 def task() -> Task:
-    """Return what is trained, for those who measure a step of it."""
+    """Return the task, so that others can measure its step."""
     settings = {"num_nodes": 2, "batch_size": 1, "max_steps": 10, "lr": 0.01, "H": 10, "inner_optim": "sgd"}
     return Task("wide", "four layers that sleep", "drawn", data(), data(), Wide, **settings)
 
 
 def train(job: dict[str, Any], mark: Callable[[Any], Any], **options: Any) -> LocalTrainer:
-    """Train as `job` says, calling `mark(loop)` after each segment; the last step is after them, as it is evaluated."""
+    """Train `job`, calling `mark(loop)` after each segment. One more step follows, because it is evaluated."""
     strategy = parse_strategy(job["strategy"], inner_optim="sgd", lr=0.01)
     trainer = LocalTrainer(Wide(job["sleep_s"]), data())
     trainer.fit(
@@ -97,12 +96,12 @@ def train(job: dict[str, Any], mark: Callable[[Any], Any], **options: Any) -> Lo
 
 
 def predict(job: dict[str, Any], network: dict[str, Any], step_s: Any) -> dict[str, Any]:
-    """Return what the clock says of a job, whose forward pass does not sleep here."""
+    """Return the clock's times for a job. Its forward pass does not sleep here."""
     return namespaces.predict(train, job | {"sleep_s": 0.0}, network, step_s)
 
 
 def compare(count: int, cells: Cells, given: argparse.Namespace) -> None:
-    """Measure the cells of `count` hosts that are wanted."""
+    """Measure the wanted cells for `count` hosts."""
     jobs = {
         f"{count}/{rate}/{reduction}/{text}": (rate, job_of(count, reduction, text, given))
         for rate, reduction, text in itertools.product(
@@ -144,7 +143,7 @@ def job_of(count: int, reduction: str, text: str, given: argparse.Namespace) -> 
 
 
 def segments(job: dict[str, Any], known: dict[str, Any], given: argparse.Namespace) -> int:
-    """Return how many segments take as long as a cell is to take, going by a plain sum."""
+    """Return the number of segments that fill a cell's time, by a simple estimate."""
     if given.repeat:
         return int(given.repeat)
     reduction_s = Network.of(known["network"]).cost("all_reduce", 4e6, job["hosts"]).seconds
@@ -154,7 +153,7 @@ def segments(job: dict[str, Any], known: dict[str, Any], given: argparse.Namespa
 
 
 def told(group: Hosts, cells: Cells, rate: str, job: dict[str, Any]) -> dict[str, Any]:
-    """Return what the clock is told: of the links their rate, and what is measured without limits."""
+    """Return the clock's inputs: the links' rate, and values measured without limits."""
     group.limit(None)
     latency_s, free = group.latency_s(), measured(group.train(job | {"segments": LEAST}))
     step_s = (free["run_s"] - free["comm_s"]) / job["steps"]
@@ -163,7 +162,7 @@ def told(group: Hosts, cells: Cells, rate: str, job: dict[str, Any]) -> dict[str
 
 
 def probed(group: Hosts, cells: Cells, rate: str, job: dict[str, Any]) -> dict[str, Any] | None:
-    """Return what the clock is told: what was measured of these hosts; None where the turn ends first."""
+    """Return the clock's inputs from measurements of these hosts; None if the turn ends first."""
     step = once(f"{job['hosts']}/step", group, cells, None, lambda: {"step_s": group.steps_s("predicted:task")})
     network = once(f"{job['hosts']}/{rate}", group, cells, rate, lambda: {"network": group.probes([*KINDS.values()])})
     if step is None or network is None or cells.is_over:
@@ -174,7 +173,7 @@ def probed(group: Hosts, cells: Cells, rate: str, job: dict[str, Any]) -> dict[s
 def once(
     key: str, group: Hosts, cells: Cells, rate: str | None, find: Callable[[], dict[str, Any]]
 ) -> dict[str, Any] | None:
-    """Return what is found once for many cells, on links of a rate."""
+    """Return values that are measured once for many cells, on links of one rate."""
     if not cells.has(key):
         if cells.is_over:
             return None
@@ -198,7 +197,7 @@ def show(row: dict[str, Any]) -> None:
 
 
 def report(rows: Sequence[dict[str, Any]], limit: float) -> float:
-    """Print how many cells are within `limit`, and which are not; return the share of those."""
+    """Print how many cells are within `limit`, and the others. Return the share of the others."""
     missed = [row for row in rows if max(map(abs, row["off"].values())) > limit]
     for part in ("comm", "run"):
         held = sum(abs(row["off"][part]) <= limit for row in rows)
@@ -210,18 +209,18 @@ def report(rows: Sequence[dict[str, Any]], limit: float) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hosts", default="2,4", help="how many, by commas")
-    parser.add_argument("--rates", default="50mbit,100mbit,200mbit", help="of every cable, as tc writes them")
-    parser.add_argument("--strategies", default="ddp,diloco:H=10", help="as exogym compare reads them")
+    parser.add_argument("--hosts", default="2,4", help="numbers of hosts, by commas")
+    parser.add_argument("--rates", default="50mbit,100mbit,200mbit", help="rates of every cable, in tc's form")
+    parser.add_argument("--strategies", default="ddp,diloco:H=10", help="strategies, as for exogym compare")
     parser.add_argument("--reduction", default="tree,native", help="tree, native or both")
-    parser.add_argument("--repeat", type=int, default=0, help="segments measured; 0: as many as --cell says")
-    parser.add_argument("--cell", type=float, default=12.0, help="seconds that the segments of a cell take, about")
+    parser.add_argument("--repeat", type=int, default=0, help="measured segments; 0: enough for --cell")
+    parser.add_argument("--cell", type=float, default=12.0, help="seconds of a cell's segments, about")
     parser.add_argument("--probe", action="store_true", help="predict from probes of the limited links, not the rate")
-    parser.add_argument("--limit", type=float, default=0.10, help="share by which a prediction may be off")
+    parser.add_argument("--limit", type=float, default=0.10, help="largest share by which a prediction may be off")
     parser.add_argument("--misses", type=float, default=0.0, help="share of the cells that may be off by more")
-    parser.add_argument("--json", metavar="FILE", help="keeps what was measured; what is there is not measured again")
-    parser.add_argument("--again", choices=AGAIN, help="but these are")
-    parser.add_argument("--turn", type=float, help="seconds after which no cell is begun")
+    parser.add_argument("--json", metavar="FILE", help="file for measured cells; they are not measured again")
+    parser.add_argument("--again", choices=AGAIN, help="cells to measure again")
+    parser.add_argument("--turn", type=float, help="seconds after which no cell begins")
     given = parser.parse_args()
     enter()
     cells = Cells(given.json, given.again, given.limit, given.turn)

@@ -1,4 +1,4 @@
-"""Whisper tiny.en on lines of Shakespeare that espeak-ng reads aloud: words wrong before and after fine-tuning.
+"""Whisper tiny.en on lines of Shakespeare read by espeak-ng: the share of wrong words before and after fine-tuning.
 
     python benchmarks/whisper.py --steps 80                        simulated: one node alone, and two with DiLoCo
     python benchmarks/whisper.py --steps 80 --hosts                the two on hosts, of which one is killed on the way
@@ -56,13 +56,13 @@ RATE, NETWORK = "100mbit", "100Mbps,0.2ms"
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=80, help="of each node (default: 80)")
+    parser.add_argument("--steps", type=int, default=80, help="steps of each node (default: 80)")
     parser.add_argument("--H", type=int, default=10, help="steps between two averages (default: 10)")
     parser.add_argument("--hosts", action="store_true", help="train on two hosts, and kill the worker of one")
-    parser.add_argument("--undisturbed", action="store_true", help="with --hosts: kill nobody")
+    parser.add_argument("--undisturbed", action="store_true", help="with --hosts: kill no process")
     parser.add_argument("--data", type=Path, help="a folder with a manifest (default: espeak-ng reads Shakespeare)")
-    parser.add_argument("--audio", help="write this recording down, and do nothing else")
-    parser.add_argument("--text", default="", help="what is said in it")
+    parser.add_argument("--audio", help="only transcribe this recording")
+    parser.add_argument("--text", default="", help="the recording's text")
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.audio:
