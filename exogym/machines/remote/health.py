@@ -1,6 +1,6 @@
-"""How the hosts of a run are, as a file in its folder on the controller.
+"""The state of a run's hosts, in a file in the run's folder on the controller.
 
-    hosts.json   each host's state, device, use of CPU, GPU, memory and network, last steps, restarts; what happened
+    hosts.json   each host's state, device, use of CPU, GPU, memory and network, last steps, restarts; events
 
 Hosts report over their existing connections. Reports are not trusted: only known names with numbers are taken.
 """
@@ -26,8 +26,8 @@ from exogym.machines.remote.budget import TOLD_BYTES
 from exogym.machines.remote.orders import HostOrder
 
 NAME, TOKEN = "hosts.json", ".controller"
-EVERY_S = 2.0  # between two reports of a host
-SILENT_S = 15.0  # who has not reported for so long is silent
+EVERY_S = 2.0  # seconds between a host's reports
+SILENT_S = 15.0  # a host without a report for this time is silent
 WRITE_S = 0.5
 MOST_EVENTS = 200
 FIGURES = ("cores", "cpu_use", "memory_bytes", "memory_total_bytes", "run_memory_bytes", "rx_bps", "tx_bps")
@@ -39,13 +39,13 @@ class Board:
     """The state of a launch's hosts.
 
     Args:
-        folder: of the launch, on the controller.
-        mirror: run folder below it that rank 0's host sends what it writes of; None: none. Its files take at most
+        folder: the launch's folder on the controller.
+        mirror: run folder inside it, whose files rank 0's host sends; None: no such folder. Its files may take at most
             `told_bytes`.
-        there: its path below the project's folder on that host.
+        there: the run folder's path in the project's folder on that host.
 
     Attributes:
-        mark: what a report's line begins with.
+        mark: the start of each report's line.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Board:
         self.folder, self.mirror, self.there, self.told_bytes = folder, mirror, there, told_bytes
         self._is_full = False
         self.mark = f"exogym-{secrets.token_hex(8)}: "
-        self._hosts: dict[int, Row] = {}  # by the first rank
+        self._hosts: dict[int, Row] = {}  # first rank -> host
         self._events: list[Row] = []
         self._lock = threading.Lock()
         self._written, self._trouble = 0.0, False
@@ -63,7 +63,7 @@ class Board:
             (mirror / TOKEN).write_text(self.mark)
 
     def asked_of(self, order: HostOrder) -> Row | None:
-        """Return the settings of reports for the host of an order; None: no reports."""
+        """Return the report settings for an order's host; None: no reports."""
         if not order.ranks:
             return None
         sends = self.mirror is not None and order.ranks[0] == 0
@@ -71,7 +71,7 @@ class Board:
         return {"mark": self.mark, "every_s": EVERY_S, "mirror": mirror if sends else None}
 
     def started(self, order: HostOrder) -> None:
-        """A host begins its part, or begins it again."""
+        """Note that a host starts its part, or starts it again."""
         if not order.ranks:
             return
         address = order.host.address
@@ -85,7 +85,7 @@ class Board:
             self._event("started" if before is None else "started again", address)
 
     def take(self, order: HostOrder, text: str) -> None:
-        """Take what a host reports, the rest of a line behind the mark."""
+        """Take a host's report: the part of a line after the mark."""
         try:
             said = json.loads(text)
         except (ValueError, RecursionError):
@@ -99,7 +99,7 @@ class Board:
             self._keep(said)
 
     def ended(self, order: HostOrder, state: str, why: str | None = None) -> None:
-        """The part of a host is over: "done", "failed" or "lost"."""
+        """Note that a host's part is over: "done", "failed" or "lost"."""
         host = self._hosts.get(order.ranks[0]) if order.ranks else None
         if host is None:
             return
@@ -108,7 +108,7 @@ class Board:
             self._event(state, order.host.address, **({} if why is None else {"why": why}))
 
     def close(self) -> None:
-        """Nothing runs any more."""
+        """Note that no host runs any more."""
         with self._lock:
             for host in self._hosts.values():
                 if host["state"] in ("starting", "running"):
@@ -154,7 +154,7 @@ class Board:
             self._trouble = True
 
     def _keep(self, said: Mapping[str, Any]) -> None:
-        """Write a part of a file of the run's folder, as it comes; what does not fit is left to the end of the run."""
+        """Write a received part of a run's file. Parts over the limit come at the end of the run."""
         name, at, text = said.get("file"), said.get("at"), said.get("text")
         if name not in FILES or type(at) is not int or not isinstance(text, str) or self.mirror is None:
             return
@@ -180,13 +180,13 @@ class Board:
         if there + count <= self.told_bytes:
             return True
         if not self._is_full:
-            notice(f"{self.mirror} holds {readable_bytes(there)}: what the host tells of the run is no longer written")
+            notice(f"{self.mirror} has {readable_bytes(there)}: the host's later records come at the end of the run")
         self._is_full = True
         return False
 
 
 def read_hosts(folder: str | os.PathLike[str]) -> Row:
-    """Return how the hosts of a run are; {} where none were watched.
+    """Return the states of a run's hosts. {} if the run has no hosts.
 
     The state of a host is "unknown" if the run's controller is lost, and "silent" if the host has not reported for a
     while.
@@ -209,7 +209,7 @@ def read_hosts(folder: str | os.PathLike[str]) -> Row:
 
 
 def figures(said: Mapping[str, Any], names: Iterable[str]) -> Row:
-    """Return the names that have a number.
+    """Return the names whose value is a finite number.
 
     >>> figures({"cores": 2, "cpu_use": "<b>", "rx_bps": float("nan"), "more": 1}, ("cores", "cpu_use", "rx_bps"))
     {'cores': 2}
@@ -225,7 +225,7 @@ def _gpu(said: Row) -> Row:
 
 
 def _processes(ranks: Sequence[int], said: Row) -> list[Row]:
-    """Return of each rank of a host its last step, new starts, and seconds since its last sign of life."""
+    """Return each rank's last step, restarts, and seconds since its last sign of life."""
     found = []
     for local, rank in enumerate(ranks):
         row = said.get(str(local))

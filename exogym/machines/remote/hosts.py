@@ -35,7 +35,7 @@ NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@+-]*")
 DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d+)?")
 CONTROL = re.compile(r"[\x00-\x1f\x7f\u0085\u2028\u2029\ud800-\udfff]")
-MOST_SLOTS = 4096  # of a host; each is a process
+MOST_SLOTS = 4096  # per host; each slot is a process
 TOP = (
     *("master", "workers", "ssh_user", "ssh_key_path", "ssh_port", "ssh_config_path", "python_env", "project_path"),
     "master_port",
@@ -49,13 +49,14 @@ class Host:
     """One host, with the file's common fields as defaults.
 
     Attributes:
-        address: name or address at which the other hosts reach it; an interface of the host must have it.
+        address: name or address for the other hosts. An interface of the host must have it.
         ssh_host: its name for ssh: the address, or an alias in the user's ssh config.
-        user, key, port: for ssh; None: as the user's ssh config says.
-        python: the Python there; None: see `interpreter`.
-        path: the project's folder there; None: the same as here.
-        device: "auto", "cpu", "cuda", "cuda:0" or "mps"; slots: processes there.
-        ssh_config: the file ssh reads instead of the user's config, or None.
+        user, key, port: for ssh; None: from the user's ssh config.
+        python: the host's Python; None: see `interpreter`.
+        path: the project's folder on the host; None: the same path as here.
+        device: "auto", "cpu", "cuda", "cuda:0" or "mps".
+        slots: number of processes on the host.
+        ssh_config: file that ssh reads instead of the user's config, or None.
     """
 
     address: str
@@ -71,7 +72,7 @@ class Host:
 
     @property
     def interpreter(self) -> str:
-        """The Python there: the given one, or by default the running one on this machine and python3 on another."""
+        """The host's Python. Default: this process's Python on this machine, python3 on another."""
         return self.python or (sys.executable if self.is_local else "python3")
 
     @property
@@ -80,7 +81,7 @@ class Host:
 
     @property
     def is_local(self) -> bool:
-        """Whether it is this machine, under this user: then commands run without ssh.
+        """Whether the host is this machine, under this user. Then commands run without ssh.
 
         >>> Host("localhost", "localhost").is_local
         True
@@ -114,12 +115,12 @@ class HostsConfig:
 
     @property
     def slots(self) -> int:
-        """Processes on all hosts together."""
+        """Number of processes on all hosts."""
         return sum(host.slots for host in self.hosts)
 
     @property
     def addresses(self) -> list[str]:
-        """The host of each process, by rank."""
+        """Each process's host address, by rank."""
         return [host.address for host in self.hosts for _ in range(host.slots)]
 
     def ranks(self, index: int) -> range:
@@ -129,7 +130,7 @@ class HostsConfig:
 
     @classmethod
     def load(cls, source: str | os.PathLike[str] | Mapping[str, Any] | HostsConfig) -> HostsConfig:
-        """Return the hosts of a JSON file, or of a dict of the same form.
+        """Read hosts from a JSON file, or from a dict of the same form.
 
         Raises:
             ArgumentError: the file cannot be read, or a field is unknown, missing or wrong; the message names it.
@@ -155,7 +156,7 @@ class HostsConfig:
             raise ArgumentError(
                 f"{name}: not JSON, at line {error.lineno}, column {error.colno}: {error.msg}"
             ) from None
-        except (ValueError, RecursionError) as error:  # numbers of thousands of digits, lists in lists without end
+        except (ValueError, RecursionError) as error:  # numbers with thousands of digits, endlessly nested lists
             raise ArgumentError(f"{name}: unreadable JSON ({error}); wanted {EXAMPLE}") from None
         if not isinstance(value, dict):
             raise ArgumentError(f"{name} holds a {type(value).__name__}, wanted an object such as {EXAMPLE}")
@@ -163,7 +164,7 @@ class HostsConfig:
 
 
 def is_loopback(address: str) -> bool:
-    """Say whether an address means the same machine everywhere: localhost, 127.x.x.x or ::1."""
+    """Return whether an address means "this machine" on every machine: localhost, 127.x.x.x or ::1."""
     if address == "localhost":
         return True
     try:
@@ -173,7 +174,7 @@ def is_loopback(address: str) -> bool:
 
 
 def _is_own(address: str) -> bool:
-    """Say whether an interface of this machine has `address`. Sends nothing but a name's lookup."""
+    """Return whether an interface of this machine has `address`. It may look the name up."""
     with contextlib.suppress(OSError, UnicodeError):
         for family, kind, _, _, target in socket.getaddrinfo(address, 0, type=socket.SOCK_DGRAM):
             with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
@@ -191,16 +192,16 @@ def _once(name: str, pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _shown(value: Any) -> str:
-    """Return `value` for a message, cut short; some have no text at all."""
+    """Return `value` as a short text for a message."""
     try:
         text = repr(value)
-    except (ValueError, RecursionError):  # a number of thousands of digits; a list of lists without end
+    except (ValueError, RecursionError):  # a number with thousands of digits; an endlessly nested list
         return f"a {type(value).__name__} too large to print"
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 class _HostsReader:
-    """Reads the fields of one hosts file; `name` stands before each complaint."""
+    """Reads the fields of a hosts file. Each error begins with `name`."""
 
     def __init__(self, name: str, fields: Mapping[str, Any]):
         self.name, self.fields = name, fields
@@ -265,7 +266,7 @@ class _HostsReader:
         )
 
     def _pick(self, own: Mapping[str, Any], where: str, name: str, common: str) -> tuple[str, Any]:
-        """Return the field that counts, the host's own or that of all, by name and value (None: neither is there)."""
+        """Return (name, value) of the host's own field, or of the common field. Value None: neither exists."""
         field, value = (f"{where}.{name}", own[name]) if name in own else (common, self.fields.get(common))
         if value is None and (name in own or common in self.fields):
             raise self._wrong(field, "=null", "a value, or no such field")

@@ -1,4 +1,4 @@
-"""`NetworkTrainer`: the training call of a script, carried out on the hosts of a hosts file."""
+"""`NetworkTrainer`: run a script's training on the hosts of a hosts file."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ from exogym.machines.remote.watching import Watched
 from exogym.machines.remote.world import LaunchedPart, same_start
 from exogym.trainer import LocalTrainer, Trainer
 
-_fits = itertools.count(1)  # calls of `fit` in this script, counted alike here and on the hosts
-_folders: dict[str, Path] = {}  # the run's folder of the script that is running, made by its first fit
+_fits = itertools.count(1)  # numbers the calls of `fit`, equally here and on the hosts
+_folders: dict[str, Path] = {}  # the running script's folder, made by its first fit
 
 
 class NetworkTrainer(Trainer):
@@ -139,10 +139,10 @@ class NetworkTrainer(Trainer):
         return {int(node): [(first, last) for first, last in spans] for node, spans in found.items()}
 
     def _share_slots(self, slots: Sequence[int], given: dict[str, Any]) -> None:
-        """Let nodes be devices of hosts that have so many `slots`: fill in `node` and `num_nodes` of a fit.
+        """Make each host's slots the devices of its nodes: fill in `node` and `num_nodes` of a fit.
 
         Raises:
-            ArgumentError: a host whose slots are no whole number of nodes, or not as many as was said.
+            ArgumentError: a host's slots do not divide into whole nodes, or contradict `node`.
         """
         node, world = given["node"], sum(slots)
         if self.nodes_per_host is not None:
@@ -190,7 +190,7 @@ class NetworkTrainer(Trainer):
             self._take(results.FitResults(local.history, local.description, local.traffic))
 
     def _on_host(self, part: LaunchedPart, number: int, given: dict[str, Any]) -> nn.Module:
-        """Train; where a controller waits for this very fit, leave it the results and end the process."""
+        """Train. If a controller waits for this fit, write the results and end the process."""
         self.folder = part.folder
         if given["device"] == "auto":
             given["device"] = part.device
@@ -220,7 +220,7 @@ class NetworkTrainer(Trainer):
         raise SystemExit(0)
 
     def _write_run(self, part: LaunchedPart, number: int, given: dict[str, Any], is_new: bool = True) -> None:
-        """Have rank 0 write the run's folder, where the controller waits for it and no other one was named."""
+        """Let rank 0 write the run's folder, if the controller waits for it and no other folder is given."""
         if part.rank == 0 and part.folder is not None and part.fit == number and given["run_dir"] is None:
             given["run_dir"] = folder = results.run_folder_of(part.folder, number)
             if is_new and not given["resume"]:
@@ -231,7 +231,7 @@ class NetworkTrainer(Trainer):
         results.write(folder, number, self.model, found)
 
     def _as_a_member(self, part: LaunchedPart, number: int, given: dict[str, Any]) -> nn.Module:
-        """Train with those who are there."""
+        """Train with the hosts that are present."""
         size, given["max_restarts"] = sum(part.slots), 0
         assert part.membership is not None
         given["num_nodes"] = given["num_nodes"] or size
@@ -321,14 +321,14 @@ def check_one_fit(number: int) -> None:
 
 
 def _sizes(node: NodeMesh | Sequence[NodeMesh], world: int) -> list[int]:
-    """Return the devices of each node; where there is one split for all, of as many as `world` processes make up."""
+    """Return each node's number of devices. One split for all nodes is repeated for `world` processes."""
     if isinstance(node, NodeMesh):
         return [node.size] * (world // node.size)
     return [mesh.size if isinstance(mesh, NodeMesh) else 1 for mesh in node]  # what is none is refused with the options
 
 
 def _in_a_world() -> bool:
-    """Say whether SSHLauncher, torchrun or a launcher like it started this process."""
+    """Return whether SSHLauncher, torchrun or a similar launcher started this process."""
     if LaunchedPart.of_this_process() is not None:
         return True
     return "RANK" in os.environ and ("TORCHELASTIC_RUN_ID" in os.environ or world_size() > 1)
@@ -341,7 +341,7 @@ def _folder_of(script: str) -> Path:
 
 
 def calling_script() -> tuple[str, bool]:
-    """Return the script that is running, as a path, or as the name of a module and True.
+    """Return the running script: (path, False), or (module name, True).
 
     Raises:
         ArgumentError: a notebook, a REPL or `python -c` is running.

@@ -37,7 +37,7 @@ from exogym.study.tasks import Task, load_task
 
 PREFIX = "distributed:"
 DEFAULT_STEPS, DEFAULT_BATCH = 300, 32
-EVALUATIONS = 10  # of a run, beside the one at its start; some more where they do not divide the steps
+EVALUATIONS = 10  # after the first evaluation; a few more if 10 does not divide the steps
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,13 @@ class RunProfile:
             has no argument and returns a `Task`, or (make_model, train, val). `make_model()` draws from torch's
             generator, and its model returns its own loss.
         data: file or folder of an embedded task's data.
-        task_options: of an embedded task, as "lora_rank=8, window_s=10".
-        strategy: as on the command line; communication_interval: its H.
-        hosts_config: the hosts file, from the config file's folder on.
+        task_options: an embedded task's options, as "lora_rank=8, window_s=10".
+        strategy: as on the command line.
+        communication_interval: the strategy's H.
+        hosts_config: the hosts file, relative to the config file's folder.
         balance: "nodes", "batch" or "steps": divide the load by the hosts' speeds.
-        nodes: None: one for each slot; steps, batch_size, lr: None: the task's.
+        nodes: number of nodes; None: one per slot.
+        steps, batch_size, lr: None: the task's.
         save_dir, checkpoint_interval, max_restarts, seed: as for `NetworkTrainer.fit`.
         min_hosts, retries: as for `NetworkTrainer`.
     """
@@ -86,7 +88,7 @@ class RunProfile:
         if self.lr is not None and not 0 < self.lr < float("inf"):
             raise ArgumentError(f"lr={self.lr!r} must be a number over 0")
         if self.save_dir is None:
-            restarts = self.max_restarts if self.min_hosts is None else 0  # else a host takes the others' state
+            restarts = self.max_restarts if self.min_hosts is None else 0  # otherwise a host takes the others' state
             kept = features_of(
                 checkpoint_interval=self.checkpoint_interval, max_restarts=restarts or None, resume=self.resume
             )
@@ -98,10 +100,10 @@ class RunProfile:
         self.make_strategy(None)
 
     def make_strategy(self, task: Task | None) -> Strategy:
-        """Return the strategy, with the task's settings where the profile has none.
+        """Return the strategy. Settings that the profile lacks come from the task.
 
         Raises:
-            ArgumentError: an unknown strategy or option, or an interval that it does not have.
+            ArgumentError: the strategy or an option is unknown, or the strategy has no interval.
         """
         name, *options = (part.strip() for part in self.strategy.split(":"))
         defaults: dict[str, Any] = {"lr": self.lr}
@@ -117,10 +119,10 @@ class RunProfile:
         return parse_strategy(self.strategy, **defaults)
 
     def problem(self) -> tuple[torch.nn.Module, Any, Any, Task | None]:
-        """Return (model, train, val, task), with weights drawn from the seed. No task (None) for a user's function.
+        """Return (model, train, val, task), with weights drawn from the seed. A user's function has no `task` (None).
 
         Raises:
-            ArgumentError: no such task, module or function, or the function returns something else.
+            ArgumentError: the task, module or function is unknown, or the function returns another type.
         """
         if ":" not in self.task:
             task = load_task(self.task, self.data, **options_of(self.task_options))
@@ -145,7 +147,7 @@ class RunProfile:
             return made[0](), made[1], made[2], None
 
     def fit_options(self, task: Task | None, evaluates: bool) -> dict[str, Any]:
-        """Return what `NetworkTrainer.fit` is given beside the strategy; `evaluates`: there is a validation set."""
+        """Return the options for `NetworkTrainer.fit`, without the strategy. `evaluates`: there is a validation set."""
         steps = self.steps or (task.max_steps if task else DEFAULT_STEPS)
         return {
             "num_nodes": self.nodes, "max_steps": steps,
@@ -160,7 +162,7 @@ class RunProfile:
 
 
 def val_interval(steps: int) -> int:
-    """Return every how many steps a run of a profile is evaluated.
+    """Return the steps between two evaluations of a profile's run.
 
     >>> val_interval(40), val_interval(5)
     (4, 1)
@@ -169,7 +171,7 @@ def val_interval(steps: int) -> int:
 
 
 def evaluations_of(steps: int) -> int:
-    """Return how often a run of a profile is evaluated: at its start, at every interval, and at its end.
+    """Return the number of evaluations of a profile's run: at its start, at every interval, and at its end.
 
     >>> evaluations_of(40), evaluations_of(19), evaluations_of(5)
     (11, 20, 6)
@@ -178,10 +180,10 @@ def evaluations_of(steps: int) -> int:
 
 
 def options_of(text: str | None) -> dict[str, Any]:
-    """Return the options in a text like "lora_rank=8, window_s=10": numbers, true, false, none, or texts.
+    """Read options such as "lora_rank=8, window_s=10". Values are numbers, true, false, none, or texts.
 
     Raises:
-        ArgumentError: a part without a value, or an option twice.
+        ArgumentError: an option has no value, or occurs twice.
 
     >>> options_of("lora_rank=8, word_errors=false")
     {'lora_rank': 8, 'word_errors': False}
@@ -190,7 +192,9 @@ def options_of(text: str | None) -> dict[str, Any]:
     for part in filter(None, map(str.strip, (text or "").split(","))):
         name, _, value = (word.strip() for word in part.partition("="))
         if not name or not value or name in found:
-            raise ArgumentError(f"task_options={text!r}: {part!r} should be option=value, and each option given once")
+            raise ArgumentError(
+                f"task_options={text!r}: {part!r} must be option=value, and each option may occur only once"
+            )
         found[name] = value_of(value)
     return found
 
@@ -205,7 +209,7 @@ def load_profile(path: str | os.PathLike[str], name: str, resume: bool = False) 
     A base may be any section. Its unknown fields belong to other programs; a notice names them.
 
     Raises:
-        ArgumentError: no such file or profile, or a field that is unknown or wrong.
+        ArgumentError: the file or profile does not exist, or a field is unknown or wrong.
     """
     parser = configparser.ConfigParser(interpolation=None)
     try:
@@ -237,7 +241,7 @@ def load_profile(path: str | os.PathLike[str], name: str, resume: bool = False) 
 
 
 def _with_bases(parser: Mapping[str, Mapping[str, str]], section: str, file: str) -> dict[str, str]:
-    """Return the fields of a section over those of its bases."""
+    """Return a section's fields; missing fields come from its bases."""
     chain: list[str] = []
     found: dict[str, str] = {}
     at: str | None = section
