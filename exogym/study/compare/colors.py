@@ -68,13 +68,13 @@ def look_of(label: str) -> Look:
 
 
 def looks_of(labels: Iterable[str]) -> dict[str, Look]:
-    """Return label to look in one picture: the color is the strategy's, the dash tells those of one color apart."""
+    """Return label to look in one picture: a color per strategy; dashes separate strategies with one color."""
     labels = list(labels)
     return dict(zip(labels, each_look(labels), strict=True))
 
 
 def each_look(labels: Iterable[str]) -> list[Look]:
-    """Return the look of each curve of a picture; a label may come several times."""
+    """Return the look of each curve in a picture. Labels may repeat."""
     looks, taken = list[Look](), dict[str, int]()
     for label in labels:
         look = look_of(label)
