@@ -1,1 +1,1 @@
-"""Runs that go on when hosts are lost: their membership, and training between losses and returns."""
+"""Runs that continue when hosts are lost: membership, and recovery of training."""

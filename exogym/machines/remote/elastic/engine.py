@@ -1,4 +1,4 @@
-"""The engine of hosts that come and go: each process has some rows, and only the members of a generation meet."""
+"""The engine for hosts that come and go: each process holds some rows; only a generation's members communicate."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from exogym.machines.remote.elastic.wire import ElasticWire
 
 
 class Elastic:
-    """Runs where `member` is one; it is given to a trainer, since only a member can say so.
+    """Runs in a process that is a `member`. `NetworkTrainer` gives it to its trainer.
 
     Args:
         member: this process.
         size: number of processes in the complete run.
-        generation: the generation that was joined before training; None: others are training already.
+        generation: the generation joined before training; None: others train already.
     """
 
     shares_memory, runs_again, keeps_rows, is_here = False, False, True, True

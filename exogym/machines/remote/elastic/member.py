@@ -1,4 +1,4 @@
-"""A process as a member of a run, and the process group of the generation that it takes part in."""
+"""A process as a member of a run, and the process group of its generation."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from exogym.machines.launch.door import WrongSecret, knock
 from exogym.machines.remote.onhost.guard import TRY_AGAIN
 from exogym.machines.remote.orders import SILENCE_S
 
-MEMBERSHIP = "membership"  # what one comes to its door for
-DONE = "done"  # why a run is over that has come to its end
+MEMBERSHIP = "membership"  # the door's service for members
+DONE = "done"  # reason: the run has finished
 HEARTBEAT_S = 2.0
 RETRY_S, TRIES = 0.5, 5
-MEET_S = 90.0  # for the members of a generation to connect to each other
+MEET_S = 90.0  # seconds for a generation's members to connect
 NEVER = 2**62
-FOREVER = timedelta(days=30)  # who waits too long for another is found out by the membership server
+FOREVER = timedelta(days=30)  # the membership server detects members that wait too long
 
 
 @dataclass(frozen=True)
 class Generation:
-    """Those who train together from `step` on (None: from the start).
+    """The members that train together from `step` on (None: from the start).
 
     Attributes:
-        members, newcomers: ranks in the run; newcomers are members that know nothing yet.
-        source: the member whose state they take.
+        members, newcomers: ranks in the run. Newcomers are members without the run's state.
+        source: the member whose state the newcomers copy.
     """
 
     number: int
@@ -51,15 +51,16 @@ class Generation:
 
 
 class Member:
-    """This process, of that rank in the run, to the membership server at `address` and `port`.
+    """This process's connection, with its rank in the run, to the membership server at `address` and `port`.
 
     Attributes:
-        fresh: whether no training went on when this process came; again: whether some had been before.
-        over: why there is nothing to do any more, or None.
-        waiting: whether newcomers wait to be let in.
+        fresh: no training was going on when this process came.
+        again: there had been training before.
+        over: why the run is over, or None.
+        waiting: newcomers wait to join.
 
     Raises:
-        WorkerError: nobody answered within `timeout_s`.
+        WorkerError: the server did not answer within `timeout_s` seconds.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class Member:
     ):
         self.rank, self.silence_s = rank, silence_s
         self.waiting = False
-        self.cut: str | None = None  # why the membership server is out of reach
+        self.cut: str | None = None  # why the membership server cannot be reached
         self.group = GenerationGroup()
         self._generations: queue.Queue[Generation | None] = queue.Queue()
         self._sending = threading.Lock()
@@ -93,7 +94,7 @@ class Member:
 
     @property
     def lost(self) -> bool:
-        """Whether the present generation has ended, because someone is lost."""
+        """Whether the current generation has ended because a member was lost."""
         return self.cut is not None or self.group.has_ended
 
     @pulse.waits
@@ -102,12 +103,12 @@ class Member:
 
         Args:
             kind: "fresh" (at the start), "alone" (to join others), "member" (of the generation before).
-            anchors: steps that this process can go back to.
-            planned: whether all members come here at the same step.
+            anchors: steps to which this process can go back.
+            planned: all members call this at the same step.
 
         Raises:
-            WorkerError: the run is over, or the server is lost, or the same members fail to meet again and again.
-            SystemExit: the run has come to its end, without this process.
+            WorkerError: the run is over, the server is lost, or the same members fail to meet repeatedly.
+            SystemExit: the run has finished without this process.
         """
         failed: list[list[int]] = []
         while True:
@@ -133,15 +134,15 @@ class Member:
             planned = False  # a member was lost meanwhile; all stand where they stood
 
     def training(self) -> None:
-        """Say that training begins."""
+        """Report that training begins."""
         self._say({"say": "training"})
 
     def stopped(self) -> None:
-        """Say that the run was asked to stop, and has."""
+        """Report that the run has stopped on request."""
         self._say({"say": "stopped"})
 
     def finished(self) -> None:
-        """Say that the run has come to its end; all members know it."""
+        """Report that the run has finished. All members know it."""
         self._say({"say": "finished"})
 
     def _heard(self) -> bytes:
@@ -201,11 +202,11 @@ class Member:
 
 @contextlib.contextmanager
 def membership(address: str, port: int, rank: int, secret: str) -> Iterator[Member]:
-    """Be a member inside, and leave at the end; end the process if nothing is left to do.
+    """Join the run inside the block, and leave at its end. End the process if nothing is left to do.
 
     Raises:
-        WorkerError: the run is over, without having come to its end.
-        SystemExit: 0 where it has come to its end; `TRY_AGAIN` where the membership server is out of reach.
+        WorkerError: the run is over but has not finished.
+        SystemExit: 0: the run has finished; `TRY_AGAIN`: the membership server cannot be reached.
     """
     member = None
     try:
@@ -231,25 +232,25 @@ def membership(address: str, port: int, rank: int, secret: str) -> Iterator[Memb
 
 
 class GenerationGroup:
-    """The process group of a generation: torch's default one, over gloo, which can be cut off from another thread.
+    """A generation's process group: torch's default group over gloo. Another thread can cut it off.
 
-    Neither gloo's operations nor its meeting can be ended by torch (`abort` does not wake who waits), so `sever` shuts
-    down the connections that were opened since the meeting began; waiting calls get an error at once.
+    Torch cannot end gloo's operations or its meeting (`abort` does not wake waiting calls). So `sever` shuts down the
+    connections opened since the meeting began. Waiting calls then fail at once.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._number = -1  # of the generation that this process takes part in, or is about to
-        self._ended = -1  # the last generation that is known to have ended
+        self._number = -1  # this process's current or next generation
+        self._ended = -1  # the last generation known to have ended
         self._before: Sockets = set()
         self._own: Sockets | None = None
-        self._store: LineStore | None = None  # in which the members meet
+        self._store: LineStore | None = None  # the store where the members meet
 
     def join(self, store: LineStore, generation: Generation, rank: int) -> None:
-        """Meet the other members of the generation.
+        """Connect to the generation's other members.
 
         Raises:
-            RuntimeError: one of them is lost, or out of reach for `MEET_S`.
+            RuntimeError: a member is lost, or cannot be reached within `MEET_S` seconds.
         """
         limit = threading.Timer(MEET_S, self.sever, [generation.number])
         limit.start()
@@ -272,7 +273,7 @@ class GenerationGroup:
             self._own = sockets() - self._before
 
     def hear(self, said: dict[str, Any]) -> None:
-        """Take the membership server's answers to the members' questions."""
+        """Handle the membership server's answers."""
         if self._store is not None:
             self._store.hear(said)
 
@@ -285,11 +286,11 @@ class GenerationGroup:
 
     @property
     def has_ended(self) -> bool:
-        """Whether this group is of a generation that has ended."""
+        """Whether this group's generation has ended."""
         return 0 <= self._number <= self._ended
 
     def sever(self, number: int) -> None:
-        """The generations up to `number` have ended: cut the connections if this group is of one."""
+        """Cut this group's connections if its generation is `number` or earlier: these have ended."""
         with self._lock:
             self._ended = max(self._ended, number)
             if not self.has_ended:

@@ -1,4 +1,4 @@
-"""The wire of a run whose members change: rows that nobody holds are as nobody's, and a lost member ends all."""
+"""The wire of a run with changing members. Absent members' rows take no part; a lost member ends every call."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ Result = TypeVar("Result")
 
 
 class MemberLost(WorkerError):
-    """A member of the generation cannot be reached any more."""
+    """A member of the generation can no longer be reached."""
 
 
 class ElasticWire(Wire):
-    """A wire over the members of a generation; `take_part` makes it another's, with the same rows here.
+    """A wire over a generation's members. `take_part` changes the generation and keeps the rows here.
 
     Args:
         member: this process.
-        nodes_of: for each rank in the run the ids of its nodes.
-        generation: the first one; None: this process is alone until it takes part.
+        nodes_of: each rank's node ids.
+        generation: the first generation; None: this process is alone until `take_part`.
         native: as for `ProcessWire`.
 
-    Every call raises `MemberLost` where a member cannot be reached.
+    Every call raises `MemberLost` if a member cannot be reached.
     """
 
     shares_memory = False
@@ -47,11 +47,11 @@ class ElasticWire(Wire):
 
     @property
     def total_rows(self) -> int:
-        """Number of rows in the complete run; a process that joins later is alone at first."""
+        """Number of rows in the whole run. A process that joins later is alone at first."""
         return sum(map(len, self.nodes_of))
 
     def take_part(self, generation: Generation) -> None:
-        """Continue as a member of `generation`; its process group is now the default."""
+        """Continue as a member of `generation`. Its process group becomes torch's default group."""
         self.generation = generation
         self._members = line = ProcessWire([self.nodes_of[rank] for rank in generation.members], native=self.native)
         line.around = self.or_lost
@@ -63,7 +63,7 @@ class ElasticWire(Wire):
 
     @property
     def present(self) -> list[int]:
-        """The nodes of the members."""
+        """The members' nodes."""
         return sorted(self.owner)
 
     def rows(self, x: Tensor, ids: Sequence[int]) -> Tensor:
@@ -94,10 +94,10 @@ class ElasticWire(Wire):
         return super().carry(given, moves) if self._members is None else self._members.carry(given, moves)
 
     def or_lost(self, call: Callable[[], Result], *about: Any) -> Result:
-        """Do what needs all members.
+        """Make a call that needs all members.
 
         Raises:
-            MemberLost: one of them is gone; torch knows many words for that, all of them a RuntimeError.
+            MemberLost: a member is gone. Torch reports this by various RuntimeErrors.
         """
         if self.member.lost:
             raise MemberLost("a member of the run is lost")

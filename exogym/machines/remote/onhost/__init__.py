@@ -1,1 +1,1 @@
-"""What runs on a host. These files are sent there as text: they use the standard library of Python 3.7 only."""
+"""Programs for hosts. They are sent as text, so they use only the standard library of Python 3.7."""

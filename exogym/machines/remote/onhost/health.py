@@ -1,7 +1,7 @@
-"""Tells the controller how this host is and how far its processes are; rank 0's also what the run tells of itself.
+"""Report this host's state and its processes' progress to the controller. Rank 0's host also sends the run's files.
 
-Writes a line of JSON behind a mark every few seconds, to the same stdout as the ranks' output. Values that this system
-does not report are left out.
+Every few seconds it writes a mark and a line of JSON to the stdout of the ranks' output. Values that this system does
+not report are left out.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class HostReports:
     # How the host is
 
     def sample(self) -> dict[str, Any]:
-        """Return the present values; rates are over the time since the last call."""
+        """Return the current values. Rates cover the time since the last call."""
         found: dict[str, Any] = {"cores": os.cpu_count(), "steps": self._steps()}
         with contextlib.suppress(OSError, ValueError, IndexError):
             found["cpu_use"] = self._cpu_use()
@@ -90,7 +90,7 @@ class HostReports:
         return {name: x for name, x in found.items() if x is not None}
 
     def _steps(self) -> dict[str, list[float]]:
-        """Return by local rank: the last step, how often it was started again, seconds since its last sign of life."""
+        """Return by local rank: last step, restarts, seconds since the last sign of life."""
         found = {}
         for name in os.listdir(self.steps):
             path = os.path.join(self.steps, name)
@@ -108,7 +108,7 @@ class HostReports:
         return round(1 - (self._busy[1] - before[1]) / (self._busy[0] - before[0]), 4)
 
     def _network(self) -> dict[str, float]:
-        """Return the bits per second that came and went."""
+        """Return received and sent bits per second."""
         with open("/proc/self/net/dev") as file:
             lines = dict(line.strip().partition(":")[::2] for line in file)
         counts = lines[self.interface].split()
@@ -122,14 +122,14 @@ class HostReports:
     # What the run tells of itself
 
     def _is_shared(self) -> bool:
-        """Say whether the controller has this very folder: it left its mark there."""
+        """Return whether the controller shares this folder: its mark is there."""
         assert self.mirror is not None and self.source is not None
         with contextlib.suppress(OSError), open(os.path.join(self.source, self.mirror["token_file"])) as file:
             return file.read() == self.mirror["token"]
         return False
 
     def _send(self, name: str) -> None:
-        """Send what is new of a file: of lines what was added, of another one all of it."""
+        """Send a file's news: added lines of a file of lines, otherwise the whole file."""
         assert self.source is not None
         path, grows = os.path.join(self.source, name), name.endswith(".jsonl")
         with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
@@ -166,7 +166,7 @@ def _resident_bytes(pid: int) -> int:
 
 
 def _gpus() -> list[dict[str, Any]] | None:
-    """Return what NVIDIA's own program says of each GPU; None without it."""
+    """Return nvidia-smi's values for each GPU; None without nvidia-smi."""
     if shutil.which("nvidia-smi") is None:
         return None
     with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):

@@ -1,4 +1,4 @@
-"""Which network interface of this host has an address."""
+"""Find the network interface of this host that has an address."""
 
 from __future__ import annotations
 

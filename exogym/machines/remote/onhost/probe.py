@@ -1,4 +1,4 @@
-"""Answers the controller's questions about this host, one JSON line each, before anything is started."""
+"""Answer the controller's questions about this host before a run, with one JSON line each."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _python() -> dict[str, Any]:
 
 
 def packages(names: list[str]) -> dict[str, str | None]:
-    """Return the version of each package, None where it is not installed."""
+    """Return each package's version; None: not installed."""
     from importlib.metadata import PackageNotFoundError, version
 
     found: dict[str, str | None] = {}
@@ -84,8 +84,8 @@ def source_sums(folder: str) -> dict[str, str]:
     """Return {path: short SHA-256} of the Python files below `folder`, without hidden folders and build outputs.
 
     Raises:
-        NotADirectoryError: there is no such folder.
-        ValueError: it holds so many that it can be no project.
+        NotADirectoryError: the folder does not exist.
+        ValueError: the folder has too many Python files for a project.
     """
     root = os.path.expanduser(folder)
     if not os.path.isdir(root):
@@ -129,7 +129,7 @@ def _interface(address: str, is_loopback: bool) -> dict[str, str]:
 
 
 def _device(device: str) -> dict[str, Any]:
-    """Return the devices that torch sees; torch is loaded only where one other than the CPU may be wanted."""
+    """Return the devices that torch sees. Torch is loaded only if another device than the CPU may be needed."""
     if device == "cpu":
         return {"kinds": ["cpu"], "gpus": 0}
     import torch
@@ -140,7 +140,7 @@ def _device(device: str) -> dict[str, Any]:
 
 
 def _file(path: str, text: str | None, folder: str) -> dict[str, Any]:
-    """Write `text` to a file where it is given; say what the file holds, None where it is not there."""
+    """Write `text`, if given, to a file. Return the file's contents; None: it does not exist."""
     where = os.path.join(os.path.expanduser(folder), os.path.expanduser(path))
     if text is not None:
         os.makedirs(os.path.dirname(where), exist_ok=True)
@@ -152,7 +152,7 @@ def _file(path: str, text: str | None, folder: str) -> dict[str, Any]:
 
 
 def _send(path: str, folder: str) -> None:
-    """Say the size and SHA-256 of a file, and send its bytes behind that line; or say why it cannot be read."""
+    """Send a line with a file's size and SHA-256, then its bytes; or the reason why it cannot be read."""
     where = os.path.join(os.path.expanduser(folder), path)
     try:
         with open(where, "rb") as file:
@@ -200,7 +200,7 @@ QUESTIONS: dict[str, Any] = {
 
 
 def _listen(listening: list[socket.socket], address: str, port: int) -> dict[str, Any]:
-    """Listen on `port` (0: any free one) of that address alone, as the meeting and gloo will; say which."""
+    """Listen on `port` (0: any free port) of this address only, as the meeting and gloo do. Return the port."""
     family, kind, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, kind)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -215,7 +215,7 @@ def _listen(listening: list[socket.socket], address: str, port: int) -> dict[str
 
 
 def _connect(others: list[tuple[str, int]]) -> dict[str, Any]:
-    """Connect to all others at once; say which cannot be reached and why."""
+    """Connect to all others at the same time. Return unreachable hosts with reasons."""
     calls = []
     for address, port in others:
         calls.append((address, port, _call(address, port)))
@@ -236,7 +236,7 @@ def _connect(others: list[tuple[str, int]]) -> dict[str, Any]:
 
 
 def _call(address: str, port: int) -> socket.socket | str:
-    """Begin to connect; return the socket, or why it cannot be."""
+    """Begin to connect. Return the socket, or the reason of a failure."""
     try:
         family, kind, _, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
         call = socket.socket(family, kind)
