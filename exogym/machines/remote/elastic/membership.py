@@ -1,8 +1,8 @@
 """The membership server: decides who takes part in a run whose hosts may be lost and come back.
 
 `python -m exogym.machines.remote.elastic.membership` runs on the master beside the training processes. Each process,
-named by its rank in the run, keeps one connection to it, which came through a `Door`, so that both know that the other
-belongs to this run. On it both sides send lines of JSON:
+named by its rank in the run, keeps one connection to it. The connection came through a `Door`, so both ends belong to
+this run. Both send lines of JSON:
 
     rank -> {"say": "hello", "rank"}    {"say": "heartbeat"}
             {"say": "training"}    {"say": "finished"}    {"say": "stopped"}
@@ -11,13 +11,14 @@ belongs to this run. On it both sides send lines of JSON:
             {"hear": "generation", "number", "members", "step", "newcomers", "source"}
             {"hear": "lost", "number": of the generation that has ended}    {"hear": "over", "why"}
 
-and, while the members of a generation connect to each other, what a `Shelf` is asked and answers, with its number.
+While a generation's members connect to each other, they also send a `Shelf` requests, with the generation's number.
 
-A generation is the time in which the same ranks train together. It ends when a host is lost: its connections close, or
-are silent for `silence_s`. Then the server informs all others; they say "ready" with the steps to which they can go
-back, and the next generation begins at the last step that all of them know. A host that comes back waits until the
-members are ready by plan, at a moment when they all stand at the same step. Only this process decides, so no two groups
-ever go on apart from each other. The quorum, `min_hosts`, is how many hosts there must be.
+In a generation the same ranks train together. It ends when a host is lost: its connections close, or are silent for
+`silence_s`. The server then informs all others. They say "ready" with the steps to which they can go back. The next
+generation begins at the last step that all of them know.
+
+A host that comes back waits until the members are ready by plan, when they all stand at the same step. Only this process
+decides, so two groups can never continue separately. The quorum, `min_hosts`, is the least number of hosts.
 """
 
 from __future__ import annotations
@@ -41,19 +42,19 @@ from exogym.machines.launch.lines import Line
 from exogym.machines.remote.elastic.member import DONE, MEMBERSHIP
 from exogym.machines.remote.orders import SILENCE_S
 
-GATHER_S = 60.0  # after a total loss, how long those who are back wait for the others
+GATHER_S = 60.0  # after a total loss, returned hosts wait this long for the others
 LOOK_S = 0.2
 NAME_S = 10.0
 
 
 @dataclass
 class Membership:
-    """The present and the training members, and the messages for each; knows no sockets.
+    """Tracks present and training members, and the messages for each. It uses no sockets.
 
     Args:
-        slots: processes of each host; their ranks are numbered through.
-        quorum: with fewer hosts the run is over (`min_hosts`).
-        gather_s: how long the first generation waits for all.
+        slots: processes of each host. Ranks count through all hosts.
+        quorum: the run is over with fewer hosts (`min_hosts`).
+        gather_s: seconds that the first generation waits for all.
 
     >>> membership = Membership([1, 1], quorum=1, gather_s=300)
     >>> for rank in (0, 1):
@@ -84,12 +85,12 @@ class Membership:
         return len(self.host_of)
 
     def hello(self, rank: int) -> dict[str, Any]:
-        """The process of that rank has come; return its message."""
+        """Note that a rank's process has come. Return its message."""
         self.there.add(rank)
         return {"hear": "welcome", "fresh": not self.members, "again": self._trained, "over": self.over}
 
     def leave(self, rank: int) -> list[int]:
-        """That process is gone, or has not been heard; return the ranks of its host, which are lost with it.
+        """Note that a process is gone or silent. Return its host's ranks, which are lost with it.
 
         A host is lost as a whole: its launcher ends all its processes when one has failed.
         """
@@ -104,7 +105,7 @@ class Membership:
         return gone
 
     def ready(self, rank: int, said: dict[str, Any], now: float) -> None:
-        """That process waits for the next generation."""
+        """Note that a process waits for the next generation."""
         if rank not in self.there:
             return
         if self.over is not None:
@@ -123,16 +124,16 @@ class Membership:
             self._tell(self.members, {"hear": "waiting"})
 
     def training(self) -> None:
-        """The members train; should all be lost, those who come then are not the first."""
+        """Note that the members train. If all are lost later, new processes are not the first."""
         self._trained = True
 
     def finished(self) -> None:
-        """A member has trained to the end, so all have; who comes now, or waits to be let in, has nothing to do."""
+        """Note that the run has finished. Processes that come now, or wait to join, have nothing to do."""
         if self.over is None:
             self._end(DONE)
 
     def stopped(self) -> None:
-        """A member was asked to stop, so all have stopped where they stood."""
+        """Note that all members have stopped on request."""
         if self.over is None:
             self._end("it was stopped")
 
@@ -192,7 +193,7 @@ class Membership:
         self._tell(self.members, {"hear": "lost", "number": self.generation})
 
     def _refuse(self, ranks: set[int], why: str) -> None:
-        """Have those processes, which wait, end; they are started again."""
+        """End these waiting processes. Their hosts start them again."""
         for rank in sorted(ranks):
             del self._ready[rank]
             self._tell([rank], {"hear": "over", "why": why})
@@ -202,7 +203,7 @@ class Membership:
         self._tell(self.there, {"hear": "over", "why": why})
 
     def _whole(self, ranks: set[int]) -> list[int]:
-        """Return those of `ranks` whose host is there with all its ranks, ascending."""
+        """Return the `ranks` whose whole host is present, in ascending order."""
         return sorted(
             s for s in ranks if all(o in ranks for o in range(self.size) if self.host_of[o] == self.host_of[s])
         )
@@ -215,10 +216,10 @@ class Membership:
 
 
 class MembershipServer:
-    """Carries what `membership` says to the processes and what they say to it, on `address` and `port` (0: a free one).
+    """Carries messages between `membership` and the processes, on `address` and `port` (0: a free port).
 
     Raises:
-        OSError: it cannot listen there.
+        OSError: it cannot listen at this address and port.
     """
 
     def __init__(self, membership: Membership, address: str, port: int, secret: str, silence_s: float = SILENCE_S):
@@ -233,7 +234,7 @@ class MembershipServer:
         self._shelf, self._shelf_of = Shelf[Line](), -1  # where the members of that generation meet
 
     def serve(self) -> None:
-        """Serve until the run has come to its end, or `stopping` is set, and all have left."""
+        """Serve until the run has finished or `stopping` is set, and all processes have left."""
         try:
             while self.lines or not (self.stopping or self.membership.over == DONE):
                 for key, _ in self.selector.select(LOOK_S):

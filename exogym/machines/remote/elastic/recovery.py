@@ -1,9 +1,9 @@
-"""Training that goes on when hosts are lost, and takes back those that return.
+"""Training that continues when hosts are lost, and takes back hosts that return.
 
-Every process keeps copies of where its nodes stood at the last two moments of rest. When a member is lost, those who
-remain go back to the last of these moments that all of them know, and from the next step on the nodes of the
-lost one are away, as `Faults` would have it; so the same run can be had in simulation, from the outages that were
-written down. Who comes back is let in at a moment of rest and takes the others' state, as in simulation.
+Every process keeps copies of its nodes' state at the last two anchors: steps where nothing is in flight. When a member
+is lost, the others go back to the last anchor that all of them know. From the next step on, the lost member's nodes are
+absent, as with `Faults`. So a simulation with the recorded outages gives the same run. A host that returns joins at an
+anchor and copies the others' state, as in simulation.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from exogym.machines.remote.world import same_start, sum_of
 if TYPE_CHECKING:
     from exogym.core.training.subject import Subject
 
-ANCHOR_STEPS = 10  # between two moments of rest at least, so that copies cost little beside the steps
-KEPT_ANCHORS = 2  # nobody is more than one such moment ahead of another
+ANCHOR_STEPS = 10  # fewest steps between two anchors, so that copies cost little
+KEPT_ANCHORS = 2  # no process is more than one anchor ahead of another
 TRIES = 3  # generations without a step forward, with the same members, before that counts as an error of its own
 
 
@@ -49,7 +49,7 @@ def check(options: FitOptions) -> None:
     """Reject runs that cannot continue with fewer hosts.
 
     Raises:
-        ArgumentError: an option or a strategy.
+        ArgumentError: an option or the strategy does not support it.
     """
     combinations.check(options.features() | {"min_hosts": "min_hosts"})
 
@@ -59,10 +59,10 @@ class _Planned(Exception):
 
 
 class Assembly:
-    """Puts a run together in a process that is a member of one whose processes come and go, for `LocalTrainer`.
+    """Assembles a run for `LocalTrainer` in a process whose peers may come and go.
 
     Attributes:
-        recovery: what takes it through, once it stands.
+        recovery: carries the run, once it is assembled.
     """
 
     def __init__(self, member: Member):
@@ -84,16 +84,16 @@ class Assembly:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process is the first of those who came to the end together."""
+        """Whether this process is the first of the processes that finished together."""
         return self.recovery is not None and self.recovery.wire.is_main
 
     def outages(self) -> dict[str, list[list[int | None]]]:
-        """Return which nodes were away, by their ids, as JSON has it."""
+        """Return each absent node's outages, by node id, as JSON values."""
         away = {} if self.recovery is None else self.recovery.outages.as_absent()
         return {str(node): [list(span) for span in spans] for node, spans in away.items()}
 
     def _begin(self, subject: Subject, make: Callable[[], TrainingLoop], wire: ElasticWire) -> Recovery:
-        """Put the run together with the others who begin it; where one of them is lost, all do so again."""
+        """Assemble the run together with the other first members. If one is lost, all assemble it again."""
         while True:
             try:
                 wire.or_lost(lambda: same_start(subject.model))
@@ -110,7 +110,7 @@ class Assembly:
         return recovery
 
     def _join(self, options: FitOptions, make: Callable[..., TrainingLoop], wire: ElasticWire) -> Recovery:
-        """Put this process's part together alone, and join those who are training."""
+        """Assemble this process's part alone, and join the training members."""
         alone = dataclasses.replace(
             options, save_dir=None, checkpoint_interval=None, resume=False, max_restarts=0, run_dir=None,
             logger=options.logger if self.member.rank == 0 else None,
@@ -132,7 +132,7 @@ class Assembly:
 
 
 class Recovery:
-    """Takes `loop` through its run over `wire`, while hosts are lost and come back."""
+    """Carries `loop` through its run over `wire`, while hosts are lost and come back."""
 
     def __init__(self, loop: TrainingLoop, wire: ElasticWire):
         self.loop, self.wire, self.member = loop, wire, wire.member
@@ -140,11 +140,11 @@ class Recovery:
         self.outages = loop.standing.outages
         self.anchors: dict[int, Snapshot] = {}
         self.joined = False
-        self._stood: list[Any] = []  # step and members of the last generations in which nobody came forward
+        self._stood: list[Any] = []  # (step, members) of the last generations without progress
         loop.take_over(self.carry, self.at_rest)
 
     def carry(self, run: Callable[[], bool]) -> bool:
-        """Train to the end, or to where a signal stops all; say whether it is the end."""
+        """Train to the end, or until a signal stops all. Return whether the run has finished."""
         if not self.joined:
             self._anchor()
             self._note_who_is_there()
@@ -165,7 +165,7 @@ class Recovery:
                 self._regroup(None)
 
     def at_rest(self) -> None:
-        """All stand at the same step, and nothing is in flight."""
+        """Handle an anchor: all stand at the same step, and nothing is in flight."""
         loop = self.loop
         if not loop.driver.losses.under_way and set(self.up(loop.step + 1)) != set(self.wire.present):
             self._note_who_is_there()  # back since a stretch that was taken up in the middle
@@ -175,7 +175,7 @@ class Recovery:
                 raise _Planned
 
     def join(self) -> None:
-        """Take the state of the others, in the generation that the wire is in; then the next ones."""
+        """Copy the others' state in the wire's generation, and then in the next ones."""
         rows = {rank: _copy(state) for rank, state in snapshot_of(self.loop.standing).rows.items()}
         while True:
             try:
@@ -197,10 +197,10 @@ class Recovery:
             del self.anchors[step]
 
     def _regroup(self, lost: MemberLost | None) -> None:
-        """Go on in the next generation, where nothing that this process knows is unknown to another.
+        """Continue in the next generation, from a step that all members know.
 
         Raises:
-            WorkerError: the same members have failed together again and again.
+            WorkerError: the same members have failed together repeatedly.
         """
         while True:
             generation = self.member.ready("member", sorted(self.anchors), planned=lost is None)
@@ -219,7 +219,7 @@ class Recovery:
                 lost = again
 
     def _settle(self, generation: Generation) -> None:
-        """Stand where the generation begins, and tell the newcomers."""
+        """Go to the generation's first step, and send the state to the newcomers."""
         assert generation.step is not None
         anchor = self.anchors[generation.step]
         self._stand(anchor)
@@ -242,7 +242,7 @@ class Recovery:
         return Snapshot({}, ship(self.wire, shared, source, takers), meta)
 
     def _constants(self) -> Tensors:
-        """Return what all nodes share and no row holds, by names that the shared state does not have."""
+        """Return the tensors that all nodes share outside rows, under names that the shared state does not use."""
         found = constants(self.loop.worker.model, self.loop.fleet)
         return {f"constant {name}": x for name, x in found.items()}
 
@@ -287,7 +287,7 @@ class Recovery:
         self.anchors = {anchor.meta["step"]: anchor}
 
     def _note_who_is_there(self) -> None:
-        """From the next step on the nodes of the members are there; in a stretch that has begun nobody comes back."""
+        """Make the members' nodes present from the next step on. Nobody comes back within a stretch."""
         step, there = self.loop.step, self.wire.present
         stayed = [node for node in self.up(step) if node in there]
         self.outages.note(step, there if not self.loop.driver.losses.under_way else stayed)
