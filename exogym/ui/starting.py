@@ -161,9 +161,9 @@ class Starter:
         return pid
 
     def choices(self, path: Path) -> dict[str, str]:
-        """Return what a reader can do with a run, comparison or sweep now, each with what it does.
+        """Return the actions that are possible now for a run, comparison or sweep, each with its effect.
 
-        stop, resume: what happens then. not_here: why this page cannot resume it.
+        stop, resume: the effect of this action. not_here: why this page cannot resume the run.
         """
         kind, about = what_is(path)
         if path.parent != self.top:

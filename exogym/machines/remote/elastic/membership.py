@@ -17,8 +17,8 @@ In a generation the same ranks train together. It ends when a host is lost: its 
 `silence_s`. The server then informs all others. They say "ready" with the steps to which they can go back. The next
 generation begins at the last step that all of them know.
 
-A host that comes back waits until the members are ready by plan, when they all stand at the same step. Only this process
-decides, so two groups can never continue separately. The quorum, `min_hosts`, is the least number of hosts.
+A host that comes back waits until the members are ready by plan, when they all stand at the same step. Only this
+process decides, so two groups can never continue separately. The quorum, `min_hosts`, is the least number of hosts.
 """
 
 from __future__ import annotations
