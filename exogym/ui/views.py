@@ -20,6 +20,8 @@ from exogym.study.compare.folder import Folder
 from exogym.ui.repeat import seeds_of
 
 MOST_NODES = 64
+MOST_IN_BAND = 1 << 16  # nodes whose losses the band holds
+QUANTILES, WORST = {"low": 0.1, "median": 0.5, "high": 0.9}, 10
 MOST_COLUMNS = 300  # columns of the nodes' picture
 MOST_HELD = 2 * MOST_COLUMNS
 MOST_SPANS = 4000
@@ -59,7 +61,10 @@ class NodesPicture:
             -1,
         )  # steps per column; steps in the last column so far; newest step
         self._loss: dict[int, np.ndarray] = {}  # losses of the first nodes
+        self._begun = 0  # columns begun so far
         self._last = -1  # the last of these nodes
+        self._band = np.full((len(QUANTILES), MOST_HELD), np.nan)  # quantiles over nodes in each column
+        self._newest: dict[int, tuple[int, float]] = {}  # node to the column and loss of its newest record
         self._seen, self._of = bytearray(), 0  # one bit per known node; number of known nodes
         self._told: list[tuple[Any, np.ndarray]] = []  # step and array (parts, nodes) of every n-th clock event
         self._every, self._clocks = 1, 0
@@ -68,7 +73,10 @@ class NodesPicture:
     def size_bytes(self) -> int:
         """Approximate memory in bytes."""
         return (
-            8 * MOST_HELD * (len(self._loss) + 8) + len(self._seen) + sum(200 + told.nbytes for _, told in self._told)
+            8 * MOST_HELD * (len(self._loss) + 8)
+            + 200 * len(self._newest)
+            + len(self._seen)
+            + sum(200 + told.nbytes for _, told in self._told)
         )
 
     def take_record(self, row: Row) -> None:
@@ -77,6 +85,8 @@ class NodesPicture:
             return
         self._count(node)
         self._reach(row["step"])
+        if is_finite(row.get("train_loss")) and (node in self._newest or len(self._newest) < MOST_IN_BAND):
+            self._newest[node] = self._begun, row["train_loss"]
         if node not in self._loss:
             if len(self._loss) == MOST_NODES and node > self._last:
                 return
@@ -103,14 +113,25 @@ class NodesPicture:
         if self._steps and self._filled < self._each:
             self._filled += 1
             return
+        self._settle()
         if len(self._steps) == MOST_HELD:
             self._steps, self._each = self._steps[::2], 2 * self._each
+            pairs = self._band.reshape(len(QUANTILES), -1, 2)
+            halved = np.where(np.isnan(pairs[:, :, 1]), pairs[:, :, 0], pairs[:, :, 1])
+            self._band = np.concatenate([halved, np.full_like(halved, np.nan)], 1)
             for node, losses in self._loss.items():
                 early, late = losses[::2], losses[1::2]
                 self._loss[node] = np.full(MOST_HELD, np.nan)
                 self._loss[node][: MOST_HELD // 2] = np.where(np.isnan(late), early, late)
         self._steps.append(step)
+        self._begun += 1
         self._filled = 1
+
+    def _settle(self) -> None:
+        """Take the quantiles of the newest column, if there are more nodes than rows."""
+        losses = [loss for begun, loss in self._newest.values() if begun == self._begun]
+        if self._of > MOST_NODES and losses:
+            self._band[:, len(self._steps) - 1] = np.quantile(losses, [*QUANTILES.values()])
 
     def take_event(self, event: Row) -> None:
         if event.get("kind") != "clock":
@@ -135,7 +156,21 @@ class NodesPicture:
                 if not math.isnan(value):
                     row[k * wide // many] = float(f"{value:.4g}")
         columns = [self._steps[(k * many + wide - 1) // wide] for k in range(wide)]
-        return {"steps": columns, "nodes": shown, "of": self._of, "loss": loss} | self._shares()
+        return {"steps": columns, "nodes": shown, "of": self._of, "loss": loss} | self._crowd(wide) | self._shares()
+
+    def _crowd(self, wide: int) -> Row:
+        """Return the band and the worst nodes; {} if each node has a row."""
+        if self._of <= MOST_NODES:
+            return {}
+        self._settle()
+        many, band = len(self._steps), dict[str, list[float | None]]()
+        for name, values in zip(QUANTILES, self._band[:, :many].tolist(), strict=True):
+            band[name] = [None] * wide
+            for k, value in enumerate(values):
+                if not math.isnan(value):
+                    band[name][k * wide // many] = float(f"{value:.4g}")
+        worst = sorted(self._newest.items(), key=lambda item: -item[1][1])[:WORST]
+        return {"band": band, "worst": [{"node": node, "loss": loss} for node, (_, loss) in worst]}
 
     def _shares(self) -> Row:
         told, many = self._told, len(self._told)

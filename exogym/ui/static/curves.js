@@ -83,7 +83,7 @@ export function draw(holder, title, curves) {
     curve.at = next; next += curve.band ? 3 : 1;
   });
   holder.curves = shown;
-  const scale = `${look.axis} ${look.logx}`, key = `${scale} ${look.logy} ${dark} ${shown.map((c) => [c.label, c.band, c.color]).join("\n")}`;
+  const scale = `${(holder.axis ?? look.axis)} ${look.logx}`, key = `${scale} ${look.logy} ${dark} ${shown.map((c) => [c.label, c.band, c.color]).join("\n")}`;
   if (holder.scale !== scale) holder.zoom = null;
   if (holder.plot && holder.key === key) {
     holder.plot.setData(data, !holder.zoom);
@@ -98,7 +98,7 @@ export function draw(holder, title, curves) {
 
 function begin(holder, title, data) {
   const shown = holder.curves, text = getComputedStyle(document.body).color;
-  const inBytes = title.startsWith("bytes"), ofX = (x) => (look.axis === "tx_bytes" ? bytes(x) : short(x));
+  const inBytes = title.startsWith("bytes"), ofX = (x) => ((holder.axis ?? look.axis) === "tx_bytes" ? bytes(x) : short(x));
   const ofY = (y) => (inBytes ? bytes(y) : short(y));
   const line = getComputedStyle(document.documentElement).getPropertyValue("--line");
   const style = { stroke: text, grid: { stroke: line, width: 0.5 }, ticks: { stroke: line } };
@@ -118,8 +118,8 @@ function begin(holder, title, data) {
   const button = (ending, made) => make("button", { type: "button", onclick: save(ending, made) }, ending.toUpperCase());
   const tools = make("details", { class: "tools", ontoggle() { holder.fill(); } }, make("summary", {}, "Values, files"),
     make("div", { class: "bar" },
-      button("csv", () => csv([AXES[look.axis], ...plot.series.slice(1).map((one) => one.label)], plot.data)),
-      button("png", () => png(plot, title, holder.curves)), button("svg", () => svg(plot, title, AXES[look.axis], holder.curves))),
+      button("csv", () => csv([AXES[(holder.axis ?? look.axis)], ...plot.series.slice(1).map((one) => one.label)], plot.data)),
+      button("png", () => png(plot, title, holder.curves)), button("svg", () => svg(plot, title, AXES[(holder.axis ?? look.axis)], holder.curves))),
     make("div", { class: "wide" }, make("table", {}, make("thead", {}, make("tr", {}, ...["curve", "first", "last", "lowest", "highest"].map(
       (head) => make("th", { scope: "col" }, head)))), values)));
   const marksOf = (color) => { const mark = make("span", { class: "mark" }); mark.style.background = color; return mark; };
@@ -131,7 +131,7 @@ function begin(holder, title, data) {
     tip.hidden = k === null || k === undefined;
     if (tip.hidden) return;
     const x = plot.data[0][k], left = plot.valToPos(x, "x");
-    tip.replaceChildren(make("strong", {}, `${AXES[look.axis]} ${ofX(x)}`),
+    tip.replaceChildren(make("strong", {}, `${AXES[(holder.axis ?? look.axis)]} ${ofX(x)}`),
       ...lines(k).map(([curve, y]) => make("span", {}, marksOf(curve.color), `${curve.label} ${ofY(y)}`)));
     tip.style.left = left > plot.over.clientWidth / 2 ? "" : `${left + 12}px`;
     tip.style.right = left > plot.over.clientWidth / 2 ? `${plot.over.clientWidth - left + 12}px` : "";
@@ -139,8 +139,8 @@ function begin(holder, title, data) {
   const plot = new uPlot({
     width: holder.clientWidth || 320, height: HEIGHT, legend: { show: false },
     scales: { x: { time: false, distr: look.logx ? 3 : 1 }, y: { distr: look.logy ? 3 : 1 } },
-    axes: [{ ...style, label: AXES[look.axis], values: marks(ofX) }, { ...style, size: 62, values: marks(ofY) }],
-    series: [{ label: AXES[look.axis] }, ...series],
+    axes: [{ ...style, label: AXES[(holder.axis ?? look.axis)], values: marks(ofX) }, { ...style, size: 62, values: marks(ofY) }],
+    series: [{ label: AXES[(holder.axis ?? look.axis)] }, ...series],
     bands: shown.filter((curve) => curve.band).map((curve) => ({ series: [curve.at + 2, curve.at + 1], fill: `${curve.color}33` })),
     hooks: {
       setCursor: [(self) => point(self.cursor.left < 0 ? null : self.cursor.idx)],
@@ -165,7 +165,7 @@ function begin(holder, title, data) {
     if (to !== undefined) {
       at = inside(to);
       point(at);
-      said.textContent = `${AXES[look.axis]} ${ofX(xs[at])}: ${lines(at).map(([curve, y]) => `${curve.label} ${ofY(y)}`).join(", ")}`;
+      said.textContent = `${AXES[(holder.axis ?? look.axis)]} ${ofX(xs[at])}: ${lines(at).map(([curve, y]) => `${curve.label} ${ofY(y)}`).join(", ")}`;
     } else if (event.key === "+") {
       const middle = at === null ? (min + max) / 2 : xs[at];
       zoom({ min: middle - CLOSER * (middle - min), max: middle + CLOSER * (max - middle) });

@@ -1,9 +1,11 @@
 // Pictures on a canvas: nodes over steps, and the timeline.
 
 import { figure, isNumber, look, make, seconds, share } from "./base.js";
+import { draw, places } from "./curves.js";
 
 const KINDS = { compute: "#0072b2", send: "#d55e00", wait: "#b8b8b8", down: "#7a3e9d" };
 const WORDS = { compute: "computing", send: "sending", wait: "waiting", down: "down" };
+const CROWD = "training loss of all nodes";
 const LEFT = 64, BELOW = 20;
 const VIEWS = { loss: "training loss", computing: "share of time computing", sending: "share of time sending",
   waiting: "share of time waiting", absent: "absent" };
@@ -33,8 +35,11 @@ function names(brush, nodes, tall) {
 export function nodesPicture() {
   const canvas = make("canvas", { class: "heat", role: "img" }), said = make("p", { class: "soft", role: "status" });
   const choice = make("select", { id: "nodes", onchange(event) { look.nodes = event.target.value; show(); } });
+  const { holders, box: band } = places([CROWD]), worst = make("ol", { id: "worst" }), crowd = make("div", { hidden: true }, band,
+    make("h3", {}, "Highest newest losses"), worst);
+  holders[CROWD].axis = "step";
   const box = make("section", { hidden: true }, make("h2", {}, "Nodes"),
-    make("div", { class: "bar" }, make("label", {}, "Show ", choice)), make("div", {}, canvas), said);
+    make("div", { class: "bar" }, make("label", {}, "Show ", choice)), crowd, make("div", {}, canvas), said);
   let found = null, shown = null;
 
   function matrix(view) {
@@ -57,6 +62,12 @@ export function nodesPicture() {
     }
     const view = views.includes(look.nodes) ? look.nodes : "loss";
     choice.value = view;
+    crowd.hidden = !found.band;
+    if (found.band) {
+      const { low, median: y, high } = found.band;
+      draw(holders[CROWD], CROWD, [{ label: `median of ${found.of} nodes, band from 10 % to 90 %`, x: found.steps, y, low, high }]);
+      worst.replaceChildren(...found.worst.map(({ node, loss }) => make("li", {}, `node ${node}: ${figure(loss)}`)));
+    }
     const { steps, rows } = matrix(view);
     const values = rows.flat().filter(isNumber), isLoss = view === "loss";
     const level = (value) => (isLoss ? Math.log(Math.max(value, 1e-12)) : value);
