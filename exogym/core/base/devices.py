@@ -1,4 +1,4 @@
-"""Where a run computes."""
+"""A run's device, its threads and its memory."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ V2, V1 = ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usa
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
-    """Return the torch device named, or for "auto" the best there is: CUDA, then Apple's MPS, then the CPU.
+    """Return the named torch device. "auto" takes CUDA if it exists, then Apple's MPS, then the CPU.
 
     Raises:
-        ArgumentError: an unknown device, or one that is not there.
+        ArgumentError: the device is unknown, or this machine does not have it.
     """
     if device == "auto":
         if torch.cuda.is_available():
@@ -41,7 +41,7 @@ def resolve_device(device: str | torch.device) -> torch.device:
 
 
 class OneThread:
-    """One intra-op thread on the CPU inside, the caller's number after: equal bits, and no collapse under load."""
+    """A context with one intra-op thread on the CPU: equal bits, and no collapse under load. Restores the number."""
 
     def __init__(self, device: torch.device):
         self.wanted = 1 if device.type == "cpu" else None
@@ -56,9 +56,9 @@ class OneThread:
 
 
 def free_memory_bytes(device: torch.device) -> int:
-    """Return the memory that can still be had: of the GPU, or of the machine with its swap, within the limits set.
+    """Return the free memory in bytes: the GPU's, or the machine's with its swap, within the limits set.
 
-    What torch holds of the GPU's and does not use counts as free.
+    GPU memory that torch holds but does not use counts as free.
     """
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -71,9 +71,9 @@ def free_memory_bytes(device: torch.device) -> int:
 
 
 def _free_in_groups() -> Iterator[int]:
-    """Yield what each control group of this process, and each that it is in, leaves it.
+    """Yield the free bytes in each control group of this process, and in each group above.
 
-    What a group holds of files counts as free: the system drops that before it refuses memory.
+    A group's cached files count as free: the system drops them before it refuses memory.
     """
     with contextlib.suppress(OSError):
         for line in (PROC / "self" / "cgroup").read_text().splitlines():
@@ -82,7 +82,7 @@ def _free_in_groups() -> Iterator[int]:
                 continue
             top, names, of_all = (GROUPS / "memory", V1, "total_") if kinds else (GROUPS, V2, "")
             place = top / own.lstrip("/")
-            for group in (place, *place.parents):  # in a container only the top may be there, and is the container's
+            for group in (place, *place.parents):  # in a container only the top may exist: the container's own group
                 if not group.is_relative_to(top):
                     break
                 with contextlib.suppress(OSError, KeyError, ValueError):  # "max": no limit
@@ -92,12 +92,12 @@ def _free_in_groups() -> Iterator[int]:
 
 
 def _numbers(path: Path) -> dict[str, int]:
-    """Return the number behind the first word of each line."""
+    """Return the numbers in a file, by each line's first word."""
     return {words[0]: int(words[1]) for line in path.read_text().splitlines() if (words := line.split())}
 
 
 def total_memory_bytes(device: torch.device) -> int:
-    """Return the memory of the GPU, or of the machine where the device is the CPU."""
+    """Return the GPU's total memory in bytes; for the CPU, the machine's."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, and folders that were not there before."""
+"""Write files whole or not at all, read only plain files, and make new folders."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from typing import IO, Any
 
 from exogym.errors import ArgumentError, ExoGymError
 
-SHORT_BYTES = 1 << 20  # of a file that was written by hand, at most
+SHORT_BYTES = 1 << 20  # largest file that a person writes
 
 
 @contextlib.contextmanager
 def beside(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield the path of a file that takes the place of `path` when the block ends well; it leaves nothing when not."""
+    """Yield a temporary path. The file replaces `path` if the block succeeds, and is removed if it fails."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     made = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        made.unlink(missing_ok=True)  # of a killed process of the same number; a link there would lead elsewhere
+        made.unlink(missing_ok=True)  # from a killed process with the same number; a link there would lead elsewhere
         yield made
         os.replace(made, path)
     finally:
@@ -34,22 +34,22 @@ def beside(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[IO[str]]:
-    """Open a text file that takes the place of `path` when the block ends well, and leaves nothing when it does not."""
+    """Open a text file that replaces `path` if the block succeeds, and is removed if it fails."""
     with beside(path) as made, open(made, "x", encoding="utf-8", newline="") as file:
         yield file
 
 
 def write_json(path: str | os.PathLike[str], value: Any, indent: int | None = 1) -> None:
-    """Write a value as the JSON of a file, whole or not at all."""
+    """Write a value to a file as JSON, whole or not at all."""
     with replacing(path) as file:
         file.write(json.dumps(value, indent=indent) + "\n")
 
 
 def is_plain(path: str | os.PathLike[str]) -> bool:
-    """Say whether there is a plain file: a link leads elsewhere, a pipe never ends, and a device may do something.
+    """Return whether `path` is a plain file, not a link, a folder, a pipe or a device.
 
     Raises:
-        FileNotFoundError: there is nothing.
+        FileNotFoundError: it does not exist.
     """
     return stat.S_ISREG(os.lstat(path).st_mode)
 
@@ -58,7 +58,7 @@ def opened_plain(path: str | os.PathLike[str]) -> Any:
     """Open a plain file for reading bytes.
 
     Raises:
-        OSError: it is something else, or cannot be read.
+        OSError: it is not a plain file, or cannot be read.
     """
     if not is_plain(path):
         raise OSError(f"{os.fspath(path)} is a link, a folder, a pipe or a device: wanted a plain file")
@@ -66,7 +66,7 @@ def opened_plain(path: str | os.PathLike[str]) -> Any:
 
 
 def end_of(path: str | os.PathLike[str], most_bytes: int) -> bytes:
-    """Return at most so many bytes of a file's end; none where it is not there, or no plain file."""
+    """Return at most `most_bytes` from a file's end; b"" if it is missing or not a plain file."""
     try:
         with opened_plain(path) as file:
             file.seek(max(file.seek(0, os.SEEK_END) - most_bytes, 0))
@@ -77,11 +77,11 @@ def end_of(path: str | os.PathLike[str], most_bytes: int) -> bytes:
 
 
 def short_text(path: str | os.PathLike[str]) -> str:
-    """Return the text of a file that somebody has written by hand.
+    """Return the text of a file that a person has written.
 
     Raises:
         OSError, UnicodeDecodeError: it cannot be read.
-        ArgumentError: it is longer than any such file, as a device that never ends.
+        ArgumentError: it is too long for such a file, for example an endless device.
     """
     with open(path, "rb") as file:
         data = file.read(SHORT_BYTES + 1)
@@ -94,10 +94,10 @@ def short_text(path: str | os.PathLike[str]) -> str:
 
 @contextlib.contextmanager
 def temporary_folder(prefix: str = "exogym-") -> Iterator[Path]:
-    """Make a folder for the time of the block.
+    """Make a folder that exists during the block.
 
     Raises:
-        ExoGymError: there is no folder for temporary files that can be written.
+        ExoGymError: no temporary folder can be written.
     """
     try:
         folder = tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True)
@@ -110,7 +110,7 @@ def temporary_folder(prefix: str = "exogym-") -> Iterator[Path]:
 
 
 def cut_torn_line(path: str | os.PathLike[str]) -> None:
-    """Drop what follows the last whole line of a plain file, as after a disk was full."""
+    """Remove an incomplete last line from a plain file, which a full disk may leave."""
     with contextlib.suppress(OSError):
         if is_plain(path):
             with open(path, "rb+") as file:
@@ -118,16 +118,16 @@ def cut_torn_line(path: str | os.PathLike[str]) -> None:
 
 
 def missing_folders(path: Path) -> list[Path]:
-    """Return which of `path` and the folders above it are not there, the deepest first."""
+    """Return the missing folders among `path` and its parents, the deepest first."""
     return [folder for folder in (path, *path.parents) if not folder.exists()]
 
 
 def make_folder(path: str | os.PathLike[str]) -> list[Path]:
-    """Make a folder, where it is not there, and write into it; return the folders that were made, the deepest first.
+    """Make a folder if it is missing, and test that it can be written. Return the new folders, the deepest first.
 
     Raises:
-        OSError, ValueError, RecursionError: that cannot be (a ValueError: there is no such name); what was made on the
-            way is removed.
+        OSError, ValueError, RecursionError: it cannot be made or written (ValueError: an impossible name). New folders
+            are removed again.
     """
     folder, made = Path(path), []
     try:
@@ -142,17 +142,17 @@ def make_folder(path: str | os.PathLike[str]) -> list[Path]:
 
 
 def remove_folders(made: Iterable[Path]) -> None:
-    """Remove the folders that `make_folder` made, unless there is something in them."""
+    """Remove the folders that `make_folder` made, if they are empty."""
     for folder in made:
         with contextlib.suppress(OSError, ValueError):
             folder.rmdir()
 
 
 def new_folder(out: str | os.PathLike[str], name: str) -> Path:
-    """Make and return the folder `<out>/<name>-<time>`; with a number behind where there is one of that name.
+    """Make and return the folder `<out>/<name>-<time>`, with a number at the end if that name exists.
 
     Raises:
-        ArgumentError: it cannot be made; what had to be made above it is removed again.
+        ArgumentError: it cannot be made. New parent folders are removed again.
     """
     out, base = Path(out).expanduser(), f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     above: list[Path] = []

@@ -1,11 +1,11 @@
-"""A folder belongs to one run at a time: a file in it names the process that holds it.
+"""Folder locks: a folder belongs to one run at a time. A file in it names the process that holds it.
 
-The file appears whole, by a hard link, which also network file systems make once only; where there are no links it is
-created exclusively. It says on which machine, and since which start of it, the holder runs, its number and when it
-began. So on the same machine a holder that is gone is known at once. Elsewhere its beat tells: the file's time of
-change, set again by the training loop while it makes progress, and compared with that of a file made now, so that only
-the clock of the file system counts. There is no thread that beats: one would go on for a run that hangs. A run that was
-silent for so long that another took its folder finds out before it writes, and ends.
+The file appears whole, by a hard link, which network file systems also make only once. Without hard links it is created
+exclusively. It records the holder's machine, the machine's start, the process number and its start. So on the same
+machine a dead holder is known at once. On another machine its heartbeat decides: the file's modification time. The
+training loop renews it while it makes progress. It is compared with a new file's time, so only the file system's clock
+counts. No thread renews it, since a thread would continue in a run that hangs. If a run was silent for so long that
+another run took its folder, it notices before it writes, and ends.
 """
 
 from __future__ import annotations
@@ -24,18 +24,21 @@ from exogym.core.base.processes import identity, started
 from exogym.errors import ArgumentError
 
 LOCK = ".lock"
-BEAT_S, STALE_S = 15.0, 1800.0  # between two beats; without one, after which a holder elsewhere counts as dead
+BEAT_S, STALE_S = 15.0, 1800.0  # seconds between heartbeats; seconds of silence after which a remote holder is dead
 TRIES = 20
-_held: set[str] = set()  # tokens of the locks of this process
+_held: set[str] = set()  # tokens of this process's locks
 
 
 @dataclass(frozen=True)
 class Holder:
-    """Who holds a folder; the defaults are those of a file that says nothing.
+    """A folder's holder. The defaults are for an unreadable file.
 
     Attributes:
-        run, token: of the run, which may have several processes one after the other; and of this very lock.
-        machine: where process numbers mean the same; `system`: the installation, and `boot`: its start.
+        run: the run's token; a run may have several processes one after the other.
+        token: this lock's token.
+        machine: scope in which process numbers are unique.
+        system: the machine's installation.
+        boot: the machine's start.
     """
 
     run: str = ""
@@ -53,7 +56,7 @@ class Holder:
         return cls(run, secrets.token_hex(8), *identity(), socket.gethostname(), pid, started(pid) or "")
 
     def is_dead(self) -> bool:
-        """Say whether it is certain that the holder is gone."""
+        """Return whether the holder is certainly dead."""
         machine, system, boot = identity()
         if self.machine == machine:
             now = started(self.pid)
@@ -63,17 +66,17 @@ class Holder:
 
 
 class Lock:
-    """A folder that is held, by `holder`."""
+    """A lock on a folder, held by `holder`."""
 
     def __init__(self, path: Path, holder: Holder):
         self.path, self.holder = path, holder
         self._due = time.monotonic() + BEAT_S
 
     def beat(self) -> None:
-        """Say that the run lives, if it is time to."""
+        """Renew the heartbeat if it is due."""
         if time.monotonic() >= self._due:
             self._due = time.monotonic() + BEAT_S
-            with contextlib.suppress(OSError):  # what comes of it is seen when something is to be written
+            with contextlib.suppress(OSError):  # the next write will show the error
                 if self.is_ours():
                     os.utime(self.path)
 
@@ -81,17 +84,17 @@ class Lock:
         return _holder(self.path) == self.holder
 
     def check(self) -> None:
-        """Raise OSError where another run holds the folder, or nobody does."""
+        """Raise OSError if another run holds the folder, or nobody does."""
         if not self.is_ours():
             other = _holder(self.path)
             who = "nobody" if other is None else f"process {other.pid} on {other.host}"
             raise OSError(
-                f"this run held the folder and does not any more, {who} does: it was silent for over {STALE_S:g} s, or "
-                f"{self.path.name} was removed; what the other run saves is not to be mixed with its own"
+                f"this run has lost its folder; {who} holds it now. The run was silent for over {STALE_S:g} s, or "
+                f"{self.path.name} was removed. It writes nothing more there, so that two runs do not mix"
             )
 
     def release(self) -> None:
-        """Hold the folder no longer."""
+        """Release the folder."""
         if self.holder.token in _held:
             with contextlib.suppress(OSError):
                 if self.is_ours():
@@ -100,10 +103,10 @@ class Lock:
 
 
 def acquire(folder: Path, run: str, what: str = "save_dir") -> Lock:
-    """Hold `folder`, the argument `what`, for `run`; take it over from a process of the same run, or one that is dead.
+    """Lock `folder` (the argument `what`) for `run`. A dead process's lock, or the same run's, is taken over.
 
     Raises:
-        ArgumentError: another run holds it, or it cannot be written.
+        ArgumentError: another run holds the folder, or it cannot be written.
     """
     path, holder = folder / LOCK, Holder.here(run)
     beside = folder / f"{LOCK}-{holder.token}"
@@ -121,7 +124,7 @@ def acquire(folder: Path, run: str, what: str = "save_dir") -> Lock:
             if other.run != run and not other.is_dead() and age_s < STALE_S:
                 raise _in_use(path, other, age_s, what)
             _clear(path, other, beside)
-        raise ArgumentError(f"{what}={str(folder)!r}: several runs want it at once: give each a folder of its own")
+        raise ArgumentError(f"{what}={str(folder)!r}: several runs want it at once. Give each run its own folder")
     except OSError as error:
         raise ArgumentError(f"{what}={str(folder)!r} cannot be written: {error}; choose another folder") from error
     finally:
@@ -132,13 +135,13 @@ def acquire(folder: Path, run: str, what: str = "save_dir") -> Lock:
 
 
 def _place(path: Path, beside: Path, holder: Holder) -> bool:
-    """Put the holder's file at `path`, if there is none; leave one like it at `beside`."""
+    """Put the holder's file at `path` if that is free, and leave a copy at `beside`."""
     text = json.dumps(asdict(holder)).encode()
     _write(beside, text, os.O_TRUNC)
     try:
         os.link(beside, path)
     except FileExistsError:
-        return os.stat(beside).st_nlink > 1  # made, but the answer was lost and the request sent again
+        return os.stat(beside).st_nlink > 1  # made, although the answer was lost and the request repeated
     except OSError:  # this file system has no links
         try:
             _write(path, text, os.O_EXCL)
@@ -157,7 +160,7 @@ def _write(path: Path, text: bytes, how: int) -> None:
 
 
 def _holder(path: Path) -> Holder | None:
-    """Return who holds it; None where there is no file. What cannot be read has a holder that says nothing."""
+    """Return the holder; None without a file. An unreadable file gives a `Holder` with defaults."""
     try:
         if not stat.S_ISREG(os.lstat(path).st_mode):
             return Holder()
@@ -173,7 +176,7 @@ def _holder(path: Path) -> Holder | None:
 
 
 def _age_s(path: Path, beside: Path) -> float:
-    """Return the seconds since the last beat, by the clock that sets the times of files there."""
+    """Return the seconds since the last heartbeat, by the file system's clock."""
     try:
         os.utime(beside)
         return os.stat(beside).st_mtime - os.lstat(path).st_mtime
@@ -182,12 +185,12 @@ def _age_s(path: Path, beside: Path) -> float:
 
 
 def is_old(file: Path, now: Path) -> bool:
-    """Say whether a file was left by a process that is gone, `now` having been touched a moment ago."""
+    """Return whether `file` was left by a dead process. `now` must have been touched a moment ago."""
     return os.lstat(now).st_mtime - os.lstat(file).st_mtime > STALE_S
 
 
 def _clear(path: Path, other: Holder, beside: Path) -> None:
-    """Take away the file of `other`, and no newer one: that, taken by mistake, is put back."""
+    """Remove the file of `other`. If a newer file was taken by mistake, put it back."""
     old = beside.with_name(f"{beside.name}.old")
     try:
         os.rename(path, old)
@@ -202,8 +205,10 @@ def _clear(path: Path, other: Holder, beside: Path) -> None:
 def _in_use(path: Path, other: Holder, age_s: float, what: str) -> ArgumentError:
     here = identity()[0] == other.machine
     who = f"process {other.pid} on {'this machine' if here else other.host}" if other.pid else "another process"
-    wait = "" if here else f", whose last sign of life is {max(0.0, age_s):.0f} s old ({STALE_S:g} s count as death)"
+    wait = (
+        "" if here else f", whose last heartbeat is {max(0.0, age_s):.0f} s old (it counts as dead after {STALE_S:g} s)"
+    )
     return ArgumentError(
-        f"{what}={str(path.parent)!r} is in use by another run, {who}{wait}: choose another folder, or wait until it "
-        f"has ended. If you are sure that it has, remove {path}"
+        f"{what}={str(path.parent)!r} is in use by another run, {who}{wait}. Choose another folder, or wait until that "
+        f"run has ended. If you are sure that it has, remove {path}"
     )

@@ -1,4 +1,4 @@
-"""Which process it is: a number alone is used again, after the process or after the machine has gone."""
+"""Identify a process. Its number alone is not enough: the system reuses numbers, also after a restart."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from typing import Any
 
 @functools.cache
 def identity() -> tuple[str, str, str]:
-    """Return what names this machine's processes, its installation ("" where unknown) and its start."""
+    """Return the scope of this machine's process numbers, its installation ("" if unknown) and its start."""
     boot, space, system = _read("/proc/sys/kernel/random/boot_id"), "", _read("/etc/machine-id")
     with contextlib.suppress(OSError):
-        space = os.readlink("/proc/self/ns/pid")  # a container numbers its processes anew
+        space = os.readlink("/proc/self/ns/pid")  # a container has its own process numbers
     return (f"{boot} {space}" if boot else f"host {socket.gethostname()}"), system, boot
 
 
 def started(pid: int) -> str | None:
-    """Return when process `pid` began, as a text that no later one of that number has; None where it has ended."""
+    """Return a text for the start of process `pid`, which no later process with that number has; None if it ended."""
     if os.path.exists("/proc/self/stat"):
         state, *others = _read(f"/proc/{pid}/stat").rpartition(")")[2].split() or ["X"]
         return None if state in "ZX" else others[18]
@@ -37,14 +37,14 @@ def _read(path: str) -> str:
 
 
 def described(pid: int | None = None) -> dict[str, Any]:
-    """Return which process of this machine it is, by default this one, as JSON: host, machine, boot, pid, start."""
+    """Return a process of this machine (default: this one) as JSON: host, machine, boot, pid, start."""
     pid = os.getpid() if pid is None else pid
     machine, _, boot = identity()
     return {"host": socket.gethostname(), "machine": machine, "boot": boot, "pid": pid, "started": started(pid)}
 
 
 def is_alive(known: dict[str, Any]) -> bool | None:
-    """Return whether the process that `described` told of is there; None: that cannot be known from here.
+    """Return whether the process from `described` is alive; None if this machine cannot know.
 
     >>> is_alive(described()), is_alive(described() | {"started": "1"}), is_alive(described() | {"machine": "other"})
     (True, False, None)

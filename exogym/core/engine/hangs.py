@@ -1,8 +1,8 @@
-"""Processes that hang: where they stand is shown, and they are ended.
+"""Find hung processes, show their stacks, and kill them.
 
-Forked processes look after each other where they meet (see `SharedWire`). A process of another world waits inside
-torch, where it sees nothing; so each has a small process beside it that looks on, and kills it: it then counts as one
-that died, to torch's elastic agent, to the launcher and to the membership server.
+Forked processes watch each other where they meet (see `SharedWire`). Launched processes wait inside torch, where they
+cannot watch. So each has a small watcher process that kills it if it hangs. Torch's elastic agent, the launcher and the
+membership server then see a crash.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from exogym.core.base import pulse
 
 @contextlib.contextmanager
 def shows_stacks(file: int, chain: bool = False) -> Iterator[None]:
-    """While entered, `pulse.SIGNAL` has this process write its stacks into `file`; `chain`: and go on to its handler.
+    """A context in which `pulse.SIGNAL` makes this process write its stacks into `file`.
 
-    That needs no Python code to run, so it works in a process that hangs in a call of C.
+    It works in a process that hangs in C code, since it runs no Python code. `chain`: then call the previous handler.
     """
     faulthandler.register(pulse.SIGNAL, file=file, all_threads=True, chain=chain)
     try:
@@ -34,9 +34,10 @@ def shows_stacks(file: int, chain: bool = False) -> Iterator[None]:
 
 @contextlib.contextmanager
 def watched(hang_s: float | None, rank: int, or_whom: str = "") -> Iterator[None]:
-    """While entered, a process beside this one, of that `rank`, kills it if it hangs (`base.pulse`). None: no.
+    """A context in which a watcher process kills this process, of `rank`, if it hangs (`base.pulse`).
 
-    `or_whom` follows the rank in the message: for whom it may wait inside a step, where nobody sees that it waits.
+    `hang_s=None`: no watcher. `or_whom` follows the rank in the message: the processes for which this one may wait
+    inside a step, where the watcher cannot see that it waits.
     """
     if hang_s is None:
         yield
@@ -45,7 +46,7 @@ def watched(hang_s: float | None, rank: int, or_whom: str = "") -> Iterator[None
         number = file.fileno()
         file.truncate(mmap.PAGESIZE)
         undo.enter_context(pulse.kept_in(mmap.mmap(number, mmap.PAGESIZE)))
-        file.seek(mmap.PAGESIZE)  # stacks are written behind the pulse
+        file.seek(mmap.PAGESIZE)  # stacks follow the pulse
         undo.enter_context(shows_stacks(number))
         words = [sys.executable, "-I", "-S", pulse.__file__, str(os.getpid()), str(number), str(hang_s)]
         other = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""What an engine is: it says where the rows of a run live, and carries what is to be done out there."""
+"""The engine's interface: an engine decides where a run's rows live, and runs code in those processes."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What an engine is told of a run.
+    """A run's properties that an engine needs.
 
     Attributes:
-        num_nodes: rows, one for each node or, where few nodes act at a time, for those.
-        processes: how many share the rows; "auto": as many as pay, or as there are.
-        device: of this process.
+        num_nodes: rows: one per node, or one per client at work if only some act at a time.
+        processes: number of processes that share the rows. "auto": the fastest number, or all that exist.
+        device: this process's device.
         native: reduce as torch does, instead of in the exact tree.
-        hang_s: after how long a process counts as hung; None: never.
-        placement: the ids of the rows of each process; of `processes()` processes, where `run` is called.
-        engine: the name of the engine that was asked for; None: none was.
-        wanted: the device as it was asked for, where processes are elsewhere.
-        cpus_per_process: processors that a process elsewhere is given.
-        may_move: whether the run can save itself and go on in other processes.
-        meshes: the split of each node, where nodes are several processes; then `processes` are groups of these.
+        hang_s: seconds after which a process counts as hung; None: never.
+        placement: ids of each process's rows; for a call of `run`, of `processes()` processes.
+        engine: name of the engine that the user asked for; None: none.
+        wanted: the user's `device` option, for processes elsewhere.
+        cpus_per_process: processors for each process elsewhere.
+        may_move: the run can save itself and continue in other processes.
+        meshes: each node's split, if a node is several processes; then `processes` counts groups of these.
     """
 
     num_nodes: int
@@ -50,11 +50,11 @@ class EngineOptions:
 
 
 class Moved(Exception):
-    """The run is to go on in other processes, its rows dealt anew: no failure.
+    """Raised to continue the run in other processes, with its rows dealt anew. Not a failure.
 
     Args:
-        why: in words.
-        begun: whether it has saved itself, and goes on from there.
+        why: the reason, as text.
+        begun: the run has saved itself, and continues from there.
     """
 
     def __init__(self, why: str, begun: bool):
@@ -63,13 +63,13 @@ class Moved(Exception):
 
 
 class Engine(Protocol):
-    """Where rows live. What `run` is given may be run several times, as to time steps before the training.
+    """The place where rows live. `run` may be called several times, for example to time steps before the training.
 
     Attributes:
-        shares_memory: whether all processes are on this machine, and share its memory.
-        runs_again: whether `run` may be called again after it failed; else whoever started the processes starts again.
-        keeps_rows: whether a row belongs to one node all along; where not, `Wire.place` may give it to another.
-        is_here: whether this process is one of those that hold rows; else what is run is pickled, and so is its result.
+        shares_memory: all processes are on this machine and share its memory.
+        runs_again: `run` may be called again after a failure. If False, the launcher must start the processes again.
+        keeps_rows: a row belongs to the same node throughout. If False, `Wire.place` may give it to another node.
+        is_here: this process holds rows. If False, the body and its result are pickled.
     """
 
     shares_memory: bool
@@ -78,28 +78,28 @@ class Engine(Protocol):
     is_here: bool
 
     def applies(self, options: EngineOptions) -> bool:
-        """Say whether the run is this engine's: by what was asked, and by how this process was started."""
+        """Return whether this engine takes the run, given the options and how this process was started."""
 
     def processes(self, options: EngineOptions) -> int:
         """Return how many processes share the rows.
 
         Raises:
-            ArgumentError: as many as were asked for cannot be.
+            ArgumentError: the requested number is impossible.
         """
 
     def run(self, options: EngineOptions, body: Callable[[Wire], Result]) -> Result:
-        """Run `body(wire)` in every process, with a wire to the others; return what it gives in this one.
+        """Run `body(wire)` in every process, with a wire to the others, and return this process's result.
 
         Raises:
-            ArgumentError: it cannot be done here.
+            ArgumentError: the run is impossible here.
             WorkerError: a process was lost.
-            Moved: it is to be run again, with the rows dealt anew.
-            What `body` raised, here or in another process.
+            Moved: run it again, with the rows dealt anew.
+            Exception: any error that `body` raised, here or in another process.
         """
 
 
 def place(num_nodes: int, processes: int, speeds: Sequence[float] | None = None) -> list[list[int]]:
-    """Return the global ids of each process: contiguous, in proportion to their `speeds`, or as even as possible.
+    """Return each process's global ids: contiguous, in proportion to `speeds`, or as even as possible.
 
     >>> place(5, 2), place(5, 2, speeds=[1, 4])
     ([[0, 1, 2], [3, 4]], [[0], [1, 2, 3, 4]])

@@ -1,4 +1,4 @@
-"""An error of another process, as bytes that this one can read."""
+"""Send an error from one process to another, as bytes."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 from exogym.errors import TrainingError
 
-MOST = 40_000  # letters of a traceback
+MOST = 40_000  # characters of a traceback
 
 
 def packed(error: BaseException) -> tuple[bytes, str]:
-    """Return the error pickled, or one that says the same where it cannot be, and its traceback."""
+    """Return the pickled error, and its traceback. If it cannot be pickled: a TrainingError with the same text."""
     text = "".join(traceback.format_exception(error))
     try:
         given = pickle.dumps(error)
@@ -23,7 +23,7 @@ def packed(error: BaseException) -> tuple[bytes, str]:
 
 
 def unpacked(given: bytes, text: str, who: str) -> BaseException:
-    """Return what `packed` was given, with a note of where it was raised.
+    """Return the error that `packed` was given, with a note that says where it was raised.
 
     >>> unpacked(*packed(ValueError("no")), "worker process 1").__notes__[0].splitlines()
     ['raised in worker process 1:', 'ValueError: no']
@@ -34,7 +34,7 @@ def unpacked(given: bytes, text: str, who: str) -> BaseException:
 
 
 def held(nodes: Sequence[int]) -> str:
-    """Name nodes in words.
+    """Return a text that names nodes.
 
     >>> held([2, 3, 4]), held([7])
     ('nodes 2 to 4', 'node 7')

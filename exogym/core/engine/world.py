@@ -1,4 +1,4 @@
-"""The world that torchrun (or `python -m exogym.launch`) started this process in, and joining a process group."""
+"""The processes that torchrun or `python -m exogym.launch` started together, and their process group."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from exogym.errors import ArgumentError
 
 
 def world_size() -> int:
-    """Return how many processes run this script together: of the process group, else as torchrun says, else 1."""
+    """Return how many processes run this script together: from the process group, or torchrun's variables, or 1."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()
     return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
 
 
 def local_device(device: str | torch.device) -> str | torch.device:
-    """Return the device of this process: for "auto" and "cuda" the GPU of its number on this machine."""
+    """Return this process's device: for "auto" and "cuda", the GPU with the process's local rank."""
     count = torch.cuda.device_count()
     if world_size() == 1 or not count or str(device) not in ("auto", "cuda"):
         return device
@@ -30,9 +30,9 @@ def local_device(device: str | torch.device) -> str | torch.device:
 
 
 def join_group(backend: str, **where: Any) -> None:
-    """Make the default process group, as torch's `init_process_group` does, and close gloo's port behind it.
+    """Make the default process group with torch's `init_process_group`, then close gloo's port.
 
-    The process leaves it when it ends: torch aborts one that ends while a thread of its group still runs.
+    The process leaves the group at its end: torch aborts a process that ends while a thread of its group runs.
     """
     with ports_closed_afterwards() if backend == "gloo" else contextlib.nullcontext():
         dist.init_process_group(backend, **where)
@@ -41,26 +41,26 @@ def join_group(backend: str, **where: Any) -> None:
 
 
 def leave_group() -> None:
-    """Leave the default process group; does nothing where there is none."""
+    """Leave the default process group, if there is one."""
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
 
 
 def join_world(device: torch.device) -> None:
-    """Join the process group, with NCCL where every process of every host has a GPU of its own and gloo else.
+    """Join the process group: with NCCL if every process of every host has its own GPU, otherwise with gloo.
 
-    A group that is there already is used as it is. One made here ends with the process.
+    An existing group is used unchanged. A group made here ends with the process.
 
     Raises:
-        ArgumentError: torchrun's variables are not all there.
+        ArgumentError: some of torchrun's environment variables are missing.
     """
     if dist.is_initialized():
         return
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise ArgumentError(
-            f"the environment says that {os.environ.get('WORLD_SIZE')} processes run together, but not "
-            f"{', '.join(missing)}: start the script with torchrun or python -m exogym.launch"
+            f"the environment has WORLD_SIZE={os.environ.get('WORLD_SIZE')}, but not {', '.join(missing)}: start the "
+            "script with torchrun or python -m exogym.launch"
         )
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -69,9 +69,9 @@ def join_world(device: torch.device) -> None:
 
 
 def all_say(own: bool) -> bool:
-    """Return whether every process has a GPU of its own. Hosts may differ in it, so those of several ask each other.
+    """Return whether `own` (this process has its own GPU) is true in every process, since hosts may differ.
 
-    They meet in the store that the launcher keeps; where the processes make it themselves, this one answers for all.
+    Processes on several hosts exchange answers through the launcher's store. Without that store, returns `own`.
     """
     world = world_size()
     if os.environ.get("LOCAL_WORLD_SIZE") == str(world) or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":

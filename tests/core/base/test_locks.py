@@ -90,7 +90,7 @@ def test_a_second_run_is_told_who_has_the_folder_and_the_first_ends_in_its_bits(
         fit(MAKE(), folder, **OPTIONS)
     with monkeypatch.context() as there:
         as_if_on(there, ELSEWHERE)
-        with pytest.raises(ArgumentError, match=rf"process {process.pid} on .*, whose last sign of life is \d+ s old"):
+        with pytest.raises(ArgumentError, match=rf"process {process.pid} on .*, whose last heartbeat is \d+ s old"):
             fit(MAKE(), folder, resume=True, **OPTIONS)
     assert {path: path.lstat().st_mtime_ns for path in folder.rglob("*")} == before
     (tmp_path / "go").touch()
@@ -207,7 +207,7 @@ def test_a_run_that_lost_its_folder_ends_before_it_writes(tmp_path):
             written_by(tmp_path, run="another")
 
     trainer = trainer_of()
-    with pytest.raises(CheckpointError, match=r"step 6 could not be written.* this run held the folder and does not"):
+    with pytest.raises(CheckpointError, match=r"step 6 could not be written.* this run has lost its folder"):
         fit(MAKE(), tmp_path, trainer, checkpoint_interval=3, callbacks=[Every(3, lose)], **OPTIONS)
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step_0000000003"]
     assert json.loads((tmp_path / LOCK).read_text())["run"] == "another"
