@@ -201,10 +201,10 @@ def draw(
 def _draw(paths: Sequence[str | os.PathLike[str]], *asked: Any) -> None:
     figure = figure_of(*asked)
     for path in paths:
-        _save(figure, path)
+        save(figure, path)
 
 
-def _save(figure: Figure, path: str | os.PathLike[str]) -> None:
+def save(figure: Figure, path: str | os.PathLike[str]) -> None:
     """Write a figure into a file, as PNG or SVG by its name; the same figure gives the same bytes."""
     import matplotlib
 

@@ -8,16 +8,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from exogym.core.progress import readable_bytes
+from exogym.core.record.views import picture
 from exogym.errors import ExoGymError
 from exogym.network import readable_seconds
 from exogym.study.compare.colors import COLORS
-from exogym.study.compare.comparison import Histories, markdown, reached_text, write_csv
-from exogym.study.compare.plots import DOTS_PER_INCH
+from exogym.study.compare.comparison import Histories, html_of, markdown, reached_text, write_csv
+from exogym.study.compare.plots import DOTS_PER_INCH, save
 from exogym.study.compare.summary import spread_text
 from exogym.study.sweep.axes import Axes, as_number
 
 if TYPE_CHECKING:
     import pandas
+    from matplotlib.figure import Figure
 
 SUMMARY, PLOT = "summary.csv", "sweep.png"
 PANEL_INCHES, MOST_LINES = (4.2, 3.6), len(COLORS)
@@ -68,6 +70,25 @@ class Swept:
                 frame[name] = numbers
         return frame
 
+    def plot(self) -> Figure:
+        """Return a matplotlib figure: final loss against each option, with bars of one standard deviation.
+
+        A notebook shows it; `figure.savefig("sweep.svg")` writes it.
+
+        Raises:
+            ExoGymError: matplotlib is not installed.
+        """
+        return _figure(self)
+
+    def __str__(self) -> str:
+        return self.to_markdown()
+
+    def __repr__(self) -> str:
+        return f"<Swept: {len(self.rows)} cells of {', '.join(self.axes)}: {self.finding}>"
+
+    def _repr_html_(self) -> str:
+        return html_of(self.heading, self.finding, *self.table())
+
     def table(self) -> tuple[list[str], list[list[str]]]:
         """Return the table's headers and rows as text: mean ± standard deviation over seeds."""
         timed = "time_s" in self.rows[0]
@@ -102,21 +123,21 @@ def best_of(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def write(result: Swept, folder: Path) -> tuple[Path, ...]:
     """Write summary.csv and sweep.png into `folder`. Return their paths."""
     write_csv(folder / SUMMARY, list(result.rows[0]), result.rows)
-    _draw(result, folder / PLOT)
+    save(_figure(result), folder / PLOT)
     return folder / SUMMARY, folder / PLOT
 
 
-def _draw(result: Swept, path: Path) -> None:
-    """Draw a panel for each option with several values: mean loss and its standard deviation over seeds.
+def _figure(result: Swept) -> Figure:
+    """Return a figure, a panel for each option with several values: mean loss and standard deviation over seeds.
 
     A panel has a line for each combination of the other options if there are few; otherwise each value's best cell.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
 
     rows = [row for row in result.rows if row["val_loss"] is not None]
     axes = [name for name in result.axes if len({row[name] for row in rows}) > 1] or list(result.axes)[:1]
-    figure = Figure((PANEL_INCHES[0] * len(axes), PANEL_INCHES[1] + 0.4), DOTS_PER_INCH, layout="constrained")
+    size = PANEL_INCHES[0] * len(axes), PANEL_INCHES[1] + 0.4
+    figure = picture(figsize=size, dpi=DOTS_PER_INCH, layout="constrained")
     FigureCanvasAgg(figure)
     for panel, name in zip(figure.subplots(1, len(axes), squeeze=False)[0], axes, strict=True):
         lines = _lines(rows, name, [other for other in axes if other != name])
@@ -144,7 +165,7 @@ def _draw(result: Swept, path: Path) -> None:
             panel.legend(frameon=False, fontsize=8)
     figure.axes[0].set_ylabel("validation loss, mean ± standard deviation")
     figure.suptitle(result.description["description"], x=0.01, ha="left", fontsize=10)
-    figure.savefig(path, format="png", metadata={"Software": None}, pil_kwargs={"optimize": True})
+    return figure
 
 
 def _lines(rows: Sequence[dict[str, Any]], name: str, others: Sequence[str]) -> dict[str, list[dict[str, Any]]]:

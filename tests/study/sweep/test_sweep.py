@@ -65,7 +65,10 @@ def test_its_folder_and_its_table(undisturbed: Swept) -> None:
     assert frame["H"].tolist() == [2.0, 2.0, 5.0, 5.0] and frame.shape[0] == len(rows_of(folder)) == 4
     lines = undisturbed.to_markdown().splitlines()
     assert "4 cells of H, strategy, 2 nodes, 10 steps" in lines[0] and len(lines) == 2 + 2 + 4 + 2
-    assert "±" in lines[6] and lines[2] == undisturbed.finding
+    assert "±" in lines[6] and lines[2] == undisturbed.finding and str(undisturbed) == undisturbed.to_markdown()
+    assert len(undisturbed.plot().axes) == 2 and undisturbed.plot()._repr_png_()[:4] == b"\x89PNG"  # type: ignore[attr-defined]
+    assert repr(undisturbed).startswith("<Swept: 4 cells of H, strategy: Training starts")
+    assert undisturbed._repr_html_().count("<tr>") == 5
 
 
 def test_options_of_the_run_are_swept_too() -> None:
