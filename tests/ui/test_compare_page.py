@@ -10,6 +10,7 @@ from browsing import CHROMIUM, DRIVER, opened, served, to, until
 
 from exogym.compare import compare
 from exogym.study import runs
+from exogym.sweep import sweep
 
 pytestmark = [
     pytest.mark.slow,
@@ -56,6 +57,13 @@ def test_seeds_are_one_curve_with_a_band(browser: Any, folder: Path) -> None:
         ends.append(next(row["val_loss"] for row in rows[::-1] if row["val_loss"] is not None))
     shown = "[1, 2, 3].map(k => document.querySelector('.chart').plot.data[k].at(-1))"
     assert until(browser, shown) == pytest.approx([sum(ends) / 2, min(ends), max(ends)])
+
+
+def test_a_sweep_names_its_cells(browser: Any, folder: Path) -> None:
+    sweep("digits", {"H": [2, 5]}, seeds=1, max_steps=10, num_nodes=2, processes=1, out=folder / "swept")
+    to(browser, "#/compare/swept")
+    cells = "[...document.querySelectorAll('section tbody tr')].map(r => r.cells[0].textContent).slice(0, 2)"
+    assert until(browser, cells, lambda found: len(found) == 2) == ["H=2", "H=5"]
 
 
 def test_an_address_shows_the_same_again(browser: Any) -> None:

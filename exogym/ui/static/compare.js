@@ -39,7 +39,7 @@ function together(label, runs, column) {
 
 const spread = (row, name, form) => (isNumber(row[name]) ? form(row[name]) + (isNumber(row[`${name}_std`]) ? ` \u00b1 ${form(row[`${name}_std`])}` : "") : "");
 const RESULTS = [
-  ["strategy", false, (row) => row.title], ["seeds", true, (row) => row.seeds],
+  ["strategy", false, (row) => row.title ?? row.cell ?? row.strategy], ["seeds", true, (row) => row.seeds],
   ["validation loss", true, (row) => spread(row, "val_loss", figure)], ["quality", true, (row) => spread(row, "quality", share)],
   ["sent/node", true, (row) => bytes(row.tx_bytes)], ["reduction", true, (row) => (isNumber(row.reduction) ? `${Number(row.reduction.toPrecision(3))}x` : "")],
   ["bytes to target", true, (row) => bytes(row.target_bytes)], ["time to target", true, (row) => seconds(row.target_s)],
