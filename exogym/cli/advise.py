@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from exogym.cli.compare import NETWORK_HELP
-from exogym.cli.live import LiveTable, drawn
+from exogym.cli.live import drawn
 from exogym.cli.values import DATASETS, Debug, check_dataset, count_of, numbers_of, processes_of
 from exogym.core.clock import DEVICES, seconds_of
 from exogym.core.clock.devices import DEFAULT_UTILISATION
@@ -31,6 +31,7 @@ from exogym.study.advise.simulation import parameters_of
 from exogym.study.advise.spot import Spot
 from exogym.study.compare import measured_step_s, split_strategies
 from exogym.study.compare.forecast import MEASURED
+from exogym.study.compare.live import LiveTable
 from exogym.study.tasks import load_task
 
 DEFAULT_DEVICE = "h100"

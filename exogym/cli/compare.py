@@ -13,14 +13,14 @@ from typing import Annotated, Any
 
 import typer
 
-from exogym.cli.live import LiveTable, print_table
+from exogym.cli.live import print_table
 from exogym.cli.values import DATASETS, INTERRUPTED, Debug, check_dataset, numbers_of, processes_of
 from exogym.core.progress import notice
 from exogym.core.training.options import FitOptions, RunOptions, in_full, words_of
 from exogym.errors import ArgumentError
 from exogym.network import PRESETS
 from exogym.strategy.registry import STRATEGIES
-from exogym.study.compare import DEFAULT_STRATEGIES, ComparisonInterrupted, split_strategies
+from exogym.study.compare import DEFAULT_STRATEGIES, ComparisonInterrupted
 from exogym.study.compare import compare as run_comparison
 from exogym.study.compare.asked import PASSED_AS_TEXT, ComparisonOptions
 from exogym.study.compare.comparison import Comparison
@@ -153,10 +153,8 @@ def compare(
         if given[name] not in (None, False) and given["network"] is None:
             raise ArgumentError(f"--{name.replace('_', '-')} needs --network, for example --network wifi")
     check_dataset(given["problem"])
-    live = LiveTable(split_strategies(given["strategies"]), given["seeds"])
     try:
-        with live:
-            result = run_comparison(**given, out=out, resume=resume, watch=live.update)
+        result = run_comparison(**given, out=out, resume=resume, progress=True)
     except ComparisonInterrupted as stopped:
         if stopped.result is not None:
             show(stopped.result)

@@ -28,7 +28,6 @@ from exogym.core.progress import notice
 from exogym.core.training.options import LONG, FitOptions
 from exogym.study.sweep import SweepInterrupted
 from exogym.study.sweep import sweep as run_sweep
-from exogym.study.sweep.run import Ended
 
 
 @also_of_runs
@@ -82,16 +81,12 @@ def sweep(
     """
     check_dataset(dataset)
 
-    def tell(run: Ended) -> None:
-        loss = "failed" if run.val_loss is None else f"validation loss {run.val_loss:.4f}"
-        notice(f"{run.count} of {run.total} runs: {run.cell}, seed {run.seed}: {loss}")
-
     try:
         result = run_sweep(
             dataset, _in_full(axes), strategy=strategy, data=data, num_nodes=num_nodes, max_steps=max_steps,
             batch_size=batch_size, seeds=seeds, lr=lr, partitioner=partitioner, val_size=val_size,
             val_interval=val_interval, processes=processes_of(processes), engine=engine, device=device, network=network,
-            step_seconds=step_seconds, search=search, out=out, resume=resume, watch=tell, **options_of_runs(context),
+            step_seconds=step_seconds, search=search, out=out, resume=resume, progress=True, **options_of_runs(context),
         )  # fmt: skip
     except SweepInterrupted as stopped:
         notice(

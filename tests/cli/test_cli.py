@@ -13,10 +13,11 @@ from processes import python
 
 import exogym
 from exogym.cli import COMMANDS, main
-from exogym.cli.live import LiveTable, print_table
+from exogym.cli.live import print_table
 from exogym.strategy.registry import parse_strategy
 from exogym.study.compare import Standing
 from exogym.study.compare.comparison import FILES, SVG_FILES, Comparison
+from exogym.study.compare.live import LiveTable
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
@@ -26,7 +27,7 @@ SHORT = ["compare", "--steps", "10", "--seeds", "1", "--device", "cpu"]
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Run in an empty folder, with the data of packages only; how slow the machine is decides no line."""
-    monkeypatch.setattr("exogym.cli.live.SELDOM_S", 1e9)
+    monkeypatch.setattr("exogym.study.compare.live.SELDOM_S", 1e9)
     here = tmp_path / "here"
     here.mkdir()
     monkeypatch.chdir(here)

@@ -89,7 +89,7 @@ def simulate(
         return compare(
             task, texts, num_nodes=setting.nodes, max_steps=steps, batch_size=setting.batch_size, seeds=setting.seeds,
             processes=processes, device=device, network=forecast.network, step_seconds=forecast.step_time,
-            target_loss=target_loss, watch=watch,
+            target_loss=target_loss, watch=watch, progress=False,
         )  # fmt: skip
 
     result = train(trained, setting.steps, target_loss)

@@ -35,7 +35,6 @@ NOT_TAKEN = {
     "num_epochs": "all runs take as many steps: give max_steps",
     "seed": "give seeds, a number or a list",
     "logger": "give out: each run's records are in its folder there, and exogym.runs reads them",
-    "progress": "give watch, a function that receives the progress",
     "callbacks": "one object would see all runs: give metrics, or train with LocalTrainer.fit",
     **dict.fromkeys(("save_dir", "run_dir", "checkpoint_interval", "keep_checkpoints"), _SAVED),
     "cpus_per_process": "a run on Ray, sweep(engine='ray'), has one processor",
@@ -108,6 +107,7 @@ class ComparisonOptions(StudyOptions):
         resume: Resume an interrupted comparison with the same arguments in the folder `out` itself. The result is the
             same as without the interruption. An unfinished run continues from its checkpoint, which exists for
             built-in strategies without a timeline: one per minute, and one at Ctrl-C. Otherwise it starts again.
+        progress: Show progress and the time left; None: in a terminal or a notebook.
         watch: Function that receives a `Standing` after each evaluation.
     """
 
@@ -123,4 +123,5 @@ class ComparisonOptions(StudyOptions):
     target_loss: float | None = None
     timeline: bool = FitOptions.timeline
     log_x: bool = False
+    progress: bool | None = FitOptions.progress
     watch: Callable[[Standing], object] | None = None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
+from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
 
@@ -28,8 +30,9 @@ from exogym.study.compare.comparison import Comparison, ComparisonInterrupted, w
 from exogym.study.compare.entries import OF_SEVERAL_NODES, entries_of, setting_of
 from exogym.study.compare.folder import Folder, saved_in
 from exogym.study.compare.forecast import check_timed, forecast_of, measured_step_s
+from exogym.study.compare.live import LiveTable, is_shown
 from exogym.study.compare.plots import check_matplotlib
-from exogym.study.compare.session import Session
+from exogym.study.compare.session import Session, Standing
 from exogym.study.compare.summary import summary_of, target_of
 from exogym.study.tasks import Task, load_task
 
@@ -162,7 +165,7 @@ def decisive_of(options: RunOptions) -> dict[str, Any]:
 
 def _arguments(asked: ComparisonOptions) -> dict[str, Any]:
     """Return the arguments of `compare` for JSON, without the places for files and the watcher."""
-    plain = {name: value for name, value in vars(asked).items() if name not in ("out", "resume", "watch")}
+    plain = {name: value for name, value in vars(asked).items() if name not in ("out", "resume", "watch", "progress")}
     plain["seeds"] = asked.seeds if isinstance(asked.seeds, int) else list(asked.seeds)
     plain["problem"] = asked.problem if isinstance(asked.problem, str) else type(asked.problem).__name__
     return {name: os.fspath(x) if isinstance(x, os.PathLike) else describe(x) for name, x in plain.items()}
@@ -171,8 +174,13 @@ def _arguments(asked: ComparisonOptions) -> dict[str, Any]:
 def _carried_out(session: Session, description: dict[str, Any], asked: ComparisonOptions) -> Comparison:
     """Train and return the result. Finished runs are kept whatever happens."""
     folder = session.folder
+    shown: Any = contextlib.nullcontext()
+    if is_shown(asked.progress):
+        shown = LiveTable(session.entries, len(session.setting.seeds))
+        session.watch = _both(shown.update, asked.watch)
     try:
-        session.train_all()
+        with shown:
+            session.train_all()
     except BaseException as error:
         where = None if folder is None or folder.drop_if_empty() else folder.path
         stopped = isinstance(error, KeyboardInterrupt | SystemExit)
@@ -189,6 +197,17 @@ def _carried_out(session: Session, description: dict[str, Any], asked: Compariso
             folder.drop_if_empty()
         raise TrainingError(next(found.error for found in session.outcomes.values() if found.error))
     return _result(session, description, asked, "finished")
+
+
+def _both(show: Callable[[Standing], object], watch: Callable[[Standing], object] | None) -> Callable[..., object]:
+    """Return a function that shows a standing, then calls the user's `watch`."""
+
+    def call(standing: Standing) -> None:
+        show(standing)
+        if watch is not None:
+            watch(standing)
+
+    return call
 
 
 def _result(session: Session, description: dict[str, Any], asked: ComparisonOptions, state: str) -> Comparison:

@@ -16,6 +16,7 @@ from exogym.core.base.devices import resolve_device
 from exogym.core.base.files import temporary_folder, write_json
 from exogym.core.base.locks import LOCK, Lock
 from exogym.core.base.processes import described
+from exogym.core.progress import notice
 from exogym.core.record import schema
 from exogym.core.record.history import History
 from exogym.core.record.run_folder import read_object, versions
@@ -24,6 +25,7 @@ from exogym.errors import ArgumentError, TrainingError, check_choice, check_coun
 from exogym.logger import check_writable
 from exogym.study.compare.asked import NOT_TAKEN, ComparisonOptions, StudyOptions
 from exogym.study.compare.folder import Folder, Outcome, check_same, lock_of
+from exogym.study.compare.live import is_shown, left_text
 from exogym.study.compare.plots import check_matplotlib
 from exogym.study.compare.run import asked_of, decisive_of, said_of, session_of, task_of
 from exogym.study.compare.session import Session
@@ -76,6 +78,7 @@ class SweepOptions(StudyOptions):
         out: Folder of the sweep itself. It gets sweep.json, summary.csv, sweep.png and a folder for each run.
         resume: Resume an interrupted sweep with the same arguments in `out`. The table is the same as without the
             interruption. A search may get more cells.
+        progress: Print a line with the time left for each finished run; None: in a terminal or a notebook.
         watch: Function that receives an `Ended` after each run.
     """
 
@@ -90,6 +93,7 @@ class SweepOptions(StudyOptions):
     processes: int | str = "auto"
     engine: str | None = FitOptions.engine  # type: ignore[assignment]
     search: int | None = None
+    progress: bool | None = FitOptions.progress
     watch: Callable[[Ended], object] | None = None
 
 
@@ -224,6 +228,7 @@ class _Sweep:
         self.cells: Cells = {}
         self.sessions: dict[str, Session] = {}
         self.asked: dict[str, Any] = {}
+        self.began_s, self.trained = time.perf_counter(), 0  # runs that ended since then
         self.measured_s: float | None = None  # seconds of a step that an earlier start measured
 
     @property
@@ -293,9 +298,15 @@ class _Sweep:
         outcome = session.known(label, seed)
         assert outcome is not None
         session.outcomes[label, seed] = outcome
+        self.trained += 1
+        loss = None if outcome.history is None else outcome.history.last["val_loss"]
+        ended = Ended(label, seed, len(self.outcomes), self.total, loss)
+        if is_shown(self.options.progress):
+            left_s = (time.perf_counter() - self.began_s) / self.trained * (ended.total - ended.count)
+            said = "failed" if loss is None else f"validation loss {loss:.4f}"
+            notice(f"{ended.count} of {ended.total} runs: {label}, seed {seed}: {said}{left_text(left_s)}")
         if self.options.watch is not None:
-            loss = None if outcome.history is None else outcome.history.last["val_loss"]
-            self.options.watch(Ended(label, seed, len(self.outcomes), self.total, loss))
+            self.options.watch(ended)
 
     def describe(self, state: str, **more: Any) -> None:
         """Write sweep.json."""

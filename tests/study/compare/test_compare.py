@@ -569,3 +569,13 @@ def test_every_picture_can_be_logarithmic(tmp_path: Path) -> None:
     for name, is_same in {"loss_vs_steps.svg": False, "loss_vs_bytes.svg": True}.items():
         assert result.folder is not None and again.folder is not None
         assert ((result.folder / name).read_bytes() == (again.folder / name).read_bytes()) == is_same
+
+
+def test_progress_is_shown_where_it_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    seen: list[Standing] = []
+    compare(TASK, "ddp,single", max_steps=10, seeds=1, num_nodes=2, progress=True, watch=seen.append)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(":")[1].strip() for line in lines] == ["ddp has finished", "single has finished"]
+    assert "left" in lines[0] and [at.label for at in seen if at.is_last] == ["ddp", "single"]
+    compare(TASK, "ddp", max_steps=10, seeds=1, num_nodes=2)
+    assert capsys.readouterr().err == ""
