@@ -13,11 +13,11 @@
 # %% [markdown]
 # # Four nodes on your laptop
 #
-# Train a network on **four nodes** without a second machine, with data parallelism (DDP) and with DiLoCo. ExoGym
-# simulates all nodes in one process. Each node has its own weights, data and optimizer.
+# Train a network on **four nodes** in one process, with data parallelism (DDP) and with DiLoCo. Each node has its own
+# weights, data and optimizer.
 #
-# It takes a few seconds on one core. [Install](../docs/getting_started.md#install) ExoGym with the extra `[demo]`. The
-# [glossary](../docs/glossary.md) explains all words.
+# [Install](../docs/getting_started.md#install) ExoGym with the extra `[demo]`. The [glossary](../docs/glossary.md)
+# explains all words.
 
 # %%
 import copy
@@ -46,8 +46,7 @@ model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
 # %% [markdown]
 # ## One node
 #
-# `LocalTrainer` takes the model, the data and the loss. `fit` takes the *strategy*: how nodes learn from each other.
-# With one node, every strategy is plain training.
+# `fit` takes the *strategy*: how nodes learn from each other. With one node, every strategy is plain training.
 #
 # `fit` changes its model. To start from the same weights each time, give each trainer a copy.
 
@@ -68,16 +67,16 @@ alone = train(SimpleReduceStrategy(inner_optim="adamw", lr=3e-3), num_nodes=1)
 # %% [markdown]
 # ## Four nodes that synchronize at every step
 #
-# In **data parallel training** (DDP), each node computes a gradient on its own batch. The nodes average their gradients
-# and take the same step. So their weights stay equal, bit for bit.
+# In **data parallel training** (DDP), the nodes average their gradients and take the same step. So their weights stay
+# equal, bit for bit.
 
 # %%
 ddp = train(SimpleReduceStrategy(inner_optim="adamw", lr=3e-3), num_nodes=4)
 # > loss 0.17, accuracy 95%, 2.89 MB per node
 
 # %% [markdown]
-# Four nodes saw four times as many digits in the same steps, and the loss is lower. The price is communication. To
-# average on a ring of N nodes, a node sends 2 (N - 1) / N times the parameters' bytes per step:
+# The loss is lower, since four nodes saw four times as many digits. To average on a ring of N nodes, a node sends
+# 2 (N - 1) / N times the parameters' bytes per step:
 
 # %%
 parameters = sum(p.numel() for p in model.parameters())
@@ -113,8 +112,6 @@ for name, trainer in (("DDP", ddp), ("DiLoCo", diloco)):
 
 # %% [markdown]
 # ## A picture
-#
-# The runs look alike against steps, but not against bytes.
 
 # %%
 figure, (left, right) = plt.subplots(1, 2, figsize=(8, 3.2), layout="constrained", sharey=True)

@@ -16,8 +16,8 @@
 # Write a new strategy, check it, and compare it with DiLoCo. Each node sends only the largest 5 % of its gradient and
 # remembers the rest (top-k with error feedback).
 #
-# It takes about fifteen seconds on one core, with ExoGym [installed](../docs/getting_started.md#install) and the extra
-# `[demo]`. Read [Four nodes on your laptop](tutorial_basic.py) first.
+# [Install](../docs/getting_started.md#install) ExoGym with the extra `[demo]`. Read [Four nodes on your
+# laptop](tutorial_basic.py) first.
 
 # %%
 import os
@@ -80,8 +80,8 @@ class TopK(Strategy):
 #
 # ## Check it
 #
-# A falling curve proves little. `check_strategy` trains small models and tests laws. We expect five percent of the
-# entries, each a number of 4 bytes and an index of 4 bytes, rounded for each tensor.
+# `check_strategy` trains small models and tests laws. We expect five percent of the entries, each a number and an index
+# of 4 bytes, rounded for each tensor.
 
 
 # %%
@@ -130,8 +130,8 @@ except StrategyError as error:
 # %% [markdown]
 # ## Compare it on your own model
 #
-# Pass your model and data as `(make_model, train, val)`. `compare` seeds torch and calls `make_model()` for each run.
-# `network="wifi"` adds the predicted time on four computers, here with 20 ms per step.
+# Pass your model and data as `(make_model, train, val)`. `network="wifi"` adds the predicted time on four computers,
+# here with 20 ms per step.
 
 # %%
 source = digits(flat=False)
@@ -157,8 +157,8 @@ for row in result.rows:
 # > DiLoCo: 1/10 of DDP's bytes, 2.8 s
 
 # %% [markdown]
-# A fifth of the bytes, but four times as long! At every step `TopK` gathers twice for each of the six tensors: twelve
-# collectives in a row, each with Wi-Fi's latency. Bytes are not time.
+# A fifth of the bytes, but four times as long! At every step `TopK` gathers twice for each of the six tensors, each
+# time with Wi-Fi's latency.
 
 # %%
 figure, axes = plt.subplots(figsize=(6, 3.2), layout="constrained")
@@ -182,11 +182,10 @@ figure.savefig("tutorial_custom.png", dpi=80)
 #
 # ## A question
 #
-# Double the nodes to eight. DDP's ring sends 2 (N - 1) / N rows per node, nearly the same as before. What happens to
-# the bytes that a node of `TopK` receives?
+# Double the nodes to eight. DDP's ring sends nearly as much per node as before. What happens to the bytes that a node
+# of `TopK` receives?
 #
 # **Answer.** They more than double: seven other nodes, instead of three, each send 5 % of their entries with indices.
-# All-gather grows with N. All-reduce does not, because it sums on the way. At 5 % and 8 bytes per entry, a node among
-# 20 receives about as much as with DDP.
+# All-gather grows with N. All-reduce does not, because it sums on the way.
 #
 # Next: [Write your own strategy](../docs/strategies/own.md)

@@ -13,12 +13,12 @@
 # %% [markdown]
 # # Federated learning
 #
-# A thousand phones have photographs that must stay private. In each *round* a server asks a few phones to train on
-# their own data, and averages the results. Here a phone is a *client*, and a client is a node.
+# A thousand phones have photographs that must stay private. In each *round* a server asks a few phones (*clients*) to
+# train on their own data, and averages the results. A client is a node.
 #
-# You will simulate a thousand clients, compare methods for unlike data, and see what absent clients and privacy cost.
-# It takes about ten seconds on one core. [Install](../docs/getting_started.md#install) ExoGym with its extras
-# `[examples,privacy]`, and read [Four nodes on your laptop](tutorial_basic.py) first.
+# Simulate a thousand clients, compare methods for unlike data, and see what absent clients and privacy cost.
+# [Install](../docs/getting_started.md#install) ExoGym with its extras `[examples,privacy]`, and read [Four nodes on
+# your laptop](tutorial_basic.py) first.
 
 # %%
 import os
@@ -61,8 +61,7 @@ print("client 7 has the digits", sorted({int(labels[i]) for i in data_of(7, CLIE
 # %% [markdown]
 # ## Federated averaging
 #
-# In a round of **FedAvg** each chosen client starts from the server's weights, takes H steps of plain SGD, and sends
-# its weights back. `client_fraction` sets the share of clients.
+# With **FedAvg** each chosen client takes H steps of plain SGD from the server's weights, and sends its weights back.
 
 
 # %%

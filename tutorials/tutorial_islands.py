@@ -13,13 +13,12 @@
 # %% [markdown]
 # # Islands of GPUs
 #
-# Two labs have four GPUs each. NVLink joins the GPUs of a lab at 450 GB/s. The line between the labs has 100 Mbit/s,
-# forty thousand times less. How should eight GPUs train one model?
+# Two labs have four GPUs each. NVLink joins a lab's GPUs at 450 GB/s; the line between the labs has 100 Mbit/s. How
+# should eight GPUs train one model?
 #
-# You will make a *node* of several GPUs that share its model and batch (`NodeMesh`), and count bytes inside and between
-# islands. It takes about five seconds on one core, without a GPU, since the devices are simulated.
-# [Install](../docs/getting_started.md#install) ExoGym with `[demo]`, and read [Four nodes on your
-# laptop](tutorial_basic.py) and [Networks and time](tutorial_networks.py) first.
+# Make a *node* of several simulated GPUs that share its model and batch (`NodeMesh`), and count bytes inside and
+# between islands. You need no GPU. [Install](../docs/getting_started.md#install) ExoGym with `[demo]`, and read [Four
+# nodes on your laptop](tutorial_basic.py) and [Networks and time](tutorial_networks.py) first.
 
 # %%
 import copy
@@ -47,8 +46,7 @@ for who, members in (("of one lab", range(4)), ("of both", range(8))):
 # %% [markdown]
 # ## Three ways
 #
-# We train a small model in three ways on the same eight GPUs, with 32 digits per step in all. A GPU takes 20 ms for
-# four digits.
+# We train a small model on eight GPUs, with 32 digits per step in all. A GPU takes 20 ms for four digits.
 #
 # **One: DDP over all.** Eight nodes average over the slow line at every step.
 
@@ -91,8 +89,8 @@ print(f"inside a lab each node sent {inside / 1e6:.1f} MB, with short waits")
 # > inside a lab each node sent 13.4 MB, with short waits
 
 # %% [markdown]
-# The third way sends often over the fast links and rarely over the slow one. Two replicas drift less than eight. Each
-# GPU holds only a quarter of the model.
+# The third way sends rarely over the slow line. Two replicas drift less than eight. Each GPU holds only a quarter of
+# the model.
 
 # %%
 figure, (left, right) = plt.subplots(1, 2, figsize=(8.4, 3.3), layout="constrained")
@@ -138,6 +136,5 @@ figure.savefig("tutorial_islands.png", dpi=80)
 # With labs as nodes each node sent 96 kB, with DiLoCo over all 169 kB. How many bytes cross the line between the labs
 # in both cases?
 #
-# **Answer.** With labs as nodes 96 kB cross each way. With DiLoCo over all, eight nodes send 169 kB each in a ring.
-# Two of the ring's eight links cross the line, so 169 kB cross each way. The factor 2 (N - 1) / N explains the
-# difference: 1 for two nodes, 1.75 for eight.
+# **Answer.** 96 kB each way with labs as nodes, otherwise 169 kB: two of the ring's eight links cross the line. The
+# factor 2 (N - 1) / N explains the difference: 1 for two nodes, 1.75 for eight.

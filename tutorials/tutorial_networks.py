@@ -13,11 +13,11 @@
 # %% [markdown]
 # # Networks and time
 #
-# Nodes that wait for the network do not train. Learn to turn bytes into seconds, on networks you do not have: for one
-# average, for any strategy before training, and for a run on a *virtual clock*.
+# Turn bytes into seconds on networks you do not have: for one average, for any strategy before training, and for a run
+# on a *virtual clock*.
 #
-# It takes about five seconds on one core. [Install](../docs/getting_started.md#install) ExoGym with its extra
-# `[demo]`, and read [Four nodes on your laptop](tutorial_basic.py) first.
+# [Install](../docs/getting_started.md#install) ExoGym with its extra `[demo]`, and read [Four nodes on your
+# laptop](tutorial_basic.py) first.
 
 # %%
 import matplotlib.pyplot as plt
@@ -66,8 +66,7 @@ for row in advice.rows:
 # > ddp: 40.50 s a step, 0.08 times one laptop
 
 # %% [markdown]
-# Four laptops with DDP are twelve times slower than one. `speedup` counts examples per second; for the loss you must
-# train.
+# `speedup` counts examples per second; for the loss you must train.
 #
 # How fast must the network be? We draw all bandwidths, with 20 ms of latency:
 
@@ -90,12 +89,11 @@ figure.savefig("tutorial_networks.png", dpi=80)
 # %% [markdown]
 # ![Speed-up of four nodes against bandwidth](../docs/images/tutorial_networks.png)
 #
-# The more bytes a strategy saves, the further left its curve is. Below the dotted line one machine is faster.
+# Below the dotted line one machine is faster.
 #
 # ## Train on the clock
 #
-# `compare(..., network=...)` trains as before, to the bit, and adds a virtual clock. Our small model computes a step in
-# almost no time, so we set it to 20 ms.
+# `compare(..., network=...)` trains as before, to the bit, and adds a virtual clock. We set a step to 20 ms.
 
 # %%
 METHODS = "ddp,diloco:H=10,sparta:p_sparta=0.01"

@@ -16,8 +16,8 @@
 # Practice with runs of seconds: stop and resume in the same bits, notice a run's death, lose a node, meet bad numbers,
 # stop early, and pass on the model.
 #
-# It takes about ten seconds on one core, with ExoGym [installed](../docs/getting_started.md#install) and the extra
-# `[demo]`. Read [Four nodes on your laptop](tutorial_basic.py) first.
+# [Install](../docs/getting_started.md#install) ExoGym with the extra `[demo]`. Read [Four nodes on your
+# laptop](tutorial_basic.py) first.
 
 # %%
 import json
@@ -58,8 +58,8 @@ COMMON = {"num_nodes": 4, "batch_size": 8, "val_interval": 10, "partitioner": "s
 # %% [markdown]
 # ## Stop and resume
 #
-# Checkpoints go to `save_dir`. First comes an undisturbed run of 120 steps. Then the same run ends at step 70. The
-# third call resumes it, as it would in a new process.
+# Checkpoints go to `save_dir`. First comes an undisturbed run, then one that ends at step 70. The third call resumes
+# it, as it would in a new process.
 
 # %%
 whole = make_trainer().fit(strategy(), max_steps=120, **COMMON)
@@ -207,8 +207,7 @@ print(", ".join(described))
 #
 # ## A question
 #
-# The run that ended at step 70 synchronized its nodes there, because a run ends with a synchronization. The undisturbed
-# run also synchronized at 70, because H is 10. What if it had ended at step 75? Would the resumed run still have the
-# same bits?
+# The run that ended at step 70 synchronized its nodes there, and so did the undisturbed run, because H is 10. What if
+# it had ended at step 75? Would the resumed run still have the same bits?
 #
 # **Answer.** Yes. The checkpoint saves each node's own state, before the final synchronization.

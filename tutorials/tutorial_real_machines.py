@@ -16,8 +16,8 @@
 # Run your simulated strategy on real computers, with the strategy line unchanged and the same bits. Here one computer
 # plays two, with real processes and sockets. With a second computer only an address changes.
 #
-# This takes about half a minute on Linux or macOS, with ExoGym [installed](../docs/getting_started.md#install) and its
-# extra `[demo]`. Nothing opens to your network. Read [Four nodes on your laptop](tutorial_basic.py) first.
+# You need Linux or macOS, and ExoGym [installed](../docs/getting_started.md#install) with its extra `[demo]`. Nothing
+# opens to your network. Read [Four nodes on your laptop](tutorial_basic.py) first.
 
 # %%
 import json
@@ -34,7 +34,7 @@ from exogym.remote import check_hosts
 # %% [markdown]
 # ## One script
 #
-# Every machine starts the script, so it must be a file. Only the line that makes the trainer knows where it runs.
+# Every machine starts the script, so it must be a file.
 
 # %%
 TRAIN = """
@@ -119,7 +119,7 @@ for check in checks:
         print(f"{check.host}, {check.check}: {check.seen}. {check.remedy}")
 
 # %% [markdown]
-# Then train. The script that you start checks the hosts, starts itself there, and fetches the model and the history.
+# Then train. The script starts itself on the hosts and fetches the model and the history.
 
 # %%
 start("train.py", "hosts", "hosts.json")

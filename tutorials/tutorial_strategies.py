@@ -15,8 +15,8 @@
 #
 # Compare strategies over several seeds, and see how H and unlike data change the loss.
 #
-# It takes about ten seconds on one core, with ExoGym [installed](../docs/getting_started.md#install) and the extra
-# `[demo]`. Read [Four nodes on your laptop](tutorial_basic.py) first.
+# [Install](../docs/getting_started.md#install) ExoGym with the extra `[demo]`. Read [Four nodes on your
+# laptop](tutorial_basic.py) first.
 
 # %%
 import os
@@ -67,8 +67,7 @@ for name in ("fedavg:H=10", "diloco:H=10", "sparta:p_sparta=0.01"):
 # %% [markdown]
 # ## How long may nodes train alone?
 #
-# Train DiLoCo with several H, on two kinds of data. `iid` deals the digits alike to all nodes. With `dirichlet:0.3`
-# each node mostly sees a few of the ten digits.
+# `iid` deals the digits alike to all nodes. With `dirichlet:0.3` each node mostly sees a few of the ten digits.
 
 # %%
 SEVERAL = (1, 5, 15, 40)
@@ -109,9 +108,8 @@ figure.savefig("tutorial_strategies.png", dpi=80)
 #
 # SPARTA with `p_sparta=0.01` sends one number in a hundred in each step. Why is its reduction not 100?
 #
-# **Answer.** At the end the nodes still differ, so they average all parameters once, to get one model. Each of the 120
-# steps sends 0.01 P numbers, 1.2 P in total, and the final synchronization sends P: 120 / 2.2 = 55. In a run of 10,000
-# steps this is negligible. `fit(final_sync=False)` omits it.
+# **Answer.** At the end the nodes still differ, so they average all parameters once, to get one model. The 120 steps
+# send 1.2 P numbers, and the final synchronization P: 120 / 2.2 = 55. `fit(final_sync=False)` omits it.
 #
 # ## Next
 #

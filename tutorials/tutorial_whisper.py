@@ -13,13 +13,12 @@
 # %% [markdown]
 # # Teach Whisper your voice, on several computers
 #
-# Whisper writes down speech. Your own recordings teach it unfamiliar voices and words, and several computers share the
-# work. This tutorial shows every step in seconds, with a *tiny random model that understands nothing*. One line
-# replaces it with the real model.
+# Teach Whisper unfamiliar voices and words with your own recordings. This tutorial shows every step with a *tiny random
+# model that understands nothing*. One line replaces it with the real model.
 #
-# This takes about ten seconds on one core, with ExoGym [installed](../docs/getting_started.md#install), its extras
-# `[whisper,examples]`, and the program `espeak-ng` (`apt-get install espeak-ng`, `brew install espeak-ng`), which plays
-# the speaker. Read [Four nodes on your laptop](tutorial_basic.py) first.
+# You need ExoGym [installed](../docs/getting_started.md#install), its extras `[whisper,examples]`, and the program
+# `espeak-ng` (`apt-get install espeak-ng`, `brew install espeak-ng`), which plays the speaker. Read [Four nodes on your
+# laptop](tutorial_basic.py) first.
 
 # %%
 from pathlib import Path
