@@ -206,7 +206,7 @@ def test_labels_that_look_alike_have_folders_of_their_own(tmp_path: Path) -> Non
 COMMAND = ["compare", "--strategies", STRATEGIES, "--steps", "20", "--seeds", "2", "--nodes", "2", "--device", "cpu"]
 KILLED = """
 import os, signal, sys
-import exogym.cli.live as live
+import exogym.study.compare.live as live
 from exogym.cli import main
 number, at = signal.Signals[sys.argv[1]], int(sys.argv[2])
 update, calls = live.LiveTable.update, []
