@@ -58,7 +58,7 @@ COMMON = {"num_nodes": 4, "batch_size": 8, "val_interval": 10, "partitioner": "s
 # %% [markdown]
 # ## Stop and resume
 #
-# Checkpoints go to `save_dir`. First comes an undisturbed run, then one that ends at step 70. The third call resumes
+# Checkpoints go to `save_dir`. First comes an undisturbed run, then a run that ends at step 70. The third call resumes
 # it, as it would in a new process.
 
 # %%

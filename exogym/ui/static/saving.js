@@ -23,6 +23,7 @@ function look() {
 }
 
 const ABOVE = 26, LINE = 17;
+const FONT = "system-ui, sans-serif";
 const NAMESPACE = ["http:", "", "www.w3.org", "2000", "svg"].join("/");  // a name: nothing is loaded from there
 
 export function png(plot, title, curves) {
@@ -35,7 +36,7 @@ export function png(plot, title, curves) {
   brush.drawImage(source, 0, ABOVE * scale);
   brush.scale(scale, scale);
   brush.fillStyle = text;
-  brush.font = "600 14px system-ui, sans-serif";
+  brush.font = `600 14px ${FONT}`;
   brush.fillText(title, 8, 18);
   brush.font = "12px system-ui, sans-serif";
   curves.forEach(({ label, color }, k) => {
@@ -79,6 +80,6 @@ export function svg(plot, title, axes, curves) {
     write(28, below + LINE * k + 4, label, "start");
   });
   return new Blob([`<svg xmlns="${NAMESPACE}" width="${plot.width}" height="${height}" viewBox="0 0 ${plot.width} ${height}" `
-    + `font-family="system-ui, sans-serif" font-size="12" fill="${text}"><rect width="100%" height="100%" fill="${back}"/>`
+    + `font-family="${FONT}" font-size="12" fill="${text}"><rect width="100%" height="100%" fill="${back}"/>`
     + `<text x="8" y="18" font-weight="600" font-size="14">${safe(title)}</text>${parts.join("")}</svg>`], { type: "image/svg+xml" });
 }
