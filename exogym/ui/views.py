@@ -16,6 +16,7 @@ from exogym.core.record import schema
 from exogym.core.record.schema import is_finite
 from exogym.errors import ArgumentError
 from exogym.study import runs
+from exogym.study.compare.colors import looks_of
 from exogym.study.compare.folder import Folder
 from exogym.ui.repeat import seeds_of
 
@@ -248,7 +249,8 @@ def verdict_of(path: Path) -> Row:
     """Return what a comparison or sweep comes to so far; {} for any other folder.
 
     rows, verdict, target_loss, target: of `exogym.study.runs.summary`; rows is [] until the first run has ended.
-    members: the name of each run to its strategy's label.
+    members: the name of each run to its strategy's label. colors: a comparison's label to its color, its color on a
+    dark page, and whether its line is dashed.
     """
     kind, about = runs.what_is(path)
     labels = about.get("cells" if kind == "sweep" else "strategies")
@@ -261,7 +263,9 @@ def verdict_of(path: Path) -> Row:
         )
     folder, found = Folder(path, labels), runs.summary(path)
     members = {f"{path.name}/{folder.child(label, seed).name}": label for label in labels for seed in seeds}
+    looks = looks_of(list(labels)) if kind == "comparison" else {}
+    colors = {label: [look.color, look.dark, bool(look.dash)] for label, look in looks.items()}
     if found is None:
-        return {"rows": [], "verdict": "", "members": members}
+        return {"rows": [], "verdict": "", "members": members, "colors": colors}
     return {"rows": found.rows, "verdict": found.verdict, "target_loss": found.target_loss, "target": found.target,
-            "members": members}  # fmt: skip
+            "members": members, "colors": colors}  # fmt: skip

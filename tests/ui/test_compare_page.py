@@ -10,6 +10,7 @@ from browsing import CHROMIUM, DRIVER, opened, served, to, until
 
 from exogym.compare import compare
 from exogym.study import runs
+from exogym.study.compare.colors import looks_of
 from exogym.sweep import sweep
 
 pytestmark = [
@@ -48,6 +49,9 @@ def test_seeds_are_one_curve_with_a_band(browser: Any, folder: Path) -> None:
     to(browser, "#/compare/mine")
     labels = until(browser, LABELS, lambda found: len(found) == 7)
     assert labels[1] == "ddp (2 runs)" and labels[4] == "diloco:H=5 (2 runs)"
+    looks = looks_of(["ddp", "diloco:H=5"])
+    strokes = "document.querySelector('.chart').curves.map(c => c.color)"
+    assert until(browser, strokes) == [looks["ddp"].color, looks["diloco:H=5"].color]
     ends = []
     for seed in range(2):
         rows = [
@@ -61,6 +65,8 @@ def test_seeds_are_one_curve_with_a_band(browser: Any, folder: Path) -> None:
 
 def test_a_sweep_names_its_cells(browser: Any, folder: Path) -> None:
     sweep("digits", {"H": [2, 5]}, seeds=1, max_steps=10, num_nodes=2, processes=1, out=folder / "swept")
+    to(browser, "#/")
+    until(browser, "[...document.querySelectorAll('tbody a')].some(a => a.textContent === 'swept')")
     to(browser, "#/compare/swept")
     cells = "[...document.querySelectorAll('section tbody tr')].map(r => r.cells[0].textContent).slice(0, 2)"
     assert until(browser, cells, lambda found: len(found) == 2) == ["H=2", "H=5"]

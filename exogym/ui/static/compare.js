@@ -53,7 +53,7 @@ export function comparePage(main, names) {
   const verdict = make("p", { id: "verdict", hidden: true }), results = make("section", { hidden: true });
   const groups = make("select", { id: "group", onchange(event) { look.group = event.target.value; show(); keep(); } });
   const keep = () => toAddress("axis", "logx", "logy", "smooth", "group"), described = new Map();
-  let members = {}, offered = "";
+  let members = {}, colors = {}, offered = "";
   main.append(make("h2", {}, names.length === 1 ? names[0] : `Compare ${names.join(", ")}`), at,
     verdict, results, own ? actions.box : "", make("div", { class: "bar" }, make("label", {}, "Group by ", groups), axisChoice(() => show())),
     charts, cells, table(COLUMNS.map(([, title, , number]) => [title, number]), body), own ?? "");
@@ -67,6 +67,13 @@ export function comparePage(main, names) {
   const grouping = () => look.group ?? (Object.keys(members).length ? STRATEGY : RUNS);
   const labelOf = (name) => (grouping() === RUNS ? short(name) : grouping() === STRATEGY && members[name]
     ? members[name] : described.get(name)?.[grouping()] ?? find(name)?.[grouping()] ?? "not said");
+
+  // The color and dash that all pictures give a strategy.
+  function lookOf(label) {
+    if (grouping() !== STRATEGY || !colors[label]) return {};
+    const [light, dark, dash] = colors[label];
+    return { color: matchMedia("(prefers-color-scheme: dark)").matches ? dark : light, dash };
+  }
 
   // Offer each option that differs between the runs.
   function offer() {
@@ -82,7 +89,7 @@ export function comparePage(main, names) {
     const lists = new Map();
     for (const [name, { rows }] of curves) lists.set(labelOf(name), [...(lists.get(labelOf(name)) ?? []), rows]);
     for (const [title, column] of Object.entries(TITLES)) {
-      draw(holders[title], title, [...lists].map(([label, runs]) => together(label, runs, column)));
+      draw(holders[title], title, [...lists].map(([label, runs]) => ({ ...together(label, runs, column), ...lookOf(label) })));
     }
     if (!body.contains(document.activeElement)) {
       body.replaceChildren(...runs().map((run) => make("tr", {}, ...COLUMNS.map((column) => cell(run, column)))));
@@ -92,7 +99,7 @@ export function comparePage(main, names) {
   async function showVerdict() {
     if (own === null) return;
     const found = await get(`/api/runs/${address(names[0])}/verdict`), rows = found.rows ?? [];
-    members = found.members ?? {};
+    members = found.members ?? {}; colors = found.colors ?? {};
     verdict.hidden = !found.verdict; verdict.textContent = found.verdict ?? "";
     results.hidden = !rows.length;
     const columns = RESULTS.filter(([, , text]) => rows.some((row) => text(row)));
