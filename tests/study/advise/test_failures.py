@@ -74,7 +74,7 @@ def test_the_command_line(capsys):
     assert main([*words, *failing, "--strategies", "diloco:H=100", "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)["rows"]
     assert 0.9 < row["goodput"] < row["utilisation"]
-    assert main([*words, *failing[:4]]) == 2 and "give --restart, too" in capsys.readouterr().err
+    assert main([*words, *failing[:4]]) == 2 and "also give --restart" in capsys.readouterr().err
     assert main([*words, *failing[:3], "never", *failing[4:]]) == 2 and "mtbf_s='never'" in capsys.readouterr().err
 
 
