@@ -27,6 +27,7 @@ writes (`exogym.core.record.schema`) is listed as "unreadable", with the reason.
 >>> run: Run = load(place)
 >>> len([*read_lines(place / "records.jsonl")]) == len(run.records)
 True
+>>> track = track_of(place)  # its evaluations
 >>> heads, rows = to_table([("first", run)])
 >>> paths = draw([run], Path(folder.name, "drawn"), titles=["DiLoCo"])
 >>> folder.cleanup()
@@ -281,6 +282,15 @@ def summary(folder: str | os.PathLike[str], target_loss: float | None = None) ->
 
     Raises:
         ArgumentError: the folder holds no comparison or sweep, or has contents that no run writes.
+
+    >>> import tempfile
+    >>> from exogym.compare import compare
+    >>> from exogym.tasks import load_task
+    >>> with tempfile.TemporaryDirectory() as place:
+    ...     _ = compare(load_task("digits"), "ddp,diloco:H=2", max_steps=4, seeds=1, out=place, progress=False)
+    ...     found = summary(*Path(place).iterdir())
+    >>> [row["strategy"] for row in found.rows]
+    ['ddp', 'diloco:H=2']
     """
     path = Path(folder)
     try:
