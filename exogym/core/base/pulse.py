@@ -1,12 +1,14 @@
-"""A process's pulse: a counter that its training moves on, so that others see that it does not hang.
+"""A process's pulse: a counter that shows other processes its progress.
 
-The training loop itself moves it (`beat`), never a thread, which would beat on in a process that hangs. Each process
-says beside it what it is at: a step must not take longer than `hang_s`; what is honestly long (the start and the first
-step, an evaluation, a checkpoint, a callback) may take `PATIENCE` times as long between two beats; who waits for
-others does not hang.
+The training loop itself counts (`beat`). A thread would go on counting in a process that hangs. Beside the counter
+stands the process's activity. It sets how long the counter may stand still:
 
-Run as a script, by its path, it looks after the process that started it (see `exogym.core.engine.hangs`). So it imports
-the standard library only.
+- a step: `hang_s` seconds;
+- the start, the first step, an evaluation, a checkpoint, a callback: `PATIENCE` times as long;
+- waiting for other processes: without limit.
+
+As a script, this file watches the process that started it (see `exogym.core.engine.hangs`). Python runs it by its path,
+so it imports the standard library only.
 """
 
 from __future__ import annotations
@@ -26,21 +28,21 @@ WORKING, STARTING, BETWEEN, WAITING = range(4)
 AT = (
     "in a training step",
     "in its first step",
-    "in what is not a step (start, data, evaluation, checkpoint, callback)",
-    "waiting for the others",
+    "outside a step (start, data, evaluation, checkpoint, callback)",
+    "waiting for other processes",
 )
 PATIENCE = 6
 LOOK_S = 0.25
-STACKS_S = 2.0  # to wait for the stacks of a process at most
+STACKS_S = 2.0  # the longest wait for a process's stacks
 BYTES = 64  # room for a pulse; the first two words of 8 bytes are used
-# On this signal a process that is watched writes where its threads stand.
+# On this signal a watched process writes the stacks of its threads.
 SIGNAL: int = signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else getattr(signal, "SIGINFO", signal.SIGUSR2)
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def words_in(memory: Any, start: int = 0) -> memoryview:
-    """Return the two words of the pulse that lies at byte `start` of `memory`: the beats, and what it is at."""
+    """Return the pulse at byte `start` of `memory`, as two words: the count and the activity."""
     return memoryview(memory)[start : start + 16].cast("Q")
 
 
@@ -48,12 +50,12 @@ _words = words_in(bytearray(16))
 
 
 def beat() -> None:
-    """Say that something went on."""
+    """Count some progress."""
     _words[0] += 1
 
 
 def step_taken() -> None:
-    """Say that a training step, or a part of one, has been computed; those that follow the first ones take less."""
+    """Count a training step or a part of one. It ends the longer limit for first steps."""
     _words[0] += 1
     if _words[1] == STARTING:
         _words[1] = WORKING
@@ -61,7 +63,7 @@ def step_taken() -> None:
 
 @contextlib.contextmanager
 def at(what: int) -> Iterator[None]:
-    """While entered, this process is at `what`."""
+    """Inside, this process's activity is `what`."""
     before = _words[1]
     _words[0] += 1
     _words[1] = what
@@ -73,7 +75,7 @@ def at(what: int) -> Iterator[None]:
 
 
 def waits(function: F) -> F:
-    """In `function` this process waits for others."""
+    """Decorate `function`: while it runs, this process waits for others."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -85,7 +87,7 @@ def waits(function: F) -> F:
 
 @contextlib.contextmanager
 def kept_in(memory: Any, start: int = 0) -> Iterator[None]:
-    """While entered, this process keeps its pulse in `memory`, where others see it."""
+    """Inside, this process keeps its pulse in `memory`, where other processes see it."""
     global _words
     before, _words = _words, words_in(memory, start)
     _words[1] = BETWEEN
@@ -96,7 +98,9 @@ def kept_in(memory: Any, start: int = 0) -> Iterator[None]:
 
 
 class Patience:
-    """How long a pulse may stand still. Only the seconds of looking on count: who was stopped himself has not looked.
+    """How long a pulse may stand still, counted in the seconds that its watcher looks on.
+
+    Time in which the watcher itself was stopped does not count.
 
     >>> words = words_in(bytearray(16))
     >>> patience = Patience(words, hang_s=1.0)
@@ -116,7 +120,7 @@ class Patience:
         self._seen = -1
 
     def spent(self, seconds: float) -> bool:
-        """Look again, after so many seconds; say whether the pulse has stood still for too long."""
+        """Look again, `seconds` after the last look. Return whether the pulse stood still for too long."""
         if self.words[0] != self._seen:
             self._seen, self._looked_s = self.words[0], 0.0
             return False
@@ -126,20 +130,20 @@ class Patience:
     def complaint(self, pid: int) -> str:
         stopped = ", stopped by a signal (SIGSTOP)" if is_stopped(pid) else ""
         return (
-            f"hangs: nothing of it was seen for {self.limit_s:g} s {AT[self.words[1]]}{stopped} (hang_s="
-            f"{self.hang_s:g}; None lets it be)"
+            f"hangs: no progress for {self.limit_s:g} s {AT[self.words[1]]}{stopped} (hang_s={self.hang_s:g}; "
+            "None: no limit)"
         )
 
 
 def is_stopped(pid: int) -> bool:
-    """Say whether a process was stopped by a signal (where the system tells: Linux)."""
+    """Return whether a signal stopped the process `pid`. False on systems other than Linux."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:
         return file.read().rpartition(b")")[2].split()[0] == b"T"
     return False
 
 
 def stacks_of(pid: int, file: int, start: int = 0) -> str:
-    """Have a process write where its threads stand into `file`, from byte `start` on; "" where it cannot."""
+    """Let a process write its threads' stacks to `file`, from byte `start`. Return them, or "" if it cannot."""
     if is_stopped(pid):
         return ""
     with contextlib.suppress(ProcessLookupError):
@@ -154,9 +158,10 @@ def stacks_of(pid: int, file: int, start: int = 0) -> str:
 
 
 def look_after(pid: int, file: int, hang_s: float, name: str) -> None:
-    """Watch over the process `pid`, whose pulse is in `file`, as long as it is this one's parent; kill it if it hangs.
+    """Watch the parent process `pid`, whose pulse is in `file`, and kill it if it hangs.
 
-    What it was, and where it stood, goes to stderr and into the file that torch's elastic agent reads.
+    The reason and the stacks go to stderr and to the file that torch's elastic agent reads. The watch ends when `pid`
+    is no longer this process's parent.
     """
     words = words_in(mmap.mmap(file, mmap.PAGESIZE))
     patience = Patience(words, hang_s)
@@ -170,7 +175,7 @@ def look_after(pid: int, file: int, hang_s: float, name: str) -> None:
             break
     complaint = f"{name} {patience.complaint(pid)}"
     stacks = stacks_of(pid, file, mmap.PAGESIZE)
-    text = f"{complaint}; it is killed." + (f" Where it stood:\n{stacks}" if stacks else "")
+    text = f"{complaint}; ExoGym kills it." + (f" Its stacks:\n{stacks}" if stacks else "")
     path, now = os.environ.get("TORCHELASTIC_ERROR_FILE"), time.time()
     if path:
         extra = {"py_callstack": text, "timestamp": str(int(now)), "time_s": now, "lost": False}
@@ -183,8 +188,8 @@ def look_after(pid: int, file: int, hang_s: float, name: str) -> None:
 
 
 def main(words: list[str]) -> None:
-    """`pulse.py PID FILE HANG_S NAME`, started by the process PID."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # which the parent obeys in its own time
+    """Run `pulse.py PID FILE HANG_S NAME`. The process PID starts it."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the parent handles them when it can
         signal.signal(number, signal.SIG_IGN)
     pid, file, hang_s, name = words
     look_after(int(pid), int(file), float(hang_s), name)

@@ -1,12 +1,12 @@
-"""A store of keys and values for those who know each other: torch's interface at one end, lines of JSON between.
+"""A store of keys and values with torch's interface, over connections that have been checked.
 
-torch's own `TCPStore` answers whoever reaches its port. Here questions and answers travel over a connection that came
-through a `Door`:
+torch's own `TCPStore` answers anybody who reaches its port. Here questions and answers are lines of JSON, on a
+connection that a `Door` let in:
 
     {"say": "store", "id", "do": "set" | "add" | "get" | "check" | "delete" | "swap" | "count", "keys": [...], ...}
     {"hear": "store", "id", "is": the answer}
 
-Values travel as base64. A "get" is answered once all its keys are there.
+Values travel as base64. The answer to a "get" comes when all its keys exist.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from typing import Any, Generic, TypeVar
 import torch.distributed as dist
 
 Who = TypeVar("Who")
-# What a line that nobody understands can raise.
+# The errors that a malformed line can raise.
 SENSELESS = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 
 
 class Shelf(Generic[Who]):
-    """The keys and values, where they are kept; knows no sockets.
+    """The keys and values themselves, without any sockets.
 
     >>> shelf = Shelf()
     >>> shelf.take("a", {"id": 7, "do": "get", "keys": ["x"]})
@@ -41,10 +41,10 @@ class Shelf(Generic[Who]):
         self._waiting: list[tuple[Who, int, list[str]]] = []
 
     def take(self, who: Who, said: dict[str, Any]) -> list[tuple[Who, dict[str, Any]]]:
-        """Do what `who` asks; return what is to be told to whom.
+        """Process a line from `who`; return the answers to send, as (receiver, answer).
 
         Raises:
-            one of SENSELESS: nobody understands it.
+            one of SENSELESS: the line is malformed.
         """
         number, keys = int(said["id"]), [str(key) for key in said["keys"]]
         if said["do"] == "get":
@@ -61,7 +61,7 @@ class Shelf(Generic[Who]):
         return answered
 
     def leave(self, who: Who) -> None:
-        """`who` waits for nothing any more."""
+        """Forget the open questions of `who`."""
         self._waiting = [entry for entry in self._waiting if entry[0] != who]
 
     def _do(self, do: str, keys: list[str], said: dict[str, Any]) -> Any:
@@ -83,7 +83,7 @@ class Shelf(Generic[Who]):
             if self.values.get(key, "") == said["old"]:
                 self.values[key] = str(said["new"])
             return self.values.get(key, said["old"])
-        raise ValueError(f"{do!r} is nothing that a store does")
+        raise ValueError(f"do={do!r} is unknown to this store")
 
 
 def _answer(number: int, value: Any) -> dict[str, Any]:
@@ -102,9 +102,10 @@ class LineStore(dist.Store):
     """torch's interface to a `Shelf` at the other end of a line.
 
     Args:
-        say: sends a question there. What is heard from there is given to `hear`, in another thread.
+        say: sends a question. Another thread passes each answer to `hear`.
 
-    All calls raise torch's DistNetworkError once the line has failed, its DistStoreError where they wait for too long.
+    All calls raise torch's DistNetworkError once the line has failed. They raise its DistStoreError after too long a
+    wait.
     """
 
     def __init__(self, say: Callable[[dict[str, Any]], None]):
@@ -123,7 +124,7 @@ class LineStore(dist.Store):
             asked.set_result(said["is"])
 
     def fail(self, why: str) -> None:
-        """The line is lost: whoever waits for an answer, or asks from now on, gets an error."""
+        """Mark the line as lost. Open and later questions raise an error with the reason `why`."""
         with self._lock:
             self._failed = self._failed or why
             lost, self._open = list(self._open.values()), {}
@@ -131,7 +132,7 @@ class LineStore(dist.Store):
             asked.set_exception(dist.DistNetworkError(why))
 
     def later(self, do: str, keys: Sequence[str], **more: Any) -> Future[Any]:
-        """Ask; return where the answer will be."""
+        """Send a question; return a future for its answer."""
         asked: Future[Any] = Future()
         with self._lock:
             number, failed = next(self._numbers), self._failed
@@ -148,7 +149,7 @@ class LineStore(dist.Store):
         try:
             return self.later(do, keys, **more).result(limit_s)
         except TimeoutError:
-            raise dist.DistStoreError(f"waited for {', '.join(keys)} for {limit_s:g} s") from None
+            raise dist.DistStoreError(f"no answer about {', '.join(keys)} within {limit_s:g} s") from None
 
     # What torch calls
 
@@ -173,7 +174,7 @@ class LineStore(dist.Store):
     def num_keys(self) -> int:
         return int(self._ask("count", []))
 
-    deleteKey, getNumKeys = delete_key, num_keys  # the names by which torch's C++ calls them
+    deleteKey, getNumKeys = delete_key, num_keys  # torch's C++ uses these names
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         return unpacked(self._ask("swap", [key], old=packed(expected), new=packed(desired)))

@@ -1,4 +1,4 @@
-"""Standard streams that are closed, broken or know few letters: what is said there never ends a run."""
+"""Output that never ends a run, even if a standard stream is closed, broken, or lacks characters."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import os
 import sys
 from typing import Any
 
-BROKEN_PIPE = 141  # exit status where nobody reads stdout any more: 128 + SIGPIPE, as of other commands
+BROKEN_PIPE = 141  # exit status when nobody reads stdout any more: 128 + SIGPIPE, as in other commands
 GONE = (errno.EPIPE, errno.EIO)  # nobody reads it any more, or its terminal was closed
 
 
 def printable(text: str) -> str:
-    """Return a text without what would steer a terminal.
+    """Return a text in which "?" replaces each control character, which could steer a terminal.
 
     >>> printable("loss\\x1b[2Jgone")
     'loss?[2Jgone'
@@ -22,7 +22,7 @@ def printable(text: str) -> str:
 
 
 class Stderr:
-    """The stderr of the moment, as a file. What it cannot take is left out: a run has its results elsewhere.
+    """The current `sys.stderr`, as a file that raises no errors. Text that it cannot take is dropped.
 
     >>> print("exogym: going on", file=STDERR)
     """
@@ -33,7 +33,7 @@ class Stderr:
             stream.write(text)
         except UnicodeEncodeError as error:
             return self.write(text.encode(error.encoding, "replace").decode(error.encoding))
-        except (AttributeError, OSError, ValueError) as error:  # there is none, it is gone or full, it was closed
+        except (AttributeError, OSError, ValueError) as error:  # stderr is missing, gone, full or closed
             _leave(stream, error)
         return len(text)
 
@@ -57,7 +57,7 @@ STDERR: Any = Stderr()
 
 
 def _leave(stream: Any, error: BaseException) -> None:
-    """Let a standard stream that is gone lead nowhere, so that neither later writes nor the end of Python fail."""
+    """Redirect a lost standard stream to the null device. Later writes and Python's exit then succeed."""
     if isinstance(error, OSError) and error.errno in GONE and stream in (sys.__stdout__, sys.__stderr__):
         with contextlib.suppress(OSError, ValueError):
             nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -66,7 +66,7 @@ def _leave(stream: Any, error: BaseException) -> None:
 
 
 def is_stdout_gone() -> bool:
-    """Say whether nobody reads stdout any more, as behind `| head`; then what is written there goes nowhere."""
+    """Return whether nobody reads stdout any more, as after `| head`. If so, redirect it to the null device."""
     try:
         sys.stdout.flush()
     except OSError as error:
@@ -76,15 +76,15 @@ def is_stdout_gone() -> bool:
 
 
 def fill_in() -> None:
-    """Give this process the null device for standard streams that it was started without.
+    """Open the null device for each standard stream that this process lacks.
 
-    Else the next files that it opens would take their numbers, and what others write to stderr would land in them.
+    Otherwise the next opened files would take the streams' numbers, and libraries would write stderr's text into them.
     """
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
             os.set_inheritable(number, True)
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
@@ -92,14 +92,14 @@ def fill_in() -> None:
 
 
 def replace_letters() -> None:
-    """Let stdout print "?" for a letter that it does not know, as in ASCII, where it would raise an error."""
+    """Let stdout print "?" for a character that its encoding lacks, instead of raising an error."""
     stream: Any = sys.stdout
     if getattr(stream, "errors", None) == "strict":
         stream.reconfigure(errors="replace")
 
 
 def flush() -> None:
-    """Write out what stdout and stderr hold back: a fork would write it a second time."""
+    """Flush stdout and stderr. A fork would write their buffered text a second time."""
     STDERR.flush()
     with contextlib.suppress(AttributeError, OSError, ValueError):
         sys.stdout.flush()

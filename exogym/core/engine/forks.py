@@ -162,9 +162,7 @@ def _tell_main(run: _Run, parent: int, hung: Hung) -> str:
         run.memory[MAIN_HANGS] = 1
         stacks = pulse.stacks_of(parent, run.stacks)
         if not run.memory[MAIN_KNOWS]:  # it runs no Python any more
-            print(
-                f"exogym: {text}" + (f". Where it stood:\n{stacks}" if stacks else ""), file=streams.STDERR, flush=True
-            )
+            print(f"exogym: {text}" + (f". Its stacks:\n{stacks}" if stacks else ""), file=streams.STDERR, flush=True)
     return text
 
 
@@ -176,8 +174,8 @@ def _ends_if_it_hangs(run: _Run) -> Iterator[None]:
         run.memory[MAIN_KNOWS] = 1
         stacks = os.pread(run.stacks, 1 << 16, 0).decode("utf-8", "replace").strip()
         raise WorkerError(
-            f"the main process hung (hang_s={run.hang_s:g}; None lets it be), and its worker processes have ended; "
-            f"checkpoints stand. Where it stood:\n{stacks}"
+            f"the main process hung (hang_s={run.hang_s:g}; None: no limit), and its worker processes have ended; "
+            f"checkpoints stand. Its stacks:\n{stacks}"
         )
 
     if run.hang_s is None or threading.current_thread() is not threading.main_thread():
@@ -243,7 +241,7 @@ class _Child:
         """Return the error to raise for a process that hangs; it is killed by `end`."""
         text = f"{self.who(nodes)} {hung.patience.complaint(self.pid)}; it was killed, checkpoints written before stand"
         found = pulse.stacks_of(self.pid, stacks)
-        return WorkerError(text + (f". Where it stood:\n{found}" if found else ""))
+        return WorkerError(text + (f". Its stacks:\n{found}" if found else ""))
 
     def who(self, nodes: Sequence[int]) -> str:
         return f"worker process {self.process} ({held(nodes)})"

@@ -80,21 +80,22 @@ class RunOptions:
             to nodes, or a `Balance` with speeds. None: all nodes do the same, placed as evenly as possible.
         faults: Nodes that drop out and return, slow nodes, lost synchronizations (see `exogym.faults`). Each strategy's
             docstring says how it handles them. An absent node has no record in the history.
-        on_nonfinite: "raise", "skip" or "ignore" a gradient or update that is not finite, before other nodes see it.
-            With "skip" the node sends nothing in that round, as if absent. Then it copies a healthy node's whole state;
-            the history has no record of it for such steps. With "ignore" only losses are checked. Infs that fp16's
-            scaling handles are not errors.
+        on_nonfinite: Reaction to a gradient or update that is not finite: "raise", "skip" or "ignore". It comes before
+            other nodes see the values. With "skip" the node sends nothing in that round, as if absent. Then it copies a
+            healthy node's whole state. The history has no record of this node for such steps. With "ignore" only
+            losses are checked. Infs that fp16's scaling handles are not errors.
         final_sync: Synchronize leftover steps at the end, and count the bytes.
         log_interval: Steps between records.
-        max_restarts: How often all processes start again from the last checkpoint, after an error or a crash. Under
-            torchrun use its own --max-restarts, and resume=True here.
-        hang_s: Seconds that a node's step may take (its micro-batch, if steps are split) with several processes. A
-            process that takes longer counts as hung: it is killed and handled like a crash (`max_restarts`). Six times
-            as long is allowed for the start, the first step, each batch of an evaluation, a checkpoint, and a callback
-            (between two `loop.beat()`). None: no limit, for example while a debugger holds a process.
-        client_state_memory: Bytes that each process may hold of the saved state of idle sampled clients (optimizers,
-            control variates). The rest lies in files under `save_dir`. None: all in memory. While a checkpoint is
-            written, all of it is in memory.
+        max_restarts: Restarts allowed after errors and crashes. All processes start again from the last checkpoint.
+            Under torchrun use its own --max-restarts, and resume=True here.
+        hang_s: Seconds that a step may take before its process counts as hung. ExoGym kills such a process and handles
+            it like a crash (`max_restarts`). Only runs with several processes have this limit. If steps are split, it
+            holds for each micro-batch. It is six times as long for the start, the first step, each batch of an
+            evaluation, a checkpoint, and a callback (between two `loop.beat()`). None: no limit, for example while a
+            debugger holds a process.
+        client_state_memory: Bytes of memory, per process, for the saved state of idle sampled clients. The rest of this
+            state (optimizers, control variates) lies in files under `save_dir`. None: all in memory. While a checkpoint
+            is written, all of it is in memory.
         dataloader_kwargs: Arguments for torch's DataLoader (num_workers, collate_fn, ...).
     """
 
