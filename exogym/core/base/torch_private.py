@@ -1,9 +1,9 @@
-"""The private parts of torch that this package uses, each behind a name of its own. No other file uses one.
+"""All private parts of torch that this package uses, each behind its own name. No other file uses private parts.
 
-Private is what torch's own rule for its API calls so: a name with an underscore anywhere in its path, or one that its
-module does not list in `__all__`. So `torch._foreach_mul_` and `nn.Module._buffers` are private, `torch.func` and
-`torch.distributed.elastic.rendezvous` are not. `tests/core/base/test_torch_private.py` tries each part, and fails where
-another torch has changed it; `tests/laws/test_private_names.py` finds one that is used elsewhere.
+Torch's rule for its API says which names are private: names with an underscore anywhere in their path, and names that
+their module does not list in `__all__`. So `torch._foreach_mul_` and `nn.Module._buffers` are private. `torch.func` and
+`torch.distributed.elastic.rendezvous` are public. `tests/core/base/test_torch_private.py` tries each part and fails if
+another torch has changed it. `tests/laws/test_private_names.py` finds private names in other files.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_map_only
 
 from exogym.errors import ModelError
 
-# The versions of torch that all parts were tried with. The oldest is the floor in pyproject.toml.
+# All parts were tried with these versions of torch. The oldest is the floor in pyproject.toml.
 TRIED_WITH = ("2.12.1", "2.13.0", "2.14.1", "2.15.0")
 
 # Tensors
@@ -38,7 +38,7 @@ Tensors = list[Tensor] | tuple[Tensor, ...]
 
 
 def scale_(tensors: Tensors, factor: float | Tensor) -> None:
-    """Multiply each of `tensors` by `factor`, in place and by one call.
+    """Multiply each of `tensors` by `factor`, in place, in one call.
 
     >>> two = [torch.ones(1), torch.ones(2)]
     >>> scale_(two, 3.0)
@@ -49,27 +49,27 @@ def scale_(tensors: Tensors, factor: float | Tensor) -> None:
 
 
 def copy_(targets: Tensors, sources: Tensors) -> None:
-    """Copy each source into its target, by one call."""
+    """Copy each source into its target, in one call."""
     torch._foreach_copy_(targets, sources)
 
 
 def add_(targets: Tensors, others: Tensors, alpha: float = 1.0) -> None:
-    """Add `alpha` times each of `others` to its target, in place and by one call."""
+    """Add `alpha` times each of `others` to its target, in place, in one call."""
     torch._foreach_add_(targets, others, alpha=alpha)
 
 
 def differences(tensors: Tensors, others: Tensors) -> Tensors:
-    """Return each of `tensors` less its one of `others`, by one call."""
+    """Return each of `tensors` minus its partner in `others`, in one call."""
     return torch._foreach_sub(tensors, others)
 
 
 def norms(tensors: Tensors) -> Tensors:
-    """Return the Euclidean norm of each of `tensors`, by one call."""
+    """Return the Euclidean norm of each of `tensors`, in one call."""
     return torch._foreach_norm(tensors)
 
 
 def version(tensor: Tensor) -> int:
-    """Return how often `tensor`, or another view of its memory, was written in place, as autograd counts it."""
+    """Return autograd's count of in-place writes to `tensor` and other views of its memory."""
     return tensor._version
 
 
@@ -77,17 +77,17 @@ def version(tensor: Tensor) -> int:
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Return the dict in which `module` keeps its own parameters by attribute; what is put in is what it uses."""
+    """Return the dict of `module`'s own parameters by attribute. `module` uses any parameter put into it."""
     return module._parameters
 
 
 def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
-    """Return the dict in which `module` keeps its own buffers by attribute; what is put in is what it uses."""
+    """Return the dict of `module`'s own buffers by attribute. `module` uses any buffer put into it."""
     return module._buffers
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
-    """Return the module inside of `torch.compile`'s wrapper, or `model` itself where it is none."""
+    """Return the module inside `torch.compile`'s wrapper, or `model` itself if it has no wrapper."""
     return getattr(model, "_orig_mod", model)
 
 
@@ -97,7 +97,7 @@ def uncompiled(model: nn.Module) -> nn.Module:
 class FusedSGD(torch.optim.SGD):
     """torch's fused SGD for parameters that need not all have a gradient at the first step.
 
-    The kernel fails where only some of them have a momentum yet; such a step goes tensor by tensor.
+    The fused kernel fails while only some parameters have a momentum. Such a step goes tensor by tensor.
     """
 
     def _init_group(self, group: Any, params: Any, grads: Any, momentum_buffer_list: Any) -> Any:
@@ -107,9 +107,9 @@ class FusedSGD(torch.optim.SGD):
         return sparse
 
     def plain_step(self) -> None:
-        """Take a step as `step` does, by the same kernel, without what torch's Python does around it (a tenth of it).
+        """Take a step with `step`'s kernel, without torch's Python around it (a tenth of the step).
 
-        Only where parameters without momentum on one device are of one dtype; other steps go its way.
+        Parameters must be on one device and of one dtype. With momentum or a gradient scale, `step` itself runs.
         """
         for group in self.param_groups:
             if group["momentum"] or getattr(self, "grad_scale", None) is not None:
@@ -125,15 +125,17 @@ class FusedSGD(torch.optim.SGD):
 
 
 def bare_step(optimizer: Optimizer) -> Callable[[], Any] | None:
-    """Return the step of an optimizer without what torch wraps around it; None where something has to be called there.
+    """Return an optimizer's step without torch's wrappers; None if they must run (hooks, a scheduler's counter).
 
-    One wrapper calls hooks, and tells the profiler (11 us a call). The one inside it switches gradients off, which is
-    done here, and stops torch's compiler, for which it imports it: a second of a process's start.
+    The outer wrapper calls hooks and the profiler (11 us a call). The inner wrapper switches gradients off; the
+    returned step does so too. It also imports torch's compiler to stop it, which takes a second when a process starts.
     """
     step = type(optimizer).step
     own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
     hooks = any((*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks))
-    if hooks or not getattr(step, "hooked", False) or "step" in vars(optimizer):  # a scheduler's, which counts
+    if (
+        hooks or not getattr(step, "hooked", False) or "step" in vars(optimizer)
+    ):  # a scheduler's step, which counts calls
         return None
     inside = step.__wrapped__  # type: ignore[attr-defined]
     if inside.__code__ is not _NO_GRAPH:
@@ -154,15 +156,14 @@ def _without_graph(step: Callable[[Optimizer], Any], optimizer: Optimizer) -> An
         torch.set_grad_enabled(enabled)
 
 
-_NO_GRAPH = _use_grad_for_differentiable(lambda optimizer: None).__code__  # of the inner wrapper
+_NO_GRAPH = _use_grad_for_differentiable(lambda optimizer: None).__code__  # the inner wrapper's
 
 
 @contextlib.contextmanager
 def without_compiler() -> Iterator[None]:
-    """Inside, making an optimizer does not import torch's compiler, which takes as long as importing torch itself.
+    """Inside, make optimizers without importing torch's compiler. The import takes as long as importing torch.
 
-    Torch imports it to say that it must not compile the method that adds a group of parameters. Where nobody has
-    imported it, nothing is compiled.
+    Torch imports the compiler only to exclude `add_param_group` from it. Without the import nothing is compiled anyway.
     """
     method: Any = inspect.unwrap(Optimizer.add_param_group)
     if "torch._dynamo" in sys.modules or hasattr(method, "__dynamo_disable"):
@@ -176,7 +177,7 @@ def without_compiler() -> Iterator[None]:
 
 
 def is_of_every_optimizer(attribute: str) -> bool:
-    """Tell whether torch itself keeps `attribute` on every optimizer, so that it says nothing of this one."""
+    """Return whether torch itself sets `attribute` on every optimizer. Such an attribute tells nothing about one."""
     return attribute in _OF_OPTIMIZERS or attribute.startswith("_optimizer_")
 
 
@@ -186,16 +187,16 @@ _OF_OPTIMIZERS = {
         "_opt_called",
         "_step_supports_amp_scaling",
         "_need_device_dtype_check_for_fused",
-    ),  # of schedulers, of fused ones
+    ),  # set by schedulers and by fused optimizers
 }
 
 # Loading data
 
 
 def end_workers(batches: Any) -> None:
-    """End the worker processes of `batches`, the iterator of a DataLoader that has some, at once.
+    """End the worker processes of `batches`, a DataLoader's iterator, at once.
 
-    Also where the traceback of an error holds on to the iterator, and where a worker hangs in the data set.
+    This also works while an error's traceback keeps the iterator alive, or while a worker hangs in the data set.
     """
     batches._shutdown_workers()
     for worker in batches._workers:
@@ -205,12 +206,12 @@ def end_workers(batches: Any) -> None:
 
 # The elastic agent
 
-AGENT_LOGGERS = "torch.distributed.elastic"  # how their names begin
+AGENT_LOGGERS = "torch.distributed.elastic"  # the prefix of their names
 FAILURE_LOGGER = "torch.distributed.elastic.multiprocessing.api"
 
 
 def failure_of(record: logging.LogRecord) -> tuple[int, int, int] | None:
-    """Return (local rank, process id, exit code) where torch's agent says with `record` that a process failed."""
+    """Return (local rank, process id, exit code) if torch's agent reports a failed process with `record`."""
     if not str(record.msg).startswith("failed (exitcode") or not isinstance(record.args, tuple):
         return None
     exitcode, local_rank, pid = record.args[:3]
@@ -221,9 +222,10 @@ def failure_of(record: logging.LogRecord) -> tuple[int, int, int] | None:
 
 
 def traced(function: Callable[..., Any], *inputs: Any) -> Callable[..., Any]:
-    """Return `function` as a graph of torch's operations on tensors like `inputs` (nested), backward passes included.
+    """Return `function` as a graph of torch's operations on tensors like `inputs` (nested), with backward passes.
 
-    Nothing is computed: what asks a tensor for its numbers is an error. Tensors that are no inputs become constants.
+    Tracing computes no values, so code that reads a tensor's values raises an error. Tensors that are not inputs become
+    constants.
     """
     from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -240,7 +242,7 @@ _HOOKS = (
 
 
 class Plain:
-    """What `fully_shard` and `parallelize_module` change of the modules of a model, kept to undo it."""
+    """A model's modules before `fully_shard` or `parallelize_module`, kept to restore them."""
 
     def __init__(self, model: nn.Module):
         self._kept = [
@@ -249,7 +251,7 @@ class Plain:
         ]
 
     def restore(self) -> None:
-        """Make the modules what they were; parameters are the objects that they were, with what these hold now."""
+        """Undo all changes. Modules get back their old parameter objects, with these objects' current values."""
         from torch.distributed._composable_state import _module_state_mapping
 
         for module, kind, names, parameters, hooks in self._kept:
@@ -266,7 +268,7 @@ class Plain:
 
 
 def sharded_parameters(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
-    """Return (module, attribute, handle) of each parameter that `fully_shard` has sharded, once where it is tied."""
+    """Return (module, attribute, handle) of each parameter that `fully_shard` sharded. Tied parameters come once."""
     from torch.distributed.fsdp import FSDPModule
 
     found = []
@@ -278,10 +280,10 @@ def sharded_parameters(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
 
 
 def hold_shard(handle: Any, shard: Tensor) -> None:
-    """Let a sharded parameter's shard be `shard` itself, a contiguous part of a larger memory.
+    """Make `shard` itself, a contiguous part of a larger memory, a sharded parameter's shard.
 
-    Shards are gathered in one size, that of the largest: of a smaller one what lies behind it is sent as well, and
-    dropped where it comes. Where the memory ends before that, the parameter holds a copy.
+    A gather sends every shard in the largest shard's size. After a smaller shard it also sends the memory behind it,
+    which the receivers drop. If the memory ends too early for this, the parameter holds a padded copy.
     """
     padded = handle.padded_sharded_param_size.numel()
     enough = shard.untyped_storage().nbytes() // shard.element_size() - shard.storage_offset()
@@ -296,13 +298,13 @@ def hold_shard(handle: Any, shard: Tensor) -> None:
 
 
 def take_shard_gradient(handle: Any) -> Tensor | None:
-    """Return the gradient of a sharded parameter's shard, a plain tensor, which it holds no longer."""
+    """Return the gradient of a sharded parameter's shard as a plain tensor, and remove it from the parameter."""
     found, handle.sharded_param.grad = handle.sharded_param.grad, None
     return None if found is None else found._local_tensor
 
 
 def hold_local(parameter: nn.Parameter, local: Tensor) -> None:
-    """Let what is here of a parameter, a plain one or a DTensor, be `local` itself."""
+    """Make `local` itself this process's part of a parameter, which may be a DTensor."""
     from torch.distributed.tensor import DTensor
 
     if isinstance(parameter, DTensor):
@@ -312,14 +314,14 @@ def hold_local(parameter: nn.Parameter, local: Tensor) -> None:
 
 
 def held_local(parameter: nn.Parameter) -> Tensor:
-    """Return what is here of a parameter, a plain one or a DTensor: `hold_local`'s."""
+    """Return this process's part of a parameter, which may be a DTensor (see `hold_local`)."""
     from torch.distributed.tensor import DTensor
 
     return parameter._local_tensor if isinstance(parameter, DTensor) else parameter.data
 
 
 def take_gradient(parameter: nn.Parameter) -> Tensor | None:
-    """Return what is here of the gradient of a parameter, a plain one or a DTensor, which it holds no longer."""
+    """Return this process's part of a parameter's gradient, and remove the gradient. Both may be DTensors."""
     from torch.distributed.tensor import DTensor
 
     found, parameter.grad = parameter.grad, None
@@ -327,10 +329,10 @@ def take_gradient(parameter: nn.Parameter) -> Tensor | None:
 
 
 def forget_meshes(device: torch.device) -> None:
-    """Forget what torch keeps of operations of DTensors, also in the thread that computes gradients on `device`.
+    """Clear torch's cache of DTensor operations, here and in the thread that computes gradients on `device`.
 
-    Meshes are kept with it. Another one of the same processes is equal to one of these, and would be taken for it, and
-    its process groups are those of an earlier run, which are gone.
+    The cache keeps meshes. A new mesh of the same processes equals an old mesh, so torch would use the old one. The old
+    mesh's process groups belong to an earlier run and no longer exist.
     """
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
@@ -340,25 +342,27 @@ def forget_meshes(device: torch.device) -> None:
     (x * 1).backward()
 
 
-# Passes without numbers
+# Passes without values
 
 
 class Hollow(TorchDispatchMode):
-    """Inside, what is made of a model's parameters has a shape and no numbers (torch's meta device), in no time.
+    """Inside, all tensors computed from a model's parameters have shapes but no values (torch's meta device).
+
+    Such a pass takes almost no time.
 
     Raises:
-        ModelError: the pass looks at such a number, or uses behind a `cut` what was made before it.
+        ModelError: the pass reads such a value, or uses a tensor from before a `cut` after it.
     """
 
     def __init__(self, model: nn.Module, watches: bool = False):
         super().__init__()
         self._own = {id(p) for p in model.parameters()}
         self._watches, self._last = watches, ""
-        self._made: dict[int, Tensor] = {}  # since the last cut, and before it
+        self._made: dict[int, Tensor] = {}  # tensors since the last cut; next line: before it
         self._beyond: dict[int, Tensor] = {}
 
     def cut(self, out: Tensor, name: str) -> Tensor:
-        """Return what stands for `out` of the module `name` where it `watches`: nothing else may be used from here."""
+        """Return a substitute for `out`, the output of module `name`. While watching, later code may use only this."""
         self._beyond |= self._made
         self._made, self._last = {}, name
         return torch.empty(out.shape, dtype=out.dtype, device="meta")
@@ -369,8 +373,8 @@ class Hollow(TorchDispatchMode):
         if any(seen):
             if func is torch.ops.aten._local_scalar_dense.default:
                 raise ModelError(
-                    "the forward pass looks at numbers that follow from parameters of an earlier stage: it cannot be "
-                    "cut into stages in several processes"
+                    "the forward pass reads values computed in an earlier stage, so it cannot run as stages in several "
+                    "processes. Remove such reads (.item(), if x > 0), or train without stages"
                 )
             tree_map_only(Tensor, self._refuse_beyond, given)
             given = tree_map_only(Tensor, _without_numbers, given)
@@ -382,8 +386,8 @@ class Hollow(TorchDispatchMode):
     def _refuse_beyond(self, x: Tensor) -> None:
         if id(x) in self._beyond:
             raise ModelError(
-                f"the model is cut after {self._last!r}, and behind it uses more of what was made before than its "
-                "output, which is all that a stage gets: cut it elsewhere"
+                f"the model is cut after {self._last!r}, but later code uses other tensors from before the cut. A "
+                "stage gets only the previous stage's output: cut the model elsewhere"
             )
 
 
@@ -395,6 +399,6 @@ def _without_numbers(x: Tensor) -> Tensor:
     if isinstance(x, DTensor):
         local = _without_numbers(x._local_tensor)
         return DTensor.from_local(local, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride())
-    if 0 in x.stride():  # of a parameter that is elsewhere: one number in place of all
+    if 0 in x.stride():  # another process's parameter: one number in place of all
         return torch.empty(x.size(), dtype=x.dtype, device="meta")
     return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="meta")

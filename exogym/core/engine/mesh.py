@@ -1,11 +1,14 @@
-"""The wire of nodes that are several processes each, and what the processes of a node tell each other.
+"""The wire for nodes of several processes each, and the communication inside such a node.
 
-With k processes for a node, process r holds part r % k of the rows of node group r // k. Processes with the same part
-are a process group, through which their columns travel between nodes; those of one node group are another, for what is
-said inside a node; what all must agree on goes through the whole world.
+With k processes per node, process r holds part r % k of the rows of node group r // k. There are three kinds of process
+groups:
 
-Nodes of different sizes all cut their rows into as many parts, the greatest common divisor K of the sizes. The first K
-processes of a node travel; of the others each is a copy of one of these, and is told what it finds.
+- processes with the same part carry their columns between nodes;
+- processes of one node group communicate inside the node;
+- the whole world agrees on flags.
+
+Nodes of different sizes all cut their rows into K parts, the greatest common divisor of the sizes. Only a node's first
+K processes communicate between nodes. Each other process is a copy of one of them and receives its results.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from exogym.core.mesh import NodeMesh
 
 
 class ProcessInside(Inside):
-    """The processes of a node in a process group, each with some of the columns of its rows."""
+    """The processes of a node, as a process group. Each holds some columns of the node's rows."""
 
     def __init__(
         self, group: dist.ProcessGroup, device: torch.device, by_axis: Mapping[str, dist.ProcessGroup] | None = None
@@ -72,7 +75,7 @@ class ProcessInside(Inside):
             forget_meshes(self.device)
             if len(axes) == 1:
                 self._meshes[key] = DeviceMesh.from_group(self.group, self.device.type, mesh_dim_names=tuple(axes))
-            elif self.by_axis is not None:  # made with those of all nodes, whose axes are others
+            elif self.by_axis is not None:  # nodes' axes differ; all groups exist already
                 ranks = torch.tensor(dist.get_process_group_ranks(self.group)).view(*axes.values())
                 held = [self.by_axis[name] for name in axes]
                 self._meshes[key] = DeviceMesh.from_group(held, self.device.type, ranks, mesh_dim_names=tuple(axes))
@@ -105,9 +108,9 @@ class MeshWire(Wire):
     """Carries columns between the processes that hold the same part of different nodes.
 
     Args:
-        placement: global ids of each group of processes, together 0..N-1 ascending.
-        meshes: the split of each node; where they differ, each node has processes of its own.
-        native: as `ProcessWire`.
+        placement: node ids of each group of processes, together 0..N-1 ascending.
+        meshes: each node's split. If the splits differ, each node has its own processes.
+        native: as in `ProcessWire`.
     """
 
     shares_memory = False
@@ -134,13 +137,13 @@ class MeshWire(Wire):
         if parts > 1:
             self.inside = self.devices if are_even else ProcessInside(_known(inside), self._world.device)
         self._groups = [between, self._copies, None if are_even else inside]
-        barrier(self)  # gloo fails in who is still connecting where another one is gone already
+        barrier(self)  # gloo fails in a process that is still connecting when another process has left
 
     @property
     def world(self) -> ProcessWire:
         return self._world
 
-    # What is found between nodes, in copies too
+    # Results from other nodes. Copies receive them too
 
     def rows(self, x: Tensor, ids: Sequence[int]) -> Tensor:
         return self._found((len(ids), *x.shape[1:]), x, lambda wire: wire.rows(x, ids))
@@ -157,27 +160,27 @@ class MeshWire(Wire):
         for _, taker, parcel in moves if self._copies is not None else ():
             if taker in self.row_of:
                 like = torch.empty(0, dtype=parcel.dtype, device=self._world.device)
-                got[taker] = self._told_copies(got.get(taker, like.new_empty(parcel.shape)))
+                got[taker] = self._shared_with_copies(got.get(taker, like.new_empty(parcel.shape)))
         return got
 
     def agree(self, flag: bool) -> bool:
         return self._world.agree(flag)
 
     def _found(self, shape: Sequence[int], like: Tensor, find: Callable[[ProcessWire], Tensor]) -> Tensor:
-        """Return what `find` gives in those that are no copies, in the copies too: of `shape`, otherwise as `like`."""
-        return self._told_copies(like.new_empty(shape) if self._between is None else find(self._between))
+        """Return the result of `find`, in copies too. It has the shape `shape`, and the dtype and device of `like`."""
+        return self._shared_with_copies(like.new_empty(shape) if self._between is None else find(self._between))
 
-    def _told_copies(self, found: Tensor) -> Tensor:
-        """Return what the one that is no copy has found; in a copy `found` is like it, without its numbers."""
+    def _shared_with_copies(self, found: Tensor) -> Tensor:
+        """Return `found` of the copied process. In a copy, `found` has only the right shape, dtype and device."""
         if self._copies is None or not found.numel():
             return found
         with pulse.at(pulse.WAITING):
-            told = found.to(self._world.device).contiguous()
-            dist.broadcast(as_bytes(told, 1).flatten(), group=self._copies, group_src=0)
-        return told.to(found.device)
+            shared = found.to(self._world.device).contiguous()
+            dist.broadcast(as_bytes(shared, 1).flatten(), group=self._copies, group_src=0)
+        return shared.to(found.device)
 
     def leave(self) -> None:
-        """Leave the process groups that were made for this run, once nobody has anything to do in them."""
+        """Wait for all processes, then leave the process groups of this run."""
         barrier(self)
         for group in [*self.devices.groups, *self._groups]:
             if group is not None:
@@ -185,7 +188,7 @@ class MeshWire(Wire):
 
 
 def _own_group(groups: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
-    """Make a process group of each of `groups`, ranks of the world; return that of this process; None: it has none."""
+    """Make a process group for each list of ranks in `groups`. Return this process's group; None: in no group."""
     closed = dist.get_backend() == "gloo"
     found = None
     for ranks in groups:
@@ -201,7 +204,7 @@ def _known(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def _own_axes(meshes: Sequence[NodeMesh], nodes: Sequence[Sequence[int]]) -> dict[str, dist.ProcessGroup]:
-    """Make a process group of each line of devices, on each axis, of nodes of several axes; return this process's."""
+    """Make the process groups along each axis of nodes with several axes. Return this process's groups by axis."""
     found = {}
     for mesh, ranks in zip(meshes, nodes, strict=True):
         axes = {name: size for name, size in mesh.axes.items() if size > 1}

@@ -1,4 +1,4 @@
-"""The wire between forked processes: rows meet in shared memory, and processes wait for one another over pipes."""
+"""The wire between forked processes: shared memory carries rows, and pipes let processes wait for each other."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from exogym.core.communicator import Move, Wire, barrier, reduce_rows
 from exogym.core.communicator.wire import reduce_native
 from exogym.errors import TrainingError
 
-HALF_BYTES = 8 << 20  # two halves in turn: one may still be read while the other is written
+HALF_BYTES = 8 << 20  # two halves in turn: processes may still read one while others write the other
 HEAD_BYTES = 64  # before the pulses; holds flags
-STOP, MAIN_HANGS, MAIN_KNOWS = range(3)  # all are asked to stop; the main process hangs, and has noticed
+STOP, MAIN_HANGS, MAIN_KNOWS = range(3)  # all must stop; the main process hangs; it has noticed that
 TOKEN_BYTES = 8
 
 
@@ -42,16 +42,17 @@ class Hung(Lost):
 class SharedWire(Wire):
     """Carries rows between processes that share `memory`.
 
-    Columns are cut into pieces that fit; each process writes its rows, all wait, each sums its share of the columns
-    in the tree over global ids, all wait, each reads the sum. A row is copied twice and a sum once.
+    A reduction goes piece by piece; a piece is as many columns as fit into the memory. Each process writes its rows,
+    and all wait. Each sums its share of the columns, in the tree over node ids, and all wait again. Then each reads the
+    sum. Every row is copied twice and every sum once.
 
     Args:
-        placement: global ids of each process, together 0..N-1 ascending.
-        process: which of them this is; 0 is the main one.
-        memory: `memory_bytes(processes)` of shared memory.
-        pipes: of the main process, (read, write) for each other one; of another, one pair.
-        native: sum each process's rows first, then those sums: fewer copies, other rounding.
-        hang_s: how long another's pulse may stand still; None: for ever.
+        placement: node ids of each process, together 0..N-1 ascending.
+        process: this process's number; the main process is 0.
+        memory: `memory_bytes(processes)` bytes of shared memory.
+        pipes: (read, write) pairs. The main process has one for each other process, which has one itself.
+        native: sum each process's rows first, then these sums: fewer copies, other rounding.
+        hang_s: seconds that another process's pulse may stand still; None: no limit.
     """
 
     def __init__(
@@ -80,21 +81,21 @@ class SharedWire(Wire):
             self._polls[other] = select.poll()
             self._polls[other].register(read, select.POLLIN)
 
-    # Asking all to stop, without a meeting
+    # Asking all processes to stop, without waiting for them
 
     def ask_to_stop(self) -> None:
         self.memory[STOP] = 1
 
-    # Meetings
+    # Waiting for all processes at the same call
 
     def agree(self, flag: bool) -> bool:
         return self._meet("agree", flag=flag)
 
     def _meet(self, *call: Any, flag: bool = False) -> bool:
-        """Wait for all at the same `call`; return whether any has the flag up.
+        """Wait until all processes make the same `call`. Return whether any process set `flag`.
 
         Raises:
-            TrainingError: the processes do not make the same calls.
+            TrainingError: the processes make different calls.
         """
         mark = hash(call) % (1 << 8 * TOKEN_BYTES) & ~1  # forks of one process hash alike
         if not self.is_main:
@@ -104,8 +105,8 @@ class SharedWire(Wire):
         tokens = [self._read(read, k + 1) for k, (read, _) in enumerate(self.pipes)]
         if strangers := [k + 1 for k, token in enumerate(tokens) if token & ~1 != mark]:
             raise TrainingError(
-                f"this process calls {call[0]} where worker process {strangers[0]} makes another call: every process "
-                "must make the same ones in the same order. A callback runs in one process only: let it ask the loop "
+                f"this process calls {call[0]}, but worker process {strangers[0]} makes another call. Every process "
+                "must make the same calls in the same order. A callback runs in one process only: let it use the loop "
                 "(loop.evaluate(node), loop.save()), not the fleet or its communicator"
             )
         answer = any(token & 1 for token in tokens) or flag
@@ -124,14 +125,14 @@ class SharedWire(Wire):
         return int.from_bytes(got, "little")
 
     def wait_for(self, process: int, happened: Callable[[float], bool]) -> None:
-        """Wait for what `happened` (asked so many seconds at a time) says of a process.
+        """Wait until `happened(seconds)`, which waits that long at most, returns True for a process.
 
         Raises:
-            Hung: its pulse stands still.
+            Hung: the process's pulse stands still.
         """
         patience = self._patience.get(process)
         while not happened(pulse.LOOK_S):
-            pulse.beat()  # who waits for this process sees that it looks on
+            pulse.beat()  # processes that wait for this one see its progress
             if patience is not None and patience.spent(pulse.LOOK_S):
                 raise Hung(process, patience)
 
@@ -212,7 +213,7 @@ class SharedWire(Wire):
             piece[k] = x[row]
 
     def _pieces(self, x: Tensor, rows: int) -> Any:
-        """Yield (start, stop, place): columns of `x` and shared memory (rows, stop - start) for them."""
+        """Yield (start, stop, memory): a range of `x`'s columns, and shared memory (rows, stop - start) for it."""
         width, size = x.shape[1], x.element_size()
         most = max(1, HALF_BYTES // (max(1, rows) * size))
         for start in range(0, width, most):
@@ -228,7 +229,7 @@ def pulse_byte(process: int) -> int:
 
 
 def first_byte(processes: int) -> int:
-    """Return where rows begin, behind the flags and the pulses."""
+    """Return the first byte of the rows, after the flags and the pulses."""
     return pulse_byte(processes)
 
 

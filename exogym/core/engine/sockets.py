@@ -1,4 +1,4 @@
-"""The sockets of this process: which there are, how to cut one, and how to close a port that nobody needs any more."""
+"""This process's sockets: list them, shut one down, close ports that are no longer needed."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import struct
 import sys
 from collections.abc import Callable, Iterator
 
-SO_ATTACH_FILTER = 26  # of Linux; Python does not name it
-DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)  # one instruction: of every packet keep 0 bytes
+SO_ATTACH_FILTER = 26  # Linux's number; Python has no name for it
+DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)  # one instruction: keep 0 bytes of every packet
 EVERYWHERE = ("0.0.0.0", "::")
 
 Sockets = set[tuple[int, int]]
 
 
 def sockets() -> Sockets:
-    """Return (descriptor, inode) of the sockets that this process has."""
+    """Return (descriptor, inode) of each socket of this process."""
     folder = "/proc/self/fd" if os.path.isdir("/proc/self/fd") else "/dev/fd"
     found = set()
     for name in os.listdir(folder):
@@ -31,10 +31,10 @@ def sockets() -> Sockets:
 
 
 def shut(descriptor: int, inode: int) -> None:
-    """Shut down the connection, if the descriptor still is that socket; it stays open for who holds it."""
+    """Shut down the connection if `descriptor` is still the socket `inode`. The descriptor stays open."""
 
     def act(one: socket.socket) -> None:
-        one.getpeername()  # gloo does not survive the end of a socket that listens, which has no peer
+        one.getpeername()  # fails for a listening socket: gloo does not survive its end
         one.shutdown(socket.SHUT_RDWR)
 
     _touch(descriptor, inode, act)
@@ -42,11 +42,12 @@ def shut(descriptor: int, inode: int) -> None:
 
 @contextlib.contextmanager
 def ports_closed_afterwards() -> Iterator[None]:
-    """Inside, a process group of gloo's meets. Afterwards nobody can connect to the port at which it did so.
+    """Make a gloo process group inside. On leaving, close the port at which its members connected.
 
-    gloo keeps its port for as long as the group lives, does not ask who connects, and needs it no more once all members
-    are connected. It does not survive the end of that socket either, so the kernel is told to drop what arrives there.
-    Only Linux can; elsewhere the port stays open. What listens on all addresses is not gloo's, and is left alone.
+    gloo keeps this port open for the group's whole life and lets anybody connect. It needs the port only until all
+    members are connected, but fails if its socket is closed. So the kernel drops all packets that arrive there. Only
+    Linux can do this; on other systems the port stays open. Sockets that listen on all addresses are not gloo's and
+    stay as they are.
     """
     before = sockets()
     yield
@@ -62,7 +63,7 @@ def _close_port(one: socket.socket) -> None:
 
 
 def _touch(descriptor: int, inode: int, act: Callable[[socket.socket], None]) -> None:
-    """Act on the socket through another handle, if the descriptor still is that one, and not a local one."""
+    """Call `act` with a duplicate of the socket, unless it is local or `descriptor` is another socket now."""
     with contextlib.suppress(OSError):
         double = socket.socket(fileno=os.dup(descriptor))
         try:

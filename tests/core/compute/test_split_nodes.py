@@ -234,7 +234,7 @@ keep(said)
         "optimizer": "looks at whole tensors",
         "module": "Own, which does not say what it acts on",
         "scalar": "parameter 'scale' is one number without an axis",
-        "cut": "cut after 'blocks.0', and behind it uses more of what was made before than its output",
+        "cut": "cut after 'blocks.0', but later code uses other tensors from before the cut",
         "stages": "fewer than 3 stages",
         "shards": "parallelize= has called fully_shard",
         "layers": "no plan to split the layers of Tied is known",
