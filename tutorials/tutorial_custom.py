@@ -76,7 +76,7 @@ class TopK(Strategy):
 
 
 # %% [markdown]
-# Each node has its own instance. Checkpoints save its attributes (tensors, numbers, optimizers) automatically.
+# Each node has its own instance. Checkpoints save its attributes.
 #
 # ## Check it
 #

@@ -146,8 +146,7 @@ print(f"accuracy {last['val_accuracy']:.0%} at epsilon {last['epsilon']:.1f}")
 # > accuracy 69% at epsilon 3.2
 
 # %% [markdown]
-# The noise is the same for 20 clients and for 2,000, so real systems ask thousands per round. With
-# `secure_aggregation=True` the server sees only the sum.
+# The noise is the same for 20 clients and for 2,000. With `secure_aggregation=True` the server sees only the sum.
 #
 # ## Change something
 #

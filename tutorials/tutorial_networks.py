@@ -126,9 +126,8 @@ for speeds in ([1, 1, 1, 1], [1, 1, 1, 0.5]):
 # Give the slow node less work (`fit(balance="batch")`), or use a strategy without waiting (`async_diloco`): see
 # [unequal machines](../docs/real_machines.md#unequal-machines).
 #
-# [Describe your own network](../docs/network.md#describe-a-network) by a text, unequal links, islands, or
-# measurements of `exogym doctor --measure`. [Predictions](../docs/predictions.md) compares predictions with
-# measurements.
+# [Describe your own network](../docs/network.md#describe-a-network), or see [how far predictions were
+# off](../docs/predictions.md).
 #
 # ## Change something
 #

@@ -127,9 +127,9 @@ calm.fit(strategy(), max_steps=120, **COMMON)
 outage.fit(strategy(), max_steps=120, faults=Faults(absent={3: [(40, 90)]}, forget=True), **COMMON)
 
 # %% [markdown]
-# The others continue without it, and it takes their weights when it returns. Each node has digits of three kinds. So
-# the model forgets for a while the digits that only node 3 has seen. By default, a node with a NaN ends the run with an
-# error. With `on_nonfinite="skip"` the node misses that round instead.
+# The others continue, and it takes their weights when it returns. The model forgets for a while the digits that only
+# node 3 has seen. By default, a node with a NaN ends the run with an error. With `on_nonfinite="skip"` the node misses
+# that round instead.
 
 
 # %%

@@ -91,8 +91,8 @@ figure.savefig("tutorial_whisper.png", dpi=80)
 # %% [markdown]
 # ![Whisper's input, and its loss](../docs/images/tutorial_whisper.png)
 #
-# A falling loss is not yet understanding, so check the word error rate. With tiny.en and 96 lines it fell from 39 % to
-# 23 % ([measured](../docs/results.md#fine-tuning-whisper)).
+# Check the word error rate. With tiny.en and 96 lines it fell from 39 % to 23 %
+# ([measured](../docs/results.md#fine-tuning-whisper)).
 #
 # ## How long on your network?
 #
