@@ -237,7 +237,7 @@ def test_a_stopped_controller_waits_for_the_hosts(hosts: Hosts, project: Path, n
     assert hosts.left_over(within_s=0) == {}  # by the time it ends, they have
     output = (project / "said").read_text()
     assert status == -number, output
-    assert "the controller stopped the run or is lost: ending what runs here" in output
+    assert "the controller stopped the run or is lost: ending this host's processes" in output
 
 
 def test_a_dead_guard_leaves_nothing_behind(hosts: Hosts, project: Path) -> None:

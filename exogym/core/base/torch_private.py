@@ -107,7 +107,7 @@ class FusedSGD(torch.optim.SGD):
         return sparse
 
     def plain_step(self) -> None:
-        """Take a step with `step`'s kernel, without torch's Python around it (a tenth of the step).
+        """Take a step with `step`'s kernel, without torch's Python around it.
 
         Parameters must be on one device and of one dtype. With momentum or a gradient scale, `step` itself runs.
         """

@@ -118,7 +118,9 @@ def test_machines_that_are_not_alike(name: str, there: str | None) -> None:
     here = looker()()
     check_versions({"10.0.0.1": here, "10.0.0.2": here})
     what = f"10.0.0.2 has {name} {there}, here is {here[name]}" if there else f"10.0.0.2 has no {name}"
-    with pytest.raises(ArgumentError, match=re.escape(f"are not alike: {what}. Install the same there")):
+    with pytest.raises(
+        ArgumentError, match=re.escape(f"versions on the Ray cluster differ: {what}. Install the same versions there")
+    ):
         check_versions({"10.0.0.1": here, "10.0.0.2": here | {name: there}})
 
 
@@ -206,7 +208,7 @@ def test_the_example_on_three_raylets(tmp_path: Path, what: str) -> None:
         "nothing": "",
         "an actor is killed": "is lost",
         "a raylet is killed": "starting again from the last checkpoint (1 of 3)",
-        "a raylet joins": "there is room for 3 processes, and not only for 2",
+        "a raylet joins": "there is room for 3 processes instead of 2",
     }
     assert expected[what] in said, said
     simulated, away = ((tmp_path / f"{name}.safetensors").read_bytes() for name in ("simulated", "away"))
@@ -254,10 +256,10 @@ assert "Ray's client" in found, found
 found = refused(engine=Ray("nonsense"))
 assert "no Ray cluster answers at address='nonsense'" in found, found
 found = refused(engine=Ray(address, runtime_env={"env_vars": {"PYTHONPATH": os.path.abspath("other")}}))
-assert "are not alike" in found and "has exogym" in found, found
+assert "versions on the Ray cluster differ" in found and "has exogym" in found, found
 ray.shutdown()
 found = refused(engine=Ray(address, runtime_env={"env_vars": {"PYTHONPATH": os.path.abspath("newer")}}))
-assert "are not alike" in found and "has torch 9.9.9, here is " in found, found
+assert "versions on the Ray cluster differ" in found and "has torch 9.9.9, here is " in found, found
 ray.shutdown()
 found = refused(engine="ray", processes=3)
 assert "no room for 3 processes of 1 CPU each" in found and "2 machines (1 CPU; 1 CPU)" in found, found

@@ -1,4 +1,4 @@
-"""Some rows in each of several actors on a cluster of Ray's; this process holds none."""
+"""The Ray engine: each of several actors holds some rows, and this process holds none."""
 
 from exogym.core.engine.ray.engine import Ray
 

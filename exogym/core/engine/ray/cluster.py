@@ -1,8 +1,8 @@
-"""A cluster of Ray's: reached or started, the room that it has, and whether all of it has the same versions.
+"""Reach or start a Ray cluster, count its free room, and check that its machines have the same versions.
 
-A cluster that is started here listens on the loopback only, asks for a token (one of its own, but where the script has
-imported Ray before: then Ray's, in ~/.ray), and ends with this process. Who reaches the ports of a cluster of Ray's,
-and has its token, runs what he likes there.
+A cluster started here listens on the loopback only, demands a token and ends with this process. It has its own token.
+If the script imported Ray before, it has Ray's token in ~/.ray. Anybody who reaches a cluster's ports and has its token
+can run any code there.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from typing import Any
 from exogym.core.progress import notice
 from exogym.errors import ArgumentError, WorkerError
 
-ANSWER_S = 5.0  # for a connection to the address
-LOOPBACK_ONLY = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # where this is 0, Ray takes 127.0.0.1 for the machine's address
-STORE_BYTES = 256 * 2**20  # of shared memory on a cluster that is started here: for data sets on their way
+ANSWER_S = 5.0  # seconds for a connection to the address
+LOOPBACK_ONLY = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # with 0, Ray uses 127.0.0.1 as the machine's address
+STORE_BYTES = 256 * 2**20  # shared memory of a cluster started here, to send data sets
 
-_asked: tuple[str | None, Any] | None = None  # what the connection that was made here was asked for
+_asked: tuple[str | None, Any] | None = None  # address and runtime_env of our connection
 
-alike: set[str] = set()  # machines of the present connection that are known to have the versions that are here
+alike: set[str] = set()  # the connected cluster's machines that are known to have our versions
 
 
 def connect(address: str | None, runtime_env: Mapping[str, Any] | None) -> None:
-    """Connect this process to a cluster, or start one on the loopback where nobody names one.
+    """Connect this process to a cluster. Without an address, start a cluster on the loopback.
 
     Args:
-        address: "auto" (the one that this machine is part of), "host:port", or None: what RAY_ADDRESS says, or a new
-            one. A connection that the script has made is used as it is.
-        runtime_env: code, data and environment of the processes there, as Ray's `runtime_env`.
+        address: "auto" (this machine's cluster), "host:port", or None: the address in RAY_ADDRESS, or a new cluster. If
+            the script has connected to Ray already, this connection is used.
+        runtime_env: code, data and environment of the processes there, as in Ray's `runtime_env`.
 
     Raises:
-        ArgumentError: Ray is not installed, there is no cluster, or it will not have this process.
+        ArgumentError: Ray is not installed, no cluster answers, or it rejects this process.
     """
     global _asked
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -52,8 +52,8 @@ def connect(address: str | None, runtime_env: Mapping[str, Any] | None) -> None:
     if ray.is_initialized():
         if _asked != (given, runtime_env) and (address is not None or runtime_env is not None):
             raise ArgumentError(
-                f"Ray is connected already, to {ray.get_runtime_context().gcs_address}: address and runtime_env cannot "
-                "change any more. Leave them out, or call ray.shutdown() before"
+                f"Ray is connected already, to {ray.get_runtime_context().gcs_address}, so address and runtime_env "
+                "cannot change. Leave them out, or call ray.shutdown() first"
             )
         return
     alike.clear()
@@ -73,10 +73,10 @@ def _start(options: dict[str, Any]) -> None:
     if not found.startswith("127."):
         ray.shutdown()
         raise ArgumentError(
-            f"a cluster started here would listen at {found}, since Ray was imported before: set {LOOPBACK_ONLY}=0 in "
-            "the environment, or start one with 'ray start --head' and name its address"
+            f"a cluster started here would listen at {found}, because Ray was imported before ExoGym connected. Set "
+            f"{LOOPBACK_ONLY}=0 in the environment, or run 'ray start --head' and give the cluster's address"
         )
-    notice(f"a cluster of Ray's was started here, on {found}: {readable(ray.cluster_resources())}")
+    notice(f"started a Ray cluster on {found}: {readable(ray.cluster_resources())}")
 
 
 def _reach(address: str, options: dict[str, Any]) -> None:
@@ -84,8 +84,8 @@ def _reach(address: str, options: dict[str, Any]) -> None:
 
     if address.startswith("ray://"):
         raise ArgumentError(
-            f"address={address!r} is of Ray's client, which cannot see its processes end: start the script on a "
-            "machine of the cluster, as with 'ray job submit', and give address='auto'"
+            f"address={address!r} belongs to Ray's client, which does not notice when processes end. Start the script "
+            "on a machine of the cluster, for example with 'ray job submit', and give address='auto'"
         )
     if address not in ("auto", "local"):
         host, _, port = address.rpartition(":")
@@ -93,17 +93,17 @@ def _reach(address: str, options: dict[str, Any]) -> None:
             socket.create_connection((host.strip("[]"), int(port)), ANSWER_S).close()
         except (OSError, ValueError, UnicodeError, OverflowError) as error:
             raise ArgumentError(
-                f"no Ray cluster answers at address={address!r} within {ANSWER_S:g} s: {error}. Give host:port of its "
-                "head, as 'ray start --head' prints it; 'auto' on a machine of the cluster; or none to start one here"
+                f"no Ray cluster answers at address={address!r} within {ANSWER_S:g} s: {error}. Give host:port as "
+                "'ray start --head' prints it, 'auto' on the cluster's machines, or no address to start a cluster here"
             ) from None
     try:
         ray.init(address=address, **options)
-    except Exception as error:  # Ray has many words for it: ConnectionError, RuntimeError, AuthenticationError, ...
+    except Exception as error:  # Ray raises many types: ConnectionError, RuntimeError, AuthenticationError, ...
         raise ArgumentError(f"the Ray cluster at address={address!r} cannot be used: {error}") from error
 
 
 def readable(resources: Mapping[str, float]) -> str:
-    """Say what of processors and GPUs there is.
+    """Return the numbers of CPUs and GPUs in `resources`, as text.
 
     >>> readable({"CPU": 4.0, "memory": 1e9, "GPU": 1.0})
     '4 CPU, 1 GPU'
@@ -118,9 +118,9 @@ def has_gpus() -> bool:
 
 
 def room(need: Mapping[str, float]) -> dict[str, int]:
-    """Return how many processes, each of which needs that much, fit on each machine that lives, as of now."""
+    """Return, by machine, how many processes with these needs fit now. Dead machines are left out."""
     import ray
-    from ray._private.state import available_resources_per_node  # Ray's public calls know sums over machines only
+    from ray._private.state import available_resources_per_node  # Ray's public calls give only sums over machines
 
     alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
     free = {node: found for node, found in available_resources_per_node().items() if node in alive}
@@ -128,20 +128,20 @@ def room(need: Mapping[str, float]) -> dict[str, int]:
 
 
 def no_room(need: Mapping[str, float], processes: int) -> ArgumentError:
-    """Return the error to raise where so many processes do not fit."""
+    """Return the error for too many `processes`."""
     import ray
 
     machines = [readable(node["Resources"]) for node in ray.nodes() if node["Alive"]]
     return ArgumentError(
         f"no room for {processes} process{'es' if processes > 1 else ''} of {readable(need)} each: the Ray cluster has "
-        f"{len(machines)} machine{'s' if len(machines) > 1 else ''} ({'; '.join(machines)}), of which "
-        f"{readable(ray.available_resources())} are free. Lower processes or cpus_per_process, choose device='cpu', or "
-        "wait for who uses it"
+        f"{len(machines)} machine{'s' if len(machines) > 1 else ''} ({'; '.join(machines)}). Free: "
+        f"{readable(ray.available_resources())}. Lower processes or cpus_per_process, choose device='cpu', or wait for "
+        "other users"
     )
 
 
 def looker() -> Callable[[], dict[str, str | None]]:
-    """Return a function that says what versions a process has. It travels by value: no package of ours is needed."""
+    """Return a function that returns a process's versions. Ray sends its code, so the process needs no exogym."""
 
     def look() -> dict[str, str | None]:
         import hashlib
@@ -174,10 +174,10 @@ def looker() -> Callable[[], dict[str, str | None]]:
 
 
 def check_machines(places: Sequence[tuple[str, Any]]) -> None:
-    """See that processes in those places, each on the machine that is named with it, have the versions that are here.
+    """Check that the processes at `places` (machine, place) have the same versions as this process.
 
     Raises:
-        ArgumentError: they have not.
+        ArgumentError: versions differ, or a runtime environment failed.
         WorkerError: a machine is lost.
     """
     import ray
@@ -186,18 +186,16 @@ def check_machines(places: Sequence[tuple[str, Any]]) -> None:
         return
     look = looker()
 
-    def look_there() -> tuple[str, dict[str, str | None]]:
+    def look_on_machine() -> tuple[str, dict[str, str | None]]:
         import ray
 
         return ray.util.get_node_ip_address(), look()
 
-    task = ray.remote(look_there)
+    task = ray.remote(look_on_machine)
     try:
         found = ray.get([task.options(num_cpus=0, scheduling_strategy=place).remote() for place in new.values()])
     except ray.exceptions.RuntimeEnvSetupError as error:
-        raise ArgumentError(
-            f"the runtime environment could not be made on the machines of the cluster: {error}"
-        ) from error
+        raise ArgumentError(f"Ray could not set up runtime_env on the cluster's machines: {error}") from error
     except ray.exceptions.RayError as error:
         raise WorkerError(f"a machine of the Ray cluster was lost before the run began: {error}") from error
     check_versions(dict(found))
@@ -205,29 +203,29 @@ def check_machines(places: Sequence[tuple[str, Any]]) -> None:
 
 
 def check_versions(found: Mapping[str, Mapping[str, str | None]]) -> None:
-    """Hold what processes have, by their machine, against this one: other versions give other bits, or none.
+    """Compare the processes' versions, by machine, with this process's. Other versions give other bits, or fail.
 
     Raises:
-        ArgumentError: they differ.
+        ArgumentError: versions differ.
     """
-    here = looker()()
+    own = looker()()
     unlike = [
-        f"{machine} has {name} {there[name]}, here is {here[name]}" if there[name] else f"{machine} has no {name}"
-        for machine, there in found.items()
-        for name in here
-        if there[name] != here[name]
+        f"{machine} has {name} {theirs[name]}, here is {own[name]}" if theirs[name] else f"{machine} has no {name}"
+        for machine, theirs in found.items()
+        for name in own
+        if theirs[name] != own[name]
     ]
     if unlike:
         raise ArgumentError(
-            "the machines of the Ray cluster are not alike: "
+            "versions on the Ray cluster differ: "
             + "; ".join(unlike)
-            + ". Install the same there, or bring "
-            "it along with engine=Ray(runtime_env={'py_modules': [...], 'pip': [...]})"
+            + ". Install the same versions there, or send them with "
+            "engine=Ray(runtime_env={'py_modules': [...], 'pip': [...]})"
         )
 
 
 def machines() -> list[tuple[str, Any]]:
-    """Return the machines that have processors, each with the place that is it."""
+    """Return (machine, place on it) for each living machine with CPUs."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

@@ -1,8 +1,8 @@
-"""The engine of Ray: rows in actors, looked after by the process that called `fit`, which holds none.
+"""The Ray engine: actors hold the rows. The process that called `fit` watches them and holds no rows.
 
-A process that is lost (its actor, its machine) ends the others; the run begins again from its last checkpoint where
-`max_restarts` allows, on as many machines as there are then. Where room for more processes appears, the run saves
-itself, and goes on with its rows dealt anew. Neither changes a bit: the sums go through the same tree.
+If a process is lost (its actor or its machine), the others end. If `max_restarts` allows, the run restarts from its
+last checkpoint on the machines that are left. If room for more processes appears, the run saves itself, places its rows
+again and continues. The bits stay the same in both cases, because the sums go through the same tree.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from exogym.core.engine.reports import held, unpacked
 from exogym.core.engine.world import world_size
 from exogym.errors import ArgumentError, Stopped, WorkerError, check_choice, checked
 
-POLL_S, LOOK_S = 0.2, 2.0  # between looks at the processes, and at the room that there is
-ROOM_S = 60.0  # for room that is free to be given; a machine that is gone is found out meanwhile
-GRACE_S = 20.0  # for Ray to say which process is gone, when others miss it
-BACK_S = 10.0  # for room that this run had to be free again
+POLL_S, LOOK_S = 0.2, 2.0  # seconds between looks at the processes, and at the free room
+ROOM_S = 60.0  # seconds until Ray gives free room; in this time it notices a lost machine
+GRACE_S = 20.0  # seconds until Ray names a lost process that others miss
+BACK_S = 10.0  # seconds until this run's room is free again
 
 
 class Ray:
-    """Runs on a cluster of Ray's: `fit(engine="ray")` is `fit(engine=Ray())`.
+    """Runs on a Ray cluster: `fit(engine="ray")` is `fit(engine=Ray())`.
 
-    The processes are as many as there is room for, one a GPU, or where there is none one for each `cpus_per_process`,
-    and no more than nodes; `processes=P` asks for so many. Model, data, strategy, loggers and callbacks travel there by
-    Ray's own pickle. Process 0 writes `save_dir` and `run_dir`: give folders that all machines see.
+    ExoGym starts as many processes as have room, at most one per node; `processes=P` sets the number. Each takes
+    `cpus_per_process` CPUs, and one GPU if the run uses GPUs. Ray's own pickle carries model, data, strategy, loggers
+    and callbacks to the processes. Process 0 writes `save_dir` and `run_dir`: give folders that all machines share.
 
     Args:
-        address: "auto" (the cluster that this machine is part of), "host:port", or None: what RAY_ADDRESS says, or a
-            cluster started here, on the loopback only, which ends with the script.
-        placement: "pack" onto few machines, or "spread" over many.
-        runtime_env: what the processes need there, as Ray's `runtime_env` (working_dir, py_modules, pip, env_vars).
+        address: "auto" (this machine's cluster), "host:port", or None: the address in RAY_ADDRESS, or a new cluster
+            here. A new cluster listens on the loopback only and ends with the script.
+        placement: "pack" the processes onto few machines, or "spread" them over many.
+        runtime_env: needs of the processes, as in Ray's `runtime_env` (working_dir, py_modules, pip, env_vars).
 
     >>> Ray("10.0.0.1:6379", placement="spread").placement
     'spread'
@@ -54,10 +54,10 @@ class Ray:
         self, address: str | None = None, *, placement: str = "pack", runtime_env: Mapping[str, Any] | None = None
     ):
         if not isinstance(address, str | None) or address == "":
-            raise ArgumentError(f"address={address!r} must be 'auto', host:port, or None for a cluster started here")
+            raise ArgumentError(f"address={address!r} must be 'auto', host:port, or None to start a cluster here")
         check_choice("placement", placement, ("pack", "spread"))
         if not isinstance(runtime_env, Mapping | None):
-            raise ArgumentError(f"runtime_env={runtime_env!r} must be a dict, as Ray's runtime_env")
+            raise ArgumentError(f"runtime_env={runtime_env!r} must be a dict, as in Ray's runtime_env")
         self.address, self.placement, self.runtime_env = address, placement, runtime_env
 
     def applies(self, options: EngineOptions) -> bool:
@@ -102,19 +102,19 @@ class Ray:
 
 
 def _need(options: EngineOptions) -> dict[str, float]:
-    """Return what a process needs of its machine."""
+    """Return the CPUs and GPUs that a process needs."""
     wanted = str(options.wanted)
     on_gpu = wanted.startswith("cuda") or (wanted == "auto" and has_gpus())
     return {"CPU": float(options.cpus_per_process)} | ({"GPU": 1.0} if on_gpu else {})
 
 
 def _with_groups() -> type:
-    """Return the class of the actors, of which some methods answer while another runs."""
+    """Return the actors' class. Its methods `stop` and `ask` answer while `train` runs."""
     import ray
 
     from exogym.core.engine.ray.seat import Seat
 
-    class ExoGym(Seat):  # the name by which Ray's tools and the system's list of processes know it
+    class ExoGym(Seat):  # Ray's tools and the system's process list show this name
         stop = ray.method(concurrency_group="control")(Seat.stop)
         ask = ray.method(concurrency_group="meeting")(Seat.ask)
 
@@ -128,19 +128,19 @@ def _packed(body: Callable[..., Any]) -> bytes:
         return ray.cloudpickle.dumps(body)
     except Exception as error:
         raise ArgumentError(
-            f"with engine='ray' model, data, loss, metrics, strategy, loggers and callbacks travel to other machines, "
-            f"and one of them cannot be pickled: {error}. Give a factory for the data, and make files and connections "
-            "where they are used"
+            "engine='ray' sends model, data, loss, metrics, strategy, loggers and callbacks to other machines, "
+            f"but one of them cannot be pickled: {error}. Give a factory for the data, and open files and connections "
+            "where you use them"
         ) from error
 
 
 @contextlib.contextmanager
 def _room_for(processes: int, need: Mapping[str, float], placement: str) -> Iterator[list[tuple[str, Any]]]:
-    """While entered, there is room for so many processes: yield machine and place of each, as Ray schedules them.
+    """Reserve room for `processes` inside. Yield each process's machine and its place, as Ray schedules them.
 
     Raises:
-        Moved: the room that there was is gone: count anew.
-        ArgumentError: it is said to be there, and is not given.
+        Moved: the counted room is gone; count again.
+        ArgumentError: Ray reports free room but does not give it.
     """
     from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -151,7 +151,7 @@ def _room_for(processes: int, need: Mapping[str, float], placement: str) -> Iter
         until = time.monotonic() + ROOM_S
         while not group.wait(1):
             if sum(room(need).values()) < processes:
-                raise Moved("other room than was counted", begun=False)
+                raise Moved("the room on the cluster has changed", begun=False)
             if time.monotonic() > until:
                 raise no_room(need, processes)
         machines = placement_group_table(group)["bundles_to_node_id"]
@@ -167,7 +167,7 @@ def _room_for(processes: int, need: Mapping[str, float], placement: str) -> Iter
 
 
 class _Watch:
-    """Looks after the processes of a run until it has come to its end."""
+    """Watches a run's processes until the run ends."""
 
     def __init__(self, seats: Sequence[Any], calls: Sequence[Any], options: EngineOptions, need: Mapping[str, float]):
         self.seats, self.calls, self.options, self.need = seats, list(calls), options, need
@@ -177,12 +177,13 @@ class _Watch:
         self.moving = ""
 
     def result(self) -> Any:
-        """Return what process 0 came to.
+        """Wait for the end of the run. Return process 0's result.
 
         Raises:
             Moved: the run has saved itself, and there is room for more processes.
-            Stopped: a signal came, and the run has stopped. SystemExit, whose cause that is: it was SIGTERM.
-            WorkerError, or what a process raised.
+            Stopped: the run has stopped after a signal.
+            SystemExit: the run has stopped after SIGTERM; its cause is the `Stopped`.
+            WorkerError: a process was lost. An error raised in a process is raised here too.
         """
         import ray
 
@@ -211,12 +212,12 @@ class _Watch:
             raise cause
         if any(end[0] == "lost" for end in self.ended.values()):
             why = next(end[1] for end in self.ended.values() if end[0] == "lost")
-            raise WorkerError(f"{why}; checkpoints written before stand")
-        return self._came_to(self.ended[0])
+            raise WorkerError(f"{why}; earlier checkpoints are still valid")
+        return self._outcome(self.ended[0])
 
-    def _came_to(self, end: tuple[Any, ...]) -> Any:
+    def _outcome(self, end: tuple[Any, ...]) -> Any:
         if end[0] == "done":
-            if self.received is not None:  # too late to stop anything
+            if self.received is not None:  # the run had ended before the signal
                 signal.raise_signal(self.received)
             return end[1]
         if self.received is None:
@@ -228,27 +229,27 @@ class _Watch:
         raise stop
 
     def _cause(self) -> BaseException | None:
-        """Return why the run has failed, where that is known: others only miss the one that did."""
+        """Return why the run has failed, if known. A process that only misses another one is not the cause."""
         for process, end in sorted(self.ended.items()):
             who = f"worker process {process} ({held(self.options.placement[process])})"
             if end[0] == "gone":
-                return WorkerError(f"{who} is lost: {_first_lines(end[1])}; checkpoints written before stand")
+                return WorkerError(f"{who} is lost: {_first_lines(end[1])}; earlier checkpoints are still valid")
             if end[0] == "error":
                 return unpacked(end[1], end[2], who)
         return None
 
     def _look_for_room(self) -> None:
-        """Where the run can go on elsewhere, and more processes would leave each fewer rows, ask it to."""
-        asked, nodes, here = self.options.processes, self.options.num_nodes, len(self.seats)
-        if self.asked or not self.options.may_move or asked not in (1, "auto") or here == nodes:
+        """Ask the run to move if it can and if more processes would leave fewer rows to each."""
+        asked, nodes, now = self.options.processes, self.options.num_nodes, len(self.seats)
+        if self.asked or not self.options.may_move or asked not in (1, "auto") or now == nodes:
             return
-        there = min(nodes, here + sum(room(self.need).values()))
-        if -(-nodes // there) < -(-nodes // here):
-            self.moving = f"there is room for {there} processes, and not only for {here}"
+        possible = min(nodes, now + sum(room(self.need).values()))
+        if -(-nodes // possible) < -(-nodes // now):
+            self.moving = f"there is room for {possible} processes instead of {now}"
             self._ask()
 
     def _ask(self) -> None:
-        """Ask all processes to stop where they can meet."""
+        """Ask all processes to stop at a point that they reach together."""
         if not self.asked:
             self.asked = True
             for seat in self.seats:
@@ -256,7 +257,7 @@ class _Watch:
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        """While entered, the first Ctrl-C or SIGTERM is noted; the second acts at once."""
+        """Inside, only note the first Ctrl-C or SIGTERM. The second acts at once."""
         numbers = [signal.SIGINT, signal.SIGTERM]
         if threading.current_thread() is not threading.main_thread():
             numbers = []
@@ -279,7 +280,7 @@ class _Watch:
 
 
 def _first_lines(text: str) -> str:
-    """Return what Ray says of an actor that is gone, without its lists of addresses and advice."""
+    """Return Ray's text about a lost actor, without its lists of addresses and advice."""
     lines = [line.strip() for line in text.partition("Worker exit detail:")[0].splitlines() if line.strip()]
     facts = ("class_name", "actor_id", "pid", "namespace", "ip", "name")
     return " ".join(line for line in lines if line.partition(":")[0] not in facts)[:400].rstrip(". ")

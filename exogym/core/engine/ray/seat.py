@@ -1,7 +1,7 @@
-"""A process of a run, as an actor of Ray's, and how it meets the others.
+"""A process of a run, as a Ray actor, and its connection to the run's other processes.
 
-They meet in a store that the first of them keeps, asked by calls of Ray's: so no port is opened for that. gloo is led
-to the address by which Ray knows the machine; its own port is closed once all have met.
+The processes meet in a store that the first process keeps. They reach it by Ray calls, so it needs no port. gloo uses
+the machine's address in Ray; its own port is closed once all processes are connected.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from exogym.core.engine.world import join_group, leave_group
 from exogym.errors import ArgumentError, Stopped, WorkerError
 
 Result = TypeVar("Result")
-FOREVER = timedelta(days=30)  # who waits too long for another is found out by the process that started them
-SIOCGIFADDR = 0x8915  # of Linux: the address of an interface
+FOREVER = timedelta(days=30)  # the process that called `fit` detects processes that wait too long
+SIOCGIFADDR = 0x8915  # Linux's request for an interface's address
 
 
-class Missed(WorkerError):
+class Unreachable(WorkerError):
     """Another process of the run cannot be reached."""
 
 
 @dataclass(frozen=True)
 class SeatPlan:
-    """What each process is told of the run.
+    """The settings of a run that each process receives.
 
     Attributes:
-        placement: the ids of the rows of each.
-        on_gpu: whether each has a GPU of its own.
-        folder: the current one of the script, taken where it is there; None: Ray's runtime environment says.
+        placement: the node ids of each process.
+        on_gpu: whether each process has its own GPU.
+        folder: the script's current folder, used if it exists on the machine; None: Ray's runtime environment sets it.
     """
 
     placement: Sequence[Sequence[int]]
@@ -58,12 +58,12 @@ class SeatPlan:
 def _or_lost(call: Callable[[], Result], *about: Any) -> Result:
     try:
         return call()
-    except RuntimeError as error:  # torch knows many words for it
-        raise Missed(f"another process of the run cannot be reached: {error}") from error
+    except RuntimeError as error:  # torch raises it for all lost connections
+        raise Unreachable(f"another process of the run cannot be reached: {error}") from error
 
 
 class Seat:
-    """An actor; `train` runs in one thread, what it is asked meanwhile in others."""
+    """An actor. `train` runs in one thread; `stop` and `ask` run in others at the same time."""
 
     def __init__(self) -> None:
         self._asked = threading.Event()
@@ -71,11 +71,11 @@ class Seat:
         self._open: dict[int, Future[Any]] = {}
 
     def stop(self) -> None:
-        """Ask the run to stop where all can meet."""
+        """Ask the run to stop at a point that all processes reach together."""
         self._asked.set()
 
     def ask(self, said: dict[str, Any]) -> dict[str, Any]:
-        """Answer a question to the store, once it can be."""
+        """Answer a question to the store, and wait until there is an answer."""
         own: Future[dict[str, Any]] = Future()
         with self._lock:
             number = next(self._numbers)
@@ -85,10 +85,10 @@ class Seat:
         return own.result()
 
     def train(self, process: int, seating: SeatPlan, work: bytes, first: Any) -> tuple[Any, ...]:
-        """Run `work`, a packed function of a wire, with all others; `first`: the seat that keeps the store.
+        """Run `work`, a pickled function of a wire, together with all processes. The seat `first` keeps the store.
 
         Returns:
-            ("done", result), ("stopped", step, what is left), ("lost", why) or ("error", *`packed`).
+            ("done", result), ("stopped", step, `Stopped.left`), ("lost", reason) or ("error", *`packed`).
         """
         try:
             if seating.folder is not None and os.path.isdir(seating.folder):
@@ -100,7 +100,7 @@ class Seat:
                 return "done", body(wire)
         except Stopped as stop:
             return "stopped", stop.step, stop.left
-        except Missed as lost:
+        except Unreachable as lost:
             return "lost", str(lost)
         except BaseException as error:
             return "error", *packed(error)
@@ -113,14 +113,14 @@ def _loaded(work: bytes) -> Callable[[ProcessWire], Any]:
         return ray.cloudpickle.loads(work)
     except ImportError as error:
         raise ArgumentError(
-            f"the code of the run is not on this machine ({error}): bring it along with "
+            f"this machine lacks the run's code ({error}). Send it with "
             "engine=Ray(runtime_env={'working_dir': '.'}), or put it into the script itself"
         ) from error
 
 
 @contextlib.contextmanager
 def _group(process: int, seating: SeatPlan, first: Any) -> Any:
-    """While entered, all processes of the run are in torch's default process group."""
+    """Inside, all processes of the run are in torch's default process group."""
     import ray
 
     def say(said: dict[str, Any]) -> None:
@@ -133,7 +133,7 @@ def _group(process: int, seating: SeatPlan, first: Any) -> Any:
     if name := interface_of(ray.util.get_node_ip_address()):
         os.environ |= {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}
     if seating.on_gpu:
-        torch.cuda.set_device(0)  # Ray shows each process its own
+        torch.cuda.set_device(0)  # Ray shows each process only its own GPU
     try:
         _or_lost(
             lambda: join_group(
@@ -148,7 +148,7 @@ def _group(process: int, seating: SeatPlan, first: Any) -> Any:
 
 
 def interface_of(address: str) -> str | None:
-    """Return the network interface that has this IPv4 address; None: the system does not say.
+    """Return the network interface with this IPv4 address; None: not found.
 
     >>> interface_of("127.0.0.1"), interface_of("192.0.2.77")
     ('lo', None)

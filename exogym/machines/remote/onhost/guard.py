@@ -1,7 +1,8 @@
-"""Runs one command on a host and ends everything it started when the connection to the controller is gone.
+"""Run one command on a host. If the connection to the controller is lost, end all processes of the command.
 
-The controller holds the other end of stdin: it writes a byte every few seconds and closes it to stop. An end of file,
-or silence, ends the command: SIGTERM, and SIGKILL for whatever is left of it a while later, in other sessions too.
+The controller holds the other end of stdin. It writes a byte every few seconds and closes stdin to stop the command. An
+end of file, or silence, ends the command with SIGTERM. Later SIGKILL ends its remaining processes, also in other
+sessions.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 LOOK_S, ALONE_S, SWEEP_S = 0.1, 3.0, 10.0
 CANNOT_START = 126
 SILENCE = "the controller was silent for too long"
-TRY_AGAIN = 75  # EX_TEMPFAIL of sysexits: the way to the others was lost, which may be better another time
+TRY_AGAIN = 75  # EX_TEMPFAIL of sysexits: the connection was lost; a restart may succeed
 
 
 def main(given: dict[str, Any], stream: IO[bytes]) -> int:
-    """Run the command that `given` describes, and return its exit status, 128 + the signal that killed it.
+    """Run the command that `given` describes. Return its exit status, or 128 + the signal that killed it.
 
-    Returns `TRY_AGAIN` if it ended because the controller was silent.
+    Returns `TRY_AGAIN` if the command ended because the controller was silent.
 
     Args:
         given: words (for this Python), folder, environment, address and is_loopback (see `interface_of`), silence_s
@@ -62,12 +63,12 @@ def main(given: dict[str, Any], stream: IO[bytes]) -> int:
                 start_new_session=True, preexec_fn=_end_with_parent,
             )  # fmt: skip
         except OSError as error:
-            return _refuse(f"the command cannot be started in {folder}: {error}")
+            return _refuse(f"cannot start the command in {folder}: {error}")
         if reports is not None:
             reports.start()
         reason = _watch(child, stream.fileno(), given["silence_s"], noted)
         if reason:
-            _say(f"{reason}: ending what runs here")
+            _say(f"{reason}: ending this host's processes")
             _stop(child, given["stop_s"])
         _sweep(child)
     if reason == SILENCE:
@@ -81,12 +82,12 @@ def _refuse(why: str) -> int:
 
 
 def _say(text: str) -> None:
-    with contextlib.suppress(OSError):  # where nobody listens any more
+    with contextlib.suppress(OSError):  # the controller no longer reads
         print(f"exogym: {text}", file=sys.stderr, flush=True)
 
 
 def _watch(child: subprocess.Popen[bytes], source: int, silence_s: float, noted: list[int]) -> str | None:
-    """Wait for the child's end; return why it is to be ended earlier, or None."""
+    """Wait for the child's end. Return the reason to end it earlier, or None."""
     heard = time.monotonic()
     while child.poll() is None:
         if noted:
@@ -101,7 +102,10 @@ def _watch(child: subprocess.Popen[bytes], source: int, silence_s: float, noted:
 
 
 def _stop(child: subprocess.Popen[bytes], stop_s: float) -> None:
-    """Ask the child to end, and wait, until it has, or is alone (torch's agent waits minutes for those elsewhere)."""
+    """Ask the child to end. Wait until it has ended or has no processes left.
+
+    Torch's agent would wait minutes for agents on other hosts.
+    """
     with contextlib.suppress(ProcessLookupError):
         child.terminate()
     deadline = time.monotonic() + stop_s
@@ -113,7 +117,7 @@ def _stop(child: subprocess.Popen[bytes], stop_s: float) -> None:
 
 
 def _sweep(child: subprocess.Popen[bytes]) -> None:
-    """Kill what is left of the child and of all that descends from it."""
+    """Kill the child and all its descendants that still run."""
     left = _descendants(os.getpid())
     if child.poll() is None:
         child.kill()
@@ -127,13 +131,13 @@ def _sweep(child: subprocess.Popen[bytes]) -> None:
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
-        # Without the adoption of orphans, those seen before count as long as they are there.
+        # Systems other than Linux adopt no orphans: there, processes seen before count while they run.
         kept = set() if sys.platform == "linux" else left & {pid for pid, _ in _processes()}
         left = kept | _descendants(os.getpid())
 
 
 def _descendants(root: int) -> set[int]:
-    """Return the processes that descend from `root`; where orphans are adopted, those of dead parents too."""
+    """Return the descendants of `root`. On Linux they include orphans, which `root` has adopted."""
     parents = dict(_processes())
     found = {root}
     while True:
@@ -144,7 +148,7 @@ def _descendants(root: int) -> set[int]:
 
 
 def _processes() -> Iterator[tuple[int, int]]:
-    """Yield (process, parent) of all processes here."""
+    """Yield (process, parent) for each process on this host."""
     if os.path.isdir("/proc/self"):
         for name in os.listdir("/proc"):
             with contextlib.suppress(OSError):
@@ -161,7 +165,7 @@ def _processes() -> Iterator[tuple[int, int]]:
 
 @contextlib.contextmanager
 def _noted_signals() -> Iterator[list[int]]:
-    """Inside, signals that ask this process to end are noted only."""
+    """Inside, only note signals that ask this process to end."""
     noted: list[int] = []
     numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
     before = [signal.signal(number, lambda got, frame: noted.append(got)) for number in numbers]
@@ -173,12 +177,12 @@ def _noted_signals() -> Iterator[list[int]]:
 
 
 def _adopt_orphans() -> None:
-    """Become the parent of what the child's processes leave behind, so that none is lost from sight (Linux)."""
+    """Adopt orphans: become the parent of processes whose own parents have ended (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def _end_with_parent() -> None:
-    """In the child: be asked to end when the guard is killed (Linux)."""
+    """In the child: receive SIGTERM if the guard is killed (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

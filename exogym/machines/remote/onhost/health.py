@@ -17,10 +17,10 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-STEPS = "EXOGYM_STEPS"  # folder in which each process says how far it is
-CHUNK_BYTES = 2000  # of a file in a line, so that the line goes into a pipe in one piece
-MOST_CHUNKS = 100  # a time
-GPU_S, GPU_EVERY_S = 5.0, 10.0  # an answer takes at most; between two questions
+STEPS = "EXOGYM_STEPS"  # folder where each process writes its progress
+CHUNK_BYTES = 2000  # a file's bytes per line, so few that a pipe takes the line in one piece
+MOST_CHUNKS = 100  # at a time
+GPU_S, GPU_EVERY_S = 5.0, 10.0  # longest wait for nvidia-smi; seconds between two calls
 GPU_WORDS = ["--query-gpu=name,utilization.gpu,memory.used,memory.total", "--format=csv,noheader,nounits"]
 
 
@@ -43,7 +43,7 @@ class HostReports:
         self.environment = {STEPS: self.steps}
         self._busy: tuple[float, float] | None = None
         self._moved: tuple[float, int, int] | None = None
-        self._sent: dict[str, tuple[int, int]] = {}  # file to its number, and up to where it was sent (or when changed)
+        self._sent: dict[str, tuple[int, int]] = {}  # by file: its number, and the bytes sent (or its last change)
         self._seen_gpus: tuple[float, list[dict[str, Any]] | None] = (-GPU_EVERY_S, None)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -54,12 +54,12 @@ class HostReports:
     def close(self) -> None:
         self._stop.set()
         if self._thread.is_alive():
-            self._thread.join(1.0)  # a controller that reads no more must not hold the end up
+            self._thread.join(1.0)  # a controller that no longer reads must not delay the end
         shutil.rmtree(self.steps, ignore_errors=True)
 
     def _run(self) -> None:
         last = False
-        with contextlib.suppress(OSError):  # nobody reads any more
+        with contextlib.suppress(OSError):  # the controller no longer reads
             while True:
                 self._say({"health": self.sample()})
                 if self.mirror is not None and not self._is_shared():
@@ -72,7 +72,7 @@ class HostReports:
     def _say(self, value: dict[str, Any]) -> None:
         os.write(1, f"{self.mark}{json.dumps(value)}\n".encode())
 
-    # How the host is
+    # The host's state
 
     def sample(self) -> dict[str, Any]:
         """Return the current values. Rates cover the time since the last call."""
@@ -81,7 +81,7 @@ class HostReports:
             found["cpu_use"] = self._cpu_use()
         with contextlib.suppress(OSError, ValueError, KeyError):
             found.update(_memory())
-            found["run_memory_bytes"] = sum(map(_resident_bytes, self.mine())) or None  # nothing is left at the end
+            found["run_memory_bytes"] = sum(map(_resident_bytes, self.mine())) or None  # 0 at the end of a run
         with contextlib.suppress(OSError, ValueError, KeyError):
             found.update(self._network())
         if time.monotonic() - self._seen_gpus[0] >= GPU_EVERY_S:
@@ -119,7 +119,7 @@ class HostReports:
         received, sent = (8 * max(self._moved[k] - before[k], 0) / seconds for k in (1, 2))
         return {"rx_bps": round(received), "tx_bps": round(sent)}
 
-    # What the run tells of itself
+    # The run's files
 
     def _is_shared(self) -> bool:
         """Return whether the controller shares this folder: its mark is there."""
