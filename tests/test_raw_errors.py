@@ -106,9 +106,9 @@ def late(x):
 AS_FLOAT = (
     r"is float64 \(.*, 6\) and the model is float32: write x = x.float\(\) in the data set, or train model.double"
 )
-AS_LONG = r"the targets are .*, and loss_fn=cross_entropy wants class numbers \(int64\): write y = y.long\(\)"
+AS_LONG = r"the targets are .*, but loss_fn=cross_entropy wants class numbers \(int64\): write y = y.long\(\)"
 TUPLE = (
-    r"Gives returned a tuple of 2 \(a tensor of shape \(2, 2\), a tensor of shape \(2, 2\)\), and "
+    r"Gives returned a tuple of 2 \(a tensor of shape \(2, 2\), a tensor of shape \(2, 2\)\), but "
     r"loss_fn=cross_entropy wants predictions.* loss_fn=lambda out, y: cross_entropy\(out\[0\], y\)"
 )
 MISTAKES = {  # model, data, loss_fn; message
@@ -121,19 +121,19 @@ MISTAKES = {  # model, data, loss_fn; message
     "whole targets": (lambda: nn.Linear(6, 1), TensorDataset(X, Y[:, None]), BCE, r"write y = y.float\(\)"),
     "a tuple": (lambda: Gives(lambda p: (p, p)), TensorDataset(X, Y), CE, TUPLE),
     "a mapping": (lambda: Gives(lambda p: {"logits": p}), TensorDataset(X, Y), CE, r"entropy\(out\['logits'\], y\)"),
-    "nothing": (lambda: Gives(lambda p: None), TensorDataset(X, Y), CE, "returned None, and loss_fn=.* wants"),
+    "nothing": (lambda: Gives(lambda p: None), TensorDataset(X, Y), CE, "returned None, but loss_fn=.* wants"),
     "classes": (
         linear, TensorDataset(X, Y * 3), CE,
         r"a target is 3, and the model's output has shape \(2, 2\): 2 classes, 0 to 1: give the last layer 4 outputs",
     ),
     "a class late": (linear, [(X[i], i // 15 * 5) for i in range(16)], CE, "a target is 5, and the model"),
-    "tokens": (Tokens, TensorDataset(Y * 9, Y), CE, "the number 9, and the embedding 'table' has rows 0 to 3"),
+    "tokens": (Tokens, TensorDataset(Y * 9, Y), CE, "the number 9, but the embedding 'table' has rows 0 to 3"),
     "float tokens": (Tokens, TensorDataset(X[:, 0], Y), CE, r"is float32 .*wants whole numbers, .*x.long\(\)"),
     "bytes as tokens": (Tokens, TensorDataset(Y.byte(), Y), CE, r"is uint8 .*wants whole numbers, int32 .*x.long\(\)"),
-    "words": (Positions, windows(more=7), None, r"the number 1\d, and the embedding 'words' has rows 0 to 8"),
+    "words": (Positions, windows(more=7), None, r"the number 1\d, but the embedding 'words' has rows 0 to 8"),
     "positions": (
         Positions, windows(6), None,
-        r"looks up row 5, which it computed, and the embedding 'places' has rows 0 to 3: .*Embedding\(6, .* shorter",
+        r"looks up row 5, which it computed, but the embedding 'places' has rows 0 to 3: .*Embedding\(6, .* shorter",
     ),
     "int targets": (Positions, windows(kind=torch.int32), None, r"batch\[1\] is int32 .*: write y = y.long\(\)"),
     "an example": (linear, FailsAt13(), CE, "index 13, an example of node 1: KeyError: 'label'"),

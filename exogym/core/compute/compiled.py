@@ -1,9 +1,9 @@
-"""`compute="compiled"`: local steps of a row as one graph, from forward to inner step, by `torch.compile`.
+"""`compute="compiled"`: compile a row's local steps, from forward pass to inner step, with `torch.compile`.
 
-Held to `loop` within 1e-5 of a parameter's norm over a stretch in fp32 (`tests/core/compute/test_compiled.py`). A graph
-is made once for `STEPS` steps and once for a single one, when first needed: seconds to a minute, then a few seconds
-from inductor's own cache on disk. How a span is cut into graphs depends on nothing but the steps left of it, so
-stopping and placement change no bits.
+Over a stretch in fp32 the result stays within 1e-5 of a parameter's norm of `loop`
+(`tests/core/compute/test_compiled.py`). There is one graph for `STEPS` steps and one for a single step. Each is made
+when a run first needs it. That takes seconds to a minute; later runs take a few seconds, from inductor's cache on disk.
+Only the number of steps left decides how a span is cut into graphs. So stopping and placement change no bits.
 """
 
 from __future__ import annotations
@@ -33,14 +33,17 @@ from exogym.data.stream import Stream
 from exogym.strategy.kernels import bare_step
 from exogym.strategy.schedule import set_rates
 
-STEPS, OPERATIONS = 5, 400  # of a graph, at most: longer ones are no faster, and take minutes to compile
-TOLERANCE, HALF_TOLERANCE = 1e-3, 0.05  # of a gradient's norm, where a graph is first compared
+STEPS, OPERATIONS = 5, 400  # a graph's limits: longer graphs are no faster, and take minutes to compile
+TOLERANCE, HALF_TOLERANCE = 1e-3, 0.05  # the first comparison's limits, as shares of a gradient's norm
 
 
 def compiled(graph: Callable[..., Any], backend: str, draws: bool) -> Callable[..., Any]:
-    """Return a graph as `backend` compiles it, when first called; `draws`: it draws random numbers, as torch would.
+    """Return `graph` compiled by `backend`; the first call compiles.
 
-    In this process and no other: those that torch starts to compile would outlive a fork.
+    It compiles in this process only: torch's worker processes would outlive a fork.
+
+    Args:
+        draws: whether the graph draws random numbers. The compiled graph then draws the same numbers as torch.
     """
     options: Any = {"compile_threads": 1, "fallback_random": draws} if backend == "inductor" else None
     return torch.compile(graph, backend=backend, fullgraph=True, dynamic=False, options=options)
@@ -48,11 +51,12 @@ def compiled(graph: Callable[..., Any], backend: str, draws: bool) -> Callable[.
 
 @dataclass(frozen=True)
 class Maker:
-    """What makes graphs fast.
+    """Something that makes graphs fast: a compiler, or CUDA graphs.
 
     Attributes:
-        how: its name in `compute=`; doing, done, often: what it says it does.
-        build: from a graph, inputs of its kind and whether it draws random numbers to what computes the same.
+        how: its name in `compute=`.
+        doing, done, often: its words in messages.
+        build: (graph, example inputs, whether it draws random numbers) -> a faster function with the same result.
     """
 
     how: str
@@ -69,7 +73,7 @@ COMPILER = Maker(
 
 
 class GraphNode:
-    """Trains a row as `TrainNode` does, with graphs for whole batches of the first batch's kind; others one by one."""
+    """Train a row like `TrainNode`, through graphs. Batches unlike the first one go through the plain loop."""
 
     def __init__(self, stretches: Stretches, row: int, worker: Worker, *given: Any):
         self.plain, self.stretches, self.row, self.worker = TrainNode(row, worker, *given), stretches, row, worker
@@ -82,7 +86,7 @@ class GraphNode:
     def train(
         self, count: int, at: np.ndarray | None = None, may_stop: bool = True, source: tuple[int, int] | None = None
     ) -> Tensor:
-        """Take `count` steps; stopped, it ends after the graph at hand."""
+        """Take `count` steps and return their losses. A stop takes effect after the current graph."""
         plain, worker, stretches, row = self.plain, self.worker, self.stretches, self.row
         assert plain.inner is not None
         first, losses = int(plain.taken[row]), list[Tensor]()
@@ -105,14 +109,14 @@ class GraphNode:
         return self.looked_at(torch.cat(losses), first)
 
     def looked_at(self, losses: Tensor, first: int) -> Tensor:
-        """Return the losses (K,) of steps of the row from `first` on, looked at, as are its parameters."""
+        """Check the row's losses (K,) from step `first` on, and its parameters; return the losses."""
         self.worker.check(self.row)
         found = self.plain.watch.losses(self.rank, self.row, losses.to(torch.get_default_dtype()), first)
         self.plain.watch.row(self.rank, self.row, first + len(losses))
         return found
 
     def _step(self, batch: Any, at: int, step: int) -> Tensor:
-        """Take one step; return its loss, (1,)."""
+        """Take one step and return its loss, (1,)."""
         stretches, worker, inner = self.stretches, self.worker, self.plain.inner
         assert inner is not None
         whole = stretches.fits(batch)
@@ -137,18 +141,19 @@ class GraphNode:
 
 
 class Stretches:
-    """Graphs of steps of a row, and what goes into them and comes out.
+    """The graphs of a row's steps, with their inputs and outputs.
 
-    Only SGD, Adam and AdamW step inside of a graph. With another optimizer, or a strategy that corrects gradients, the
-    graph ends with the gradients, and the row's own optimizer takes the step.
+    Only SGD, Adam and AdamW step inside a graph. With another optimizer, or a strategy that corrects gradients, the
+    graph ends with the gradients. The row's own optimizer then takes the step.
 
     Attributes:
-        operations: of a gradient; most: steps of a graph.
+        operations: number of operations in a gradient's graph.
+        most: steps in a graph, at most.
 
     Raises:
-        ModelError: the model draws from Python's or numpy's generators, needs fp16's scales, has batches that hold
-            more than tensors, or a step that is no function of tensors, or that gives other gradients as a graph; or
-            nothing can be compiled here (no C++ compiler).
+        ModelError: the model draws from Python's or numpy's generators, or needs fp16's loss scales; its batches hold
+            more than tensors; its step is not a function of tensors; its graph gives other gradients; or this machine
+            cannot compile (no C++ compiler).
     """
 
     def __init__(self, worker: Worker, stream: Stream, inner: InnerOptimizer | None, maker: Maker = COMPILER):
@@ -157,7 +162,7 @@ class Stretches:
         if worker.draws_python:
             raise refusal(self.how, "its training step draws from Python's or numpy's random numbers")
         if worker.scaled:
-            raise refusal(self.how, "fp16 scales each node's loss by itself")
+            raise refusal(self.how, "with fp16 each node has its own loss scale")
         self.tracer = Tracer(worker, self.how)
         self._graphs: dict[Any, Callable[..., Any]] = {}
         self._steppings: dict[Any, Stepping | None] = {}
@@ -165,7 +170,9 @@ class Stretches:
         batch = self.plain(next(iter(stream.batches(0, 0, 1))))
         kind = signature(batch)
         if kind is None:
-            raise refusal(self.how, "a batch holds more than tensors, which a graph would keep as they are")
+            raise refusal(
+                self.how, "its batches hold more than tensors, and a graph would reuse the first batch's values"
+            )
         self.kind = kind
         self._first_gradient = self.tracer.gradient(batch)
         self._compare(batch)
@@ -173,7 +180,7 @@ class Stretches:
         self.most = 1 if worker.draws_torch else max(1, min(STEPS, OPERATIONS // operations))
 
     def stretch(self, node: GraphNode, batches: list[Any], at: np.ndarray) -> Tensor | None:
-        """Take the steps of `batches` in one graph; return their losses, (K,). None where it cannot."""
+        """Take the steps of `batches` in one graph and return their losses, (K,); None if no graph can take them."""
         worker, row = self.worker, node.row
         key, stepping = self.stepping(len(batches))
         numbers = None if stepping is None else self.numbers(stepping, at[: len(batches)])
@@ -190,7 +197,7 @@ class Stretches:
         return losses
 
     def gradient(self, row: int, batch: Any) -> Tensor:
-        """Compute loss and gradients (into `.grad`) of the row the module points at, by a graph; return the loss."""
+        """Compute the current row's gradients (into `.grad`) with a graph; return the loss."""
         worker = self.worker
         params, buffers = worker.views(row), [rows[row] for rows in worker.fleet.buffers.values()]
         grads, after, loss = self.run("gradient", lambda: self._first_gradient, 1, (params, buffers, batch))
@@ -203,7 +210,7 @@ class Stretches:
     # Graphs
 
     def run(self, key: Any, trace: Callable[[], Callable[..., Any]], steps: int, inputs: tuple[Any, ...]) -> Any:
-        """Run the graph of `key`, made when it is first needed and then compared with its operations one by one."""
+        """Run the graph of `key`. The first call makes it and compares it with its single operations."""
         with torch.no_grad():
             if key in self._graphs:
                 return self._graphs[key](*inputs)
@@ -221,20 +228,22 @@ class Stretches:
             torch.default_generator.set_state(state)
             graph = self.maker.build(plain, inputs, self.worker.draws_torch)
             found = graph(*inputs)
-        except Exception as error:  # of the compiler: a missing g++, an operation that it cannot do
-            raise refusal(self.how, f"it cannot be {self.maker.done} here ({first_line(error)})") from error
+        except Exception as error:  # the compiler's: a missing g++, an operation that it does not know
+            raise refusal(
+                self.how, f"it could not be {self.maker.done} on this machine ({first_line(error)})"
+            ) from error
         for a, b in zip(wanted, tensors_in(found), strict=True):
             if not self._is_close(a, b):
-                raise refusal(self.how, f"{self.maker.done}, it gives other numbers than operation by operation")
+                raise refusal(self.how, f"once {self.maker.done}, it gives other numbers than operation by operation")
         say(wire, f"compute={self.how!r}: {self.maker.done} in {time.perf_counter() - begin:.1f} s")
         self._graphs[key] = graph
         return found
 
     def _compare(self, batch: Any) -> None:
-        """Compute one gradient both ways: what a graph cannot follow (a hook, a closure) would fail in silence.
+        """Compute a gradient with and without the graph. A graph would silently leave out a hook or a closure.
 
         Raises:
-            ModelError: they differ.
+            ModelError: the two gradients, or buffers, differ.
         """
         worker, before = self.worker, {name: rows[0].clone() for name, rows in self.fleet.buffers.items()}
         worker.point(0)
@@ -254,8 +263,8 @@ class Stretches:
             if (a is None) != (b is None) or (a is not None and not self._is_close(a, b)):
                 raise refusal(
                     self.how,
-                    f"as a graph it gives {name!r} another gradient or value, as where a hook, or a function that "
-                    "holds the parameter itself, takes part",
+                    f"its graph gives {name!r} another gradient or value. A graph leaves out hooks, and functions that "
+                    "hold a parameter",
                 )
         self.used = [g is not None for g in alone]
 
@@ -269,7 +278,7 @@ class Stretches:
     # The inner optimizer
 
     def stepping(self, steps: int) -> tuple[Any, Stepping | None]:
-        """Return the key of the graph of so many steps of a row, and how its optimizer steps in it; None: not."""
+        """Return the key of the graph of `steps` steps, and its `Stepping`; None if the optimizer steps outside."""
         assert self.inner is not None
         key = (steps, *map(settings, self.inner.optimizer.param_groups))
         if key not in self._steppings:
@@ -277,16 +286,16 @@ class Stretches:
         return key, self._steppings[key]
 
     def _stepping(self) -> Stepping | None:
-        """Return how the row's optimizer steps inside of a graph; None, and a word, where it cannot."""
+        """Return how the row's optimizer steps inside a graph. If it cannot, say why and return None."""
         inner, worker = self.inner, self.worker
         assert inner is not None
         optimizer = inner.optimizer
         known = UPDATES.get(type(optimizer))
         if known is None or bare_step(optimizer) == optimizer.step:
-            self.say_once(f"{type(optimizer).__name__} steps outside of the graph: it knows SGD, Adam and AdamW")
+            self.say_once(f"{type(optimizer).__name__} steps outside the graph; only SGD, Adam and AdamW step inside")
             return None
         if inner.corrections:
-            self.say_once("the strategy corrects gradients before each step, so steps are taken outside of the graph")
+            self.say_once("the strategy corrects gradients before each step, so the optimizer steps outside the graph")
             return None
         place = {p: i for i, p in enumerate(worker.parameters)}
         updates: list[Update | None] = [None] * len(place)
@@ -299,7 +308,7 @@ class Stretches:
         return Stepping(updates, clock, inner.max_norm)
 
     def numbers(self, stepping: Stepping, at: np.ndarray) -> Tensor | None:
-        """Return the numbers of the next steps, (K, groups, SCALARS); None where tensors of a group are not alike."""
+        """Return the next steps' scalars, (K, groups, SCALARS); None if a group's tensors took unequal steps."""
         inner, worker = self.inner, self.worker
         assert inner is not None
         groups = inner.optimizer.param_groups
@@ -307,9 +316,9 @@ class Stretches:
         before = []
         for group in groups:
             updates = [(p, stepping.updates[place[p]]) for p in group["params"]]
-            there = [p for p, update in updates if update is not None]
+            stepping_params = [p for p, update in updates if update is not None]
             update = next((update for _, update in updates if update is not None), None)
-            taken = 0 if update is None else steps_before(inner.optimizer, there, update)
+            taken = 0 if update is None else steps_before(inner.optimizer, stepping_params, update)
             if taken is None:
                 return None
             before.append((update, taken))
@@ -323,7 +332,7 @@ class Stretches:
         return torch.from_numpy(numbers).to(self.worker.device, number_dtype(self.worker.parameters))
 
     def kept(self, stepping: Stepping) -> list[State]:
-        """Return what the row's optimizer keeps of each parameter; zeros where it has not begun."""
+        """Return the row's optimizer state for each parameter; zeros before its first step."""
         assert self.inner is not None
         states = self.inner.optimizer.state
         kept: list[State] = []
@@ -334,7 +343,7 @@ class Stretches:
         return kept
 
     def keep(self, stepping: Stepping, kept: Sequence[State], steps: int) -> None:
-        """Put what the graph gave into the row's optimizer."""
+        """Store the graph's new state in the row's optimizer."""
         assert self.inner is not None
         states = self.inner.optimizer.state
         for p, update, tensors in zip(self.worker.parameters, stepping.updates, kept, strict=True):
@@ -346,21 +355,23 @@ class Stretches:
                 step += steps
             own.update(zip(update.keys, tensors, strict=True))
 
-    # Batches and words
+    # Batches and messages
 
     def plain(self, batch: Any) -> Any:
         return map_tensors(self.worker.to_device(batch), lambda x: x)
 
     def fits(self, batch: Any) -> bool:
-        """Whether a batch can go through the graph: of the shape it was made for, its micro-batches weighed alike."""
+        """Whether the graph takes this batch: it has the graph's shapes, and each example has the same weight."""
         return signature(batch) == self.kind and self.worker.counts_examples(batch)
 
     def say_unlike(self, batch: Any) -> None:
-        """Say why a batch that does not fit goes through the loop."""
+        """Say why this batch goes through the plain loop."""
         if signature(batch) == self.kind:
-            self.say_once("batches whose micro-batches do not count as their examples do go through the loop")
+            self.say_once("batches whose micro-batches are not weighted by their examples go through the loop")
         else:
-            self.say_once(f"batches of another shape than the first one's, {_shapes(self.kind)}, go through the loop")
+            self.say_once(
+                f"batches whose shape differs from the first batch's, {_shapes(self.kind)}, go through the loop"
+            )
 
     def say_once(self, text: str) -> None:
         if text not in self._told:
@@ -369,7 +380,7 @@ class Stretches:
 
 
 def _shapes(kind: Any) -> str:
-    """Return the shapes in a signature as text.
+    """Return a signature's shapes as text.
 
     >>> _shapes(("tuple", ((20, 3), (3, 1), torch.float32), ((20,), (1,), torch.int64)))
     '(20, 3), (20,)'

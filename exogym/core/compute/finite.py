@@ -1,8 +1,7 @@
-"""Numbers that are not finite: who has them is found before the others see them.
+"""Find the nodes with NaN or infinite numbers before they share them.
 
-A number that is not finite stays in a row: from a gradient it goes into the update, from the parameters into the next
-loss. So a loss per step, which is fetched anyway, and one sum over the row at the end of a stretch find it; only then
-is it looked for more closely.
+A NaN or infinity spreads within a row: from a gradient to the update, and from the parameters to the next loss. Each
+step's loss and one sum over the row at the end of a stretch find it. Only then does a search name the parameter.
 """
 
 from __future__ import annotations
@@ -19,21 +18,21 @@ from exogym.errors import TrainingError
 
 POLICIES = ("raise", "skip", "ignore")
 REMEDY = (
-    "lower the learning rate, clip gradients (max_norm=1.0), or look at the node's data; on_nonfinite='skip' goes on "
-    "without the node until it has taken what the others hold"
+    "lower the learning rate, clip gradients (max_norm=1.0), or check the node's data; with on_nonfinite='skip' the "
+    "run continues without the node until it has copied the others' parameters"
 )
 
 
 class Watch:
-    """Looks at losses, gradients and rows, and does what `on_nonfinite` says.
+    """Check losses, gradients and rows, and follow `on_nonfinite`.
 
     Args:
-        policy: "raise", "skip" or "ignore"; a loss that is not finite is an error under the last one too.
-        worker: bound to its fleet by the time anything is looked at.
+        policy: "raise", "skip" or "ignore". A loss that is not finite is an error under "ignore" too.
+        worker: must be bound to its fleet before the first check.
 
     Attributes:
-        raises, skips: whether that is the policy.
-        at_once: whether each loss is looked at when it is there; on a GPU that would wait for the device.
+        raises, skips: whether the policy is "raise" or "skip".
+        at_once: whether to check each loss immediately. On a GPU that would wait for the device.
     """
 
     def __init__(self, policy: str, worker: Worker):
@@ -43,10 +42,10 @@ class Watch:
     # Losses
 
     def is_spoilt(self, rank: int, row: int, loss: float, step: int) -> bool:
-        """Say whether the node may rest, as its parameters held no finite numbers before its step `step` gave `loss`.
+        """Return whether the node's parameters were not finite before step `step` gave `loss`, so it can be skipped.
 
         Raises:
-            TrainingError: unless the node is to be skipped.
+            TrainingError: unless the policy is "skip".
         """
         where = None if self._is_ignored or self.row_is_finite(row) else self._first_in(self._params(row))
         if self.skips:
@@ -56,10 +55,10 @@ class Watch:
         raise TrainingError(f"the loss of node {rank} became {loss} at its step {step}: {REMEDY}")
 
     def losses(self, rank: int, row: int, losses: Tensor, first: int) -> Tensor:
-        """Return the (K,) `losses` of the steps after `first`, inf where one is not finite and nodes are skipped.
+        """Return the `losses` (K,) of the steps after `first`. Under "skip", inf replaces those that are not finite.
 
         Raises:
-            TrainingError: one is not finite, unless the node is to be skipped.
+            TrainingError: a loss is not finite, unless the policy is "skip".
         """
         finite = torch.isfinite(losses)
         if bool(finite.all()):
@@ -76,10 +75,10 @@ class Watch:
     # Rows and gradients
 
     def row(self, rank: int, row: int, step: int) -> None:
-        """Look at the parameters in `row` after the node's step `step`.
+        """Check the parameters in `row` after the node's step `step`.
 
         Raises:
-            TrainingError: one is not finite, and that is an error.
+            TrainingError: one is not finite, and the policy is "raise".
         """
         if self.raises and not self.row_is_finite(row):
             raise TrainingError(self._after(rank, self._first_in(self._params(row)), step))
@@ -88,14 +87,14 @@ class Watch:
         return self._all_finite(self._params(row))
 
     def _all_finite(self, tensors: Sequence[Tensor]) -> bool:
-        """Return whether all numbers are finite, and those in the other processes of the node."""
+        """Return whether all numbers are finite in all of the node's processes."""
         return not self.worker.fleet.comm.wire.inside.any(not all(map(is_finite, tensors)))
 
     def gradient(self, rank: int, row: int, step: int) -> bool:
-        """Return whether the gradient in `row` of the fleet's `grads` is finite, for step `step` of the node.
+        """Return whether the gradient in `row` of the fleet's `grads` is finite; always True under "ignore".
 
         Raises:
-            TrainingError: it is not, and that is an error.
+            TrainingError: it is not finite, and the policy is "raise".
         """
         grads = [block.grads[row] for block in self.worker.fleet.blocks if block.grads is not None]
         if self._is_ignored or self._all_finite(grads):
@@ -105,11 +104,11 @@ class Watch:
         return False
 
     def gradients(self, rank: int, grads: Sequence[Tensor | None], step: int) -> bool:
-        """Do as `gradient` with a tensor or None for each of the worker's parameters."""
-        there = [g for g in grads if g is not None]
-        if self._is_ignored or not there:
+        """Like `gradient`, given a tensor or None for each of the worker's parameters."""
+        present = [g for g in grads if g is not None]
+        if self._is_ignored or not present:
             return True
-        if math.isfinite(float(torch.stack([n.double() for n in norms(there)]).sum())):
+        if math.isfinite(float(torch.stack([n.double() for n in norms(present)]).sum())):
             return True
         for name, grad in zip(self.worker.names, grads, strict=True):
             if grad is not None and not is_finite(grad):
@@ -119,25 +118,25 @@ class Watch:
         return True
 
     def shared(self, vectors: Sequence[Tensor] | None, what: str, step: int) -> None:
-        """Look at parameters that belong to no one node, (P,) per block, after step `step`.
+        """Check parameters that all nodes share, (P,) per block, after step `step`.
 
         Raises:
-            TrainingError: one is not finite, unless that is ignored.
+            TrainingError: one is not finite, unless the policy is "ignore".
         """
         if self._is_ignored or vectors is None or self._all_finite(vectors):
             return
         name, value = self._first_in(vectors)
         raise TrainingError(
             f"{what} held {value} in {name!r} after step {step}, though each node's own numbers were finite: lower the "
-            "learning rates (outer_lr too, where there is one)"
+            "learning rate, and outer_lr if the strategy has one"
         )
 
-    # Leaving nodes out
+    # Skipping nodes
 
     def spoilt(self, nodes: Sequence[int], also: Sequence[int] = ()) -> list[int]:
-        """Return those of `nodes` that hold numbers that are not finite, or are in `also` of their process.
+        """Return the nodes in `nodes` whose numbers are not finite, or which a process names in `also`.
 
-        Every process calls it, and gets the same.
+        All processes call it together and get the same list.
         """
         fleet = self.worker.fleet
         flags = torch.zeros(len(fleet), fleet.num_nodes)
@@ -151,7 +150,7 @@ class Watch:
         buffers = [rows[row] for rows in self.worker.fleet.buffers.values() if rows.is_floating_point()]
         return self.row_is_finite(row) and not any(bool(x.isnan().any()) for x in buffers)
 
-    # Words
+    # Messages
 
     @property
     def _is_ignored(self) -> bool:
@@ -161,7 +160,7 @@ class Watch:
         return [block.params[row] for block in self.worker.fleet.blocks]
 
     def _first_in(self, vectors: Sequence[Tensor]) -> tuple[str, float]:
-        """Return the first parameter, in the order of the fleet, with a number that is not finite, and the number."""
+        """Return the name of the first parameter that is not finite, and its first such number."""
         for block, vector in zip(self.worker.fleet.blocks, vectors, strict=True):
             for slot in block.layout:
                 if not is_finite(slot.of(vector)):
@@ -171,7 +170,8 @@ class Watch:
     def _after(self, rank: int, where: tuple[str, float], step: int) -> str:
         if step == 0:
             return (
-                f"the model holds {where[1]} in {where[0]!r} before the first step of node {rank}: give finite numbers"
+                f"the model holds {where[1]} in {where[0]!r} before the first step of node {rank}: initialize it with "
+                "finite numbers"
             )
         return (
             f"the update of node {rank} was not finite at its step {step}: {where[0]!r} holds {where[1]} after it; "
@@ -179,14 +179,11 @@ class Watch:
         )
 
     def _gradient_text(self, rank: int, where: tuple[str, float], step: int) -> str:
-        return (
-            f"the gradient of node {rank} was not finite at its step {step}: that of {where[0]!r} holds {where[1]}; "
-            f"{REMEDY}"
-        )
+        return f"the gradient of node {rank} was not finite at its step {step}: {where[0]!r} has {where[1]}; {REMEDY}"
 
 
 def is_finite(x: Tensor) -> bool:
-    """Return whether all numbers in `x` are finite; one sum, and a closer look only where that is not.
+    """Return whether all numbers in `x` are finite. It looks at each number only if their sum is not finite.
 
     >>> is_finite(torch.tensor([1.0, 2.0])), is_finite(torch.tensor([3e38, 3e38])), is_finite(torch.tensor([torch.nan]))
     (True, True, False)

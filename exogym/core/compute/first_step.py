@@ -1,4 +1,4 @@
-"""A training step that is undone: what a model does in it is known before the training."""
+"""Try a training step before training, and undo it, to learn what the model does."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from exogym.errors import ModelError
 def look(worker: Worker, batch: Any, another: Callable[[], Any] | None = None) -> None:
     """Run a training step and undo it, to learn what the model does.
 
-    Buffers that the model makes, or brings to their size, in its first step are kept, and looked at in a second.
+    If the first step makes or resizes buffers, they are kept, and a second step checks them.
 
     Args:
-        another: gives another batch of the kind; `batch` again if None.
+        another: returns another batch like `batch`; None: use `batch` again.
 
     Raises:
-        ModelError: no loss comes back, it depends on no trainable parameter, gradients are sparse, or the step
-            changes what cannot be a row, or an attribute that goes into later steps.
+        ModelError: the model returns no loss; the loss depends on no trainable parameter; a gradient is sparse; or the
+            step changes a frozen parameter, or an attribute that later steps use.
     """
     worker.model.train()
     attributes, at_first = Attributes(worker.model), _buffer_shapes(worker.model)
@@ -39,8 +39,8 @@ def look(worker: Worker, batch: Any, another: Callable[[], Any] | None = None) -
         late = [name for name in worker.changing if at_first.get(name) != made[name]]
         if late or _buffer_shapes(worker.model) != made:
             raise ModelError(
-                f"the model makes or resizes buffers in its first step and goes on changing them ({late[:3]}), so "
-                "no node's own could start at the right value: make them in __init__, with their size"
+                f"the model makes or resizes buffers in its first step and changes them later ({late[:3]}), so no "
+                "node would start with the right values: make them in __init__ with their final shape"
             )
     other = (lambda: batch) if another is None else another
     exact = worker.device.type == "cpu"
@@ -66,8 +66,8 @@ def _trial_step(worker: Worker, batch: Any) -> Tensor:
     for name, (p, mark) in frozen.items():
         if _mark(p) != mark:
             raise ModelError(
-                f"a training step changes {name!r}, a parameter without requires_grad, which all nodes share: "
-                "make it a buffer (register_buffer), of which every node has its own"
+                f"a training step changes {name!r}, a parameter without requires_grad. All nodes share such a "
+                "parameter: make it a buffer (register_buffer), so that every node has its own"
             )
     return loss
 
@@ -80,16 +80,17 @@ def _trial_gradient(worker: Worker, batch: Any) -> Tensor:
             if worker.loss.loss_fn is None and isinstance(batch, tuple | list):
                 raise ModelError(
                     f"model(batch) failed on a batch that is a {type(batch).__name__} of {len(batch)} ({error}): "
-                    "without loss_fn= the model gets the whole batch and returns the loss; with loss_fn= it gets "
-                    "the inputs; with forward(self, x, targets) it gets both and returns the loss"
+                    "pass loss_fn= if the model takes only the inputs. Without loss_fn= the model gets the whole batch "
+                    "and returns the loss; with forward(self, x, targets) it gets inputs and targets"
                 ) from error
             raise
     if not loss.requires_grad:
-        raise ModelError("the loss does not depend on any trainable parameter; is everything frozen or detached?")
+        raise ModelError(
+            "the loss does not depend on any trainable parameter: check for frozen parameters, detach() and no_grad()"
+        )
     if loss.is_complex():
         raise ModelError(
-            f"the loss is a complex number ({loss.dtype}), and only a real one has a smallest value: return a real "
-            "part or a size, such as loss.abs() or loss.real"
+            f"the loss is a complex number ({loss.dtype}), wanted a real number: return loss.abs() or loss.real"
         )
     try:
         loss.backward()
@@ -99,14 +100,14 @@ def _trial_gradient(worker: Worker, batch: Any) -> Tensor:
     for name, p in worker.model.named_parameters():
         if p.grad is not None and p.grad.layout != torch.strided:
             raise ModelError(
-                f"the gradient of {name!r} is sparse, and a row of the fleet is dense: leave out sparse=True"
+                f"the gradient of {name!r} is sparse, wanted a dense one: create the layer without sparse=True"
             )
     return loss.detach()
 
 
 @torch.no_grad()
 def _undo(model: nn.Module, before: dict[str, tuple[Tensor, int, Tensor]]) -> list[str]:
-    """Find the buffers that the trial changed, and give them their values back; those it made are kept."""
+    """Restore the buffers that the trial step changed and return their names. Buffers that it made stay."""
     changing = []
     for name, buffer in model.named_buffers():
         if name not in before or before[name][2].shape != buffer.shape:
@@ -122,7 +123,7 @@ def _undo(model: nn.Module, before: dict[str, tuple[Tensor, int, Tensor]]) -> li
 
 @contextlib.contextmanager
 def trying(worker: Worker) -> Iterator[None]:
-    """Be in evaluation mode, with generators at a fixed place; drop gradients and undo what buffers took after."""
+    """Enter evaluation mode with fixed random seeds. At the exit, clear gradients and restore buffers and mode."""
     seed_torch(0, worker.device)
     seed_python(0)
     kept = [(*owner_of(worker.model, name), b, b.detach().clone()) for name, b in worker.model.named_buffers()]
@@ -145,7 +146,7 @@ def _buffer_shapes(model: nn.Module) -> dict[str, torch.Size]:
 
 
 def random_states(device: torch.device) -> tuple[bytes, Any]:
-    """Return where the generators stand: torch's, and Python's and numpy's."""
+    """Return the random generators' states: torch's, then Python's and numpy's together."""
     states = [torch.default_generator.get_state()]
     if device.type == "cuda":
         states.append(torch.cuda.get_rng_state(device))
@@ -155,7 +156,7 @@ def random_states(device: torch.device) -> tuple[bytes, Any]:
 
 
 def _mark(x: Tensor) -> tuple[int, int, float]:
-    """Return what tells whether a tensor was changed, without a copy of it: version, place and, of floats, the sum."""
+    """Return values that show whether a tensor was changed: its version, its address and a float tensor's sum."""
     summable = x.layout == torch.strided and x.is_floating_point() and x.dtype.itemsize > 1
     return version(x), x.data_ptr(), float(x.detach().sum().nan_to_num()) if summable else 0.0
 

@@ -1,6 +1,6 @@
-"""The commonest mistakes with data, models and losses, told from the error that torch raised for them.
+"""Explain torch's errors after the most common mistakes with data, models and losses.
 
-Nothing here runs while training goes well: an error is explained after it was raised.
+Nothing here runs while training goes well.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.b
 def explain(
     error: Exception, model: nn.Module, loss_fn: Callable[..., Any] | None, batch: Any, out: Any = MISSING
 ) -> ExoGymError | None:
-    """Return the error that names what was given and the line to change; None where `error` is of no known kind.
+    """Return an error that names the given value and the line to change; None if `error` is not known here.
 
     Args:
-        error: as the model, `loss_fn` or the backward pass raised it.
-        out: what the model returned; MISSING: it raised the error itself.
+        error: raised by the model, `loss_fn` or the backward pass.
+        out: the model's output; MISSING if the model raised `error`.
     """
     if isinstance(error, ExoGymError):
         return None
@@ -40,7 +40,7 @@ def explain(
             said = _targets(text, loss_fn, out, targets) or _types(text, model, batch)
         else:
             said = None
-    except RAISED:  # of numbers that cannot be read here, as inside vmap: torch's own error stands
+    except RAISED:  # numbers cannot be read here, for example inside vmap: keep torch's error
         return None
     kind = DataError if out is MISSING or isinstance(out, Tensor) else ModelError
     return None if said is None else kind(f"{said} (torch: {text})")
@@ -49,7 +49,7 @@ def explain(
 def _out_of_range(
     error: Exception, text: str, model: nn.Module, batch: Any, out: Any, targets: Tensor | None
 ) -> str | None:
-    """Say which class a model has no output for, or which token no embedding for."""
+    """Explain a class without an output, or a token without an embedding row."""
     if text.startswith("Target") and "out of bounds" in text:
         found = text.split()[1]
         if isinstance(out, Tensor) and targets is not None and out.dim() == targets.dim() + 1:
@@ -57,7 +57,7 @@ def _out_of_range(
             range_ = f"the model's output has shape {tuple(out.shape)}: {classes} classes, 0 to {classes - 1}"
             remedy = f"give the last layer {int(found) + 1} outputs or more" if int(found) > 0 else ""
         else:
-            range_, remedy = "that is more classes than the model has", ""
+            range_, remedy = "the model has fewer classes", ""
         remedy = remedy or "give the last layer an output for each class"
         return f"a target is {found}, and {range_}: {remedy}, or number the classes of the data set from 0"
     if "index out of range in self" in text:
@@ -71,19 +71,19 @@ def _out_of_range(
             for x in whole if indices is None else [indices]:
                 if int(x.max()) >= rows or int(x.min()) < 0:
                     wrong = int(x.min()) if int(x.min()) < 0 else int(x.max())
-                    given, remedy = f"the data hold the number {wrong}", "correct the data"
+                    given, remedy = f"the data contain the number {wrong}", "correct the data"
                     if not is_data:
                         given = f"the model looks up row {wrong}, which it computed"
                         remedy = "give shorter examples if rows are positions"
                     return (
-                        f"{given}, and the embedding {name!r} has rows 0 to {rows - 1}: make it larger, "
+                        f"{given}, but the embedding {name!r} has rows 0 to {rows - 1}: make it larger, "
                         f"nn.Embedding({max(wrong + 1, rows)}, ...), or {remedy}"
                     )
     return None
 
 
 def _asked(error: Exception) -> tuple[Any, Tensor | None]:
-    """Return the embedding that raised an error and the rows it was asked for; None: not known, or not to be read."""
+    """Return the embedding that raised an error and the rows it looked up; None for whatever is unknown."""
     asked: Any = None
     indices: Any = None
     trace = error.__traceback__
@@ -98,7 +98,7 @@ def _asked(error: Exception) -> tuple[Any, Tensor | None]:
 
 
 def _no_tensor(out: Any, loss_fn: Callable[..., Any], model: nn.Module) -> str:
-    """Say that a model returns more than predictions, and two ways on."""
+    """Explain that a model returns more than predictions, and give two remedies."""
     name = _name_of(loss_fn)
     parts = ", ".join(map(described, out)) if isinstance(out, tuple | list) else ""
     inside = f" ({parts})" if parts else ""
@@ -107,32 +107,32 @@ def _no_tensor(out: Any, loss_fn: Callable[..., Any], model: nn.Module) -> str:
     else:
         pick = "out[0]"
     return (
-        f"the model {type(model).__name__} returned {described(out)}{inside}, and loss_fn={name} wants predictions, "
-        f"one tensor: return that alone from forward, or take it out: loss_fn=lambda out, y: {name}({pick}, y). If the "
-        "model computes its own loss, leave loss_fn out"
+        f"the model {type(model).__name__} returned {described(out)}{inside}, but loss_fn={name} wants predictions in "
+        f"one tensor: return only them from forward, or write loss_fn=lambda out, y: {name}({pick}, y). If the model "
+        "computes its own loss, leave loss_fn out"
     )
 
 
 def _targets(text: str, loss_fn: Callable[..., Any] | None, out: Any, targets: Tensor | None) -> str | None:
-    """Say what is wrong with the type or shape of targets, where the loss function raised the error."""
+    """Explain a wrong type or shape of the targets, if the loss function raised the error."""
     if not isinstance(out, Tensor) or targets is None or loss_fn is None:
         return None
     given = f"the targets are {_kind(targets)} and the predictions {_kind(out)}"
     name = _name_of(loss_fn)
     if "multi-target not supported" in text and out.dim() == targets.dim():
-        return f"{given}, and loss_fn={name} wants one class number per example: write y = y.squeeze(1) in the data set"
+        return f"{given}, but loss_fn={name} wants one class number per example: write y = y.squeeze(1) in the data set"
     if out.dim() == targets.dim() + 1 and targets.dtype != torch.int64 and "Long" in text:
         more = "; to predict numbers use torch.nn.functional.mse_loss" if targets.is_floating_point() else ""
-        return f"{given}, and loss_fn={name} wants class numbers (int64): write y = y.long() in the data set{more}"
+        return f"{given}, but loss_fn={name} wants class numbers (int64): write y = y.long() in the data set{more}"
     if out.shape == targets.shape and targets.dtype in WHOLE and out.is_floating_point():
-        return f"{given}, and loss_fn={name} wants both of one type: write y = y.float() in the data set"
+        return f"{given}, but loss_fn={name} wants the same type for both: write y = y.float() in the data set"
     if targets.is_floating_point() and targets.dtype != out.dtype:
         return f"{given}: {_convert(targets.dtype, out.dtype, 'y')}"
     return None
 
 
 def _types(text: str, model: nn.Module, batch: Any) -> str | None:
-    """Say which data are of another type than the model's numbers."""
+    """Explain which data have another type than the model's parameters."""
     if not any(word in text.lower() for word in ("dtype", "type (", "scalar type")):
         return None
     own = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
@@ -141,14 +141,14 @@ def _types(text: str, model: nn.Module, batch: Any) -> str | None:
     if "indices" in text:
         wrong = next(((place, x) for place, x in _leaves(batch) if x.dtype not in (torch.int32, torch.int64)), None)
         return wrong and (
-            f"{wrong[0]} is {_kind(wrong[1])}, and an embedding of the model wants whole numbers, int32 or int64: "
+            f"{wrong[0]} is {_kind(wrong[1])}, but the model's embedding wants whole numbers, int32 or int64: "
             "write x = x.long() in the data set"
         )
     targets = targets_of(batch)
-    if "target dtype" in text and targets is not None and targets.dtype != torch.int64:  # of a loss in the model
+    if "target dtype" in text and targets is not None and targets.dtype != torch.int64:  # the model computes the loss
         place = next(place for place, x in _leaves(batch) if x is targets)
         return (
-            f"{place} is {_kind(targets)}, and the loss wants class numbers (int64): write y = y.long() in the data set"
+            f"{place} is {_kind(targets)}, but the loss wants class numbers (int64): write y = y.long() in the data set"
         )
     for place, x in _leaves(batch):
         is_target = x is targets
@@ -159,14 +159,14 @@ def _types(text: str, model: nn.Module, batch: Any) -> str | None:
 
 
 def _convert(given: torch.dtype, own: torch.dtype, name: str) -> str:
-    """Return the line to change."""
+    """Return the line that converts the data."""
     as_own = {torch.float32: f"{name}.float()", torch.float64: f"{name}.double()"}.get(own, f"{name}.to({own})")
     other = ", or train model.double(). NumPy makes float64 by default" if given == torch.float64 else ""
     return f"write {name} = {as_own} in the data set{other}"
 
 
 def _leaves(batch: Any, place: str = "the batch") -> Iterator[tuple[str, Tensor]]:
-    """Yield (where it is, tensor) of a nested batch."""
+    """Yield (place, tensor) for each tensor in a nested batch."""
     if isinstance(batch, Tensor):
         yield place, batch
         return

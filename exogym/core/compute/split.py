@@ -1,4 +1,4 @@
-"""A model split over the processes of a node: which columns are where, and how gradients come about."""
+"""Split a model over a node's processes: which process holds which columns, and how they compute gradients."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from exogym.core.fleet.layout import Layout, layouts_of
 from exogym.core.mesh import NodeMesh
 from exogym.errors import ModelError
 
-Part = tuple[Any, float]  # of a batch, and its share of it
+Part = tuple[Any, float]  # a part of a batch, and its share of the batch
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
 class Split:
-    """A model over the devices of a node, each a process with some columns of the node's row.
+    """A model over a node's devices. Each device is a process that holds some columns of the node's row.
 
-    It is whole until `split`. From then on `point` says where the columns here lie, plain tensors in `parts`' order,
-    `compute` adds up gradients and `gradients` takes them. All processes of the node call all of these.
+    The model is whole until `split`. After that, `point` sets this process's columns (plain tensors in `parts`' order),
+    `compute` adds up gradients, and `gradients` returns them. All processes of the node make the same calls.
 
     Args:
-        model: whole; changed in place.
-        mesh: of the node.
-        inside: the processes of the node.
-        device: of the model.
+        model: the whole model, changed in place.
+        mesh: the node's mesh.
+        inside: communication between the node's processes.
+        device: the model's device.
 
     Attributes:
-        parts: the layouts of each process, one per block of the fleet. What is in the row of another process has an
-            empty box.
-        way: a number for what `compute` and `gradients` have gone through since the last `refresh`, where the processes
-            of a node gather for each other, and so must go the same way.
+        parts: each process's layouts, one per block of the fleet. A parameter in another process's row has an empty
+            box.
+        way: a number for the path of `compute` and `gradients` through the model since the last `refresh`. It must be
+            equal in all processes of the node if they gather for each other.
     """
 
     way = 0
@@ -48,116 +48,118 @@ class Split:
 
     @property
     def evaluated(self) -> tuple[int, int]:
-        """Which part of an evaluation's batch is this process's, and of how many."""
+        """This process's part of an evaluation batch, and the number of parts."""
         return self.mesh.coordinates(self.part)["shard"], self.mesh.shard
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:
-        """Be in here where the model is evaluated, after `point`."""
+        """Return a context in which the model can be evaluated; enter it after `point`."""
         self.refresh()
         yield
 
     def keepers(self, buffer: str) -> range:
-        """Return which processes of the node change a buffer, by its name; of numbers its value is their mean."""
+        """Return the processes that change the named buffer. A float buffer's value is their mean."""
         return range(self.size)
 
     def walk(self, loss: Loss, parts: Sequence[Part]) -> None:
-        """Find the `way` of `parts` while the model is whole yet; nothing where processes do not gather on the way."""
+        """Find the `way` of `parts` before the split. Does nothing if processes do not gather during a pass."""
 
     def split(self) -> None:
-        """Split the model; it computes with nothing sensible before `point`.
+        """Split the model. Call `point` before computing with it.
 
         Raises:
-            ModelError: torch cannot.
+            ModelError: torch cannot split it.
         """
         raise NotImplementedError
 
     def let_go(self) -> None:
-        """Let go of the memory of the whole parameters; `plain` does not bring their numbers back."""
+        """Free the whole parameters' memory; `plain` cannot restore their values after this."""
         raise NotImplementedError
 
     def plain(self) -> None:
-        """Undo `split`: the modules have the parameters that they had."""
+        """Undo `split`: give the modules their original parameters."""
         raise NotImplementedError
 
     def point(self, views: Sequence[Tensor]) -> None:
-        """Let the model compute with `views`, one for each parameter, of the columns here, once it is refreshed."""
+        """Use `views` of this process's columns, one per parameter, after the next `refresh`."""
         raise NotImplementedError
 
     def refresh(self) -> None:
-        """Take what is in the rows of other processes of the node from there: once before each gradient."""
+        """Fetch the columns that the node's other processes hold. Call it once before each gradient."""
         raise NotImplementedError
 
     def compute(self, loss: Loss, parts: Sequence[Part], scale: float, context: Context) -> Tensor:
-        """Add up the gradients of `parts`; return what this process has of their loss, both `scale` times.
+        """Add up the gradients of `parts` and return this process's share of their loss, both times `scale`.
 
-        What the processes of the node return adds up to the loss of the parts of all of them. `context` is entered for
-        each forward pass, as autocast.
+        The shares of the node's processes add up to the loss of all their parts. Each forward pass runs in `context`,
+        such as autocast.
         """
         raise NotImplementedError
 
     def gradients(self) -> list[Tensor | None]:
-        """Return the gradient of the columns here, one for each parameter, summed over all parts; hold it no longer.
+        """Return the gradients of this process's columns, summed over all parts, and release them.
 
-        None: no process has one.
+        There is one per parameter; None if no process has a gradient for it.
         """
         raise NotImplementedError
 
 
 def whole_layouts(model: nn.Module, what: str) -> list[Layout]:
-    """Return the layouts of a model that is to be split; `what` is done to its parameters, for the message.
+    """Return the layouts of a model before its split; `what` completes the message "cannot be ...".
 
     Raises:
-        ModelError: a parameter without an axis.
+        ModelError: a parameter has no axis.
     """
     whole = layouts_of(model)
     for layout in whole:
         for slot in layout:
             if not slot.shape:
                 raise ModelError(
-                    f"parameter {slot.name!r} is one number without an axis, which cannot be {what}: give it the shape "
+                    f"parameter {slot.name!r} is one number without an axis and cannot be {what}: give it the shape "
                     "(1,)"
                 )
     return whole
 
 
 def check_ways(split: Split) -> None:
-    """Refuse gradients for which the processes of a node have gone different ways; every one of them calls it.
+    """Check that the node's processes went the same way through the model; all of them call it.
 
     Raises:
-        ModelError: they have.
+        ModelError: they went different ways.
     """
     refuse_ways(split.inside.sum(as_told(split)), split.inside.parts, split.mesh)
 
 
 def as_told(split: Split) -> Tensor:
-    """Return what a process tells the others of its way, to be summed."""
+    """Return this process's way as two numbers, which the processes sum."""
     return torch.tensor([split.way, split.way**2], dtype=torch.float64)
 
 
 def refuse_ways(told: Tensor, parts: int, mesh: NodeMesh) -> None:
-    """Do as `check_ways` with the sum of what `parts` processes told, all of them one way if it is this large."""
+    """Like `check_ways`, given the sum of `as_told` over `parts` processes."""
     if int(told[0]) ** 2 != parts * int(told[1]):
         raise other_ways(mesh)
 
 
 def other_ways(mesh: NodeMesh) -> ModelError:
+    """Return the error for processes that went different ways."""
     return ModelError(
-        f"with {mesh} the devices of a node go different ways through the model: they run other blocks, in another "
-        "order, or have gradients of other parameters, as of experts that only some examples ask, or of layers left "
-        "out at random. What they gather is then not what they ask for: give zero=2 or zero=1, where each has the "
-        "whole model"
+        f"with {mesh} the devices of a node go different ways through the model: they run different blocks, run them "
+        "in another order, or have gradients of different parameters (experts, or layers left out at random). They "
+        "then gather the wrong tensors: give zero=2 or zero=1, where each device has the whole model"
     )
 
 
 def passes(
     loss: Loss, parts: Sequence[Part], scale: float, context: Context, before: Callable[[bool], None] | None = None
 ) -> Tensor:
-    """Add to `.grad` the gradients of `parts` of a batch, each with its share; return their loss, both `scale` times.
+    """Add the gradients of a batch's `parts`, each weighted by its share, to `.grad`; return their loss.
+
+    Gradients and loss are both multiplied by `scale`.
 
     Args:
-        context: entered for each forward pass, as autocast.
-        before: called before a backward pass; says whether it is the last one.
+        context: surrounds each forward pass, such as autocast.
+        before: called before each backward pass; its argument says whether the pass is the last.
     """
     total = torch.zeros((), dtype=torch.float64)
     for k, (part, share) in enumerate(parts):

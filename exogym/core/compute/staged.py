@@ -1,19 +1,22 @@
-"""A model cut into stages, one or more on each device of a node: activations go on from process to process (stages=).
+"""Cut a model into pipeline stages, one or more per device of a node; processes pass activations on (`stages=`).
 
-No part of the model is rewritten. A stage runs the model's own forward pass: what lies before the stage runs on tensors
-without numbers (torch's meta device), which takes no time; at the cut the activations that have come take the place of
-the module's output; at the end of the stage they are taken out, and the rest of the pass is left. So the loss is found
-on the last device as ever. The order of the work is torch's (`torch.distributed.pipelining`): GPipe (Huang et al.,
-arXiv:1811.06965), 1F1B and interleaved (Narayanan et al., arXiv:2104.04473), zero-bubble (Qi et al., arXiv:2401.10241).
+The model's code stays as it is. Each stage runs the model's own forward pass:
 
-A parameter is in the row of the first stage that holds it; another one that holds it too (a head that is the
-embedding) takes it from there, and gives its gradient back. Where shards share out a stage, they gather it once a step,
-whatever the number of micro-batches (`compute.replicated`). torch's `fully_shard` would gather a block in each of them,
-by hooks after a forward pass, which is left before they are called. For an evaluation each process gathers the whole
-model.
+- Before the stage, the pass runs on tensors without numbers (torch's meta device), which takes almost no time.
+- At the stage's first cut, the received activations replace the module's output.
+- At its last cut, the pass stops, and the output goes to the next stage. The last stage computes the loss.
 
-Sent by a process per micro-batch: the activations of each cut after its stages, and gradients as large for each before
-them; per step, what two stages hold, and what shards of a stage gather and sum.
+torch (`torch.distributed.pipelining`) schedules the work: GPipe (Huang et al., arXiv:1811.06965), 1F1B and interleaved
+(Narayanan et al., arXiv:2104.04473), zero-bubble (Qi et al., arXiv:2401.10241).
+
+The first stage that uses a parameter holds it in its row. A later stage that uses it too (a head tied to the embedding)
+receives it from there and returns its gradient. If shards divide a stage, they gather it once per step, for any
+number of micro-batches (`compute.replicated`). torch's `fully_shard` would gather in each micro-batch, and its hooks
+run only after a complete forward pass. For an evaluation each process gathers the whole model.
+
+Traffic: per micro-batch a process sends the activations of each cut after its stages, and gradients of the same size
+for each cut before them. Per step it sends the parameters that two stages share, and what a stage's shards gather and
+sum.
 """
 
 from __future__ import annotations
@@ -44,16 +47,16 @@ SCHEDULES: dict[str, Any] = {
     "interleaved": pipelining.ScheduleInterleaved1F1B,
     "zero_bubble": pipelining.ScheduleInterleavedZeroBubble,
 }
-MOST_SCHEDULES = 8  # kept, each for batches of other shapes
+MOST_SCHEDULES = 8  # schedules to keep, one for each set of batch shapes
 
 
 class Staged(Split):
-    """A `Split` of a model of which each process of the node has some layers, which are held as `Replicated` does.
+    """A `Split` in which each process of the node has some layers, held by `Replicated`.
 
     Raises:
-        ModelError: a parameter without an axis; stages by hand that are not dealt to devices in turn; a cut whose
-            output is not one tensor with an example in each of its rows, or not all that goes on; a forward pass that
-            looks at numbers before the cut.
+        ModelError: a parameter has no axis; stages given by hand are not on the devices in turn; a cut's output is not
+            one tensor with an example per row, or later layers use other tensors too; or the forward pass reads
+            numbers before the cut.
     """
 
     def __init__(self, model: nn.Module, mesh: NodeMesh, inside: Inside, device: torch.device):
@@ -64,8 +67,8 @@ class Staged(Split):
         turns = [k % mesh.depth for k in range(len(self.cuts) + 1)]
         if mesh.pipeline is not None and list(mesh.pipeline.devices) != turns:
             raise ModelError(
-                f"the stages are on devices {list(mesh.pipeline.devices)}, and in several processes they go to devices "
-                f"in turn: {turns}"
+                f"the stages are on devices {list(mesh.pipeline.devices)}, wanted {turns}: with several processes, "
+                "stages go to the devices in turn"
             )
         found: dict[int, set[int]] = {}
         for name, p in model.named_parameters(remove_duplicate=False):
@@ -100,7 +103,7 @@ class Staged(Split):
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:
-        """Have the whole model in each process; the memory of all its parameters."""
+        """Gather the whole model in each process; this takes memory for all its parameters."""
         held = self.held
         held.refresh()
         kept = {k: held_local(handle) for k, handle in enumerate(held.handles)}
@@ -135,7 +138,7 @@ class Staged(Split):
         first = (torch.zeros(len(parts), 1, device=self.device),) if any(stage.is_first for stage in stages) else ()
         try:
             schedule.step(*first, micro=order, **given)
-        except RuntimeError as error:  # torch's, around what the model raised
+        except RuntimeError as error:  # torch wraps the model's error
             raise (error.__cause__ or error) from None
         pulse.step_taken()
         total = torch.zeros((), dtype=torch.float64)
@@ -144,7 +147,7 @@ class Staged(Split):
         return total / self.mesh.tensor
 
     def _schedule(self, loss: Loss, parts: Sequence[Part], context: Context) -> tuple[Any, list[Any]]:
-        """Return the schedule for micro-batches of these shapes, and the stages of this process; made once."""
+        """Return the schedule for micro-batches of these shapes, and this process's stages. Both are cached."""
         sizes = [batch_examples(part) for part, _ in parts]
         largest = parts[sizes.index(max(sizes))][0]
         shapes: list[Any] = []
@@ -154,7 +157,7 @@ class Staged(Split):
         key = (len(parts), kind, *shapes)
         if key in self._schedules:
             return self._schedules[key]
-        if len(self._schedules) == MOST_SCHEDULES:  # each has memory for what travels
+        if len(self._schedules) == MOST_SCHEDULES:  # each holds memory for what it sends and receives
             del self._schedules[next(iter(self._schedules))]
         between = self._between(loss, largest, max(sizes), context)
         count, mesh, stage = len(self.cuts) + 1, self.mesh, self.held.at["stages"]
@@ -175,7 +178,7 @@ class Staged(Split):
         return schedule, stages
 
     def _between(self, loss: Loss, part: Any, size: int, context: Context) -> list[Tensor]:
-        """Return tensors like those that go over each cut for a micro-batch, without computing."""
+        """Return a tensor like the activations at each cut, found without computing."""
         found: dict[str, Any] = {}
         with contextlib.ExitStack() as undo:
             hollow = Hollow(self.model, watches=True)
@@ -196,20 +199,20 @@ class Staged(Split):
             if not isinstance(out, Tensor) or not out.dim() or len(out) != size:
                 said = f"a tensor of shape {tuple(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
                 raise ModelError(
-                    f"the model is cut after {name!r}, which gives {said} for {size} examples: wanted one tensor with "
-                    "an example in each row; cut it elsewhere, with NodeMesh(stages=PipelineParallel(stages=[...]))"
+                    f"the model is cut after {name!r}, which returns {said} for {size} examples, wanted one tensor "
+                    "with a row per example: choose other cuts with NodeMesh(stages=PipelineParallel(stages=[...]))"
                 )
         shapes = [(found[name].shape, found[name].dtype) for name in self.cuts]
         return [torch.zeros(shape, dtype=dtype, device=self.device, requires_grad=True) for shape, dtype in shapes]
 
 
 class _Stage(nn.Module):
-    """Stage `index`: what goes from its cut to the next one, for one micro-batch; of the last stage the loss, (1,)."""
+    """Stage `index`: compute a micro-batch from its first cut to its last; the last stage returns the loss, (1,)."""
 
     def __init__(self, staged: Staged, index: int, held: Sequence[nn.Parameter]):
         super().__init__()
         self.index, self._held = index, nn.ParameterList(held)
-        self._staged = [staged]  # in a list: no module of this one
+        self._staged = [staged]  # in a list, so that torch does not register it as a submodule
 
     def begin(self, parts: Sequence[Part], loss: Loss, scale: float, context: Context) -> None:
         self._parts, self._loss, self._scale, self._context = parts, loss, scale, context
@@ -245,7 +248,7 @@ class _Stage(nn.Module):
 
 
 class _Reached(BaseException):
-    """The end of a stage: what the model has come to."""
+    """Raised at the end of a stage, with its output."""
 
     def __init__(self, out: Tensor):
         self.out = out

@@ -248,7 +248,7 @@ def test_what_cannot_be_compiled_here_says_so(monkeypatch):
         return call
 
     monkeypatch.setattr(compute.compiled, "compiled", broken)
-    with pytest.raises(ModelError, match=r"cannot be compiled here \(RuntimeError: no compiler\)"):
+    with pytest.raises(ModelError, match=r"could not be compiled on this machine \(RuntimeError: no compiler\)"):
         fit("compiled", FedAvgStrategy("sgd", H=6))
 
 

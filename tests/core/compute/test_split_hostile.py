@@ -116,7 +116,9 @@ def test_and_in_micro_batches_of_one_process(name, options):
 def test_a_graph_leaves_such_batches_to_the_loop(capfd, monkeypatch):
     monkeypatch.setattr(compiled, "compiled", lambda graph, backend, draws: graph)  # traced only, which is as exact
     made = run(over_targets, max_steps=4, minibatch_size=3, compute="compiled", strategy=DiLoCoStrategy("sgd", H=2))
-    assert "batches whose micro-batches do not count as their examples do go through the loop" in capfd.readouterr().err
+    assert (
+        "batches whose micro-batches are not weighted by their examples go through the loop" in capfd.readouterr().err
+    )
     assert apart(made, run(over_targets, max_steps=4, strategy=DiLoCoStrategy("sgd", H=2))) < 1e-6
 
 
