@@ -1,7 +1,7 @@
-"""`compute="auto"`: a short trial says which way of computing ends the run soonest.
+"""`compute="auto"`: choose with a short trial the way of computing that ends the run first.
 
-Compiling costs seconds to a minute, so it is tried only where a run is so long that even a trial in vain costs it a
-tenth at most, by a guess from the number of operations; and taken only if what is left of the run then ends sooner.
+Compiling takes seconds to a minute. So it is tried only in long runs, where a failed trial would take at most a tenth
+of the time, estimated from the number of operations. It is chosen only if the rest of the run then ends sooner.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from exogym.data.stream import Stream
 from exogym.errors import ModelError, TrainingError
 from exogym.strategy.strategy import Strategy
 
-LEAST_COMPILE_S, OPERATION_S = 10.0, 0.15  # to compile anything, and one operation more; see benchmarks/RESULTS.md
-LOAD_S = 6.0  # to take what was compiled from the cache again, which each process does
-SHARE = 0.1  # of a run, at most, for a trial of what may not pay
+LEAST_COMPILE_S, OPERATION_S = 10.0, 0.15  # to compile: fixed, and per operation; see benchmarks/RESULTS.md
+LOAD_S = 6.0  # to load compiled code from the cache, in each process
+SHARE = 0.1  # of a run, at most, for a trial that may fail
 REPEATS = 3
 
 
 def choose(worker: Worker, stream: Stream, strategy: Strategy, total_steps: int) -> str:
-    """Return "loop", "vmap" or "compiled", and say why."""
+    """Return "loop", "vmap" or "compiled", and print the reason."""
     if strategy.driven_by == "clock":
-        notice(f"compute='auto' chose 'loop' ({type(strategy).__name__} takes its nodes one after another)")
+        notice(f"compute='auto' chose 'loop' ({type(strategy).__name__} computes its nodes one after another)")
         return "loop"
     rows, steps = len(worker.fleet), total_steps * len(worker.fleet)
     trial = _Trial(worker, stream, strategy, total_steps)
@@ -46,13 +46,13 @@ def choose(worker: Worker, stream: Stream, strategy: Strategy, total_steps: int)
             why.append(str(error))
 
     attempt("loop", 2, 2)
-    if "loop" in found:  # where not, the run itself says what is wrong
+    if "loop" in found:  # otherwise the run itself raises the error
         attempt("vmap", CHUNK_ROWS, 2)
         run_s = min(found.values()) * steps
         if run_s * SHARE < LEAST_COMPILE_S:
-            why.append(f"to compile would take longer than it could save of about {run_s:.2g} s")
+            why.append(f"compiling would take longer than it could save in about {run_s:.2g} s")
         elif (compile_s := trial.compile_s(why)) > run_s * SHARE:
-            why.append(f"to compile would take about {compile_s:.0f} s of {run_s:.0f}")
+            why.append(f"compiling would take about {compile_s:.0f} s of {run_s:.0f} s")
         elif compile_s:
             attempt("compiled", 2, 10)
     left_s = {name: seconds * steps + (LOAD_S if name == "compiled" else 0.0) for name, seconds in found.items()}
@@ -63,14 +63,14 @@ def choose(worker: Worker, stream: Stream, strategy: Strategy, total_steps: int)
 
 
 class _Trial:
-    """Takes steps as the run would, and puts everything back."""
+    """Take steps as the run would, and restore everything afterwards."""
 
     def __init__(self, worker: Worker, stream: Stream, strategy: Strategy, total_steps: int):
         self.worker, self.stream, self.total_steps = worker, stream, total_steps
         self.inner = None if strategy.needs_gradients else strategy.inner
 
     def __call__(self, way: str, rows: Sequence[int], count: int) -> float:
-        """Return the seconds of a step of one of `rows`, the least of a few repetitions after a first one."""
+        """Return the seconds per step of a row: the minimum over `REPEATS` repetitions after a warm-up."""
         fleet, best = self.worker.fleet, math.inf
         parts = dict(fleet.state.parts)
         kept = [x[: len(rows)].clone() for x in [*(b.params for b in fleet.blocks), *fleet.buffers.values()]]
@@ -97,7 +97,7 @@ class _Trial:
         return best
 
     def compile_s(self, why: list[str]) -> float:
-        """Return about how long it takes to compile; 0, and why, where it cannot be."""
+        """Estimate the seconds to compile; 0 if the model cannot be compiled, with the reason added to `why`."""
         try:
             found = Stretches(self.worker, self.stream, self._optimizer())
             return LEAST_COMPILE_S + OPERATION_S * found.operations * found.most

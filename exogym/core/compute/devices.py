@@ -1,5 +1,4 @@
-"""A process that is one of several devices of a node: it holds some columns of the node's rows, and computes with
-the other ones."""
+"""A process that is one of a node's devices: it holds some columns of the node's rows and computes with the others."""
 
 from __future__ import annotations
 
@@ -22,28 +21,27 @@ from exogym.core.compute.worker import Worker
 from exogym.core.mesh import NodeMesh
 from exogym.core.mesh.value import even
 
-Part = tuple[Any, float]  # of a batch, and its share of it
+Part = tuple[Any, float]  # a part of a batch, and its share of the batch
 
 
 class NodeDevices:
-    """The devices of a node, of which this process is one: what they return, and when they stop, is the same in all.
+    """The devices of a node; this process is one of them. All return the same values and stop at the same step.
 
-    Until `begin` the model is whole and nothing is split. From then on the pointer's `parameters` are of the columns
-    here, plain tensors, and inner optimizers step these; `set_home` makes the model whole again in the main process,
-    and leaves the others' without numbers (on the meta device).
+    The model is whole until `begin`. After that, the pointer's `parameters` are plain tensors of this process's
+    columns, and inner optimizers step them. `set_home` makes the model whole again in the main process. In the others
+    it has no numbers then (meta device).
 
     Args:
-        meshes: of all nodes.
+        meshes: all nodes' meshes.
 
     Attributes:
-        split: of the model over the processes that compute for the node, cut as the row is; `within`: the model's own,
-            where that is another one.
-        stream: further names of the random numbers of this process.
-        should_stop: whether to stop, as all processes of the node knew after the last gradient: so they stop at the
-            same step.
+        split: the model's split over the node's processes, cut like the row.
+        within: the model's own split; differs from `split` if the nodes' meshes differ.
+        stream: this process's part of the random stream's name.
+        should_stop: whether to stop. The processes agree on it in each gradient, so they stop at the same step.
 
     Raises:
-        ModelError: the model cannot be split so.
+        ModelError: the model cannot be split over this mesh.
     """
 
     def __init__(self, model: nn.Module, meshes: Sequence[NodeMesh], wire: Wire, device: torch.device):
@@ -77,16 +75,16 @@ class NodeDevices:
     # The row
 
     def holding(self, pointer: Pointer) -> NodeDevices:
-        """Return this, which points the model's part here at rows; the `parameters` of `pointer` are of that part."""
+        """Point this process's part of the model at rows through `pointer`; return self."""
         self.pointer, self.fleet, self._originals = pointer, pointer.fleet, pointer.parameters
         pointer.parameters = [nn.Parameter(view) for view in pointer.views(0)]
         return self
 
     def begin(self, worker: Worker, batch: Any) -> None:
-        """Split the model: from here on it holds the columns here only.
+        """Split the model: it then holds only this process's columns.
 
         Raises:
-            ModelError: it gives other gradients so.
+            ModelError: the split model gives other gradients.
         """
         from exogym.core.compute.probing import check_on, check_split
 
@@ -114,7 +112,7 @@ class NodeDevices:
 
     def check(self, row: int) -> None:
         self.pointer.keep_buffers(row)
-        for name, rows in self.fleet.buffers.items():  # each process has seen other examples
+        for name, rows in self.fleet.buffers.items():  # each process saw different examples
             keepers, none = self.split.keepers(name), torch.zeros_like(rows[row])
             if rows.is_floating_point() or rows.is_complex():
                 rows[row] = self.inside.sum(rows[row] / len(keepers) if self.inside.part in keepers else none)
@@ -130,13 +128,15 @@ class NodeDevices:
         self.is_split = False
         for p, whole in zip(self._originals, found, strict=False):
             if is_main:
-                p.data = whole.clone() if whole.untyped_storage().nbytes() > whole.nbytes else whole  # not of a row
+                p.data = (
+                    whole.clone() if whole.untyped_storage().nbytes() > whole.nbytes else whole
+                )  # not a view of a row
         self.pointer.bring_buffers_home(buffers)
         if not (together and is_main):
             self._lose_numbers()
 
     def go_home(self) -> None:
-        if self.is_split:  # after a failure: the numbers of others are not to be had
+        if self.is_split:  # after a failure: the other processes' numbers are lost
             self.split.plain()
             self.is_split = False
             self._lose_numbers()
@@ -145,7 +145,7 @@ class NodeDevices:
             self.pointer.go_home()
 
     def _lose_numbers(self) -> None:
-        """Put the trainable parameters on the meta device: they have their shapes and no numbers."""
+        """Put the trainable parameters on the meta device: shapes without numbers."""
         shapes = [slot.shape for block in self.fleet.blocks for slot in block.layout.whole or block.layout]
         lost = {
             id(p): nn.Parameter(torch.empty(shape, dtype=p.dtype, device="meta"))
@@ -158,8 +158,10 @@ class NodeDevices:
     # Computing
 
     def gradient(self, worker: Worker, batch: Any, row: int) -> Tensor:
-        """Do as `Worker.gradient`: the loss is that of the node's batch, gradients are of the columns here. The
-        processes of the node agree in passing on whether to stop."""
+        """Like `Worker.gradient`: return the loss of the node's whole batch; gradients are for this process's columns.
+
+        The node's processes also agree here whether to stop.
+        """
         scaling = worker.scaling
         scale = scaling.of(row)
         if worker.insides is not None:
@@ -180,10 +182,11 @@ class NodeDevices:
         return told[0].to(worker.device, torch.get_default_dtype())
 
     def _passes(self, worker: Worker, batch: Any) -> list[list[Part]]:
-        """Return the micro-batches of this process's share of a batch, as many as any process of the node has.
+        """Return the micro-batches of this process's share of a batch.
 
-        One without an example computes with another one's, which does not count. A pipeline takes a pass for each
-        `micro_batch_size` examples of the node, any other split one for all.
+        Their number is equal in all of the node's processes. A micro-batch without examples gets an
+        example of weight 0. A pipeline makes a pass for each `micro_batch_size` examples of the node; any other split
+        makes one pass.
         """
         total = batch_examples(batch)
         whole = min(total, worker.micro_batch_size or total)
@@ -203,7 +206,7 @@ class NodeDevices:
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:
-        """Be in here where the model is evaluated; once in it, it is as it is."""
+        """Return a context in which the model can be evaluated. It may be nested."""
         if self._is_gathered or not self.is_split:
             yield
             return
@@ -215,14 +218,14 @@ class NodeDevices:
             self._is_gathered = False
 
     def evaluated(self, total: int) -> tuple[int, int]:
-        """Return which examples of a batch of so many this process evaluates, (start, stop)."""
+        """Return the examples (start, stop) that this process evaluates, of a batch of `total`."""
         part, parts = self.split.evaluated
         shares = even(total, parts)
         return sum(shares[:part]), sum(shares[: part + 1])
 
 
 def _bounds(start: int, sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """Return (start, stop) of pieces of these sizes, one after the other."""
+    """Return (start, stop) of consecutive pieces of these sizes."""
     return list(itertools.pairwise(itertools.accumulate(sizes, initial=start)))
 
 

@@ -1,8 +1,8 @@
-"""A stretch of local steps of one row as a function of tensors, traced into a graph once per kind of batch.
+"""Trace a row's local steps into a graph of tensor operations, once per kind of batch.
 
-The graph holds torch's plain operations: forward, backward, clipping and the inner steps of K batches, with parameters,
-optimizer state, buffers and the numbers of each step as its inputs, and the new ones as its outputs. So whatever runs
-such a graph (a compiler, a CUDA graph over many rows) needs to know nothing of models or optimizers.
+The graph holds torch's plain operations for K batches: forward, backward, clipping and inner steps. Its inputs are
+parameters, optimizer state, buffers and each step's scalars. Its outputs are the new values. So a compiler, or a CUDA
+graph over many rows, runs it without knowing the model or the optimizer.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ Signature = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Stepping:
-    """How the parameters of a row step inside of a graph.
+    """How a row's parameters step inside a graph.
 
     Attributes:
-        updates: of each parameter, by its place; None for one that gets no gradient and so stays.
-        clock: of each parameter, by its place: which column of the numbers is its own.
-        max_norm: that gradients are clipped at.
+        updates: each parameter's update; None for a parameter without a gradient, which stays unchanged.
+        clock: each parameter's column in the steps' scalars.
+        max_norm: the norm at which gradients are clipped.
     """
 
     updates: Sequence[Update | None]
@@ -40,17 +40,17 @@ class Stepping:
 
 
 class Tracer:
-    """Traces the steps of the worker's module.
+    """Trace the steps of the worker's module.
 
     Raises:
-        ModelError: a step is no function of tensors, such as one with a branch on their numbers.
+        ModelError: a step is not a function of tensors, for example because it branches on their values.
     """
 
     def __init__(self, worker: Worker, how: str):
         self.worker, self.how = worker, how
 
     def gradient(self, batch: Any) -> Callable[..., Any]:
-        """Return the graph (params, buffers, batch) -> (gradients, None where there is none; buffers; loss)."""
+        """Return the graph (params, buffers, batch) -> (gradients or None, buffers, loss)."""
 
         def gradient(params: list[Tensor], buffers: list[Tensor], batch: Any) -> Any:
             return self._gradient(params, buffers, batch)
@@ -61,7 +61,7 @@ class Tracer:
         """Return the graph (params, kept, buffers, numbers, batches) -> (params, kept, buffers, losses (K,)).
 
         Args:
-            kept: what the updates keep of each parameter; a tensor in each place.
+            kept: the optimizer's state tensors for each parameter.
         """
         columns = 1 + max(stepping.clock, default=0)
         params, buffers = self._row()
@@ -72,9 +72,9 @@ class Tracer:
             for k, batch in enumerate(batches):
                 grads, buffers, loss = self._gradient(params, buffers, batch)
                 losses.append(loss)
-                there = [g for g in grads if g is not None]
+                present = [g for g in grads if g is not None]
                 if stepping.max_norm is not None:
-                    clip_rows(there, stepping.max_norm, stacked=False)
+                    clip_rows(present, stepping.max_norm, stacked=False)
                 params, kept = list(params), list(kept)
                 for i, (update, g) in enumerate(zip(stepping.updates, grads, strict=True)):
                     if update is not None and g is not None:
@@ -84,7 +84,7 @@ class Tracer:
         return self._traced(steps, params, list(kept), buffers, numbers, list(batches))
 
     def together(self, plain: Callable[..., Any], *inputs: Any) -> Callable[..., Any]:
-        """Return the graph of `plain` over rows: each tensor of inputs and outputs has them in front."""
+        """Return the graph of `plain` over many rows. Its inputs and outputs have a first axis for the rows."""
         return self._traced(lambda *rows: torch.func.vmap(plain)(*rows), *inputs)
 
     def _row(self) -> tuple[list[Tensor], list[Tensor]]:
@@ -116,11 +116,11 @@ class Tracer:
         try:
             with torch.no_grad():
                 graph = traced(function, *inputs)
-        except Exception as error:  # of the user's model, and of all that torch's tracing cannot follow
-            raise refusal(self.how, f"it cannot be written as a graph ({first_line(error)})") from error
+        except Exception as error:  # from the user's model, or an operation that torch cannot trace
+            raise refusal(self.how, f"torch cannot trace its step as a graph ({first_line(error)})") from error
         for node in graph.graph.nodes:  # type: ignore[attr-defined]
             if "_local_scalar_dense" in str(node.target):
-                raise refusal(self.how, "its step takes a number out of a tensor (.item())")
+                raise refusal(self.how, "its step reads a number from a tensor (.item())")
         return graph
 
 
@@ -133,18 +133,18 @@ def refusal(how: str, why: str) -> ModelError:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the kind of an error and the first line of what it says; of a compiler's, those of what it failed for."""
+    """Return an error's type and its message's first line. For a compiler's error, use the inner error."""
     error = getattr(error, "inner_exception", error)
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
 
 
 def number_dtype(params: Sequence[Tensor]) -> torch.dtype:
-    """Return the dtype of the numbers of steps: as exact as the parameters, and no more, which would slow kernels."""
+    """Return the dtype of the steps' scalars: float64 only with float64 parameters, as it slows kernels."""
     return torch.float64 if any(p.dtype == torch.float64 for p in params) else torch.float32
 
 
 def signature(batch: Any) -> Signature | None:
-    """Return what a graph is made for: names, shapes, strides, dtypes. None where a batch holds more than tensors."""
+    """Return a batch's names, shapes, strides and dtypes; None if the batch holds more than tensors."""
     if isinstance(batch, Tensor):
         return (tuple(batch.shape), batch.stride(), batch.dtype)
     if isinstance(batch, Mapping):

@@ -1,4 +1,4 @@
-"""`compute="loop"`: the rows here one after the other, around one module. What every other way is held to."""
+"""`compute="loop"`: compute row after row with one module. Every other way must give the same results."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class TrainNode:
     """One node: its row of the fleet, its share of the data, its optimizer state.
 
     Args:
-        row: the row here.
-        worker, stream, inner, watch: shared by the nodes of this process; `inner` None: somebody else takes the steps.
-        taken: (rows,) local steps of each row, counted here.
+        row: the node's row in this process.
+        worker, stream, inner, watch: shared by this process's nodes. No `inner`: another part takes the inner steps.
+        taken: (rows,) each row's number of local steps; the node updates its own.
 
-    Made by a run for each of its rows; a callback finds them:
+    A run makes one for each of its rows. A callback finds them:
 
     >>> from exogym import LocalTrainer
     >>> from exogym.strategy import DiLoCoStrategy
@@ -54,21 +54,20 @@ class TrainNode:
 
     @property
     def rank(self) -> int:
-        """The global id of the node whose row it is now."""
+        """The number of the node that now uses this row."""
         return self.worker.fleet.ranks[self.row]
 
     def train(
         self, count: int, at: np.ndarray | None = None, may_stop: bool = True, source: tuple[int, int] | None = None
     ) -> Tensor:
-        """Take `count` local steps one after the other; return their losses, (count,).
+        """Take `count` local steps and return their losses, (count,).
 
-        Told to stop, and if it `may_stop`, it ends after the step at hand, with fewer.
-
-        A node that is to be skipped when its numbers are not finite rests from then on; such a step's loss is inf.
+        A stop ends it after the current step, with fewer losses, if `may_stop` is true. Under on_nonfinite="skip", a
+        node whose numbers are not finite takes no more steps; the losses of such steps are inf.
 
         Args:
-            at: (count,) steps that the learning rate follows; None: the node's own.
-            source: the node whose batches it takes, and that one's step of the first; None: its own.
+            at: (count,) step numbers for the learning rate's schedule; None: the node's own.
+            source: (node, step): whose batches to use, and from which of its steps; None: the node's own.
 
         Raises:
             TrainingError: a loss or an update is not finite; the message names node, step and tensor.
@@ -106,15 +105,17 @@ class TrainNode:
         return taken
 
     def next_batch(self) -> Any:
-        """Return the batch of the node's next step."""
+        """Return the batch for the node's next step."""
         (batch,) = self.stream.batches(self.rank, int(self.taken[self.row]), 1)
         return batch
 
     def compute_gradient(self) -> Tensor:
-        """Compute loss and gradients of the node's next step, into `.grad`; return the loss, inf if it is not finite.
+        """Compute the gradients of the node's next step into `.grad`; return the loss.
+
+        Under on_nonfinite="skip", the loss is inf if it is not finite.
 
         Raises:
-            TrainingError: it is not finite, unless the node is to be skipped then.
+            TrainingError: the loss is not finite, unless on_nonfinite is "skip".
         """
         worker, first = self.worker, int(self.taken[self.row])
         worker.point(self.row)
@@ -126,28 +127,28 @@ class TrainNode:
 
 
 class Together(Protocol):
-    """What computes several rows of a `plain` loop at once."""
+    """Computes several rows of a `plain` loop at once."""
 
     def steps(self, plain: Loop, spans: Sequence[Span], losses: Losses, may_stop: bool) -> Sequence[Span]:
-        """Take the steps of `spans`; return what is left of them to be taken row by row."""
+        """Take the steps of `spans`; return the rest, which the loop takes row by row."""
 
     def gradients(self, plain: Loop, rows: Sequence[int]) -> Tensor | None:
-        """Write the gradients of the next step into the blocks; return the losses. None: they are to go row by row."""
+        """Write the next step's gradients into the blocks; return the losses, or None to let the loop compute."""
 
 
 class Loop:
-    """Computes row by row: each takes its whole stretch before the next one does, so it stays in the cache.
+    """Compute row by row. Each row takes its whole stretch before the next row begins, so it stays in the cache.
 
-    Registers the inner optimizers and the steps taken with the fleet's state. The other ways are this one with another
-    `node` for each row, or with rows computed together.
+    It registers the inner optimizers and the steps taken with the fleet's state. The other ways of computing use this
+    class with another `node`, or compute rows together (`at_once`).
 
     Args:
-        worker: bound to its fleet.
-        inner: of the rows; None where somebody else takes the steps.
-        bucket_bytes: send the gradients of a process's one row while they are computed, in buckets of so many bytes,
-            where the wire can; None: not.
-        node: makes what trains a row by itself, as `TrainNode` does.
-        at_once: computes rows together, before the others go row by row.
+        worker: must be bound to its fleet.
+        inner: the rows' inner optimizer; None: another part takes the inner steps.
+        bucket_bytes: send gradients during the backward pass, in buckets of this size. This needs one row in the
+            process and a wire that can overlap. None: send them after the pass.
+        node: makes an object that trains one row, like `TrainNode`.
+        at_once: computes rows together; the rest goes row by row.
     """
 
     def __init__(
@@ -229,7 +230,7 @@ class Loop:
             self.buckets.close()
 
     def _look_at_gradient(self, row: int) -> None:
-        """Note whether the gradient is finite; one that overflowed in fp16 is looked after by its scale."""
+        """Note whether the row's gradient is finite. The loss scale handles overflows in fp16."""
         if self.worker.scaled and self.worker.scaling.overflowed:
             return
         if not self.watch.gradient(self.nodes[row].rank, row, int(self.taken[row]) + 1):
@@ -253,6 +254,6 @@ class Loop:
         self.worker.clear_grads()
 
     def point_gradients(self, row: int) -> None:
-        """Let the module have the row's gradients in the blocks as its own."""
+        """Make the row's gradients in the blocks the module's `.grad`."""
         for p, grad in zip(self.worker.parameters, self.fleet.gradients_of(row), strict=True):
             p.grad = grad

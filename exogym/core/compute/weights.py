@@ -1,8 +1,8 @@
-"""What the parts of a batch count in its mean loss: as their examples do, or as those of their targets that count.
+"""Weigh the parts of a batch in its mean loss, by their examples or by their counted targets.
 
-A loss is a mean over examples, or, where targets below 0 are left out (torch's `ignore_index`, the -100 of Hugging
-Face), over the targets that are not. Which of these it is, is not known from a batch; so the loss is asked, with two
-examples that differ in it, once. Torch's own losses over classes are not asked: each target counts as its class weighs.
+A loss is a mean over examples, or over the targets that are not below 0. Losses ignore targets below 0 with torch's
+`ignore_index` or Hugging Face's -100. A batch does not show the kind of mean. So the loss is computed once on two
+examples that tell the kinds apart. torch's own class losses need no test: each target counts with its class weight.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from exogym.core.base.batches import batch_examples, slice_batch, take_examples,
 from exogym.errors import ModelError
 
 Ask = Callable[[Any], float]
-Counting = Callable[[Tensor], Tensor]  # of targets: what each counts
+Counting = Callable[[Tensor], Tensor]  # targets -> each target's weight
 Bounds = Sequence[tuple[int, int]]  # (start, stop) of the examples of each part
-CLOSE = 1e-5  # relative; what counts as the same loss
-MOST_ASKED = 8  # times, where all examples have the same loss, as with a head of zeros
-SHIFTED = "targets but the first"  # of models that predict the next one, and shift them
+CLOSE = 1e-5  # relative difference of two equal losses, at most
+MOST_ASKED = 8  # tests, at most: with a head of zeros all examples have the same loss
+SHIFTED = "targets but the first"  # for models that predict the next token and shift the targets
 KINDS: dict[str, Callable[[Tensor], Tensor]] = {
     "targets": lambda counts: counts.sum(1),
     SHIFTED: lambda counts: counts[:, 1:].sum(1),
@@ -30,7 +30,7 @@ KINDS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def counting(loss_fn: Callable[..., Tensor] | None) -> Counting | None:
-    """Return what each target counts in the mean of torch's losses over classes; None: of another loss.
+    """Return a function for each target's weight in torch's class losses; None for any other loss.
 
     With class weights w the mean is sum_i w[y_i] l_i / sum_i w[y_i] over the targets y_i that are not `ignore_index`.
 
@@ -40,39 +40,39 @@ def counting(loss_fn: Callable[..., Tensor] | None) -> Counting | None:
     """
     if not isinstance(loss_fn, nn.CrossEntropyLoss | nn.NLLLoss) or loss_fn.reduction != "mean":
         return None
-    if type(loss_fn) not in (nn.CrossEntropyLoss, nn.NLLLoss):  # a subclass may do as it likes
+    if type(loss_fn) not in (nn.CrossEntropyLoss, nn.NLLLoss):  # a subclass may compute something else
         return None
     weight, ignored = loss_fn.weight, loss_fn.ignore_index
 
     def counts(targets: Tensor) -> Tensor:
-        there = targets != ignored
-        return there.long() if weight is None else weight.detach()[targets.long().clamp(min=0)] * there
+        counted = targets != ignored
+        return counted.long() if weight is None else weight.detach()[targets.long().clamp(min=0)] * counted
 
     return counts
 
 
 class Weights:
-    """Weighs the parts of batches so that the sum of their losses is the loss of the batch.
+    """Weigh a batch's parts so that their weighted losses add up to the batch's loss.
 
     Args:
-        close: how far two losses that are the same may be apart, relative to them.
-        counting: what each target counts; None: it is found by asking.
+        close: largest relative difference of two equal losses.
+        counting: gives each target's weight; None: find the kind of mean with tests.
 
-    `ask`, which the methods take, finds the loss of a batch, without gradients and in evaluation mode.
+    The methods' argument `ask` computes a batch's loss, without gradients and in evaluation mode.
     """
 
     def __init__(self, close: float = CLOSE, counting: Counting | None = None):
         self._close, self._counting = close, counting
-        self._left, self._asked = list(KINDS), 0  # kinds that it can be
+        self._left, self._asked = list(KINDS), 0  # the kinds of mean that are still possible
 
     def parts(self, ask: Ask, batch: Any, bounds: Bounds) -> list[tuple[Any, float]]:
-        """Return each part of a batch with its weight; together they are 1.
+        """Return each part of a batch with its weight; the weights add up to 1.
 
-        A part of weight 0 is one example of another part, whose loss is a number: where all of a node compute
-        together, each has something to do.
+        A part of weight 0 is replaced by one example of another part. So each process of a node has something to
+        compute, and its loss is a number.
 
         Raises:
-            ModelError: the loss of a batch does not follow from those of its parts.
+            ModelError: the batch's loss is not a weighted mean of its parts' losses.
         """
         counts = self._counts(ask, batch)
         if counts is None:
@@ -87,11 +87,11 @@ class Weights:
         ]
 
     def counts_examples(self, ask: Ask, batch: Any) -> bool:
-        """Return whether any parts of a batch weigh as many examples as they have; raises as `parts`."""
+        """Return whether each part's weight is its share of the examples. Raises the same errors as `parts`."""
         return self._counts(ask, batch) is None
 
     def _counts(self, ask: Ask, batch: Any) -> Tensor | None:
-        """Return (B,) what each example of a batch counts; None: all the same."""
+        """Return each example's weight, (B,); None if all are equal."""
         targets = targets_of(batch)
         if targets is None or targets.is_floating_point() or targets.is_complex() or not targets.dim():
             return None
@@ -107,12 +107,12 @@ class Weights:
         return counts if bool(counts.any()) and bool(counts.min() < counts.max()) else None
 
     def _found(self, ask: Ask, batch: Any, valid: Tensor) -> str:
-        """Ask the loss of which kind it is, until only one is left; of several that it cannot tell apart, the first."""
+        """Test the kind of mean until one is left. Return the first of those that are still possible."""
         each = valid.sum(1) + valid[:, 1:].sum(1)
         pair = [int(each.argmax()), int(each.argmin())]
         if len(self._left) == 1 or self._asked == MOST_ASKED or each[pair[0]] == each[pair[1]]:
             return self._left[0]
-        if not self._asked and isinstance(batch, Mapping):  # as Hugging Face's, whose models shift
+        if not self._asked and isinstance(batch, Mapping):  # Hugging Face's batches, whose models shift the targets
             self._left.sort(key=lambda name: name != SHIFTED)
         self._asked += 1
         whole = ask(take_examples(batch, pair))
@@ -127,9 +127,9 @@ class Weights:
         self._left = [name for name in self._left if off(name) <= limit]
         if not self._left:
             raise ModelError(
-                f"a batch is computed in parts, and its loss is not their mean: with targets below 0 that of two "
-                f"examples is {whole:.6g}, alone they have {alone[0]:.6g} and {alone[1]:.6g}. Wanted a mean over "
-                "examples, or over the targets that are not below 0; else compute whole batches (without "
-                "minibatch_size, gradient_accumulation and node=)"
+                f"the loss of a batch is not the mean of its parts' losses: two examples with targets below 0 have "
+                f"loss {whole:.6g} together, {alone[0]:.6g} and {alone[1]:.6g} alone. Return a mean over examples, or "
+                "over the targets that are not below 0, or compute whole batches (without minibatch_size, "
+                "gradient_accumulation and node=)"
             )
         return self._left[0]

@@ -1,7 +1,7 @@
-"""The worker: computes losses and gradients of one row at a time, around one copy of the user's module.
+"""The worker: compute losses and gradients of one row at a time, with one copy of the user's module.
 
-What it is made of: a `Pointer`, which puts a row into the module; a loss; the weights of a batch's parts; in fp16 a
-scale per row; and, where a node is several processes, its `Devices`.
+A worker has a `Pointer`, which puts a row into the module; a loss; the weights of a batch's parts; in fp16 a loss scale
+per row; and `NodeDevices` if a node is several processes.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Worker:
-    """Computes losses and gradients of one row at a time.
+    """Compute losses and gradients of one row at a time.
 
     Args:
         model: the user's module, on its device, trained in place.
         loss: finds the loss in the model's output.
-        device, precision, seed: of the run; "bf16" and "fp16" are autocast, entered per step.
-        micro_batch_size: examples computed at once; a step's larger batch is split and the losses weighted by
-            the number of examples.
+        device, precision, seed: the run's; "bf16" and "fp16" use autocast in each step.
+        micro_batch_size: examples computed at once. A larger batch is split, and `Weights` weighs the losses.
 
     Attributes:
-        insides: of nodes that are several devices: of a batch no more is computed at once than one of them would.
+        insides: the simulated devices of each node; they limit the examples computed at once. None: one device each.
         parameters: the trainable parameters in fleet order, block after block.
-        draws_torch, draws_python: whether a training step draws from torch's, or Python's and numpy's, generators.
+        draws_torch: whether a training step draws random numbers from torch.
+        draws_python: whether a training step draws random numbers from Python or numpy.
         before_last_backward: called before the backward pass of a step's last micro-batch.
         changing: names of the buffers that a training step changes; these have rows.
-        weighs_classes: whether a part of a batch counts what its classes weigh in the loss.
-        devices: of a node that is several processes: with whom this one computes; None: it is alone.
+        weighs_classes: whether the loss function's class weights count in the weight of a batch's part.
+        devices: the node's devices (`NodeDevices`) if a node is several processes; otherwise None.
     """
 
     def __init__(
@@ -68,14 +68,14 @@ class Worker:
         self.scaled = precision == "fp16"
         self.insides: Insides | None = None
         self.draws_torch = self.draws_python = True
-        self.devices: Any = None  # a `compute.devices.NodeDevices`, where it is one
+        self.devices: Any = None  # a `compute.devices.NodeDevices`
         self._should_stop: Callable[[], bool] = lambda: False
         self.before_last_backward: Callable[[], None] | None = None
         self.changing: list[str] = []
         self.weighs_classes = True
 
     def bind(self, fleet: Fleet) -> None:
-        """Take the fleet's rows as the places the module will be pointed at."""
+        """Use this fleet's rows: `point` puts them into the module."""
         pointer = Pointer(self.model, fleet, self.changing)
         self.fleet, self.names = fleet, pointer.names
         self.pointer: Pointer = pointer if self.devices is None else self.devices.holding(pointer)
@@ -86,17 +86,17 @@ class Worker:
         fleet.state.register("scale", self.scaling)
 
     def begin(self, batch: Any) -> None:
-        """Make the model ready for training, of which `batch` is one; called last, once all else is known to be well.
+        """Prepare the model for training on batches like `batch`. Call it last, after all other checks.
 
         Raises:
-            ModelError: it is split over processes, and gives other gradients so.
+            ModelError: the model is split over processes, and the split gives other gradients.
         """
         if self.devices is not None:
             self.devices.begin(self, self.to_device(batch))
 
     @property
     def should_stop(self) -> Callable[[], bool]:
-        """Asked after each step; True ends the stretch there."""
+        """Called after each step; True ends the stretch there."""
         return self._should_stop if self.devices is None else self.devices.should_stop
 
     @should_stop.setter
@@ -118,7 +118,7 @@ class Worker:
         return map_tensors(batch, lambda x: x.to(self.device, non_blocking=True))
 
     def reseed(self, node: int, step: int) -> None:
-        """Put the generators that the model draws from at (seed, node, step)."""
+        """Seed the generators that the model uses, from (seed, node, step)."""
         if self.draws_torch or self.draws_python:
             further = () if self.devices is None else self.devices.stream
             seed = stream_seed(self.seed, "step", node, step, *further)
@@ -127,9 +127,9 @@ class Worker:
                 seed_python(seed)
 
     def gradient(self, batch: Any, row: int) -> Tensor:
-        """Compute loss and gradients (into `.grad`) of the row the module points at; return the detached loss.
+        """Compute the current row's gradients into `.grad`; return the detached loss.
 
-        In fp16 the loss is scaled by the row's own scale and the gradients are unscaled.
+        In fp16 the row's own scale multiplies the loss and then divides the gradients.
         """
         batch = self.to_device(batch)
         if self.devices is not None:
@@ -159,32 +159,32 @@ class Worker:
         if self.scaled:
             self.scaling.unscale(row, self.parameters)
         if total is None:
-            raise DataError("a batch held no examples")
+            raise DataError("a batch has no examples: check the data set and collate_fn")
         return total
 
     def _at_once(self, insides: Insides, batch: Any, row: int) -> int:
-        """Return how many examples of a batch a device of the node computes at once, at most."""
+        """Return the most examples of a batch that a device of the node computes at once."""
         node, examples = self.fleet.ranks[row], batch_examples(batch)
         insides.took(node, examples)
         return insides.meshes[node].at_once(min(examples, self.micro_batch_size or examples))
 
     @functools.cached_property
     def weights(self) -> Weights:
-        """What the parts of a batch count in its loss."""
+        """The weights of a batch's parts in its loss."""
         from exogym.core.compute.weights import CLOSE, Weights, counting
 
         known = counting(self.loss.loss_fn) if self.weighs_classes else None
         return Weights(CLOSE if self.dtype is None else 2e-3, known)
 
     def parts(self, batch: Any, bounds: Sequence[tuple[int, int]]) -> list[tuple[Any, float]]:
-        """Return the parts (start, stop) of a batch, each with its weight in the loss, as `Weights.parts`."""
+        """Return the parts (start, stop) of a batch with their weights in the loss (`Weights.parts`)."""
         if list(bounds) == [(0, batch_examples(batch))]:
             return [(batch, 1.0)]
         return self.weights.parts(self.ask, batch, bounds)
 
     @torch.no_grad()
     def ask(self, batch: Any) -> float:
-        """Return the loss of a batch, as of an evaluation, with the parameters that the module points at."""
+        """Return a batch's loss in evaluation mode, with the current row's parameters."""
         mode = self.model.training
         self.model.eval()
         try:
@@ -194,12 +194,11 @@ class Worker:
             self.model.train(mode)
 
     def counts_examples(self, batch: Any) -> bool:
-        """Return whether each micro-batch of a batch weighs as many examples as it has."""
+        """Return whether each micro-batch's weight is its share of the examples."""
         return self.micro_batch_size is None or self.weights.counts_examples(self.ask, batch)
 
     def own_shares(self, batch: Any) -> list[tuple[Any, float]]:
-        """Return what of a batch is evaluated in this process, one part after the other, and for how many examples the
-        loss of each counts."""
+        """Return the parts of a batch that this process evaluates, each with its weight in examples."""
         total = batch_examples(batch)
         if self.devices is not None:
             bounds = [self.devices.evaluated(total)]
@@ -228,10 +227,11 @@ class Worker:
 
 
 class Scaling(Stateful):
-    """The scale of each row's loss in fp16, as torch's GradScaler has it, and the steps since it last changed.
+    """Each row's loss scale in fp16, as in torch's GradScaler, and the steps since it last changed.
 
     Attributes:
-        scales: (rows,); overflowed: whether the last gradients that were unscaled were not finite.
+        scales: (rows,) loss scales.
+        overflowed: whether the last unscaled gradients were not finite.
     """
 
     def __init__(self, rows: int, scaled: bool):

@@ -214,7 +214,7 @@ class Drawing(nn.Module):
 REFUSED = {
     "closure over a parameter": (Closure, {}, "gives 'a.weight' another gradient"),
     "hook on a parameter": (Hooked, {}, "gives 'out.weight' another gradient"),
-    "branch on data": (Branching, {}, "cannot be written as a graph"),
+    "branch on data": (Branching, {}, "cannot trace its step as a graph"),
     "Python's random numbers": (Drawing, {}, "Python's or numpy's random numbers"),
 }
 
@@ -324,7 +324,7 @@ def test_auto_compiles_nothing_for_a_short_run(monkeypatch, capsys):
     monkeypatch.setattr(Stretches, "__init__", None)
     auto = fit("auto", FedAvgStrategy("sgd", lr=0.1, H=6))
     assert auto.description["chosen"]["compute"] in ("loop", "vmap")
-    assert "to compile would take longer than it could save" in capsys.readouterr().err
+    assert "compiling would take longer than it could save" in capsys.readouterr().err
 
 
 def test_a_trial_leaves_nothing_behind(free_compiler):

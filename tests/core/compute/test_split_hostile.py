@@ -127,7 +127,7 @@ def test_a_loss_that_its_parts_do_not_make_up_is_refused(in_two):
     assert "split by shard=2, the model has wrong gradients" in in_two["said", "weighted"]
     with pytest.raises(ModelError, match="their gradients do not make up the whole batch's"):
         run(weighted, minibatch_size=4)
-    with pytest.raises(ModelError, match="its loss is not their mean: with targets below 0"):
+    with pytest.raises(ModelError, match="not the mean of its parts' losses: two examples with targets below 0"):
         run(weighted, batch_size=4, gradient_accumulation=2)
 
 

@@ -205,7 +205,7 @@ def test_auto_says_and_records_what_it_chose(capsys):
 def test_auto_takes_nodes_by_the_clock_one_by_one(capsys):
     auto = fit("auto", AsyncDiLoCoStrategy("sgd", lr=0.1, H=3))
     assert auto.description["chosen"]["compute"] == "loop"
-    assert "compute='auto' chose 'loop' (AsyncDiLoCoStrategy takes its nodes one after" in capsys.readouterr().err
+    assert "compute='auto' chose 'loop' (AsyncDiLoCoStrategy computes its nodes one after" in capsys.readouterr().err
 
 
 class Late(nn.Module):
