@@ -1,9 +1,9 @@
-"""Where the blocks of the fleet live: in this process, in several, under torchrun, on a cluster of Ray's.
+"""The engines: they decide where the fleet's blocks live (this process, several, torchrun, a Ray cluster).
 
-Another place is one more file here, with a class as `exogym.core.engine.protocol.Engine` describes it, and its
-entry in `ENGINES`. It needs a wire between its processes: `ProcessWire`, where they are in a process group of torch's.
+A new engine is one more file here, with a class like `exogym.core.engine.protocol.Engine`, and an entry in `ENGINES`.
+It needs a wire between its processes. In a torch process group `ProcessWire` will do.
 
-Which of them takes a run:
+The first engine that applies takes the run:
 
 >>> import torch
 >>> two = EngineOptions(num_nodes=4, processes=2, device=torch.device("cpu"))

@@ -1,9 +1,9 @@
-"""Processes on one machine, forked from the caller's, whose rows meet in shared memory.
+"""Run in processes forked from the caller's, on one machine, with rows in shared memory.
 
-`run_forked` forks one process a block of rows; the caller's own process is the main one and holds the first. A fork
-takes a millisecond and gives each process the model and the data as they stand, so nothing is pickled: models,
-functions and data sets made in a notebook cell work. Rows meet in memory that all processes share, and wait for one
-another over pipes, so no port is opened, a process that dies or hangs is noticed, and none outlives the caller's.
+`run_forked` forks one process for each block of rows. The caller's process is the main process and holds the first
+block. A fork takes a millisecond and gives each process the current model and data. So nothing is pickled: models,
+functions and data sets from a notebook cell work. The processes wait for each other over pipes, without any port. They
+notice if one of them dies or hangs. No process outlives the caller's.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from exogym.core.engine.shared import MAIN_HANGS, MAIN_KNOWS, STOP, Hung, Lost, 
 from exogym.errors import WorkerError
 
 Result = TypeVar("Result")
-PATIENCE_S, POLL_S = 2.0, 0.01  # for processes that were asked to stop; between looks at whether one has ended
-DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux
+PATIENCE_S, POLL_S = 2.0, 0.01  # seconds for processes that must stop; between looks at a process
+DIE_WITH_PARENT = 1  # Linux's PR_SET_PDEATHSIG
 
 
 @dataclass
 class _Run:
-    """What the processes of a run have in common; `stacks` is a file for where one stands that hangs."""
+    """The settings that a run's processes share. `stacks`: a file for the stacks of a hung process."""
 
     placement: Sequence[Sequence[int]]
     body: Callable[[SharedWire], Any]
@@ -54,7 +54,7 @@ class _Run:
 
 
 def can_fork() -> bool:
-    """Say whether this process can be forked safely: Linux, and no GPU in use."""
+    """Return whether this process can be forked safely: on Linux, with no GPU in use."""
     return sys.platform == "linux" and not torch.cuda.is_initialized()
 
 
@@ -62,12 +62,13 @@ def run_forked(
     placement: Sequence[Sequence[int]], body: Callable[[SharedWire], Result], native: bool = False,
     hang_s: float | None = None,
 ) -> Result:  # fmt: skip
-    """Run `body(wire)` in this process and in one forked process for each further block; return what it gives here.
+    """Run `body(wire)` here and in a forked process for each other block. Return its result in this process.
+
+    A process hangs if its pulse stands still for `hang_s` (see `exogym.core.base.pulse`); None: no limit.
 
     Raises:
-        what `body` raised here or in another process, then with that process's traceback as a note;
-        WorkerError: a process was killed, the message names it, its nodes and the signal; or it hung (its pulse stood
-            still for `hang_s`, see `exogym.core.base.pulse`; None: this is not looked for), the message says where.
+        WorkerError: a process was killed or hung. The message names the process, its nodes, and the signal or stacks.
+        Exception: any error that `body` raised. From another process it has that process's traceback as a note.
     """
     memory = mmap.mmap(-1, memory_bytes(len(placement)))
     run = _Run(placement, body, native, hang_s, memory, os.memfd_create("stacks"))
@@ -94,7 +95,7 @@ def run_forked(
             error = children[lost.process - 1].why(placement[lost.process])
         raise error
     finally:
-        patience_s = PATIENCE_S if memory[STOP] else 0.0  # asked to stop, they come to an end of their own
+        patience_s = PATIENCE_S if memory[STOP] else 0.0  # processes that were asked to stop end by themselves
         for child in children:
             child.hang_up()
         for child in children:
@@ -103,10 +104,10 @@ def run_forked(
 
 
 def fork() -> int:
-    """Fork this process; return the child's number, and 0 in the child.
+    """Fork this process. Return the child's process id, or 0 in the child.
 
-    What the caller has left as garbage is not the child's to collect: a process group among it would wait in its
-    destructor for threads that a fork does not take along.
+    The child must not collect the caller's garbage. A process group in it would wait in its destructor for threads that
+    a fork does not copy.
     """
     collects = gc.isenabled()
     gc.disable()
@@ -135,7 +136,7 @@ def _fork(run: _Run, process: int, pipes: list[tuple[int, int]], children: list[
         for child in children:
             os.close(child.errors)
         signal.set_wakeup_fd(-1)
-        for ignored in (signal.SIGINT, signal.SIGTERM):  # the main process decides, and tells
+        for ignored in (signal.SIGINT, signal.SIGTERM):  # the main process handles them
             signal.signal(ignored, signal.SIG_IGN)
         with pulse.kept_in(run.memory, pulse_byte(process)), shows_stacks(run.stacks):
             run.body(run.wire(process, [(down_read, up_write)]))
@@ -147,7 +148,7 @@ def _fork(run: _Run, process: int, pipes: list[tuple[int, int]], children: list[
     except Lost:
         pass  # the main process is gone or ending
     except BaseException as error:
-        os.close(up_write)  # so the main process hears of it, and reads the report
+        os.close(up_write)  # so the main process notices and reads the report
         _report(error_write, error)
     finally:
         with contextlib.suppress(BaseException):
@@ -156,26 +157,26 @@ def _fork(run: _Run, process: int, pipes: list[tuple[int, int]], children: list[
 
 
 def _tell_main(run: _Run, parent: int, hung: Hung) -> str:
-    """In a forked process: the main one hangs. Have it end, if it can; return what is wrong with it."""
-    text = f"the main process {hung.patience.complaint(parent)}; its worker processes have ended, checkpoints stand"
+    """In a forked process: ask the hung main process to end. Return the error's text."""
+    text = f"the main process {hung.patience.complaint(parent)}; its worker processes have ended. Checkpoints are valid"
     if not run.memory[MAIN_HANGS]:
         run.memory[MAIN_HANGS] = 1
         stacks = pulse.stacks_of(parent, run.stacks)
-        if not run.memory[MAIN_KNOWS]:  # it runs no Python any more
+        if not run.memory[MAIN_KNOWS]:  # it no longer runs Python
             print(f"exogym: {text}" + (f". Its stacks:\n{stacks}" if stacks else ""), file=streams.STDERR, flush=True)
     return text
 
 
 @contextlib.contextmanager
 def _ends_if_it_hangs(run: _Run) -> Iterator[None]:
-    """In the main process: while entered, it ends when others find that it hangs, if it still runs Python."""
+    """Inside, the main process ends if others find it hung, provided that it still runs Python."""
 
     def end(number: int, frame: FrameType | None) -> None:
         run.memory[MAIN_KNOWS] = 1
         stacks = os.pread(run.stacks, 1 << 16, 0).decode("utf-8", "replace").strip()
         raise WorkerError(
-            f"the main process hung (hang_s={run.hang_s:g}; None: no limit), and its worker processes have ended; "
-            f"checkpoints stand. Its stacks:\n{stacks}"
+            f"the main process hung (hang_s={run.hang_s:g}; None: no limit), and its worker processes have ended. "
+            f"Checkpoints are valid. Its stacks:\n{stacks}"
         )
 
     if run.hang_s is None or threading.current_thread() is not threading.main_thread():
@@ -191,7 +192,7 @@ def _ends_if_it_hangs(run: _Run) -> Iterator[None]:
 
 
 def die_with(parent: int) -> None:
-    """Have the system kill this process when its parent ends, however it ends."""
+    """Let the system kill this process when its parent ends for any reason."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)
     if os.getppid() != parent:
@@ -204,7 +205,7 @@ def _report(pipe: int, error: BaseException) -> None:
 
 
 class _Child:
-    """A forked process as the main one sees it."""
+    """A forked process, seen from the main process."""
 
     def __init__(self, process: int, pid: int, read: int, write: int, errors: int):
         self.process, self.pid, self.read, self.write, self.errors = process, pid, read, write, errors
@@ -213,18 +214,18 @@ class _Child:
         self._open = [read, write]
 
     def hang_up(self) -> None:
-        """Meet the process no more: where it still waits for that, it ends."""
+        """Close the pipes to the process. If it waits for them, it ends."""
         while self._open:
             os.close(self._open.pop())
 
     def wait(self, patience_s: float = math.inf) -> None:
-        """Wait until the process has ended, so long at most, and take its report."""
+        """Wait at most `patience_s` for the process's end, and read its report."""
         until = time.monotonic() + patience_s
         while self.status is None and time.monotonic() <= until:
             if select.select([self.errors], [], [], POLL_S)[0] and (part := os.read(self.errors, 1 << 16)):
                 self.report += part
                 continue
-            # Processes that it started may hold the pipe open: its end is asked for by number.
+            # Its own children may keep the pipe open, so ask the system whether it has ended.
             ended, status = os.waitpid(self.pid, os.WNOHANG)
             self.status = status if ended else None
         while self.status is not None and select.select([self.errors], [], [], 0)[0]:
@@ -238,8 +239,8 @@ class _Child:
         return self.status is not None
 
     def hangs(self, nodes: Sequence[int], hung: Hung, stacks: int) -> WorkerError:
-        """Return the error to raise for a process that hangs; it is killed by `end`."""
-        text = f"{self.who(nodes)} {hung.patience.complaint(self.pid)}; it was killed, checkpoints written before stand"
+        """Return the error for a hung process. `end` kills it."""
+        text = f"{self.who(nodes)} {hung.patience.complaint(self.pid)}; it was killed. Earlier checkpoints are valid"
         found = pulse.stacks_of(self.pid, stacks)
         return WorkerError(text + (f". Its stacks:\n{found}" if found else ""))
 
@@ -247,7 +248,7 @@ class _Child:
         return f"worker process {self.process} ({held(nodes)})"
 
     def why(self, nodes: Sequence[int]) -> BaseException:
-        """Return the error to raise for a process that is gone."""
+        """Return the error for a process that has ended too early."""
         self.wait()
         assert self.status is not None
         who = self.who(nodes)
@@ -257,11 +258,13 @@ class _Child:
         if os.WIFSIGNALED(self.status):
             name = signal.Signals(os.WTERMSIG(self.status)).name
             cause = "; the system does so when memory runs out" if name == "SIGKILL" else ""
-            return WorkerError(f"{who} was killed by {name}{cause}; checkpoints written before stand")
-        return WorkerError(f"{who} ended with exit code {os.waitstatus_to_exitcode(self.status)}; checkpoints stand")
+            return WorkerError(f"{who} was killed by {name}{cause}; earlier checkpoints are valid")
+        return WorkerError(
+            f"{who} ended with exit code {os.waitstatus_to_exitcode(self.status)}; checkpoints are valid"
+        )
 
     def end(self, patience_s: float) -> None:
-        """Kill the process if it still runs after so many seconds, and leave nothing of it."""
+        """Kill the process if it still runs after `patience_s`. Close its pipes."""
         self.hang_up()
         try:
             if self.status is None:

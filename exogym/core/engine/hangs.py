@@ -33,11 +33,13 @@ def shows_stacks(file: int, chain: bool = False) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def watched(hang_s: float | None, rank: int, or_whom: str = "") -> Iterator[None]:
+def watched(hang_s: float | None, rank: int, or_others: str = "") -> Iterator[None]:
     """A context in which a watcher process kills this process, of `rank`, if it hangs (`base.pulse`).
 
-    `hang_s=None`: no watcher. `or_whom` follows the rank in the message: the processes for which this one may wait
-    inside a step, where the watcher cannot see that it waits.
+    Args:
+        hang_s: seconds without progress; None: no watcher.
+        or_others: text after the rank in the message. It names the processes for which this one may wait inside a step,
+            where the watcher cannot see the waiting.
     """
     if hang_s is None:
         yield
@@ -50,7 +52,7 @@ def watched(hang_s: float | None, rank: int, or_whom: str = "") -> Iterator[None
         undo.enter_context(shows_stacks(number))
         words = [sys.executable, "-I", "-S", pulse.__file__, str(os.getpid()), str(number), str(hang_s)]
         other = subprocess.Popen(
-            [*words, f"rank {rank}{or_whom}"], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+            [*words, f"rank {rank}{or_others}"], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
             pass_fds=[number],
         )  # fmt: skip
         undo.callback(other.wait)

@@ -1,4 +1,4 @@
-"""The engines whose processes hold rows and run this very script: this one, forks of it, the world of a launcher."""
+"""The engines whose processes run this script: one process, its forks, or processes that a launcher started."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from exogym.core.engine.world import join_world, world_size
 
 
 class Alone:
-    """All rows in this process, where nothing needs to move."""
+    """Keeps all rows in this process, so nothing needs to move."""
 
     shares_memory, runs_again, keeps_rows, is_here = True, True, False, True
 
@@ -27,7 +27,7 @@ class Alone:
 
 
 class Forked:
-    """Forks this process, which is the main one and holds the first rows; they meet in shared memory."""
+    """Forks this process. It is the main process and holds the first rows. Shared memory carries rows."""
 
     shares_memory, runs_again, keeps_rows, is_here = True, True, False, True
 
@@ -47,10 +47,10 @@ class Forked:
 
 
 class Group:
-    """Joins the process group of the world that torchrun, or a launcher like it, started; all make the same calls.
+    """Joins the processes that torchrun or another launcher started. All processes make the same calls.
 
     Args:
-        wire: what makes the wire between them; None: a `ProcessWire`.
+        wire: makes the wire between the processes; None: `ProcessWire`.
     """
 
     shares_memory, runs_again, keeps_rows, is_here = False, False, False, True
@@ -86,6 +86,6 @@ class Group:
 
                 wire = MeshWire(options.placement, options.meshes, options.native)
                 found = body(wire)
-                wire.leave()  # after a failure others may be at work in them, and the process mostly ends
+                wire.leave()  # not after a failure: other processes may still use the groups
                 return found
             return body((self.wire or ProcessWire)(options.placement, native=options.native))

@@ -1,9 +1,9 @@
-"""The wire between processes: rows of the fleet spread over a `torch.distributed` group.
+"""The wire between the processes of a `torch.distributed` group.
 
-The exact reduction keeps the bits of one process. Columns are cut into one slice per process; an all-to-all gives
-each process its slice of every row; it sums the slice in the fixed tree over global ids; an all-gather puts the
-slices together. That is the ring's number of bytes where each process holds one row. Only the processes of a
-group's members take part where nobody else needs the result. `native` is torch's own all-reduce instead.
+The exact reduction gives the same bits as one process. It cuts the columns into one slice per process. An all-to-all
+gives each process its slice of every row. The process sums its slice in the fixed tree over node ids. An all-gather
+joins the slices. If each process holds one row, this moves as many bytes as a ring. If only the members need the
+result, only their processes take part. `native` uses torch's own all-reduce instead.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from exogym.core.base import pulse
 from exogym.core.communicator import Move, Wire, reduce_rows
 from exogym.core.communicator.wire import reduce_native
 
-Around = Callable[..., Any]  # (call, "rows" | "reduce sum" | "carry" | "agree" | "wait", x, ids) -> what `call()` gives
+Around = Callable[..., Any]  # (call, "rows" | "reduce sum" | "carry" | "agree" | "wait", x, ids) -> `call()`'s result
 OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -30,12 +30,12 @@ class ProcessWire(Wire):
     """Carries rows between the processes of a group. Every process makes the same calls in the same order.
 
     Args:
-        placement: global ids of each process, in the group's rank order; together 0..N-1 ascending.
-        group: the process group; the default one if None.
+        placement: node ids of each process, in the group's rank order; together 0..N-1 ascending.
+        group: the process group; None: the default group.
         native: reduce with torch's all-reduce, equal to the tree up to rounding.
 
     Attributes:
-        around: goes around each call that others take part in: it may time it, or say an error in other words.
+        around: wraps each call that needs other processes, for example to time it or to translate its errors.
     """
 
     shares_memory = False
@@ -116,7 +116,7 @@ class ProcessWire(Wire):
     def _reduce_in_tree(
         self, x: Tensor, ids: Sequence[int], op: str, weights: Tensor | None, team: list[int], counts: list[int]
     ) -> Tensor:
-        """Reduce among the processes of `team`, which hold `counts` of the members each."""
+        """Reduce in the tree, among the processes of `team`. `counts`: each process's number of members."""
         width, here = x.shape[1], team.index(self.process)
         members = set(ids)
         own = [row for i, row in self.row_of.items() if i in members]
@@ -136,7 +136,7 @@ class ProcessWire(Wire):
         return torch.cat([p.view(part.dtype) for p in parts])
 
     def _carried(self, given: Mapping[int, Tensor], moves: Sequence[Move]) -> dict[int, Tensor]:
-        """Only the two processes of a move take part in it; all of them are under way at once."""
+        """Carry all moves at the same time. Only its two processes take part in a move."""
         got, calls = {}, []
         for tag, (giver, taker, parcel) in enumerate(moves):
             if not math.prod(parcel.shape):
@@ -158,26 +158,26 @@ class ProcessWire(Wire):
         dist.all_reduce(total, OPERATIONS[op], group=self.group)
         return total
 
-    # Moving
+    # Moving bytes
 
     def all_to_all(self, outgoing: list[Tensor], sizes: list[int], team: list[int]) -> list[Tensor]:
-        """Give process team[k] the (n,) `outgoing[k]`; return what each of the team gave, `sizes` elements."""
+        """Send `outgoing[k]`, (n,), to process team[k]. Return the tensors received, with `sizes` elements."""
         incoming = [outgoing[0].new_empty(size) for size in sizes]
         self._swap(outgoing, incoming, team)
         return incoming
 
     def _all_gather(self, mine: Tensor, sizes: list[int], team: list[int] | None = None) -> list[Tensor]:
-        """Return the (sizes[k],) bytes of each process of the team; `mine` is what this one gives."""
+        """Send `mine` to the team. Return each process's bytes, (sizes[k],)."""
         team = list(range(len(self.placement))) if team is None else team
         incoming = [mine.new_empty(size) for size in sizes]
         self._swap([mine] * len(team), incoming, team)
         return incoming
 
     def _swap(self, outgoing: list[Tensor], incoming: list[Tensor], team: list[int]) -> None:
-        """Send `outgoing[k]` to process team[k] and take `incoming[k]` from it, in rounds: one peer to, one from.
+        """Send `outgoing[k]` to process team[k] and receive `incoming[k]`. Each round has one receiver and one sender.
 
-        gloo sends nothing before it knows that the peer is ready to receive, and says that itself on the line of its
-        data. So receiving comes first: behind the data, the peer's data would wait until all of it is through.
+        gloo sends nothing before the peer is ready to receive. Its own ready signal travels on the same connection as
+        its data. So each process receives first. Otherwise its signal, and so the peer's data, would wait for its data.
         """
         here, n = team.index(self.process), len(team)
         incoming[here].copy_(outgoing[here])
@@ -197,7 +197,7 @@ class ProcessWire(Wire):
 
 
 class _Begun:
-    """A sum that was begun."""
+    """A sum that has begun."""
 
     def __init__(self, wire: ProcessWire, work: Any):
         self.wire, self.work = wire, work
@@ -211,7 +211,7 @@ def _width(x: Tensor) -> int:
 
 
 def as_bytes(x: Tensor, rows: int) -> Tensor:
-    """Return `x` as (rows, n) bytes: moving data needs no arithmetic, so any dtype will do."""
+    """Return `x` as bytes, (rows, n). Any dtype works, because moving data needs no arithmetic."""
     if not x.numel():
         return x.new_empty(rows, 0).byte()
     flat = x.contiguous().as_strided((x.numel(),), (1,))  # one element may have any stride

@@ -212,7 +212,7 @@ class _Watch:
             raise cause
         if any(end[0] == "lost" for end in self.ended.values()):
             why = next(end[1] for end in self.ended.values() if end[0] == "lost")
-            raise WorkerError(f"{why}; earlier checkpoints are still valid")
+            raise WorkerError(f"{why}; earlier checkpoints are valid")
         return self._outcome(self.ended[0])
 
     def _outcome(self, end: tuple[Any, ...]) -> Any:
@@ -233,7 +233,7 @@ class _Watch:
         for process, end in sorted(self.ended.items()):
             who = f"worker process {process} ({held(self.options.placement[process])})"
             if end[0] == "gone":
-                return WorkerError(f"{who} is lost: {_first_lines(end[1])}; earlier checkpoints are still valid")
+                return WorkerError(f"{who} is lost: {_first_lines(end[1])}; earlier checkpoints are valid")
             if end[0] == "error":
                 return unpacked(end[1], end[2], who)
         return None
