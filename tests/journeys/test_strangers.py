@@ -250,7 +250,7 @@ def test_nothing_executes_no_bit_changes_and_nothing_ends(attack: tuple[str, Att
     assert found.weights == fingerprint(model)
     door = {"local": None, "hosts": "launcher", "min_hosts": "membership server"}[kind]
     assert found.outside >= ({(door, "start"), (door, "training")} if door else set())
-    assert "restart" not in found.output and "ranks go on" not in found.output, found.output
+    assert "restart" not in found.output and "ranks continue" not in found.output, found.output
 
 
 def test_what_listens_is_what_the_page_says(attack: tuple[str, Attack]) -> None:

@@ -1,4 +1,4 @@
-"""Batches: tensors in nested mappings, tuples and lists; also what modules take and give."""
+"""Batches: tensors in nested mappings, tuples and lists. Modules' inputs and outputs count as batches too."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from exogym.errors import DataError
 TARGET_KEYS = ("labels", "targets", "target", "label", "y")
 # by torch, of wrong batches and models
 RAISED = (RuntimeError, TypeError, ValueError, IndexError, AttributeError)
-MISSING: Any = object()  # of what a model returned: it did not return
+MISSING: Any = object()  # stands for a model's output if the model did not return
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """Return the tensors in nested mappings, tuples and lists, in order; what else is in them is passed over.
+    """Return the tensors in nested mappings, tuples and lists, in order. Other values are skipped.
 
     >>> [len(x) for x in tensors_in({"a": torch.ones(2), "b": [torch.ones(3), "c"]})]
     [2, 3]
@@ -29,7 +29,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def map_tensors(batch: Any, function: Callable[[Tensor], Any]) -> Any:
-    """Apply `function` to every tensor of a nested batch; mappings come back as dicts."""
+    """Apply `function` to every tensor of a nested batch. Mappings become dicts."""
     if isinstance(batch, Tensor):
         return function(batch)
     if isinstance(batch, Mapping):
@@ -73,7 +73,7 @@ def micro_batches(batch: Any, size: int) -> Iterator[tuple[Any, float]]:
 
 
 def stack_nested(each: Sequence[Any]) -> Any:
-    """Return nested tensors like the first of `each`, with the tensors of all stacked in front.
+    """Stack nested tensors of the same structure along a new first dimension.
 
     >>> stack_nested([[torch.tensor(1), (torch.tensor(2),)], [torch.tensor(3), (torch.tensor(4),)]])
     [tensor([1, 3]), (tensor([2, 4]),)]
@@ -83,7 +83,7 @@ def stack_nested(each: Sequence[Any]) -> Any:
 
 
 def targets_of(batch: Any) -> Tensor | None:
-    """Return the targets of a batch, by their name or as its last part; None where it has none."""
+    """Return the targets of a batch, by their name or as its last part; None: no targets."""
     if isinstance(batch, Mapping):
         found = next((batch[key] for key in TARGET_KEYS if key in batch), None)
     else:
@@ -92,7 +92,7 @@ def targets_of(batch: Any) -> Tensor | None:
 
 
 def described(value: Any) -> str:
-    """Return in words what a value is.
+    """Return a description of a value.
 
     >>> described(torch.zeros(2, 3)), described((torch.zeros(2), None))
     ('a tensor of shape (2, 3)', 'a tuple of 2')

@@ -1,4 +1,4 @@
-"""Names of a package that are imported when they are first used (PEP 562), so that importing the package costs little.
+"""Import a package's names at their first use (PEP 562), so that importing the package is fast.
 
 A package writes its imports once, where type checkers and editors read them:
 
@@ -20,7 +20,7 @@ from typing import Any
 
 
 def lazily(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return the `__getattr__` and the `__dir__` of a package, for the names that it imports under `TYPE_CHECKING`.
+    """Return a package's `__getattr__` and `__dir__`, for the names that it imports under `TYPE_CHECKING`.
 
     A module of the package is such a name, too: `exogym.errors` works after `import exogym`.
 
@@ -57,7 +57,7 @@ def lazily(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]
 
 
 def door(room: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return the `__getattr__` and the `__dir__` of a module that only hands on the names of another one, `room`.
+    """Return the `__getattr__` and `__dir__` of a module that only passes on the names of another module, `room`.
 
     >>> getattr_, dir_ = door("exogym.core.progress")
     >>> getattr_("readable_bytes").__module__, "warn" in dir_()

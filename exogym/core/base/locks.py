@@ -124,7 +124,9 @@ def acquire(folder: Path, run: str, what: str = "save_dir") -> Lock:
             if other.run != run and not other.is_dead() and age_s < STALE_S:
                 raise _in_use(path, other, age_s, what)
             _clear(path, other, beside)
-        raise ArgumentError(f"{what}={str(folder)!r}: several runs want it at once. Give each run its own folder")
+        raise ArgumentError(
+            f"{what}={str(folder)!r}: several runs asked for it at the same time. Give each run its own folder"
+        )
     except OSError as error:
         raise ArgumentError(f"{what}={str(folder)!r} cannot be written: {error}; choose another folder") from error
     finally:

@@ -212,7 +212,7 @@ def test_stopped_in_the_middle_of_a_stretch_without_one_it_comes_back_at_the_end
     """Ctrl-C while a host is away; the resumed run has all hosts again, and takes up the stretch where it stood."""
     run = start(hosts, project, "long diloco", min_hosts=1, restarts=0, save_dir="checkpoints", more=["", "rare"])
     kill_worker(hosts, 1)
-    wait_for(lambda: "2 of 3 ranks go on" in said_by(project), run)
+    wait_for(lambda: "2 of 3 ranks continue" in said_by(project), run)
     wait_for(lambda: progress(project) >= (100, 0) and progress(project)[1] == 2, run)
     (project / "hang0").touch()
     wait_for((project / "hangs0").exists, run)  # in its first step

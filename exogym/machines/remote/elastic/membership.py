@@ -113,10 +113,10 @@ class Membership:
             return
         self._ready[rank] = said
         if rank in self.members:
-            if said["kind"] != "member":  # it got nothing of what the others have
+            if said["kind"] != "member":  # it has none of the others' state
                 self.members.discard(rank)
             if not self.lost and not (said["kind"] == "member" and said["planned"]):
-                self._end_generation()  # it could not reach another one
+                self._end_generation()  # it could not reach another member
         if said["kind"] == "fresh" and self._gathering is None:
             self._gathering = now
         self.look(now)
@@ -230,8 +230,8 @@ class MembershipServer:
         self.port = self.door.port
         self.stopping = False
         self.lines: dict[int, Line] = {}
-        self.unnamed: set[Line] = set()  # those of ours that have not said who they are
-        self._shelf, self._shelf_of = Shelf[Line](), -1  # where the members of that generation meet
+        self.unnamed: set[Line] = set()  # our lines that have not identified themselves
+        self._shelf, self._shelf_of = Shelf[Line](), -1  # the store of that generation
 
     def serve(self) -> None:
         """Serve until the run has finished or `stopping` is set, and all processes have left."""
@@ -282,11 +282,11 @@ class MembershipServer:
 
     def _ask_shelf(self, line: Line, said: dict[str, Any]) -> None:
         if said["generation"] != self.membership.generation or line.rank not in self.membership.members:
-            return  # it is told, or was, that its generation has ended
+            return  # it learns, or knows, that its generation has ended
         if self._shelf_of != self.membership.generation:
             self._shelf, self._shelf_of = Shelf(), self.membership.generation
         for other, what in self._shelf.take(line, said):
-            if other.is_open:  # and has not gone meanwhile
+            if other.is_open:  # it may have gone meanwhile
                 other.say(what)
 
     def _lose(self, line: Line, why: str) -> None:
@@ -298,14 +298,14 @@ class MembershipServer:
         for rank in self.membership.leave(line.rank):
             self.lines.pop(rank).close()
         if self.membership.over is None and self.membership.lost:
-            _say(f"going on without it: {len(self.membership.members)} of {self.membership.size} ranks are left")
+            _say(f"continuing without it: {len(self.membership.members)} of {self.membership.size} ranks are left")
 
     def _tell(self) -> None:
         while self.membership.told:
             rank, what = self.membership.told.pop(0)
             if what["hear"] == "generation" and rank == what["members"][0] and what["step"] is not None:
-                back = f"; back is rank {', '.join(map(str, what['newcomers']))}" if what["newcomers"] else ""
-                _say(f"{len(what['members'])} of {self.membership.size} ranks go on from step {what['step']}{back}")
+                back = f"; back: rank {', '.join(map(str, what['newcomers']))}" if what["newcomers"] else ""
+                _say(f"{len(what['members'])} of {self.membership.size} ranks continue from step {what['step']}{back}")
             if rank in self.lines:
                 self.lines[rank].say(what)
 
@@ -334,7 +334,7 @@ def main(words: Sequence[str] | None = None) -> None:
         )
 
     def stop(number: int, frame: FrameType | None) -> None:
-        server.stopping = True  # the processes, which are asked to end too, may still have to save the run
+        server.stopping = True  # the processes must end too, and may still save the run
 
     signal.signal(signal.SIGTERM, stop)
     server.serve()

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 ANCHOR_STEPS = 10  # fewest steps between two anchors, so that copies cost little
 KEPT_ANCHORS = 2  # no process is more than one anchor ahead of another
-TRIES = 3  # generations without a step forward, with the same members, before that counts as an error of its own
+TRIES = 3  # generations without a step forward, with the same members, before the failure counts as the run's own error
 
 
 def check(options: FitOptions) -> None:
@@ -55,7 +55,7 @@ def check(options: FitOptions) -> None:
 
 
 class _Planned(Exception):
-    """All members stand at the same step, and newcomers wait."""
+    """All members are at the same step, and newcomers wait."""
 
 
 class Assembly:
@@ -101,11 +101,11 @@ class Assembly:
                 break
             except MemberLost:
                 wire.take_part(self.member.ready("fresh"))
-        step, there = recovery.loop.step, wire.present
-        if step and not set(recovery.up(step)) & set(there):
+        step, present = recovery.loop.step, wire.present
+        if step and not set(recovery.up(step)) & set(present):
             raise CheckpointError(
-                f"the checkpoint of step {step} holds no rows of the nodes {there}, which were absent then: "
-                "start the hosts of the other nodes, too"
+                f"the checkpoint of step {step} holds no rows of the nodes {present}, which were absent then. "
+                "Start the other nodes' hosts too"
             )
         return recovery
 
@@ -125,7 +125,7 @@ class Assembly:
         recovery = Recovery(loop, wire)
         recovery.join()
         if options.run_dir is not None and self.member.rank == 0:
-            # It was lost, and the others went back to the step before its nodes were away: what it told holds up to it.
+            # When it was lost, the others went back to the last step with its nodes. Its own reports hold up to it.
             (first, _), *_ = reversed(recovery.outages.as_absent()[wire.ranks[0]])
             loop.observe(RunFolder(options.run_dir, loop.agenda.total_steps, True), described, first - 1)
         return recovery
@@ -147,17 +147,17 @@ class Recovery:
         """Train to the end, or until a signal stops all. Return whether the run has finished."""
         if not self.joined:
             self._anchor()
-            self._note_who_is_there()
+            self._note_present()
             self.member.training()
         while True:
             try:
                 if not self.joined:
                     self.joined = True
-                    barrier(self.wire)  # nobody trains before all can be told to stop
+                    barrier(self.wire)  # no process trains before all can receive a stop
                 finished = run()
                 if finished:
                     self.loop.keep_outcome()
-                barrier(self.wire)  # nobody leaves before all have come so far, and need nobody any more
+                barrier(self.wire)  # no process leaves while another still needs it
                 return finished
             except MemberLost as lost:
                 self._regroup(lost)
@@ -165,10 +165,10 @@ class Recovery:
                 self._regroup(None)
 
     def at_rest(self) -> None:
-        """Handle an anchor: all stand at the same step, and nothing is in flight."""
+        """Handle an anchor: all members are at the same step, and nothing is in flight."""
         loop = self.loop
         if not loop.driver.losses.under_way and set(self.up(loop.step + 1)) != set(self.wire.present):
-            self._note_who_is_there()  # back since a stretch that was taken up in the middle
+            self._note_present()  # members that came back in the middle of a stretch
         if loop.step - max(self.anchors) >= ANCHOR_STEPS:
             self._anchor()
             if not loop.driver.losses.under_way and self.wire.agree(self.member.waiting):
@@ -247,7 +247,7 @@ class Recovery:
         return {f"constant {name}": x for name, x in found.items()}
 
     def _receive(self, rows: dict[int, dict[str, Tensor]]) -> None:
-        """Take what the source of the generation sends, and stand there with rows that are still to be brought back."""
+        """Take the source's state and go to its step. The rows are restored later."""
         assert self.wire.generation is not None
         own, told = self.loop.description, self._share(self.wire.generation, None)
         meta = told.meta
@@ -266,10 +266,10 @@ class Recovery:
         self._begin()
 
     def _begin(self) -> None:
-        """All members stand at the same step: note who is there, and who keeps which folder of checkpoints."""
+        """At a step that all members share, note the present members and each folder's keeper."""
         agenda = self.loop.agenda
         barrier(self.wire)
-        self._note_who_is_there()
+        self._note_present()
         if agenda.save_dir is not None:
             folder = Path(agenda.save_dir)
             everywhere(self.wire, lambda: check_folder(folder))
@@ -283,14 +283,14 @@ class Recovery:
         put_back(loop.standing, copy)
         loop.standing.carry_on(wall_s)
         if began:
-            loop.reports.restore(loop.history)  # what was told of the steps that are taken again no longer holds
+            loop.reports.restore(loop.history)  # reports of steps that run again no longer hold
         self.anchors = {anchor.meta["step"]: anchor}
 
-    def _note_who_is_there(self) -> None:
-        """Make the members' nodes present from the next step on. Nobody comes back within a stretch."""
-        step, there = self.loop.step, self.wire.present
-        stayed = [node for node in self.up(step) if node in there]
-        self.outages.note(step, there if not self.loop.driver.losses.under_way else stayed)
+    def _note_present(self) -> None:
+        """Make the members' nodes present from the next step on. No node comes back within a stretch."""
+        step, present = self.loop.step, self.wire.present
+        stayed = [node for node in self.up(step) if node in present]
+        self.outages.note(step, present if not self.loop.driver.losses.under_way else stayed)
         self.loop.driver.meet(stayed)
 
     def up(self, step: int) -> list[int]:
