@@ -1,8 +1,7 @@
-"""What a model keeps in plain attributes, outside its parameters and buffers, which all nodes of a process share.
+"""Find state that a model keeps in plain attributes: all nodes of a process would share it.
 
-Attributes of all submodules are kept before a trial step and compared after it: numbers, text, tensors, arrays,
-containers of these, and objects of the user's own classes. Functions, modules and torch's own objects are not looked
-into.
+A trial step compares the attributes of all submodules before and after: numbers, text, tensors, arrays, containers of
+these, and objects of the user's own classes. It ignores functions, modules and torch's own objects.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ from exogym.core.base.batches import map_tensors
 from exogym.errors import ModelError
 
 ALLOWED = "shared_attributes"
-_OWN = frozenset(vars(nn.Module())) | {ALLOWED}  # what every module has
+_OWN = frozenset(vars(nn.Module())) | {ALLOWED}  # every module's own attributes
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)
 _DEEPEST = 4
 
 
 class Attributes:
-    """The attributes of the submodules of `model` as they are now.
+    """A copy of the current attributes of `model` and its submodules.
 
-    A module may list harmless ones of its own or of its submodules, by path, in `shared_attributes`.
+    A module may list harmless attributes in `shared_attributes`, its own or its submodules', by path.
     """
 
     def __init__(self, model: nn.Module):
@@ -44,7 +43,7 @@ class Attributes:
         """Return the paths that modules list as harmless.
 
         Raises:
-            ModelError: a module's list is none, such as a bare name.
+            ModelError: a module's `shared_attributes` is not a list of names.
         """
         named = [(name, getattr(module, ALLOWED, ())) for name, module in self.modules.items()]
         for name, keys in named:
@@ -56,14 +55,14 @@ class Attributes:
         return {f"{name}.{key}" if name else key for name, keys in named for key in keys}
 
     def differing(self, other: Attributes, tolerance: float) -> list[str]:
-        """Return the paths, in order, whose values differ here and in `other`, numbers by more than `tolerance`."""
+        """Return the paths, in order, whose values differ from `other`; numbers by more than `tolerance`."""
         paths = dict.fromkeys([*self.kept, *other.kept])
         pairs = {path: (self.kept.get(path), other.kept.get(path)) for path in paths}
         return [path for path, (a, b) in pairs.items() if a is None or b is None or not a.same(b, tolerance)]
 
     @torch.no_grad()
     def put_back(self, paths: Iterable[str]) -> None:
-        """Give the attributes at `paths` the values that they had, in place where these have changed in place."""
+        """Restore the attributes at `paths`, in place if they changed in place."""
         for path in paths:
             name, _, key = path.rpartition(".")
             if path in self.kept:
@@ -76,20 +75,20 @@ def refuse_carried(
     model: nn.Module, before: Attributes, trial: Callable[[Any], Tensor], batch: Any, another: Callable[[], Any],
     tolerance: float,
 ) -> None:  # fmt: skip
-    """Refuse attributes through which a training step changes later ones, of whatever node.
+    """Refuse attributes through which a training step changes later steps of any node.
 
-    One that a step changed is harmless where a step on `batch` gives the same loss, and leaves the same in it, whether
-    it starts from what the attribute was at first or from what a step on another batch, with other parameters, has left
-    there: then it is written before it is read, or made once and the same for all.
+    The test takes a step on `batch` twice. One starts from the attribute's first value. The other starts from the value
+    that a step on another batch, with other parameters, left. If both give the same loss and the same attribute, it is
+    harmless: the model writes it before reading it, or makes it once for all.
 
     Args:
-        before: the attributes before any step; one was taken since.
-        trial: takes a training step on a batch, undoes it but for attributes, and returns the loss.
-        another: gives another batch; if its shapes are others, `batch` stands for it.
-        tolerance: of numbers, relative; 0 where computing twice gives the same bits.
+        before: the attributes before any step; one step was taken since.
+        trial: takes a training step on a batch, undoes everything but attributes, and returns the loss.
+        another: returns another batch; `batch` replaces it if its shapes differ.
+        tolerance: relative, for numbers; 0 if computing twice gives the same bits.
 
     Raises:
-        ModelError: an attribute is carried on; the message names it and the remedy.
+        ModelError: an attribute changes later steps; the message names it and the remedy.
     """
     allowed = before.allowed()
     changed = [path for path in before.differing(Attributes(model), 0.0) if path not in allowed]
@@ -108,10 +107,10 @@ def refuse_carried(
             before.put_back(changed)
             name, _, key = carried[0].rpartition(".")
             raise ModelError(
-                f"a training step changes the attribute {carried[0]!r} of the model and goes by what earlier steps "
-                "left there, but it is neither parameter nor buffer, so all nodes would share it. Make it a buffer "
-                f"(self.register_buffer({key!r}, torch.tensor(...)), changed in place), of which every node has its "
-                f"own; or, if training does not depend on it, allow it: {ALLOWED} = ({key!r},) in class "
+                f"a training step changes the attribute {carried[0]!r} of the model, and later steps use it. It is no "
+                "parameter or buffer, so all nodes would share it. Make it a buffer, so that every node has its own: "
+                f"self.register_buffer({key!r}, torch.tensor(...)), changed in place. If training does not depend on "
+                f"it, allow it: {ALLOWED} = ({key!r},) in class "
                 f"{type(before.modules[name]).__name__}"
             )
     before.put_back(path for path in allowed if path in before.kept)
@@ -119,7 +118,7 @@ def refuse_carried(
 
 @contextlib.contextmanager
 def _other_parameters(model: nn.Module) -> Iterator[None]:
-    """Let the trainable parameters be others for a while."""
+    """Change the trainable parameters within this context."""
     trainable = [p for p in model.parameters() if p.requires_grad]
     kept = [p.detach().clone() for p in trainable]
     try:
@@ -140,7 +139,7 @@ def _shapes(batch: Any) -> list[torch.Size]:
 
 
 class _Value:
-    """A value, and a copy of what it holds; `held` is None where it is not looked into."""
+    """A value and a copy of its contents, `held`; None if the contents are ignored."""
 
     def __init__(self, value: Any, seen: set[int], depth: int):
         self.value, self.held = value, None  # type: Any, Any
@@ -183,7 +182,7 @@ class _Value:
         return bool(a == b)
 
     def restored(self) -> Any:
-        """Return the value, holding again what it held."""
+        """Restore the value's contents and return it."""
         value, held = self.value, self.held
         if isinstance(held, Tensor):
             if value.is_leaf and not torch.equal(value.detach(), held):
@@ -207,6 +206,6 @@ class _Value:
 
 
 def _is_users_own(value: Any) -> bool:
-    """Say whether `value` is an object of a class of the user's (or of a library of models), with attributes."""
+    """Return whether `value` is an object with attributes, of a class outside torch and builtins."""
     package = type(value).__module__.partition(".")[0]
     return hasattr(value, "__dict__") and not callable(value) and package not in ("torch", "builtins", "functools")

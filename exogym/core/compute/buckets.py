@@ -1,9 +1,9 @@
-"""Gradients averaged bucket by bucket while backward still runs, as torch's DistributedDataParallel does.
+"""Average gradients bucket by bucket during the backward pass, like torch's DistributedDataParallel.
 
-Where a process holds one row and reduces natively, the sum over nodes of the last layers' gradients can travel while
-the first layers' are still computed. Buckets are column ranges of the gradient matrix, from the end to the front, and
-leave in that order on every process. A parameter that got no gradient counts as zeros; whether any node had one is
-asked afterwards, so unused parameters need no option.
+If a process holds one row and uses native reductions, it sends the last layers' gradients while it computes the first
+layers'. Buckets are column ranges of the gradient matrix. Every process sends them in the same order, from the last
+column to the first. A parameter without a gradient counts as zeros. The processes compare later which parameters had
+gradients, so unused parameters need no option.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from exogym.core.fleet import Block, Fleet
 
 
 class Buckets:
-    """Sends the gradients of the one row here as they come.
+    """Send this process's one row of gradients as soon as they are computed.
 
     Args:
-        worker: its parameters get the hooks; `close` removes them.
-        fleet: of one row here, with a wire that can begin a sum.
-        bucket_bytes: a bucket leaves when it holds so much, or the last columns of a block.
+        worker: its parameters get hooks; `close` removes them.
+        fleet: has one row in this process, and a wire that can begin a sum.
+        bucket_bytes: a bucket's size in bytes; a block's last bucket may be smaller.
     """
 
     def __init__(self, worker: Worker, fleet: Fleet, bucket_bytes: int):
@@ -42,13 +42,13 @@ class Buckets:
         self._hooks = [p.register_post_accumulate_grad_hook(self._arrived) for p in worker.parameters]
 
     def arm(self) -> None:
-        """Send what the next backward gives; called before that of the last micro-batch."""
+        """Send the next backward pass's gradients; call it before the last micro-batch's."""
         self.armed, self._next = True, 0
         for bucket in self.buckets:
             bucket.missing = set(bucket.slots)
 
     def finish(self) -> None:
-        """Send what is left: buckets with parameters that got no gradient, zeros in their place."""
+        """Send the remaining buckets, with zeros for parameters without a gradient."""
         self.armed = False
         for bucket in self.buckets:
             grads, has_grad = bucket.block.grads, bucket.block.has_grad
@@ -83,7 +83,7 @@ class Buckets:
 
 
 class _Bucket:
-    """The columns [start, stop) of a block, the slots in them, and those whose gradient has not come yet."""
+    """A block's columns [start, stop), their slots, and the slots whose gradient is missing."""
 
     def __init__(self, block: Block, stop: int):
         self.block, self.start, self.stop = block, stop, stop

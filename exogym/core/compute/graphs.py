@@ -1,8 +1,8 @@
-"""`compute="graphs"`: the stretches of `compiled`, of many rows at once, each captured as a CUDA graph and replayed.
+"""`compute="graphs"`: capture stretches of many rows as CUDA graphs and replay them.
 
-A stretch is a function of nested tensors that asks none of them for its numbers, so the host says nothing to the device
-between its begin and its end. Rows with as many steps to take go through it together, by `torch.func.vmap`, where the
-model's operations allow it; else one after the other. All but `captured` is tried without a GPU.
+A stretch is a function of nested tensors that never reads their values. So the host sends no commands while it runs.
+Rows with the same number of steps go through it together, with `torch.func.vmap`. If vmap does not support the model's
+operations, rows go one after the other. Tests without a GPU cover everything but `captured`.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from exogym.core.compute.worker import Worker
 from exogym.data.stream import Stream
 from exogym.errors import ModelError
 
-ROWS = 64  # at once, at most: each has parameters, gradients and optimizer state of its own in a stretch
+ROWS = 64  # at once, at most: in a stretch each has its own parameters, gradients and optimizer state
 DEVICE = "cuda"
-WARM_UP = 3  # runs before a capture, in which kernels are chosen and memory is taken
+WARM_UP = 3  # runs before a capture, which choose kernels and allocate memory
 
 Body = Callable[[], Any]
 Captured = tuple[Callable[[], Any], Any]
 
 
 def captured(body: Body) -> Captured:
-    """Capture `body` as a CUDA graph; return what replays it, and the tensors in which its results then are."""
+    """Capture `body` as a CUDA graph; return a function that replays it, and its result tensors."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -54,11 +54,11 @@ def captured(body: Body) -> Captured:
 
 
 class Replay:
-    """A function of nested tensors with fixed places for what goes in: filled, replayed, and the results copied out.
+    """A captured function of nested tensors. A call fills its fixed inputs, replays it and copies the results.
 
     Args:
-        inputs: of the kind that it is called with; copied.
-        capture: as `captured`.
+        inputs: example inputs; copied.
+        capture: captures a function, like `captured`.
 
     >>> def again(body):
     ...     results = body()
@@ -83,23 +83,23 @@ CAPTURER = Maker("graphs", "capturing", "captured", "", lambda graph, inputs, dr
 
 
 class Graphs:
-    """Computes stretches of many rows as one CUDA graph; what such a graph cannot do goes row by row.
+    """Compute stretches of many rows as one CUDA graph; stretches that cannot be captured go row by row.
 
     Raises:
-        ModelError: as `Stretches`; the model draws random numbers; or the device is none of CUDA.
+        ModelError: the errors of `Stretches`; the model draws random numbers; or the device is not a CUDA device.
     """
 
     def __init__(self, worker: Worker, stream: Stream, inner: InnerOptimizer | None):
         if worker.device.type != DEVICE:
             check({'compute="graphs"': "compute='graphs'", "no CUDA": f"device={worker.device.type!r}"})
         if worker.draws_torch:
-            why = "it draws random numbers, which a replayed graph does not seed anew for each step"
+            why = "it draws random numbers, and a replayed graph cannot seed them for each step"
             raise refusal(CAPTURER.how, why)
         self.stretches = Stretches(worker, stream, inner, CAPTURER)
         self.worker, self.stream, self.inner, self.fleet, self.alone = worker, stream, inner, worker.fleet, False
 
     def gradients(self, plain: Loop, rows: Sequence[int]) -> None:
-        """Leave gradients to the rows, one after the other."""
+        """Return None: gradients are computed row by row."""
 
     def steps(self, plain: Loop, spans: Sequence[Span], losses: Losses, may_stop: bool) -> Sequence[Span]:
         left, alone = list(spans), list[Span]()
@@ -111,7 +111,7 @@ class Graphs:
         return alone
 
     def _train_together(self, plain: Loop, spans: list[Span], losses: Losses, may_stop: bool) -> list[Span]:
-        """Take the steps of spans of one length, stretch by stretch together; return what cannot be."""
+        """Take the steps of equally long spans together, stretch by stretch; return the rest of the spans."""
         count, firsts = len(spans[0].columns), [int(plain.taken[span.row]) for span in spans]
         source = [span.source or (plain.nodes[span.row].rank, at) for span, at in zip(spans, firsts, strict=True)]
         batches = [self.stream.batches(node, at, count) for node, at in source]
@@ -136,10 +136,12 @@ class Graphs:
         return [_rest(span, done) for span in spans] if done < count and may_go_on else []
 
     def _stretch_of_all(self, plain: Loop, spans: list[Span], groups: list[list[Any]], done: int) -> Tensor | None:
-        """Take the steps of `groups`, each row's batches, in one graph; return the losses (rows, K), None: it cannot.
+        """Take the steps of `groups`, each row's batches, in one graph; return the losses (rows, K).
+
+        Returns None if no graph can take them.
 
         Args:
-            done: steps of the spans that were taken before.
+            done: the spans' steps already taken.
         """
         worker, fleet, inner, size = self.worker, self.fleet, self.inner, len(groups[0])
         stretches = self.stretches
@@ -201,11 +203,11 @@ class Graphs:
 
 
 class _OneByOne(Exception):
-    """An operation of the model that `torch.func.vmap` does not know, or not in place."""
+    """The model has an operation that `torch.func.vmap` does not support."""
 
 
 def _rest(span: Span, done: int) -> Span:
-    """Return what is left of a span after so many steps."""
+    """Return the rest of a span after `done` steps."""
     at = None if span.at is None else span.at[done:]
     source = None if span.source is None else (span.source[0], span.source[1] + done)
     return Span(span.row, span.columns[done:], at, source)

@@ -1,4 +1,4 @@
-"""Whether the rows of a run fit in memory."""
+"""Check whether a run's rows fit in memory."""
 
 from __future__ import annotations
 
@@ -17,30 +17,31 @@ from exogym.strategy.kernels import bare_step
 from exogym.strategy.strategy import Run, Strategy
 
 META = torch.device("meta")
-ROW_OBJECTS, TENSOR_OBJECTS = 4000, 300  # bytes of Python's objects, of a row and of each tensor an optimizer keeps
-MOST_STARTED = 1000  # nodes of the strategy that is started; more would take longer to say the same
-PLENTY = 32  # rows' worth of bytes: more than any strategy of ours keeps of a row
+ROW_OBJECTS, TENSOR_OBJECTS = 4000, 300  # bytes of Python objects per row, and per optimizer tensor
+MOST_STARTED = 1000  # nodes in the trial start; more would take longer and give the same answer
+PLENTY = 32  # rows' bytes: more than any strategy of ExoGym keeps per row
 
 
 def check_rows(
     model: nn.Module, strategy: Strategy, device: torch.device, *, num_nodes: int, rows: int, processes: int = 1,
     is_cut: bool = False, buffer_bytes: int = 0,
 ) -> None:  # fmt: skip
-    """Refuse a run that has no room in memory, before any row is made.
+    """Refuse a run that does not fit in memory, before making any row.
 
-    Counted are parameters, gradients, optimizer state, buffers, what the strategy keeps, and the objects of Python;
-    not activations, data and histories. Nothing large is allocated for it: the optimizer steps with small parameters of
-    as many axes, and the strategy starts on torch's meta device. What cannot be tried so is not counted. A run that
-    takes a small part of what is free is not looked at so closely.
+    It counts parameters, gradients, optimizer state, buffers, strategy state and Python objects. It does not count
+    activations, data and histories. The check allocates little: the optimizer steps small parameters with the same
+    number of axes, and the strategy starts on torch's meta device. State that this cannot show is not counted. If the
+    run needs only a small part of the free memory, the check ends early.
 
     Args:
-        num_nodes: N; rows: of the run, fewer where few nodes act at a time.
-        processes: those that share the rows and have memory of their own, as far as is known.
-        is_cut: a process has a part of a row, since nodes are several processes.
-        buffer_bytes: of a row, of the buffers that training changes.
+        num_nodes: N.
+        rows: the run's rows; fewer than N if only some nodes act at a time.
+        processes: processes that share the rows and have their own memory.
+        is_cut: whether a node is several processes, each with a part of a row.
+        buffer_bytes: bytes per row of the buffers that training changes.
 
     Raises:
-        ArgumentError: the run needs more than is free; the message says what was counted, and how many nodes fit.
+        ArgumentError: the run needs more than the free memory; the message lists the bytes and how many nodes fit.
     """
     free = free_memory_bytes(device)
     parameters = [p for p in model.parameters() if p.requires_grad and not nn.parameter.is_lazy(p)]
@@ -53,7 +54,7 @@ def check_rows(
     if needed(PLENTY * sum(each.values()) + objects) <= free:
         return
     each |= _computing(model, strategy)
-    once = each["parameters"]  # the gradient of the row that is computed
+    once = each["parameters"]  # the current row's gradient
     each["strategy"], shared = _kept(model, strategy, min(num_nodes, MOST_STARTED))
     once += shared
     row_bytes = sum(each.values())
@@ -67,17 +68,16 @@ def check_rows(
     raise ArgumentError(
         f"num_nodes={num_nodes}: {rows} rows of {sum(p.numel() for p in parameters)} parameters need "
         f"{(needed(row_bytes) + once) / 1e9:.3g} GB{share} ({', '.join(counted)}; without activations and data), and "
-        f"{free / 1e9:.3g} GB are free: {most}. Train fewer nodes or a smaller model, or share the nodes out to more "
-        "machines"
+        f"{free / 1e9:.3g} GB are free: {most}. Train fewer nodes or a smaller model, or use more machines"
     )
 
 
 def _computing(model: nn.Module, strategy: Strategy) -> dict[str, int]:
-    """Return the bytes that a row's gradients, optimizer and objects take."""
+    """Return the bytes of a row's gradients, optimizer state and Python objects."""
     named = {n: p for n, p in model.named_parameters() if p.requires_grad and not nn.parameter.is_lazy(p)}
     found = {"gradients": sum(p.nbytes for p in named.values()) if strategy.needs_gradients else 0}
     kept: list[int] = []
-    if strategy.driven_by != "programs":  # which may step otherwise
+    if strategy.driven_by != "programs":  # programs may step differently
         small = {
             n: nn.Parameter(torch.zeros([min(side, 2) for side in p.shape], dtype=p.dtype)) for n, p in named.items()
         }
@@ -92,14 +92,14 @@ def _computing(model: nn.Module, strategy: Strategy) -> dict[str, int]:
                 for x in optimizer.state[p].values()
                 if isinstance(x, Tensor)
             ]
-        except Exception:  # what is wrong with it is said where the run builds it
+        except Exception:  # the run raises the error when it builds the optimizer
             kept = []
     found["optimizer state"] = sum(kept)
     return found | {"Python's objects": ROW_OBJECTS + TENSOR_OBJECTS * len(kept)}
 
 
 def _grown(x: Tensor, small: Tensor, whole: Tensor) -> int:
-    """Return the bytes of what an optimizer keeps as `x` of the parameter `small`, if that were as large as `whole`."""
+    """Return the bytes of the optimizer tensor `x` of `small`, scaled to a parameter as large as `whole`."""
     if x.dim() != small.dim():
         return x.nbytes
     axes = zip(x.shape, small.shape, whole.shape, strict=True)
@@ -107,7 +107,7 @@ def _grown(x: Tensor, small: Tensor, whole: Tensor) -> int:
 
 
 def _kept(model: nn.Module, strategy: Strategy, num_nodes: int) -> tuple[int, int]:
-    """Return the bytes that a strategy keeps of a row, beside its parameters, and those that it keeps once."""
+    """Return the bytes of a strategy's state: per row without parameters, and shared."""
     if strategy.driven_by != "rounds":
         return 0, 0
     try:
@@ -115,7 +115,7 @@ def _kept(model: nn.Module, strategy: Strategy, num_nodes: int) -> tuple[int, in
         before = _bytes(fleet.state.row(0))
         copy.deepcopy(strategy).on(fleet, Run(num_nodes, 0, 1, np.ones(num_nodes, dtype=np.int64), 1))  # type: ignore[attr-defined]
         return _bytes(fleet.state.row(0)) - before, _bytes(fleet.state.shared())
-    except Exception:  # it wants numbers, or more of the run; what is wrong with it is said where it starts
+    except Exception:  # it needs numbers, or more of the run; the run raises real errors at its start
         return 0, 0
 
 

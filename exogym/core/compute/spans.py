@@ -1,4 +1,4 @@
-"""Stretches of local steps: what is asked of a way of computing, the losses that come of it; and the ways."""
+"""Stretches of local steps: their spans, their losses, and the interface of a way of computing."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from torch import Tensor
 from exogym.core.fleet import Fleet, Stateful
 from exogym.core.fleet.state import Tensors
 
-# By the name that `fit(compute=)` takes, what makes a way in the module of that name in this folder.
+# `fit(compute=)`'s names -> the factory in this folder's module of the same name.
 WAYS = {"loop": "Loop", "vmap": "way", "compiled": "way", "graphs": "way"}
 
 
 @dataclass(frozen=True)
 class Span:
-    """Local steps of one row, one after the other.
+    """Consecutive local steps of one row.
 
     Attributes:
-        row: here.
-        columns: (K,) the column of `Losses` into which the loss of each of the K steps falls.
-        at: (K,) steps that the learning rate of each follows; None: the row's own count.
-        source: whose batches they are, and the step there of the first; None: the row's own.
+        row: the row's number in this process.
+        columns: (K,) for each of the K steps, the column of `Losses` that gets its loss.
+        at: (K,) step numbers for the learning rate's schedule; None: the row's own count.
+        source: (node, step): whose batches to use, and from which of its steps; None: the row's own.
     """
 
     row: int
@@ -36,14 +36,14 @@ class Span:
 
 
 class Losses(Stateful):
-    """The losses of a stretch of steps of the fleet, while it is under way and after.
+    """The losses of a stretch of fleet steps, during it and after it.
 
-    A row may take no step, one or several in a step of the fleet: sums and counts are kept for each.
+    A row takes any number of local steps in a fleet step, so each has a sum and a count.
 
     Attributes:
-        first, last: the stretch goes from step `first` to step `last` of the fleet.
+        first, last: the stretch's first step, and the step after its last.
         counts: (rows, last - first) local steps taken so far.
-        under_way: whether a stretch was begun and has not ended.
+        under_way: whether a stretch has begun and not ended.
 
     >>> losses = Losses(2, torch.device("cpu"))
     >>> losses.begin(10, 13)
@@ -65,11 +65,11 @@ class Losses(Stateful):
         self.counts = np.zeros((self.rows, last - first), dtype=np.int64)
 
     def forget(self) -> None:
-        """No stretch is under way."""
+        """Drop the current stretch."""
         self.under_way = False
 
     def add(self, row: int, columns: Sequence[int] | np.ndarray, values: Tensor) -> None:
-        """Take in the losses (K,) of the row's next K steps, which fall into the first K of `columns`."""
+        """Add the losses (K,) of the row's next K steps to the first K of `columns`."""
         columns = columns[: len(values)]
         if isinstance(columns, range):
             here = slice(columns.start, columns.stop)
@@ -77,16 +77,16 @@ class Losses(Stateful):
             self.counts[row, here] = 1
             return
         index = np.asarray(columns, dtype=np.int64)
-        sums = self.sums[row].cpu()  # where they are added in order; a GPU adds in any
+        sums = self.sums[row].cpu()  # the CPU adds in order; a GPU does not
         self.sums[row] = sums.index_add_(0, torch.from_numpy(index), values.cpu().to(sums.dtype)).to(self.device)
         np.add.at(self.counts[row], index, 1)
 
     def done(self, row: int) -> int:
-        """Return how many local steps the row has taken in this stretch."""
+        """Return the number of local steps that the row has taken in this stretch."""
         return int(self.counts[row].sum())
 
     def end(self) -> Tensor:
-        """End the stretch; return the mean loss of each row in each step of the fleet, NaN where it took none."""
+        """End the stretch; return each row's mean loss per fleet step, NaN without a local step."""
         self.under_way = False
         if (self.counts == 1).all():
             return self.sums
@@ -107,15 +107,16 @@ class Losses(Stateful):
 
 
 class Compute(Protocol):
-    """A way of computing local steps of rows: `loop`, `vmap`, `compiled`, and what is to come. All are held to `loop`.
+    """A way of computing rows' local steps, such as `loop`, `vmap` or `compiled`. All must agree with `loop`.
 
-    It is timed from outside, so it may run a span as it likes: step by step, many rows at once, as one graph.
+    The caller measures the time. So a span may run step by step, with many rows at once, or as one graph.
 
     Attributes:
-        fleet: of the rows here.
-        taken: (rows,) local steps of each row so far; batches and learning rates follow it.
-        together: whether it computes the rows it is given at once; where not, each may be timed by itself.
-        overflowed, spoilt: of the last `gradients`: whether one overflowed in fp16; rows where one was not finite.
+        fleet: the fleet of this process's rows.
+        taken: (rows,) each row's local steps so far. They decide batches and learning rates.
+        together: whether rows are computed at once. If not, the caller can time each row alone.
+        overflowed: whether a gradient of the last `gradients` call overflowed in fp16.
+        spoilt: rows whose gradient was not finite in the last `gradients` call.
     """
 
     fleet: Fleet
@@ -125,7 +126,7 @@ class Compute(Protocol):
     spoilt: list[int]
 
     def steps(self, spans: Sequence[Span], losses: Losses, may_stop: bool = True) -> None:
-        """Take the local steps of `spans`; if it `may_stop`, up to a moment between two steps where the run is to stop.
+        """Take the local steps of `spans`. With `may_stop`, a stop request ends it between two steps.
 
         Raises:
             TrainingError: a loss or an update is not finite; the message names node, step and tensor.
@@ -133,28 +134,28 @@ class Compute(Protocol):
         ...
 
     def gradients(self, rows: Sequence[int]) -> Tensor:
-        """Write the gradients of the next step of `rows` into the blocks' `grads`; return the losses, (len(rows),)."""
+        """Write the gradients of `rows`' next step into the blocks' `grads`; return the losses, (len(rows),)."""
         ...
 
     def apply(self, rows: Sequence[int], skip: bool = False) -> None:
-        """Take the inner step of `rows` with the blocks' `grads` as they are; `skip` counts it without taking it."""
+        """Take the inner step of `rows` with the blocks' `grads`; with `skip`, only count it."""
         ...
 
     def rescale(self, rows: Sequence[int], overflowed: bool) -> None:
-        """Let the loss scales of `rows` follow whether a gradient overflowed, in fp16."""
+        """Update the loss scales of `rows` in fp16; `overflowed` tells whether a gradient overflowed."""
         ...
 
     def reset(self, row: int) -> None:
-        """Start the row's inner optimizer afresh."""
+        """Reset the row's inner optimizer."""
         ...
 
     def close(self) -> Any:
-        """Leave nothing behind."""
+        """Remove hooks and free resources."""
         ...
 
 
 def way_of(name: str) -> Callable[..., Compute]:
-    """Return what makes a way of computing: `way(worker, stream, inner, watch, bucket_bytes=None) -> Compute`.
+    """Return the factory of a way of computing: (worker, stream, inner, watch, bucket_bytes=None) -> Compute.
 
     >>> way_of("loop").__name__
     'Loop'
