@@ -1,8 +1,8 @@
-"""Which elements of each parameter a device of a node computes with, and which of these are in its row.
+"""Which elements of each parameter a node's device computes with, and which of them its row holds.
 
-Of a parameter whose layer several devices compute together, each has a range of one axis; of that, where shards share
-it out, some rows of the first axis. What is left may be the same on several devices: a parameter of two stages, a norm
-over the axis "tensor". It is in the row of one of them, its owner, and the others take it from there.
+If several devices compute a layer together, each has a range of one axis of its parameters. If shards divide that
+range, each has some rows of the first axis. Several devices may need the same elements: a parameter that two stages
+use, or a norm over the mesh axis "tensor". One device, the owner, holds them in its row and sends them to the others.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from exogym.core.mesh import NodeMesh
 
 
 class Places:
-    """Where a model's parameters are.
+    """The places of a model's parameters on the devices of a node.
 
     Args:
-        mesh: of the node.
-        layouts: of the whole row, one per block of the fleet.
-        axes: by name the axis along which a parameter is cut over the axis "tensor"; those not named are not cut.
-        stages: by name the stages that hold a parameter, ascending; those not named are held by the first.
+        mesh: the node's mesh.
+        layouts: the whole row's layouts, one per block of the fleet.
+        axes: {name: axis} of the parameters that the mesh axis "tensor" cuts; the others are not cut.
+        stages: {name: stages} that hold a parameter, ascending; by default only the first stage.
     """
 
     def __init__(
@@ -34,8 +34,8 @@ class Places:
         stages: Mapping[str, Sequence[int]] | None = None,
     ):
         self.mesh, self._axes, self._stages = mesh, axes, stages or {}
-        self._dealt: dict[str, int] = {}  # of a parameter that is not cut: which of the axis "tensor" owns it
-        loads = [[0] * mesh.tensor for _ in range(mesh.depth)]  # of each stage, about as many numbers each
+        self._dealt: dict[str, int] = {}  # for an uncut parameter: its owner on the axis "tensor"
+        loads = [[0] * mesh.tensor for _ in range(mesh.depth)]  # numbers per device of each stage, kept about equal
         for slot in sorted((s for layout in layouts for s in layout if s.name not in axes), key=lambda s: -s.numel):
             load = loads[self.stages(slot.name)[0]]
             self._dealt[slot.name] = load.index(min(load))
@@ -46,16 +46,16 @@ class Places:
         return self._stages.get(name, (0,))
 
     def dealt(self, name: str) -> int | None:
-        """Return the coordinate on the axis "tensor" of a parameter's owner; None: each there has a part of it."""
+        """Return the owner's coordinate on the axis "tensor"; None if that axis cuts the parameter."""
         return self._dealt.get(name)
 
     def owns(self, name: str, part: int) -> bool:
-        """Say whether what device `part` has of a parameter is in its row."""
+        """Return whether device `part` holds its elements of a parameter in its own row."""
         at = self.mesh.coordinates(part)
         return at["stages"] == self.stages(name)[0] and self._dealt.get(name, at["tensor"]) == at["tensor"]
 
     def computed(self, slot: Slot, part: int) -> Box:
-        """Return what of a parameter device `part` computes with: its range over the axis "tensor"."""
+        """Return the box of a parameter with which device `part` computes: its range on the axis "tensor"."""
         box = [(0, n) for n in slot.shape]
         if slot.name in self._axes:
             axis = self._axes[slot.name]
@@ -63,18 +63,18 @@ class Places:
         return tuple(box)
 
     def held(self, slot: Slot, part: int) -> Box:
-        """Return what of a parameter device `part` has between steps: of what it computes with its shard's rows."""
+        """Return the box that device `part` has between steps: its shard's rows of `computed`."""
         first, *others = self.computed(slot, part)
         return (chunk(first, self.mesh.coordinates(part)["shard"], self.mesh.shard), *others)
 
     def layout(self, whole: Layout, part: int) -> Layout:
-        """Return what of a block is in the row of device `part`."""
+        """Return the layout of a block in the row of device `part`."""
         boxes = {slot.name: self.held(slot, part) for slot in whole}
         return whole.part({n: box if self.owns(n, part) else ((0, 0), *box[1:]) for n, box in boxes.items()})
 
 
 def places_in(model: nn.Module, named: Mapping[str, nn.Parameter]) -> dict[tuple[nn.Module, str], str]:
-    """Return where in a model the parameters `named` are, (module, attribute); one that is tied, in several places."""
+    """Return {(module, attribute): name} of the parameters `named`; a tied parameter has several places."""
     names = {id(p): name for name, p in named.items()}
     return {
         (module, attribute): names[id(p)]
@@ -85,7 +85,7 @@ def places_in(model: nn.Module, named: Mapping[str, nn.Parameter]) -> dict[tuple
 
 
 def even_part(layout: Layout, part: int, parts: int) -> Layout:
-    """Return of every parameter of a whole layout a range of its first axis, about as much for each of the parts.
+    """Return part `part` of a whole layout: an even range of each parameter's first axis.
 
     >>> from exogym.core.fleet.layout import layouts_of
     >>> (layout,) = layouts_of(nn.Linear(3, 5))
@@ -99,12 +99,12 @@ def even_part(layout: Layout, part: int, parts: int) -> Layout:
 
 
 def box_shape(box: Box) -> torch.Size:
-    """Return the shape of what is in a box."""
+    """Return a box's shape."""
     return torch.Size(stop - start for start, stop in box)
 
 
 def chunk(ends: tuple[int, int], at: int, parts: int) -> tuple[int, int]:
-    """Return the part of a range that torch gives to the device `at` of so many.
+    """Return the part of a range that torch gives to device `at` of `parts` devices.
 
     >>> [chunk((0, 5), k, 4) for k in range(4)]
     [(0, 2), (2, 4), (4, 5), (5, 5)]

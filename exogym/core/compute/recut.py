@@ -1,11 +1,11 @@
-"""A split model over a row that is cut otherwise: what nodes of different splits need, to have columns in common.
+"""Split a model differently from its row, so that nodes with different splits share columns.
 
-Between nodes the processes with the same columns meet, so all nodes cut their rows alike, into as many parts as every
-node can be dealt into: the greatest common divisor K of their sizes. A node of k processes holds its row k/K times. Its
-model is split over all k of them, each part in memory of its own: before each gradient a process takes its part from
-the row, and of the gradient each gets what the row here is cut into.
+Processes with the same columns communicate between nodes. So all nodes cut their rows into the same K parts, where K is
+the greatest common divisor of their sizes. A node of k processes holds its row k/K times. Its model is split over all k
+processes, in separate memory. Before each gradient a process copies its part of the model from the row. Afterward each
+process receives the gradient of its part of the row.
 
-Sent by a process per step, with P parameters of b bytes: about b P / k to take its part, and b P / K of gradients.
+A process sends per step, with P parameters of b bytes: about b P / k for its part, and b P / K of gradients.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from exogym.core.fleet.layout import Layout, layouts_of
 
 
 class Recut(Split):
-    """A `Split` whose row is cut evenly into the parts of `inside`, whatever `split` would have.
+    """A `Split` whose row is cut evenly over `inside`, independent of the model's own `split`.
 
     Args:
-        split: of the model over all processes of the node.
-        inside: the processes that hold the parts of one row: of K, those of one copy.
+        split: the model's split over all processes of the node.
+        inside: the K processes that hold one copy of the row.
     """
 
     def __init__(self, split: Split, inside: Inside):
@@ -39,7 +39,7 @@ class Recut(Split):
         whole = layouts_of(split.model)
         self.parts = [[even_part(layout, k, inside.parts) for layout in whole] for k in range(inside.parts)]
         self._own = self.parts[inside.part]
-        first = self.part - inside.part  # of those that hold this copy of the row
+        first = self.part - inside.part  # the first process that holds this copy of the row
         self._in, self._out = list[Route](), list[Route]()
         for b in range(len(whole)):
             cut, held = [layouts[b] for layouts in self.parts], [layouts[b] for layouts in split.parts]
@@ -93,7 +93,7 @@ class Recut(Split):
 
     @torch.no_grad()
     def _take(self) -> None:
-        """Take the part of the model that is computed with here from the row."""
+        """Copy this process's part of the model from the row."""
         views = self._views
         for layout, route, room in zip(self._own, self._in, self._rooms, strict=True):
             these, views = views[: len(layout.slots)], views[len(layout.slots) :]
@@ -101,5 +101,5 @@ class Recut(Split):
 
 
 def _one_row(pieces: Sequence[Tensor], layout: Layout) -> Tensor:
-    """Return (1, P): the pieces of all slots of a layout, side by side."""
+    """Return a layout's pieces side by side, (1, P)."""
     return torch.cat([x.detach().reshape(-1) for x in pieces]).view(1, layout.numel)

@@ -1,14 +1,13 @@
-"""A model that each device of a node gathers once a step, while the row, and the optimizer's state, are shared out.
+"""Gather the whole model on each device of a node once per step; rows and optimizer state stay divided.
 
-Before a step's gradient the devices on the axis "shard" gather from each other what each has made of its rows of the
-parameters, and all compute with whole ones. Afterwards each gets the sum of the gradients, with zero=1 of all of them,
-with zero=2 or 3 of its own rows (Rajbhandari et al., arXiv:1910.02054). zero=3 is here for the stages of a model
-(`compute.staged`), whose gathered memory is let go of after the step.
-Over the axis "tensor" layers are computed together (`compute.tensors`). What several processes hold alike is in the row
-of one, from which the others take it first (`compute.places`).
+Before a step's gradient, the devices on the axis "shard" gather each other's parameter rows and compute with the whole
+parameters. Afterward each receives summed gradients: all parameters' with zero=1, its own rows' with zero=2 or 3
+(Rajbhandari et al., arXiv:1910.02054). Here zero=3 serves pipeline stages (`compute.staged`), which free the gathered
+memory after the step. The devices on the axis "tensor" compute layers together (`compute.tensors`). If several
+processes need the same elements, one holds them in its row and sends them to the others first (`compute.places`).
 
-Sent by a process per step, with k shards and P parameters of b bytes: (k-1)/k b P gathering, and of gradients as much,
-or with zero=1 twice as much.
+A process sends per step, with k shards and P parameters of b bytes: (k-1)/k b P to gather, and the same for gradients,
+or twice as much with zero=1.
 """
 
 from __future__ import annotations
@@ -30,22 +29,25 @@ from exogym.core.compute.tensors import cut_axes, split_layers
 from exogym.core.mesh import NodeMesh
 from exogym.errors import ModelError
 
-Numbers = Sequence[Sequence[int]]  # of parameters, for each process on an axis
+Numbers = Sequence[Sequence[int]]  # numbers of parameters, for each process on an axis
 
 
 class Replicated(Split):
-    """A `Split` whose processes gather what they compute with once for each gradient.
+    """A `Split` whose processes gather their parameters once for each gradient.
 
     Args:
-        stages: by name those that hold a parameter, where a process computes some of the layers (`compute.staged`).
+        stages: {name: stages} that hold a parameter, if a process computes only some layers (`compute.staged`).
 
     Attributes:
-        handles: the parameters of the model that computes; kinds: their numbers, of one dtype each.
-        here: the numbers of those that this process computes with; first: of each the stage whose row has it.
-        at: where this process is on the axes of the mesh, whose groups are `devices`.
+        handles: the parameters of the computing model.
+        kinds: ranges of parameter numbers, one for each dtype.
+        here: numbers of the parameters with which this process computes.
+        first: for each parameter, the stage whose row holds it.
+        at: this process's coordinates on the mesh's axes.
+        devices: the process groups of these axes.
 
     Raises:
-        ModelError: a parameter without an axis; layers that cannot be computed together.
+        ModelError: a parameter has no axis, or torch cannot split the layers.
     """
 
     def __init__(
@@ -78,7 +80,7 @@ class Replicated(Split):
                 if handles.setdefault(name, getattr(module, attribute)) is not getattr(module, attribute):
                     raise ModelError(
                         f"parameter {name!r} is in several modules, and {self.mesh} splits only some of them: give "
-                        "each a parameter of its own, or leave these layers whole with NodeMesh(parallelize=)"
+                        "each its own parameter, or leave these layers whole with NodeMesh(parallelize=)"
                     )
             if any(isinstance(module, FSDPModule) for module in self.model.modules()):
                 raise ModelError(
@@ -95,7 +97,7 @@ class Replicated(Split):
         self.lose(range(len(self.handles)))
 
     def _lay_out(self) -> None:
-        """Note of each parameter, by its number, what of it is here, and who tells whom."""
+        """Note for each parameter which part is in this process, and which processes send it."""
         whole, at, places = [slot for layout in self._wholes for slot in layout], self.at, self._places
         kinds = [layout.dtype for layout in self._wholes for _ in layout]
         self.first = [places.stages(slot.name)[0] for slot in whole]
@@ -104,7 +106,7 @@ class Replicated(Split):
         self._shapes = [box_shape(places.computed(slot, self.part)) for slot in whole]
         self.here = [k for k, slot in enumerate(whole) if at["stages"] in places.stages(slot.name)]
         ends = list(itertools.accumulate((len(layout.slots) for layout in self._wholes), initial=0))
-        self.kinds = [range(*pair) for pair in itertools.pairwise(ends)]  # of one dtype each
+        self.kinds = [range(*pair) for pair in itertools.pairwise(ends)]  # one range per dtype
         self._empty = [torch.empty(0, dtype=kind, device=self.device) for kind in kinds]
         shapes = [box_shape(places.held(slot, self.part)) for slot in whole]
         self._mirrors = {k: self._empty[k].new_zeros(shapes[k]) for k in self.here if not self._own[k]}
@@ -113,7 +115,7 @@ class Replicated(Split):
         self._takes = {name: [list[int]() for _ in range(size)] for name, size in self.mesh.axes.items()}
         for k in self.here:
             (first, *others), dealt = places.stages(whole[k].name), places.dealt(whole[k].name)
-            if dealt in (None, at["tensor"]) and others:  # across stages, and then from there over "tensor"
+            if dealt in (None, at["tensor"]) and others:  # first across stages, then over "tensor"
                 if at["stages"] == first:
                     for other in others:
                         self._gives["stages"][other].append(k)
@@ -134,12 +136,12 @@ class Replicated(Split):
             p.data, p.grad = home, None
 
     def lose(self, these: Iterable[int]) -> None:
-        """Let parameters have their shapes, no numbers and no memory."""
+        """Free the memory of these parameters; their shapes stay."""
         for k in these:
             self._memory.pop(k, None)
             hold_local(self.handles[k], self._empty[k].new_zeros(()).expand(self._shapes[k]))
 
-    # What goes from process to process
+    # Communication between processes
 
     def point(self, views: Sequence[Tensor]) -> None:
         self._pieces = {k: self._mirrors.get(k, views[k]) for k in self.here}
@@ -164,7 +166,7 @@ class Replicated(Split):
     def hand_on(
         self, axis: str, tensors: dict[int, Tensor], gives: Numbers, takes: Numbers, these: range
     ) -> Iterator[tuple[int, Tensor]]:
-        """Yield those of `these` parameters that come from other processes on an axis, while others get ours."""
+        """Exchange `these` parameters with the other processes on an axis; yield the received ones."""
         few = [[[k for k in some if k in these and k in tensors] for some in way] for way in (gives, takes)]
         return hand_on(self.along[axis], tensors, *few)
 
@@ -178,13 +180,13 @@ class Replicated(Split):
         if bool(strange.any()):
             name = [slot.name for layout in self._wholes for slot in layout][int(strange.argmax())]
             raise ModelError(
-                f"parameter {name!r} is used in a stage that does not hold it: wanted each used where its module is; "
-                "for a penalty on parameters take the optimizer's weight_decay"
+                f"parameter {name!r} is used in a stage that does not hold it: use it only in its own module. For a "
+                "penalty on parameters use the optimizer's weight_decay"
             )
-        there = (counts > 0).tolist()
+        has_grad = (counts > 0).tolist()
         found: list[Tensor | None] = [None] * len(given)
         for these in self.kinds:
-            here, grads = [k for k in these if k in self._pieces and there[k]], list[Tensor]()
+            here, grads = [k for k in these if k in self._pieces and has_grad[k]], list[Tensor]()
             for k in here:
                 grad = given[k]
                 grads.append(self._empty[k].new_zeros(self._shapes[k]) if grad is None else grad)
@@ -194,6 +196,6 @@ class Replicated(Split):
             for k, told in self.hand_on("stages", pieces, self._takes["stages"], self._gives["stages"], these):
                 pieces[k] += told  # towards the owner
             for k in these:
-                if there[k]:
+                if has_grad[k]:
                     found[k] = pieces[k] if self._own[k] else self._empty[k].new_empty(self._slots[k].shape)
         return found

@@ -1,4 +1,4 @@
-"""Parameters of one dtype that go from one device of a node to others on an axis of its mesh, many in one message."""
+"""Send parameters of one dtype between a node's devices on one mesh axis, many in one message."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from exogym.core.compute.places import chunk
 
 
 def gather(along: Inside, pieces: Sequence[Tensor], wholes: Sequence[Tensor]) -> None:
-    """Fill `wholes` with the rows that each process has of them, `pieces` those of this one; an all-gather."""
+    """All-gather: fill `wholes` with all processes' rows; `pieces` are this process's rows."""
     everyones = [_rows(wholes, of) for of in _ranges(along, wholes)]
     sizes = [sum(x.numel() for x in rows) for rows in everyones]
     for rows, told in zip(everyones, along.gather(_flat(pieces), sizes), strict=True):
@@ -21,7 +21,7 @@ def gather(along: Inside, pieces: Sequence[Tensor], wholes: Sequence[Tensor]) ->
 
 
 def scatter_sums(along: Inside, wholes: Sequence[Tensor]) -> list[Tensor]:
-    """Return of the sums of `wholes` over all processes the rows that this one has; a reduce-scatter."""
+    """Reduce-scatter: sum `wholes` over all processes and return this process's rows."""
     outgoing = [_rows(wholes, of) for of in _ranges(along, wholes)]
     own = outgoing[along.part]
     sizes = [sum(x.numel() for x in own)] * along.parts
@@ -32,7 +32,7 @@ def scatter_sums(along: Inside, wholes: Sequence[Tensor]) -> list[Tensor]:
 
 
 def sums(along: Inside, wholes: Sequence[Tensor]) -> list[Tensor]:
-    """Return the rows that this process has of the sums of `wholes`, which all get whole; an all-reduce."""
+    """All-reduce: sum `wholes` over all processes and return this process's rows."""
     told = _like(along.sum(_flat(wholes)), wholes)
     return _rows(told, _ranges(along, told)[along.part])
 
@@ -40,8 +40,10 @@ def sums(along: Inside, wholes: Sequence[Tensor]) -> list[Tensor]:
 def hand_on(
     along: Inside, tensors: Mapping[int, Tensor], gives: Sequence[Sequence[int]], takes: Sequence[Sequence[int]]
 ) -> Iterator[tuple[int, Tensor]]:
-    """Give process j those of `tensors` that `gives[j]` names; yield (name, tensor) of those that `takes[j]` names,
-    which are like one's own of that name."""
+    """Send process j the `tensors` in `gives[j]`; yield (name, tensor) for the tensors in `takes[j]`, which j sends.
+
+    A received tensor has the shape and dtype of this process's own tensor of that name.
+    """
     named = [k for some in (*gives, *takes) for k in some]
     if not named:
         return
@@ -53,7 +55,7 @@ def hand_on(
 
 
 def _ranges(along: Inside, wholes: Sequence[Tensor]) -> list[list[tuple[int, int]]]:
-    """Return of each process the rows that it has of each whole."""
+    """Return each process's row range in each whole tensor."""
     return [[chunk((0, len(x)), part, along.parts) for x in wholes] for part in range(along.parts)]
 
 

@@ -1,14 +1,15 @@
-"""A model over the devices of a node: of every parameter each holds a part, and gathers or computes with the others.
+"""Shard a model over a node's devices: each device holds a part of every parameter.
 
-Over the axis "shard" it is torch's `fully_shard` (ZeRO-3, Rajbhandari et al., arXiv:1910.02054): each block of the
-model is gathered before its forward pass and before its backward pass, and let go of afterwards; gradients are summed
-so that each process gets those of its own columns. Over the axis "tensor" layers are computed together
-(`compute.tensors`). A process's parts are its columns of the row themselves, no copies, so what training or the
-strategy does to the row the model sees. What several processes hold alike (norms and embeddings, over the axis
-"tensor") is in the row of one, and the others take it from there before they compute.
+The axis "shard" uses torch's `fully_shard` (ZeRO-3, Rajbhandari et al., arXiv:1910.02054). It gathers each block of the
+model before its forward pass and again before its backward pass, and frees it after each. Each process receives the
+summed gradients for its columns. On the axis "tensor" devices compute layers together (`compute.tensors`).
 
-Sent by a process per step, with k shards, P parameters of b bytes, of which P_blocks are in blocks that are gathered
-twice: (k-1)/k b (P + P_blocks) gathering and (k-1)/k b P of gradients.
+A process's parts are views of its columns in the row, not copies. So the model sees every change of the row. If several
+processes on the axis "tensor" need the same elements (norms, embeddings), one holds them in its row. The others receive
+them before they compute.
+
+A process sends per step (k-1)/k b (P + P_blocks) to gather and (k-1)/k b P of gradients. k is the number of shards, P
+the number of parameters of b bytes, and P_blocks the number in blocks, which are gathered twice.
 """
 
 from __future__ import annotations
@@ -42,14 +43,14 @@ from exogym.core.mesh import NodeMesh
 from exogym.core.mesh.splits import blocks_of
 from exogym.errors import ModelError
 
-WAYS = 999_983  # a prime; its square has a place in a double
+WAYS = 999_983  # a prime; a double holds its square exactly
 
 
 class Sharded(Split):
     """A `Split` of each parameter over the processes of the node.
 
     Raises:
-        ModelError: the model cannot be split so.
+        ModelError: torch cannot split the model over this mesh.
     """
 
     def __init__(self, model: nn.Module, mesh: NodeMesh, inside: Inside, device: torch.device):
@@ -63,11 +64,11 @@ class Sharded(Split):
         found = self._places.layout(layout, part)
         first = {slot.name: box_shape(self._places.held(slot, part % self.mesh.tensor)).numel() for slot in layout}
         room = max(0, *(slot.start + first[slot.name] - found.numel for slot in found))
-        return replace(found, room=room)  # shards are gathered in the size of the first, which is the largest
+        return replace(found, room=room)  # torch gathers all shards with the size of the first, the largest
 
     def walk(self, loss: Loss, parts: Sequence[Part]) -> None:
         self.way = 0
-        if self.mesh.shard == 1 or self.mesh.parallelize is not None:  # what that gathers is its own
+        if self.mesh.shard == 1 or self.mesh.parallelize is not None:  # a user's `parallelize` gathers in its own way
             return
         with contextlib.ExitStack() as undo:
             for k, block in enumerate(blocks_of(self.model).values(), start=2):
@@ -101,7 +102,7 @@ class Sharded(Split):
         self._modules = [module for module in self.model.modules() if isinstance(module, FSDPModule)]
         for k, module in enumerate(self._modules, start=2):
             module.register_forward_pre_hook(lambda module, inputs, k=k: self._go(k))
-        self._mirrors = {}  # what is in the row of another process
+        self._mirrors = {}  # copies of elements that another process's row holds
         for whole in (slot for layout in self._whole_layouts for slot in layout):
             if not self._places.owns(whole.name, self.part):
                 shape = box_shape(self._places.held(whole, self.part))
@@ -139,7 +140,7 @@ class Sharded(Split):
                         x.copy_(piece.view(x.shape))
 
     def compute(self, loss: Loss, parts: Sequence[Part], scale: float, context: Context) -> Tensor:
-        shards = self.mesh.shard  # over which torch takes the mean
+        shards = self.mesh.shard  # torch averages over them
         return add_gradients(loss, parts, scale * shards, context, self._collect) / (shards * self.mesh.tensor)
 
     def _go(self, where: int) -> None:
@@ -167,13 +168,13 @@ class Sharded(Split):
 
 
 def _check_types(named: Mapping[str, nn.Parameter], blocks: Iterable[str]) -> None:
-    """Refuse parameters of several dtypes in one block, which is gathered as one."""
+    """Refuse different dtypes in one block, because a block is gathered as one tensor."""
     kinds: dict[str, tuple[str, torch.dtype]] = {}
     for name, p in named.items():
         block = next((block for block in blocks if name.startswith(f"{block}.")), "")
         other, kind = kinds.setdefault(block, (name, p.dtype))
         if kind != p.dtype:
             raise ModelError(
-                f"{other!r} is {kind} and {name!r} is {p.dtype}, and with shard= what is gathered together has one "
-                "dtype: convert one of them, or give zero=2 or zero=1, where each device has the whole model"
+                f"{other!r} is {kind} and {name!r} is {p.dtype}, but with shard= a block needs one dtype: convert one "
+                "of them, or give zero=2 or zero=1, where each device has the whole model"
             )

@@ -1,4 +1,4 @@
-"""Layers that several devices of a node compute together: which axis of which parameter is cut, and how it is done."""
+"""Split layers over several devices of a node (tensor parallelism), and find the cut axes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from exogym.errors import ModelError
 
 
 def styles(plan: dict[str, str]) -> dict[str, ParallelStyle]:
-    """Return torch's styles for those of `exogym.core.mesh.splits.tensor_plan`."""
+    """Return torch's parallel styles for a plan of `exogym.core.mesh.splits.tensor_plan`."""
     made: dict[str, ParallelStyle] = {
         "colwise": ColwiseParallel(),
         "colwise_rep": ColwiseParallel(output_layouts=Replicate()),
@@ -28,13 +28,13 @@ def styles(plan: dict[str, str]) -> dict[str, ParallelStyle]:
 
 
 def split_layers(model: nn.Module, mesh: NodeMesh, devices: DeviceMesh) -> None:
-    """Split the layers of `model` in place, by the user's `parallelize`, or by what is known of it.
+    """Split the layers of `model` in place, with the user's `parallelize` or with `tensor_plan`.
 
     Raises:
-        ModelError: torch cannot.
+        ModelError: torch cannot split the model.
     """
     if mesh.parallelize is not None:
-        mesh.parallelize(model, devices)  # an error in it is its own
+        mesh.parallelize(model, devices)  # its errors are the user's
     elif mesh.tensor > 1:
         with torchs_refusals(mesh):
             parallelize_module(model, devices["tensor"], styles(tensor_plan(model)))
@@ -42,18 +42,18 @@ def split_layers(model: nn.Module, mesh: NodeMesh, devices: DeviceMesh) -> None:
 
 @contextlib.contextmanager
 def torchs_refusals(mesh: NodeMesh) -> Iterator[None]:
-    """Inside, where torch is to split a model, what it refuses is a ModelError."""
+    """Turn torch's errors into a ModelError while torch splits a model."""
     try:
         yield
     except (NotImplementedError, AssertionError, ValueError, RuntimeError) as error:
-        raise ModelError(f"torch cannot split this model by {mesh}: {error}") from error
+        raise ModelError(f"torch cannot split this model with {mesh}: {error}") from error
 
 
 def cut_axes(model: nn.Module, mesh: NodeMesh, devices: DeviceMesh) -> dict[str, int]:
-    """Return by name the axis along which a parameter is cut over the axis "tensor"; tried on a model without numbers.
+    """Return {name: axis} of the parameters that the mesh axis "tensor" cuts; found on a copy without numbers.
 
     Raises:
-        ModelError: it cannot be split, or a parameter is cut in a way that is no range of one axis.
+        ModelError: torch cannot split the model, or a parameter's part is not a range of one axis.
     """
     if mesh.tensor == 1:
         return {}

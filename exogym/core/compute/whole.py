@@ -1,8 +1,8 @@
-"""Inner optimizers that look at whole tensors, where each process of a node has a part of every parameter.
+"""Run inner optimizers that need whole tensors, when each process of a node has a part of every parameter.
 
-Before a step each process is dealt some whole parameters and their gradients, the same ones at every step, and its
-optimizer is of these; what it has made of them is dealt back. With k processes and P parameters of b bytes a process
-sends (k-1)/k^2 b P three times a step, about.
+Before a step each process receives some whole parameters and their gradients, the same ones in every step. Its
+optimizer steps them and sends the results back. With k processes and P parameters of b bytes, a process sends about
+(k-1)/k^2 b P three times per step.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class WholeTensors:
     """The whole parameters that this process's optimizers step.
 
     Attributes:
-        named: those dealt to this process, by name.
+        named: this process's whole parameters, by name.
     """
 
     def __init__(self, fleet: Fleet, spec: OptimSpec):
@@ -39,7 +39,7 @@ class WholeTensors:
         assert whole is not None
         self.spec, self._everyone = spec, {s.name: nn.Parameter(empty.expand(s.numel).view(s.shape)) for s in whole}
         names = {id(p): name for name, p in self._everyone.items()}
-        # As the optimizer of a dense run numbers them, so that a checkpoint is the same whatever the split.
+        # The numbering of a dense run's optimizer, so that checkpoints do not depend on the split.
         self.order = [names[id(p)] for group in self._dense().param_groups for p in group["params"]]
         self.own = [name for name in self.order if name in self.named]
 
@@ -47,7 +47,7 @@ class WholeTensors:
         return self.spec.build(self._everyone, hidden=self.fleet.hidden)
 
     def build(self) -> Optimizer:
-        """Return an optimizer of the parameters here, in the groups in which all of them would be."""
+        """Return an optimizer of this process's parameters, with a dense run's groups."""
         dense = self._dense()
         names = {id(p): name for name, p in self._everyone.items()}
         groups = []
@@ -58,26 +58,26 @@ class WholeTensors:
             return remember_as_built(type(dense)(groups, **self.spec.kwargs))
 
     def step(self, row: int, parameters: Sequence[nn.Parameter], take: Callable[[], object] | None) -> None:
-        """Deal the gradients of `parameters`, and these, `take` a step, and deal them back."""
+        """Exchange parameters and gradients for whole tensors, call `take` for the step, and send the results back."""
         (block,) = self.fleet.blocks
         rows = block.params[row : row + 1]
         grads = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in parameters])[None]
-        there = {slot.name for slot, p in zip(block.layout, parameters, strict=True) if p.grad is not None}
+        with_grad = {slot.name for slot, p in zip(block.layout, parameters, strict=True) if p.grad is not None}
         dealt, dealt_grads = self.dealing.deal(rows), self.dealing.deal(grads)
         for slot in self._slots:
             p = self.named[slot.name]
             p.data = slot.of(dealt[0])
-            p.grad = slot.of(dealt_grads[0]) if slot.name in there else None
+            p.grad = slot.of(dealt_grads[0]) if slot.name in with_grad else None
         if take is not None:
             take()
         rows.copy_(self.dealing.deal_back(dealt))
         for p in self.named.values():
             p.grad = None
 
-    # In a checkpoint parameters have the numbers of a dense run
+    # Checkpoints number parameters as in a dense run
 
     def renamed(self, tensors: Tensors, given: Sequence[str], wanted: Sequence[str]) -> Tensors:
-        """Return `tensors` of an optimizer over `given`, numbered as those of one over `wanted`."""
+        """Renumber an optimizer's `tensors` from the order of `given` to the order of `wanted`."""
         found = {}
         for name, x in tensors.items():
             number, _, rest = name.partition(".")
