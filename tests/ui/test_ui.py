@@ -419,7 +419,7 @@ def test_a_comparison_is_started_stopped_and_gone_on_with(served: Page) -> None:
     assert post(served, f"/api/runs/{name}/stop", {}) == (202, {"pid": answer["pid"]})
     wait_for(lambda: named("stopped"))
     wait_for(lambda: served.json("/api/started")[0]["status"] is not None)
-    assert "To resume, call the same fit" in served.json("/api/started")[0]["output"]
+    assert "exogym compare --resume --out" in served.json("/api/started")[0]["output"]
     assert post(served, f"/api/runs/{name}/resume", {})[0] == 202
     wait_for(lambda: named("done"))
 

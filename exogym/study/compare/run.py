@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import time
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -18,6 +19,7 @@ from torch.utils.data import Subset
 from exogym.core.base.devices import resolve_device
 from exogym.core.base.processes import described
 from exogym.core.engine.protocol import place as place_rows
+from exogym.core.progress import notice
 from exogym.core.record import schema
 from exogym.core.record.run_folder import versions
 from exogym.core.training.checking import checked_options
@@ -187,10 +189,12 @@ def _carried_out(session: Session, description: dict[str, Any], asked: Compariso
         result = _result(session, description, asked, "interrupted") if stopped and session.histories else None
         if stopped and result is None and folder is not None and where is not None:
             folder.describe(description | {"state": "interrupted", "runs": []})
+        done = f"{len(session.outcomes)} of {len(session.entries) * len(session.setting.seeds)} runs have ended"
+        way = "" if where is None else f"; compare(..., out={os.fspath(where)!r}, resume=True) continues"
+        if isinstance(error, SystemExit) and where is not None:  # SIGTERM: nobody catches it to say how to continue
+            notice(f"stopped: {done}{way}, and so does exogym compare --resume --out {shlex.quote(str(where))}")
         if not isinstance(error, KeyboardInterrupt) or (where is None and result is None):
             raise
-        done = f"{len(session.outcomes)} of {len(session.entries) * len(session.setting.seeds)} runs have ended"
-        way = "" if where is None else f"; compare(..., out={os.fspath(where)!r}, resume=True) goes on"
         raise ComparisonInterrupted(done + way, result, where) from error
     if not session.histories:
         if folder is not None:

@@ -165,7 +165,7 @@ def sweep(asked: SweepOptions) -> Swept:
             if isinstance(error, KeyboardInterrupt):
                 run.describe("interrupted")
                 where = None if out is None else run.path
-                way = "" if where is None else f"; sweep(..., out={os.fspath(where)!r}, resume=True) goes on"
+                way = "" if where is None else f"; sweep(..., out={os.fspath(where)!r}, resume=True) continues"
                 raise SweepInterrupted(f"{len(run.outcomes)} of {run.total} runs have ended{way}", where) from error
             run.describe("failed")
             raise
