@@ -130,7 +130,7 @@ def test_a_second_sweep_in_the_folder_is_refused_while_the_first_runs(resume: bo
 
     result = sweep("digits", {"H": [2, 5]}, seeds=1, out=tmp_path / "sweep", watch=start_another, **SMALL)
     assert len(result.rows) == len(said) == 2
-    assert all("is in use by another run, process" in text and "choose another folder" in text for text in said)
+    assert all("is in use by another run, process" in text and "Choose another folder" in text for text in said)
     sweep("digits", {"H": [2, 5]}, seeds=1, out=tmp_path / "sweep", resume=True, **SMALL)  # it is free again
 
 
