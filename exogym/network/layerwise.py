@@ -4,8 +4,8 @@ This is the simulator of Douillard et al., Streaming DiLoCo, arXiv:2501.18512, s
 
 With L layers, a step is a chain of 3L - 1 equal compute nodes: forward through layers 1..L, then backward from L to 1.
 Backward, a layer computes the gradient of its activations (except layer 1), then the gradient of its parameters.
-Beside the chain there is one link. After its last backward node, a layer that this step sends joins the link's queue
-with its reduction (P/L elements). The layer's forward pass in a later step waits for that reduction:
+One link works beside the chain. If the step sends a layer, the layer's reduction (P/L elements) joins the link's queue
+after the layer's last backward node. The layer's forward pass in a later step waits for the reduction:
 
     method       a layer is sent                                  and needed
     ddp          at every step                                    at the next step
@@ -56,7 +56,8 @@ def compute_utilisation(
         num_nodes: N, the number of replicas.
         bits_per_element: bits per element on the link; 16 is bf16.
         fragment_layers: layers per fragment (for "streaming"); fragment p has the layers p, p + F, p + 2 F, ...
-        overlap_steps: tau, the further steps that a fragment may be under way (for "streaming").
+        overlap_steps: tau, the steps that run while a fragment is sent (for "streaming"). A result is needed tau steps
+            after the next step.
         latency: seconds added to each layer's reduction.
 
     Raises:
@@ -95,7 +96,7 @@ def required_bandwidth(
     overlap_steps: int = 0,
     latency: Any = 0.0,
 ) -> float:
-    """Return the least bandwidth, in bits per second, at which a replica computes for this share of the time.
+    """Return the lowest bandwidth, in bits per second, that gives a replica the utilization `utilisation`.
 
     Args:
         utilisation: the wanted share, over 0 and under 1.

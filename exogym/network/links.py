@@ -1,12 +1,12 @@
 """The link between two nodes: the same for all pairs, one per pair, or fast inside islands and slow between them.
 
-Each kind of links has the same methods, for one id or for arrays of ids:
+Each kind of links has the same methods. They take one id or an array of ids:
 
 - `link(i, j)`: the link from i to j.
-- `crowd(i, j)`: how many of these messages, sent at the same time, share the narrowest part of their way.
-- `line(i)`: the node's own connection, which all its messages share.
-- `outside(i)`: the way to a server, which is not a node.
-- `slowest(ids)`: the slowest link if each node sends to some other node at the same time.
+- `crowd(i, j)`: how many of the messages from i to j, all sent at once, share the narrowest part of their route.
+- `line(i)`: node i's own connection, which all its messages share.
+- `outside(i)`: the link to a server, which is not a node.
+- `slowest(ids)`: the slowest link if each of these nodes sends to another at the same time.
 
 Bandwidths are in bits per second, latencies in seconds one way.
 """
@@ -26,7 +26,7 @@ Pair = tuple[Any, Any]  # bandwidth_bps and latency_s: numbers, or arrays of the
 
 
 class Links(Protocol):
-    """What a network asks of its links. `size` is the number of nodes; None: any number."""
+    """The methods that every kind of links has. `size` is the number of nodes; None: any number."""
 
     @property
     def size(self) -> int | None: ...

@@ -1,16 +1,16 @@
-"""How strategies average: options that every strategy with means takes and no strategy needs to know.
+"""Averaging options: every strategy that averages takes them, and its own code need not know them.
 
-`transport` chooses how all-reduces travel. The results are the same, bit for bit. With payload S and n members:
+`transport` chooses the algorithm of all-reduces. All algorithms give the same bits. With payload S and n members:
 
     ring      each member sends and receives 2(n-1)/n S
     tree      sums go up a binomial tree to the lowest id, and the result goes down. Each member sends and receives
               2(n-1)/n S on average: ceil(log2 n) S at the root, S at a leaf
-    server    each member sends and receives S; the server, which is no member, n S
+    server    each member sends and receives S; the server sends and receives n S, and is no member
 
-`exogym.network.costs` gives the time of each on a network.
+`exogym.network.costs` gives each algorithm's time on a network.
 
 `robust` replaces the mean by a rule that a few bad nodes cannot drag away. `exogym.core.communicator.robust` describes
-the rules and their bytes, `exogym.strategy.updates` describes `NormCap`. With `secure_aggregation` a server learns
+the rules and their bytes; `exogym.strategy.updates` describes `NormCap`. With `secure_aggregation` a server learns
 means but no node's values: see `exogym.core.communicator.secure`.
 """
 
@@ -54,7 +54,7 @@ class NormCap:
 
 @dataclass(frozen=True)
 class Averaging:
-    """How a strategy takes its means.
+    """A strategy's averaging options: transport, robust rule and secure aggregation.
 
     Args:
         transport: "ring", "tree" or "server". None: the strategy's own choice.
@@ -85,18 +85,18 @@ class Averaging:
 
     @property
     def rule(self) -> Rule | None:
-        """The rule that replaces the mean."""
+        """The rule that replaces the mean; None: no rule does."""
         return None if self.robust in (None, "norm_cap") or isinstance(self.robust, NormCap) else rule_of(self.robust)
 
     @property
     def secure(self) -> SecureAggregation | None:
-        """The method that hides the parts of a sum."""
+        """The settings of secure aggregation; None: it is off."""
         given = self.secure_aggregation
         return SecureAggregation() if given is True else given or None
 
     @property
     def cap(self) -> NormCap | None:
-        """The cap on the norms of updates."""
+        """The cap on the norms of updates; None: no cap."""
         return NormCap() if self.robust == "norm_cap" else self.robust if isinstance(self.robust, NormCap) else None
 
     def features(self) -> dict[str, str]:
@@ -113,20 +113,20 @@ class Averaging:
         return found
 
     def check_members(self, name: str, traffic: Iterable[Traffic], N: int) -> None:
-        """Raise ArgumentError if too few of N nodes meet in strategy `name` for the rule to bear a bad node."""
+        """Raise ArgumentError if strategy `name` averages too few of N nodes for the rule to tolerate a bad node."""
         if (rule := self.rule) is None:
             return
         for n in sorted({N, *(t.members for t in traffic if t.members)}):
             if 1 < n < rule.least:
                 instead = [given for given, kind in RULES.items() if kind.least <= n]
                 raise ArgumentError(
-                    f"robust={self.robust!r} bears a bad node among {rule.least} or more nodes, but in {name} only {n} "
-                    f"meet: let {rule.least} meet, or "
-                    + (f"take {' or '.join(map(repr, instead))}" if instead else "leave robust out")
+                    f"robust={self.robust!r} needs {rule.least} nodes to tolerate a bad one, but {name} averages only "
+                    f"{n}: average over {rule.least} nodes, or "
+                    + (f"use {' or '.join(map(repr, instead))}" if instead else "leave robust out")
                 )
 
     def traffic(self, given: list[Traffic], N: int, b: float) -> list[Traffic]:
-        """Return the collectives that replace `given` under these options, with b bytes per element on N nodes."""
+        """Return the collectives that replace `given` under these options. N nodes send b bytes per element."""
         if self.secure is not None:
             return [
                 Traffic(kind, size, t.every_steps, t.members, "server")
@@ -146,10 +146,10 @@ class Averaging:
         return replace(t, algorithm=algorithm)
 
     def bind(self, comm: Communicator, weighs: bool, seed: int = 0) -> None:
-        """Make `comm` average by these options; `seed` is the run's.
+        """Make `comm` average by these options. `seed` is the run's seed.
 
         Raises:
-            ArgumentError: the strategy weights nodes, and the rule cannot.
+            ArgumentError: the strategy weights nodes, but the rule cannot.
         """
         comm.transport, comm.rule = self.transport, self.rule
         comm.secure = None if self.secure is None else replace(self.secure, seed=seed)

@@ -1,7 +1,7 @@
 """Pack nested values, such as an optimizer's whole state, as named tensors and one line of JSON.
 
 It packs tensors, numbers, strings, numpy arrays, optimizers, schedulers, generators, and lists, tuples, deques and
-dicts of these. Functions and classes stay what they are.
+dicts of these. It does not save functions and classes.
 """
 
 from __future__ import annotations
@@ -148,17 +148,17 @@ def unpack(packed: dict[str, Any], existing: Any, tensors: dict[str, Tensor], ow
 
 
 def as_text(skeleton: Any) -> Tensor:
-    """Return JSON as a tensor of bytes."""
+    """Write `skeleton` as JSON and return the text's bytes as a tensor."""
     return torch.tensor(list(json.dumps(skeleton).encode()), dtype=torch.uint8)
 
 
 def from_text(text: Tensor) -> Any:
-    """Return the JSON of `as_text`."""
+    """Return the value that `as_text` wrote into the tensor `text`."""
     return json.loads(bytes(text.tolist()))
 
 
 def remember_as_built(optimizer: Optimizer) -> Optimizer:
-    """Record the optimizer's values beside `state`, so that unchanged values need not be saved. Return it."""
+    """Record the values outside `state`, so that unchanged values need not be saved. Return the optimizer."""
     tensors: dict[str, Tensor] = {}
     optimizer.as_built = _beside(optimizer, tensors), {k: x.clone() for k, x in tensors.items()}  # type: ignore[attr-defined]
     return optimizer
@@ -167,8 +167,9 @@ def remember_as_built(optimizer: Optimizer) -> Optimizer:
 def optimizer_state(optimizer: Optimizer) -> dict[str, Tensor]:
     """Return all of an optimizer's state, as tensors.
 
-    The tensors of `state` are named "<parameter>.<entry>". "skeleton" holds all other values that differ from the new
-    optimizer, as JSON in bytes: numbers in `state`, entries of `param_groups`, attributes.
+    The tensors of `state` are named "<parameter>.<entry>". The tensor "skeleton" holds the other values, as bytes of
+    JSON: the numbers in `state`, and the entries of `param_groups` and attributes that have changed since the optimizer
+    was built.
 
     Raises:
         StrategyError: a value is of a kind that cannot be saved.
@@ -266,7 +267,7 @@ def _holder(optimizer: Optimizer, path: str) -> tuple[dict[str, Any], str]:
 
 
 def _beside(optimizer: Optimizer, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """Return an optimizer's values beside `state`, packed by path: its groups' entries, and its own attributes."""
+    """Return the optimizer's values outside `state`, packed by path: its groups' entries and its own attributes."""
     values = {
         f"group.{number}.{name}": value
         for number, group in enumerate(optimizer.param_groups)

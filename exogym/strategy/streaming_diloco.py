@@ -80,10 +80,13 @@ class StreamingCommunicator(CommunicationModule, HasOuterModel):
         check_number("fragment_update_alpha", fragment_update_alpha, least=0, most=1)
         if not isinstance(offsets, Sequence | None):
             raise ArgumentError(f"offsets={offsets!r} must be a list with a step for each fragment")
-        if offsets is not None and (len(offsets) != num_fragments or not all(0 <= t < H for t in offsets)):
+        if offsets is not None and len(offsets) != num_fragments:
             raise ArgumentError(
-                f"offsets={list(offsets)} must be num_fragments={num_fragments} steps from 0 to below H={H}"
+                f"offsets={list(offsets)} has {len(offsets)} steps, but num_fragments={num_fragments}: give one step "
+                "for each fragment"
             )
+        if offsets is not None and not all(0 <= t < H for t in offsets):
+            raise ArgumentError(f"offsets={list(offsets)}: every step must be at least 0 and below H={H}")
         self.H, self.num_fragments, self.rule, self.pattern, self.bits = H, num_fragments, rule, pattern, bits
         self.acts_on = "elements" if bits == 32 else "row"  # codes share a scale per tensor
         self.delay, self.alpha = fragment_sync_delay, fragment_update_alpha

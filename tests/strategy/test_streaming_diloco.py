@@ -264,7 +264,8 @@ def test_layers_of_a_transformer_are_dealt_out_and_the_rest_is_a_fragment() -> N
         ({"fragment_update_alpha": 1.5}, r"fragment_update_alpha=1\.5 must be a number of at least 0 and at most 1"),
         ({"bits": 5}, "bits=5 must be 32, 8 or 4"),
         ({"pattern": "stride"}, "strided"),
-        ({"offsets": [0]}, r"offsets=\[0\] must be num_fragments=2 steps"),
+        ({"offsets": [0]}, r"offsets=\[0\] has 1 steps, but num_fragments=2: give one step"),
+        ({"offsets": [0, 4]}, r"offsets=\[0, 4\]: every step must be at least 0 and below H=4"),
         ({"num_fragments": 0}, "num_fragments"),
     ],
 )

@@ -90,7 +90,7 @@ def budgeted(text: str, budget: float | None, **options: Any) -> float:
     """Train and return the bytes that a node has sent in the mean."""
     more = {} if text.startswith("sparta:") or text == "sparta" else {"H": 3}
     budget_too = "" if budget is None else f":tuner={budget}"
-    nodes = {"num_nodes": 5} if "krum" in text else {}  # the fewest of whom it bears a bad one
+    nodes = {"num_nodes": 5} if "krum" in text else {}  # Krum needs five to tolerate a bad one
     trainer = train(parse_strategy(text + budget_too, lr=0.02, **more), val_interval=None, **nodes, **options)
     return trainer.history.last["tx_bytes"]
 

@@ -43,7 +43,7 @@ class Rule:
 
     Attributes:
         collective: kind and algorithm of its all-reduce without a server.
-        least: the fewest members among which it bears a bad one.
+        least: the fewest members with which it tolerates a bad member.
     """
 
     collective = ("all_reduce", "exact")

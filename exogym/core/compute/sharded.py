@@ -1,15 +1,17 @@
 """Shard a model over a node's devices: each device holds a part of every parameter.
 
-The axis "shard" uses torch's `fully_shard` (ZeRO-3, Rajbhandari et al., arXiv:1910.02054). It gathers each block of the
-model before its forward pass and again before its backward pass, and frees it after each. Each process receives the
-summed gradients for its columns. On the axis "tensor" devices compute layers together (`compute.tensors`).
+The axis "shard" uses torch's `fully_shard` (ZeRO-3, Rajbhandari et al., arXiv:1910.02054). The
+processes gather a block's parameters before its forward pass and again before its backward pass. They free them after
+each pass. Each process receives the summed gradients for its own columns. On the axis "tensor" the devices compute each
+layer together (`compute.tensors`).
 
-A process's parts are views of its columns in the row, not copies. So the model sees every change of the row. If several
-processes on the axis "tensor" need the same elements (norms, embeddings), one holds them in its row. The others receive
-them before they compute.
+The model's parameters in a process are views of its row, so the model sees every change of the row. Several processes
+on the axis "tensor" may need the same elements (norms, embeddings). Then one process holds them in its row, and sends
+them to the others before they compute.
 
-A process sends per step (k-1)/k b (P + P_blocks) to gather and (k-1)/k b P of gradients. k is the number of shards, P
-the number of parameters of b bytes, and P_blocks the number in blocks, which are gathered twice.
+In each step a process sends (k-1)/k b (P + P_blocks) bytes to gather parameters, and (k-1)/k b P bytes of gradients.
+Here k is the number of shards, P the number of parameters, and b the bytes per parameter. P_blocks is the number of
+parameters inside blocks, which are gathered twice.
 """
 
 from __future__ import annotations
@@ -102,7 +104,7 @@ class Sharded(Split):
         self._modules = [module for module in self.model.modules() if isinstance(module, FSDPModule)]
         for k, module in enumerate(self._modules, start=2):
             module.register_forward_pre_hook(lambda module, inputs, k=k: self._go(k))
-        self._mirrors = {}  # copies of elements that another process's row holds
+        self._mirrors = {}  # this process's copies of elements in another process's row
         for whole in (slot for layout in self._whole_layouts for slot in layout):
             if not self._places.owns(whole.name, self.part):
                 shape = box_shape(self._places.held(whole, self.part))
@@ -168,7 +170,7 @@ class Sharded(Split):
 
 
 def _check_types(named: Mapping[str, nn.Parameter], blocks: Iterable[str]) -> None:
-    """Refuse different dtypes in one block, because a block is gathered as one tensor."""
+    """Raise ModelError if a block has several dtypes. A block is gathered as one tensor."""
     kinds: dict[str, tuple[str, torch.dtype]] = {}
     for name, p in named.items():
         block = next((block for block in blocks if name.startswith(f"{block}.")), "")

@@ -34,7 +34,7 @@ from exogym.core.engine.shared import MAIN_HANGS, MAIN_KNOWS, STOP, Hung, Lost, 
 from exogym.errors import WorkerError
 
 Result = TypeVar("Result")
-PATIENCE_S, POLL_S = 2.0, 0.01  # seconds for processes that must stop; between looks at a process
+PATIENCE_S, POLL_S = 2.0, 0.01  # seconds: to end after a stop; between two checks of a process
 DIE_WITH_PARENT = 1  # Linux's PR_SET_PDEATHSIG
 
 
@@ -169,7 +169,7 @@ def _tell_main(run: _Run, parent: int, hung: Hung) -> str:
 
 @contextlib.contextmanager
 def _ends_if_it_hangs(run: _Run) -> Iterator[None]:
-    """Inside, the main process ends if others find it hung, provided that it still runs Python."""
+    """Within this context the main process ends if others find it hung. It must still run Python for this."""
 
     def end(number: int, frame: FrameType | None) -> None:
         run.memory[MAIN_KNOWS] = 1

@@ -58,7 +58,7 @@ class Block:
         return self._own_grads
 
     def give_grads_away(self) -> None:
-        """Leave the gradients to the holders of their views; the next gradients get new memory."""
+        """Forget the gradient matrix. Code that has views of it keeps them, and the next gradients get new memory."""
         self.grads = self._own_grads = None
 
     def views(self, rows: Tensor) -> Iterator[tuple[Slot, Tensor]]:
@@ -67,7 +67,7 @@ class Block:
             yield slot, slot.of(rows)
 
     def zeros(self, rows: int | None = None) -> Tensor:
-        """Return a zero matrix like `params`, with as many rows or with `rows`."""
+        """Return a zero matrix like `params` with `rows` rows; None: as many as `params` has."""
         n = len(self.params) if rows is None else rows
         return row_matrix(n, self.layout.numel, self.layout.dtype, self.params.device).zero_()
 
@@ -82,8 +82,8 @@ class Fleet:
         num_nodes: nodes in the whole fleet.
         comm: the `Communicator`.
         hidden: names of the parameters that turn one hidden vector into another, for Muon.
-        state: everything kept through training, the rows and the byte counts first; see `State`.
-        parts: for each process of a node its layouts, one per block.
+        state: all values that last through training: the rows, the byte counts, then the others. See `State`.
+        parts: `parts[k][b]` is the layout of block b in a node's process k.
     """
 
     def __init__(
@@ -128,9 +128,9 @@ class Fleet:
         return found
 
     def wholes(self, vectors: Sequence[Tensor]) -> Iterator[Tensor]:
-        """Yield each parameter in `vectors`, (..., P) per block, whole, one after the other: (..., *shape).
+        """Yield each whole parameter, (..., *shape), from `vectors`, (..., P) per block.
 
-        Every process of a node calls it, with its own columns.
+        Every process of a node must call it with its own columns.
         """
         inside = self.comm.wire.inside
         for b, (block, vector) in enumerate(zip(self.blocks, vectors, strict=True)):
@@ -149,7 +149,7 @@ class Fleet:
                 yield found
 
     def whole(self, vectors: Sequence[Tensor]) -> list[Tensor]:
-        """Return `vectors`, (..., P) per block, with the columns of all processes of the node. All of them call it."""
+        """Return `vectors`, (..., P) per block, with the columns from all of the node's processes. All must call it."""
         if self.comm.wire.inside.parts == 1:
             return list(vectors)
         found, result = self.wholes(vectors), []

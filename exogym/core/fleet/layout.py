@@ -55,7 +55,7 @@ class Layout:
 
     Attributes:
         whole: the whole layout; None: this is the whole.
-        room: elements of memory after a row's end that may be read.
+        room: number of elements after a row's end that may be read.
 
     >>> layout, = layouts_of(nn.Linear(3, 2))
     >>> layout.numel, [(s.name, s.start, tuple(s.shape)) for s in layout.slots]
@@ -95,7 +95,7 @@ class Layout:
         return wanted[self.columns].nonzero().flatten().to(indices.device)
 
     def part(self, boxes: Mapping[str, Box]) -> Layout:
-        """Return the layout of a part, with a box of each parameter; other parameters are elsewhere.
+        """Return the layout of a part that holds `boxes` (parameter's name -> box), and no other parameters.
 
         >>> layout, = layouts_of(nn.Linear(3, 2))
         >>> half = layout.part({"weight": ((1, 2), (0, 3)), "bias": ((1, 2),)})
@@ -116,11 +116,12 @@ class Layout:
 
 @dataclass(frozen=True)
 class Cut:
-    """The part of a tensor in this process: of its last axes, in the whole of `shape`, the elements at `columns`.
+    """This process's part of a tensor. Only the tensor's last axes are cut.
 
     Attributes:
-        here: the shape of the part's last axes.
-        columns: (n,) places among the elements of the last axes, ascending.
+        shape: the whole tensor's last axes.
+        here: the part's last axes.
+        columns: (n,) ascending places of the part's elements in the flattened last axes.
     """
 
     shape: tuple[int, ...]
@@ -137,7 +138,7 @@ class Cut:
         return (*x.shape[: x.dim() - len(self.here)], *self.shape)
 
     def fits(self, shape: Sequence[int]) -> bool:
-        """Say whether a tensor of `shape` is such a whole, or such a part."""
+        """Return whether the last axes of `shape` are the whole tensor's or the part's."""
         ends = [tuple(shape[len(shape) - len(axes) :]) for axes in (self.shape, self.here)]
         return self.shape == ends[0] or self.here == ends[1]
 
@@ -164,7 +165,7 @@ def cut_of(layout: Layout, slots: Sequence[Slot] | None = None) -> Cut:
 
 
 def parameter_cut(layout: Layout, slot: Slot) -> Cut:
-    """Return the cut of a tensor in the shape of the parameter of `slot`."""
+    """Return the cut of a tensor that has the same shape as `slot`'s whole parameter."""
     if layout.whole is None:
         return Cut(tuple(slot.shape), tuple(slot.shape), torch.arange(slot.numel))
     shape = next(other.shape for other in layout.whole if other.name == slot.name)

@@ -1,4 +1,4 @@
-"""When a run does what: where stretches end, evaluations, checkpoints, callbacks; in steps of the fleet."""
+"""A run's schedule in fleet steps: when stretches end, and when evaluations, checkpoints and callbacks are due."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ if TYPE_CHECKING:
 
 @dataclass
 class Agenda:
-    """When the loop does what, and where checkpoints go.
+    """The training loop's schedule, and the folder for checkpoints.
 
     Attributes:
-        evaluates: whether there is a validation set; val_interval None: after each epoch.
-        description: what decides the run.
-        examples_of: returns the examples of a step of each of some nodes.
+        val_interval: steps between evaluations; None: one after each epoch.
+        evaluates: whether there is a validation set.
+        description: the values that decide the run's result.
+        examples_of: function of some nodes' ids; it returns each node's number of examples per step.
 
     >>> agenda = Agenda(total_steps=100, steps_per_epoch=40, evaluates=True)
     >>> [agenda.stretch_end(step, next_event=step + 30) for step in (0, 30, 75)]
@@ -41,7 +42,7 @@ class Agenda:
     callbacks: Sequence[Callback] = ()
 
     def stretch_end(self, step: int, next_event: int) -> int:
-        """Return where the stretch that begins at `step` ends at the latest."""
+        """Return the last step at which a stretch that begins at `step` may end."""
         ends = [self.total_steps, next_event]
         intervals = [self._evaluation_interval, self.checkpoint_interval if self.save_dir else None]
         intervals += [callback.steps for callback in self.callbacks]
@@ -61,7 +62,7 @@ class Agenda:
         return self.save_dir is not None and divides(self.checkpoint_interval, step)
 
     def may_be_evaluated(self, step: int) -> bool:
-        """Say whether there may be an evaluation after `step`: one is due, or a callback may end the training there."""
+        """Return whether an evaluation may follow `step`: one is due, or a callback may end the training."""
         if step == self.total_steps or self.evaluation_due(step):
             return True
         return any(callback.may_end and divides(callback.steps, step) for callback in self.callbacks)

@@ -240,7 +240,7 @@ class FitOptions(RunOptions):
 
     @property
     def micro_batch_size(self) -> int | None:
-        """Examples computed at once; None: a whole step's."""
+        """Number of examples to compute at once. None: all examples of a step."""
         if self.minibatch_size is None and self.gradient_accumulation > 1:
             return self.batch_size
         return self.minibatch_size

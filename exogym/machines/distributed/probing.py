@@ -37,10 +37,10 @@ NAME_BYTES = 256  # longest host name
 PAIR_BYTES = 1 << 20  # message that measures a pair's bandwidth
 ROUND_TRIPS = 20
 PROBED_BYTES = (1 << 12, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
-MOST_S = 1.0  # seconds to time a collective at one size; at least two calls
+MOST_S = 1.0  # seconds for the timed calls of a collective at one size; at least two calls are timed
 PAUSE_S = 0.01  # pause before each call: lines become idle, as while hosts compute
 MESSAGES = 20
-OF_ALL_PARTS = ("all_gather", "gather")  # here a size counts all parts together; a payload is one part
+OF_ALL_PARTS = ("all_gather", "gather")  # for these a size counts all parts together, and a payload is one part
 COLD = ("all_reduce", "exact all_reduce", "broadcast", "all_gather")  # collectives whose first call is timed, too
 KINDS = (*COLD, "reduce", "reduce_scatter", "gather", "scatter", "all_to_all")
 Call = Callable[[Tensor], Any]
@@ -69,20 +69,23 @@ def measure(
 ) -> tuple[list[Row], dict[str, Any]]:
     """Check all collectives, time them and probe the links. All processes call it, and all get the same result.
 
-    The self-test runs at the smallest size. Then each collective is timed at every size, over open connections. The
-    slowest process and the median of the calls count. The extra time of a first call is measured in a new group of all
-    processes, at the smallest size. Pairs take turns: a pair's latency is half the round trip of 4 bytes; its bandwidth
-    comes from 1 MiB, less the latency.
+    The self-test runs at the smallest size. Then each collective is timed at every size, over open connections. A
+    call takes as long as its slowest process, and a size's time is the median of its calls. The extra time of a first
+    call is measured in a new group of all processes, at the smallest size.
+
+    Pairs take turns. A pair's latency is half the round trip of 4 bytes. Its bandwidth comes from the time of 1 MiB,
+    less the latency.
 
     Other work on the hosts only adds time, and more bytes never take less time. So a probe that took longer than a
     larger probe gets the larger probe's time.
 
     Args:
-        sizes_bytes: sizes to probe, beside 4 bytes per process; for gathers, the size of all parts together. Each is
-            rounded up to a multiple of 4 bytes times the number of processes.
-        repeats: most timed calls of each size. Calls of more than a second are timed twice.
-        step_s, task, evaluation_s: seconds of a step of your model on this host (on all hosts or none), its task, and
-            seconds of an evaluation of its validation set.
+        sizes_bytes: sizes to probe. 4 bytes per process are always probed too. For gathers a size counts all parts
+            together. Each size is rounded up to a multiple of 4 bytes times the number of processes.
+        repeats: largest number of timed calls per size. Slow calls are timed less often, but at least twice.
+        step_s: seconds of a step of your model on this host. Give it on all hosts or on none.
+        task: the model's task.
+        evaluation_s: seconds of an evaluation on the task's validation set. Give it on all hosts or on none.
         kinds: collectives to probe, from `KINDS`.
 
     Returns:
@@ -103,9 +106,10 @@ def measure(
 def step_seconds(
     task: str, batch_size: int | None = None, data: str | None = None, options: str = ""
 ) -> tuple[float, float | None]:
-    """Return the median seconds of a task's step on this machine, and of an evaluation of its validation set.
+    """Return the median seconds of a task's step on this machine, and the seconds of an evaluation.
 
-    A separate process, outside any group, measures them. Without a validation set it returns None for the second.
+    The evaluation is on the task's validation set; no set gives None. A separate process, outside any group, measures
+    both.
 
     Args:
         options: the task's options, as in a profile's `task_options`.
@@ -165,7 +169,7 @@ def _wire(n: int, group: dist.ProcessGroup | None = None, native: bool = False) 
 
 
 def _calls(n: int, group: dist.ProcessGroup | None = None) -> dict[str, Call]:
-    """Return the collectives as strategies call them, with one node per process."""
+    """Return each kind's collective as a function, called as strategies call it, with one node per process."""
     native, exact = (Communicator([dist.get_rank()], n, _wire(n, group, is_native)) for is_native in (True, False))
     return {
         "all_reduce": lambda x: native.all_reduce(x, out=x),
@@ -190,7 +194,7 @@ def _numbers(kind: str, size: int) -> Tensor:
 
 
 def _times(call: Call, x: Tensor, repeats: int) -> list[float]:
-    """Return the seconds of some calls after an untimed call. Each is as slow as its slowest process."""
+    """Return the seconds of several calls, after a trial call. A call takes as long as its slowest process."""
 
     def once() -> float:
         time.sleep(PAUSE_S)
@@ -222,7 +226,7 @@ def _hosts() -> list[str]:
 
 
 def _first(kind: str, size: int, table: Mapping[float, float]) -> float:
-    """Return the seconds of a kind's largest collective as its group's first call."""
+    """Return the seconds of the largest collective of `kind` if it is the first call in its group."""
     n = dist.get_world_size()
     with ports_closed_afterwards() if dist.get_backend() == "gloo" else contextlib.nullcontext():
         group = dist.new_group()
@@ -252,14 +256,14 @@ def _pairs() -> list[list[list[float] | None]]:
     return [[None if i == j else total[i, j].tolist() for j in range(n)] for i in range(n)]
 
 
-def _round_trip_s(i: int, j: int, there: Tensor, back: Tensor) -> float:
-    """Return the seconds for i to send `there` to j and to receive `back`, as i measures them."""
+def _round_trip_s(i: int, j: int, message: Tensor, reply: Tensor) -> float:
+    """Return the seconds in which i sends `message` to j and receives `reply`, measured on i."""
     start = time.perf_counter()
     if dist.get_rank() == i:
-        bare.send(there, j)
-        bare.receive_(back, j)
+        bare.send(message, j)
+        bare.receive_(reply, j)
     else:
-        bare.receive_(there, i)
-        bare.send(back, i)
+        bare.receive_(message, i)
+        bare.send(reply, i)
     finish()
     return time.perf_counter() - start

@@ -15,7 +15,7 @@ DEFAULT_PORT = 29500
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """Describes a launch. The values are checked at once.
+    """A launch's settings, checked when it is created.
 
     Args:
         nproc_per_node: processes to start on this machine.
@@ -89,15 +89,15 @@ class LaunchConfig:
 
     @property
     def address(self) -> str:
-        """Node 0's name or address for the processes."""
+        """Name or address of machine 0, where the processes meet."""
         return self.master_addr or "localhost"
 
     @property
     def port(self) -> int:
-        """Node 0's port where the nodes meet; 0: any free port."""
+        """Port of machine 0 where the processes meet; 0: any free port."""
         return self.master_port or (DEFAULT_PORT if self.nnodes > 1 else 0)
 
     @property
     def endpoint(self) -> str:
-        """Address and port as one text."""
+        """`address` and `port` as one text."""
         return f"[{self.address}]:{self.port}" if ":" in self.address else f"{self.address}:{self.port}"

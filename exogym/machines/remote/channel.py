@@ -37,10 +37,10 @@ class Logs:
     Args:
         folder: folder for `training_rank_{rank}.log` (a rank's output) and `host_{number}.log` (output of the host's
             launcher or ssh). At most `most_bytes` are saved for each host.
-        echo: print the output here, too.
+        echo: whether to print the output here, too.
 
     Attributes:
-        first: (host's number, its launcher's line) of the rank that failed first; None: no rank has failed.
+        first: the host's number and its launcher's line about the rank that failed first. None: no rank has failed.
     """
 
     def __init__(self, folder: Path, echo: bool = True, most_bytes: int = PRINTED_BYTES):
@@ -91,12 +91,13 @@ class Logs:
 
 
 class Channel:
-    """Runs an order on its host.
+    """Starts a host's part of a run over SSH, and receives the host's output and reports.
 
     Args:
         number: the host's number in the hosts file.
+        order: the host's part.
         board: receives the host's reports.
-        ended: called with this channel, in another thread, when the order has ended. `status` is then the exit status.
+        ended: called with this channel, in another thread, when the part has ended. `status` is then the exit status.
     """
 
     def __init__(self, number: int, order: HostOrder, logs: Logs, board: Board, ended: Callable[[Channel], None]):
@@ -128,12 +129,12 @@ class Channel:
                 self.process.stdin.close()
 
     def kill(self) -> None:
-        """Cut the connection; the host then ends its part itself."""
+        """Cut the connection. The host then ends its part by itself."""
         self.stop()
         self.process.kill()
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for the end; return whether it has come."""
+        """Wait for the host's part to end. Return False if it has not ended after `timeout_s`."""
         try:
             self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:

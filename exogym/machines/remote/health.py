@@ -40,18 +40,18 @@ class Board:
 
     Args:
         folder: the launch's folder on the controller.
-        mirror: run folder inside it, whose files rank 0's host sends; None: no such folder. Its files may take at most
-            `told_bytes`.
-        there: the run folder's path in the project's folder on that host.
+        mirror: the run folder inside `folder`. Rank 0's host sends its files. None: no run folder.
+        host_mirror: path of the same run folder on that host, relative to the project's folder.
+        told_bytes: most bytes that the files in `mirror` may take.
 
     Attributes:
-        mark: the start of each report's line.
+        mark: text that starts each line with a report.
     """
 
     def __init__(
-        self, folder: Path, mirror: Path | None = None, there: str | None = None, told_bytes: int = TOLD_BYTES
+        self, folder: Path, mirror: Path | None = None, host_mirror: str | None = None, told_bytes: int = TOLD_BYTES
     ):
-        self.folder, self.mirror, self.there, self.told_bytes = folder, mirror, there, told_bytes
+        self.folder, self.mirror, self.host_mirror, self.told_bytes = folder, mirror, host_mirror, told_bytes
         self._is_full = False
         self.mark = f"exogym-{secrets.token_hex(8)}: "
         self._hosts: dict[int, Row] = {}  # first rank -> host
@@ -67,7 +67,7 @@ class Board:
         if not order.ranks:
             return None
         sends = self.mirror is not None and order.ranks[0] == 0
-        mirror = {"folder": self.there, "names": list(FILES), "token_file": TOKEN, "token": self.mark}
+        mirror = {"folder": self.host_mirror, "names": list(FILES), "token_file": TOKEN, "token": self.mark}
         return {"mark": self.mark, "every_s": EVERY_S, "mirror": mirror if sends else None}
 
     def started(self, order: HostOrder) -> None:
@@ -176,11 +176,11 @@ class Board:
     def _has_room(self, count: int) -> bool:
         assert self.mirror is not None
         names = [*FILES, *(f".{name}.coming" for name in FILES)]
-        there = sum(path.stat().st_size for path in map(self.mirror.joinpath, names) if path.exists())
-        if there + count <= self.told_bytes:
+        size = sum(path.stat().st_size for path in map(self.mirror.joinpath, names) if path.exists())
+        if size + count <= self.told_bytes:
             return True
         if not self._is_full:
-            notice(f"{self.mirror} has {readable_bytes(there)}: the host's later records come at the end of the run")
+            notice(f"{self.mirror} has {readable_bytes(size)}: the host's later records come at the end of the run")
         self._is_full = True
         return False
 

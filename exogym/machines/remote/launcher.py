@@ -151,8 +151,8 @@ class SSHLauncher:
             self.folder = folder or new_folder(self.out, Path(target).stem)
             self._describe(target, args)
             logs = Logs(self.folder, self.echo)
-            there = None if mirror is None else os.path.join(RUNS, mirror.relative_to(self.folder.parent))
-            board = Board(self.folder, mirror, there)
+            host_mirror = None if mirror is None else os.path.join(RUNS, mirror.relative_to(self.folder.parent))
+            board = Board(self.folder, mirror, host_mirror)
             slots, hosts = self.config.slots, len(self.config.hosts)
             count = f"{slots} process{'es' * (slots > 1)} on {hosts} host{'s' * (hosts > 1)}"
             notice(f"the hosts are ready; starting {count}; logs in {from_here(self.folder)}")

@@ -68,7 +68,7 @@ class LaunchedPart:
 
     @classmethod
     def of_this_process(cls) -> LaunchedPart | None:
-        """Read this process's settings. None if another program has started it.
+        """Read this process's settings. Return None if `SSHLauncher` did not start this process.
 
         >>> LaunchedPart.of_this_process() is None
         True

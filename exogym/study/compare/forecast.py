@@ -25,8 +25,8 @@ from exogym.trainer import LocalTrainer
 MEASURED = "measured"
 # A short run: this many seconds, but at least this many steps. The first steps warm caches up and don't count.
 TRIAL_S, LEAST_STEPS, MOST_STEPS, WARM_UP = 0.5, 8, 1000, 3
-FEW = 8  # examples of a short evaluation; if it takes long, the time for all examples is extrapolated from it
-LONG_S = 2.0  # longest expected time for an evaluation of all examples, by the short one
+FEW = 8  # examples of a short evaluation, from which a long evaluation's time is extrapolated
+LONG_S = 2.0  # if an evaluation of all examples would take longer, it is extrapolated
 NO_TRAFFIC = Network("1Gbps")  # for `single`, which never sends: any network will do
 
 
@@ -35,8 +35,8 @@ class Forecast:
     """The network that predicts a comparison's times, and the seconds of each node's steps on it.
 
     Attributes:
-        name: the network as given.
-        measured_step_s: measured seconds of a node with speed 1; None if they were given.
+        name: the network's name, as the caller gave it.
+        measured_step_s: seconds of a step at speed 1, if measured here. None: the caller gave the seconds.
     """
 
     name: str
@@ -82,7 +82,7 @@ class Forecast:
 def forecast_of(
     network: Any, step_seconds: Any, speeds: Sequence[float] | None, nodes: int, measure: Callable[[], float]
 ) -> Forecast:
-    """Return the forecast for the arguments of `compare`. `measure` returns the seconds of a step here.
+    """Return the forecast for the arguments of `compare`. `measure` times a step here and returns its seconds.
 
     Raises:
         ArgumentError: a network, step times or speeds for another number of nodes, or a step that takes no time.
@@ -175,7 +175,7 @@ def measured_evaluation_s(
     device: str | torch.device = "auto",
     loss_fn: Callable[..., Tensor] | None = None,
 ) -> float:
-    """Return the seconds of one evaluation on the task's whole validation set here.
+    """Return the seconds that an evaluation on the task's whole validation set takes here.
 
     An evaluation may take much longer than a forward pass: Whisper transcribes speech word by word. A few examples
     are timed first. All examples are timed only if that takes a second or two.

@@ -357,9 +357,9 @@ FEW: dict[str, tuple[Callable[[], Any], int, int]] = {
 def test_too_few_for_a_rule_are_refused_before_training(name: str) -> None:
     make, few, enough = FEW[name]
     options: dict[str, Any] = {"max_steps": 2, "val_interval": None}
-    with pytest.raises(ArgumentError, match=f"bears a bad node among {enough} or more.* {few} meet: let {enough} meet"):
+    with pytest.raises(ArgumentError, match=f"needs {enough} nodes to.* averages only {few}: average over {enough}"):
         train(make(), num_nodes=few, **options)
-    with pytest.raises(ArgumentError, match=f"{few} meet"):
+    with pytest.raises(ArgumentError, match=f"only {few}: average"):
         make().plan(1e6, few, 4)
     for allowed in (1, enough):  # one node alone meets nobody
         train(make(), num_nodes=allowed, **options)
@@ -373,7 +373,7 @@ def test_islands_and_sampled_clients_too_small_for_a_rule_are_refused() -> None:
     )
     for options in few:
         make = FedAvgStrategy("sgd", lr=0.02, robust="krum", **options)
-        with pytest.raises(ArgumentError, match="4 meet: let 5 meet, or take 'median' or 'trimmed_mean'"):
+        with pytest.raises(ArgumentError, match="only 4: average over 5 nodes, or use 'median' or 'trimmed_mean'"):
             train(make, num_nodes=8, max_steps=4, val_interval=None)
         train(FedAvgStrategy("sgd", lr=0.02, robust="median", **options), num_nodes=8, max_steps=4, val_interval=None)
 

@@ -1,8 +1,8 @@
 """Reach or start a Ray cluster, count its free room, and check that its machines have the same versions.
 
-A cluster started here listens on the loopback only, demands a token and ends with this process. It has its own token.
-If the script imported Ray before, it has Ray's token in ~/.ray. Anybody who reaches a cluster's ports and has its token
-can run any code there.
+A cluster started here listens on the loopback only, demands a token and ends with this process. The cluster gets its
+own token. If the script imported Ray first, the cluster uses Ray's token in ~/.ray instead. Anybody who reaches a
+cluster's ports and has its token can run any code there.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ STORE_BYTES = 256 * 2**20  # shared memory of a cluster started here, to send da
 
 _asked: tuple[str | None, Any] | None = None  # address and runtime_env of our connection
 
-alike: set[str] = set()  # the connected cluster's machines that are known to have our versions
+alike: set[str] = set()  # machines of the connected cluster whose versions have been found equal to ours
 
 
 def connect(address: str | None, runtime_env: Mapping[str, Any] | None) -> None:
@@ -33,7 +33,7 @@ def connect(address: str | None, runtime_env: Mapping[str, Any] | None) -> None:
     Args:
         address: "auto" (this machine's cluster), "host:port", or None: the address in RAY_ADDRESS, or a new cluster. If
             the script has connected to Ray already, this connection is used.
-        runtime_env: code, data and environment of the processes there, as in Ray's `runtime_env`.
+        runtime_env: code, data and environment of the cluster's processes, as in Ray's `runtime_env`.
 
     Raises:
         ArgumentError: Ray is not installed, no cluster answers, or it rejects this process.
