@@ -82,7 +82,7 @@ from exogym.errors import ArgumentError
 
 made = trainer()
 sgd = torch.optim.SGD(made.model.parameters(), lr=0.1)
-with pytest.raises(ArgumentError, match="2 processes run this script, and a node of shard=3 is 3 of them"):
+with pytest.raises(ArgumentError, match="2 processes run this script, and a node of shard=3 needs 3"):
     DistributedTrainer(made.model, sgd, num_gpus=3)
 with pytest.raises(ArgumentError, match="here processes talk through gloo"):
     DistributedTrainer(made.model, sgd, backend="nccl")

@@ -249,9 +249,10 @@ def test_the_demonstration_is_a_comparison(tmp_path: Path, monkeypatch: pytest.M
     assert said[:2] == ["exogym", "compare"]
     assert main([*said[1:-1], "two"]) == 0
     figures = [
-        [line.split("|")[1:7] for line in out.splitlines()[:5]] for out in (printed.out, capsys.readouterr().out)
+        [line.split("|")[1:7] for line in out.splitlines() if line.startswith("|")]
+        for out in (printed.out, capsys.readouterr().out)
     ]
-    assert figures[0] == figures[1] and figures[0][4][0].strip() == "ddp"
+    assert figures[0] == figures[1] and figures[0][2][0].strip() == "ddp"
     assert main(["demo", "--stepz", "4"]) == 2
     assert "did you mean '--steps'" in capsys.readouterr().err
 

@@ -279,7 +279,7 @@ def test_a_record_that_no_run_writes_is_named(tmp_path: Path) -> None:
     path = written(tmp_path / "one", "run") / "records.jsonl"
     path.write_bytes(b'{"step": 1}\n{"step": 2, "val\n[]\n{"step": 3, "val_loss": NaN}\n{"step": 4')
     assert [row["step"] for row in runs.load(tmp_path / "one").records] == [1, 3]
-    for bad, says in ((b'{"step": "x"}', r"step='x'.*line 2"), (b'{"node": 1}', "without step"),
+    for bad, says in ((b'{"step": "x"}', r"step='x'.*line 2"), (b'{"node": 1}', "has no step"),
                       (b'{"step": 1, "mine": [1]}', r"mine=\[1\]"), (b'{"step": 1, "lr": 1e999}', "lr=inf"),
                       (b'{"x":"' + b"x" * schema.LINE_BYTES, "a line of more than")):  # fmt: skip
         path.write_bytes(b'{"step": 1}\n' + bad + b"\n")

@@ -86,7 +86,7 @@ def test_a_second_run_is_told_who_has_the_folder_and_the_first_ends_in_its_bits(
     folder = tmp_path / "run"
     process = start(folder)
     before = {path: path.lstat().st_mtime_ns for path in folder.rglob("*")}
-    with pytest.raises(ArgumentError, match=rf"in use by another run, process {process.pid} on this machine: choose"):
+    with pytest.raises(ArgumentError, match=rf"in use by another run, process {process.pid} on this machine. Choose"):
         fit(MAKE(), folder, **OPTIONS)
     with monkeypatch.context() as there:
         as_if_on(there, ELSEWHERE)

@@ -411,7 +411,7 @@ def test_devices():
         (lambda: Clock(N, LINE, algorithms="fastest"), "algorithms='fastest'"),
         (lambda: Clock(N, LINE, algorithms={"all_reduce": "treee"}), "did you mean 'tree'"),
         (lambda: Clock(N, LINE, algorithms={"allreduce": "tree"}), "did you mean 'all_reduce'"),
-        (lambda: Clock(N, LINE, outages=[(9, 1, 2)]), "of node 9"),
+        (lambda: Clock(N, LINE, outages=[(9, 1, 2)]), "names node 9"),
         (lambda: Clock(N, LINE, outages=[(1, 2, 1)]), "must end after it starts"),
         (lambda: Clock(N, LINE, outages=[(1, 2)]), "must be \\(node, start, end\\)"),
         (lambda: Clock(N, LINE, outages=[(1, -2, 1)]), "outage=-2"),
