@@ -99,7 +99,9 @@ CAPABILITIES = (Corrects, HasOuterModel, Tunable, ChoosesClients)
 
 
 def adopt(module: type) -> None:
-    """Add a capability to a class of modules that defines one of its methods, with the capability's other methods.
+    """Declare the capabilities of a class of modules.
+
+    A class that defines one method of a capability gets the capability, and the defaults of its other methods.
 
     >>> class Proximal:
     ...     def correct(self, row, parameters, grads): ...

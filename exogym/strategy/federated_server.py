@@ -30,7 +30,7 @@ class Server:
         return named | {f"buffer.{name}": rows for name, rows in self.buffers.items()}
 
     def serve(self, fleet: Fleet, round_: int, came: list[int], clients: list[int], following: list[int]) -> None:
-        """Take theta from the clients that came, which hold their mean; give it to the present ones of `following`.
+        """Take theta from the clients that reported, which hold the new mean. Copy it to the next round's clients.
 
         Args:
             came: clients that reported; perhaps none.

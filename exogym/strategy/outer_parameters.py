@@ -94,7 +94,7 @@ class OuterParameters:
         return fleet.comm.all_reduce(x, "mean", weights=self.weights, out=None if all_present(fleet) else x)
 
     def arrive(self, fleet: Fleet, flight: Flight, takers: Sequence[int]) -> None:
-        """Move theta along an average, and give it to the nodes `takers`."""
+        """Take the outer step with an average that arrived, and copy theta to the nodes `takers`."""
         self.received.renew(takers)
         gradients = [x[0] for piece, m in zip(self.fragment, flight.mean, strict=True) for _, x in piece.views(m)]
         self.optimizer.step(gradients, flight.round_)

@@ -175,7 +175,7 @@ class StreamingOptions(OuterOptions, AveragingOptions, total=False):
 
 
 class StreamingDiLoCoStrategy(CommunicateOptimizeStrategy):
-    """Streaming DiLoCo: outer steps fragment by fragment, which may arrive late and be quantized.
+    """Streaming DiLoCo: an outer step per fragment of the model. Its average may arrive late and be quantized.
 
         Delta_p = mean_i Q(theta_p - theta_{i,p});   tau steps later: theta_p <- OuterOpt(theta_p, Delta_p)
         theta_{i,p} <- alpha theta_{i,p} + (1 - alpha) theta_p
@@ -186,7 +186,7 @@ class StreamingDiLoCoStrategy(CommunicateOptimizeStrategy):
     Args:
         inner_optim: inner optimizer; the paper's is AdamW.
         outer_optim, outer_lr, outer_lr_scheduler, outer_warmup_rounds, outer_momentum: see `DiLoCoStrategy`. For 'sgd'
-            the rate is 0.7, as there; the paper's is 0.4.
+            the outer rate is 0.7; the paper's is 0.4.
         H: steps from one synchronization of a fragment to the next.
         num_fragments: F. Parameters outside of the model's layers (embeddings, the last norm, the head) are the last
             fragment, and the other fragments share the layers.

@@ -55,7 +55,7 @@ def beat() -> None:
 
 
 def step_taken() -> None:
-    """Count a training step or a part of one. It ends the longer limit for first steps."""
+    """Count a training step or a part of one. The first count ends the longer time limit of the start."""
     _words[0] += 1
     if _words[1] == STARTING:
         _words[1] = WORKING

@@ -30,7 +30,7 @@ KINDS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def counting(loss_fn: Callable[..., Tensor] | None) -> Counting | None:
-    """Return a function for each target's weight in torch's class losses; None for any other loss.
+    """Return a function that gives the weight of each target in torch's class losses. None: any other loss.
 
     With class weights w the mean is sum_i w[y_i] l_i / sum_i w[y_i] over the targets y_i that are not `ignore_index`.
 

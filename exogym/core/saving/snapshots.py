@@ -164,7 +164,7 @@ def _with_history(loop: Resumable, found: Snapshot) -> Snapshot:
 
 
 def put_back(loop: Resumable, snapshot: Snapshot) -> None:
-    """Put `loop` into the state of `snapshot`. Nodes that were away then may have no row in it."""
+    """Put `loop` into the state of `snapshot`. The snapshot may lack the rows of nodes that were absent."""
     fleet, meta = loop.fleet, snapshot.meta
     if loop.outages is not None:
         loop.outages.load(meta["outages"])

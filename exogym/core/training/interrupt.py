@@ -69,7 +69,7 @@ class Interrupt:
 def waiting_signals(wire: Wire, agenda: Agenda) -> list[signal.Signals]:
     """Return the signals that take effect only between two steps, where the run can end well.
 
-    Ctrl-C raises KeyboardInterrupt by itself. It waits only if the run saves checkpoints or has several processes.
+    Ctrl-C raises KeyboardInterrupt at once, except in a run that saves checkpoints or has several processes.
     """
     waits = agenda.save_dir is not None or wire.is_shared
     return [signal.SIGTERM, *([signal.SIGINT] if waits else [])]

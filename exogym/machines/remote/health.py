@@ -85,7 +85,7 @@ class Board:
             self._event("started" if before is None else "started again", address)
 
     def take(self, order: HostOrder, text: str) -> None:
-        """Take a host's report: the part of a line after the mark."""
+        """Read a host's report. `text` is the line without its prefix."""
         try:
             said = json.loads(text)
         except (ValueError, RecursionError):

@@ -254,7 +254,7 @@ def heading_of(session: Session) -> str:
 
 
 def said_of(session: Session) -> dict[str, tuple[str, str]]:
-    """Return label to title and notes. The notes also tell which runs failed or have not ended."""
+    """Return title and notes of each strategy, by label. The notes also name runs that failed or have not ended."""
     said, seeds = {}, session.setting.seeds
     for label, entry in session.entries.items():
         found = [session.outcomes[label, seed] for seed in seeds if (label, seed) in session.outcomes]

@@ -124,7 +124,7 @@ class Membership:
             self._tell(self.members, {"hear": "waiting"})
 
     def training(self) -> None:
-        """Note that the members train. If all are lost later, new processes are not the first."""
+        """Record that training has begun. If all members are lost later, new processes are no first start."""
         self._trained = True
 
     def finished(self) -> None:
