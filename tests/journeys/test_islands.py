@@ -84,7 +84,7 @@ made = trainer()
 sgd = torch.optim.SGD(made.model.parameters(), lr=0.1)
 with pytest.raises(ArgumentError, match="2 processes run this script, and a node of shard=3 needs 3"):
     DistributedTrainer(made.model, sgd, num_gpus=3)
-with pytest.raises(ArgumentError, match="here processes talk through gloo"):
+with pytest.raises(ArgumentError, match="but the processes here use gloo"):
     DistributedTrainer(made.model, sgd, backend="nccl")
 devices = DistributedTrainer(made.model, sgd, backend="gloo", loss_fn=nn.functional.cross_entropy)
 devices.train(DataLoader(made.subject.train_dataset, batch_size=8), epochs=1)

@@ -320,7 +320,7 @@ def own_row(loop):
 def test_a_callback_that_would_need_the_others_is_told_so(callback):
     before = children()
     train(**AVERAGES, callbacks=[callback])
-    with pytest.raises(TrainingError, match=r"let it ask the loop \(loop.evaluate\(node\), loop.save\(\)\)"):
+    with pytest.raises(TrainingError, match=r"let it use the loop \(loop.evaluate\(node\), loop.save\(\)\)"):
         train(**AVERAGES, processes=3, callbacks=[callback])
     assert children() == before
 
