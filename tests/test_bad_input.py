@@ -164,6 +164,7 @@ FIT = {
     "partitioner kind": ({"partitioner": 3}, ArgumentError, "partitioner=3 is not a Partitioner"),
     "loader argument": ({"dataloader_kwargs": {"worker": 2}}, ArgumentError, "DataLoader has no argument 'worker'"),
     "loader number": ({"dataloader_kwargs": 1}, ArgumentError, "dataloader_kwargs=1 must be a dict"),
+    "loader zero": ({"dataloader_kwargs": 0}, ArgumentError, "dataloader_kwargs=0 must be a dict"),
     "loader numbers": ({"dataloader_kwargs": [1]}, ArgumentError, r"dataloader_kwargs=\[1\] must be a dict"),
     "loader batch": ({"dataloader_kwargs": {"batch_size": 2}}, ArgumentError, "use the argument batch_size of fit"),
     "empty data": ({"data": []}, DataError, r"is empty: give at least one example"),

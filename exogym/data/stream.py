@@ -103,7 +103,7 @@ class Stream:
             partitioner = partitioner_of(partitioner)
         self.num_nodes, self.batch_size, self.seed, self.shuffle = num_nodes, batch_size, seed, bool(shuffle)
         self._loader_kwargs: dict[str, Any] = {}
-        if dataloader_kwargs:
+        if dataloader_kwargs is not None:
             from exogym.data.loading import check_dataloader_kwargs
 
             self._loader_kwargs = check_dataloader_kwargs(dataloader_kwargs)

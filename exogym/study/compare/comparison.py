@@ -189,7 +189,9 @@ def reached_text(row: Mapping[str, Any], name: str, form: Callable[[float], str]
         if not row["seeds"]:
             return ""
         return "not reached" if not row["target_runs"] else f"in {row['target_runs']} of {row['seeds']} runs"
-    return form(row[name]) + (f" ± {form(row[f'{name}_std'])}" if row[f"{name}_std"] else "")
+    mean, std = row[name], row[f"{name}_std"] or 0.0
+    is_shown = form(max(mean - std, 0.0)) != form(mean + std)  # otherwise the spread is below the digits of the mean
+    return form(mean) + (f" ± {form(std)}" if is_shown else "")
 
 
 def _timed_cells(row: Mapping[str, Any]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from exogym.core.base.files import replacing
 from exogym.core.progress import readable_bytes
 from exogym.core.record.views import picture
 from exogym.errors import ArgumentError, ExoGymError, check_choice
-from exogym.study.compare.colors import GRAYED, MOST_COLORED, each_look
+from exogym.study.compare.colors import COLORS, GRAYED, MOST_COLORED, ON_DARK, each_look
 
 if TYPE_CHECKING:
     from exogym.core.clock import Clock, Span
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
+DARK = {"#FFFFFF": "#101418", "#E6E6E6": "#30363C", "#555555": "#A8B0B8"}  # background, grid, notes
 SIZE_INCHES, DOTS_PER_INCH = (7.2, 4.4), 120
 # Marks in each decade of the loss, depending on its range.
 FEW_TICKS, SOME_TICKS, MANY_TICKS = [1, 2, 5], [1, 1.5, 2, 3, 4, 5, 7], [i / 10 for i in range(10, 100, 2)]
@@ -205,24 +208,53 @@ def _draw(paths: Sequence[str | os.PathLike[str]], *asked: Any) -> None:
 
 
 def save(figure: Figure, path: str | os.PathLike[str]) -> None:
-    """Write a figure into a file, as PNG or SVG by its name; the same figure gives the same bytes."""
+    """Write a figure into a file, as PNG or SVG by its name. The same figure gives the same bytes.
+
+    An SVG is dark where the reader's system asks for dark pages.
+    """
     import matplotlib
 
-    if os.fspath(path).endswith(".svg"):
-        with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "exogym"}):
-            figure.savefig(path, format="svg", metadata={"Date": None})
+    if not os.fspath(path).endswith(".svg"):
+        figure.savefig(path, format="png", metadata={"Software": None}, pil_kwargs={"optimize": True})
         return
-    figure.savefig(path, format="png", metadata={"Software": None}, pil_kwargs={"optimize": True})
+    text = io.StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "exogym"}):
+        figure.savefig(text, format="svg", metadata={"Date": None})
+    with replacing(path) as file:
+        file.write(text.getvalue().replace("</style>", f"\n{_dark_style()}</style>", 1))
+
+
+def _dark_style() -> str:
+    """Return the style sheet that gives an SVG the page's dark colors."""
+    colors = dict(zip(COLORS, ON_DARK, strict=True)) | DARK
+    rules = [
+        f'[style*="{kind}: {light.lower()}"] {{{kind}: {dark} !important}}'
+        for light, dark in colors.items()
+        for kind in ("fill", "stroke")
+    ]
+    black = ON_DARK[COLORS.index("#000000")]  # matplotlib does not write a black fill
+    rules += [f'text, [style^="fill-opacity"] {{fill: {black}}}']
+    return "@media (prefers-color-scheme: dark) {\n" + "\n".join(rules) + "\n}"
 
 
 def short_titles(titles: Sequence[str]) -> list[str]:
-    """Return titles that fit beside a plot: the end of a long one is cut off; two that are then alike have numbers.
+    """Return titles that fit beside a plot.
 
-    >>> short_titles(["DDP", f"DiLoCo (H=20, outer_lr=0.5, {'a' * 20})", f"DiLoCo (H=20, outer_lr=0.5, {'a' * 30})"])
-    ['DDP', 'DiLoCo (H=20, outer_lr=0.5, aaaaaaa…', 'DiLoCo (H=20, outer_lr=0.5, aaaaaaa… 2']
+    A long title first loses the options that it shares with all titles of the same name. If it is still too long, its
+    end is cut off. Titles that are then equal get numbers.
+
+    >>> long = [f"Streaming DiLoCo (H=20, num_fragments={n}, fragment_sync_delay=2)" for n in (2, 4)]
+    >>> short_titles(["DDP", *long])
+    ['DDP', 'Streaming DiLoCo (num_fragments=2)', 'Streaming DiLoCo (num_fragments=4)']
+    >>> short_titles([f"DiLoCo (H=20, outer_lr=0.5, {'a' * n})" for n in (20, 20)])
+    ['DiLoCo (H=20, outer_lr=0.5, aaaaaaa…', 'DiLoCo (H=20, outer_lr=0.5, aaaaaaa… 2']
     """
+    parts = [title.removesuffix(")").partition(" (") for title in titles]
     found: list[str] = []
-    for title in titles:
+    for title, (name, _, given) in zip(titles, parts, strict=True):
+        shared = set.intersection(*(set(other.split(", ")) for same, _, other in parts if same == name))
+        own = ", ".join(option for option in given.split(", ") if option not in shared)
+        title = f"{name} ({own})" if own and len(title) > MOST_LETTERS else title
         short = title if len(title) <= MOST_LETTERS else title[: MOST_LETTERS - 1] + "…"
         alike = sum(each == short or each.startswith(f"{short} ") for each in found) if short != title else 0
         found.append(f"{short} {alike + 1}" if alike else short)

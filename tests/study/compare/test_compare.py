@@ -4,6 +4,7 @@ import csv
 import html
 import json
 import math
+import re
 import shutil
 import statistics
 from collections.abc import Callable
@@ -20,10 +21,11 @@ from torch.utils.data import TensorDataset
 from exogym import LocalTrainer
 from exogym.core.base.files import new_folder
 from exogym.errors import ArgumentError, DataError, TrainingError
+from exogym.network import readable_seconds
 from exogym.strategy import CommunicateOptimizeStrategy, DiLoCoStrategy, OptimSpec, SimpleReduceStrategy, Strategy
 from exogym.strategy.registry import STRATEGIES, parse_strategy
 from exogym.study import runs
-from exogym.study.compare import DEFAULT_STRATEGIES, Standing, colors, compare, plots
+from exogym.study.compare import DEFAULT_STRATEGIES, Standing, colors, compare, comparison, plots
 from exogym.study.compare.asked import ComparisonOptions
 from exogym.study.compare.comparison import FILES, SVG_FILES, Comparison
 from exogym.study.compare.plots import Curve, plot_against_bytes, plot_against_steps
@@ -569,6 +571,24 @@ def test_every_picture_can_be_logarithmic(tmp_path: Path) -> None:
     for name, is_same in {"loss_vs_steps.svg": False, "loss_vs_bytes.svg": True}.items():
         assert result.folder is not None and again.folder is not None
         assert ((result.folder / name).read_bytes() == (again.folder / name).read_bytes()) == is_same
+
+
+def test_each_color_of_an_svg_has_a_dark_one(tmp_path: Path) -> None:
+    curves = [Curve(f"{k}", np.array([1, 2]), np.ones((2, 2)), np.array([1.0, 2.0]), label=name)
+              for k, name in enumerate([*STRATEGIES, "single"])]  # fmt: skip
+    picture = plots.figure_of(curves, "bytes", target_loss=0.5)
+    plots.save(picture, tmp_path / "a.svg")
+    style, _, drawn = (tmp_path / "a.svg").read_text().partition("</style>")
+    used = set(re.findall(r"(?:fill|stroke): (#[0-9a-f]{6})", drawn)) - {colors.GRAY.lower()}  # the same in the dark
+    known = set(re.findall(r'style\*="(?:fill|stroke): (#[0-9a-f]{6})"', style))
+    assert "prefers-color-scheme: dark" in style and len(used) > 6 and used <= known
+
+
+def test_a_spread_below_the_shown_digits_is_not_shown() -> None:
+    row = {"seeds": 2, "target_runs": 2, "time_s": 0.11, "time_s_std": 2e-6}
+    assert comparison.reached_text(row, "time_s", readable_seconds) == "110 ms"
+    assert comparison.reached_text(row | {"time_s_std": 2e-3}, "time_s", readable_seconds) == "110 ms ± 2 ms"
+    assert comparison.reached_text(row | {"time_s_std": 0.2}, "time_s", readable_seconds) == "110 ms ± 200 ms"
 
 
 def test_progress_is_shown_where_it_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
