@@ -9,7 +9,7 @@ WORKERS ?= 2
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo ui-demo pictures tutorials benchmark test test-all slow lint prose types format table reproductions bench dist docs clean
+.PHONY: help demo ui-demo pictures tutorials notebooks gallery benchmark test test-all slow lint prose types format table reproductions bench dist docs clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /  \1\t/'
@@ -49,12 +49,20 @@ format: $(VENV)/.stamp-dev ## put the code into the house format
 table: $(VENV)/.stamp-dev ## write the tables of the documents anew: strategies, and what cannot be combined
 	$(BIN)/python tests/strategies.py
 
-pictures: $(VENV)/.stamp-dev ## take the pictures of docs/ui.md anew; needs chromium and chromium-driver
+pictures: $(VENV)/.stamp-dev ## draw the diagrams and the pictures of docs/ui.md anew; needs chromium and chromium-driver
 	$(BIN)/python docs/images/ui.py
+	$(BIN)/python docs/images/diagrams.py
 
 tutorials: $(VENV)/.stamp-dev ## run the tutorials, and take the pictures in them anew
 	cd docs/images && for each in ../../tutorials/*.py; do $(CURDIR)/$(BIN)/python $$each || exit 1; done
 	cd docs/images && rm -rf runs better train.py *hosts.json measured.json result_*.json
+
+notebooks: $(VENV)/.stamp-dev ## write the tutorials as Jupyter notebooks into notebooks/
+	for each in tutorials/*.py; do \
+	  $(BIN)/jupytext --quiet --to ipynb --output notebooks/$$(basename $$each .py).ipynb $$each || exit 1; done
+
+gallery: $(VENV)/.stamp-dev ## train the comparisons of docs/gallery.md anew, and draw their pictures
+	$(BIN)/python docs/images/gallery.py
 
 benchmark: $(VENV)/.stamp-examples ## measure the table of methods anew (less than an hour; goes on where it was) and write docs/benchmark.md
 	$(BIN)/exogym benchmark --page docs/benchmark.md

@@ -35,7 +35,7 @@ def place(file: Path) -> str | None:
         return f"tutorials/{file.stem}.md"
     if inside in OUTSIDE:
         return OUTSIDE[inside]
-    is_part = file.is_relative_to(DOCS) and file.suffix in (".md", ".png")
+    is_part = file.is_relative_to(DOCS) and file.suffix in (".md", ".png", ".svg")
     return file.relative_to(DOCS).as_posix() if is_part else None
 
 

@@ -94,6 +94,22 @@ def test_it_is_a_notebook_with_a_question_and_its_answer(tutorial: Path) -> None
     assert jupytext.reads(jupytext.writes(notebook, fmt="ipynb"), fmt="ipynb").cells == notebook.cells
 
 
+@pytest.mark.parametrize(
+    "name", each(["tutorial_basic", "tutorial_strategies", "tutorial_custom"], fast=["tutorial_basic"])
+)
+def test_it_runs_in_jupyter(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import jupytext
+    from nbclient import NotebookClient
+
+    for variable, value in {"EXOGYM_SHORT": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}.items():
+        monkeypatch.setenv(variable, value)
+    monkeypatch.delenv("MPLBACKEND", raising=False)  # the kernel chooses its own
+    notebook = jupytext.read(ROOT / "tutorials" / f"{name}.py")
+    NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    outputs = [out for cell in notebook.cells if cell.cell_type == "code" for out in cell.outputs]
+    assert any("image/png" in out.get("data", {}) for out in outputs), "no picture is shown"
+
+
 def test_pictures_and_links_of_tutorials_are_there() -> None:
     for tutorial in TUTORIALS:
         for target in re.findall(r"\]\(([^)#\s]+)", tutorial.read_text()):

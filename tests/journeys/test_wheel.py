@@ -161,7 +161,7 @@ def check_readme(shown: str) -> None:
     assert len(ours) > 20 and all("://" in to or to.startswith("#") for to in links)
     for to in ours:
         name = to.partition(f"/v{exogym.__version__}/")[2].partition("#")[0]
-        assert (ROOT / name).exists() and ("/raw/" in to) == name.endswith(".png"), to
+        assert (ROOT / name).exists() and ("/raw/" in to) == name.endswith((".png", ".svg")), to
     for kind in ("blob", "raw"):
         shown = shown.replace(at.format(kind), "")
     assert shown.strip().splitlines() == (ROOT / "README.md").read_text("utf-8").strip().splitlines()

@@ -240,25 +240,42 @@ def _dark_style() -> str:
 def short_titles(titles: Sequence[str]) -> list[str]:
     """Return titles that fit beside a plot.
 
-    A long title first loses the options that it shares with all titles of the same name. If it is still too long, its
-    end is cut off. Titles that are then equal get numbers.
+    A long title loses the options that all other titles of its name have too, or all titles of the picture if its name
+    is the only one. Then it loses options from its end. Titles that are then equal get numbers.
 
     >>> long = [f"Streaming DiLoCo (H=20, num_fragments={n}, fragment_sync_delay=2)" for n in (2, 4)]
     >>> short_titles(["DDP", *long])
     ['DDP', 'Streaming DiLoCo (num_fragments=2)', 'Streaming DiLoCo (num_fragments=4)']
-    >>> short_titles([f"DiLoCo (H=20, outer_lr=0.5, {'a' * n})" for n in (20, 20)])
-    ['DiLoCo (H=20, outer_lr=0.5, aaaaaaa…', 'DiLoCo (H=20, outer_lr=0.5, aaaaaaa… 2']
+    >>> short_titles(["DDP", *long[:1]])
+    ['DDP', 'Streaming DiLoCo (H=20, …)']
+    >>> short_titles([f"{name} (H=20, inner_optim=sgd, lr=0.05)" for name in ("FedAvg", "SCAFFOLD")])
+    ['FedAvg', 'SCAFFOLD']
+    >>> short_titles([f"DiLoCo (H=20, outer_lr={n:030})" for n in (20, 21)])
+    ['DiLoCo (…)', 'DiLoCo (…) 2']
     """
-    parts = [title.removesuffix(")").partition(" (") for title in titles]
+    parts = [(name, given.split(", ") if given else []) for name, _, given in
+             (title.removesuffix(")").partition(" (") for title in titles)]  # fmt: skip
     found: list[str] = []
-    for title, (name, _, given) in zip(titles, parts, strict=True):
-        shared = set.intersection(*(set(other.split(", ")) for same, _, other in parts if same == name))
-        own = ", ".join(option for option in given.split(", ") if option not in shared)
-        title = f"{name} ({own})" if own and len(title) > MOST_LETTERS else title
-        short = title if len(title) <= MOST_LETTERS else title[: MOST_LETTERS - 1] + "…"
-        alike = sum(each == short or each.startswith(f"{short} ") for each in found) if short != title else 0
-        found.append(f"{short} {alike + 1}" if alike else short)
+    for title, (name, given) in zip(titles, parts, strict=True):
+        short = title
+        if len(title) > MOST_LETTERS:
+            alike = [options for same, options in parts if same == name]
+            alike = alike if len(alike) > 1 else [options for _, options in parts if options]
+            shared = set.intersection(*map(set, alike)) if len(alike) > 1 else set()
+            kept = own = [option for option in given if option not in shared]
+            short = _with_options(name, own)
+            while len(short) > MOST_LETTERS and kept:
+                kept = kept[:-1]
+                short = _with_options(name, [*kept, "…"])
+        if len(short) > MOST_LETTERS:
+            short = short[: MOST_LETTERS - 1] + "…"
+        equal = sum(each == short or each.startswith(f"{short} ") for each in found) if short != title else 0
+        found.append(f"{short} {equal + 1}" if equal else short)
     return found
+
+
+def _with_options(name: str, options: Sequence[str]) -> str:
+    return f"{name} ({', '.join(options)})" if options else name
 
 
 def _figure(
@@ -437,7 +454,9 @@ def _label(axes: Axes, lines: Mapping[str, End]) -> bool:
                 height = max(height, other_up + line_height)
         placed.append([across, across + width, height])
         offset = 6, (height - up) * 72 / DOTS_PER_INCH
-        label = axes.annotate(title, (across, up), offset, "figure pixels", "offset points", annotation_clip=False)
+        # A fraction of the figure, because an SVG has other pixels.
+        place = across / figure.bbox.width, up / figure.bbox.height
+        label = axes.annotate(title, place, offset, "figure fraction", "offset points", annotation_clip=False)
         label.set(color=colour, fontsize=LABEL_POINTS, va="center")
         labels.append(label)
     boxes = [label.get_window_extent() for label in labels]

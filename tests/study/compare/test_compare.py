@@ -584,6 +584,15 @@ def test_each_color_of_an_svg_has_a_dark_one(tmp_path: Path) -> None:
     assert "prefers-color-scheme: dark" in style and len(used) > 6 and used <= known
 
 
+def test_the_titles_beside_the_curves_of_an_svg_are_in_the_picture(tmp_path: Path) -> None:
+    curves = [Curve(f"title {k}", np.array([0, 2]), np.full((1, 2), k + 1.0), np.ones(2)) for k in range(3)]
+    plots.save(plots.figure_of(curves), tmp_path / "a.svg")
+    drawn = (tmp_path / "a.svg").read_text()
+    width = float(re.findall(r'width="([\d.]+)pt"', drawn)[0])
+    places = [float(x) for x in re.findall(r' x="([\d.]+)"[^>]*>title', drawn)]
+    assert len(places) == 3 and all(0.7 * width < x < 0.95 * width for x in places)
+
+
 def test_a_spread_below_the_shown_digits_is_not_shown() -> None:
     row = {"seeds": 2, "target_runs": 2, "time_s": 0.11, "time_s_std": 2e-6}
     assert comparison.reached_text(row, "time_s", readable_seconds) == "110 ms"
