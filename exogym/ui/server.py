@@ -52,6 +52,7 @@ from exogym.machines.remote.hosts import is_loopback
 from exogym.study import runs
 from exogym.ui.door import AT_ONCE, LOG, QUEUE, Gate, seldom
 from exogym.ui.guard import Guard
+from exogym.ui.health import health_of
 from exogym.ui.lines import as_text, newest_events, some_of
 from exogym.ui.repeat import command_of, snippet_of
 from exogym.ui.shelf import RunShelf
@@ -213,7 +214,8 @@ def application(
         return JSONResponse(some_of(path, after, is_model, min(max(most, 2), MOST_POINTS), most_bytes))
 
     def nodes(request: Request) -> Response:
-        return JSONResponse(in_json(shelf.nodes(_folder(shelf, request), _whole(request, "most_bytes"))))
+        found = shelf.nodes(_folder(shelf, request), _whole(request, "most_bytes"))
+        return JSONResponse(in_json(found | {"health": health_of(found)}))
 
     def timeline(request: Request) -> Response:
         return JSONResponse(in_json(timeline_of(_folder(shelf, request))))

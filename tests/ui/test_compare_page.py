@@ -72,6 +72,21 @@ def test_a_sweep_names_its_cells(browser: Any, folder: Path) -> None:
     assert until(browser, cells, lambda found: len(found) == 2) == ["H=2", "H=5"]
 
 
+def test_two_runs_show_first_what_differs(browser: Any) -> None:
+    to(browser, "#/compare/mine%2Fddp-seed-0&mine%2Fdiloco-H-5-seed-0")
+    cells = "[...document.querySelectorAll('#differences tbody tr')].map(r => [...r.cells].map(c => c.textContent))"
+    rows = {row[0]: row[1:] for row in until(browser, cells, lambda found: len(found) > 4)}
+    assert rows["strategy.name"] in (
+        ["SimpleReduceStrategy", "DiLoCoStrategy"],
+        ["DiLoCoStrategy", "SimpleReduceStrategy"],
+    )
+    assert "seed" not in rows and {"strategy.H", "validation loss", "sent per node", "time trained"} <= rows.keys()
+    top = browser.execute_script("return document.querySelector('#differences').getBoundingClientRect().bottom")
+    assert top < browser.execute_script("return document.querySelector('.chart').getBoundingClientRect().top")
+    to(browser, "#/compare/mine")
+    assert until(browser, "document.querySelector('#differences')?.hidden")
+
+
 def test_an_address_shows_the_same_again(browser: Any) -> None:
     to(browser, "#/compare/mine")
     until(browser, "document.querySelector('#group option[value=\"seed\"]') !== null")

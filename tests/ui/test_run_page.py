@@ -65,6 +65,11 @@ BUTTONS = "[...document.querySelectorAll('.actions button')].map(b => b.id)"
 STANDING = "document.getElementById('standing').textContent"
 
 
+def test_a_line_says_how_the_nodes_are(browser: Any) -> None:
+    to(browser, "#/run/done")
+    assert until(browser, "document.getElementById('health')?.textContent") == "All 2 nodes report alike."
+
+
 def test_a_failed_run_says_why_first(browser: Any, folder: Path) -> None:
     to(browser, "#/run/failed")
     text = until(browser, "document.querySelector('.trouble').textContent")

@@ -8,10 +8,14 @@ import { axisChoice, draw, places } from "./curves.js";
 import { grid } from "./grid.js";
 import { cell, COLUMNS } from "./runs.js";
 
-const MOST_POINTS = 1000, MOST_CURVES = 40;
+const MOST_POINTS = 1000, MOST_CURVES = 40, MOST_BESIDE = 6;
 const TITLES = { "validation loss": "val_loss", accuracy: "val_accuracy", "consensus distance": "consensus_distance" };
 
-const RUNS = "", STRATEGY = "strategy", SKIPPED = new Set(["model", "data", "placement", "chosen", "shared", "limits"]);
+const ENDS = { "validation loss": ["val_loss", figure], "sent per node": ["tx_bytes", bytes], "time trained": ["wall_s", seconds] };
+
+const OF_OTHERS = new Set(["strategy", "total_steps"]);  // other options say the same
+
+const RUNS = "", STRATEGY = "strategy", SKIPPED = new Set(["model", "data", "placement", "chosen", "shared"]);
 
 // The options of a run by name, each as a text; a strategy's own as strategy.NAME.
 function optionsOf(description) {
@@ -20,7 +24,7 @@ function optionsOf(description) {
     if (SKIPPED.has(key) || value === null) continue;
     if (typeof value !== "object") found[key] = `${value}`;
     else if (Array.isArray(value)) found[key] = JSON.stringify(value);
-    else for (const [name, one] of Object.entries(value)) found[`${key}.${name}`] = typeof one === "object" ? JSON.stringify(one) : `${one}`;
+    else for (const [name, one] of Object.entries(value)) found[key === "limits" ? name : `${key}.${name}`] = typeof one === "object" ? JSON.stringify(one) : `${one}`;
   }
   return found;
 }
@@ -51,11 +55,12 @@ export function comparePage(main, names) {
   const at = make("p", { class: "soft", role: "status" }), actions = actionsOf(names[0]);
   const cells = make("section", { hidden: true }), own = names.length === 1 ? notes(names[0]) : null;
   const verdict = make("p", { id: "verdict", hidden: true }), results = make("section", { hidden: true });
+  const differences = make("section", { id: "differences", hidden: true }), finals = new Map();
   const groups = make("select", { id: "group", onchange(event) { look.group = event.target.value; show(); keep(); } });
   const keep = () => toAddress("axis", "logx", "logy", "smooth", "group"), described = new Map();
   let members = {}, colors = {}, offered = "";
   main.append(make("h2", {}, names.length === 1 ? names[0] : `Compare ${names.join(", ")}`), at,
-    verdict, results, own ? actions.box : "", make("div", { class: "bar" }, make("label", {}, "Group by ", groups), axisChoice(() => show())),
+    verdict, results, differences, own ? actions.box : "", make("div", { class: "bar" }, make("label", {}, "Group by ", groups), axisChoice(() => show())),
     charts, cells, table(COLUMNS.map(([, title, , number]) => [title, number]), body), own ?? "");
   const curves = new Map();
   let timer = 0, gone = false;
@@ -75,17 +80,35 @@ export function comparePage(main, names) {
     return { color: matchMedia("(prefers-color-scheme: dark)").matches ? dark : light, dash };
   }
 
+  // The options that are not the same in all runs.
+  function differing() {
+    const all = [...described.values()], names = [...new Set(all.flatMap(Object.keys))];
+    return names.filter((name) => new Set(all.map((options) => options[name])).size > 1).sort();
+  }
+
+  // Show a few chosen runs side by side: their results, and the options that differ.
+  function showDifferences() {
+    const all = [...described.keys()];
+    differences.hidden = own !== null || all.length < 2 || all.length > MOST_BESIDE;
+    if (differences.hidden) return;
+    const row = (title, values) => make("tr", {}, make("td", {}, title), ...values.map((value) => make("td", { class: "number" }, value ?? "")));
+    const ends = Object.entries(ENDS).map(([title, [name, form]]) => row(title, all.map((run) => form(finals.get(run)?.[name]))));
+    const options = differing().filter((name) => !OF_OTHERS.has(name));
+    const same = options.length ? "" : make("p", {}, "These runs have the same options.");
+    differences.replaceChildren(make("h3", {}, "What differs"), same, table([["", false], ...all.map((run) => [short(run), true])],
+      make("tbody", {}, ...options.map((name) => row(name, all.map((run) => described.get(run)[name]))), ...ends)));
+  }
+
   // Offer each option that differs between the runs.
   function offer() {
-    const all = [...described.values()], names = [...new Set(all.flatMap(Object.keys))];
-    const differ = names.filter((name) => new Set(all.map((options) => options[name])).size > 1).sort();
-    const wanted = [...new Set([RUNS, STRATEGY, ...differ, grouping()])], key = JSON.stringify(wanted);
+    const differ = differing(), wanted = [...new Set([RUNS, STRATEGY, ...differ, grouping()])], key = JSON.stringify(wanted);
     if (key !== offered) groups.replaceChildren(...wanted.map((name) => make("option", { value: name }, name || "single runs")));
     offered = key; groups.value = grouping();
   }
 
   function show() {
     offer();
+    showDifferences();
     const lists = new Map();
     for (const [name, { rows }] of curves) lists.set(labelOf(name), [...(lists.get(labelOf(name)) ?? []), rows]);
     for (const [title, column] of Object.entries(TITLES)) {
@@ -120,8 +143,9 @@ export function comparePage(main, names) {
       await showVerdict();
       for (const run of runs().slice(0, MOST_CURVES)) {
         if (!described.has(run.name)) {
-          const { description = {}, strategy } = await get(`/api/runs/${address(run.name)}`).catch(() => ({}));
+          const { description = {}, strategy, summary } = await get(`/api/runs/${address(run.name)}`).catch(() => ({}));
           described.set(run.name, { ...optionsOf(description), strategy });
+          finals.set(run.name, summary);
         }
         const known = curves.get(run.name) ?? { next: followed(run.name, MOST_POINTS), rows: [], more: true };
         if (!known.more && known.state === run.state && run.state !== "running") continue;

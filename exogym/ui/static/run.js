@@ -18,12 +18,12 @@ const BEFORE_DRAWING_MS = 500;  // time for reading a long run between two drawi
 export function runPage(main, name) {
   const at = make("p", { class: "soft", role: "status", id: "standing" });
   const actions = actionsOf(name), trouble = make("section", { class: "trouble", role: "alert", hidden: true });
-  const tiles = make("dl", { class: "tiles" }), folded = make("summary", {}, "Events");
+  const tiles = make("dl", { class: "tiles" }), folded = make("summary", {}, "Events"), health = make("p", { id: "health" });
   const { holders, box: charts } = places(Object.keys(CHARTS));
   const nodes = nodesPicture(), timeline = timelinePicture(), hosts = make("section", { hidden: true });
   const about = make("section"), events = make("tbody"), own = notes(name), api = `/api/runs/${address(name)}`;
   const link = (text, path, file) => make("a", { href: path, download: file }, text);
-  main.append(make("h2", {}, name), trouble, at, tiles, actions.box, make("div", { class: "bar" }, axisChoice(() => show()),
+  main.append(make("h2", {}, name), trouble, at, tiles, health, actions.box, make("div", { class: "bar" }, axisChoice(() => show()),
     link("Download records", `${api}/records`, "records.json"), link("Download description", api, "run.json")),
     charts, hosts, nodes.box, timeline.box, own, about, make("details", { id: "events" }, folded,
       table([["time", false], ["event", false], ["step", true], ["details", false]], events)));
@@ -113,6 +113,7 @@ export function runPage(main, name) {
   async function pictures() {
     const told = await get(`${api}/nodes?most_bytes=${PART_BYTES}`);
     nodes.show(told);
+    health.textContent = told.health;
     timeline.show(await get(`${api}/timeline`));
     const found = await get(`${api}/hosts`);
     hosts.hidden = !found.hosts;

@@ -1,0 +1,91 @@
+"""Which node needs attention, in a sentence, from the nodes' picture."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+HIGH_LOSS, SLOW = 3.0, 1.5  # times the median over nodes
+NEWEST, LEAST = 4, 8  # losses are means over the newest quarter of the steps, of at least eight steps
+MOST_NAMED = 3
+
+
+def health_of(found: dict[str, Any]) -> str:
+    """Return sentences that name the absent, slow and bad nodes, from the result of `nodes_of`.
+
+    A node is absent if others have a newer loss. It is slow if it computes 1.5 times as much of the time as the median
+    node while that waits. Its loss is high at three times the nodes' median. Losses are means over the newest quarter
+    of the steps.
+
+    >>> alike = {"nodes": [0, 1, 2], "of": 3, "steps": [1, 2], "loss": [[1.0, 0.9]] * 3, "shares": {}}
+    >>> health_of(alike)
+    'All 3 nodes report alike.'
+    >>> health_of(alike | {"loss": [[1.0, 0.9], [1.0, None], [1.0, 0.9]]})
+    'Node 1 is absent since step 2.'
+    """
+    nodes, losses = found["nodes"], found["loss"]
+    if len(nodes) < 2:
+        return ""
+    said = [*_absent(nodes, losses, found["steps"]), *_high(nodes, losses), *_slow(nodes, found["shares"])]
+    return " ".join(said) or f"All {found['of']} nodes report alike."
+
+
+def _absent(nodes: Sequence[int], losses: Sequence[Sequence[float | None]], steps: Sequence[int]) -> list[str]:
+    known = [[k for k, loss in enumerate(row) if loss is not None] for row in losses]
+    newest = max((row[-1] for row in known if row), default=0)
+    gone = {node: row[-1] if row else -1 for node, row in zip(nodes, known, strict=True) if not row or row[-1] < newest}
+    since = f"is absent since step {steps[min(gone.values()) + 1]}" if len(gone) == 1 else "are absent"
+    said = [f"{_named(list(gone))} {since}."] if gone else []
+    once = [
+        node for node, row in zip(nodes, known, strict=True)
+        if node not in gone and any(k not in row and any(k in other for other in known) for k in range(newest))
+    ]  # fmt: skip
+    return [*said, f"{_named(once)} {'was' if len(once) == 1 else 'were'} absent earlier."] if once else said
+
+
+def _high(nodes: Sequence[int], losses: Sequence[Sequence[float | None]]) -> list[str]:
+    wide = max(map(len, losses))
+    if wide < LEAST:
+        return []
+    newest = [[loss for loss in row[-max(LEAST, wide // NEWEST) :] if loss is not None] for row in losses]
+    means = {node: statistics.fmean(row) for node, row in zip(nodes, newest, strict=True) if row}
+    usual = statistics.median(means.values()) if means else 0.0
+    high = [node for node, mean in means.items() if mean > HIGH_LOSS * usual > 0]
+    if not high:
+        return []
+    worst = max(high, key=lambda node: means[node])
+    others = f" ({len(high)} nodes have a high loss)" if len(high) > 1 else ""
+    return [f"Node {worst} has a high training loss: {means[worst]:.3g}, the median node {usual:.3g}{others}."]
+
+
+def _slow(nodes: Sequence[int], shares: dict[str, Sequence[Sequence[float | None]]]) -> list[str]:
+    newest = {
+        part: [row[-1] if row else None for row in shares[part]]
+        for part in ("computing", "waiting")
+        if shares.get(part)
+    }
+    if len(newest) < 2 or None in newest["computing"] or None in newest["waiting"]:
+        return []
+    computing: dict[int, Any] = dict(zip(nodes, newest["computing"], strict=False))
+    usual, waits = (statistics.median(newest[part]) for part in ("computing", "waiting"))  # type: ignore[type-var]
+    slow = [node for node, part in computing.items() if part > SLOW * usual > 0 and waits > 0.1]  # type: ignore[operator]
+    if not slow:
+        return []
+    worst = max(slow, key=lambda node: computing[node])
+    return [
+        f"Node {worst} is slow: it computes {computing[worst]:.0%} of the time, the median node {usual:.0%}; "
+        f"the median node waits {waits:.0%}."
+    ]
+
+
+def _named(nodes: Sequence[int]) -> str:
+    """Return node numbers as the subject of a sentence.
+
+    >>> _named([2]), _named([1, 2, 3, 4])
+    ('Node 2', '4 nodes (1, 2, 3, ...)')
+    """
+    if len(nodes) == 1:
+        return f"Node {nodes[0]}"
+    more = ", ..." if len(nodes) > MOST_NAMED else ""
+    return f"{len(nodes)} nodes ({', '.join(map(str, nodes[:MOST_NAMED]))}{more})"
