@@ -1,4 +1,4 @@
-"""The command line: `exogym COMMAND`. One file per command; an error is one line on stderr.
+"""The command line: `exogym COMMAND`. Each command has its own file. An error is one line on stderr.
 
 Exit status: 0 done, 1 failed, 2 bad input, 130 interrupted, 141 stdout is closed.
 """
@@ -113,7 +113,11 @@ def _root(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit status. `arguments`: default, the process's own."""
+    """Run the command line and return the exit status.
+
+    Args:
+        arguments: the command and its options. None: the process's own arguments.
+    """
     given = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     fill_in()
     replace_letters()

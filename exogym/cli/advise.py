@@ -176,8 +176,8 @@ def advise(
     --dataset, the task brings the model and ExoGym measures a step. With --simulate, ExoGym also trains each strategy
     for some steps and ranks by predicted time to a validation loss.
 
-    --network takes a preset, a bandwidth and a latency, or a file from exogym doctor --measure or the self-test.
-    --hosts measures the hosts first. A step measured in either way is used, too.
+    --network takes a preset, a bandwidth and a latency, or a file from exogym doctor --measure or the self-test. With
+    --hosts, ExoGym measures the hosts first. If the file or this measurement has the time of a step, ExoGym uses it.
     """
     if dataset is not None and own_task is not None:
         raise ArgumentError("--dataset and --task both name a task: give only one")
@@ -239,7 +239,7 @@ def advise(
         }
         for option, given in by_formula.items():
             if given is not None:
-                raise ArgumentError(f"{option} is only for formulas: leave it out with --simulate")
+                raise ArgumentError(f"{option} is only for formulas: leave out {option} or --simulate")
         step = (step_s or step_seconds) if work is None else seconds_of(work, device or DEFAULT_DEVICE, share)
         live = LiveTable(split_strategies(strategies), 1 if seeds is None else seeds)
         with live:
@@ -289,7 +289,7 @@ def _links(network: str | None, hosts: Path | None, task: str | None) -> Network
         return measure_hosts(config, MEASURED_FILE, task=task)
     links = Network.of(network)
     if links.measurement is None:
-        raise ArgumentError(f"--network {network} is not a measurement of --hosts: leave one of them out")
+        raise ArgumentError(f"--network {network} is not a measurement of --hosts: leave out --network or --hosts")
     links.measurement.check_hosts(config.addresses)
     return links
 
@@ -305,11 +305,11 @@ def _needs(option: str, given: object, others: Mapping[str, object]) -> None:
     """Raise ArgumentError if one of `others` is given without `option`."""
     for other, value in others.items():
         if value is not None and given is None:
-            raise ArgumentError(f"{other} needs {option}: give it too, or leave {other} out")
+            raise ArgumentError(f"{other} needs {option}: give {option} too, or leave {other} out")
 
 
 def print_advice(advice: Advice, file: TextIO) -> None:
-    """Print the ranked table, the recommendation and the assumptions. A terminal gets tables, a file plain text."""
+    """Print the ranked table, the recommendation and the assumptions: drawn in a terminal, as plain text in a file."""
     console = Console(file=file)
     if not console.is_terminal:
         print(advice, file=file)

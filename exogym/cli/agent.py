@@ -1,4 +1,4 @@
-"""`exogym agent`: let this computer be found in its network, and paired with by a code."""
+"""`exogym agent`: let other computers of the network find this computer, and pair with it by a code."""
 
 from __future__ import annotations
 
@@ -36,10 +36,11 @@ def agent(
     ] = "~/.ssh/authorized_keys",
     debug: Debug = False,
 ) -> None:
-    """Let this computer be found by exogym discover and exogym wizard, until Ctrl-C.
+    """Let exogym discover and exogym wizard find this computer, until Ctrl-C.
 
-    Other computers see only its name. A computer where somebody types the code shown here may log in over SSH as this
-    user, and learns device, memory, speed and versions.
+    Before pairing, other computers see only this computer's name. To pair, type the code shown here on another
+    computer. That computer may then log in over SSH as this user, and learns this computer's device, memory, speed and
+    versions.
     """
     needs_packages()
     from exogym.machines.discovery import Agent, announced, facts

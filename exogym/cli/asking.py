@@ -1,4 +1,4 @@
-"""Questions in the terminal. Each question also has an option."""
+"""Questions in the terminal. Each question can also be answered by an option of the command."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PLAIN_WIDTH = 160  # without a terminal
 
 
 def console_on(file: TextIO) -> Console:
-    """Return a console for tables, wide and without colors if `file` is no terminal."""
+    """Return a console for tables. If `file` is no terminal, the console is wide and has no colors."""
     console = Console(file=file, highlight=False)
     return console if console.is_terminal else Console(file=file, highlight=False, width=PLAIN_WIDTH, color_system=None)
 
@@ -28,7 +28,7 @@ def say(text: str) -> None:
 
 
 class Asker:
-    """Asks in a terminal the questions that no option has answered. Without a terminal it takes and prints the default.
+    """Asks the questions that no option has answered. Without a terminal, takes the default and prints it.
 
     Raises (from each question):
         ArgumentError: there is no terminal and no default; the message names the option.
@@ -39,7 +39,7 @@ class Asker:
         self.can_ask = sys.stdin.isatty() and sys.stdout.isatty()
 
     def choose(self, flag: str, question: str, choices: Mapping[T, str], default: T | None = None) -> T:
-        """Return one of `choices`, {value: text}."""
+        """Ask for one of `choices`, a dict {value: text}. Return the chosen value."""
         if not self.can_ask:
             return self._without(flag, question, default)
         import questionary
@@ -50,7 +50,7 @@ class Asker:
         return answer
 
     def several(self, flag: str, question: str, choices: Mapping[T, str]) -> list[T]:
-        """Return some of `choices`, {value: text}. At first all are selected."""
+        """Ask for some of `choices`, a dict {value: text}. At first all are selected. Return the chosen values."""
         if not self.can_ask:
             return self._without(flag, question, None)
         import questionary
@@ -62,7 +62,7 @@ class Asker:
         return answer
 
     def text(self, flag: str, question: str, read: Callable[[str], T], default: str | None = None) -> T:
-        """Return `read(answer)`. If `read` raises ArgumentError, ask again."""
+        """Ask for a text, and return `read(text)`. If `read` raises ArgumentError, ask again."""
         if not self.can_ask:
             return read(self._without(flag, question, default))
         import questionary
@@ -77,7 +77,7 @@ class Asker:
         return read(questionary.text(question, default=default or "", validate=is_good).unsafe_ask())
 
     def sure(self, question: str, default: bool = True) -> bool:
-        """Ask yes or no. Without a terminal, return False."""
+        """Ask a question with yes or no, and return whether the answer is yes. Without a terminal, return False."""
         if not self.can_ask:
             return False
         import questionary
@@ -106,7 +106,7 @@ def count(text: str) -> int:
 
 
 def pairs(option: str, given: Sequence[str]) -> dict[str, str]:
-    """Read the texts NAME=CODE of an option as a dict.
+    """Read the texts NAME=CODE, given for an option, into a dict.
 
     Raises:
         ArgumentError: a text has no "=".

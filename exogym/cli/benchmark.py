@@ -55,10 +55,10 @@ def benchmark(
     device: Device = "auto",
     debug: Debug = False,
 ) -> None:
-    """Measure the bytes, quality and speed of each method as nodes are added, and write a page.
+    """Measure the bytes, quality and speed of each method for several numbers of nodes, and write a page.
 
-    First prints how long it will take: without options, less than an hour on two idle cores. Each finished run is
-    saved. After Ctrl-C the same command continues and trains no finished run again.
+    The command first prints how long it will take: without options, less than an hour on two idle cores. Each finished
+    run is saved. After Ctrl-C the same command continues and trains no finished run again.
     """
     scope = _scope(full, tasks, nodes, strategies)
     command = _command(full, short, tasks=tasks, nodes=nodes, strategies=strategies, data=data)

@@ -68,8 +68,9 @@ class _OfScript(typer.core.TyperCommand):
             right = shlex.join([*before[:-1], *ours, before[-1], *theirs, *words[end:]])
             as_theirs = shlex.join([*before, "--", *words[:end], *words[end + 1 :]])
             raise ArgumentError(
-                f"{ours[0].partition('=')[0]} stands after the script. For the job, write it before the script: "
-                f"{ctx.command_path} {right}. For the script, write -- first: {ctx.command_path} {as_theirs}"
+                f"{ours[0].partition('=')[0]} stands after the script. If it is an option of the job, write it before "
+                f"the script: {ctx.command_path} {right}. If it is an option of the script, write -- first: "
+                f"{ctx.command_path} {as_theirs}"
             )
         return [*words[:end], *words[end + 1 :]]
 
@@ -101,8 +102,8 @@ def slurm(
 ) -> None:
     """Write a job script for SLURM, and submit it with --submit.
 
-    SLURM may preempt the job. Your script must call fit(save_dir=..., resume=True). All machines must share the folder,
-    Python and save_dir.
+    SLURM may preempt the job, so your script must call fit(save_dir=..., resume=True). All machines must share the
+    folder, Python and save_dir.
     """
     job = SlurmJob(
         script, tuple(arguments or ()), nodes=nodes, processes_per_node=processes_per_node, name=name, time=time,
@@ -143,7 +144,7 @@ def kubernetes(
 ) -> None:
     """Write manifests for Kubernetes and a Dockerfile.
 
-    The pods may be preempted. Your script must call fit(save_dir=MOUNT, resume=True).
+    Kubernetes may preempt the pods, so your script must call fit(save_dir=MOUNT, resume=True).
     """
     pods = Pods(
         script, tuple(arguments or ()), image=image, nodes=nodes, processes_per_node=processes_per_node, name=name,

@@ -1,4 +1,4 @@
-"""`exogym compare`: train one model under several strategies; print a table, draw curves, save the numbers."""
+"""`exogym compare`: train one model under several strategies, print a table, draw curves, and save the numbers."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ StepSecondsOption = Annotated[
 
 
 def also_of_runs(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the options of runs that can be written as text, except those that the command already has.
+    """Add to a command all options of runs that can be written as text, except options that the command already has.
 
-    The command reads them with `options_of_runs`.
+    The command reads the added options with `options_of_runs`.
     """
     own = inspect.signature(command, eval_str=True).parameters
     further = [
@@ -110,7 +110,9 @@ def compare(
     step_seconds: StepSecondsOption = None,
     speeds: Annotated[
         str | None,
-        typer.Option(metavar="LIST", help="The nodes' speeds there, as 1,1,0.5. A node with 0.5 takes twice as long."),
+        typer.Option(
+            metavar="LIST", help="With --network: the nodes' speeds, as 1,1,0.5. A node with 0.5 takes twice as long."
+        ),
     ] = None,
     target_loss: Annotated[
         float | None,
@@ -138,8 +140,8 @@ def compare(
     loss_vs_bytes (.png, .svg) into a new folder. Quality is DDP's validation loss divided by the strategy's; reduction
     is DDP's bytes divided by the strategy's. Numbers are mean ± standard deviation over seeds.
 
-    With --network the table also predicts the total time, the share of it spent waiting, and the time to the target
-    loss. It also draws loss_vs_time.
+    With --network the table also predicts the total time, the share of this time spent waiting, and the time to the
+    target loss. The command then also draws loss_vs_time.
 
     Each finished run has its own folder. Ctrl-C or a crash loses only the current run; --resume continues.
     MODULE:FUNCTION names your function that returns an exogym.tasks.Task. The module may be in the current folder.

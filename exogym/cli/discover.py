@@ -49,13 +49,13 @@ def discover(
     """List the computers that run exogym agent, or pair with one.
 
     Computers in the hosts file report their device and versions over SSH. --pair adds the named computer to the hosts
-    file after you type the code that it shows.
+    file after you type the code that the named computer shows.
     """
     needs_packages()
     if seconds <= 0:
         raise ArgumentError(f"--seconds={seconds:g} must be more than 0")
     if code is not None and pair_with is None:
-        raise ArgumentError("--code needs --pair: name the computer that shows it")
+        raise ArgumentError("--code needs --pair: name the computer that shows the code")
     from exogym.machines.discovery import enrol, pair
 
     found = agents(seconds, at or [])

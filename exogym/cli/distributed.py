@@ -1,4 +1,4 @@
-"""`exogym distributed-train`: train on the hosts of a hosts file, as a profile in a config file says."""
+"""`exogym distributed-train`: train on the hosts of a hosts file, with the options of a profile in a config file."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def distributed_train(
     """Train on several hosts over SSH.
 
     Prints the output of all ranks, and fetches the final model into a new folder in runs/. If exogym doctor --measure
-    was run before, the last line compares its predicted step with this run. The folder's measured.json holds this run's
-    own measurement. Exit status: 0, or the status of the first host that failed.
+    was run before, the last line compares the predicted time of a step with this run's time. The folder's measured.json
+    holds this run's own measurement. Exit status: 0, or the status of the first host that failed.
     """
     run = load_profile(config, profile, resume=resume)
     file = hosts or run.hosts_config
@@ -93,7 +93,11 @@ def train(
     """Train a profile on hosts, from the current folder. Return the new folder in runs/ and the results in it.
 
     Args:
-        watching: called with the new folder; the context manager that it returns replaces the ranks' output.
+        name: the profile's name.
+        run: the profile.
+        sync: whether to copy the current folder to the hosts first.
+        watching: a function that gets the new folder and returns a context manager, which shows the run. None: print
+            the output of all ranks.
 
     Raises:
         typer.Exit: a host failed. The exit status is the host's.

@@ -51,14 +51,14 @@ def doctor(
 ) -> None:
     """Check all hosts before a run, and name a remedy for each problem.
 
-    Checks login, Python, versions, code, port, disk, clock, device, and the connections between hosts. The project's
-    code must equal the current folder's. Nothing is started on the hosts; --save-dir writes and removes a small file.
-    Exit status 1 if a check fails. If all checks pass, --measure runs the self-test on the hosts and writes the
-    measurement into a file on this machine, for predictions.
+    Checks login, Python, versions, code, port, disk, clock, device, and the connections between hosts. The code on each
+    host must equal the code in the current folder. The checks start nothing on the hosts; --save-dir writes and removes
+    a small file. Exit status 1 if a check fails. If all checks pass, --measure runs the self-test on the hosts and
+    writes the measurement into a file on this machine, for predictions.
     """
     for option, given in {"--out": out, "--task": task, "--sizes": sizes}.items():
         if given is not None and not measure:
-            raise ArgumentError(f"{option} needs --measure: give it too, or leave {option} out")
+            raise ArgumentError(f"{option} needs --measure: give --measure too, or leave {option} out")
     if timeout <= 0:
         raise ArgumentError(f"--timeout={timeout:g} must be more than 0 seconds")
     config = HostsConfig.load(hosts)
@@ -75,7 +75,7 @@ def doctor(
 
 
 def print_checks(checks: Sequence[Check], file: TextIO) -> None:
-    """Print the table, and below it a line with the remedy for each failure."""
+    """Print a table of the checks, and below the table the remedy for each failed check."""
     console = console_on(file)
     table = Table("host", "check", "", "seen", box=None, pad_edge=False)
     for column in table.columns:

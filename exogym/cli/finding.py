@@ -1,4 +1,4 @@
-"""Find the computers of a network, let the user choose, pair with them, and write a hosts file."""
+"""Find the computers of a network, let the user choose some, pair with these, and write a hosts file."""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ READ, LOOK = "read", "look"
 
 
 class Finder:
-    """Writes the chosen computers into a hosts file.
+    """Lets the user choose computers of the network, and writes them into a hosts file.
 
     Args:
+        asker: asks the questions.
         file: the hosts file.
         key, ssh_config: see `machines.discovery.enrol`.
-        address: this computer's address, or None.
+        address: this computer's address for the others. None: its only address.
     """
 
     def __init__(self, asker: Asker, file: Path, key: str, ssh_config: str | None, address: str | None):

@@ -14,9 +14,10 @@ if TYPE_CHECKING:
 
 
 def print_table(result: Comparison | Swept, file: TextIO) -> None:
-    """Print the verdict and table of a comparison or sweep. A terminal gets a drawn table, a file Markdown.
+    """Print the verdict and table of a comparison or sweep. A terminal shows a drawn table, a file gets Markdown.
 
-    In a terminal, columns that do not fit follow in tables below. Each table starts with the strategies.
+    If a terminal is too narrow for all columns, the other columns follow in tables below. Each table starts with the
+    column of strategies.
     """
     console = Console(file=file)
     if not console.is_terminal:
@@ -30,7 +31,10 @@ def print_table(result: Comparison | Swept, file: TextIO) -> None:
 def drawn(
     headers: Sequence[str], rows: Sequence[Sequence[str]], width: int, bold: Sequence[bool] | None = None
 ) -> list[Table | str]:
-    """Return tables that fit in `width`, an empty line after each. `bold` marks the rows to print in bold."""
+    """Return tables that fit into `width` characters, each with an empty line after it.
+
+    If not all columns fit, they are divided among several tables. `bold` marks the rows to print in bold.
+    """
     tables: list[Table | str] = []
     for columns in _side_by_side(headers, rows, width):
         table = Table(*(headers[c] for c in columns), box=None, pad_edge=False)

@@ -52,8 +52,8 @@ def reproduce(
 ) -> None:
     """Test claims of papers in small runs with three seeds, and write which claims hold.
 
-    First prints the number of runs and how long they will take. Each finished run is saved, and claims share equal
-    runs. After Ctrl-C the same command continues and trains no finished run again.
+    The command first prints the number of runs and how long they will take. Each finished run is saved, and claims
+    share equal runs. After Ctrl-C the same command continues and trains no finished run again.
     """
     if listed:
         for claim in CLAIMS.values():
@@ -132,7 +132,7 @@ def _say(claim: Claim, page: Page) -> None:
 
 
 class Teller:
-    """Prints a line for each finished run, and a line every 30 seconds."""
+    """Prints a line of progress for each finished run, and every 30 seconds."""
 
     def __init__(self) -> None:
         self.due = time.perf_counter() + SELDOM_S

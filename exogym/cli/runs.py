@@ -178,7 +178,7 @@ def remove(
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Remove the folders of runs, comparisons or sweeps with all files. Running ones are refused."""
+    """Remove the folders of runs, comparisons or sweeps with all files. Refuses if one of them is running."""
     known = {run.name: run for run in runs.list(where)}
     for name in names:
         if name not in known:

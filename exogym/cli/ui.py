@@ -63,7 +63,7 @@ def ui(
 
 
 def forms_of(context: typer.Context) -> dict[str, list[dict[str, Any]]]:
-    """Return each command's options for the page's forms, as JSON values."""
+    """Return the options of exogym compare and exogym sweep as JSON values, for the forms of the page."""
     commands: Any = context.find_root().command
     forms = {}
     for command in COMMANDS:

@@ -1,4 +1,4 @@
-"""Options of several commands, and readers of options' values."""
+"""Options that several commands share, and functions that read the values of options."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class LiveView:
             self._live.update(self.shown(), refresh=True)
 
     def shown(self) -> Text:
-        """Return the current view."""
+        """Return the view's current text: progress, the newest loss, and a line for each host."""
         lines = [*self._steps(), *self._said(), *map(_host, read_hosts(self.folder).get("hosts", []))]
         return Text("\n".join(map(printable, lines)), no_wrap=True, overflow="ellipsis")
 

@@ -103,14 +103,14 @@ def wizard(
 ) -> None:
     """Train on the computers of your network, after a few questions.
 
-    Finds computers that run exogym agent, or reads a hosts file. Checks them, and measures the network and a step.
-    Then it proposes strategy, H, batch size and time, and trains if you agree. Every question has an option, so the
-    command also runs without a terminal; --yes agrees.
+    Finds computers that run exogym agent, or reads a hosts file. Checks these computers, and measures the network and a
+    step. Then it proposes strategy, H, batch size and time, and trains if you agree. Every question has an option, so
+    the command also runs without a terminal; --yes agrees.
     """
     needs("questionary", "wizard")
     asker = Asker()
     if folder is not None and folder.exists() and any(folder.iterdir()):
-        raise ArgumentError(f"--folder={os.fspath(folder)!r} is not empty: give a new one")
+        raise ArgumentError(f"--folder={os.fspath(folder)!r} is not empty: give a new folder")
     what = task or asker.choose("--task", "What do you want to train?", {name: name for name in DATASETS})
     check_choice("--task", what, DATASETS)
     if what == "whisper" and data is not None and data.is_file():
@@ -148,7 +148,7 @@ def _steps(asker: Asker, task: Task) -> int:
 
 
 def general_of(options: str | None) -> Path | None:
-    """Return the folder or file of running speech that a task's options name, or None.
+    """Return the path that a task's option `general` names: a file or folder with running speech. None: no path.
 
     Raises:
         ArgumentError: this computer has no such file or folder.
@@ -163,7 +163,7 @@ def general_of(options: str | None) -> Path | None:
 
 
 def free(name: str) -> Path:
-    """Return `name`, or `name` with a number if such a folder exists."""
+    """Return `name` if no such file or folder exists, otherwise `name` with a number."""
     return next(path for n in range(1, 10_000) if not (path := Path(name if n == 1 else f"{name}-{n}")).exists())
 
 
@@ -174,8 +174,9 @@ class RunPlace:
     Attributes:
         folder: the run's folder.
         hosts: the hosts file's contents.
-        data: the task's data, copied into the folder; None: the data is in the usual places.
-        general: running speech that the task's options name, copied too; None: the options name no path.
+        data: the task's data, which is copied into the folder; None: the data is in the usual places.
+        general: the file or folder with running speech that the task's options name, which is also copied into the
+            folder; None: the options name no path.
     """
 
     folder: Path
@@ -187,7 +188,11 @@ class RunPlace:
     def of(
         cls, folder: Path, there: str | None, hosts_file: Path, data: Path | None, general: Path | None = None
     ) -> RunPlace:
-        """Read the hosts file. Raise ArgumentError if it is wrong or names only one computer."""
+        """Return the place of a run, with the contents of the hosts file.
+
+        Raises:
+            ArgumentError: the hosts file is wrong or names only one computer.
+        """
         config = HostsConfig.load(hosts_file)
         if config.slots < 2:
             raise ArgumentError(f"{hosts_file} has only one computer: add a second with exogym discover --pair")
@@ -215,7 +220,7 @@ class RunPlace:
         return ",".join(parts).strip()
 
     def make(self) -> None:
-        """Make the folder and copy the data into it."""
+        """Make the run's folder and copy the task's data into it."""
         self.folder.mkdir(parents=True, exist_ok=True)
         for source, name in ((self.data, self.data_there), (self.general, self.general_there)):
             if source is not None and name is not None:
@@ -228,8 +233,11 @@ class Preparing:
     """Checks and measures the hosts, proposes a plan, and lets the user change it.
 
     Args:
-        profile: the options given so far.
-        strategy: None: choose a strategy that suits the network.
+        asker: asks the questions.
+        profile: the run's options so far.
+        strategy: the strategy to use; None: choose a strategy that suits the network.
+        task: the task to train.
+        place: the run's folder and hosts.
         yes: start without asking.
 
     Attributes:
@@ -261,7 +269,7 @@ class Preparing:
                 return False
 
     def may_measure(self) -> bool:
-        """Ask before running anything on the hosts."""
+        """Say what the measurement does to the hosts, ask whether to measure, and return the answer."""
         there = self.place.hosts["project_path"]
         data = "" if self.place.data is None else " with the data"
         say(
@@ -271,7 +279,7 @@ class Preparing:
         return self.yes or self.asker.sure("Measure now?")
 
     def agree(self, measured: Path | None) -> Proposal | None:
-        """Return the plan that the user agreed to, or None. `measured` is an earlier measurement's file."""
+        """Return the plan that the user agreed to, or None. `measured` is the file of an earlier measurement."""
         if measured is not None:
             network = Network.of(os.fspath(measured))
             if network.measurement is None:
@@ -290,7 +298,7 @@ class Preparing:
             self._change(plan)
 
     def write(self, plan: Proposal) -> WizardRun:
-        """Write all files. Print their names and the command that repeats the run."""
+        """Write all files of the run. Print their names and the command that repeats the run."""
         place = self.place
         self._make()
         assert self._network is not None and self._network.measurement is not None
@@ -309,7 +317,7 @@ class Preparing:
         return {name: x for name, x in profile.as_dict().items() if x or name == "seed"}
 
     def leave(self) -> None:
-        """Remove the folder if this object made it."""
+        """Remove the run's folder if the wizard made it."""
         if self._made:
             shutil.rmtree(self.place.folder, ignore_errors=True)
         say("nothing was trained")
@@ -366,9 +374,11 @@ class Preparing:
 
 
 def carry_out(session: WizardRun, plan: Proposal, watched: bool, evaluates: str | None) -> None:
-    """Train, then print the validation losses and times.
+    """Train on the hosts, then print the validation losses and times.
 
     Args:
+        session: the run's folder, profile and hosts.
+        plan: the plan that the user agreed to.
         watched: show a live view in the terminal.
         evaluates: see `exogym.tasks.Task`.
 

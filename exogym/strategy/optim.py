@@ -1,6 +1,6 @@
-"""Name, describe and build optimizers: torch's own, and any that needs only gradients.
+"""Describe optimizers by name or class, and build them: torch's own, and any other that needs only gradients.
 
-You can take out an optimizer's state and put it into another optimizer of the same kind:
+`optimizer_state` returns an optimizer's state. `load_optimizer_state` loads it into another optimizer of the same kind:
 
 >>> layer = torch.nn.Linear(2, 1)
 >>> first, second = (torch.optim.Adam(layer.parameters()) for _ in range(2))
@@ -42,19 +42,20 @@ Pattern = str | Callable[[str, nn.Parameter], bool]
 
 
 class OptimSpec:
-    """An optimizer class and its arguments, from which each node builds its optimizer later.
+    """An optimizer class and its arguments, from which each node builds its own optimizer.
 
     Args:
         cls: a `torch.optim.Optimizer` class, or its name in any case ("adamw"). "muon" is `MuonAdamW`.
-        groups: (pattern, options) pairs. A parameter takes the options of the first pattern that matches it, and the
-            optimizer's own arguments for the rest. A pattern is a function of name and parameter, or text as for
-            file names: "*.bias", "layers.[01].*", "*" for any text. It must match the parameter's whole name. A
-            learning rate is the group's base rate, which schedules scale.
-        **kwargs: the optimizer's own arguments; each is checked against its signature.
+        groups: (pattern, options) pairs for parameter groups. The first pattern that matches a parameter sets the
+            parameter's options. For all other options the parameter takes the optimizer's own arguments. A pattern is
+            either a function of a parameter's name and the parameter, or text as for file names: "*.bias",
+            "layers.[01].*", where "*" stands for any text. Text must match the parameter's whole name. An "lr" is the
+            group's base rate, which schedules scale.
+        **kwargs: the optimizer's own arguments. Their names must be arguments of `cls`.
 
     Raises:
-        ArgumentError: a name or argument is unknown, or the optimizer cannot work on a row. When it is built: a
-            pattern matches nothing, or the optimizer lacks an option.
+        ArgumentError: the optimizer or an argument is unknown, or the optimizer needs more than gradients. When a node
+            builds the optimizer: a pattern matches no parameter, or the optimizer lacks an option of `groups`.
 
     >>> OptimSpec("sgd", lr=0.1, momentum=0.9)
     OptimSpec(SGD, lr=0.1, momentum=0.9)
@@ -101,10 +102,14 @@ class OptimSpec:
 
     @staticmethod
     def of(given: str | type[Optimizer] | OptimSpec, **overrides: Any) -> OptimSpec:
-        """Return the spec for a name, class or spec; `overrides` that are not None are added.
+        """Return an `OptimSpec` for an optimizer, with further arguments.
+
+        Args:
+            given: the optimizer's name, its class, or an `OptimSpec`.
+            **overrides: arguments to add; None values are ignored.
 
         Raises:
-            ArgumentError: an override contradicts the spec's own argument.
+            ArgumentError: an override differs from the same argument of `given`.
         """
         spec = given if isinstance(given, OptimSpec) else OptimSpec(given)
         kwargs = dict(spec.kwargs)
@@ -113,13 +118,13 @@ class OptimSpec:
                 continue
             if name in kwargs and kwargs[name] != value:
                 raise ArgumentError(
-                    f"{name} is given twice: {kwargs[name]!r} in {spec!r} and {value!r} beside it; drop one"
+                    f"{name} is given twice: {kwargs[name]!r} in {spec!r} and {value!r} as an argument; drop one"
                 )
             kwargs[name] = value
         return OptimSpec(spec.cls, spec.groups, **kwargs)
 
     def base_lr(self) -> float:
-        """Return the learning rate of parameters in no group with its own rate.
+        """Return the optimizer's learning rate, which applies to each parameter whose group sets no rate.
 
         Raises:
             ArgumentError: the optimizer cannot be built, or has no learning rate.
@@ -129,13 +134,13 @@ class OptimSpec:
         if not isinstance(group.get("lr"), int | float | torch.Tensor):
             raise ArgumentError(
                 f"{self!r} has no learning rate (its 'lr' is {group.get('lr')!r}), but schedules and records need one: "
-                "step it yourself in a strategy for one node"
+                "write a Strategy whose step() steps this optimizer"
             )
         return float(group["lr"])
 
     @property
     def acts_on(self) -> str:
-        """ "elements", or "tensors" if a step of a whole tensor differs from steps of its halves."""
+        """Return "elements" if cutting a tensor in two does not change the optimizer's steps, otherwise "tensors"."""
         start, grads = (torch.linspace(-1, 1, 24).reshape(6, 4) ** power for power in (1, 3))
         ends = []
         for cuts in ([6], [3, 3]):
@@ -154,11 +159,14 @@ class OptimSpec:
         may_fuse: bool = True,
         hidden: Collection[str] = (),
     ) -> Optimizer:
-        """Return the optimizer over `parameters`, with torch's fused kernel if it is right and no kernel is chosen.
+        """Build the optimizer for `parameters`.
+
+        If the parameters allow it, the optimizer uses torch's fused kernel, unless an argument chooses another kernel.
 
         Args:
-            parameters: by name; or in order, with their numbers as names.
-            hidden: names of the hidden matrices, which "muon" gives to Muon.
+            parameters: a dict from names to parameters; or parameters in order, which get their numbers as names.
+            may_fuse: whether the optimizer may use torch's fused kernel.
+            hidden: names of the hidden matrices, which "muon" updates with Muon.
         """
         named = parameters if isinstance(parameters, Mapping) else {str(k): p for k, p in enumerate(parameters)}
         kwargs = dict(self.kwargs)
@@ -191,10 +199,13 @@ class OptimSpec:
             raise self._unsaved(error) from error
 
     def try_out(self, named: Mapping[str, nn.Parameter], hidden: Collection[str] = ()) -> bool:
-        """Take trial steps on copies of the parameters if the optimizer is not torch's; return whether it draws.
+        """Take trial steps on copies of the parameters, unless the optimizer is torch's own.
+
+        Return whether a step draws random numbers (for torch's own optimizers False).
 
         Raises:
-            ArgumentError: it needs more than gradients, or its state cannot be saved.
+            ArgumentError: a step needs more than gradients or replaces the parameters' tensors, or the state cannot be
+                saved.
         """
         if is_torchs(self.cls):
             return False
@@ -222,8 +233,9 @@ class OptimSpec:
             ) from error
         if places != [p.data_ptr() for p in copies.values()]:
             raise ArgumentError(
-                f"{self.cls.__name__} cannot be used here: its step puts new tensors in the place of parameters "
-                "(p.data = ...), which are views of a row; take an optimizer that changes them in place"
+                f"{self.cls.__name__} cannot be used here: its step replaces parameters by new tensors "
+                "(p.data = ...), but parameters here are views of a row; take an optimizer that changes parameters in "
+                "place"
             )
         return any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
@@ -254,14 +266,14 @@ class OptimSpec:
             if any(_matches(pattern, name, p) for name, p in named.items()):
                 raise ArgumentError(
                     f"groups: {_name(pattern)} comes too late: earlier patterns match all its parameters, and the "
-                    "first match counts"
+                    "first match counts; put it before them"
                 )
             raise ArgumentError(f"groups: {_name(pattern)} matches no parameter; {_near(pattern, list(named))}")
         if self.cls is MuonAdamW and not any(group["use_muon"] for group in found.values()):
             raise ArgumentError(
-                "muon finds no hidden matrix in this model (a weight of two dimensions, no embedding and no head); a "
-                "stacked strategy, whose tensors have a row axis, cannot use it. Take 'adamw', or name the matrices: "
-                "OptimSpec('muon', groups=[('*.weight', {'use_muon': True})])"
+                "muon finds no hidden matrix in this model (a two-dimensional weight that is neither embedding nor "
+                "head). A stacked strategy cannot use muon, because its tensors have a row axis. Take 'adamw', or name "
+                "the matrices: OptimSpec('muon', groups=[('*.weight', {'use_muon': True})])"
             )
         return list(found.values())
 

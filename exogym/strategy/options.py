@@ -1,11 +1,11 @@
-"""Options that many constructors take: written once where they are used, and named by a typed dict everywhere else.
+"""Options that many constructors share. A typed dict names them, and each default is written only once.
 
-A constructor that passes options on names them by a typed dict, which editors and type checkers show:
+A constructor names shared options by a typed dict behind `**`, which editors and type checkers show:
 
     def __init__(self, inner_optim: Any = "adamw", H: int = 10, **options: Unpack[AveragingOptions]): ...
 
-`defined` says which callables use a typed dict's options; their defaults come from there. `taking` gives the
-constructor a signature with all names, and refuses any other name.
+`defined` records which callables use the typed dict's options, and takes each option's default from there. `taking`
+gives the constructor a signature with the names of all options. The constructor then refuses any other name.
 
 >>> import inspect
 >>> from typing import TypedDict, Unpack
@@ -36,12 +36,16 @@ _OPTIONS: dict[str, inspect.Parameter] = {}  # by name
 
 
 def defined(kind: type, *uses: Callable[..., Any]) -> None:
-    """Record that the options of the typed dict `kind`, except known ones, are arguments of `uses`.
+    """Record the defaults of a typed dict's options: the defaults of the same arguments in `uses`.
 
-    An alias has the default of the argument for which it stands.
+    Options that are already known stay unchanged. An alias has the default of the argument for which it stands.
+
+    Args:
+        kind: the typed dict.
+        *uses: callables whose arguments the options are.
 
     Raises:
-        KeyError: an option is an argument of none of `uses`.
+        KeyError: no callable in `uses` takes one of the options.
     """
     arguments = {name: p for use in uses for name, p in inspect.signature(use).parameters.items()}
     for name in kind.__annotations__.keys() - _OPTIONS.keys():
@@ -51,12 +55,12 @@ def defined(kind: type, *uses: Callable[..., Any]) -> None:
 
 
 def parameters_of(kind: type) -> list[inspect.Parameter]:
-    """Return the options of a typed dict as parameters."""
+    """Return the options of the typed dict `kind` as keyword-only `inspect.Parameter` objects."""
     return [_OPTIONS[name] for name in kind.__annotations__]
 
 
 def signature_of(function: Callable[..., Any]) -> inspect.Signature:
-    """Return the signature of `function`, with the options of `**options: Unpack[...]` in its place."""
+    """Return the signature of `function`, with a typed dict's options instead of `**options: Unpack[...]`."""
     given = inspect.signature(function)
     parameters = list(given.parameters.values())
     last = parameters[-1] if parameters else None
@@ -71,7 +75,7 @@ def signature_of(function: Callable[..., Any]) -> inspect.Signature:
 
 
 def taking(init: Callable[..., None]) -> Callable[..., None]:
-    """Return a constructor that takes exactly the arguments of `signature_of`, and their aliases."""
+    """Decorate a constructor: it accepts exactly the arguments that `signature_of` returns, and their aliases."""
     signature = signature_of(init)
 
     @functools.wraps(init)
@@ -88,7 +92,7 @@ def _names(use: Callable[..., Any]) -> frozenset[str]:
 
 
 def split(options: Mapping[str, Any], use: Callable[..., Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the options that are arguments of `use`, and the others."""
+    """Split `options` into two dicts: the options that the callable `use` takes, and all other options."""
     names = _names(use)
     return (
         {name: value for name, value in options.items() if name in names},

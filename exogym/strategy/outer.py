@@ -1,4 +1,4 @@
-"""Common parts of methods with outer parameters theta: the outer optimizer, and which theta each node last received."""
+"""Parts of strategies with outer parameters theta: the outer optimizer, and the theta that each node last received."""
 
 from __future__ import annotations
 
@@ -21,7 +21,13 @@ from exogym.strategy.schedule import Schedule, Scheduler, check_schedule, forget
 
 
 def outer_spec(outer_optim: Any, outer_lr: float | None, outer_momentum: float | None = None) -> OptimSpec:
-    """Return the outer optimizer's spec. 'sgd' is the paper's Nesterov, lr 0.7, momentum 0.9.
+    """Return the `OptimSpec` of an outer optimizer.
+
+    Args:
+        outer_optim: a name, an optimizer class or an `OptimSpec`. 'sgd' is SGD with Nesterov momentum, as in the DiLoCo
+            paper.
+        outer_lr: the outer learning rate. None: 0.7 for 'sgd', otherwise the optimizer's default.
+        outer_momentum: the outer momentum. None: 0.9 for 'sgd', otherwise the optimizer's default.
 
     Raises:
         ArgumentError: the learning rate or momentum is not a number, or out of range.
@@ -40,18 +46,20 @@ def outer_spec(outer_optim: Any, outer_lr: float | None, outer_momentum: float |
 
 
 class OuterRule:
-    """The outer optimizer as a value: its spec, and its schedules over outer rounds.
+    """A description of the outer optimizer: its class, its arguments, and its schedules over outer rounds.
 
     Args:
-        outer_optim: 'sgd' (the paper's Nesterov), any other name, a class, or an `OptimSpec`.
-        outer_lr: eta, the outer learning rate; 0.7 for 'sgd'.
-        outer_lr_scheduler: gives eta_r over outer rounds, as `lr_scheduler` does over steps: "constant", "cosine",
-            "linear", a torch scheduler class, or a callable from the round to a factor on eta.
-        outer_warmup_rounds: W, outer rounds of linear warm-up.
-        outer_momentum: mu, the outer momentum; 0.9 for 'sgd'.
-        outer_momentum_scheduler: gives mu_r in the same way, as a factor on mu (on an optimizer's first beta, if it has
-            betas).
-        outer_restarts: K: the outer optimizer forgets its state before the rounds K, 2 K, ...; None: never.
+        outer_optim: a name, an optimizer class or an `OptimSpec`. 'sgd' is SGD with Nesterov momentum, as in the DiLoCo
+            paper.
+        outer_lr: eta, the outer learning rate. None: 0.7 for 'sgd', otherwise the optimizer's default.
+        outer_lr_scheduler: changes the outer learning rate over outer rounds, as `lr_scheduler` changes the inner rate
+            over steps: "constant", "cosine", "linear", a torch scheduler class, or a callable from the round to a
+            factor on eta.
+        outer_warmup_rounds: number of outer rounds of linear warm-up.
+        outer_momentum: mu, the outer momentum. None: 0.9 for 'sgd', otherwise the optimizer's default.
+        outer_momentum_scheduler: changes the outer momentum in the same way, by a factor on mu. If the optimizer has
+            betas, the factor applies to the first beta.
+        outer_restarts: K: before the rounds K, 2 K, ... the outer optimizer's state is reset. None: never.
     """
 
     def __init__(
@@ -74,7 +82,7 @@ class OuterRule:
 
 
 class OuterRates(TypedDict, total=False):
-    """The outer rate and its schedule: arguments of `OuterRule`."""
+    """Arguments of `OuterRule`: the outer learning rate, its scheduler and its warm-up."""
 
     outer_lr: float | None
     outer_lr_scheduler: Scheduler
@@ -82,13 +90,13 @@ class OuterRates(TypedDict, total=False):
 
 
 class OuterOptions(OuterRates, total=False):
-    """The outer rate, its schedule, and the outer momentum."""
+    """Arguments of `OuterRule`: the outer learning rate, its scheduler and warm-up, and the outer momentum."""
 
     outer_momentum: float | None
 
 
 class OuterRuleOptions(OuterOptions, total=False):
-    """All arguments of `OuterRule` except the optimizer."""
+    """All arguments of `OuterRule` except `outer_optim`."""
 
     outer_momentum_scheduler: Scheduler
     outer_restarts: int | None
@@ -98,19 +106,26 @@ defined(OuterRuleOptions, OuterRule)
 
 
 class OuterOptimizer:
-    """An outer optimizer that changes named tensors in place.
+    """The outer optimizer of a run. Its steps change the outer parameters in place.
 
     Args:
-        rounds: R, the number of outer rounds, for the schedules.
+        rule: the optimizer and its schedules.
+        named: the outer parameters by name.
+        hidden: names of the hidden matrices, which "muon" updates with Muon.
+        rounds: the run's number of outer rounds, for the schedules.
 
     Raises:
-        ArgumentError: the optimizer draws random numbers, or momentum is scheduled and it has none.
+        ArgumentError: the optimizer draws random numbers, or `rule` schedules the momentum of an optimizer without
+            momentum.
     """
 
     def __init__(self, rule: OuterRule, named: Mapping[str, Tensor], hidden: frozenset[str], rounds: int):
         parameters = {name: nn.Parameter(x, requires_grad=False) for name, x in named.items()}
         if rule.spec.try_out(parameters, hidden):
-            raise ArgumentError(f"outer_optim={rule.spec!r} draws random numbers, which would differ between processes")
+            raise ArgumentError(
+                f"outer_optim={rule.spec!r} draws random numbers, which would differ between processes: take an "
+                "optimizer that draws none"
+            )
         self.rule, self.parameters = rule, list(parameters.values())
         self.optimizer = rule.spec.build(parameters, hidden=hidden)
         self.rates = Schedule(rule.lr_scheduler, rule.warmup_rounds, rounds, rule.spec.base_lr())
@@ -119,7 +134,7 @@ class OuterOptimizer:
             raise ArgumentError(f"outer_momentum_scheduler: {rule.spec!r} has no momentum: take outer_optim='sgd'")
 
     def step(self, gradients: Sequence[Tensor], round_: int) -> None:
-        """Step along `gradients`, one for each tensor, in outer round `round_` (from 0)."""
+        """Take the step of outer round `round_` (from 0), with one gradient for each outer parameter tensor."""
         if self.rule.restarts is not None and round_ > 0 and round_ % self.rule.restarts == 0:
             load_optimizer_state(self.optimizer, {})
         for p, g in zip(self.parameters, gradients, strict=True):
@@ -151,7 +166,12 @@ class OuterOptimizer:
         load_optimizer_state(self.optimizer, tensors)
 
     def cut(self, name: str, shape: Sequence[int], slots: Sequence[tuple[Layout, Slot]]) -> Cut | None:
-        """Return this process's part of a state tensor, for the named tensors in `slots`."""
+        """Return which part of the state tensor `name` this process holds; None: all of it.
+
+        Args:
+            shape: the tensor's shape.
+            slots: layout and slot of each outer parameter tensor.
+        """
         return optimizer_cut(self.optimizer, self.parameters, slots, name, shape)
 
 
@@ -161,13 +181,15 @@ def _momentum(group: dict[str, Any]) -> str | None:
 
 
 class Received:
-    """The theta that each node last received, for runs in which nodes miss synchronizations.
+    """The outer parameters theta that each node last received, for runs in which nodes can miss synchronizations.
 
-    A node that misses one keeps its parameters, and its next Delta_i uses the theta that it last received. So this
-    class keeps an older theta as long as a node last received it. Other code changes `theta` in place.
+    A node that misses a synchronization keeps its parameters. Its next outer gradient Delta_i is the theta that this
+    node last received, minus the node's parameters. So this class keeps a copy of an older theta as long as a node
+    needs it. Other code changes `theta` in place.
 
     Args:
-        theta: the newest, (1, p) tensors.
+        num_nodes: the number of nodes.
+        theta: the newest outer parameters, as (1, p) tensors.
     """
 
     def __init__(self, num_nodes: int, theta: list[Tensor]):
@@ -176,11 +198,18 @@ class Received:
         self.earlier: dict[int, list[Tensor]] = {}  # number -> an older theta that some node last received
 
     def of(self, node: int) -> list[Tensor]:
-        """Return the theta that `node` last received."""
+        """Return the outer parameters theta that `node` last received."""
         return self.earlier.get(int(self.last[node]), self.theta)
 
     def differences(self, fleet: Fleet, k: int, x: Tensor, out: Tensor) -> Tensor:
-        """Write theta - x into `out` for the present nodes' rows. theta: tensor number `k` that each last received."""
+        """Write the theta that each present node last received, minus the node's row of `x`, into `out`. Return `out`.
+
+        Args:
+            fleet: the fleet, which knows the present nodes.
+            k: the number of the theta tensor.
+            x: the nodes' parameters, (rows, p).
+            out: where to write, (rows, p).
+        """
         rows = rows_of(fleet, fleet.comm.present)
         if len(rows) == len(x) and not self.earlier:
             return torch.sub(self.theta[k], x, out=out)
@@ -189,7 +218,7 @@ class Received:
         return out
 
     def renew(self, takers: Sequence[int]) -> None:
-        """Prepare for a change of theta that `takers` will receive: keep the present theta if other nodes need it."""
+        """Prepare for a new theta, which only the nodes `takers` receive: copy the old theta if other nodes need it."""
         self.last[list(takers)] = self.number + 1
         if bool((self.last == self.number).any()):
             self.earlier[self.number] = [theta.clone() for theta in self.theta]
@@ -197,7 +226,7 @@ class Received:
         self._forget()
 
     def rejoin(self, nodes: Sequence[int]) -> None:
-        """Record that `nodes` have just received theta."""
+        """Record that the nodes `nodes`, which have returned, now have the newest theta."""
         self.last[list(nodes)] = self.number
         self._forget()
 
@@ -206,7 +235,7 @@ class Received:
         self.earlier = {number: theta for number, theta in self.earlier.items() if number in held}
 
     def state(self) -> Tensors:
-        """Return all state, including theta."""
+        """Return the tensors for a checkpoint, including theta."""
         tensors = {f"theta.{k}": theta for k, theta in enumerate(self.theta)}
         tensors |= {"received": self.last, "number": torch.tensor(self.number)}
         return tensors | {f"earlier.{n}.{k}": x for n, theta in self.earlier.items() for k, x in enumerate(theta)}

@@ -1,13 +1,14 @@
-"""Outer parameters whose averages arrive late, come in fragments, or leave each node a share of the node's values.
+"""Outer parameters of strategies with late averages, with fragments, or with nodes that keep a share of their values.
 
-theta are the outer parameters, of the whole model or of a fragment. A node keeps the share alpha of its theta_i:
+theta are the outer parameters of the whole model or of a fragment, theta_i are node i's parameters, and OuterOpt is the
+outer optimizer. Delta is the mean outer gradient. At a synchronization, a node keeps the share alpha of its theta_i:
 
     Delta   = mean_i (theta - theta_i)          # sent after some step t, over the present nodes
     theta   <- OuterOpt(theta, Delta)           # after step t + delay
     theta_i <- alpha theta_i + (1 - alpha) theta
 
-Streaming DiLoCo, delayed DiLoCo and SlowMo use them. DiLoCo itself has alpha = 0, no delay and one fragment, and is
-written out in `exogym.strategy.diloco`.
+Streaming DiLoCo, delayed DiLoCo and SlowMo use this module. DiLoCo itself, with alpha = 0, no delay and one fragment,
+is written out in `exogym.strategy.diloco`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ from exogym.strategy.outer import OuterOptimizer, OuterRule, Received
 
 
 class Codec(Protocol):
-    """Packs outer gradients for the wire: `encode` turns (rows, p) into tensors with rows, `decode` turns them back."""
+    """Encodes outer gradients for sending.
+
+    `encode` turns a (rows, p) tensor into one or several tensors with as many rows. `decode` turns these tensors back.
+    """
 
     def encode(self, x: Tensor) -> Sequence[Tensor]: ...
     def decode(self, *parts: Tensor) -> Tensor: ...
@@ -38,26 +42,36 @@ class Codec(Protocol):
 
 @dataclass
 class Flight:
-    """An average in flight: of outer round `round_`, of the nodes `senders`, to arrive after step `due`."""
+    """An average that nodes have sent and that has not arrived yet.
 
-    mean: list[Tensor]  # (1, p) of each piece
+    Attributes:
+        mean: the average, a (1, p) tensor for each piece of the fragment.
+        senders: the nodes whose outer gradients are averaged.
+        round_: the outer round at whose end these nodes sent.
+        due: the step after which the average arrives.
+    """
+
+    mean: list[Tensor]
     senders: list[int]
     round_: int
     due: int
 
 
 class OuterParameters:
-    """A fragment's theta, in one copy for all nodes, with its outer optimizer and the average in flight.
+    """The outer parameters theta of a fragment, in one copy for all nodes, with their outer optimizer.
 
     Args:
-        fragment: None: all parameters.
-        delay: steps from sending to arrival.
-        keep: alpha.
-        weights: (num_nodes,) of the mean; None: equal weights.
-        codec: packs each node's message. None: nodes send plain values, which are summed in flight.
+        rule: the outer optimizer and its schedules.
+        rounds: the run's number of outer rounds, for the schedules.
+        fragment: the part of the model. None: all parameters.
+        delay: steps from sending an average to its arrival.
+        keep: alpha: at a synchronization a node mixes alpha times its parameters with (1 - alpha) times theta.
+        weights: (num_nodes,) the nodes' weights in the mean. None: equal weights.
+        codec: returns the encoder for a piece of the fragment. None: nodes send plain values, by an all-reduce.
 
-    Present nodes take theta if they have just sent their Delta_i. If none is sent when an average arrives, the senders
-    of that average take it. All other nodes keep theta_i (`Received`).
+    If nodes send at the step at which an average arrives, all present nodes take the new theta. Otherwise only the
+    senders of this average take the new theta, if they are present. All other nodes keep their parameters (see
+    `Received`).
     """
 
     def __init__(
@@ -75,7 +89,10 @@ class OuterParameters:
         self.way = fleet.comm.new_flight() if delay else None
 
     def send(self, fleet: Fleet, step: int, round_: int) -> Flight:
-        """Return the mean of the present nodes' Delta_i after `step`: payload b bytes per element, or packed."""
+        """Return the average of the present nodes' outer gradients after `step`.
+
+        Payload: b bytes per element for parameters of b bytes, or the encoded message's bytes.
+        """
         rows, mean = rows_of(fleet, fleet.comm.present), []
         in_place = not self.delay and not self.keep and self.codecs is None  # theta_i is not needed any more
         for k, piece in enumerate(self.fragment):
@@ -94,7 +111,7 @@ class OuterParameters:
         return fleet.comm.all_reduce(x, "mean", weights=self.weights, out=None if all_present(fleet) else x)
 
     def arrive(self, fleet: Fleet, flight: Flight, takers: Sequence[int]) -> None:
-        """Take the outer step with an average that arrived, and copy theta to the nodes `takers`."""
+        """Take the outer step with the arrived average `flight`, and give the new theta to the nodes `takers`."""
         self.received.renew(takers)
         gradients = [x[0] for piece, m in zip(self.fragment, flight.mean, strict=True) for _, x in piece.views(m)]
         self.optimizer.step(gradients, flight.round_)
@@ -109,7 +126,13 @@ class OuterParameters:
             piece.put(x, own)
 
     def communicate(self, fleet: Fleet, step: int, round_: int | None) -> bool:
-        """Send if a round ends (`round_`), and let due averages arrive. Return whether either happened."""
+        """Send an average if an outer round ends after `step`, and use an average that is due.
+
+        Return whether an average was used.
+
+        Args:
+            round_: the number of the outer round that ends. None: no round ends.
+        """
         if self.flight is not None and step >= self.flight.due:
             self._wait(fleet)
         sent = None if round_ is None else self.send(fleet, step, round_)
@@ -122,7 +145,12 @@ class OuterParameters:
         return True
 
     def finish(self, fleet: Fleet, step: int, round_: int | None) -> None:
-        """Let averages in flight arrive, and synchronize later steps if `round_` says that there are any."""
+        """Synchronize at the end of a run: use the average that nodes have sent and that has not arrived yet.
+
+        Args:
+            round_: the number of the outer round whose steps are not sent yet. Nodes send and use their average, too.
+                None: all steps are sent.
+        """
         left = None if round_ is None else self.send(fleet, step, round_)
         self._wait(fleet)
         for flight in (self.flight, left):
@@ -138,12 +166,15 @@ class OuterParameters:
         return [i for i in flight.senders if i in fleet.comm.present]
 
     def expect_nothing(self, fleet: Fleet) -> None:
-        """Put an average of zeros in flight, as if from a round before the first, if averages take a whole round."""
+        """Start with an average of zeros that is still to arrive.
+
+        Strategies call this method if an average takes a whole round to arrive.
+        """
         nothing = [torch.zeros_like(theta) for theta in self.theta]
         self.flight = Flight(nothing, list(range(fleet.num_nodes)), 0, self.delay)
 
     def rejoin(self, nodes: Sequence[int]) -> None:
-        """Record that `nodes` have just taken theta."""
+        """Record that the nodes `nodes`, which have returned, now have the newest theta."""
         self.received.rejoin(nodes)
 
     # The state in a checkpoint
@@ -166,7 +197,7 @@ class OuterParameters:
         self.optimizer.load_state(below("outer.", tensors))
 
     def cut(self, name: str, shape: Sequence[int]) -> Cut | None:
-        """Return this process's part of a tensor of `state` (see `Stateful.cut`)."""
+        """Return which part of the tensor `name` of `state` this process holds; None: all (see `Stateful.cut`)."""
         kind, _, rest = name.partition(".")
         if kind in ("theta", "earlier", "flight"):
             piece = self.fragment[int(rest.rpartition(".")[2])]
@@ -176,7 +207,10 @@ class OuterParameters:
 
 
 class OuterModule(PeriodicModule, HasOuterModel):
-    """A module with outer parameters of the whole model that acts at the end of rounds; `start` makes `outer`."""
+    """A module with outer parameters of the whole model, which it synchronizes at the end of rounds.
+
+    Subclasses set `outer` in `start`.
+    """
 
     outer: OuterParameters
 

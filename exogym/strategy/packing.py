@@ -1,7 +1,7 @@
-"""Pack nested values, such as an optimizer's whole state, as named tensors and one line of JSON.
+"""Pack nested values, such as an optimizer's whole state, into named tensors and one line of JSON.
 
-It packs tensors, numbers, strings, numpy arrays, optimizers, schedulers, generators, and lists, tuples, deques and
-dicts of these. It does not save functions and classes.
+Values can be tensors, numbers, strings, numpy arrays, optimizers, schedulers and generators, and lists, tuples, deques
+and dicts of such values. Functions and classes are not saved.
 """
 
 from __future__ import annotations
@@ -31,14 +31,16 @@ _KERNELS = ("fused", "foreach")  # each step or run chooses these again
 def pack(
     value: Any, path: str, tensors: dict[str, Tensor], own: dict[int, int], constant: tuple[type, ...] = ()
 ) -> Any:
-    """Return `value` as JSON, and put its tensors into `tensors` by their `path`.
+    """Return a description of `value` for JSON, and add its tensors to `tensors`.
 
     Args:
-        own: id -> number, of parameters that are saved elsewhere.
-        constant: further types that need not be saved.
+        path: the value's name, such as "state.0". The names of its tensors begin with it.
+        tensors: the dict that receives the tensors.
+        own: a dict from a parameter's id to its number, for parameters that are saved elsewhere.
+        constant: further types whose values need not be saved.
 
     Raises:
-        StrategyError: a value is of a kind that cannot be saved.
+        StrategyError: a value has a type that cannot be saved.
     """
 
     def inside(item: Any, name: Any) -> Any:
@@ -66,7 +68,7 @@ def pack(
         if any(not isinstance(key, str | int | float) and id(key) not in own for key in value):
             raise StrategyError(
                 f"attribute {path!r} is a dict with keys other than text, numbers and the model's parameters, so it "
-                "cannot be saved: use such keys"
+                "cannot be saved: use only keys of these types"
             )
         return {
             "dict": [
@@ -91,10 +93,12 @@ def pack(
 
 
 def unpack(packed: dict[str, Any], existing: Any, tensors: dict[str, Tensor], own: list[nn.Parameter]) -> Any:
-    """Return the packed value, if possible inside `existing`; `KEEP` if nothing must be set.
+    """Return the value that `pack` described; change the object `existing` in place where possible.
+
+    Return `KEEP` if the value was not saved and there is no `existing` object.
 
     Raises:
-        StrategyError: a packed state belongs to an object that does not exist here.
+        StrategyError: the checkpoint has the state of an object that does not exist here.
     """
     kind = next(iter(packed))
     content = packed[kind]
@@ -148,7 +152,7 @@ def unpack(packed: dict[str, Any], existing: Any, tensors: dict[str, Tensor], ow
 
 
 def as_text(skeleton: Any) -> Tensor:
-    """Write `skeleton` as JSON and return the text's bytes as a tensor."""
+    """Write a value as JSON, and return the text's bytes as a tensor."""
     return torch.tensor(list(json.dumps(skeleton).encode()), dtype=torch.uint8)
 
 
@@ -158,21 +162,24 @@ def from_text(text: Tensor) -> Any:
 
 
 def remember_as_built(optimizer: Optimizer) -> Optimizer:
-    """Record the values outside `state`, so that unchanged values need not be saved. Return the optimizer."""
+    """Record a new optimizer's values outside `optimizer.state`, so that checkpoints save only changes.
+
+    Return the optimizer.
+    """
     tensors: dict[str, Tensor] = {}
     optimizer.as_built = _beside(optimizer, tensors), {k: x.clone() for k, x in tensors.items()}  # type: ignore[attr-defined]
     return optimizer
 
 
 def optimizer_state(optimizer: Optimizer) -> dict[str, Tensor]:
-    """Return all of an optimizer's state, as tensors.
+    """Return all of an optimizer's state, as named tensors.
 
-    The tensors of `state` are named "<parameter>.<entry>". The tensor "skeleton" holds the other values, as bytes of
-    JSON: the numbers in `state`, and the entries of `param_groups` and attributes that have changed since the optimizer
-    was built.
+    The tensors of `optimizer.state` are named "<parameter's number>.<entry>". The tensor "skeleton" holds all other
+    values, as bytes of JSON: the numbers in `optimizer.state`, and the entries of `param_groups` and attributes that
+    have changed since the optimizer was built.
 
     Raises:
-        StrategyError: a value is of a kind that cannot be saved.
+        StrategyError: a value has a type that cannot be saved.
     """
     own = _numbers(optimizer)
     tensors: dict[str, Tensor] = {}
@@ -200,10 +207,14 @@ def optimizer_cut(
     optimizer: Optimizer, parameters: Sequence[nn.Parameter], slots: Sequence[tuple[Layout, Slot]], name: str,
     shape: Sequence[int],
 ) -> Cut | None:  # fmt: skip
-    """Return this process's part of the tensor `name` of `optimizer_state`; None: all of it.
+    """Return which part of the tensor `name` of `optimizer_state` this process holds; None: all of it.
 
-    The optimizer's `parameters` lie in `slots`. An entry in a parameter's shape is cut like the parameter; other
-    entries are whole.
+    An entry with its parameter's shape is split between processes like the parameter. All other entries are whole.
+
+    Args:
+        parameters: the optimizer's parameters.
+        slots: layout and slot of each parameter.
+        shape: the tensor's shape.
     """
     number = name.partition(".")[0]
     if not number.isdigit():
@@ -214,9 +225,9 @@ def optimizer_cut(
 
 
 def load_optimizer_state(optimizer: Optimizer, tensors: dict[str, Tensor]) -> None:
-    """Put `tensors` from `optimizer_state` back, as copies.
+    """Load copies of the tensors that `optimizer_state` returned into `optimizer`.
 
-    Each goes to its parameter's device, as in torch; "step" goes to the CPU unless the optimizer is fused or
+    As in torch, each copy lies on its parameter's device. Only "step" lies on the CPU, unless the optimizer is fused or
     capturable.
     """
     places = [(group, p) for group in optimizer.param_groups for p in group["params"]]

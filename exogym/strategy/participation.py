@@ -1,14 +1,16 @@
-"""Rounds of a server that asks clients: which clients are available, in time, and enough.
+"""Rounds of a server that asks clients: which clients it asks, which report in time, and whether these are enough.
 
-Bonawitz et al., `Towards Federated Learning at Scale`, arXiv:1902.01046. A server asks more clients than it needs,
-takes the first reports until a deadline, and gives the round up if too few came. Round r begins at T_r:
+Bonawitz et al., `Towards Federated Learning at Scale`, arXiv:1902.01046. A server needs the reports (the updates) of k
+clients. It asks more clients than k and takes the first reports until a deadline. If too few reports come, it gives the
+round up. Client i takes t_i seconds for its local steps. Round r begins at T_r:
 
     asked      ceil(k (1 + over_sampling)) of the clients available at T_r, drawn without replacement
     t_i        = (local steps) step_seconds / speed_i
     reports    of asked clients with t_i <= deadline_s that stay available until T_r + t_i; the first k count
-    T_r+1      = T_r + the time of the k-th report; with fewer reports the deadline (none: the last report)
+    T_r+1      = T_r + the time of the k-th report; with fewer reports the deadline (if none is set: the last report)
 
-All of it follows from (seed, round), the step times and the trace, so runs repeat and nothing needs saving.
+The seed, the round's number, the step times and the trace of availability determine all values. So runs repeat exactly,
+and checkpoints need not save anything.
 """
 
 from __future__ import annotations
@@ -26,7 +28,14 @@ from exogym.faults import Availability
 
 @dataclass(frozen=True)
 class Round:
-    """A round on the server's clock: begin and end, the asked clients, the counted reports, and whether it holds."""
+    """A round on the server's clock.
+
+    Attributes:
+        begin_s, end_s: the round's begin and end, in seconds.
+        asked: the clients that the server asked.
+        reported: the clients whose reports came in time; at most as many as the server needs.
+        holds: whether enough clients reported. If not, the server gave the round up.
+    """
 
     begin_s: float
     end_s: float
@@ -36,11 +45,15 @@ class Round:
 
     @property
     def clients(self) -> list[int]:
-        """Return the clients that act in the round: nobody if it was given up."""
+        """Return the clients whose reports the server uses: no clients if it gave the round up."""
         return self.reported if self.holds else []
 
     def record(self, fleet: Fleet) -> None:
-        """Record the bytes of asked clients whose reports do not count."""
+        """Record the bytes of wasted transfers.
+
+        These are parameters for asked clients whose reports do not count, and reports of a round that the server gave
+        up.
+        """
         counted = set(self.clients)
         in_vain = [i for i in self.asked if i not in counted]
         for block in fleet.blocks:
@@ -52,15 +65,18 @@ class Round:
 
 
 class Participation:
-    """The rounds of a run.
+    """All rounds of a run in which a server asks clients.
 
     Args:
-        num_nodes: N.
+        seed: the run's seed, from which the server draws clients.
+        num_nodes: N, the number of clients.
         wanted: k, reports that the server needs in a round.
-        work: round's number -> local steps of each client, (N,) or a number.
-        step_s: seconds of a step at speed 1, (N,) or a number.
-        over_sampling, deadline_s: as above.
-        min_reports: the server gives the round up if fewer reports came.
+        work: a function from a round's number to each client's local steps: (N,), or a number for all clients.
+        step_s: seconds of a step at speed 1: (N,), or a number for all clients.
+        availability: when clients are available, and their speeds. None: always, at speed 1.
+        over_sampling: the server asks ceil(k (1 + over_sampling)) clients.
+        deadline_s: seconds after which reports do not count. None: no deadline.
+        min_reports: the server gives a round up if fewer reports came.
 
     >>> rounds = Participation(seed=0, num_nodes=10, wanted=2, work=lambda r: 5, step_s=0.1, over_sampling=0.5)
     >>> first = rounds.of(0)
@@ -88,7 +104,7 @@ class Participation:
         self._known: dict[int, Round] = {}
 
     def of(self, number: int) -> Round:
-        """Return round `number`, from 0."""
+        """Return the round with the number `number`, counted from 0."""
         while len(self._begins) <= number:
             last = len(self._begins) - 1
             held = self._known[last] if last in self._known else self._held(last)
@@ -100,18 +116,22 @@ class Participation:
         return self._known[number]
 
     def failed(self, count: int) -> int:
-        """Return how many of the first `count` rounds were given up."""
+        """Return how many of the first `count` rounds the server gave up."""
         self.of(count)
         return sum(self._fails[:count])
 
     def figures(self, ended: int) -> dict[str, float]:
-        """Return the figures of the first `ended` rounds, for the history."""
+        """Return figures for the history after `ended` rounds.
+
+        These are the server's time, the clients asked and reports counted in the last round, and the number of rounds
+        given up.
+        """
         last = self.of(ended - 1)
         found = {"server_time_s": last.end_s, "asked": len(last.asked), "reports": len(last.reported)}
         return found | {"failed_rounds": self.failed(ended)}
 
     def slack_s(self, number: int, clients: Sequence[int]) -> float:
-        """Return how many seconds longer round `number` lasts than the slowest of `clients` takes at speed 1."""
+        """Return by how many seconds round `number` lasts longer than the slowest of `clients` computes at speed 1."""
         work_s = np.broadcast_to(np.asarray(self.work(number)) * self.step_s, self.num_nodes)
         held = self.of(number)
         return max(0.0, held.end_s - held.begin_s - max((float(work_s[i]) for i in clients), default=0.0))

@@ -1,17 +1,19 @@
 """Post-local SGD: averaged gradients first, local steps later.
 
-Lin et al., Don't use large mini-batches, use local SGD, arXiv:1808.07217. With a switch after step t0:
+Lin et al., Don't use large mini-batches, use local SGD, arXiv:1808.07217. N nodes have the parameters theta_i and the
+gradients g_i, and Opt is the inner optimizer. With a switch after step t0:
 
     t <= t0:  g = (1/N) sum_i g_i,  theta_i <- Opt(theta_i, clip(g))     # DDP
     t >  t0:  theta_i <- Opt(theta_i, clip(g_i)), and after steps divisible by H: theta_i <- (1/N) sum_j theta_j
 
-Inner optimizer states are kept across the switch, and stay local.
+The switch keeps the inner optimizers' states. Nodes never average these states.
 
-Payload P b bytes per node and step up to t0, then P b every H steps; ring all-reduce, tx = rx = 2 (N-1)/N P b. With
-t0 >= T it is DDP; with t0 = 0, H = 1 and plain SGD, too. torch's version (`post_localSGD_hook` and
-`PeriodicModelAverager`) counts H from its warm-up instead, and can continue to average gradients inside a machine.
+Payload P b bytes per node and step up to t0, then P b every H steps, for P parameters of b bytes; ring all-reduce, tx =
+rx = 2 (N-1)/N P b. If t0 is at least the run's number of steps, the method is DDP. With t0 = 0, H = 1 and plain SGD it
+equals DDP, too. torch's version (`post_localSGD_hook` and `PeriodicModelAverager`) counts H from its warm-up instead.
+It can also continue to average gradients inside a machine.
 
-With absent nodes: as DDP up to t0, as local SGD later.
+Absent nodes: as in DDP up to t0, as in local SGD later.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from exogym.strategy.traffic import Traffic
 
 
 class EarlyGradientAverage(GradientModule):
-    """Average the gradients up to and including step `stop`; later every node uses its own gradient."""
+    """Average the nodes' gradients up to and including step `stop`. Later each node uses its own gradient."""
 
     weighted_means = True
 
@@ -51,7 +53,7 @@ class EarlyGradientAverage(GradientModule):
 
 
 class LateAverage(PeriodicModule):
-    """Average the parameters after every step over `after` that H divides."""
+    """Average the nodes' parameters at the end of each round of `H` steps, but only after step `after`."""
 
     weighted_means = True
 
@@ -82,13 +84,16 @@ class PostLocalSGDStrategy(CommunicateOptimizeStrategy):
         t <= t0:  theta_i <- Opt(theta_i, clip(mean_j g_j))
         t >  t0:  theta_i <- Opt(theta_i, clip(g_i)), and theta_i <- mean_j theta_j every H steps
 
-    Payload: P b bytes per node and step up to t0, then P b every H steps.
+    Node i has the parameters theta_i and the gradient g_i; t is the step and Opt the inner optimizer.
+
+    Payload: P b bytes per node and step up to t0, then P b every H steps, for P parameters of b bytes.
 
     Args:
-        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`. Clipping acts on the averaged
-            gradient up to `start_step`, on each node's own gradient later.
+        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`. Up to `start_step`, clipping
+            acts on the averaged gradient; later on each node's own gradient.
         H: steps between averages of the parameters, after `start_step`.
-        start_step: t0, steps with averaged gradients. The paper switches when the learning rate first decays.
+        start_step: t0, the number of first steps with averaged gradients. The paper switches when the learning rate
+            first decays.
 
     >>> strategy = PostLocalSGDStrategy("sgd", H=16, start_step=500, lr=0.1)
     """

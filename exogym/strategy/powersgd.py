@@ -1,21 +1,25 @@
-"""PowerSGD: each matrix's gradient as a product of two thin matrices, by one step of power iteration.
+"""PowerSGD: nodes average each matrix's gradient as a product of two thin matrices, by a step of power iteration.
 
-Vogels, Karimireddy, Jaggi, arXiv:1905.13727. A tensor of several dimensions is a matrix, n x m: first dimension by the
-rest. Per matrix, with rank r and node i's error E_i, as torch's `powerSGD_hook`:
+Vogels, Karimireddy, Jaggi, arXiv:1905.13727. A tensor of several dimensions is taken as an n x m matrix, where n is its
+first dimension. For each matrix, node i has the gradient G_i and the error E_i, which its earlier messages left out.
+With rank r, as torch's `powerSGD_hook`:
 
     M_i = G_i + E_i;   Q <- orth(Q);   P <- orth(mean_i M_i Q);   Q <- mean_i M_i^T P
     G = P Q^T;   E_i = M_i - G;   theta <- Opt(theta, clip(G)) for all i
 
-Q, m x r, is the same on all nodes, drawn once from the seed and kept from step to step (warm start). The error is the
-difference to the common approximation (epfml/powersgd keeps M_i - P Q_i^T; the sums over i are the same). So if E_i = 0
-at first, sum_t G + mean_i E_i = sum_t mean_i G_i. A matrix is compressed if (n + m) r min_rate < n m. Vectors and other
-matrices travel uncompressed, in the first of a step's two all-reduces.
+orth makes a matrix's columns orthonormal, and Opt is the inner optimizer. Q, m x r, is the same on all nodes: they draw
+it once from the seed, and each step starts from the last step's Q (warm start). The error is the difference from the
+common approximation G (epfml/powersgd keeps M_i - P Q_i^T; the sums over i are the same). So if E_i = 0 at first, sum_t
+G + mean_i E_i = sum_t mean_i G_i. A matrix is compressed if (n + m) r min_rate < n m. Vectors and all other matrices
+travel uncompressed, in the first of a step's two all-reduces.
 
-Payload: sum over matrices of r (n + m) b + rest b bytes per step, in two all-reduces, and P b in the first `start_step`
-steps. `advise` assumes matrices of 1024 x 1024: 2 r P b / 1024.
+Payload per step, in two all-reduces, with b bytes per element: r (n + m) b bytes for each compressed matrix, and b
+bytes for each other element. In the first `start_step` steps nodes send all gradients uncompressed: P b bytes for P
+parameters. `advise` assumes that all parameters are in matrices of 1024 x 1024: 2 r P b / 1024 bytes.
 
-With absent nodes: means are over the present nodes. An absent node's error rests. A returning node's error is zero. It
-continues at the fleet's step with parameters, buffers, inner optimizer state and Q of a node that stayed, broadcast.
+With absent nodes: means are over the present nodes. An absent node's error stays as it is, and becomes zero when the
+node returns. The returning node continues at the fleet's step. It receives parameters, buffers, inner optimizer state
+and Q from a node that stayed, by a broadcast.
 """
 
 from __future__ import annotations
@@ -42,14 +46,15 @@ SIDE = 1024  # rows and columns of the matrices that `advise` assumes
 
 
 class LowRankMean(GradientModule):
-    """Replace the gradients by a low-rank approximation of their mean, with error feedback.
+    """Replace the gradients by a low-rank approximation of their mean over the nodes, with error feedback.
 
     Args:
-        rank: r, the rank of the approximations; a matrix takes min(r, n, m).
-        start_step: number of first steps with a plain average.
-        min_rate: a matrix is compressed if this makes it smaller by more than this factor.
+        rank: r, the rank of the approximations; an n x m matrix takes min(r, n, m).
+        start_step: number of first steps in which nodes average uncompressed gradients.
+        min_rate: a matrix is compressed if compression makes it smaller by more than this factor.
 
-    State: E, (rows, P); Q, one for all.
+    State: the error of each node, (rows, P) for P parameters; the matrices Q of the power iteration, one copy for all
+    nodes.
     """
 
     acts_on = "tensors"
@@ -66,7 +71,7 @@ class LowRankMean(GradientModule):
         return [Traffic("all_reduce", self.rank * P * b / SIDE), Traffic("all_reduce", self.rank * P * b / SIDE)]
 
     def shape(self, slot: Slot) -> tuple[int, int, int] | None:
-        """Return a parameter's n, m and rank as a matrix; None if it travels uncompressed."""
+        """Return n, m and the rank of a parameter, taken as an n x m matrix; None if it travels uncompressed."""
         if not slot.shape:
             return None
         n, m = slot.shape[0], slot.numel // slot.shape[0]
@@ -140,7 +145,10 @@ class LowRankMean(GradientModule):
 
 
 def orthogonal(x: Tensor) -> Tensor:
-    """Return (n, r) orthonormal columns that span the columns of `x`, in fp32 at least."""
+    """Return an (n, r) matrix with orthonormal columns, which span the columns of `x`, also (n, r).
+
+    The computation is in fp32, or in fp64 if `x` is in fp64.
+    """
     wide = x if x.dtype == torch.float64 else x.float()
     return torch.linalg.qr(wide).Q.to(x)
 
@@ -155,14 +163,17 @@ class PowerSGDStrategy(CommunicateOptimizeStrategy):
 
         P <- orth(mean_i (G_i + E_i) Q);   Q <- mean_i (G_i + E_i)^T P;   G = P Q^T;   E_i <- G_i + E_i - G
 
-    Payload: r (n + m) b bytes per n x m matrix, node and step, and b per element of other parameters.
+    For an n x m matrix of parameters, node i has the gradient G_i and the error E_i, which its earlier messages left
+    out. All nodes step along G. orth makes columns orthonormal, and Q starts from the last step's Q.
+
+    Payload: r (n + m) b bytes per matrix, node and step, and b bytes per element of other parameters.
 
     Args:
-        rank: r, the rank of the approximations; the paper has 1 to 4 for images, 4 to 32 for language.
-        start_step: number of first steps with a plain average (torch's hook has 1000).
+        rank: r, the rank of the approximations. The paper takes 1 to 4 for images, 4 to 32 for language.
+        start_step: number of first steps in which nodes average uncompressed gradients (torch's hook has 1000).
         min_rate: a matrix is compressed if (n + m) r min_rate < n m, as in torch's hook.
-        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`; the optimizer (momentum) and
-            clipping act on the approximation.
+        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`. The inner optimizer (and its
+            momentum) and clipping act on the approximation G.
 
     >>> strategy = PowerSGDStrategy(inner_optim="sgd", rank=2, lr=0.1)
     """

@@ -1,18 +1,21 @@
 """Differential privacy of clients: bound and count how much a run reveals about any client.
 
 McMahan, Ramage, Talwar, Zhang, Learning Differentially Private Recurrent Language Models, arXiv:1710.06963 (DP-FedAvg,
-flat clipping, fixed denominator). In each round every one of N clients takes part with probability q, independently:
+flat clipping, fixed denominator). theta are the server's parameters, theta_i the parameters of client i after its local
+steps. In each round each of N clients takes part with probability q, independently of the others:
 
     Delta_i <- Delta_i min(1, C / |Delta_i|)                          Delta_i = theta_i - theta, at the client
     theta   <- theta + (sum of Delta_i + noise) / (q N)               noise ~ N(0, (z C)^2) in each element
 
-A round in which nobody takes part adds noise like any other. Clients have equal weights, because weights by examples
-would need a bound, too. Two sets of clients are neighbors if they differ in one client. One round is a Gaussian
-mechanism with noise multiplier z under Poisson sampling with rate q. The epsilon spent after R rounds is the epsilon of
-R such mechanisms, by Renyi accounting (`dp-accounting`).
+C bounds the norm of an update, and z is the noise multiplier. A round without any client adds noise, too. All clients
+have equal weights, because weights by examples would also need a bound.
 
-Bytes: as FedAvg with sampled clients. The noise follows from the run's seed: anybody who knows the seed can subtract
-it.
+Two sets of clients are neighbors if they differ in one client. One round is a Gaussian mechanism with noise multiplier
+z under Poisson sampling with rate q. The epsilon spent after R rounds is the epsilon of R such mechanisms, by Renyi
+accounting (`dp-accounting`).
+
+Bytes: as FedAvg with sampled clients. The noise follows from the run's seed. Anybody who knows the seed can subtract
+the noise.
 """
 
 from __future__ import annotations
@@ -37,10 +40,14 @@ class DifferentialPrivacy:
 
         Delta_i <- Delta_i min(1, C / |Delta_i|);   theta <- theta + (sum_i Delta_i + noise) / (q N)
 
+    Delta_i is client i's update of the server's parameters theta. Each of N clients takes part in a round with
+    probability q.
+
     Args:
-        clip: C, the largest 2-norm of a client's update.
-        noise_multiplier: z; the noise has the standard deviation z C. 0 clips only, and epsilon is infinite.
-        delta: of (epsilon, delta); usually under 1 / N.
+        clip: C, the largest 2-norm of a client's update. A longer update is scaled down to this norm.
+        noise_multiplier: z. In each element the noise has the standard deviation z C. With z = 0 updates are only
+            clipped, and epsilon is infinite.
+        delta: the delta in (epsilon, delta) differential privacy, usually less than 1 / N.
 
     Raises:
         ArgumentError: a number is out of range, or `dp-accounting` is not installed.
@@ -60,7 +67,7 @@ class DifferentialPrivacy:
         accounting()
 
     def epsilon(self, rate: float, rounds: int) -> float:
-        """Return the epsilon spent by `rounds` rounds, if a share `rate` of the clients takes part on average."""
+        """Return the epsilon spent by `rounds` rounds in which each client takes part with probability `rate`."""
         if not rounds:
             return 0.0
         if not self.noise_multiplier:
@@ -77,7 +84,11 @@ class DifferentialPrivacy:
             log.setLevel(before)
 
     def clip_rows(self, fleet: Fleet, rows: Sequence[int], theta: Sequence[Tensor]) -> None:
-        """Shorten each row's change from `theta`, (1, P) per block, to the norm `clip` if it is longer."""
+        """Shorten the updates of the local rows `rows` to the norm `clip`, in place. Shorter updates stay unchanged.
+
+        Args:
+            theta: the server's parameters, (1, P) per block. A row's update is the row minus `theta`.
+        """
         for row in rows:
             moved = [block.params[row] - x[0] for block, x in zip(fleet.blocks, theta, strict=True)]
             norm = math.sqrt(sum(float(u.double().square().sum()) for u in moved))
@@ -86,13 +97,18 @@ class DifferentialPrivacy:
                     torch.add(x[0], u, alpha=self.clip / norm, out=block.params[row])
 
     def noise(self, like: Tensor, clients: float, seed: int, *ids: int) -> Tensor:
-        """Return the noise, shaped `like`, for a mean over `clients` clients (an expected number)."""
+        """Return the noise for a mean over `clients` clients, in the shape of `like`.
+
+        Args:
+            clients: the expected number of clients in a round; may be a fraction.
+            seed, *ids: determine the noise.
+        """
         drawn = torch.randn(like.shape, generator=generator(seed, "privacy", *ids), dtype=torch.float64)
         return (drawn * (self.noise_multiplier * self.clip / clients)).to(like.device, like.dtype)
 
 
 def accounting() -> Any:
-    """Return `dp_accounting`.
+    """Import and return the module `dp_accounting`.
 
     Raises:
         ArgumentError: `dp-accounting` is not installed.

@@ -1,15 +1,19 @@
-"""QSGD: gradients rounded at random to a few levels, so that their mean stays right.
+"""QSGD: nodes round their gradients to a few levels at random, so that the expected value stays exact.
 
-Alistarh et al., arXiv:1610.02132. The row is cut into buckets of d numbers; in each, with s levels:
+Alistarh et al., arXiv:1610.02132. The gradient g of a node is cut into buckets of d numbers. In each bucket, with s
+levels, an entry g_j becomes Q(g_j). All nodes then step with the mean over the N nodes, where Opt is the inner
+optimizer:
 
     a_j = |g_j| s / |g|_2;   level_j = floor(a_j), or one more with probability a_j - floor(a_j)
     Q(g_j) = |g|_2 sign(g_j) level_j / s;   g = mean_i Q(g_i),   theta <- Opt(theta, clip(g))
 
-E Q(g) = g, and E|Q(g) - g|^2 <= min(d / s^2, sqrt(d) / s) |g|^2. Each node draws its own numbers from (seed, step,
-node), so errors are independent and the mean's variance falls as 1/N.
+With the expected value E, each bucket has E Q(g) = g and E|Q(g) - g|^2 <= min(d / s^2, sqrt(d) / s) |g|^2. Each node
+draws its own random numbers from (seed, step, node). So the nodes' errors are independent, and the mean's variance
+falls as 1/N.
 
-Payload ceil(P (1 + ceil(log2(s + 1))) / 8) + 4 ceil(P / d) bytes per step, all-gather, tx = rx = (N-1) payload. Codes
-have a fixed length (the paper's Elias coding is shorter). With absent nodes: as DDP, among the present nodes.
+Payload ceil(P (1 + ceil(log2(s + 1))) / 8) + 4 ceil(P / d) bytes per step for P parameters; all-gather, tx = rx = (N-1)
+payload. All codes have the same length (the paper's Elias coding is shorter). With absent nodes: as DDP, among the
+present nodes.
 """
 
 from __future__ import annotations
@@ -29,11 +33,14 @@ class QSGDStrategy(CommunicateOptimizeStrategy):
 
         g = mean_i Q(g_i), with E Q(g_i) = g_i;   theta <- Opt(theta, clip(g))
 
-    Payload: ceil(P (1 + ceil(log2(s + 1))) / 8) + 4 ceil(P / d) bytes per node and step.
+    Q rounds the gradient g_i of node i at random, and E is the expected value. Opt is the inner optimizer.
+
+    Payload: ceil(P (1 + ceil(log2(s + 1))) / 8) + 4 ceil(P / d) bytes per node and step, for P parameters.
 
     Args:
-        levels: s, without zero; the codes take 1 + ceil(log2(s + 1)) bits. The paper's 4 and 8 bits are 7 and 127.
-        bucket: d, entries that share a norm.
+        levels: s, the number of levels without zero. A code takes 1 + ceil(log2(s + 1)) bits. For the paper's 4 bits
+            take 7 levels, for its 8 bits 127.
+        bucket: d, the number of entries that share a norm.
         inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`; clipping acts on the mean.
 
     >>> strategy = QSGDStrategy(inner_optim="sgd", levels=7, lr=0.1)

@@ -1,15 +1,17 @@
-"""int8 all-reduce: data-parallel training whose sums travel in codes of 8 bits.
+"""int8 all-reduce: data-parallel training in which nodes send gradients as codes of 8 bits.
 
-As in INTELLECT-1, arXiv:2412.01152, but symmetric: scale = max|x| / 127 in each bucket, q = round(x / scale), with an
-error of at most scale / 2. A ring cannot add codes, so the mean has two stages (`mean_in_shards`):
+As in INTELLECT-1, arXiv:2412.01152, but with symmetric codes: in each bucket, scale = max|x| / 127 and q = round(x /
+scale), with an error of at most scale / 2. A ring cannot add codes, so the mean has two stages (`mean_in_shards`). Q(x)
+is x, encoded and decoded. The gradient g_i of node i is cut into N shards, and node k averages shard k of all nodes:
 
-    shard k of everyone -> node k:  m_k = mean_i Q(g_i)_k in fp32;   all gather Q(m_k);   g = (Q(m_1), ..., Q(m_N))
+    shard k of all nodes -> node k:  m_k = mean_i Q(g_i)_k in fp32;   all gather Q(m_k);   g = (Q(m_1), ..., Q(m_N))
     theta <- Opt(theta, clip(g))
 
 Each entry is rounded twice, for every N (a ring would round N times). All nodes end with the same bits.
 
-Payload: S = N (ceil(w bits / 8) + 4 ceil(w / bucket)) bytes with w = ceil(P / N), all-to-all, then S / N, all-gather;
-tx = rx = 2 (N-1)/N S. With absent nodes: as DDP, in shards of the present nodes.
+Payload for P parameters, with w = ceil(P / N): S = N (ceil(w bits / 8) + 4 ceil(w / bucket)) bytes in an all-to-all,
+then S / N bytes in an all-gather; tx = rx = 2 (N-1)/N S. With absent nodes: as DDP, with one shard for each present
+node.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from exogym.strategy.traffic import Traffic
 
 
 class QuantizedAverage(GradientModule):
-    """Replace the gradients by their quantized mean."""
+    """Replace each node's gradient by the quantized mean over the nodes."""
 
     weighted_means = only_means = True
     acts_on = "row"
@@ -56,11 +58,14 @@ class QuantizedReduceStrategy(CommunicateOptimizeStrategy):
 
         g = Q(mean_i Q(g_i)), each Q with an error of at most half its scale;   theta <- Opt(theta, clip(g))
 
-    Payload: about a quarter of DDP's bytes at 8 bits, (1 + 1/N) (P bits / 8 + 4 P / bucket) per node and step.
+    g_i is the gradient of node i, and Q rounds it to codes of `bits` bits. Opt is the inner optimizer.
+
+    Payload: (1 + 1/N) (P bits / 8 + 4 P / bucket) bytes per node and step for P parameters and N nodes; at 8 bits about
+    a quarter of DDP's bytes.
 
     Args:
-        bits: per entry, 2 to 8, or 16.
-        bucket: entries that share a scale.
+        bits: bits per entry, 2 to 8, or 16.
+        bucket: number of entries that share a scale.
         inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`; clipping acts on the mean.
 
     >>> strategy = QuantizedReduceStrategy(inner_optim="adamw", bits=8, lr=1e-3)

@@ -1,4 +1,4 @@
-"""Strategies by name: written as text, as on the command line (`diloco:H=20:outer_lr=0.5`), and in a table."""
+"""Strategies by name: read a strategy from text, as on the command line (`diloco:H=20`), or list all in a table."""
 
 from __future__ import annotations
 
@@ -31,14 +31,15 @@ _ELSEWHERE = {  # methods that are options of other strategies, by the names in 
 
 
 def parse_strategy(text: str, **defaults: Any) -> Strategy:
-    """Return the strategy written as `name`, or `name:option=value:option=value`.
+    """Return the strategy that a text describes: `name`, or `name:option=value:option=value`.
 
     Args:
-        text: a name of `STRATEGIES`, and arguments of its class. A value is a whole number, a number, `true`, `false`,
-            `none`, or otherwise text.
-        **defaults: any of `DEFAULTS`. Each applies if the class takes it and the text does not set it. `outer_lr`
-            applies only to the paper's outer optimizer, `outer_momentum` only beside `outer_lr`, and `inner_optim` only
-            to a class whose equation allows it (`only_inner`).
+        text: a name in `STRATEGIES`, then arguments of its class. A value is read as a whole number, a number, `true`,
+            `false` or `none` if possible, otherwise as text.
+        **defaults: values for arguments named in `DEFAULTS`. A default applies if the class takes the argument and the
+            text does not set it. `outer_lr` applies only if the text does not set `outer_optim`; `outer_momentum` only
+            if the text sets neither `outer_optim` nor `outer_lr`; `lr` only if the text does not set `inner_lr`.
+            `inner_optim` applies only to a class whose equation allows this optimizer (`only_inner`).
 
     Raises:
         ArgumentError: a strategy or option is unknown (the message names the nearest), or a value is not allowed.
@@ -83,10 +84,11 @@ def parse_strategy(text: str, **defaults: Any) -> Strategy:
 
 
 def unknown(name: str, *further: str) -> ArgumentError:
-    """Return the error for an unknown strategy name, with its name in ExoGym or the nearest name.
+    """Return the error for an unknown strategy. The message suggests the method's name in ExoGym, or the nearest name.
 
     Args:
-        further: known names beside `STRATEGIES`.
+        name: the unknown name.
+        *further: known names beside `STRATEGIES`.
 
     >>> print(unknown("fedadam"))
     unknown strategy 'fedadam': it is 'fedopt:server_optim=adam' here
@@ -100,7 +102,7 @@ def unknown(name: str, *further: str) -> ArgumentError:
 
 
 def table() -> str:
-    """Return the Markdown table of this package's strategies: payload, collectives and needs."""
+    """Return a Markdown table of this package's strategies, with payload, collectives and needs."""
     heads = ("name", "payload of a node per step", "collectives", "needs")
     lines = []
     for name, kind in _ours():
@@ -110,7 +112,7 @@ def table() -> str:
 
 
 def table_of_identities() -> str:
-    """Return the Markdown table of this package's strategies: class, equation, paper and identities."""
+    """Return a Markdown table of this package's strategies, with class, paper, equation and identities."""
     heads = ("name and class", "paper", "equation", "equal to")
     lines = [
         (f"`{name}`, `{kind.__name__}`", kind.paper, f"`{kind.equation}`", "; ".join(kind.identities))

@@ -1,4 +1,4 @@
-"""Rounds: after which steps nodes synchronize, if H is a number or a function of the round."""
+"""Rounds: after which steps nodes synchronize. The steps of a round, H, are a number or a function of the round."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from exogym.errors import ArgumentError, check_count
 
 
 class Rounds:
-    """The steps that end rounds: H, 2 H, ..., or H(0), H(0) + H(1), ... if H is a function of the round.
+    """The rounds of a run, for an H that is a number or a function.
 
-    The function must be pure: the same round gives the same number, in every process and after a stop.
+    Rounds end after the steps H, 2 H, ... if H is a number. If H is a function of the round's number, rounds end after
+    the steps H(0), H(0) + H(1), ... The function must be pure: for the same round it returns the same number, in every
+    process and after a stop.
 
     Args:
         H: steps of a round, at least 1, or a function from the round's number (from 0) to its steps.
 
     Raises:
-        ArgumentError: H is anything else (a function may fail later, at its round), or a function's second answer
-            differs from its first.
+        ArgumentError: H is anything else, or two calls of the function for a round return different numbers. A function
+            may also fail later, when the round begins.
 
     Attributes:
         foreseen: whether the lengths of future rounds are known.
@@ -45,13 +47,13 @@ class Rounds:
         check_count(f"H({number})", given)
         if (again := self.H(number)) != given:  # type: ignore[operator]
             raise ArgumentError(
-                f"H({number}) gave {given} and then {again}: H must be a pure function of the round, with nothing "
-                "drawn or counted in it"
+                f"H({number}) gave {given} and then {again}: H must be a pure function of the round, without "
+                "random numbers or counters"
             )
         self._ends.append(self._ends[-1] + given)
 
     def end_after(self, step: int) -> int:
-        """Return the first step after `step` that ends a round."""
+        """Return the first step after `step` at which a round ends."""
         if isinstance(self.H, int):
             return (step // self.H + 1) * self.H
         while self._ends[-1] <= step:
@@ -59,18 +61,18 @@ class Rounds:
         return self._ends[bisect_right(self._ends, step)]
 
     def of_step(self, step: int) -> int:
-        """Return the round (from 0) in which step number `step` (from 1) is taken."""
+        """Return the number (from 0) of the round to which the step number `step` (from 1) belongs."""
         if isinstance(self.H, int):
             return (step - 1) // self.H
         self.end_after(step)
         return bisect_left(self._ends, step) - 1
 
     def lengths(self, total_steps: int) -> list[int]:
-        """Return the steps of each round that begins within `total_steps` steps."""
+        """Return the number of steps of each round that begins within the first `total_steps` steps."""
         return self.first(self.of_step(total_steps) + 1)
 
     def first(self, count: int) -> list[int]:
-        """Return the steps of each of the first `count` rounds."""
+        """Return the number of steps of each of the first `count` rounds."""
         if isinstance(self.H, int):
             return [self.H] * count
         while len(self._ends) <= count:
@@ -82,10 +84,14 @@ RoundLength = int | Callable[[int], int] | Rounds
 
 
 def check_one_length(H: Any, name: str) -> None:
-    """Refuse H unless it is a number, for the strategy or module `name`.
+    """Raise an error if H is not a number, for a strategy or module whose rounds all have the same length.
+
+    Args:
+        H: steps of a round.
+        name: the strategy's or module's name, for the message.
 
     Raises:
-        ArgumentError: H is a function, a tuner's rounds, or not a whole number of at least 1.
+        ArgumentError: H is a function, a tuner chooses H, or H is not a whole number of at least 1.
     """
     if callable(H) or isinstance(H, Rounds):
         lengths = f"H={H!r}" if callable(H) else "an H that a tuner chooses"

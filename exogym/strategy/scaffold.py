@@ -1,18 +1,21 @@
 """SCAFFOLD: FedAvg whose clients correct their gradients for the difference between their data and everyone's.
 
-Karimireddy et al., arXiv:1910.06378. With control variates c at the server and c_i at each client, zero at first:
+Karimireddy et al., arXiv:1910.06378. The server has the parameters theta and the control variate c, client i has the
+control variate c_i; c and c_i are zero at first. In a round, client i starts with y_i = theta:
 
     y_i <- y_i - eta_l (g_i(y_i) - c_i + c)                  # K local steps from theta
-    c_i+ = (1/K) sum of the round's g_i(y_i)                 # of SGD: option II, c_i - c + (theta - y_i) / (K eta_l)
+    c_i+ = (1/K) sum of the round's g_i(y_i)                 # SGD: option II, c_i - c + (theta - y_i) / (K eta_l)
     theta <- theta + eta_g mean_{i in S} (y_i - theta);   c <- c + (1/N) sum_{i in S} (c_i+ - c_i);   c_i <- c_i+
 
-N counts all clients, S the round's clients. The paper's option II equals the mean of the round's local gradients. This
-code computes this mean, so it holds for any inner optimizer and schedule. Gradients are the loss's, before clipping and
-without the inner optimizer's weight decay.
+eta_l is the clients' learning rate and eta_g the server's; g_i is client i's gradient. N counts all clients, S are the
+round's clients. With SGD the paper's option II equals the mean of the round's local gradients. This code computes the
+mean, so it also works for any other inner optimizer and schedule. The gradients in the mean are the loss's, before
+clipping and without the inner optimizer's weight decay.
 
-Payload 2 P b bytes per client every H steps, y_i and c_i+ - c_i, each like FedAvg's. With absent nodes: S counts the
-present clients only. A node that missed the synchronization continues, and its next c_i+ is the mean over all its steps
-since the last one. A node that was down keeps its c_i, and receives c with the parameters: 2 P b bytes.
+Payload 2 P b bytes per client every H steps, for P parameters of b bytes: y_i and c_i+ - c_i, each sent as in FedAvg.
+With absent nodes: S counts only the present clients. A node that missed a synchronization continues, and its next c_i+
+is the mean over all its steps since the last synchronization in which it took part. A node that was down keeps its c_i,
+and receives c with the parameters: 2 P b bytes.
 """
 
 from __future__ import annotations
@@ -40,10 +43,13 @@ from exogym.strategy.traffic import Traffic
 
 
 class ControlVariates(RoundModule, Corrects):
-    """Add c - c_i to every local gradient; runs before the averaging.
+    """Add c - c_i to every local gradient of client i, and update c and c_i at the end of each round.
 
-    State: c, one for all nodes; c_i and the sum of a round's gradients, (rows, P); the number of these gradients,
-    (rows, 1).
+    c is the server's control variate and c_i client i's. In the list of modules, this module stands before the
+    averaging.
+
+    State: c, one copy for all nodes; c_i and the sum of a round's gradients, (rows, P) each; the number of gradients in
+    this sum, (rows, 1).
     """
 
     weighted_means = False  # c is a sum over clients
@@ -101,14 +107,17 @@ class ScaffoldStrategy(CommunicateOptimizeStrategy):
 
         g_i <- g_i + c - c_i at every local step;   c_i <- mean of the round's g_i;   c <- c + sum_i (change of c_i) / N
 
-    Payload: 2 P b bytes per client every H steps.
+    g_i is the gradient of client i, c_i its control variate, c the server's control variate, and N the number of
+    clients.
+
+    Payload: 2 P b bytes per client every H steps, for P parameters of b bytes.
 
     Args:
         server_lr: eta_g, the server's learning rate.
         H, client_fraction, weighting, local_steps, local_epochs, keep_inner_state, over_sampling, deadline_s,
             min_reports: see `AveragingCommunicator`. By default clients have equal weights, as in the paper.
-        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: of the clients; see `Strategy`. The paper's is
-            SGD.
+        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: the clients' inner optimizer; see `Strategy`.
+            The paper's is SGD.
 
     >>> strategy = ScaffoldStrategy(inner_optim='sgd', H=5, lr=0.01)
     """

@@ -1,4 +1,4 @@
-"""Learning-rate schedules as pure functions of a node's own step, so that they have no state."""
+"""Learning-rate schedules as pure functions of a node's own step. So schedules have no state."""
 
 from __future__ import annotations
 
@@ -24,23 +24,24 @@ _SHAPES: dict[str, Callable[[float], float]] = {
 
 
 class Schedule:
-    """Values of an optimizer's hyper-parameters at each step.
+    """The learning rate at each step of a run.
 
-    With warm-up over W steps and T steps in all, the factor on the learning rate at step t = 0, 1, ... is
-    (t + 1) / W for t < W, and then shape((t - W) / (T - W)). The shape is the constant 1, the cosine
-    (1 + cos(pi x)) / 2, or the line 1 - x.
+    The learning rate at step t = 0, 1, ... is the base rate times a factor. With W steps of warm-up and T steps in all,
+    the factor is (t + 1) / W for t < W, and shape((t - W) / (T - W)) later. The shape is the constant 1, the cosine (1
+    + cos(pi x)) / 2, or the line 1 - x. A schedule can also give factors for another hyper-parameter, such as the outer
+    momentum.
 
     Args:
         scheduler: "constant", "cosine", "linear"; a `torch.optim.lr_scheduler` class, or a `functools.partial` of such
-            a class for its arguments; or a callable from the step to a factor. None is constant. T_max, total_steps and
-            total_iters of a torch class are filled in with T - W. Only the learning rate follows, so OneCycleLR does
-            not cycle the momentum.
+            a class with its arguments; or a callable from the step to a factor. None is constant. If a torch class
+            takes T_max, total_steps or total_iters, the default is T - W. Only the learning rate follows the schedule,
+            so OneCycleLR does not cycle the momentum.
         warmup_steps: W, steps of linear warm-up.
         total_steps: T, all steps of the run.
-        spec_lr: the learning rate at factor 1.
+        spec_lr: the base rate.
 
     Attributes:
-        is_constant: whether every step has the base rate, so that no rate must be set.
+        is_constant: whether every step has the base rate.
 
     >>> [round(Schedule("linear", 2, 4, 1.0).lr(t), 2) for t in range(4)]
     [0.5, 1.0, 1.0, 0.5]
@@ -60,7 +61,10 @@ class Schedule:
             self._factor = scheduler
 
     def lr(self, step: int, base_lr: float | None = None) -> float:
-        """Return the learning rate at a node's step `step`, from 0. A group may have its own `base_lr`."""
+        """Return the learning rate at a node's step `step`, counted from 0.
+
+        `base_lr` is the base rate of a parameter group; None: the schedule's own base rate.
+        """
         base = self.base_lr if base_lr is None else base_lr
         if step < self.warmup_steps:
             return base * (step + 1) / self.warmup_steps
@@ -91,10 +95,11 @@ BASE, GIVEN = "exogym_base_lr", "exogym_lr"  # in a parameter group: its base ra
 
 
 def set_rates(optimizer: Optimizer, schedule: Any, step: int) -> None:
-    """Set each group of `optimizer` to its learning rate for a node's step `step`: its own base rate, scaled.
+    """Set the learning rate of each parameter group for a node's step `step`: the group's base rate, scaled.
 
-    A group's first rate is its base rate. A rate that differs from the last rate set here belongs to the user, a torch
-    scheduler or the optimizer. It stays as long as it differs.
+    A group's first rate is its base rate, and `schedule` gives the factor. If a group's rate differs from the rate that
+    this function last set, then the user, a torch scheduler or the optimizer has changed it. This function leaves such
+    a rate as it is.
     """
     for group in optimizer.param_groups:
         given = group.get(GIVEN)
@@ -115,7 +120,10 @@ def set_rates(optimizer: Optimizer, schedule: Any, step: int) -> None:
 
 
 def forget_rates(optimizer: Optimizer) -> None:
-    """Give the groups that follow the schedule their base rates again, so that no saved rate depends on the step."""
+    """Set parameter groups that follow the schedule back to their base rates.
+
+    So no rate in a checkpoint depends on the step.
+    """
     for group in optimizer.param_groups:
         if GIVEN in group and group["lr"] == group[GIVEN]:
             base = group.pop(BASE)
@@ -127,7 +135,7 @@ def forget_rates(optimizer: Optimizer) -> None:
 
 
 def is_torch_scheduler(scheduler: Any) -> bool:
-    """Tell whether `scheduler` is a torch scheduler class or a partial of one."""
+    """Tell whether `scheduler` is a torch scheduler class or a `functools.partial` of such a class."""
     cls = scheduler.func if isinstance(scheduler, functools.partial) else scheduler
     return inspect.isclass(cls) and issubclass(cls, LRScheduler)
 
@@ -135,9 +143,14 @@ def is_torch_scheduler(scheduler: Any) -> bool:
 def check_schedule(
     scheduler: Scheduler, warmup: int, names: tuple[str, str] = ("lr_scheduler", "warmup_steps")
 ) -> None:
-    """Raise ArgumentError for a schedule that cannot be built; the message uses the argument names `names`.
+    """Raise ArgumentError if a learning-rate schedule cannot be built.
 
-    `ReduceLROnPlateau` is refused: it follows a metric, and nodes train between metrics.
+    `ReduceLROnPlateau` is refused, because it follows a metric, and nodes train without metrics between evaluations.
+
+    Args:
+        scheduler: see `Schedule`.
+        warmup: steps of linear warm-up.
+        names: the names of both arguments, for messages.
     """
     check_count(names[1], warmup, least=0)
     if isinstance(scheduler, str) and scheduler not in _SHAPES:
@@ -145,7 +158,8 @@ def check_schedule(
     cls = scheduler.func if isinstance(scheduler, functools.partial) else scheduler
     if inspect.isclass(cls) and issubclass(cls, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise ArgumentError(
-            "ReduceLROnPlateau follows a metric, not the step: use 'cosine', 'linear' or a callable of the step"
+            f"{names[0]}=ReduceLROnPlateau follows a metric, not the step: use 'cosine', 'linear' or a callable of the "
+            "step"
         )
     if scheduler is not None and not isinstance(scheduler, str) and not callable(scheduler):
         raise ArgumentError(f"{names[0]}={scheduler!r} is not a name, a torch scheduler class or a callable")
@@ -165,7 +179,7 @@ def _build(scheduler: Any, optimizer: Optimizer, total_steps: int) -> LRSchedule
     if bound.get("cycle_momentum"):
         raise ArgumentError(
             f"lr_scheduler={scheduler!r} asks for cycle_momentum, but only the learning rate follows a schedule here: "
-            "leave it out"
+            "leave out cycle_momentum"
         )
     try:
         return scheduler(optimizer, **fill)

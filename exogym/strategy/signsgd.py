@@ -1,19 +1,22 @@
-"""signSGD: one bit of each gradient, by majority vote, or with error feedback.
+"""signSGD: nodes send one bit of each gradient entry, for a majority vote or with error feedback.
 
-Majority vote, Bernstein et al., arXiv:1802.04434, with the inner optimizer SGD(gamma):
+Node i has the gradient g_i, and gamma is the learning rate. Majority vote, Bernstein et al., arXiv:1802.04434, with the
+inner optimizer SGD(gamma):
 
     theta <- theta - gamma sign(sum_i sign(g_i))
 
-A tie gives 0. One bit cannot say zero. For a gradient of exactly zero node i votes up at step t if t + i is even,
-otherwise down. Payload ceil(P / 8) bytes per step.
+A tie in the vote gives 0. A node's one bit cannot say zero: if an entry of its gradient is exactly zero at step t, node
+i votes up if t + i is even, otherwise down. Payload ceil(P / 8) bytes per step for P parameters.
 
-EF-signSGD, Karimireddy et al., arXiv:1901.09847, per tensor of d entries (see `compressed_gradients`):
+EF-signSGD, Karimireddy et al., arXiv:1901.09847, for each tensor of d entries, with node i's error e_i (see
+`compressed_gradients`):
 
     p_i = gamma g_i + e_i;   q_i = (|p_i|_1 / d) sign(p_i);   e_i <- p_i - q_i;   theta <- theta - mean_i q_i
 
-with sign(0) = +. Payload ceil(P / 8) + 4 per tensor. Both: all-gather, tx = rx = (N-1) payload.
+with sign(0) = +. Payload ceil(P / 8) bytes, and 4 bytes per tensor. Both methods use an all-gather, tx = rx = (N-1)
+payload with N nodes.
 
-With absent nodes: the present nodes vote; otherwise as `compressed_gradients`.
+With absent nodes: only the present nodes vote. Everything else is as in `compressed_gradients`.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ from exogym.strategy.traffic import Traffic
 
 
 class MajorityVote(GradientModule):
-    """Replace the gradients by the sign of the sum of all nodes' signs."""
+    """Replace each entry of the gradients by the majority of all nodes' signs: +1, -1, or 0 for a tie."""
 
     clip_first = True  # clipping does not change a sign
 
@@ -64,13 +67,16 @@ class SignSGDStrategy(CommunicateOptimizeStrategy):
 
         theta <- theta - gamma sign(sum_i sign(g_i))
 
-    Payload: P / 8 bytes per node and step.
+    theta are the parameters, g_i is the gradient of node i, and gamma the learning rate.
+
+    Payload: P / 8 bytes per node and step, for P parameters.
 
     Args:
-        error_feedback: send the scaled signs of gradient plus error (EF-signSGD) instead of a vote.
+        error_feedback: True: nodes send the scaled signs of gradient plus error, and average them (EF-signSGD). False:
+            majority vote.
         inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`. A vote moves every parameter by
-            the learning rate, so start at 1e-3 or below. With error feedback the rate is SGD's usual rate, and each
-            node's own gradient is clipped.
+            the learning rate, so start at 1e-3 or below. With error feedback take SGD's usual rate; clipping acts on
+            each node's own gradient.
 
     >>> strategy = SignSGDStrategy(inner_optim="sgd", lr=1e-3)
     """

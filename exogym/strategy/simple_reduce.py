@@ -1,15 +1,16 @@
 """DDP: data-parallel training with a gradient average at every step.
 
-Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training, arXiv:2006.15704.
+Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training, arXiv:2006.15704. With the gradients
+g_i of N nodes and the inner optimizer Opt:
 
     g = (1/N) sum_i g_i,   theta <- Opt(theta, clip(g))
 
-Per step: payload P b bytes per node, ring all-reduce, tx = rx = 2 (N-1)/N P b.
+Per step: payload P b bytes per node, for P parameters of b bytes; ring all-reduce, tx = rx = 2 (N-1)/N P b.
 
-With absent nodes: the mean is over the n present nodes, and only they step. Each sends 2 (n-1)/n P b bytes (a single
-node: none). A returning node takes parameters, buffers and inner optimizer state from a node that stayed, and
-continues at the fleet's step. So all nodes are equal again: P b + the state's bytes, broadcast. A lost synchronization
-is a missed step.
+With absent nodes: the mean is over the n present nodes, and only these nodes step. Each present node sends 2 (n-1)/n P
+b bytes; a single present node sends nothing. A returning node takes parameters, buffers and inner optimizer state from
+a node that stayed, and continues at the fleet's step. So all nodes are equal again. This broadcast takes P b bytes and
+the state's bytes. A lost synchronization is a missed step.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from exogym.strategy.traffic import Traffic
 class GradientAverage(GradientModule):
     """Replace every node's gradient by the mean over nodes. Parameters without a gradient on any node stay unchanged.
 
-    Buffers follow torch's DDP (`broadcast_buffers`): all nodes copy the buffers of the lowest present id. Their
-    bytes count apart.
+    As in torch's DDP (`broadcast_buffers`), all nodes copy the buffers of the present node with the lowest rank. The
+    traffic counts the bytes of buffers separately.
 
     Args:
-        bucket_size_mb: MiB per bucket; a bucket's sum may begin while backward still runs.
+        bucket_size_mb: MiB per bucket of gradients. A bucket may be summed while backward still runs.
     """
 
     weighted_means = True
@@ -55,13 +56,16 @@ class GradientAverage(GradientModule):
 
 
 def mark_used(fleet: Fleet, block: Block) -> None:
-    """Record that a parameter has a gradient on all nodes if any present node has one."""
+    """Mark a parameter as having a gradient on all nodes, if it has a gradient on any present node."""
     used = fleet.comm.wire.reduce(block.has_grad.float(), fleet.comm.present, "max")
     block.has_grad[:] = used > 0
 
 
 def broadcast_buffers(fleet: Fleet) -> None:
-    """Copy the buffers of the lowest present id to all present nodes, as torch's DDP does. Their bytes count apart."""
+    """Copy the buffers of the present node with the lowest rank to all present nodes, as torch's DDP does.
+
+    The traffic counts the bytes of buffers separately.
+    """
     with fleet.comm.counted_as("buffers"):
         for rows in fleet.buffers.values():
             rows.copy_(fleet.comm.broadcast(rows, src=fleet.comm.present[0]).clone())
@@ -72,14 +76,18 @@ class SimpleReduceStrategy(CommunicateOptimizeStrategy):
 
         g = mean_i g_i;   theta <- Opt(theta, clip(g))
 
-    Payload: P b bytes per node and step. Equals `torch.nn.parallel.DistributedDataParallel` up to the rounding of sums.
+    g_i is the gradient of node i, theta are the parameters, and Opt is the inner optimizer.
+
+    Payload: P b bytes per node and step, for P parameters of b bytes. Equals
+    `torch.nn.parallel.DistributedDataParallel` up to the rounding of sums.
 
     Args:
-        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`; clipping acts on the
-            averaged gradient.
-        bucket_size_mb: MiB per bucket of gradients, as torch's `bucket_cap_mb`. Buckets are summed while backward still
-            runs if each process holds one node and `reduction="native"`; otherwise it has no effect. Parameters without
-            a gradient need no `find_unused_parameters`. Only the last micro-batch sends (`no_sync`).
+        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`; clipping acts on the averaged
+            gradient.
+        bucket_size_mb: MiB per bucket of gradients, as torch's `bucket_cap_mb`. If each process holds one node and
+            `reduction="native"`, buckets are summed while backward still runs. Otherwise the argument has no effect.
+            Parameters without a gradient need no `find_unused_parameters`. Only the last micro-batch of a step sends,
+            as with torch's `no_sync`.
 
     >>> strategy = SimpleReduceStrategy(inner_optim="sgd", lr=0.1)
     """

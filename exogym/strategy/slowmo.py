@@ -1,17 +1,19 @@
 """SlowMo: local steps, an average, and a slow momentum over the averages.
 
-Wang et al., SlowMo: improving communication-efficient distributed SGD with slow momentum, arXiv:1910.00643. After every
-H inner steps, with the inner learning rate gamma of the last of them:
+Wang et al., SlowMo: improving communication-efficient distributed SGD with slow momentum, arXiv:1910.00643. Node i has
+the parameters theta_i; theta are the outer parameters and u is the slow momentum. After every H inner steps, where
+gamma is the inner learning rate of the last of these steps:
 
     xbar    = (1/N) sum_i theta_i                   # all-reduce of P elements
     u       <- beta u + (theta - xbar) / gamma
     theta   <- theta - alpha gamma u,   theta_i <- theta
 
-The inner optimizers' states (the paper's "buffers") are kept, reset or averaged.
+The option `buffers` keeps, resets or averages the inner optimizers' states (the paper's "buffers").
 
-Payload P b bytes per node every H steps; ring all-reduce, tx = rx = 2 (N-1)/N P b. Each averaged state adds as much.
-With beta = 0 and alpha = 1 it is local SGD. With a constant gamma it is DiLoCo with a heavy ball, eta = alpha,
-mu = beta. With a changing gamma it is not, because u has the unit of a gradient. With absent nodes: as DiLoCo.
+Payload P b bytes per node every H steps, for P parameters of b bytes; ring all-reduce, tx = rx = 2 (N-1)/N P b. Each
+averaged state adds as much. With beta = 0 and alpha = 1 SlowMo is local SGD. With a constant gamma it is DiLoCo whose
+outer optimizer is SGD with heavy-ball momentum, at the rate eta = alpha and the momentum mu = beta. With a changing
+gamma it is not DiLoCo, because u has the unit of a gradient. With absent nodes: as DiLoCo.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ from exogym.strategy.traffic import Traffic
 
 
 class SlowMomentum(Optimizer):
-    """Step u <- beta u + g / gamma; p <- p - alpha gamma u, where `lr` is gamma.
+    """The outer optimizer of SlowMo: u <- beta u + g / gamma; p <- p - alpha gamma u.
+
+    p is a parameter, g its gradient and u its momentum. `lr` is gamma, `slow_lr` is alpha, and `momentum` is beta.
 
     >>> p = torch.nn.Parameter(torch.zeros(1))
     >>> p.grad = torch.ones(1)
@@ -56,7 +60,7 @@ class SlowMomentum(Optimizer):
             if not gamma > 0:
                 raise StrategyError(
                     f"SlowMo divides by the inner learning rate, which is {gamma} at the end of this round: "
-                    "let the schedule stay above 0"
+                    "take a schedule that stays above 0"
                 )
             for p in group["params"]:
                 state = self.state[p]
@@ -67,13 +71,14 @@ class SlowMomentum(Optimizer):
 
 
 class SlowMoCommunicator(OuterModule):
-    """Take SlowMo's outer step after every step divisible by H.
+    """Take SlowMo's outer step at the end of each round of H steps.
 
     Args:
-        inner: the strategy's inner optimizer, which has the rate gamma.
-        H: inner steps of a round, or a pure function from the round (from 0) to this number.
-        slow_lr, slow_momentum: alpha and beta, the rate and the momentum of the outer step.
-        buffers: "maintain", "reset" or "average" the inner optimizers' states.
+        inner: the strategy's inner optimizer. The outer step uses its learning rate.
+        H: inner steps of a round, or a pure function from the round's number (from 0) to its inner steps.
+        slow_lr, slow_momentum: alpha and beta, the learning rate and the momentum of the outer step.
+        buffers: "maintain", "reset" or "average": whether the inner optimizers' states stay, are reset, or are averaged
+            over nodes at each outer step.
     """
 
     weighted_means = True
@@ -115,12 +120,16 @@ class SlowMoStrategy(CommunicateOptimizeStrategy):
 
         u <- beta u + (theta - mean_i theta_i) / gamma;   theta <- theta - alpha gamma u;   theta_i <- theta
 
-    Payload: P b bytes per node every H steps. The evaluation model is theta.
+    theta are the outer parameters, theta_i the parameters of node i, u is the slow momentum and gamma the inner
+    learning rate.
+
+    Payload: P b bytes per node every H steps, for P parameters of b bytes. The evaluation model is theta.
 
     Args:
         inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`. gamma is the optimizer's own
             rate, not a parameter group's rate.
-        H, slow_lr, slow_momentum, buffers: see `SlowMoCommunicator`; the paper takes alpha = 1, beta from 0.4 to 0.8.
+        H, slow_lr, slow_momentum, buffers: see `SlowMoCommunicator`. slow_lr is alpha, the paper's is 1; slow_momentum
+            is beta, the paper's are 0.4 to 0.8.
 
     >>> strategy = SlowMoStrategy("sgd", H=12, lr=0.1, slow_momentum=0.6)
     """

@@ -1,26 +1,29 @@
 """SparseLoCo: DiLoCo that sends its outer gradients' largest entries in 2 bits, with error feedback for momentum.
 
-Sarfi et al., arXiv:2508.15706. Every H inner steps, with the outer parameters theta:
+Sarfi et al., arXiv:2508.15706. theta are the outer parameters, theta_i the parameters of node i, e_i is its error, beta
+the error's decay and eta the outer learning rate. Every H inner steps:
 
     e_i <- beta e_i + (theta - theta_i)
     (I_i, V_i) <- the k largest of each chunk of e_i;   V_i <- Q(V_i)
     e_i <- e_i - scatter(I_i, V_i)                        # Q's error stays in e_i, too
     theta <- theta - eta mean_i scatter(I_i, V_i);   theta_i <- theta
 
-Chunks are 64 x 64 blocks of a matrix, or 4096 entries of a vector. A smaller chunk sends the same share, at least one
-entry. Q puts values into 4 bins over 6 standard deviations and sends the mean of each bin's members (`Statistical`).
-The mean is over all N nodes; the published code divides by the number of nodes that sent an entry
-(aggregation="contributors"). The published code multiplies by eta twice, this code once. It has no outer momentum:
-beta < 1 forgets on purpose.
+I_i are indices and V_i the values there; scatter puts the values back between zeros. Chunks are 64 x 64 blocks of a
+matrix, or 4096 entries of a vector. A smaller chunk sends the same share of its entries, at least one. Q puts values
+into 4 bins over 6 standard deviations and sends the mean of each bin's members (`Statistical`).
 
-Payload per round, for whole chunks: P k/chunk entries of bits + ceil(log2 chunk) bits, P 64/4096 14/8 bytes with the
-defaults, 1/146 of fp32. An index into a smaller chunk of s entries has ceil(log2 s) bits. A tensor's indices fill whole
-bytes, and so do its values. Q's tables add 4 2^bits bytes per tensor, 16 by default. All-gather, tx = rx = (N-1)
-payload.
+The mean is over all N nodes. The published code divides by the number of nodes that sent an entry
+(aggregation="contributors"), and it multiplies by eta twice; this code multiplies once. SparseLoCo has no outer
+momentum. With beta < 1 it forgets old errors on purpose.
+
+Payload per round, if all chunks are whole, for P parameters: P k/chunk entries of bits + ceil(log2 chunk) bits. With
+the defaults this is P 64/4096 14/8 bytes, 1/146 of fp32. An index into a smaller chunk of s entries has ceil(log2 s)
+bits. A tensor's indices fill whole bytes, and so do its values. Q's tables add 4 2^bits bytes per tensor, 16 by
+default. All-gather, tx = rx = (N-1) payload.
 
 With absent nodes: means are over the present nodes. A node that missed the synchronization keeps theta_i and e_i and
-continues. Its next difference is to the theta that it last received. A node that was down returns with theta, P b
-bytes, and e_i = 0.
+continues. In its next difference theta - theta_i, theta is the theta that this node last received. A node that was down
+returns with theta, P b bytes for parameters of b bytes, and with e_i = 0.
 """
 
 from __future__ import annotations
@@ -45,9 +48,10 @@ from exogym.strategy.traffic import Traffic
 
 
 class SparseOuterStep(PeriodicModule, HasOuterModel):
-    """Take SparseLoCo's outer step after every step divisible by H. Arguments: see `SparseLoCoStrategy`.
+    """Take SparseLoCo's outer step at the end of each round of H steps. Arguments: see `SparseLoCoStrategy`.
 
-    State: theta, one copy for all nodes; e and the theta last received, (rows, P).
+    State: the outer parameters theta, one copy for all nodes; each node's error and the theta that it last received,
+    (rows, P).
     """
 
     acts_on = "tensors"
@@ -128,19 +132,23 @@ class SparseLoCoStrategy(CommunicateOptimizeStrategy):
 
         e_i <- beta e_i + theta - theta_i;   V_i = Q(top_k(e_i));   e_i <- e_i - V_i;   theta <- theta - eta mean_i V_i
 
-    Payload: P topk/chunk (bits + ceil(log2 chunk)) / 8 bytes per node every H steps, 1/146 of fp32 by default. The
-    evaluation model is theta. With topk = chunk and bits=32 it is DiLoCo with outer SGD(eta).
+    theta are the outer parameters, theta_i the parameters of node i, and e_i is its error. top_k takes each chunk's
+    largest entries, and Q rounds them to few bits.
+
+    Payload: P topk/chunk (bits + ceil(log2 chunk)) / 8 bytes per node every H steps for P parameters, by default 1/146
+    of fp32. The evaluation model is theta. With topk = chunk and bits=32 it is DiLoCo with outer SGD(eta).
 
     Args:
         inner_optim: inner optimizer; the paper's is AdamW.
-        H: inner steps between outer steps, or a pure function from the round (from 0) to this number.
+        H: inner steps between outer steps, or a pure function from the round's number (from 0) to its inner steps.
         topk: entries sent per chunk; the paper's are 32 to 128.
         chunk: entries of a chunk, a square number.
-        bits: per value, 1 to 8; 32 sends the exact values.
+        bits: bits per sent value, 1 to 8; 32 sends the exact values.
         error_decay: beta, the share of the error that a round keeps.
         outer_lr: eta, the outer learning rate.
-        aggregation: "mean" over all nodes, or over the "contributors" of each entry.
-        lr, inner_lr, max_norm, lr_scheduler, warmup_steps: of the inner optimizer; see `Strategy`.
+        aggregation: "mean": each entry's sum is divided by the number of nodes. "contributors": it is divided by the
+            number of nodes that sent the entry.
+        lr, inner_lr, max_norm, lr_scheduler, warmup_steps: arguments of the inner optimizer; see `Strategy`.
 
     >>> strategy = SparseLoCoStrategy(inner_optim='adamw', H=30, topk=64, lr=4e-4)
     """

@@ -1,18 +1,21 @@
 """SPARTA: sparse parameter averaging.
 
-Beton et al., Improving the Efficiency of Distributed Training using Sparse Parameter Averaging, ICLR 2025
-workshop (openreview stFPf3gzq1). After the inner step, with an index set I_t that all nodes share:
+Beton et al., Improving the Efficiency of Distributed Training using Sparse Parameter Averaging, ICLR 2025 workshop
+(openreview stFPf3gzq1). theta_i are the parameters of node i, of N nodes. After the inner step of step t, with an index
+set I_t that all nodes share:
 
     theta_i[I_t] <- (1/N) sum_j theta_j[I_t]
 
-All nodes draw the same index set from (seed, step), so no index is sent. Payload p P b bytes per node and step, ring
-all-reduce. Quantized to q bits: p P q / 8 + 4 bytes, all-gather (packed values cannot be summed in flight). Stochastic
-rounding costs no bytes. Top-k: one node announces k 4-byte indices (broadcast), then k values as above.
+I_t has a share p of the P parameters, of b bytes each. All nodes draw the same index set from (seed, step), so no index
+is sent. Payload p P b bytes per node and step, ring all-reduce. Quantized to q bits: p P q / 8 + 4 bytes, all-gather
+(nodes cannot add packed values on the way). Stochastic rounding costs no bytes. Top-k: one node announces k 4-byte
+indices (broadcast), then all nodes send k values as above.
 
-With absent nodes: the mean is over the n present nodes (ring: tx = rx = 2 (n-1)/n of the payload; quantized: n-1
-times). The others keep their values. After their return they draw the same index sets. A single present node changes
-and sends nothing. Top-k: a present node announces. A node that was down returns with the parameters of a node that
-stayed (P b bytes, broadcast) and keeps its inner optimizer state. A node that missed an average keeps its own values.
+With absent nodes: the mean is over the n present nodes. In a ring, tx = rx = 2 (n-1)/n of the payload; quantized, n-1
+times the payload. Absent nodes keep their values, and draw the same index sets after their return. A single present
+node changes and sends nothing. Top-k: a present node announces. A node that was down returns with the parameters of a
+node that stayed (P b bytes, broadcast) and keeps its inner optimizer state. A node that missed an average keeps its own
+values.
 """
 
 from __future__ import annotations
@@ -45,9 +48,10 @@ ROUNDINGS = ("nearest", "stochastic")
 
 
 def random_indices(total: int, p: float, g: torch.Generator) -> Tensor:
-    """Draw each of 0..total-1 independently with probability `p`; return them ascending, in O(p total) time.
+    """Draw each of the indices 0 to total-1 independently, with probability `p`. Return the drawn indices, ascending.
 
-    The gaps between chosen indices are geometric: gap = 1 + floor(log u / log(1 - p)).
+    The gaps between drawn indices are geometric: gap = 1 + floor(log u / log(1 - p)), with u uniform from 0 to 1. The
+    function draws only these gaps, in O(p total) time.
     """
     if p >= 1:
         return torch.arange(total)
@@ -69,21 +73,23 @@ class SparseCommunicator(PeriodicModule, Tunable):
 
     Args:
         sparsification_rate: p, from 0 (nothing) to 1 (everything).
-        compression_method:
+        compression_method: how nodes choose the indices to average.
             "random": each index with probability p, drawn anew each time.
-            "sequential": one fixed random permutation, cut into ceil(1/p) nearly equal chunks, taken in turn.
+            "sequential": one fixed random permutation, cut into ceil(1/p) nearly equal chunks, which take turns.
             "partitioned": as sequential, with a new permutation after each full cycle.
-            "topk": node (t mod N) announces the k = max(1, round(p P)) indices at which its parameters moved
-                furthest from their last averaged values; then all nodes average these.
-        quantization_bits: None or 32 for full precision; 2 to 8, or 16: absmax codes of the chosen values, packed into
-            bytes. The average of the decoded values is within scale / 2 of the exact average.
-        rounding: of the codes. "nearest" undoes every move under scale / 2, forever if p is near 1. "stochastic"
-            rounds up or down so that the mean is right; its error is below scale. Each node draws its own numbers from
-            (seed, step, node).
+            "topk": the nodes take turns. One node announces the k = max(1, round(p P)) of P indices at which its
+                parameters moved furthest from their last averaged values. Then all nodes average these indices.
+        quantization_bits: None or 32: full precision. 2 to 8, or 16: nodes send absmax codes of this many bits, packed
+            into bytes. The average of the decoded values is within scale / 2 of the exact average, where scale is the
+            distance between two codes.
+        rounding: how values are rounded to codes. "nearest" undoes every move under scale / 2, forever if p is near 1.
+            "stochastic" rounds up or down so that the expected value is exact; its error is below scale. Each node
+            draws its own random numbers from (seed, step, node).
         interval: steps between averages.
-        final_average: average all parameters once at the end of training (`final_sync`), P b bytes.
+        final_average: average all parameters once at the end of training (`final_sync`). The payload is P b bytes, for
+            P parameters of b bytes.
 
-    With N=1 nothing changes.
+    With a single node nothing changes.
     """
 
     weighted_means = True
@@ -162,7 +168,7 @@ class SparseCommunicator(PeriodicModule, Tunable):
                 self.row_state[f"reference.{b}"][rows] = block.params[rows]
 
     def indices(self, block: Block, b: int, step: int) -> Tensor:
-        """Return the ascending index set I_t of block `b`: a function of (seed, block, step) only."""
+        """Return the index set of block `b` at `step`, ascending. It depends only on (seed, block, step)."""
         total, turn = block.layout.total, step // self.interval_steps - 1
         if self.method == "random":
             return random_indices(total, self.p, generator(self.run.seed, "sparta", b, step))
@@ -208,7 +214,9 @@ class SPARTAStrategy(CommunicateOptimizeStrategy):
 
         theta_i[I_t] <- mean_j theta_j[I_t]          I_t: a share p of the indices, equal on all nodes
 
-    Payload: p P b bytes per node and step, and P b once at the end of training.
+    theta_i are the parameters of node i, and t is the step.
+
+    Payload: p P b bytes per node and step for P parameters of b bytes, and P b bytes once at the end of training.
 
     Args:
         p_sparta: p, the share of the parameters averaged at each step.
@@ -241,22 +249,28 @@ class SPARTAStrategy(CommunicateOptimizeStrategy):
 
 
 class SPARTADiLoCoOptions(OuterRates, AveragingOptions, total=False):
-    """Options of `SPARTADiLoCoStrategy` that other strategies have, too."""
+    """Options that `SPARTADiLoCoStrategy` shares with other strategies."""
 
 
 class SPARTADiLoCoStrategy(CommunicateOptimizeStrategy):
-    """SPARTA between DiLoCo's outer steps: inner step, SPARTA, and every H steps the outer step.
+    """SPARTA between DiLoCo's outer steps: nodes average a few parameters after each inner step, and all every H steps.
 
         theta_i[I_t] <- mean_j theta_j[I_t] at each step;   theta <- OuterOpt(theta, mean_i (theta - theta_i)) every H
 
-    Payload: (H / interval) p P b + P b bytes per node and H steps. SPARTA keeps the nodes' mean, so a SPARTA average
-    right before an outer step does not change that step. The last synchronization is an outer step.
+    theta_i are the parameters of node i, I_t is a share p of the indices, chosen anew at each step t, and theta are the
+    outer parameters.
+
+    Payload: (H / sparta_interval) p P b + P b bytes per node and H steps, for P parameters of b bytes. SPARTA does not
+    change the nodes' mean, so a SPARTA average right before an outer step does not change that step. The last
+    synchronization is an outer step.
 
     With absent nodes: as SPARTA and DiLoCo. A node that was down returns with DiLoCo's theta, P b bytes.
 
     Args:
-        p_sparta, sparta_interval, compression_method, quantization_bits, rounding: of SPARTA.
-        outer_optim, H, outer_lr, outer_lr_scheduler, outer_warmup_rounds, weighting: of DiLoCo.
+        p_sparta, sparta_interval, compression_method, quantization_bits, rounding: arguments of SPARTA; see
+            `SparseCommunicator`.
+        outer_optim, H, outer_lr, outer_lr_scheduler, outer_warmup_rounds, weighting: arguments of DiLoCo; see
+            `DiLoCoStrategy`.
         inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`.
 
     >>> strategy = SPARTADiLoCoStrategy(p_sparta=0.005, H=100, lr=3e-4)

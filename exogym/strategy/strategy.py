@@ -1,8 +1,8 @@
 """The base class of every strategy, and the way to write a strategy for a single node.
 
-Your strategy is a subclass, written for one node of many, as with torch.distributed: it has a model, a rank
-and a number of nodes, and calls collectives. ExoGym runs one instance per node; the instances meet at each
-collective. The strategies of this package act on rows instead (`CommunicateOptimizeStrategy`).
+Your strategy is a subclass. You write it for one node of many, as with torch.distributed: it has a model, a rank and
+the number of nodes, and calls collectives. ExoGym runs one instance per node. At each collective the instances wait for
+each other. The strategies of this package act on the rows of many nodes instead (`CommunicateOptimizeStrategy`).
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ class Run:
     """The facts about a run that a strategy may use.
 
     Attributes:
-        num_nodes: N.
-        seed: the run's seed; choices that nodes share come from it.
-        total_steps: T, the steps each node takes.
-        examples: (N,) training examples of each node.
+        num_nodes: N, the number of nodes.
+        seed: the run's seed, which determines the random choices that nodes share.
+        total_steps: T, the steps that each node takes.
+        examples: (N,) the number of training examples of each node.
         batch_size: examples per step of a node; (N,) if nodes differ.
-        step_s: (N,) seconds of a step, if they were given.
-        availability: which clients a server can ask for a round. None: always everybody.
-        empty: nodes known to have no examples; they take part in nothing.
-        final_sync: whether the last unsynchronized steps are synchronized at the end.
+        step_s: (N,) seconds that a step of each node takes. None: unknown.
+        availability: which clients a server can ask for a round. None: all clients, always.
+        empty: nodes known to have no examples. They take part in nothing.
+        final_sync: whether nodes synchronize at the end of the run, if the last steps are not yet synchronized.
     """
 
     num_nodes: int
@@ -59,7 +59,7 @@ class Run:
 
 
 class Inner:
-    """The inner optimizer as a value: spec, clipping and schedule."""
+    """A description of the inner optimizer: its class and arguments, gradient clipping and learning-rate schedule."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class Inner:
 
 
 class InnerOptions(TypedDict, total=False):
-    """Options of every strategy beside `inner_optim`: the arguments of `Inner`."""
+    """Options of every strategy in addition to `inner_optim`: the arguments of `Inner`."""
 
     lr: float | None
     inner_lr: float | None
@@ -102,46 +102,54 @@ class Strategy:
     Args:
         inner_optim: a name, an optimizer class or an `OptimSpec`; "muon" is `exogym.strategy.muon.MuonAdamW`.
         lr, inner_lr: two names for the inner optimizer's learning rate. None: the optimizer's default.
-        max_norm: clip the gradient's 2-norm to this before each step. None: no clipping.
-        lr_scheduler: "constant", "cosine", "linear", a torch scheduler class or a callable from the step to a factor.
+        max_norm: the largest 2-norm of a gradient. A longer gradient is scaled down before each step. None: no
+            clipping.
+        lr_scheduler: "constant", "cosine", "linear", a torch scheduler class or a callable from the step to a factor on
+            the learning rate.
         warmup_steps: steps of linear warm-up.
 
-    Within a step a node has `self.model`, `self.rank`, `self.num_nodes`, `self.optim`, `self.local_step` (steps done),
-    and the collectives of `exogym.strategy.communicate`. The model is an ordinary model with this node's parameters;
-    their gradients are in `.grad`. If any node's gradients overflow in fp16, all nodes get `self.overflowed` and zero
-    gradients, and `update_parameters()` changes nothing. The schedule scales the base rate of each group of
-    `self.optim`, which may be your own optimizer. A rate that you or a torch scheduler set stays.
+    In its `step` a node can use `self.model`, `self.rank`, `self.num_nodes`, `self.optim`, `self.local_step` (steps
+    done), and the collectives of `exogym.strategy.communicate`. The model is an ordinary model with this node's
+    parameters; their gradients are in `.grad`. If any node's gradients overflow in fp16, then on all nodes
+    `self.overflowed` is True, gradients are zero, and `update_parameters()` changes nothing. The schedule scales the
+    base rate of each group of `self.optim`, which may be your own optimizer. The schedule does not change a rate that
+    you or a torch scheduler set.
 
-    With `stacked = True` the subclass gets all rows at once: parameters and gradients are (rows, *shape), and
-    `self.rank` is a (rows,) tensor. The first `fit` compares the results with one row at a time.
+    With `stacked = True` the subclass gets all rows of its process at once: parameters and gradients are (rows,
+    *shape), and `self.rank` is a (rows,) tensor. The first `fit` compares the results with the results of one row at a
+    time.
 
     With absent nodes (`exogym.faults`): an absent node takes no step. Collectives run among `self.present`, so
-    `op="mean"` divides by their number. Ranks and `num_nodes` stay the same. A collective from or to an absent node is
-    an error. A returning node copies parameters, buffers and all of the strategy's state, except the rank, from a node
-    that stayed (their bytes, broadcast); see `rejoin`. A lost synchronization is a missed step.
+    `op="mean"` divides by the number of present nodes. Ranks and `num_nodes` stay the same. A collective from or to an
+    absent node is an error. A returning node copies parameters, buffers and all of the strategy's state, except the
+    rank, from a node that stayed. These bytes count as a broadcast; see `rejoin`. A lost synchronization is a missed
+    step.
 
-    With batches of different sizes (`exogym.balance`) nodes are weighted by their batches in every collective with
-    `op="mean"`, including `communicate_gradients`. Set `weighted_means = True` if all your averages are such means;
-    otherwise `balance="batch"` is refused.
+    With batches of different sizes (`exogym.balance`), every collective with `op="mean"` weights nodes by their
+    batches, and so does `communicate_gradients`. Set `weighted_means = True` if your strategy takes all its averages in
+    this way; otherwise ExoGym refuses `balance="batch"`.
 
     A class describes itself by these attributes, so that other code never checks for a class:
 
     Attributes:
-        name: its name on the command line, in lower case. A class with a name enters `STRATEGIES`: `exogym compare` and
-            `advise` know it, and a comparison saves its runs. Subclasses do not inherit the name.
+        name: the strategy's name on the command line, in lower case. A class with a name enters `STRATEGIES`: `exogym
+            compare` and `advise` know it, and a comparison saves its runs. Subclasses do not inherit the name.
         title, paper, equation: for tables (`exogym.strategy.registry.table`).
-        payload: for tables: a formula of the bytes that a node hands over per step, of P, N and b as in `plan` and the
-            constructor's arguments: "P b / H".
-        needs: for tables: what it asks of the network.
-        identities: for tables: what it equals for certain arguments. Tests check each.
-        driven_by: "programs": one instance for each node; all step together. "rounds": a
-            `CommunicateOptimizeStrategy`, whose nodes are independent between events, so hosts may be lost for good
-            (`min_hosts`). "clock": nodes at their own pace, in the order of a virtual clock, and nobody waits.
+        payload: for tables: a formula for the bytes that a node hands over per step, such as "P b / H". It uses P, N
+            and b as in `plan`, and the constructor's arguments.
+        needs: for tables: what the strategy needs from the network.
+        identities: for tables: methods that the strategy equals for certain arguments, such as "p=0 = diloco". Tests
+            check each identity.
+        driven_by: how ExoGym runs the nodes. "programs": one instance for each node, and all nodes step together.
+            "rounds": a `CommunicateOptimizeStrategy`, whose nodes are independent between events, so hosts may be lost
+            for good (`min_hosts`). "clock": each node trains at its own pace, in the order of a virtual clock, and no
+            node waits.
         needs_gradients: whether nodes take every step together, because they average gradients.
-        own_rule: whether it has its own update rule, independent of the inner optimizer that other strategies get.
-        only_inner: names of the inner optimizers for which its equation holds; empty: any. `exogym compare` uses the
-            strategy's default if the task's optimizer is not among them.
-        not_taken: arguments of other strategies that it does not take -> why.
+        own_rule: whether the strategy has its own update rule, independent of the inner optimizer that other strategies
+            get.
+        only_inner: names of the inner optimizers for which the strategy's equation holds; empty: any. If the task's
+            optimizer has another name, `exogym compare` uses the strategy's default.
+        not_taken: arguments of other strategies that this strategy does not take -> the reason.
 
     >>> class MyStrategy(Strategy):
     ...     def step(self):
@@ -193,7 +201,7 @@ class Strategy:
         self.inner = Inner(inner_optim, **split(options, Inner)[0])
 
     def plan(self, P: float, N: int, b: float) -> Plan:
-        """Return what it sends, for `exogym.advise`, with P parameters of b bytes on N nodes.
+        """Return the strategy's communication, for `exogym.advise`, with P parameters of b bytes on N nodes.
 
         Raises:
             ArgumentError: no formula is known.
@@ -203,29 +211,32 @@ class Strategy:
         )
 
     def seats(self, num_nodes: int) -> int | None:
-        """Return the largest number of nodes that act in a round, if the other nodes need no row. None: all act."""
+        """Return the largest number of nodes that act in a round, if no other node needs a row. None: all need one."""
         return None
 
     @property
     def asks_clients(self) -> bool:
-        """Whether a server asks some nodes to take part in a round, and they may be unavailable."""
+        """Whether a server asks some clients to take part in a round. Clients may then be unavailable."""
         return False
 
     @property
     def asks_all_lengths(self) -> bool:
-        """Whether it must know each node's number of examples before any node acts."""
+        """Whether the strategy must know each node's number of examples before any node acts."""
         return False
 
     def round_lengths(self, total_steps: int) -> dict[str, list[int]]:
-        """Return the steps of each round, by module, for modules whose H is a function of the round."""
+        """Return the steps of each round, by module name, for all modules whose H is a function of the round."""
         return {}
 
     def beside(self, faults: Faults) -> Strategy:
-        """Return this strategy with the wrong updates of the bad nodes in `faults`, if `faults` has any."""
+        """Return this strategy, changed so that the bad nodes of `faults` send wrong updates.
+
+        Without bad nodes, return the strategy unchanged.
+        """
         return self
 
     def features(self) -> dict[str, str]:
-        """Return the features of this strategy: a name from `exogym.core.combinations.FEATURES` -> the given value."""
+        """Return this strategy's features: names from `exogym.core.combinations.FEATURES` -> texts for messages."""
         name = type(self).__name__
         found = {"its own clock": name} if self.driven_by == "clock" else {}
         found |= {"no modules": f"{name}, which has no modules"} if self.driven_by != "rounds" else {}
@@ -239,9 +250,9 @@ class Strategy:
         return found | own
 
     def features_in_parts(self) -> dict[str, str]:
-        """Return further features, for a run whose processes each hold a part of a node's row.
+        """Return further features for a run in which several processes hold one node's row.
 
-        Only such runs call it, because it takes trial steps of the outer optimizer.
+        Only such runs call this method, because it takes trial steps of the outer optimizer.
         """
         return {}
 
@@ -258,10 +269,11 @@ class Strategy:
         self._set_lr()
 
     def communicate_gradients(self) -> None:
-        """Average the gradients over the present nodes: all-reduce of P elements, payload P b bytes.
+        """Average the gradients over the present nodes, by an all-reduce.
 
-        As in torch's DDP, a node without a gradient gives zeros if another node has one. A parameter without a gradient
-        on any node stays unchanged.
+        The payload is P b bytes for P parameters of b bytes. As in torch's DDP, a node that has no gradient for a
+        parameter gives zeros if another node has a gradient for it. A parameter without a gradient on any node stays
+        unchanged.
         """
         parameters = self._parameters()
         mine = torch.tensor([p.grad is not None for p in parameters])
@@ -286,9 +298,11 @@ class Strategy:
         self._set_lr()
 
     def rejoin(self, nodes: list[int], source: int) -> None:
-        """Adjust state after `nodes` have returned. Every present node calls it before their first step.
+        """Adjust the state of this node after the nodes `nodes` have returned from an absence.
 
-        They now hold the values of node `source`. Override it to reset a node's own state; it may call collectives:
+        ExoGym calls this method on every present node before the first step of the returned nodes. The returned nodes
+        now hold the values of the node `source`. Override the method to reset a node's own state. The method may call
+        collectives:
 
             if self.rank in nodes:
                 self.residual.zero_()
@@ -304,8 +318,11 @@ class Strategy:
 def clip_rows(grads: list[torch.Tensor], max_norm: float, stacked: bool, inside: Inside = ALONE) -> None:
     """Scale gradients in place so that each node's 2-norm over all tensors is at most `max_norm` (torch's rule).
 
-    With `stacked` each tensor is (rows, *shape) and every row has its own norm. A norm that is NaN scales nothing, so
-    that the NaN stays in its tensor, where messages can name it. All processes of `inside` are one node.
+    A norm that is NaN scales nothing. So the NaN stays in its tensor, where messages can name it.
+
+    Args:
+        stacked: whether each tensor is (rows, *shape). Then every row has its own norm.
+        inside: the processes that hold the same node's parameters. The norm is over all of them.
     """
     if not grads:
         return

@@ -1,24 +1,25 @@
 """Streaming DiLoCo: the model in fragments, each synchronized in its turn.
 
-Douillard et al., Streaming DiLoCo with overlapping communication, arXiv:2501.18512. Fragment p = 0, ..., F-1 with the
-outer parameters theta_p is sent after the steps t > 0 with (t - t_p) mod H = 0, where t_p = floor(p H / F):
+Douillard et al., Streaming DiLoCo with overlapping communication, arXiv:2501.18512. Fragment p = 0, ..., F-1 of the
+model has the outer parameters theta_p, and node i's parameters theta_{i,p}. Nodes send the fragment after the steps t >
+0 with (t - t_p) mod H = 0, where t_p = floor(p H / F):
 
     Delta_p     = (1/N) sum_i Q(theta_p - theta_{i,p})                     # Q: 32 bits, int8, or 4-bit E3M0
     and after step t + tau:
     theta_p     <- OuterOpt_p(theta_p, Delta_p)                            # Nesterov, as DiLoCo
     theta_{i,p} <- alpha theta_{i,p} + (1 - alpha) theta_p
 
-Delta_p uses the last theta_p, although node i continued from the mixed value. alpha = 0 drops the fragment's tau local
-steps. With alpha = 1 communication has no effect on the nodes.
+Delta_p uses the last theta_p, although node i continued from the mixed value. With alpha = 0, a node loses the tau
+local steps that it took while the fragment was under way. With alpha = 1 communication has no effect on the nodes.
 
-Payload of a fragment of p elements: p b bytes, ring all-reduce. All fragments take P b every H steps, as DiLoCo, but
-at most the largest fragment travels at once. With 8 or 4 bits: ceil(p bits / 8) bytes, and 4 bytes for each tensor's
-scale. Such codes cannot be summed in flight: all-gather, tx = rx = (N-1) payload, with sums in fp32. Buffers are
-averaged once every H steps.
+Payload of a fragment of n elements of b bytes: n b bytes, ring all-reduce. All fragments take P b bytes every H steps
+for P parameters, as DiLoCo, but at most the largest fragment travels at once. With 8 or 4 bits: ceil(n bits / 8) bytes,
+and 4 bytes for each tensor's scale. Nodes cannot add such codes on the way: all-gather, tx = rx = (N-1) payload, with
+sums in fp32. Buffers are averaged once every H steps.
 
-At the end (`final_sync`) a fragment in flight arrives. Each other fragment is sent once more, unless it arrived after
-the last step. Steps taken while a fragment was in flight are not sent at the end. With absent nodes: as DiLoCo, for
-each fragment by itself.
+At the end (`final_sync`) a fragment that is under way arrives. Each other fragment is sent once more, unless it arrived
+after the last step. Steps that nodes took while a fragment was under way are not sent at the end. With absent nodes: as
+DiLoCo, for each fragment by itself.
 
 In a simulation's clock, averages that arrive late overlap with computing. On hosts, a run waits for them where it sends
 them.
@@ -51,7 +52,7 @@ QUANTIZERS = {4: E3M0, 8: lambda: Absmax(8)}
 
 
 class StreamingCommunicator(CommunicationModule, HasOuterModel):
-    """Take the outer steps of Streaming DiLoCo. Arguments: see `StreamingDiLoCoStrategy`."""
+    """Take the outer steps of Streaming DiLoCo. The arguments are explained in `StreamingDiLoCoStrategy`."""
 
     weighted_means = True
 
@@ -119,7 +120,7 @@ class StreamingCommunicator(CommunicationModule, HasOuterModel):
         return Quantized(QUANTIZERS[self.bits](), [(1, slot.numel) for slot in piece.slots])
 
     def sends(self, step: int) -> list[int]:
-        """Return the fragments that are sent after `step`."""
+        """Return the numbers of the fragments that nodes send after `step`."""
         return [p for p, t in enumerate(self.offsets) if (step - t) % self.H == 0]
 
     def next_event(self, step: int) -> int:
@@ -151,7 +152,7 @@ class StreamingCommunicator(CommunicationModule, HasOuterModel):
             outer.rejoin(nodes)
 
     def consensus(self, fleet: Fleet) -> list[Tensor]:
-        """Return theta, (P,) per block."""
+        """Return the outer parameters of all fragments, as one (P,) tensor per block."""
         result = {id(block): block.params.new_empty(1, block.layout.numel) for block in fleet.blocks}
         for outer in self.outer:
             for piece, theta in zip(outer.fragment, outer.theta, strict=True):
@@ -171,31 +172,35 @@ class StreamingCommunicator(CommunicationModule, HasOuterModel):
 
 
 class StreamingOptions(OuterOptions, AveragingOptions, total=False):
-    """Options of `StreamingDiLoCoStrategy` that other strategies have, too."""
+    """Options that `StreamingDiLoCoStrategy` shares with other strategies."""
 
 
 class StreamingDiLoCoStrategy(CommunicateOptimizeStrategy):
-    """Streaming DiLoCo: an outer step per fragment of the model. Its average may arrive late and be quantized.
+    """Streaming DiLoCo: an outer step per fragment of the model. Averages may arrive late and be quantized.
 
         Delta_p = mean_i Q(theta_p - theta_{i,p});   tau steps later: theta_p <- OuterOpt(theta_p, Delta_p)
         theta_{i,p} <- alpha theta_{i,p} + (1 - alpha) theta_p
 
-    Payload: P b bytes per node every H steps (32 bits), at most the largest fragment at once. The evaluation model is
-    theta.
+    Fragment p has the outer parameters theta_p, and the parameters theta_{i,p} on node i. Q rounds to `bits` bits.
+
+    Payload: P b bytes per node every H steps for P parameters of b bytes (at 32 bits), at most the largest fragment at
+    once. The evaluation model is theta.
 
     Args:
         inner_optim: inner optimizer; the paper's is AdamW.
         outer_optim, outer_lr, outer_lr_scheduler, outer_warmup_rounds, outer_momentum: see `DiLoCoStrategy`. For 'sgd'
             the outer rate is 0.7; the paper's is 0.4.
         H: steps from one synchronization of a fragment to the next.
-        num_fragments: F. Parameters outside of the model's layers (embeddings, the last norm, the head) are the last
-            fragment, and the other fragments share the layers.
+        num_fragments: F. The last fragment has all parameters outside of the model's layers (embeddings, the last norm,
+            the head). The other fragments share the layers.
         fragment_sync_delay: tau, steps from sending a fragment to its arrival, below H; the paper's is 1.
-        fragment_update_alpha: alpha, the share of the local parameters kept; the paper's is 0.5.
+        fragment_update_alpha: alpha, the share of its local parameters that a node keeps; the paper's is 0.5.
         pattern: "strided" or "sequential" (`exogym.strategy.fragments`).
-        bits: per element of Delta: 32 (exact), 8 (int8, scaled by each tensor's largest value), 4 (E3M0, the paper's).
-        offsets: t_p of each fragment, steps from 0 to below H. None: t_p = floor(p H / F).
-        lr, inner_lr, max_norm, lr_scheduler, warmup_steps: of the inner optimizer; see `Strategy`.
+        bits: bits per element of Delta: 32 (exact), 8 (int8, scaled by each tensor's largest value), 4 (E3M0, the
+            paper's).
+        offsets: t_p of each fragment, from 0 to below H. Fragment p is sent after the steps t > 0 with (t - t_p) mod H
+            = 0. None: t_p = floor(p H / F).
+        lr, inner_lr, max_norm, lr_scheduler, warmup_steps: arguments of the inner optimizer; see `Strategy`.
 
     In a simulation's clock, averages that arrive late overlap with computing. On hosts, a run waits for them where it
     sends them.

@@ -1,14 +1,15 @@
 """Top-k: every node sends its gradient's k largest entries, and keeps the rest for later.
 
 Stich, Cordonnier, Jaggi, Sparsified SGD with memory, arXiv:1809.07599; Lin et al., Deep Gradient Compression,
-arXiv:1712.01887, without its momentum tricks. With error feedback (`compressed_gradients`), at the learning rate gamma:
+arXiv:1712.01887, without its momentum tricks. Node i has the gradient g_i and the error e_i. With error feedback
+(`compressed_gradients`), at the learning rate gamma:
 
     p_i = gamma g_i + e_i;   send the k largest of |p_i|, with indices;   e_i <- p_i - sent_i
     g = (1 / gamma) mean_i sent_i,   theta <- Opt(theta, g)
 
-k = max(1, round(density P)), over all parameters (of one dtype) together. The mean is over all N nodes, also over nodes
-that did not send the entry. Payload k (b + 4) bytes per step, all-gather, tx = rx = (N-1) payload: the bytes that a
-node receives grow with N.
+k = max(1, round(density P)), chosen among all P parameters (of one dtype) together. The mean is over all N nodes, also
+over nodes that did not send the entry. Payload k (b + 4) bytes per step for values of b bytes; all-gather, tx = rx =
+(N-1) payload. So the bytes that a node receives grow with N.
 """
 
 from __future__ import annotations
@@ -27,13 +28,15 @@ class TopKStrategy(CommunicateOptimizeStrategy):
 
         p_i = gamma g_i + e_i;   e_i <- p_i - top_k(p_i);   theta <- theta - mean_i top_k(p_i)
 
-    Payload: density P (b + 4) bytes per node and step. With density 1 it is DDP.
+    g_i is the gradient of node i, e_i its error, gamma the learning rate; top_k takes the k entries of largest size.
+
+    Payload: density P (b + 4) bytes per node and step, for P parameters of b bytes. With density 1 it is DDP.
 
     Args:
-        density: share of the entries that a node sends, over 0 and at most 1.
-        error_feedback: keep the unsent entries; without it most of the gradient is lost.
-        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`. With error feedback each node's
-            own gradient is clipped.
+        density: k / P, the share of the entries that a node sends, over 0 and at most 1.
+        error_feedback: True: keep the unsent entries for later. False: most of the gradient is lost.
+        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`. With error feedback, clipping
+            acts on each node's own gradient.
 
     >>> strategy = TopKStrategy(inner_optim="sgd", density=0.01, lr=0.1)
     """

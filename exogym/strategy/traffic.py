@@ -1,4 +1,4 @@
-"""A strategy's traffic as a formula: the collectives it repeats, for a model and a fleet of any size."""
+"""A strategy's traffic as a formula: the collectives that it repeats, for any model and any number of nodes."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ class Traffic:
     """A collective that a strategy repeats.
 
     Attributes:
-        kind: the communicator's name for it.
-        payload_bytes: bytes that each giver hands over.
-        every_steps: steps from one to the next; may be a mean, and so a fraction.
-        members: nodes that take part; None: all.
-        algorithm: its collective algorithm; None: `advise` chooses.
+        kind: the collective's name, such as "all_reduce".
+        payload_bytes: bytes that each sending node hands over.
+        every_steps: steps from one such collective to the next. If the intervals differ, their mean, which may be a
+            fraction.
+        members: the number of nodes that take part; None: all.
+        algorithm: the collective's algorithm; None: `advise` chooses.
         overlap_steps: steps from sending to arrival, for averages that arrive late. In a simulation's clock, averages
             that arrive late overlap with computing. On hosts, a run waits for them where it sends them.
-        fan: of a mix: the number of neighbors to which a giver hands the payload's parts.
+        fan: for a mix of neighbors: to how many neighbors a node hands parts of its payload.
     """
 
     kind: str
@@ -34,7 +35,7 @@ class Traffic:
     fan: float = 1.0
 
     def sent_bytes(self, N: int) -> float:
-        """Return the bytes that a node sends in one such collective, in the mean over N nodes.
+        """Return the bytes that a node sends in one such collective, averaged over N nodes.
 
         >>> Traffic("all_reduce", 100.0).sent_bytes(4), Traffic("all_reduce", 100.0, 1, 1, "server").sent_bytes(4)
         (150.0, 25.0)
@@ -58,13 +59,16 @@ class Plan:
     """A strategy's whole communication.
 
     Attributes:
-        couples_every: steps in which the whole model is exchanged once and has arrived.
-        can_train: False if only the formula exists, so that `advise` shows the plan and never recommends it.
-        local_steps: for strategies whose nodes do not wait for each other: (N,) seconds of a step -> (N,) steps of a
-            round. `traffic` then counts one node and one round.
-        quorum: for such a strategy: nodes that must have come to the server before any of them continues.
-        rounds: for strategies in which only some nodes take part in each round: which nodes. It applies to traffic that
-            sets `members`.
+        name: the strategy's name.
+        traffic: the collectives that the strategy repeats.
+        couples_every: steps until nodes have sent and received the whole model once.
+        can_train: False if ExoGym has only the formula. `advise` then shows the plan and never recommends it.
+        local_steps: for strategies whose nodes do not wait for each other: a function from (N,) seconds of a step to
+            (N,) steps of a round. `traffic` then counts one node and one round.
+        quorum: for such strategies: the number of nodes that must have reached the server before any of these nodes
+            continues.
+        rounds: for strategies in which only some nodes take part in each round: a function that gives these nodes,
+            round by round. It applies to collectives in `traffic` that set `members`.
     """
 
     name: str

@@ -1,30 +1,32 @@
 """Self-tuning: a run's own figures decide how often nodes meet, how much they send, or how far an outer step goes.
 
-ByteBudget chooses H (or SPARTA's p) such that B bytes per node last to the end. After each round, t steps are left and
-s bytes are sent. A meeting takes c bytes, and each step takes d bytes whatever H is:
+Nodes meet when they synchronize. A tuner chooses an argument's next value after each meeting.
 
-    H <- ceil(t / floor((B - s - d t) / c));   p <- (B - s - w - m) / (w' t)
+ByteBudget chooses H (or SPARTA's share p) so that B bytes per node last to the end of the run. After each round, t
+steps are left and a node has sent s bytes. A meeting takes c bytes, and each step takes d bytes for any H or p:
 
-w are the bytes of the last synchronization, w' the bytes of a step with p = 1. The margin m = 4 w' sqrt(p/P) stays
-unspent, because the number of coordinates is random. c, d and w follow from the strategy's formula. If a meeting took
-more than c, the largest measured value replaces c.
+    H <- ceil(t / floor((B - s - d t) / c));   p <- (B - s - d t - w - m) / (w' t)
 
-Drift chooses H by the nodes' disagreement. With u_i the change of node i since it last met the others:
+w are the bytes of the last synchronization, w' the bytes of a step with p = 1. The margin m = 4 w' sqrt(p/P), for P
+parameters and averages at every step, stays unspent, because the number of drawn indices is random. c, d and w follow
+from the strategy's formula. If a meeting took more than c, the largest measured value replaces c.
+
+Drift chooses H by the nodes' disagreement rho. With u_i the change of node i since it last met the others:
 
     rho = mean_i |u_i - mean u|^2 / mean_i |u_i|^2,  from 0 (all alike) to 1, with the weights of the mean
     H <- floor(H / 2) if rho > target, otherwise H + max(1, floor(H / 4))
 
-Autocorrelation chooses the outer rate eta by the agreement of Delta from round to round, as the multiplicative rule of
-hypergradient descent (Baydin et al., arXiv:1703.04782):
+Autocorrelation chooses the outer rate eta by the agreement of the outer gradient Delta from round r-1 to round r, as
+the multiplicative rule of hypergradient descent (Baydin et al., arXiv:1703.04782):
 
     eta <- eta (1 + gain (cos(Delta_r, Delta_(r-1)) - target))
 
-The first two rules are ExoGym's own. Each choice stays within given bounds. Choices are equal in all processes and
-follow from the run so far. So checkpoints keep them, and neither placement nor a stop changes them.
+ByteBudget and Drift are ExoGym's own rules. Drift and Autocorrelation stay within given bounds. Choices are equal in
+all processes and follow from the run so far. Checkpoints save them, so neither placement nor a stop changes a choice.
 
-Bytes: Drift sums two numbers per node in each round, a ring all-reduce of 16 bytes; the others send nothing.
+Bytes: Drift sums two numbers per node in each round, a ring all-reduce of 16 bytes. The other tuners send nothing.
 State: where rounds ended, and the choices. Drift also keeps each node's values at its last meeting, (rows, P);
-Autocorrelation the last Delta, (P,).
+Autocorrelation keeps the last Delta, (P,).
 """
 
 from __future__ import annotations
@@ -54,13 +56,13 @@ DRIFT_BYTES = 16
 
 @dataclass(frozen=True)
 class Costs:
-    """The bytes that a node sends, in the mean over nodes.
+    """The bytes that a node sends in the rest of a run, averaged over nodes.
 
     Attributes:
-        each: per meeting if H is tuned; per step with p = 1 if p_sparta is tuned.
-        per_step: in each step, whatever the choice.
-        final: in the last synchronization; 0 without one.
-        scatter: the standard deviation of a step with p = 1, if coordinates are drawn.
+        each: bytes per synchronization if H is tuned; bytes per step with p = 1 if SPARTA's share p is tuned.
+        per_step: bytes in each step, independent of the choice.
+        final: bytes of the last synchronization; 0 if the run ends without it.
+        scatter: the standard deviation of a step's bytes with p = 1, if the averaged indices are drawn.
     """
 
     each: float
@@ -76,10 +78,10 @@ class Sight:
     Attributes:
         value: the current value of the tuned argument.
         steps_left: steps until the end of the run.
-        sent, last: bytes that a node has sent on average, so far and in this round.
-        drift: rho; nan if the tuner does not see it.
-        costs: the costs still to come, for a tuner that sees "bytes".
-        correlation: of the last two outer gradients; nan before there are two.
+        sent, last: bytes that a node has sent on average: since the run began, and in this round.
+        drift: the nodes' disagreement rho, from 0 to 1; nan if the tuner does not use it.
+        correlation: the cosine between the last two outer gradients; nan before there are two.
+        costs: the costs of the rest of the run, for a tuner that sees "bytes".
     """
 
     value: float
@@ -93,37 +95,43 @@ class Sight:
 
 @dataclass(frozen=True)
 class Tuner:
-    """The base of tuners: a subclass is a rule. Rules must not use times or random numbers.
+    """The base class of tuners: a subclass is a rule that chooses an argument during a run.
+
+    Rules must not use times or random numbers.
 
     Attributes:
-        of: the arguments of strategies that it can tune; it takes the first that a strategy has.
-        sees: "bytes", "drift" or "correlation".
+        of: the arguments that the tuner can tune. It tunes the first of these arguments that the strategy has.
+        sees: the figures that the rule needs: "bytes", "drift" or "correlation".
     """
 
     of: ClassVar[tuple[str, ...]] = ("H",)
     sees: ClassVar[str] = "bytes"
 
     def choose(self, name: str, seen: Sight) -> float:
-        """Return the next value of the argument `name`."""
+        """Return the next value of the argument `name`, by the figures `seen`."""
         raise NotImplementedError
 
     def check(self, name: str, value: float, costs: Costs, total_steps: int) -> None:
-        """Raise ArgumentError if it cannot keep its promise. Called before training for tuners that see "bytes"."""
+        """Raise ArgumentError if the rule cannot work with these costs, such as a budget that is too small.
+
+        ExoGym calls this method before training, if the tuner sees "bytes".
+        """
 
 
 @dataclass(frozen=True)
 class ByteBudget(Tuner):
-    """Meet as often as a budget of bytes allows.
+    """Synchronize as often, or send as many parameters, as a budget of bytes allows.
 
     Args:
-        total_bytes: B, bytes that a node may send in the whole run, in the mean over nodes.
+        total_bytes: B, the bytes that a node may send in the whole run, averaged over nodes.
 
-    The first round and the last synchronization (`final_sync`) always happen, so B must pay for both. Bytes that
-    returning nodes take are not foreseen.
+    The first round and the last synchronization (`final_sync`) always happen, so B must pay for both. The rule does not
+    plan for bytes that returning nodes take.
 
     Raises:
-        ArgumentError: before training, if B does not pay for both.
-        TrainingError: during training, if a meeting takes more bytes than the formula says, and B does not pay for it.
+        ArgumentError: before training, if B does not pay for the first round and the last synchronization.
+        TrainingError: during training, if a synchronization takes more bytes than the formula says, and B does not pay
+            for these bytes.
 
     >>> ByteBudget(1000.0).choose("H", Sight(value=5, steps_left=80, sent=200, last=100, costs=Costs(each=100)))
     10
@@ -144,7 +152,7 @@ class ByteBudget(Tuner):
             rounds = math.floor(left / costs.each + 1e-9)
             if rounds < 1 and costs.final and seen.steps_left:
                 raise TrainingError(
-                    f"{self!r}: a node has sent {seen.sent:,.0f} bytes, and the last synchronization takes "
+                    f"tuner={self!r}: a node has sent {seen.sent:,.0f} bytes, and the last synchronization takes "
                     f"{costs.final:,.0f} more: raise the budget, or give final_sync=False"
                 )
             return math.ceil(steps / rounds) if rounds > 0 else steps + 1
@@ -156,7 +164,7 @@ class ByteBudget(Tuner):
         if name == "H":
             meetings = [f"after H={value:g} steps"] * (value <= total_steps)
             meetings += ["at the end (final_sync)"] * (costs.final > 0 and value != total_steps)
-            least, what = costs.each * len(meetings), f"meets {' and '.join(meetings)}"
+            least, what = costs.each * len(meetings), f"synchronizes {' and '.join(meetings)}"
             do = "raise the budget, or H to the steps of the run, or give final_sync=False"
         else:
             least, what = costs.each * value + costs.final, f"sends p={value:g} of all at first, and all at the end"
@@ -171,11 +179,12 @@ class ByteBudget(Tuner):
 
 @dataclass(frozen=True)
 class Drift(Tuner):
-    """Meet more often if nodes drift apart, and less often if they move the same way.
+    """Synchronize more often if nodes drift apart, and less often if they move the same way.
 
     Args:
-        target: rho, over 0 and under 1. For N nodes that move at random it is (N-1)/N.
-        least, most: bounds of H; `most` None: no upper bound.
+        target: the disagreement rho above which nodes synchronize more often, over 0 and under 1. rho is 0 if all nodes
+            move alike. For N nodes that move at random it is (N-1)/N.
+        least, most: bounds of H, the steps of a round. `most=None`: no upper bound.
 
     >>> [Drift(0.5).choose("H", Sight(value=10, steps_left=80, sent=0, last=0, drift=rho)) for rho in (0.4, 0.6)]
     [12, 5]
@@ -202,12 +211,12 @@ class Drift(Tuner):
 
 @dataclass(frozen=True)
 class Autocorrelation(Tuner):
-    """Step further while outer gradients agree from round to round, and less far when they turn.
+    """Raise the outer learning rate while outer gradients agree from round to round, and lower it when they turn.
 
     Args:
-        target: the correlation at which nothing changes, from -1 to 1.
-        gain: over 0 and under 0.5.
-        least, most: bounds of the factor on the outer rate.
+        target: the cosine between successive outer gradients at which the rate does not change, from -1 to 1.
+        gain: how strongly the rate follows the cosine, over 0 and under 0.5.
+        least, most: bounds of the factor on the outer learning rate.
 
     >>> seen = Sight(value=1.0, steps_left=80, sent=0, last=0, correlation=0.5)
     >>> Autocorrelation(gain=0.2).choose("outer_lr", seen)
@@ -241,7 +250,7 @@ TUNERS: dict[str, type[Tuner]] = {"drift": Drift, "autocorrelation": Autocorrela
 
 
 def tuner_of(given: Any) -> Tuner:
-    """Return a tuner by its name, or unchanged; a number is a `ByteBudget` of so many bytes.
+    """Return the tuner that `given` names. A tuner is returned unchanged; a number is a `ByteBudget` of so many bytes.
 
     Raises:
         ArgumentError: the name is unknown, or `given` is not a tuner.
@@ -257,7 +266,7 @@ def tuner_of(given: Any) -> Tuner:
 
 
 class TunedRounds(Rounds):
-    """Rounds whose length is chosen during the run: ended rounds stay, later rounds take the last choice."""
+    """Rounds whose length a tuner chooses during the run. Ended rounds stay; all later rounds take the last choice."""
 
     foreseen = False
 
@@ -279,7 +288,7 @@ class TunedRounds(Rounds):
         return len(ended) - 1 + (step - ended[-1] - 1) // self.H
 
     def end(self, step: int, H: int) -> None:
-        """End rounds at `step`; the next rounds take H steps."""
+        """End the current round at `step`. The next rounds take H steps."""
         while self._ends[-1] + self.H <= step:
             self._ends.append(self._ends[-1] + self.H)
         if self._ends[-1] < step:  # a round that was cut short
@@ -292,8 +301,8 @@ class Tuning(Stateful):
 
     Args:
         tuner: the rule.
-        name: the argument that it tunes.
-        value: the given value; for "outer_lr" a factor, 1.
+        name: the argument that the tuner changes.
+        value: the argument's first value. For "outer_lr" it is 1, a factor on the outer learning rate.
     """
 
     def __init__(self, tuner: Tuner, name: str, value: float):
@@ -309,14 +318,18 @@ class Tuning(Stateful):
         return {"tuner": given} | ({} if sees is None else {sees: given})
 
     def factor(self, round_: int) -> float:
-        """Return the outer rate's factor, as `outer_lr_scheduler`."""
+        """Return the tuned factor on the outer learning rate. This method serves as `outer_lr_scheduler`."""
         return self.value
 
     def start(self, fleet: Fleet, run: Run, costs: Costs | None = None) -> None:
-        """Begin a run. `costs` follow from the strategy's formula; None: no formula, or the tuner does not need it.
+        """Prepare for a run, before training.
+
+        Args:
+            costs: the bytes of the run, by the strategy's formula. None: the strategy has no formula, or the tuner
+                needs no costs.
 
         Raises:
-            ArgumentError: the tuner cannot keep its promise.
+            ArgumentError: the tuner cannot work with these costs, such as a budget that is too small.
         """
         self._costs, self._most = costs, 0.0 if costs is None else costs.each
         if costs is not None:
@@ -343,7 +356,11 @@ class Tuning(Stateful):
             self._now.append(mean.clone())
 
     def before_meeting(self, fleet: Fleet, met: Sequence[Tensor]) -> None:
-        """Measure each node's change since `met`, (rows, P) per block, before they meet."""
+        """Measure how far each node has moved since its last synchronization, right before the next one.
+
+        Args:
+            met: the nodes' parameters after their last synchronization, (rows, P) per block.
+        """
         self._before = float(fleet.comm.ledger.tx_bytes.mean())
         self._apart.zero_()
         self._now, self._means = [], 0
@@ -354,7 +371,7 @@ class Tuning(Stateful):
                     self._moved[row] += (block.params[row] - old[row]).double().square().sum().cpu()
 
     def after_meeting(self, fleet: Fleet, step: int) -> None:
-        """Choose the next value after a meeting at `step`."""
+        """Choose the argument's next value after a synchronization at `step`."""
         if self.tuner.sees == "drift":
             self._measure_drift(fleet)
         elif self.tuner.sees == "correlation":
@@ -380,7 +397,7 @@ class Tuning(Stateful):
         movers = [node for node, moved in zip(comm.present, norms, strict=True) if moved]
         if movers and not self._means:
             raise StrategyError(
-                f"{self.tuner!r} needs the mean that all members add up when they meet, but this strategy takes none: "
+                f"tuner={self.tuner!r} needs a mean over nodes at each synchronization, but this strategy takes none: "
                 "take a strategy that averages (DiLoCo, FedAvg, ...), a ByteBudget, or leave the tuner out"
             )
         if movers:
@@ -394,7 +411,7 @@ class Tuning(Stateful):
         last, now = self._last, self._now
         if [len(x) for x in now] != [len(x) for x in last]:
             raise StrategyError(
-                f"{self.tuner!r} needs one mean of all outer gradients, but got {len(now)} means of "
+                f"tuner={self.tuner!r} needs one mean of all outer gradients, but got {len(now)} means of "
                 f"{[len(x) for x in now]} numbers, wanted {[len(x) for x in last]}: take DiLoCo, or leave the tuner out"
             )
         if self._counted:
@@ -435,10 +452,16 @@ class Tuning(Stateful):
 
 
 def begun(tuner: Tuner, own: inspect.Signature, call: inspect.BoundArguments, name: str) -> Tuning:
-    """Return the tuning for a strategy whose constructor is about to get `call`, and put the tuned value into `call`.
+    """Return the `Tuning` of a strategy that is about to be made, and put the tuned value into its arguments `call`.
+
+    Args:
+        tuner: the rule.
+        own: the constructor's signature.
+        call: the constructor's arguments, which are changed.
+        name: the strategy's name, for messages.
 
     Raises:
-        ArgumentError: strategy `name` has no argument that `tuner` can tune, or another option sets it.
+        ArgumentError: strategy `name` has no argument that `tuner` can tune, or another option sets this argument.
     """
     of = next((argument for argument in tuner.of if argument in own.parameters), None)
     if of is None or (of == "outer_lr" and "outer_lr_scheduler" not in own.parameters):

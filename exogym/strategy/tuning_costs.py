@@ -1,4 +1,4 @@
-"""The bytes of the rest of a run, by the formulas of a strategy's modules: for tuners that see bytes."""
+"""Predict the bytes of the rest of a run by the formulas of a strategy's modules, for tuners that see bytes."""
 
 from __future__ import annotations
 
@@ -25,11 +25,13 @@ def costs_of(
     fleet: Fleet,
     run: Run,
 ) -> Costs | None:
-    """Return the costs of the rest of a run, by the formulas of `modules`; None: a module has no formula.
+    """Return the costs of the rest of a run, by the formulas of `modules`. None: a module has no formula.
 
     Args:
-        tuned: the modules that the tuner changes.
-        rounds: the tuned rounds, if the tuner chooses H.
+        modules: the strategy's modules.
+        tuned: the modules whose argument the tuner changes.
+        rounds: the rounds whose length the tuner chooses; None: it does not choose H.
+        averaging: the strategy's averaging options.
     """
     P = sum(block.layout.total for block in fleet.blocks)
     row_bytes = sum(block.layout.total * block.layout.dtype.itemsize for block in fleet.blocks)

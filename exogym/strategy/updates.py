@@ -1,7 +1,8 @@
-"""A node's update since it last met the others, and how attacks and norm caps change it on the way.
+"""Nodes' updates since their last synchronization, and how attacks and norm caps change these updates before sending.
 
-If gradients are averaged, the update u_i of node i is its gradient. Otherwise it is theta_i minus its value after node
-i last met others. The rows are changed before the strategy's modules see them, so strategies need not know.
+If nodes average gradients, the update u_i of node i is its gradient. Otherwise u_i is the node's parameters theta_i
+minus their value after its last synchronization. Rows are changed before the strategy's modules see them, so strategies
+need no code for this.
 
 Bad nodes (`Faults(bad_nodes=..., attack=...)`), with the factor c of the attack:
 
@@ -9,8 +10,9 @@ Bad nodes (`Faults(bad_nodes=..., attack=...)`), with the factor c of the attack
     scale       u <- c u
     noise       u <- c |u| z / |z|, z Gaussian, drawn from (seed of the faults, node, step)
 
-Bad nodes train like the others; only their messages are wrong. If a row keeps its message (SPARTA's other coordinates,
-a gossiping node's own part), a bad node continues from the wrong values.
+Bad nodes train like the others; only their messages are wrong. But some values of a row are not replaced after sending,
+such as the coordinates that SPARTA does not average, or the share of its row that a gossiping node keeps. A bad node
+continues from the wrong values there.
 
 Norm capping (Sun, Kairouz, Suresh, McMahan, Can You Really Backdoor Federated Learning?, arXiv:1911.07963), M the cap:
 
@@ -19,7 +21,7 @@ Norm capping (Sun, Kairouz, Suresh, McMahan, Can You Really Backdoor Federated L
 M may be the median of the norms (the lower of two middle values; nodes without an update do not count). Then nodes
 share their norms: an all-gather of 8 bytes. A fixed M costs no bytes.
 
-State: each node's values after it last met others, (rows, P), if the strategy has communication modules.
+State: each node's parameters after its last synchronization, (rows, P), if the strategy has communication modules.
 """
 
 from __future__ import annotations
@@ -41,11 +43,11 @@ from exogym.strategy.traffic import Traffic
 
 
 class Updates(Module):
-    """Changes updates before a strategy's modules see them.
+    """Changes nodes' updates before a strategy's modules see them: it applies norm caps and the attacks of bad nodes.
 
     Args:
-        cap: of the norms; None: no cap.
-        faults: whose bad nodes send wrong updates; None: no bad nodes.
+        cap: the cap of the updates' norms; None: no cap.
+        faults: the faults whose bad nodes send wrong updates; None: no bad nodes.
         on_parameters: whether nodes send parameters, not only gradients.
     """
 
@@ -71,12 +73,12 @@ class Updates(Module):
         self._note(fleet, nodes)
 
     def before_gradients(self, fleet: Fleet, step: int) -> None:
-        """Change the present nodes' gradients."""
+        """Cap or attack the present nodes' gradients, in place."""
         grads = [block.grads for block in fleet.blocks if block.grads is not None]
         self._change(fleet, step, {row: [g[row] for g in grads] for row in self._rows(fleet)})
 
     def before_parameters(self, fleet: Fleet, step: int) -> None:
-        """Change the present nodes' parameters through their updates since they last met."""
+        """Cap or attack the present nodes' updates since their last synchronization, by changing their parameters."""
         met = list(self.row_state.values())
         both = list(zip(fleet.blocks, met, strict=True))
         moved = {row: [block.params[row] - old[row] for block, old in both] for row in self._rows(fleet)}
@@ -85,7 +87,7 @@ class Updates(Module):
                 torch.add(old[row], u, out=block.params[row])
 
     def after_meeting(self, fleet: Fleet) -> None:
-        """Record the values that the present nodes now hold."""
+        """Record the present nodes' parameters after a synchronization."""
         self._note(fleet, fleet.comm.present)
 
     def _note(self, fleet: Fleet, nodes: Sequence[int]) -> None:

@@ -495,7 +495,7 @@ class NoRate(Optimizer):
         (AsksForClosure, r"AsksForClosure cannot be used here: a step on given gradients.*wanted a closure"),
         (SubLBFGS, "SubLBFGS cannot be used here: it evaluates the loss several times"),
         (Curious, "Curious cannot be used here: its attribute 'attribute.seen' is a set, which cannot be saved"),
-        (Moving, "Moving cannot be used here: its step puts new tensors in the place of parameters"),
+        (Moving, "Moving cannot be used here: its step replaces parameters by new tensors"),
     ],
 )
 def test_optimizers_are_refused_by_what_they_need(cls: type[Optimizer], message: str) -> None:

@@ -115,7 +115,7 @@ def test_a_budget_under_two_rounds_is_refused_before_training(budget: float) -> 
     seen: list[Any] = []
     model = nn.Linear(6, 277)  # 1,939 parameters and so 2 (4 - 1) / 4 x 7,756 = 11,634 bytes a round
     trainer = functools.partial(train, model=model, loss_fn=lambda y, _: y.square().mean(), val_interval=None)
-    with pytest.raises(ArgumentError, match=r"meets after H=4 steps and at the end \(final_sync\).* 23,268 bytes"):
+    with pytest.raises(ArgumentError, match=r"synchronizes after H=4 steps and at the end .* 23,268 bytes"):
         trainer(DiLoCoStrategy(lr=0.02, H=4, tuner=budget - 12), callbacks=[seen.append])
     assert not seen
     assert trainer(DiLoCoStrategy(lr=0.02, H=4, tuner=23_268.0)).history.last["tx_bytes"] == 23_268
