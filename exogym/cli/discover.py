@@ -92,7 +92,11 @@ def _row(found: Found, host: Host | None) -> dict[str, Any]:
 
 
 def agents(seconds: float, places: Sequence[str]) -> list[Found]:
-    """Return the agents at `places`. Without places, return all agents that announce themselves.
+    """Return the computers that run exogym agent: at `places`, or all that announce themselves in the network.
+
+    Args:
+        seconds: how long to listen for announcements, if `places` is empty.
+        places: texts ADDRESS or ADDRESS:PORT.
 
     Raises:
         ArgumentError: a place is not ADDRESS or ADDRESS:PORT.
@@ -117,7 +121,7 @@ def agents(seconds: float, places: Sequence[str]) -> list[Found]:
 
 
 def chosen(found: Sequence[Found], name: str) -> Found:
-    """Return the agent with this name or address.
+    """Return the computer in `found` that has the name or address `name`.
 
     Raises:
         ArgumentError: no computer, or several computers, have this name.

@@ -42,7 +42,7 @@ class Finder:
         self.asker, self.file, self.key, self.ssh_config, self.address = asker, file, key, ssh_config, address
 
     def find(self, computers: str | None, codes: Mapping[str, str], places: Sequence[str], here: bool | None) -> None:
-        """Ask which computers to use, and pair with those that are not in the hosts file.
+        """Ask which computers to use, and pair with the chosen computers that are not yet in the hosts file.
 
         Raises:
             ArgumentError: no computer was found, a named computer does not answer, or its code is missing.

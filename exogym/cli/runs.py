@@ -110,7 +110,7 @@ def note(
     untag: Annotated[list[str], typer.Option("--untag", metavar="TAG", help="Remove a tag. Repeatable.")] = [],  # noqa: B006
     debug: Debug = False,
 ) -> None:
-    """Give a run, comparison or sweep a note and tags, and print them."""
+    """Give a run, comparison or sweep a note and tags, and print its note and tags."""
     known = {run.name: run for run in runs.list(where)}
     if name not in known:
         raise ArgumentError(f"found no run {name!r} in {where}: see exogym runs list")

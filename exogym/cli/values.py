@@ -47,7 +47,7 @@ def count_of(option: str, text: str) -> float:
 
 
 def numbers_of(option: str, text: str | None) -> list[float] | None:
-    """Read numbers such as "1,1,0.5". None stays None.
+    """Read numbers such as "1,1,0.5". If `text` is None, return None.
 
     Raises:
         ArgumentError: a part is not a number.
@@ -64,7 +64,7 @@ def processes_of(text: str) -> int | str:
     """Read a number of processes, or "auto".
 
     Raises:
-        ArgumentError: `text` is neither.
+        ArgumentError: `text` is neither "auto" nor a whole number of at least 1.
     """
     if text == "auto":
         return text
