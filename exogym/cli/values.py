@@ -47,7 +47,7 @@ def count_of(option: str, text: str) -> float:
 
 
 def numbers_of(option: str, text: str | None) -> list[float] | None:
-    """Read numbers such as "1,1,0.5". If `text` is None, return None.
+    """Read numbers such as "1,1,0.5". Without a text, return None.
 
     Raises:
         ArgumentError: a part is not a number.
