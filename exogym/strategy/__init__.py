@@ -1,14 +1,14 @@
 """Strategies: each algorithm is one short file that reads like its paper.
 
-Import every strategy from here. A class with a `name`, in any file of this folder, is found by its class name and by
-its `name`. A file is loaded when one of its classes is used. A lookup by `name` loads all files.
+Import every strategy from here. If a class in this folder has a `name`, you can look it up by its class name or by this
+`name`. A file is loaded when one of its classes is used. A lookup by `name` loads all files.
 
 Build your own strategy from modules. `GradientModule`s change the gradients at every step. `CommunicationModule`s
-change the parameters at steps they choose. A `Run` tells both about the run.
+change the parameters at steps they choose. Every module receives a `Run` with the run's numbers.
 
 Notation in this package: N nodes, P parameters, b bytes per element (4 in fp32). theta_i are the parameters of node i,
 g_i its gradient, theta the shared (outer) parameters. A node takes H local steps from one synchronization to the next.
-A payload is the bytes that a node hands over; tx and rx are the bytes that it sends and receives.
+A payload is the bytes that a node hands to a collective; tx and rx are the bytes that the node sends and receives.
 
 >>> class Halved(GradientModule):
 ...     def transform(self, fleet, step, lr):

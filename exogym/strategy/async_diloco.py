@@ -1,22 +1,23 @@
-"""Asynchronous DiLoCo: delayed Nesterov, dynamic local updates, and the rules they are compared with.
+"""Asynchronous DiLoCo with dynamic local updates, delayed Nesterov, and three other rules to compare it with.
 
 Liu et al., Asynchronous Local-SGD Training for Language Modeling, arXiv:2401.09135. No node waits for another. Node w
 
     pulls theta, takes H_w inner steps to theta_w, pushes Delta = theta_pulled - theta_w, pulls again,
 
-and a server applies each Delta when it arrives, by one of the rules below. With the outer learning rate eta, the outer
-momentum beta, the period K (N by default), and m = A = 0, t = 0 at first:
+and a server applies each Delta when it arrives, by one of the rules below. eta is the outer learning rate, beta the
+outer momentum, K the period (N by default), c the `activation`, and t the number of arrivals so far. The momentum m and
+the buffer A start at 0.
 
     delayed_nesterov   A <- A + Delta
                        if (t+1) mod K = 0:  m <- beta m + A/K;  theta <- theta - eta ((1 - cK + c) beta m + Delta/K);  A <- 0
                        else:                                    theta <- theta - eta (c beta m + Delta/K)
     nesterov           g = Delta/K;             m <- beta m + g;  theta <- theta - eta (g + beta m)
-    discount           the same with g = (1+s)^(-1/2) Delta/K                   s: updates of theta since w pulled it
-    fedbuff            A <- A + Delta; every K arrivals g = A/K, the same, A <- 0; nothing between (arXiv:2106.06639)
+    discount           as nesterov, with g = (1+s)^(-1/2) Delta/K               s: updates of theta since w pulled theta
+    fedbuff            A <- A + Delta;  at every K-th arrival: as nesterov, with g = A/K; A <- 0      (arXiv:2106.06639)
 
 Every rule divides by K, so that K arrivals weigh as much as one outer step of DiLoCo, and eta means the same in every
-rule. `nesterov` with K = 1 is DiLoCo's outer step at every arrival. If all Delta come from one theta, K = N and c = 0,
-`delayed_nesterov` and `fedbuff` are DiLoCo.
+rule. `nesterov` with K = 1 takes DiLoCo's outer step at every arrival. If K = N, c = 0 and all Delta start from the
+same theta, `delayed_nesterov` and `fedbuff` are DiLoCo.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -36,15 +37,16 @@ from exogym.strategy.strategy import InnerOptions
 
 
 class RuleServer:
-    """The server: keeps theta and applies each arriving Delta by one rule.
+    """Asynchronous DiLoCo's server. It holds the outer parameters theta and applies each Delta on arrival, by one rule.
 
     Args:
-        theta: (P,) per block, copied.
-        rule, K, c, eta, beta: see the top of this file.
+        theta: the initial outer parameters, (P,) per block; the server copies them.
+        rule, K, c: the rule's name, the period and the activation.
+        eta, beta: outer learning rate and outer momentum.
 
     Attributes:
-        theta, m, A: (P,) per block.
-        t: number of applied arrivals.
+        theta, m, A: outer parameters, momentum and sum of waiting Delta, (P,) per block.
+        t: number of arrivals so far.
         version: number of updates of theta.
 
     >>> server = RuleServer([torch.zeros(1)], "delayed_nesterov", K=2, c=0.0, eta=1.0, beta=0.5)
@@ -62,16 +64,19 @@ class RuleServer:
         self.t = self.version = 0
 
     def apply(self, delta: list[Tensor], staleness: int = 0, steps: int = 1, batch_size: int = 1) -> None:
-        """Apply one node's `delta`, (P,) per block, whatever its number of steps. May overwrite `delta`."""
+        """Apply one node's `delta`, (P,) per block, by the server's rule, and count the arrival. May overwrite `delta`.
+
+        `staleness` is the number of updates of theta since the node pulled theta; the other arguments have no effect.
+        """
         changes = [self.rule(self, b, x, staleness) for b, x in enumerate(delta)]
         self.t += 1
         self.version += any(changes)
 
     def release(self) -> None:
-        """Do nothing: each Delta was applied on arrival."""
+        """Do nothing, because this server applies each Delta on arrival."""
 
     def flush(self) -> None:
-        """Take the step of `fedbuff` for which fewer than K arrivals wait; each arrival still weighs 1/K."""
+        """If fewer than K Delta wait under `fedbuff`, update theta with them now; each still has the weight 1/K."""
         waiting = self.t % self.K if self.rule is _fedbuff else 0
         for b, A in enumerate(self.A if waiting else []):
             self.outer_step(b, A.div_(self.K))
@@ -80,11 +85,11 @@ class RuleServer:
 
     @property
     def completes_period(self) -> bool:
-        """Whether the current arrival is the last of its K."""
+        """Whether the Delta that is arriving now completes a period of K arrivals."""
         return (self.t + 1) % self.K == 0
 
     def outer_step(self, b: int, g: Tensor) -> None:
-        """Take Nesterov's step with the gradient `g` of block `b`."""
+        """Update theta and the momentum in block `b` by Nesterov's rule, with `g` as the gradient."""
         theta, m = self.theta[b], self.m[b]
         m.mul_(self.beta).add_(g)
         theta.sub_(g.add(m, alpha=self.beta), alpha=self.eta)
@@ -141,42 +146,48 @@ BUFFERED = ("delayed_nesterov", "fedbuff")
 
 
 class AsyncDiLoCoStrategy(ClockedStrategy):
-    """Async DiLoCo: each node trains in its own time, and a server applies each node's Delta on arrival.
+    """Async DiLoCo: each node trains at its own pace, and a server applies each node's Delta on arrival.
 
         A <- A + Delta;   every K-th arrival: m <- beta m + A/K and a step of theta along m;   A <- 0
 
-    Bytes: P b up and P b down for each round of a node. Payload P b, T_w / H_w times over T_w local steps of node w.
-    Memory: each node needs one more row, the theta that it pulled. The evaluation model is theta.
+    Delta is the outer parameters theta that a node pulled, minus its parameters after its round.
+
+    Bytes: P b up and P b down for each round of a node. Over T_w local steps node w has T_w / H_w rounds, each with the
+    payload P b. Memory: each node needs one more row, for the theta that it pulled. The evaluation model is theta.
 
     Args:
-        inner_optim: inner optimizer; each node keeps its state between rounds.
-        H: inner steps of a round; with `dylu` the fastest node's.
+        inner_optim: inner optimizer; each node keeps its optimizer state between rounds.
+        H: inner steps of a node's round; with `dylu`, of the fastest node's round.
         outer_lr, outer_momentum: eta and beta of the outer step.
         rule: "delayed_nesterov", "nesterov" (naive), "discount" or "fedbuff"; see the top of this file.
-        dylu: dynamic local updates, H_w = max(1, floor(v_w / max v * H)) with v the mean steps per second, so that all
-            nodes return at about the same time.
-        shard_sampling: a node draws a shard of the data for each round, p_i ~ max(|D_i| / sum_j |D_j| - n_i / sum_j
-            n_j, 0). n_i counts the examples taken from shard i, so that shards are used evenly although nodes are not
-            equally fast.
-        grace_s: virtual seconds that the server waits for others after an arrival. Their Delta are applied one after
-            the other, and all of them pull the same theta. 0: no waiting. math.inf: wait for all.
-        period: K, the arrivals that weigh as much as one outer step of DiLoCo. None: N.
-        activation: c of delayed_nesterov, from 0 to 1/K. With c > 0 it is not DiLoCo, even if all nodes are alike.
-        delay_compensation: lambda of Delta + lambda Delta * Delta * (theta - theta_pulled), elementwise
-            (arXiv:1609.08326); 0 for no compensation.
-        max_staleness: drop a Delta if theta was updated more often since its node pulled. None: drop nothing.
-        lr, inner_lr, max_norm, lr_scheduler, warmup_steps: of the inner optimizer; see `Strategy`. A schedule follows
-            the fleet's step, so that it ends for fast and slow nodes alike; with `shard_sampling` the shard's step.
+        dylu: dynamic local updates. Node w takes H_w = max(1, floor(v_w / max v * H)) steps in a round, where v_w is
+            its mean number of steps per second. So all nodes return at about the same time.
+        shard_sampling: for each round a node draws shard i of the data with a probability p_i ~ max(|D_i| / sum_j |D_j|
+            - n_i / sum_j n_j, 0). |D_i| is the shard's size, and n_i counts the examples taken from it so far. So all
+            shards are used evenly although some nodes are faster.
+        grace_s: virtual seconds that the server waits for more nodes after an arrival. It applies their Delta one after
+            the other, and all these nodes pull the same theta. 0: no waiting. math.inf: the server waits for all nodes.
+        period: K, the number of arrivals that weigh as much as one outer step of DiLoCo. None: N.
+        activation: c, the share of the momentum that `delayed_nesterov` applies at an arrival within a period, from 0
+            to 1/K. With c > 0 the strategy differs from DiLoCo, even if all nodes are equally fast.
+        delay_compensation: lambda. The server applies Delta + lambda Delta * Delta * (theta - theta_pulled),
+            elementwise, instead of Delta (arXiv:1609.08326). 0: no compensation.
+        max_staleness: most updates of theta between a node's pull and its push. The server drops a Delta with more
+            updates. None: it drops no Delta.
+        lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`. A learning rate schedule follows the fleet's
+            step, so it ends at the same time for fast and slow nodes. With `shard_sampling` it follows the shard's
+            steps.
 
-    One step of the fleet is N local steps, by whichever nodes. Every node draws from its own share of the data, so a
-    fast node uses more of its share. With `shard_sampling` every node must be able to read every share; those bytes are
-    not counted.
+    One step of the fleet is N local steps, whichever nodes take them. Every node draws from its own share of the data,
+    so a fast node uses more of its share. With `shard_sampling` every node must be able to read every share; the bytes
+    of these data are not counted.
 
-    At the end of training nodes push the steps since their last push (`final_sync`). Only those nodes pull once more,
-    so as many bytes go up as down. `fedbuff` then takes the step for which fewer than K pushes wait, g = A/K. These
-    rounds are unfinished, but a period that they complete takes the whole step along the momentum, so the loss may jump
-    there. Changing buffers travel along: if n nodes pull together, the server's buffers move by n/N toward their mean.
-    Planned faults and compute="vmap" are refused.
+    At the end of training each node pushes the steps since its last push (`final_sync`). Only nodes that push then also
+    pull once more, so as many bytes go up as down. If fewer than K pushes then wait under `fedbuff`, the server takes a
+    step with g = A/K. These last rounds are shorter. If one of them completes a period, the server still takes the
+    whole step along the momentum, so the loss may jump there. Nodes also send buffers that training changes: if n nodes
+    pull together, the server's buffers move by n/N toward the mean of these nodes' buffers. Planned faults
+    (`fit(faults=...)`) and compute="vmap" are refused.
 
     >>> strategy = AsyncDiLoCoStrategy(inner_optim='adamw', H=50, lr=3e-4, dylu=True)
     >>> naive = AsyncDiLoCoStrategy(inner_optim='adamw', H=50, lr=3e-4, rule='nesterov', outer_lr=0.1)
@@ -224,7 +235,7 @@ class AsyncDiLoCoStrategy(ClockedStrategy):
         self.period, self.activation, self.delay_compensation = period, activation, delay_compensation
 
     def server(self, fleet: Fleet) -> RuleServer:
-        """Return the server at the start of training.
+        """Return a new server whose theta is the fleet's initial parameters.
 
         Raises:
             ArgumentError: `activation` is over 1/K.

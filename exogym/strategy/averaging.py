@@ -1,17 +1,17 @@
-"""Averaging options: every strategy that averages takes them, and its own code need not know them.
+"""Averaging options. Every strategy that averages accepts them, and needs no code for them.
 
 `transport` chooses the algorithm of all-reduces. All algorithms give the same bits. With payload S and n members:
 
     ring      each member sends and receives 2(n-1)/n S
-    tree      sums go up a binomial tree to the lowest id, and the result goes down. Each member sends and receives
-              2(n-1)/n S on average: ceil(log2 n) S at the root, S at a leaf
-    server    each member sends and receives S; the server sends and receives n S, and is no member
+    tree      sums go up a binomial tree to the node with the lowest id, and the result goes down. Each member sends
+              and receives 2(n-1)/n S on average: ceil(log2 n) S at the root, S at a leaf
+    server    each member sends and receives S; the server sends and receives n S, and is not a member
 
 `exogym.network.costs` gives each algorithm's time on a network.
 
-`robust` replaces the mean by a rule that a few bad nodes cannot drag away. `exogym.core.communicator.robust` describes
-the rules and their bytes; `exogym.strategy.updates` describes `NormCap`. With `secure_aggregation` a server learns
-means but no node's values: see `exogym.core.communicator.secure`.
+`robust` replaces the mean by a rule whose result a few bad nodes can change only little. The rules and their bytes are
+described in `exogym.core.communicator.robust`, and `NormCap` in `exogym.strategy.updates`. With `secure_aggregation` a
+server learns means but no node's values: see `exogym.core.communicator.secure`.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class NormCap:
     """Scale down updates whose 2-norm is over a cap, then take the mean.
 
     Args:
-        norm: the cap. None: the median norm of the nodes that send an update (the lower of two middle values). The
-            median costs an all-gather of 8 bytes.
+        norm: the cap. None: the median of the norms of all sent updates (for an even number, the lower middle value).
+            To find the median, nodes exchange their norms by an all-gather with a payload of 8 bytes.
 
     Raises:
         ArgumentError: `norm` is not a number over 0.
@@ -85,7 +85,7 @@ class Averaging:
 
     @property
     def rule(self) -> Rule | None:
-        """The rule that replaces the mean; None: no rule does."""
+        """The robust rule that replaces the mean; None: nodes take means."""
         return None if self.robust in (None, "norm_cap") or isinstance(self.robust, NormCap) else rule_of(self.robust)
 
     @property
@@ -100,7 +100,7 @@ class Averaging:
         return NormCap() if self.robust == "norm_cap" else self.robust if isinstance(self.robust, NormCap) else None
 
     def features(self) -> dict[str, str]:
-        """Return these options as features: a name from `exogym.core.combinations.FEATURES` -> the given value."""
+        """Return the options that are set, as a dict: name in `exogym.core.combinations.FEATURES` -> option as text."""
         found = {}
         if self.robust is not None:
             found['robust="norm_cap"' if self.rule is None else "robust"] = f"robust={self.robust!r}"
@@ -113,7 +113,10 @@ class Averaging:
         return found
 
     def check_members(self, name: str, traffic: Iterable[Traffic], N: int) -> None:
-        """Raise ArgumentError if strategy `name` averages too few of N nodes for the rule to tolerate a bad node."""
+        """Raise ArgumentError if the robust rule needs more nodes to tolerate a bad node.
+
+        Strategy `name` averages over as many of the N nodes as its `traffic` says.
+        """
         if (rule := self.rule) is None:
             return
         for n in sorted({N, *(t.members for t in traffic if t.members)}):
@@ -126,7 +129,7 @@ class Averaging:
                 )
 
     def traffic(self, given: list[Traffic], N: int, b: float) -> list[Traffic]:
-        """Return the collectives that replace `given` under these options. N nodes send b bytes per element."""
+        """Return the collectives that N nodes use instead of `given` under these options, at b bytes per element."""
         if self.secure is not None:
             return [
                 Traffic(kind, size, t.every_steps, t.members, "server")
@@ -146,10 +149,10 @@ class Averaging:
         return replace(t, algorithm=algorithm)
 
     def bind(self, comm: Communicator, weighs: bool, seed: int = 0) -> None:
-        """Make `comm` average by these options. `seed` is the run's seed.
+        """Make `comm` average by these options. `weighs`: whether means have weights; `seed`: the run's seed.
 
         Raises:
-            ArgumentError: the strategy weights nodes, but the rule cannot.
+            ArgumentError: means have weights, but the robust rule cannot use weights.
         """
         comm.transport, comm.rule = self.transport, self.rule
         comm.secure = None if self.secure is None else replace(self.secure, seed=seed)
@@ -158,7 +161,7 @@ class Averaging:
 
 
 class AveragingOptions(InnerOptions, total=False):
-    """Options of every strategy on rows: its inner optimizer's, the arguments of `Averaging`, and a tuner."""
+    """Options of every `CommunicateOptimizeStrategy`: of its inner optimizer, of `Averaging`, and a tuner."""
 
     transport: str | None
     robust: str | Rule | NormCap | None
@@ -167,7 +170,7 @@ class AveragingOptions(InnerOptions, total=False):
 
 
 def tuned(tuner: str | float | Tuner | None = None) -> Tuner | None:
-    """Return the tuner for the option `tuner`. None: nothing is tuned."""
+    """Return the `Tuner` that the option `tuner` names or holds; None if the run has no tuner."""
     return None if tuner is None else tuner_of(tuner)
 
 
@@ -175,10 +178,10 @@ defined(AveragingOptions, Averaging, tuned)
 
 
 def with_options(init: Callable[..., None]) -> Callable[..., None]:
-    """Add the options of `AveragingOptions`, without the inner optimizer's, to a strategy's constructor.
+    """Return the strategy constructor `init`, extended by the averaging options and `tuner` of `AveragingOptions`.
 
-    The tuner gives the constructor the values that it tunes. Options that the constructor does not take are handled
-    here.
+    If a tuner chooses an argument of `init`, `init` receives the tuner's first value. The new constructor handles the
+    options that `init` does not take.
     """
     own = signature_of(init)
     further = [

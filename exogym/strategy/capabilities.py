@@ -1,9 +1,9 @@
-"""Rarer abilities of communication modules: small protocols, which a module declares by inheriting them.
+"""Capabilities: optional abilities of communication modules, as small base classes that a module inherits.
 
     class Proximal(PeriodicModule, Corrects):
         def correct(self, row, parameters, grads): ...
 
-A module that defines a protocol's method without inheriting it gets the protocol, too (`adopt`).
+A module that defines a method of such a class without inheriting the class has the capability, too (`adopt`).
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ from exogym.strategy.traffic import AskedRounds
 
 
 class Corrects(ABC):
-    """Rewrites each node's own gradients at every local step. Cannot be combined with gradient modules."""
+    """Capability to rewrite each node's own gradients at every local step; excludes gradient modules."""
 
     @abstractmethod
     def correct(self, row: int, parameters: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
-        """Rewrite in place the gradients of the node in `row`, at every local step, before they are clipped.
+        """Rewrite the gradients `grads` of the node in `row`, in place. Called at every local step, before clipping.
 
-        It is for methods that change local steps themselves (a proximal term, a control variate). It may read the
-        module's state of that row, but nothing of other nodes. `parameters` are the row's, in fleet order. A
-        parameter without a gradient has None.
+        Methods that change local steps need it, for example to add a proximal term or a control variate. It may read
+        the module's state of this row, but not of other rows. `parameters` are the node's parameters in the fleet's
+        order. `grads` has None for a parameter without a gradient.
         """
 
 
 class HasOuterModel(ABC):
-    """Keeps a model that all nodes share and that is not the mean of the rows."""
+    """Capability to keep outer parameters: a model that all nodes share and that is not the mean of the rows."""
 
     @abstractmethod
     def consensus(self, fleet: Fleet) -> list[Tensor] | None:
-        """Return the outer parameters, (P,) per block, or None if the mean of the rows is the model."""
+        """Return the outer parameters, (P,) per block. None: the run's model is the mean of the rows."""
 
     def consensus_buffers(self, fleet: Fleet) -> dict[str, Tensor] | None:
-        """Return the outer parameters' buffers by name, or None if the mean of the rows' buffers serves."""
+        """Return the buffers of the model with the outer parameters, by name. None: the mean of the rows' buffers."""
         return None
 
 
 class Tunable(ABC):
-    """Lets a tuner change an argument. H and the outer rate need no such module."""
+    """Capability to let a tuner change an argument. H and the outer learning rate can be tuned without it."""
 
     @abstractmethod
     def tune(self, name: str, value: float) -> bool:
@@ -53,45 +53,52 @@ class Tunable(ABC):
 
 
 class ChoosesClients(ABC):  # noqa: B024 (a module overrides what it needs)
-    """Lets some nodes rest during a round, or take fewer steps.
+    """Capability to let some nodes rest during a round, or take fewer steps than others.
 
     Attributes:
-        asks_clients: whether a server asks some nodes to take part in a round, and they may be unavailable.
-        asks_all_lengths: whether it must know each node's number of examples before any node acts.
+        asks_clients: whether a server asks some nodes to take part in a round, and these nodes may be unavailable.
+        asks_all_lengths: whether the module must know each node's number of examples before any node trains.
     """
 
     asks_clients = asks_all_lengths = False
 
     def local_steps(self, first: int, last: int) -> np.ndarray | None:
-        """Return (N,) inner steps each node takes while the fleet goes from step `first` to `last`; None: all."""
+        """Return (N,), each node's number of inner steps while the fleet goes from step `first` to step `last`.
+
+        None: every node takes all these steps.
+        """
         return None
 
     def joining(self, nodes: list[int], step: int) -> list[int]:
-        """Return which of `nodes`, which return for step `step`, take parameters then; all by default."""
+        """Return the nodes that receive parameters before step `step`, among the returning `nodes`; by default all."""
         return nodes
 
     def server_round(self, step: int) -> tuple[list[int], float] | None:
-        """Return whose reports count in the server's round that ends with `step`, and how many seconds it waits longer.
+        """Return the clients whose reports count in the server's round that ends with `step`, and extra seconds.
 
-        It waits after their computing. None: no such server exists, or none of its rounds ends with `step`. The server
-        ends the round for all nodes: on the virtual clock no node begins the next round earlier.
+        The server waits these seconds after the slowest of the clients has computed. Then it ends the round for all
+        nodes: on the virtual clock no node begins the next round earlier. None: the strategy has no such server, or no
+        round ends with `step`.
         """
         return None
 
     def rounds_among(self, N: int) -> AskedRounds | None:
-        """Return the clients asked in each round, for `Plan.rounds`; None: all N nodes take part."""
+        """Return a function that yields each round's clients, for `Plan.rounds`. None: all N nodes are clients."""
         return None
 
     def seats(self, num_nodes: int) -> int | None:
-        """Return the largest number of nodes that act in a round. None, the default: each node always needs a row.
+        """Return the largest number of nodes that act in a round. None (default): each node always needs its own row.
 
-        It is for a module that gives a round's nodes their parameters at its begin, and reads no other nodes. Then only
-        these nodes have rows, and at the round's end the next round's nodes.
+        A module may return a number if it gives a round's nodes their parameters when the round begins, and never reads
+        other nodes. Then only the round's nodes have rows, and at the round's end also the next round's nodes.
         """
         return None
 
     def seated(self, step: int) -> tuple[list[int], list[int]]:
-        """Return the nodes of the round after `step`, and of the current round; only with `seats`."""
+        """Return the nodes of the round that begins after `step`, and the nodes of the round that ends with `step`.
+
+        Called only if `seats` returns a number.
+        """
         raise NotImplementedError
 
 
@@ -99,9 +106,9 @@ CAPABILITIES = (Corrects, HasOuterModel, Tunable, ChoosesClients)
 
 
 def adopt(module: type) -> None:
-    """Declare the capabilities of a class of modules.
+    """Give a module class every capability for which it defines a method.
 
-    A class that defines one method of a capability gets the capability, and the defaults of its other methods.
+    The class also gets the defaults of the capability's other methods.
 
     >>> class Proximal:
     ...     def correct(self, row, parameters, grads): ...
@@ -119,7 +126,7 @@ def adopt(module: type) -> None:
 
 
 class Clients(ChoosesClients):
-    """All modules of a strategy that choose clients, as one."""
+    """Combines all modules of a strategy that choose clients into a single `ChoosesClients`."""
 
     def __init__(self, modules: Sequence[object]):
         self.modules = [module for module in modules if isinstance(module, ChoosesClients)]
@@ -144,7 +151,7 @@ class Clients(ChoosesClients):
         found = [one for module in self.modules if (one := module.rounds_among(N)) is not None]
         if len(found) > 1:
             raise ArgumentError(
-                "two modules ask their own nodes, and no formula is known for both together: give a Plan"
+                "two modules choose their own clients, and no formula is known for the combination: give a Plan"
             )
         return found[0] if found else None
 

@@ -1,6 +1,6 @@
-"""The draws of federated rounds: which clients take part, in which islands, and which clients a server asks.
+"""The random draws of federated rounds: the clients that take part, their islands, and the clients that a server asks.
 
-All draws follow from (seed, round), so no node has to send them.
+All draws depend only on (seed, round). So every process computes them itself, and no node has to send them.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from exogym.strategy.traffic import AskedRounds
 
 
 class ClientDraws:
-    """The draws of clients and islands. Arguments: see `AveragingCommunicator`.
+    """Draws a round's clients and islands. `AveragingCommunicator` describes the other arguments.
 
     Args:
-        by_chance: each node is a client with probability C, independently; `privacy` needs this.
+        by_chance: draw each node as a client with probability `client_fraction`, independently; `privacy` needs this.
 
     Raises:
         ArgumentError: a number is out of range.
@@ -51,7 +51,7 @@ class ClientDraws:
         self.asks = over_sampling > 0 or deadline_s is not None or min_reports > 1
 
     def features(self) -> dict[str, str]:
-        """Return its features: a name from `exogym.core.combinations.FEATURES` -> text."""
+        """Return the options that are set, as a dict: name in `exogym.core.combinations.FEATURES` -> option as text."""
         found = features_of(island_size=self.island_size, deadline_s=self.deadline_s)
         found |= {"no client_fraction": "client_fraction=1"} if self.client_fraction == 1 else {}
         if self.asks:
@@ -60,18 +60,18 @@ class ClientDraws:
         return found
 
     def sizes(self, N: int) -> tuple[int, int]:
-        """Return how many of N nodes take part in a round, and the size of an island."""
+        """Return the number of clients in a round among N nodes, and the number of nodes in an island."""
         clients = max(math.ceil(self.client_fraction * N - 1e-9), 1)
         return clients, min(self.island_size or clients, clients)
 
     def couples_every(self, H: float, N: int) -> float:
-        """Return the number of steps in which the whole model is exchanged once, with rounds of H steps."""
+        """Return the steps until N nodes have exchanged the whole model once, if a round has H steps."""
         clients, island = self.sizes(N)
         rounds = 1 if island == clients else math.ceil(math.log(clients, max(island, 2)))
         return H * rounds * N / clients
 
     def seats(self, N: int) -> int | None:
-        """Return the largest number of nodes that act in a round; None: all, or no server holds theta."""
+        """Return the largest number of nodes that act in a round. None: all N nodes act, or islands have no server."""
         clients, island = self.sizes(N)
         if island < clients:
             return None
@@ -89,7 +89,7 @@ class ClientDraws:
         return sorted(drawn.tolist())
 
     def islands(self, clients: list[int], seed: int, round_: int) -> list[list[int]]:
-        """Return the groups of a round's clients that average: disjoint, covering all clients."""
+        """Divide a round's `clients` into islands: disjoint groups that average separately."""
         if self.island_size is None or self.island_size >= len(clients):
             return [clients]
         order = numpy_generator(seed, "islands", round_).permutation(clients).tolist()
@@ -99,14 +99,14 @@ class ClientDraws:
         self, seed: int, N: int, work: Callable[[int], np.ndarray | int], step_s: np.ndarray | float,
         availability: Availability | None = None,
     ) -> Participation:  # fmt: skip
-        """Return the rounds of a server that asks clients, and waits for some of them."""
+        """Return the rounds of a server that asks clients and uses the first reports."""
         return Participation(
             seed, N, self.sizes(N)[0], work, step_s, availability, self.over_sampling, self.deadline_s,
             self.min_reports,
         )  # fmt: skip
 
     def rounds_among(self, N: int, H: int) -> AskedRounds | None:
-        """Return the clients asked in each round of H steps, for `Plan.rounds`; None: all N nodes take part."""
+        """Return a function that yields each round's clients, for `Plan.rounds`. None: all N nodes are clients."""
         if self.client_fraction == 1 or N == 1:
             return None
 

@@ -1,4 +1,4 @@
-"""The common base of strategies whose nodes go at their own pace, and the methods that the driver calls on a server."""
+"""Base class of strategies whose nodes train at their own pace, and the interface of these strategies' servers."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from exogym.strategy.traffic import Plan, Traffic
 
 
 class ParameterServer(Protocol):
-    """Keeps theta, and turns the nodes' Delta into the next theta.
+    """A server that holds the outer parameters theta and updates them with the nodes' Delta.
+
+    A node's Delta is the theta that it pulled, minus its parameters after its round.
 
     Attributes:
-        theta: (P,) per block.
+        theta: the outer parameters, (P,) per block.
         version: number of updates of theta.
     """
 
@@ -27,33 +29,38 @@ class ParameterServer(Protocol):
     version: int
 
     def apply(self, delta: list[Tensor], staleness: int, steps: int, batch_size: int) -> None:
-        """Take in a node's Delta, (P,) per block. May overwrite it.
+        """Receive a node's Delta and apply it to theta, or let it wait at the server.
 
         Args:
-            staleness: updates of theta since the node pulled it.
-            steps: local steps in the Delta.
+            delta: the Delta, (P,) per block; this method may overwrite it.
+            staleness: number of updates of theta since the node pulled theta.
+            steps: local steps of the node's round.
             batch_size: examples per step.
         """
 
     def release(self) -> None:
-        """Update theta with the waiting Delta, because nodes are about to pull."""
+        """Update theta with all Delta that wait at the server. Called before nodes pull theta."""
 
     def flush(self) -> None:
-        """Take in all waiting Delta, because training ends."""
+        """Update theta with all Delta that still wait at the server. Called at the end of training."""
 
     def state(self) -> dict[str, Tensor]: ...
     def load_state(self, tensors: dict[str, Tensor]) -> None: ...
 
 
 class ClockedStrategy(Strategy):
-    """A strategy with a server, whose nodes have their own rounds, in the order of virtual clocks.
+    """Base class of strategies with a server whose nodes train in their own rounds, ordered by virtual clocks.
+
+    A node pulls theta from the server, trains, and pushes Delta: theta_pulled minus its parameters.
 
     Attributes:
-        H: local steps of a round; with `dylu` the fastest node's.
-        grace_s: virtual seconds that the server waits for others once enough nodes have arrived.
-        max_staleness: drop a Delta if theta was updated more often since its node pulled. None: drop nothing.
-        shard_sampling: nodes draw a shard of the data for each round (`exogym.core.training.shards`).
-        delay_compensation: lambda of Delta + lambda Delta * Delta * (theta - theta_pulled), elementwise.
+        H: local steps of a node's round; with `dylu`, of the fastest node's round.
+        grace_s: virtual seconds that the server waits for more nodes once enough nodes have arrived.
+        max_staleness: most updates of theta between a node's pull and its push. The server drops a Delta with more
+            updates. None: it drops no Delta.
+        shard_sampling: whether nodes draw a shard of the data for each round (`exogym.core.training.shards`).
+        delay_compensation: lambda. The server applies Delta + lambda Delta * Delta * (theta - theta_pulled),
+            elementwise, instead of Delta. 0: no compensation.
     """
 
     driven_by = "clock"
@@ -70,15 +77,17 @@ class ClockedStrategy(Strategy):
             cls.__init__ = taking(cls.__init__)  # type: ignore[method-assign]
 
     def server(self, fleet: Fleet) -> ParameterServer:
-        """Return the server at the start of training."""
+        """Return a new server whose theta is the fleet's initial parameters."""
         raise NotImplementedError
 
     def quorum_of(self, num_nodes: int) -> int:
-        """Return how many nodes must have arrived before any of them pulls."""
+        """Return how many of `num_nodes` nodes must have arrived at the server before any of them pulls theta."""
         return 1
 
     def local_steps(self, seconds: np.ndarray) -> np.ndarray:
-        """Return (N,) H_w for (N,) mean `seconds` of a node's step: max(1, floor(v_w / max v * H)) with `dylu`.
+        """Return (N,), the local steps H_w of each node's round, from (N,) mean `seconds` per step.
+
+        With `dylu`, H_w = max(1, floor(v_w / max v * H)) with v_w = 1 / `seconds[w]`. Otherwise H_w = H.
 
         >>> from exogym.strategy import AsyncDiLoCoStrategy
         >>> AsyncDiLoCoStrategy(H=40, dylu=True).local_steps(np.array([4.0, 2.0, 1.0])).tolist()
@@ -99,13 +108,13 @@ class ClockedStrategy(Strategy):
 
     def _init_node(self, model: Any, rank: Any, num_nodes: int) -> None:
         raise StrategyError(
-            f"{type(self).__name__}: its nodes do not meet step by step, so it cannot run one node at a time: "
-            "give it to LocalTrainer.fit"
+            f"{type(self).__name__} cannot run one node at a time, because nodes do not synchronize step by step: "
+            "give the strategy to LocalTrainer.fit"
         )
 
 
 def check_numbers(*given: tuple[str, Any, float]) -> None:
-    """Raise ArgumentError for a (name, value, most) whose value is not a number from 0 to `most`."""
+    """Check each given (name, value, most): raise ArgumentError if the value is not a number from 0 to `most`."""
     for name, value, most in given:
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
             limit = "" if math.isinf(most) else f" to {most:g}"

@@ -1,10 +1,11 @@
 """Collectives for a strategy written for one node, like the collectives of `torch.distributed`.
 
 Each collective waits until all present nodes make the same call; `send`, `recv` and `exchange` wait for one other node.
-`all_reduce` and `broadcast` change the tensor in place, as torch's do, and return it. Call them inside `Strategy.step`
-and `Strategy._init_node` only. Bytes are counted as `exogym.communicator` describes.
+`all_reduce` and `broadcast` change the tensor in place, as in torch, and return it. Call collectives only inside
+`Strategy.step` and `Strategy._init_node`. Bytes are counted as `exogym.communicator` describes.
 
-All of them in one step on three nodes. Each returns the same as `torch.distributed` would on that rank:
+This example calls all collectives in one step on three nodes. Each returns what `torch.distributed` would return on
+that rank:
 
 >>> from exogym import LocalTrainer
 >>> from exogym.strategy import Strategy
@@ -52,7 +53,7 @@ OPERATIONS = ("sum", "mean", "max", "min")
 
 
 class Place(Protocol):
-    """A running node, from which a strategy can call the other nodes."""
+    """A running node. A strategy calls `meet` to take part in a collective with the other nodes."""
 
     def meet(self, kind: str, tensor: Tensor | None, **options: Any) -> Tensor | None: ...
 
@@ -61,7 +62,7 @@ _here = threading.local()
 
 
 def set_place(place: Place | None) -> None:
-    """Set the node that this thread's collectives act for (used by the runner of strategies)."""
+    """Set the node for which this thread calls collectives. The code that runs the strategy's nodes calls this."""
     _here.place = place
 
 
@@ -82,18 +83,21 @@ def _in_place(kind: str, tensor: Tensor, **options: Any) -> Tensor:
 
 
 def all_reduce(tensor: Tensor, op: str = "sum") -> Tensor:
-    """Reduce over all present nodes, in place: "sum" (as torch), "mean", "max" or "min". Payload: `tensor.nbytes`."""
+    """Reduce `tensor` over all present nodes, in place. Payload: `tensor.nbytes`.
+
+    `op`: "sum" (the default, as in torch), "mean", "max" or "min".
+    """
     check_choice("op", op, OPERATIONS)
     return _in_place("all_reduce", tensor, op=op)
 
 
 def broadcast(tensor: Tensor, src: int = 0) -> Tensor:
-    """Give every node the tensor of node `src`, in place."""
+    """Copy the tensor of node `src` into `tensor` on every present node."""
     return _in_place("broadcast", tensor, src=src)
 
 
 def reduce(tensor: Tensor, dst: int = 0, op: str = "sum") -> Tensor:
-    """Reduce to node `dst`, in place on that node; other nodes keep their tensor."""
+    """Reduce `tensor` over all present nodes, in place on node `dst`. The other nodes' tensors do not change."""
     check_choice("op", op, OPERATIONS)
     return _in_place("reduce", tensor, dst=dst, op=op)
 
@@ -104,7 +108,7 @@ def all_gather(tensor: Tensor) -> list[Tensor]:
 
 
 def gather(tensor: Tensor, dst: int = 0) -> list[Tensor] | None:
-    """Return the tensors of all present nodes in rank order on node `dst`, None on the others."""
+    """On node `dst` return the tensors of all present nodes in rank order. On other nodes return None."""
     gathered: Any = _meet("gather", tensor, dst=dst)
     return None if gathered is None else list(gathered.unbind(0))
 
@@ -121,10 +125,10 @@ def reduce_scatter(tensors: Tensor, op: str = "sum") -> Tensor:
 
 
 def send(tensor: Tensor, dst: int) -> None:
-    """Send `tensor` to node `dst`, which calls `recv` from this node; return when `dst` has it.
+    """Send `tensor` to node `dst`, which must call `recv(src=...)` with this node's rank. Return when it has arrived.
 
-    This node sends and `dst` receives S = `tensor.nbytes`; other nodes send nothing. If `dst` never calls `recv`, or
-    all nodes send before they receive, no node can continue: StrategyError.
+    This node sends `tensor.nbytes` bytes, and `dst` receives them; other nodes send nothing. If `dst` never calls
+    `recv`, or all nodes send before they receive, no node can continue, and a StrategyError is raised.
     """
     _meet("send", tensor, dst=dst)
 
@@ -135,16 +139,20 @@ def recv(src: int) -> Tensor:
 
 
 def exchange(tensor: Tensor, partner: int | Tensor) -> Tensor:
-    """Swap tensors of equal shape with node `partner`, which names this node; return its tensor. Others don't wait.
+    """Swap tensors of equal shape with node `partner`, and return the partner's tensor. Other nodes don't wait.
 
-    Each of the two sends and receives S = `tensor.nbytes`. A node that names itself sends nothing and gets a
-    copy of `tensor`. With `stacked = True`, `partner` is (rows,), one for each row.
+    The partner must call `exchange` with this node's rank. Each of the two nodes sends and receives `tensor.nbytes`
+    bytes. A node that names itself sends nothing and gets a copy of `tensor`. In a strategy with `stacked = True`,
+    `partner` is (rows,): the partner of each row.
     """
     return _meet("exchange", tensor, partner=partner)
 
 
 def agree(flags: Tensor) -> Tensor:
-    """Return, for each of the bool `flags`, whether any node has set it. Its bytes do not count (as in torch's DDP)."""
+    """Return, for each of the bool `flags`, whether any node has set this flag. The bytes are not counted.
+
+    Torch's DDP does not count such bytes either.
+    """
     return _meet("agree", flags)
 
 

@@ -1,15 +1,16 @@
-"""Strategies by composition: gradient modules, the inner optimizer, communication modules.
+"""Strategies composed of gradient modules, an inner optimizer and communication modules.
 
 One step of every node, in order:
 
     1. gradient modules rewrite the gradients, (rows, P), before the inner optimizer;
     2. each row takes its inner optimizer's step;
-    3. the communication modules whose turn it is mix the rows, in the order given.
+    3. the communication modules that are due mix the rows, in the order given.
 
-A module acts on the fleet and its communicator only. Every tensor is (rows, ...).
+A module uses only the fleet and its communicator. Every tensor is (rows, ...).
 
-With absent nodes (`exogym.faults`): before these three parts the driver sets `fleet.comm.present` to the ids that take
-part. A module reads and writes their rows only. If nobody is present, nobody communicates, and nobody catches up later.
+With absent nodes (`exogym.faults`): before these three parts the driver sets `fleet.comm.present` to the ids of the
+present nodes. A module reads and writes only these nodes' rows. If no node is present, the modules do not communicate,
+and they do not catch up later.
 
 >>> issubclass(PeriodicModule, CommunicationModule), issubclass(CommunicationModule, Module)
 (True, True)
@@ -57,19 +58,20 @@ __all__ = [
 class CommunicateOptimizeStrategy(Strategy):
     """Compose a strategy from communication modules, gradient modules and an inner optimizer.
 
-    Bytes are the sum over the modules.
+    The strategy's bytes are the sum of its modules' bytes.
 
     Args:
         communication_modules: act on the parameters after the inner step, in this order.
         inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`.
         gradient_modules: act on the gradients before the inner step, in this order.
-        transport, robust, secure_aggregation: how nodes take means, as `exogym.strategy.averaging.Averaging`.
-        tuner: a name or a `exogym.strategy.tuning.Tuner`, which chooses an argument during the run.
+        transport, robust, secure_aggregation: how nodes take means; see `exogym.strategy.averaging.Averaging`.
+        tuner: a `exogym.strategy.tuning.Tuner` or its name. A tuner chooses an argument of the strategy during the run.
 
-    Every subclass takes these last four options, too, even if its constructor does not name them.
+    Every subclass also accepts transport, robust, secure_aggregation and tuner, even if its constructor does not name
+    them.
 
-    With absent nodes: each module continues with the present nodes. A returning node takes parameters and buffers
-    (`bring_back`): P b bytes, broadcast by the node that gives them.
+    With absent nodes: each module continues with the present nodes. A returning node takes parameters and buffers from
+    another node, which broadcasts P b bytes (`bring_back`).
 
     >>> from exogym.strategy import CommunicateOptimizeStrategy
     >>> from exogym.strategy.sparta import SparseCommunicator
@@ -103,7 +105,8 @@ class CommunicateOptimizeStrategy(Strategy):
             for module in modules:
                 if not isinstance(module, kind):
                     raise ArgumentError(
-                        f"{module!r} is not a {kind.__name__}: subclass it, or take a module of exogym.strategy"
+                        f"{module!r} is not a {kind.__name__}: subclass {kind.__name__}, or take a module of "
+                        "exogym.strategy"
                     )
         self.faults: Faults | None = None
         self.tuning: Tuning | None = None
@@ -122,7 +125,7 @@ class CommunicateOptimizeStrategy(Strategy):
             cls.__init__ = with_options(cls.__init__)  # type: ignore[method-assign]
 
     def average_by(self, **options: Any) -> None:
-        """Take means as `Averaging(**options)` says.
+        """Let this strategy take means by `options`, which are the arguments of `Averaging`.
 
         Raises:
             ArgumentError: an option is unknown, or the modules cannot average that way.
@@ -171,7 +174,7 @@ class CommunicateOptimizeStrategy(Strategy):
         """Let `tuning` choose an argument of this strategy during the run.
 
         Raises:
-            ArgumentError: no module follows the argument, or the strategy cannot be combined with a tuner.
+            ArgumentError: no module uses the argument, or the strategy cannot be combined with a tuner.
         """
         self.tuning = tuning
         check(self.features())
@@ -191,7 +194,7 @@ class CommunicateOptimizeStrategy(Strategy):
         self.updates = Updates(self.averaging.cap, self.faults, bool(self.communication_modules)) if wanted else None
 
     def on(self, fleet: Fleet, run: Run) -> Composition:
-        """Return its modules at work on `fleet`."""
+        """Return a `Composition`, which runs this strategy's modules on `fleet`."""
         return Composition(self, fleet, run)
 
     @property
@@ -200,9 +203,10 @@ class CommunicateOptimizeStrategy(Strategy):
 
     @property
     def bucket_bytes(self) -> int | None:
-        """Bytes of a bucket whose sum may begin during backward, set by the first gradient module.
+        """Bytes of a bucket of gradients whose all-reduce may begin during the backward pass.
 
-        None: no buckets, or another part needs whole gradients first: a clip, a norm cap, a robust rule, secure sums.
+        The first gradient module sets this number. None: gradients have no buckets, or clipping, a norm cap, a robust
+        rule or secure aggregation needs whole gradients first.
         """
         first = self.gradient_modules[:1]
         one_by_one = bool(self.updates or self.averaging.rule or self.averaging.secure)
@@ -223,7 +227,7 @@ class CommunicateOptimizeStrategy(Strategy):
                 f"a tuner chooses {self.tuning.name}, but a formula needs one value: leave the tuner out"
             )
         if self.round_lengths(1):
-            raise ArgumentError("H is a function of the round, but a formula needs one number: give one, or a Plan")
+            raise ArgumentError("H is a function of the round, but a formula needs one number: give a number or a Plan")
         given = [t for module in self.modules for t in module.traffic(P, N, b)]
         self.averaging.check_members(type(self).__name__, given, N)
         traffic = tuple(self.averaging.traffic(given, N, b))
@@ -246,7 +250,7 @@ class CommunicateOptimizeStrategy(Strategy):
         return {name: said for module in self.modules for name, said in _of_parts(module).items()}
 
     def seats(self, num_nodes: int) -> int | None:
-        """Return the largest number of nodes that act in a round; None: every node needs a row."""
+        """Return the largest number of nodes that act in a round. None: every node always needs its own row."""
         if self.gradient_modules or self.updates is not None or self.tuning is not None:
             return None
         return self.clients.seats(num_nodes)

@@ -1,7 +1,7 @@
-"""A strategy's modules on a fleet: which module acts when, and the work around it.
+"""Runs a strategy's modules on a fleet: decides when each module acts, and does the work before and after.
 
-Bad nodes and norm caps (`updates`), a tuner (`tuning`), and nodes of several processes (`Dealing`) take part only if
-the run asks for them.
+Code for bad nodes and norm caps (`updates`), a tuner (`tuning`), and nodes of several processes (`Dealing`) runs only
+if the run has them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NEVER = 2**62  # a step after all others
 
 
 class Composed(Protocol):
-    """The parts of a strategy that a composition uses; see `CommunicateOptimizeStrategy`."""
+    """The attributes of a `CommunicateOptimizeStrategy` that a `Composition` uses."""
 
     inner: Inner
     averaging: Averaging
@@ -48,7 +48,7 @@ class Composed(Protocol):
 
 
 class Composition:
-    """A `CommunicateOptimizeStrategy` on a fleet.
+    """Runs the modules of a `CommunicateOptimizeStrategy` on a fleet, in one run.
 
     Raises:
         ArgumentError: the modules do not fit together in this run.
@@ -111,7 +111,7 @@ class Composition:
             self._clip()
 
     def communicate(self, step: int) -> bool:
-        """Let the modules that are due act. Return whether inner states must start afresh."""
+        """Run the communication modules that act after `step`. Return whether inner optimizers must start afresh."""
         fleet = self.fleet
         if not fleet.comm.present and not self.clients.asks_clients:
             return False
@@ -144,17 +144,18 @@ class Composition:
                     module.tune(tuning.name, tuning.value)
 
     def bring_back(self, nodes: Sequence[int], source: int, step: int, forget: bool = False) -> bool:
-        """Bring back `nodes`, which were away at step `step - 1` and take part in step `step`.
+        """Prepare `nodes`, which were absent at step `step - 1`, to take part in step `step`.
 
-        They take the outer parameters, if the strategy has some, otherwise the parameters of `source`. They take the
-        buffers of `source`, and each module repairs its own state. Inner optimizer states and step counts stay, unless
-        gradients are averaged at every step, because then replicas must be equal again. With `forget` the nodes take
-        all this from `source`, including its modules' state.
+        The nodes take the outer parameters; without outer parameters, they take the parameters of node `source`. They
+        take the buffers of `source`, and each module repairs its own state of these nodes. With `forget` the nodes also
+        take the modules' state from `source`.
 
-        Payload P b bytes, broadcast by `source` to `nodes`; buffers count apart.
+        `source` broadcasts a payload of P b bytes to `nodes`; the bytes of buffers are counted apart.
 
         Returns:
-            Whether the nodes must also take the inner optimizer state of `source`, and the fleet's step.
+            Whether the caller must also give the nodes the inner optimizer state of `source` and the fleet's step. This
+            is needed with `forget`, or if gradients are averaged at every step, so that replicas are equal again.
+            Otherwise the nodes keep their inner optimizer states and step counts.
         """
         fleet, joining = self.fleet, list(nodes)
         if not forget:
@@ -175,7 +176,7 @@ class Composition:
         return bool(self.gradients) or forget
 
     def finish(self, step: int) -> None:
-        """Synchronize the last steps at the end of training."""
+        """Let every communication module synchronize its last steps at the end of training."""
         if not self.fleet.comm.present and not self.clients.asks_clients:
             return
         if self.updates is not None and self.communications and step > max(self.last_events):
@@ -187,7 +188,7 @@ class Composition:
             self.last_events[m] = step
 
     def consensus(self) -> list[Tensor] | None:
-        """Return the outer parameters, (P,) per block, or None if the mean of the rows is the model."""
+        """Return the outer parameters, (P,) per block. None: the run's model is the mean of the rows."""
         for module in reversed(self.communications):
             if not isinstance(module, HasOuterModel):
                 continue
@@ -201,7 +202,7 @@ class Composition:
         return None
 
     def consensus_buffers(self) -> dict[str, Tensor] | None:
-        """Return the outer parameters' buffers by name, or None if the mean of the rows' buffers serves."""
+        """Return the buffers of the model with the outer parameters, by name. None: the mean of the rows' buffers."""
         shared = [module for module in reversed(self.communications) if isinstance(module, HasOuterModel)]
         found = (module.consensus_buffers(self.fleet) for module in shared)
         return next((buffers for buffers in found if buffers is not None), None)

@@ -1,16 +1,18 @@
 """Data-parallel training with compressed gradients: nodes average compressed messages.
 
-With a compressor C, and error feedback (Seide et al., 1-bit SGD, Interspeech 2014; Karimireddy et al.,
-arXiv:1901.09847) at the step's learning rate gamma:
+Node i has the gradient g_i and the error e_i. With a compressor C, the step's learning rate gamma, and error feedback
+(Seide et al., 1-bit SGD, Interspeech 2014; Karimireddy et al., arXiv:1901.09847):
 
     p_i = gamma g_i + e_i;   send C(p_i);   e_i <- p_i - C(p_i);   g = (1 / gamma) mean_i C(p_i)
 
-Without error feedback g = mean_i C(g_i). Sent and kept values add up to the input: sum_t C(p_i) + e_i = sum_t gamma
-g_i. The inner optimizer takes g. At a rate of zero nothing is sent, and e_i waits.
+Without error feedback g = mean_i C(g_i). The inner optimizer steps with g. The messages of all steps t and the error
+that is left add up to the gradients: sum_t C(p_i) + e_i = sum_t gamma g_i. If gamma is 0, nodes send nothing and e_i
+does not change.
 
-With absent nodes: only the n present nodes send and step. An absent node's error e_i rests. A returning node starts
-with e_i = 0, because its unsent rest belongs to old parameters. It continues at the fleet's step with parameters,
-buffers and inner optimizer state of a node that stayed, broadcast. A lost synchronization is a missed step.
+With absent nodes: only the n present nodes send and step. An absent node's error e_i does not change. A returning node
+starts with e_i = 0, because its error belongs to old parameters. A node that stayed broadcasts its parameters, buffers
+and inner optimizer state; the returning node takes them and continues at the fleet's step. A node that loses a
+synchronization misses this step.
 """
 
 from __future__ import annotations
@@ -31,15 +33,15 @@ from exogym.strategy.traffic import Traffic
 
 
 class CompressedMean(GradientModule):
-    """Replace every node's gradient by the mean of all nodes' compressed messages; all-gather.
+    """Replace every node's gradient by the mean of all nodes' compressed messages, which an all-gather distributes.
 
     Args:
-        make: returns the compressor for rows of a given layout.
-        payload_bytes: (P, b) -> bytes of a node's payload, for `advise`.
-        error_feedback: keep the unsent rest, and add it to the next gradient.
+        make: function from a block's layout to the compressor of its rows.
+        payload_bytes: function from (P, b) to the bytes of a node's payload, for `advise`.
+        error_feedback: each node adds to its next message what compression left out of the last one.
 
-    State: with error feedback e, (rows, P). Error feedback clips each node's own gradient; without it the mean is
-    clipped.
+    State: with error feedback, each node's error, (rows, P). With error feedback each node's own gradient is clipped;
+    without it, the mean.
     """
 
     weighted_means = right_in_mean = True
@@ -106,12 +108,15 @@ class CompressedMean(GradientModule):
 
 
 def mark_sent(block: Block, mean: Tensor) -> None:
-    """Record that a parameter has a gradient where `mean` (P,) moves it: a kept rest may arrive without a gradient."""
+    """Record that each parameter with a nonzero entry in `mean`, (P,), has a gradient.
+
+    Error feedback may send a part of an old gradient for a parameter that has no gradient in this step.
+    """
     if not block.has_grad.all():
         block.has_grad |= torch.tensor([bool(view.any()) for _, view in block.views(mean)])
 
 
 def own_gradients(fleet: Fleet, block: Block) -> Tensor:
-    """Return (rows, P) gradients, with zeros for absent nodes, which computed none."""
+    """Return the gradients in `block`, (rows, P), with zeros for absent nodes, which have not computed gradients."""
     assert block.grads is not None
     return where_present(fleet, block.grads, torch.zeros_like(block.grads))

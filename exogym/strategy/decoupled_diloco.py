@@ -1,18 +1,20 @@
-"""Decoupled DiLoCo: a server that continues with a quorum, a grace window, and weights by tokens.
+"""Decoupled DiLoCo: a server that needs only a quorum of nodes, waits a grace window, and weights nodes by tokens.
 
 Douillard et al., Decoupled DiLoCo for Resilient Distributed Pre-training, arXiv:2604.21428. Node w pulls theta, takes H
 inner steps to theta_w on its own clock, pushes Delta_w = theta_pulled - theta_w and waits. When at least Q nodes have
-arrived, the server waits another `grace_s` seconds for others. Then it merges the arrived nodes, the set M:
+arrived, the server waits another `grace_s` seconds for more nodes. Then it merges the Delta of the arrived nodes, the
+set M, with the outer learning rate eta and the outer momentum beta:
 
-    c_w = tokens of the round;  s_w = its steps;  weight_w = c_w c_w / s_w
+    c_w = tokens of w's round;  s_w = steps of w's round;  weight_w = c_w c_w / s_w
     g = sum_M weight_w Delta_w / sum_M weight_w
     m <- beta m + g;  theta <- theta - eta (g + beta m)
 
-and the nodes of M pull theta. Nobody waits for the other nodes; their Delta comes later, from an older theta.
+Then the nodes of M pull theta. The server does not wait for the other nodes. Their Delta come later, and start from the
+older theta that these nodes pulled.
 
 In the paper fragments are synchronized one after the other while nodes continue, and the grace window adapts to the
-time left. Here the whole model travels at once, nodes wait, and the window is a number. The paper's second way of
-merging (by radius and direction) is left out. A late Delta starts from the theta that its node had pulled.
+remaining time. Here nodes send the whole model at once and wait for theta, and the window is constant. The paper's
+second way of merging (by radius and direction) is not implemented.
 """
 
 from __future__ import annotations
@@ -31,11 +33,12 @@ from exogym.strategy.strategy import InnerOptions
 
 
 class QuorumServer:
-    """The server: keeps theta and the weighted mean of the Delta that wait for the next update of theta.
+    """Decoupled DiLoCo's server. It holds the outer parameters theta and the Delta that wait for theta's next update.
 
     Attributes:
-        theta, m, total: (P,) per block; `total` is the weighted sum of the waiting Delta.
-        weight: the sum of their weights.
+        theta, m: outer parameters and momentum, (P,) per block.
+        total: the weighted sum of the waiting Delta, (P,) per block.
+        weight: the sum of the waiting Delta's weights.
         version: number of updates of theta.
 
     >>> server = QuorumServer([torch.zeros(1)], eta=1.0, beta=0.0)
@@ -87,23 +90,26 @@ class DecoupledDiLoCoStrategy(ClockedStrategy):
 
         g = sum_M weight_w Delta_w / sum_M weight_w;   m <- beta m + g;   theta <- theta - eta (g + beta m)
 
+    M is the set of arrived nodes. Delta_w is the theta that node w pulled minus its parameters after its round, and
+    weight_w is the squared number of the round's tokens divided by the round's steps.
+
     Bytes: P b up and P b down for each round of a node; payload P b / H per step of the node. Memory: each node needs
-    one more row, the theta that it pulled. The evaluation model is theta.
+    one more row, for the theta that it pulled. The evaluation model is theta.
 
     Args:
-        inner_optim: inner optimizer; each node keeps its state between rounds.
+        inner_optim: inner optimizer; each node keeps its optimizer state between rounds.
         H: inner steps of a round.
-        quorum: Q, nodes that must have arrived; None: more than half of them.
-        grace_s: virtual seconds that the server waits for more after the Q-th arrival. 0: only nodes that arrive at the
-            same moment join, if Q is over 1. math.inf: wait for all.
+        quorum: Q, the number of nodes that must have arrived. None: more than half of the nodes.
+        grace_s: virtual seconds that the server waits for more nodes after the Q-th arrival. 0: nodes join only if they
+            arrive at the same moment as the Q-th node and Q is over 1. math.inf: the server waits for all nodes.
         outer_lr, outer_momentum: eta and beta of the outer step.
-        lr, inner_lr, max_norm, lr_scheduler, warmup_steps: of the inner optimizer; see `Strategy`. A schedule follows
-            the fleet's step.
+        lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`. A learning rate schedule follows the fleet's
+            step.
 
-    One step of the fleet is N local steps, by whichever nodes. A node that is Q - 1 rounds behind still counts, with
-    its own steps. At the end of training unfinished rounds are pushed and merged (`final_sync`). Q = N is DiLoCo, up to
-    the order of a sum. Q = 1 without grace is asynchronous DiLoCo's naive rule with period 1. Planned faults and
-    compute="vmap" are refused.
+    One step of the fleet is N local steps, whichever nodes take them. However late a node arrives, the server uses its
+    Delta. At the end of training nodes push their unfinished rounds, and the server merges them (`final_sync`). Q = N
+    is DiLoCo, up to the order of a sum. Q = 1 without grace is asynchronous DiLoCo's naive rule with period 1. Planned
+    faults (`fit(faults=...)`) and compute="vmap" are refused.
 
     Raises:
         ArgumentError: the quorum is larger than the number of nodes.

@@ -1,12 +1,13 @@
 """Delayed DiLoCo: DiLoCo with averages that arrive d steps late.
 
-With 0 < d <= H, the average sent after step r H arrives after step r H + d, and theta_i <- theta drops the steps in
-between. With d = H (arXiv:2502.12996, "naive delay") outer step r takes the average of round r - 1, and 0 in the first
-round. The nodes' work of round r is then in flight, and they continue from theta. Averages in flight at the end of
-training arrive then (`final_sync`).
+With 0 < d <= H, nodes send their average after step r H of round r, and it arrives after step r H + d. Then the outer
+step sets node i's parameters theta_i to the outer parameters theta, which drops the local steps in between. With d = H
+(arXiv:2502.12996, "naive delay") outer step r uses the average of round r - 1, and 0 in the first round. At that time
+nodes send the average of round r and continue from theta. Averages that are in flight at the end of training are still
+used (`final_sync`).
 
-In a simulation's clock, averages that arrive late overlap with computing. On hosts, a run waits for them where it sends
-them. Bytes and absent nodes as DiLoCo.
+In a simulation, the virtual clock lets late averages overlap with computing. On hosts, a run waits for each average
+right after sending. Bytes and absent nodes: as in DiLoCo.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from exogym.strategy.traffic import Traffic
 
 
 class DelayedCommunicator(OuterModule):
-    """Take DiLoCo's outer step `delay` steps after every step divisible by H. Other arguments as `DiLoCoCommunicator`.
+    """Take DiLoCo's outer step `delay` steps after every step divisible by H.
 
-    State: as DiLoCo, and the average in flight.
+    `DiLoCoCommunicator` describes the other arguments. State: DiLoCo's state, and the average in flight.
     """
 
     weighted_means = True

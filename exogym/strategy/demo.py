@@ -1,22 +1,23 @@
 """DeMo: decoupled momentum optimization.
 
-Peng, Quesnelle, Kingma, DeMo, arXiv:2411.19870 (the 2024 rule, alpha = 1). With lr gamma, per node i:
+Peng, Quesnelle, Kingma, DeMo, arXiv:2411.19870 (the 2024 rule, alpha = 1). Node i has the gradient g_i. gamma is the
+learning rate, lambda the weight decay and beta the momentum's decay:
 
     theta <- theta (1 - gamma lambda)                        # decoupled weight decay
     e_i   <- beta e_i + gamma g_i                            # residual momentum
     (I_i, V_i) <- the k largest of each chunk of DCT(e_i)
     e_i   <- e_i - IDCT(scatter(I_i, V_i))                   # remove the sent part
-    q     <- mean, over the nodes that sent a coefficient, of its values
+    q     <- each coefficient's mean over the nodes that sent it
     theta <- theta - gamma sign(IDCT(q))
 
 Payload per node and step: chunks * k * (4-byte value + index), all-gather, tx = rx = (N-1) payload. An index takes 1
 byte if a chunk has up to 256 coefficients, 2 bytes up to 32768, otherwise 4. (The published code sends 8-byte indices:
 12 bytes for each coefficient.)
 
-With absent nodes: only the n present nodes send and step, tx = rx = (n-1) payload, and q is the mean over the senders
-among them. An absent node's momentum e_i rests. A returning node starts with e_i = 0, because its unsent rest belongs
-to old parameters. It continues at the fleet's step with parameters and buffers of a node that stayed: P b bytes,
-broadcast. A lost synchronization is a missed step.
+With absent nodes: only the n present nodes send and step, tx = rx = (n-1) payload. An absent node's momentum e_i does
+not change. A returning node starts with e_i = 0, because its momentum belongs to old parameters. A node that stayed
+broadcasts its parameters and buffers, P b bytes; the returning node takes them and continues at the fleet's step. A
+node that loses a synchronization misses this step.
 """
 
 from __future__ import annotations
@@ -45,10 +46,11 @@ class DCTMomentum(GradientModule):
 
     Args:
         decay: beta, the share of the momentum that a step keeps.
-        topk: k, coefficients sent per chunk (all of them, if a chunk has fewer).
-        chunk: target side of a chunk: h x w blocks of at most chunk x chunk.
+        topk: k, the coefficients that a node sends of each chunk (all coefficients, if a chunk has fewer than k).
+        chunk: largest side of a chunk: a chunk is a block of at most `chunk` x `chunk` values.
 
-    State: e, (rows, P). Each node's own gradient is clipped, before the momentum.
+    State: the residual momentum e of each node, (rows, P). Clipping acts on each node's own gradient, before the
+    momentum.
     """
 
     acts_on = "tensors"
@@ -101,7 +103,7 @@ class DCTMomentum(GradientModule):
             payload += [indices.to(_index_dtype(t.size)), values]
 
         def decode(*parts: Tensor) -> Tensor:
-            """Return (rows, 2, P): each node's coefficients, and 1 where the node sent a coefficient."""
+            """Return (rows, 2, P): each node's coefficients, and 1 where the node sent one, otherwise 0."""
             dense = [_scatter(i.long(), v, t.size) for i, v, t in zip(parts[::2], parts[1::2], transforms, strict=True)]
             return torch.cat(dense, dim=-1)
 
@@ -132,16 +134,18 @@ class DeMoStrategy(CommunicateOptimizeStrategy):
 
         e_i <- beta e_i + gamma g_i - (the top k of DCT(e_i), which are sent);   theta <- theta - gamma sign(IDCT(mean))
 
-    Payload: chunks * k * (value + index) bytes per node and step. Equals the published rule; parameters stay identical
-    on all nodes.
+    e_i is node i's residual momentum and g_i its gradient.
+
+    Payload: chunks * k * (value + index) bytes per node and step. The rule is the published rule. All nodes' parameters
+    stay identical.
 
     Args:
         compression_decay: beta, the share of the residual momentum that a step keeps.
-        compression_topk: k, coefficients sent per chunk.
-        compression_chunk: target side of a chunk; up to chunk x chunk coefficients each.
-        weight_decay: lambda, decoupled.
+        compression_topk: k, the coefficients that a node sends of each chunk.
+        compression_chunk: largest side of a chunk: a chunk has up to `compression_chunk`² coefficients.
+        weight_decay: lambda, the decoupled weight decay.
         lr, inner_lr: gamma, the learning rate (default 1e-3).
-        max_norm: clips each node's own gradient to this 2-norm.
+        max_norm: largest 2-norm of a node's own gradient; a longer gradient is clipped.
         lr_scheduler, warmup_steps: see `Strategy`.
 
     >>> strategy = DeMoStrategy(compression_decay=0.999, compression_topk=32, compression_chunk=64, weight_decay=1e-4)

@@ -9,16 +9,17 @@ with first moments u_i and second moments v_i, and
 
 Local Adam averages all three every H steps. Moments change more slowly than parameters, so they need fewer averages: by
 default H_u = H_v = 3 H. Second moments change slowest, and the paper averages them half as often as first moments,
-H_v = 6 H. This suits dense gradients only: a node that has seen almost no gradient of a parameter takes the others' u_i
-and divides it by its own sqrt(v_i), near 0. If second moments are averaged whenever first moments are (H_v divides
-H_u), |u| stays within Adam's multiple of sqrt(v).
+H_v = 6 H. H_v = 6 H suits dense gradients only: a node that has seen almost no gradient of a parameter takes the other
+nodes' u_i and divides it by its own sqrt(v_i), which is near 0. If second moments are averaged whenever first moments
+are averaged (H_v divides H_u), |u| stays within Adam's multiple of sqrt(v).
 
-With H_u and H_v over all steps this is local SGD (FedAvg) with Adam. With H = H_u = 1 and SGD with momentum it is DDP.
-Averaging gradients is a different method: the mean of squares is not the square of the mean.
+If H_u and H_v exceed the number of steps, DES-LOC is local SGD (FedAvg) with Adam. With H = H_u = 1 and SGD with
+momentum, DES-LOC is DDP. With Adam, averaging gradients at every step would be a different method, because the mean of
+squares is not the square of the mean.
 
 Payload P b (1/H + 1/H_u + 1/H_v) bytes per node and step; ring all-reduces, tx = rx = 2 (N-1)/N times the payload.
-Moments travel in the precision of their parameters. At the end, unsynchronized parameters are averaged once more;
-moments are not.
+Nodes send moments in the precision of their parameters. At the end of training, unsynchronized parameters are averaged
+once more; moments are not.
 
 With absent nodes: means are over the present nodes. A returning node takes parameters and keeps its moments.
 """
@@ -41,7 +42,7 @@ from exogym.strategy.traffic import Traffic
 
 
 class MomentAverage(PeriodicModule):
-    """Average one kind of the inner optimizers' moments after every step that `every` divides."""
+    """Average one kind of moment of the inner optimizers (`kind`) after every step that `every` divides."""
 
     weighted_means = True
 
@@ -58,7 +59,7 @@ class MomentAverage(PeriodicModule):
         self.moments.average(fleet, self.kind)
 
     def finish(self, fleet: Fleet, step: int, since: int) -> None:
-        """Do nothing: moments may differ once training ends."""
+        """Do nothing: nodes' moments may differ at the end of training."""
 
 
 class DESLOCStrategy(CommunicateOptimizeStrategy):
@@ -73,8 +74,8 @@ class DESLOCStrategy(CommunicateOptimizeStrategy):
             moments: "adamw", "adam", or SGD with momentum.
         H: steps between averages of the parameters.
         H_u: steps between averages of the first moments ("exp_avg", SGD's "momentum_buffer"). None: 3 H.
-        H_v: steps between averages of the second moments ("exp_avg_sq"), if the optimizer has them. None: H_u. The
-            paper's is 6 H.
+        H_v: steps between averages of the second moments ("exp_avg_sq"), if the optimizer has such moments. None: H_u.
+            The paper has 6 H.
 
     >>> strategy = DESLOCStrategy(H=32, lr=3e-4)
     """

@@ -7,24 +7,25 @@ Douillard et al., DiLoCo, arXiv:2311.08105. Every H inner steps, with the outer 
     theta   <- OuterOpt(theta, Delta)               # Nesterov: v <- mu v + Delta; theta <- theta - eta_r (Delta + mu v)
     theta_i <- theta                                # for all i
 
-The outer learning rate is eta_r = eta, or eta s(r) with a schedule s over the outer rounds r = 0, ..., R - 1. W rounds
-of warm-up have the rate eta (r+1)/W. Later rounds have eta shape((r-W)/(R-W)), with a shape chosen by name (`Schedule`,
-with rounds as steps). The outer momentum can follow the rounds in the same way, mu_r = mu s(r), and restart (v <- 0)
-every K rounds. H may be a function of the round: round r takes H(r) steps. R includes a last round that training cuts
-short.
+mu is the outer momentum and v its buffer. The outer learning rate is eta_r = eta, or eta s(r) with a schedule s over
+the outer rounds r = 0, ..., R - 1. The first W rounds warm up with the rate eta (r+1)/W. Later rounds have the rate
+eta shape((r-W)/(R-W)), where the schedule's name chooses the shape (`Schedule`, with rounds as steps). The outer
+momentum can have a schedule in the same way, mu_r = mu s(r), and can restart (v <- 0) every K rounds. H may be a
+function of the round: round r takes H(r) steps. R includes a last round that the end of training cuts short.
 
 For averages that arrive late see `exogym.strategy.delayed_diloco` (`delay`) and `eager_diloco` (`eager`). Islands have
 s nodes each: (0, ..., s-1), (s, ..., 2s-1), .... Nodes also average their parameters inside their island after every
 H_island steps, except right before an outer step (`exogym.strategy.island`).
 
-Inner optimizer states stay local and are kept. Payload P b bytes per node every H steps; ring all-reduce,
-tx = rx = 2 (N-1)/N P b. Islands: P b more every H_island steps, tx = rx = 2 (s-1)/s P b. With outer SGD(lr=1), no
-momentum and the same weighting this is FedAvg.
+Each node keeps its inner optimizer state and does not send it. Payload P b bytes per node every H steps; ring
+all-reduce, tx = rx = 2 (N-1)/N P b. Islands: P b more every H_island steps, tx = rx = 2 (s-1)/s P b. With outer
+SGD(lr=1), no momentum and the same weighting, DiLoCo is FedAvg.
 
-With absent nodes: Delta is the mean over the n present nodes, and each sends 2 (n-1)/n P b bytes. A single present node
-sends nothing and steps along its own Delta_i. If no node is present, no outer step happens. A node that missed the
-synchronization keeps theta_i and trains another H steps. Its next Delta_i is theta_last - theta_i, where theta_last is
-the theta that it last received. A node that was down returns with theta: P b bytes, broadcast by a node that stayed.
+With absent nodes: Delta is the mean over the n present nodes, and each sends 2 (n-1)/n P b bytes. If a single node is
+present, it sends nothing and takes the outer step with its own Delta_i. If no node is present, no outer step happens. A
+node that missed the synchronization keeps theta_i and trains another H steps. Its next Delta_i is theta_last - theta_i,
+where theta_last is the theta that it last received. A node that was down returns with theta, which a node that stayed
+broadcasts: P b bytes.
 
 >>> outer_spec("sgd", None).kwargs["lr"]
 0.7
@@ -66,12 +67,13 @@ class DiLoCoCommunicator(PeriodicModule, HasOuterModel):
     """Take DiLoCo's outer step after every step divisible by H.
 
     Args:
-        H: inner steps between outer steps, or a pure function from the round (from 0) to this number.
+        H: inner steps between two outer steps: a number, or a pure function of the round (from 0).
         outer_optim, outer_lr, outer_lr_scheduler, outer_warmup_rounds, outer_momentum, outer_momentum_scheduler,
             outer_restarts: see `OuterRule`.
         weighting: "uniform", or "examples" to weight outer gradients by each node's examples (non-IID, section 6.1).
 
-    State: theta and the outer optimizer's state, one copy for all nodes. Older thetas, if a node last received them.
+    State: the outer parameters theta and the outer optimizer's state, one copy for all nodes. An older theta is kept,
+    too, if a node has not received a newer one.
     """
 
     weighted_means = True
@@ -136,7 +138,7 @@ class DiLoCoCommunicator(PeriodicModule, HasOuterModel):
 
 
 class DiLoCoOptions(OuterRuleOptions, AveragingOptions, total=False):
-    """Options of `DiLoCoStrategy` that other strategies have, too."""
+    """Options that `DiLoCoStrategy` shares with other strategies."""
 
 
 class DiLoCoStrategy(CommunicateOptimizeStrategy):
@@ -144,24 +146,26 @@ class DiLoCoStrategy(CommunicateOptimizeStrategy):
 
         Delta = mean_i (theta - theta_i);   theta <- OuterOpt(theta, Delta);   theta_i <- theta
 
-    Payload: P b bytes per node every H steps. The evaluation model is theta. N=1 is a valid setting (an outer momentum
-    over one node).
+    theta are the outer parameters, theta_i node i's parameters. The evaluation model is theta. Payload: P b bytes per
+    node every H steps. N=1 is valid: a single node with an outer momentum.
 
     Args:
-        inner_optim: inner optimizer; the paper's is AdamW.
-        outer_optim: outer optimizer; 'sgd' is Nesterov with lr 0.7 and momentum 0.9.
-        H: inner steps between outer steps, or a pure function from the round (from 0) to this number.
+        inner_optim: inner optimizer; the paper has AdamW.
+        outer_optim: outer optimizer; 'sgd' is Nesterov's SGD with lr 0.7 and momentum 0.9.
+        H: inner steps between two outer steps: a number, or a pure function of the round (from 0).
         lr, inner_lr, max_norm, lr_scheduler, warmup_steps: of the inner optimizer; see `Strategy`.
         outer_lr: eta, the outer learning rate. The best value grows with N and H (arXiv:2503.09799: 0.4 to 0.8).
         outer_lr_scheduler, outer_warmup_rounds, outer_momentum, outer_momentum_scheduler, outer_restarts: see
             `OuterRule`. By default rate and momentum are constant, without restarts.
-        weighting: "uniform" or "examples".
-        delay: d, steps by which the average arrives late; 0 to H.
-        eager: True: use `EagerCommunicator`. The average arrives a whole round late, but each node's own part is fresh.
-        island_size, island_H: s nodes, and H_island steps (below H) between an island's averages. None: no islands.
+        weighting: "uniform", or "examples" to weight outer gradients by each node's number of examples.
+        delay: d, the number of steps by which the average arrives late, from 0 to H.
+        eager: True: use `EagerCommunicator`. The other nodes' part of the average arrives a whole round late, but each
+            node uses its own part at once.
+        island_size: s, nodes of an island. None: no islands.
+        island_H: steps from one average inside an island to the next, below H; give it with `island_size`.
 
-    In a simulation's clock, averages that arrive late overlap with computing. On hosts, a run waits for them where it
-    sends them.
+    In a simulation, the virtual clock lets late averages overlap with computing. On hosts, a run waits for each average
+    right after sending.
 
     >>> strategy = DiLoCoStrategy(inner_optim='adamw', outer_optim='sgd', H=100, lr=3e-4)
     """
@@ -202,8 +206,8 @@ class DiLoCoStrategy(CommunicateOptimizeStrategy):
         modules: list[PeriodicModule] = [outer]
         if (island_size is None) != (island_H is None):
             raise ArgumentError(
-                f"island_size={island_size} and island_H={island_H} must be given together: an island's nodes, and the "
-                "steps between its averages"
+                f"island_size={island_size} and island_H={island_H} must be given together: the nodes of an island, "
+                "and the steps between two averages inside it"
             )
         if island_size is not None and island_H is not None:
             check(outer.features() | features_of(island_H=island_H))

@@ -5,22 +5,25 @@ McMahan et al., arXiv:1602.05629; local SGD, Stich, arXiv:1805.09767. Round r, w
     theta_i <- H_i local steps from theta            for i in S_r
     theta   <- sum_{i in S_r} (n_i / n_S) theta_i,   n_S = sum_{i in S_r} n_i
 
-Islands: the round's nodes are shuffled into groups of s, and each group takes its own average.
+theta are the shared parameters, theta_i client i's parameters, and n_i is client i's number of examples. Islands: the
+round's nodes are shuffled into groups of s, and each group takes its own average.
 
-Payload P b bytes per sampled client every H steps. All clients: ring all-reduce, tx = rx = 2 (n-1)/n P b over
-the n members of an island (N without islands). Sampled clients: through the server, tx = rx = P b; others 0.
+Payload P b bytes per sampled client every H steps. If all nodes are clients, they average by a ring all-reduce: tx = rx
+= 2 (n-1)/n P b, where n is the number of nodes in an island (N without islands). Sampled clients send through the
+server: tx = rx = P b for each client, and 0 for other nodes.
 
 With absent nodes: clients and islands are drawn among all nodes. Drawn nodes that are present at the round's end
-average. They send the bytes above, where n counts them: a node alone in an island sends nothing, a single client
-sends its P b. If no client is present, theta stays.
+average. They send the bytes above, where n counts only these nodes: a node alone in an island sends nothing, and a
+single sampled client sends P b. If no client is present, theta does not change.
 
-A node that missed the synchronization keeps theta_i and continues from it, even as a client that should have received
-theta. A node that was down returns with parameters that a node which stayed broadcasts: P b bytes. If clients are
-sampled, only clients of the running round receive parameters (theta, at that price). Other nodes keep their values
-until they next take part. Islands of sampled clients have no theta, so all returning nodes keep their values.
+A node that missed the synchronization keeps theta_i and continues from theta_i, even if it is a client that should have
+received theta. A node that was down receives parameters from a node that stayed, which broadcasts P b bytes. If clients
+are sampled, only clients of the current round receive parameters: theta, also P b bytes. Other nodes keep their
+parameters until they next take part. Islands of sampled clients have no theta, so all returning nodes keep their
+parameters.
 
-With `privacy` each node takes part in a round with probability C, independently. The server divides the sum of
-clipped updates by C N and adds noise: see `exogym.strategy.privacy`.
+With `privacy` each node takes part in a round with probability C (`client_fraction`), independently. The server divides
+the sum of clipped updates by C N and adds noise: see `exogym.strategy.privacy`.
 """
 
 from __future__ import annotations
@@ -53,26 +56,28 @@ class AveragingCommunicator(PeriodicModule, ChoosesClients, HasOuterModel):
     """Average the parameters after every step divisible by H.
 
     Args:
-        H: local steps of a round (global steps; if clients differ, the slowest client's steps), or a pure function of
-            the round, from 0.
-        island_size: s, nodes of an island. None averages over everyone. If s does not divide N, the last island
-            is smaller. Each round draws its islands from (seed, round), so no bytes are needed.
-        client_fraction: C, share of the clients in a round. Each round samples max(ceil(C N), 1) clients without
-            replacement. The others do nothing and receive theta when they next take part.
-        weighting: "examples" (n_i, the paper's), or "uniform".
+        H: steps of a round: a number, or a pure function of the round (from 0). A client takes at most H local steps in
+            a round.
+        island_size: s, nodes of an island. None: one average over all. If s does not divide N, the last island is
+            smaller. Each round draws its islands from (seed, round), so no bytes are needed.
+        client_fraction: C, the share of the N nodes that are clients in a round. Each round samples max(ceil(C N), 1)
+            clients without replacement. Other nodes do nothing and receive theta when they next take part.
+        weighting: "examples", as in the paper: weights are the numbers of examples n_i; or "uniform".
         local_steps: H_i per node, each from 1 to H, for clients with different amounts of work.
-        local_epochs: E; H_i = E ceil(n_i / B), and H is the largest of them.
+        local_epochs: E, epochs of a client's round: H_i = E ceil(n_i / B) steps with the batch size B. H becomes the
+            largest H_i.
         keep_inner_state: False starts every round with a fresh inner optimizer, as stateless clients do.
         privacy: a `DifferentialPrivacy`; the history then records the `epsilon` spent. Not possible with islands, with
             weights by examples that differ, or with buffers that training changes (their averages are not private).
-        over_sampling: share of clients that the server asks beyond its need (0.3: 30 % more).
-        deadline_s: seconds that the server waits for reports, by `fit(step_seconds=)`. It takes the first reports.
-        min_reports: the server gives a round up if fewer reports came. `exogym.strategy.participation` describes such
-            rounds; `fit(faults=Faults(trace=...))` says when clients are available. The history then has
+        over_sampling: additional share of clients that the server asks (0.3: 30 % more than it needs).
+        deadline_s: seconds that the server waits for reports, on the clock of `fit(step_seconds=)`. The server uses the
+            first reports.
+        min_reports: the server gives a round up if fewer reports arrived. `exogym.strategy.participation` describes
+            such rounds; `fit(faults=Faults(trace=...))` says when clients are available. The history then has
             `server_time_s`, `failed_rounds`, and the last round's `asked` and `reports`.
 
-    An average with equal weights keeps the mean over nodes. The evaluation model is the mean of the present nodes'
-    rows. With client sampling it is theta, with the buffers that clients last sent.
+    An average with equal weights does not change the mean over nodes. The evaluation model is the mean of the present
+    nodes' rows. With client sampling the evaluation model is theta, with the buffers that clients last sent.
     """
 
     weighted_means = True
@@ -135,7 +140,7 @@ class AveragingCommunicator(PeriodicModule, ChoosesClients, HasOuterModel):
     def traffic(self, P: float, N: int, b: float) -> list[Traffic]:
         if self.local_epochs is not None and self.work is None:  # a run's start sets `work`
             raise ArgumentError(
-                f"local_epochs={self.local_epochs}: its number of steps depends on the data: give H instead"
+                f"local_epochs={self.local_epochs}: the number of steps depends on the data: give H instead"
             )
         island = self.draws.sizes(N)[1]
         way = "server" if N > 1 and self.samples else None
@@ -217,7 +222,7 @@ class AveragingCommunicator(PeriodicModule, ChoosesClients, HasOuterModel):
         check(found)
 
     def clients(self, round_: int) -> list[int]:
-        """Return the sorted ids that take part in round `round_` (from 0); with `privacy` perhaps nobody."""
+        """Return the sorted ids of the clients in round `round_` (from 0). With `privacy` the list may be empty."""
         n = self.run.num_nodes
         if not self.samples:
             return list(range(n))
@@ -232,7 +237,7 @@ class AveragingCommunicator(PeriodicModule, ChoosesClients, HasOuterModel):
         return self.draws.clients(n, self.run.seed, round_)
 
     def islands(self, round_: int) -> list[list[int]]:
-        """Return the groups that average at the end of round `round_`: disjoint, covering its clients."""
+        """Divide the clients of round `round_` into the disjoint groups that average at the round's end."""
         return self.draws.islands(self.clients(round_), self.run.seed, round_)
 
     def local_steps(self, first: int, last: int) -> np.ndarray | None:
@@ -247,7 +252,7 @@ class AveragingCommunicator(PeriodicModule, ChoosesClients, HasOuterModel):
         return steps
 
     def weights_among(self, nodes: Sequence[int]) -> Tensor | None:
-        """Return the (N,) weights by examples of a mean over `nodes`; None if their weights are equal."""
+        """Return (N,) weights by examples for a mean over `nodes`. None: the weights of `nodes` are equal."""
         if self.weights is None or (self.samples and len(set(self.weights[list(nodes)].tolist())) == 1):
             return None
         return self.weights
@@ -275,7 +280,10 @@ class AveragingCommunicator(PeriodicModule, ChoosesClients, HasOuterModel):
             self.rounds_ended = round_ + 1
 
     def figures(self) -> dict[str, float]:
-        """Return the epsilon spent so far and, if a server asks clients, the figures of its rounds."""
+        """Return numbers for the history: the epsilon spent so far, and a server's rounds, failed rounds and reports.
+
+        Numbers that do not apply to this run are left out.
+        """
         found = (
             {} if self.privacy is None else {"epsilon": self.privacy.epsilon(self.draws.client_fraction, self.released)}
         )
@@ -316,7 +324,7 @@ defined(ClientOptions, AveragingCommunicator)
 
 
 class FederatedOptions(ClientOptions, AveragingOptions, total=False):
-    """All options of federated strategies: about clients, means, and the inner optimizer."""
+    """All options of federated strategies: for clients, averaging and the inner optimizer."""
 
 
 class FedAvgStrategy(CommunicateOptimizeStrategy):

@@ -1,7 +1,7 @@
 """A base for federated methods: a module that acts at the end of an `AveragingCommunicator`'s rounds.
 
-The averaging decides when rounds end, which clients take part, how much each client works, and the weights. Modules
-before the averaging see the clients' results; modules after it see the mean.
+The `AveragingCommunicator` decides when rounds end, which clients take part, how many steps each client takes, and the
+weights. A module before it in the strategy's list sees the clients' results; a module after it sees the mean.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from exogym.strategy.traffic import Traffic
 
 
 class RoundModule(CommunicationModule, ChoosesClients):
-    """Acts at the end of every round of `average`, a module of the same strategy. Abstract."""
+    """Abstract base of modules that act at the end of every round of `average`, a module of the same strategy."""
 
     weighted_means = True
 
@@ -48,7 +48,10 @@ class RoundModule(CommunicationModule, ChoosesClients):
         return [i for i in self.average.clients(self.average.round_of(step)) if i in fleet.comm.present]
 
     def all_reduce(self, fleet: Fleet, x: Tensor, op: str, members: list[int], weights: Tensor | None = None) -> Tensor:
-        """Reduce `x` (rows, ...) among `members`, by the averaging's transport; return (1, ...) in every process."""
+        """Reduce `x`, (rows, ...), over the nodes `members`. Return the result, (1, ...), in every process.
+
+        If clients are sampled, the reduction runs through the server, otherwise as a ring.
+        """
         comm, way = fleet.comm, "server" if self.average.samples else "ring"
         if members == comm.present:  # every process has the result
             return shared_row(fleet, comm.all_reduce(x, op, weights=weights, algorithm=way))
@@ -57,6 +60,6 @@ class RoundModule(CommunicationModule, ChoosesClients):
 
 
 def with_gradient(grads: Sequence[Tensor | None], *others: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Return the gradients that exist, and the matching entries of each of `others`."""
+    """Return the gradients in `grads` that are not None, and the matching entries of each list in `others`."""
     known = [(k, g) for k, g in enumerate(grads) if g is not None]
     return [[g for _, g in known], *([x[k] for k, _ in known] for x in others)]

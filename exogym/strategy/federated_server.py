@@ -1,4 +1,4 @@
-"""The server of sampled clients: theta between rounds, and the buffers that clients last sent."""
+"""The server of sampled clients. Between rounds it holds theta, and the buffers that clients last sent."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from exogym.strategy.privacy import DifferentialPrivacy
 
 
 class Server:
-    """Theta, (1, P) per block, and buffers, (1, ...) each.
+    """A server that holds the shared parameters theta, (1, P) per block, and buffers, (1, ...) each.
 
     Args:
-        fraction: C, for `privacy`.
+        fraction: the expected share of clients among the nodes; only `privacy` uses it.
     """
 
     def __init__(self, fleet: Fleet, privacy: DifferentialPrivacy | None, fraction: float, seed: int):
@@ -25,16 +25,19 @@ class Server:
         self.privacy, self.wanted, self.seed = privacy, fraction * fleet.num_nodes, seed
 
     def state(self) -> Tensors:
-        """Return its state, by the names in checkpoints."""
+        """Return theta and the buffers as a dict from the names in checkpoints to tensors."""
         named = {f"theta.{b}": theta for b, theta in enumerate(self.theta)}
         return named | {f"buffer.{name}": rows for name, rows in self.buffers.items()}
 
     def serve(self, fleet: Fleet, round_: int, came: list[int], clients: list[int], following: list[int]) -> None:
-        """Take theta from the clients that reported, which hold the new mean. Copy it to the next round's clients.
+        """End round `round_`: update theta from the mean that reporting clients hold, and give it to the next clients.
+
+        With `privacy` the server adds noise to the new theta.
 
         Args:
-            came: clients that reported; perhaps none.
-            clients, following: the clients of the round that ends, and of the next round.
+            came: the clients that reported; may be empty.
+            clients: all clients of the round that ends.
+            following: the clients of the next round.
         """
         present, holder = fleet.comm.present, came[:1]
         for b, (block, theta) in enumerate(zip(fleet.blocks, self.theta, strict=True)):

@@ -1,8 +1,8 @@
-"""FedNova: FedAvg that does not favor clients which take more steps.
+"""FedNova: FedAvg that does not favor clients with more steps.
 
-Wang et al., arXiv:2007.07481. Client i changes in a round by -gamma times a weighted sum of the round's gradients.
-a_i is the sum of these weights (the 1-norm of the paper's vector a_i). With FedAvg's weights w_i over the round's
-clients
+Wang et al., arXiv:2007.07481. In a round client i's parameters change by -gamma (the learning rate) times a weighted
+sum of the round's gradients. a_i is the sum of these weights (the 1-norm of the paper's vector a_i). With FedAvg's
+weights w_i over the round's clients
 
     d_i = (theta - theta_i) / a_i;   tau = sum_i w_i a_i;   theta <- theta - tau sum_i w_i d_i
 
@@ -12,17 +12,18 @@ So each client moves to theta - (tau / a_i) (theta - theta_i) before the mean. F
     SGD with momentum rho     a_i = (t - rho (1 - rho^t) / (1 - rho)) / (1 - rho)
     SGD, proximal term mu     a_i = (1 - (1 - gamma mu)^t) / (gamma mu)
 
-This code adds the weights up step by step, by a rule that gives these sums. With momentum: c <- rho c + 1, a_i <- a_i +
-c (Nesterov: a_i + 1 + rho c). With a proximal term: a_i <- |1 - gamma mu| a_i + 1. With a schedule, step k counts
-gamma_k / gamma instead of 1, where gamma is the rate at factor 1. t counts the steps that a client really took, not the
-planned steps. Weight decay is part of the gradient.
+This code adds the weights up step by step and gets these sums. With momentum, c starts at 0, and each step sets
+c <- rho c + 1, a_i <- a_i + c (Nesterov: a_i + 1 + rho c). With a proximal term: a_i <- |1 - gamma mu| a_i + 1. With a
+learning rate schedule, step k counts gamma_k / gamma instead of 1, where gamma_k is the step's rate and gamma the rate
+at the schedule's factor 1. t counts the steps that a client really took, not the planned steps. Weight decay is part of
+the gradient.
 
 The sums cover one round's gradients, so momentum begins each round at zero (`keep_inner_state=False`), as in the
-published code. For other optimizers, dampening, and momentum with a proximal term the paper gives no a_i; clipping
-would cut the proximal term. ExoGym refuses all these.
+published code. For other optimizers, dampening, and momentum with a proximal term the paper gives no a_i. With a
+proximal term, clipping would also cut this term. ExoGym refuses all these combinations.
 
-Payload P b + 8 bytes per client every H steps: a_i is sent too. With absent nodes: as FedAvg. A node that missed the
-synchronization has simply taken more steps at the next one.
+Payload P b + 8 bytes per client every H steps: 8 bytes for a_i. With absent nodes: as FedAvg. If a node missed a
+synchronization, its a_i at the next synchronization counts all steps since its last.
 """
 
 from __future__ import annotations
@@ -51,14 +52,16 @@ from exogym.strategy.traffic import Traffic
 
 
 class EqualisedWork(RoundModule, Corrects):
-    """Scale each client's change by tau / a_i; runs before the averaging.
+    """Scale each client's change by tau / a_i before the averaging.
+
+    a_i is the sum of client i's gradient weights in the round, and tau the clients' weighted mean of a_i.
 
     Args:
         inner: the strategy's inner optimizer.
         mu: weight of the proximal term.
 
-    State: each client's parameters at the round's begin, (rows, P), and a_i, (rows, 1). With momentum also its weight
-    c, and with a schedule the client's steps since the run began, (rows, 1).
+    State: each client's parameters at the round's beginning, (rows, P), and a_i, (rows, 1). With momentum also the
+    weight c of the next summand; with a schedule also the client's steps since the run began; (rows, 1) each.
 
     Raises:
         ArgumentError: the paper gives no a_i for the clients' optimizer.
@@ -138,8 +141,9 @@ class EqualisedWork(RoundModule, Corrects):
 class FedNovaStrategy(CommunicateOptimizeStrategy):
     """FedNova: FedAvg of normalized changes, so that clients with more steps do not count more.
 
-        theta <- theta - (sum_i w_i a_i) sum_i w_i (theta - theta_i) / a_i          for plain SGD a_i is i's steps
+        theta <- theta - (sum_i w_i a_i) sum_i w_i (theta - theta_i) / a_i
 
+    w_i is client i's weight in FedAvg, and a_i the sum of its gradient weights: for plain SGD, its number of steps.
     Payload: P b + 8 bytes per client every H steps.
 
     Args:
@@ -151,8 +155,8 @@ class FedNovaStrategy(CommunicateOptimizeStrategy):
             is SGD, without momentum, or with momentum and keep_inner_state=False.
 
     Raises:
-        ArgumentError: the paper gives no a_i for the clients' optimizer: not SGD, momentum that is kept, or momentum
-            with a proximal term.
+        ArgumentError: the paper gives no a_i for the clients' optimizer. Examples: an optimizer other than SGD,
+            momentum kept between rounds, momentum with a proximal term.
 
     >>> strategy = FedNovaStrategy(inner_optim='sgd', local_epochs=1, lr=0.01)
     """

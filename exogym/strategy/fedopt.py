@@ -7,8 +7,9 @@ of the round's clients and D = x - theta:
     the others: m <- beta1 m + (1 - beta1) D;     theta <- theta + eta m / (sqrt(v) + tau)
         adagrad: v <- v + D^2;   adam: v <- beta2 v + (1 - beta2) D^2;   yogi: v <- v - (1 - beta2) D^2 sign(v - D^2)
 
-m = 0 and v = tau^2 at first. As in the paper, no bias is corrected. With bias_correction=True adam and yogi divide m
-and v by 1 - beta^r in round r, as `torch.optim.Adam` does. (Flower corrects with r + 1, and tau apart.)
+eta is the server's learning rate. m = 0 and v = tau^2 at first. As in the paper, the bias of m and v is not corrected.
+With bias_correction=True adam and yogi divide m by 1 - beta1^r and v by 1 - beta2^r in round r, as `torch.optim.Adam`
+does. (The library Flower has r + 1 instead of r, and treats tau differently.)
 
 Payload P b bytes per client every H steps, as FedAvg. The server sends theta instead of the mean; without sampling
 every node computes the server's step itself. With absent nodes: as FedAvg. If none of a round's clients is present,
@@ -40,9 +41,9 @@ RATES = {"adam": 0.1, "yogi": 0.01, "adagrad": 0.1, "momentum": 1.0}  # Flower's
 
 
 class ServerStep(RoundModule, HasOuterModel):
-    """Take the server's step after the averaging. Arguments: see `FedOptStrategy`.
+    """Take FedOpt's server step after the averaging. Arguments: see `FedOptStrategy`.
 
-    State: theta, m and v, one copy for all nodes.
+    State: theta and the moments m and v of the server's optimizer, one copy for all nodes.
     """
 
     counters = ("updates",)
@@ -121,16 +122,17 @@ class ServerStep(RoundModule, HasOuterModel):
 class FedOptStrategy(CommunicateOptimizeStrategy):
     """FedOpt: FedAvg whose server takes an optimizer's step along the clients' mean change.
 
-        D = mean_i theta_i - theta;   theta <- theta + eta m / (sqrt(v) + tau)          m and v of D, as in adam
+        D = mean_i theta_i - theta;   theta <- theta + eta m / (sqrt(v) + tau)
 
-    Payload: P b bytes per client every H steps. The evaluation model is theta.
+    m and v are the optimizer's first and second moment of D. Payload: P b bytes per client every H steps. The
+    evaluation model is theta.
 
     Args:
         server_optim: "adam", "yogi", "adagrad" or "momentum" (FedAvgM).
         server_lr: eta, the server's learning rate. None: 0.1 for adam and adagrad, 0.01 for yogi, 1 for momentum.
         beta1: decay of m. None: 0.9, but 0 for adagrad.
         beta2: decay of v.
-        tau: added to sqrt(v); the smaller, the more adaptive.
+        tau: number added to sqrt(v). The smaller tau, the more adaptive is the server's step.
         initial_v: v before the first round. None: tau^2.
         bias_correction: correct the bias of adam and yogi, as `torch.optim.Adam` does.
         H, client_fraction, weighting, local_steps, local_epochs, keep_inner_state, privacy, over_sampling,

@@ -1,4 +1,4 @@
-"""FedProx: FedAvg whose clients are held near the parameters with which they started the round.
+"""FedProx: FedAvg with a term that keeps clients near the parameters with which they started the round.
 
 Li et al., arXiv:1812.06127. In a round client i minimizes F_i(w) + (mu/2) |w - theta|^2, where theta is the last value
 that it received:
@@ -6,9 +6,10 @@ that it received:
     g_i(w) + mu (w - theta)                         # at every local step, before clipping and the inner optimizer
     theta <- sum_i n_i theta_i / sum_i n_i          # as FedAvg
 
-Clients may take different numbers of steps, and all are used. The term is part of the gradient: Adam takes it into its
-moments; decoupled weight decay ignores it. If a step gives a parameter no gradient, the parameter gets no term. Clients
-are sampled as in FedAvg and weighted by `weighting` (the paper: sampled by n_i, equal weights).
+n_i is client i's number of examples, and g_i its gradient. Clients may take different numbers of steps, and the server
+averages all clients. The proximal term is part of the gradient, so Adam's moments contain it; decoupled weight decay
+does not. If a parameter has no gradient in a step, it gets no proximal term. Clients are sampled as in FedAvg and
+weighted by `weighting` (in the paper: sampled in proportion to n_i, with equal weights).
 
 Payload P b bytes per client every H steps, as FedAvg; each client keeps a copy of theta. With absent nodes: as FedAvg.
 A node that missed the synchronization stays near the theta that it last received.
@@ -38,7 +39,10 @@ from exogym.strategy.strategy import Run
 
 
 class ProximalTerm(RoundModule, Corrects):
-    """Add mu (w - theta) to every local gradient; runs after the averaging. State: theta last received, (rows, P)."""
+    """Add mu (w - theta) to every local gradient, where w are the node's parameters; runs after the averaging.
+
+    State: the theta that each node last received, (rows, P).
+    """
 
     def __init__(self, average: AveragingCommunicator, mu: float):
         super().__init__(average)
@@ -78,7 +82,7 @@ class FedProxStrategy(CommunicateOptimizeStrategy):
     Payload: P b bytes per client every H steps.
 
     Args:
-        mu: weight of the proximal term; the paper has 0.001 to 1, and 0 is FedAvg.
+        mu: weight of the proximal term. The paper has 0.001 to 1. With 0 the strategy is FedAvg.
         H, client_fraction, weighting, local_steps, local_epochs, keep_inner_state, privacy, over_sampling,
             deadline_s, min_reports: see `AveragingCommunicator`.
         inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: of the clients; see `Strategy`.

@@ -1,8 +1,9 @@
 """Fragments: parts of the model that are synchronized at different times.
 
-A fragment is some whole parameters, in `Piece`s of the fleet's blocks. "strided" deals layers out in turn: layer l goes
-to fragment l mod F. "sequential" deals them out in stretches. Parameters outside of layers (embeddings, the last norm,
-the head) are a separate fragment.
+A fragment holds whole parameters, as a list with a `Piece` for each block of the fleet. The pattern "strided" deals
+layers out in turn: with F fragments of layers, layer l belongs to fragment l mod F. "sequential" puts neighboring
+layers into the same fragment. Parameters outside of layers (embeddings, the last norm, the head) are a separate
+fragment.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ _NUMBERED = re.compile(r"^(?P<stack>|.*?\.)(?P<layer>\d+)(?=\.|$)")
 
 
 class Piece:
-    """Some whole parameters of a block, as columns side by side.
+    """A fragment's part of one block: whole parameters, as columns of the block's rows.
 
     Attributes:
-        block, slots: the block, and the slots of the parameters.
-        ranges: the (start, stop) of their columns in a row; adjacent ranges are joined.
+        block: the block.
+        slots: names, shapes and columns of the parameters.
+        ranges: (start, stop) of the parameters' columns in a row; adjacent ranges are joined.
     """
 
     def __init__(self, block: Block, slots: Sequence[Slot]):
@@ -38,18 +40,18 @@ class Piece:
                 self.ranges.append((slot.start, slot.stop))
 
     def take(self, rows: Tensor) -> Tensor:
-        """Return the piece of `rows` (rows, P) as (rows, p): a view if its columns are adjacent, otherwise a copy."""
+        """Return this piece's p columns of `rows`, (rows, P): a view if the columns are adjacent, otherwise a copy."""
         parts = [rows[:, start:stop] for start, stop in self.ranges]
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
     def put(self, rows: Tensor, values: Tensor) -> None:
-        """Write `values` (rows, p) into the piece of `rows` (rows, P)."""
+        """Write `values`, (rows, p), into this piece's p columns of `rows`, (rows, P)."""
         widths = [stop - start for start, stop in self.ranges]
         for (start, stop), part in zip(self.ranges, values.split(widths, 1), strict=True):
             rows[:, start:stop].copy_(part)
 
     def views(self, values: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, view (rows, *shape)) of each parameter in `values` (rows, p)."""
+        """Yield (name, view (rows, *shape)) of each parameter of this piece; `values`, (rows, p), holds the values."""
         start = 0
         for slot in self.slots:
             part = values[:, start : start + slot.numel]
@@ -61,7 +63,7 @@ Fragment = list[Piece]
 
 
 def whole(blocks: Sequence[Block]) -> Fragment:
-    """Return the fragment of all parameters."""
+    """Return one fragment that holds all parameters."""
     return [Piece(block, list(block.layout)) for block in blocks]
 
 
@@ -70,7 +72,7 @@ def fragments(blocks: Sequence[Block], count: int, pattern: str = "strided") -> 
 
     Layers are the numbered modules of the largest stack ("blocks.0", "blocks.1", ...). If no module is numbered, layers
     are the modules that have parameters. Parameters outside of layers are the last fragment, and the other fragments
-    share the layers.
+    share the layers by `pattern`: "strided" (in turn) or "sequential" (neighboring layers together).
 
     Raises:
         ArgumentError: the model has fewer layers than fragments.
@@ -98,7 +100,7 @@ def _of(blocks: Sequence[Block], names: set[str]) -> Fragment:
 
 
 def layers_of(names: Sequence[str]) -> tuple[list[list[str]], list[str]]:
-    """Return the parameters of each layer, in order, and the parameters outside of layers.
+    """Return the names of each layer's parameters, in order, and the names of parameters outside of layers.
 
     >>> layers_of(["embed.weight", "blocks.0.a", "blocks.0.b", "blocks.1.a", "head.weight"])
     ([['blocks.0.a', 'blocks.0.b'], ['blocks.1.a']], ['embed.weight', 'head.weight'])

@@ -6,13 +6,14 @@ by H
 
     theta_i <- sum_j W_ij theta_j                       # adapt, then combine: after the inner step
 
-In the paper's order it is theta_i <- sum_j W_ij theta_j - gamma g_i(theta_i), with the gradient at theta_i before the
-mix. Moments stay local. The model is the mean of all nodes; W keeps this mean.
+theta_i are node i's parameters. In the paper's order theta_i <- sum_j W_ij theta_j - gamma g_i(theta_i), with the
+learning rate gamma and the gradient g_i at theta_i before the mix. Optimizer moments stay local. The evaluation model
+is the mean of all nodes; mixing with W does not change this mean.
 
-Payload deg P b bytes per node every H steps with deg neighbors: tx = rx = deg P b, one message to each of them.
-A node waits for its neighbors only.
+Payload deg P b bytes every H steps for a node with deg neighbors: tx = rx = deg P b, a message to each neighbor. A node
+waits only for its neighbors.
 
-With absent nodes: W is built on the graph between the present nodes. A node without present neighbors continues alone.
+With absent nodes: W is computed on the graph between the present nodes. A node without present neighbors trains alone.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ ORDERS = ("adapt_then_combine", "combine_then_adapt")
 
 
 class Neighbors:
-    """The graph, and the mixing of parameters and buffers along it."""
+    """A graph over the nodes, along which neighbors mix parameters and buffers."""
 
     def __init__(self, graph: Any):
         if isinstance(graph, str):
@@ -57,7 +58,10 @@ class Neighbors:
         return [Traffic("mix", degree * P * b, H, fan=degree)] if degree else []
 
     def couples_every(self, N: int, H: int) -> float:
-        """Return H times the largest number of hops between two nodes."""
+        """Return the steps until every node's parameters have reached all nodes.
+
+        These are H times the largest number of hops between two nodes. With graph="matching": H ceil(log2 N).
+        """
         if self.graph == "matching":
             return H * math.ceil(math.log2(max(N, 2)))
         near = torch.eye(N, dtype=torch.bool)
@@ -69,7 +73,7 @@ class Neighbors:
         return H * hops
 
     def mix(self, fleet: Fleet, turn: int) -> None:
-        """Mix the rows of the present nodes, for the `turn`-th time."""
+        """Mix the rows of the present nodes. `turn` counts the mixes from 0."""
         edges = edges_of(self.graph, fleet.num_nodes, self.seed, turn) if self.edges is None else self.edges
         W = metropolis(edges, tuple(fleet.comm.present), fleet.num_nodes)
         mixed = fleet.comm.mix_all([block.params for block in fleet.blocks], W)
@@ -82,7 +86,7 @@ class Neighbors:
 
 
 class GossipCommunicator(PeriodicModule):
-    """Mix the parameters with the neighbors' parameters after every step divisible by H."""
+    """Mix each node's parameters with its neighbors' parameters after every step divisible by H."""
 
     def __init__(self, graph: Any, H: RoundLength):
         super().__init__()
@@ -104,7 +108,10 @@ class GossipCommunicator(PeriodicModule):
 
 
 class GossipBeforeStep(GradientModule):
-    """Mix the parameters between the gradient and the inner step, at every step divisible by H: the paper's order."""
+    """Mix neighbors' parameters at every step divisible by H, after the gradient and before the inner step.
+
+    This is the order in the paper.
+    """
 
     def __init__(self, graph: Any, H: int):
         super().__init__()
@@ -139,7 +146,8 @@ class GossipStrategy(CommunicateOptimizeStrategy):
         graph: "ring", "torus", "exponential", "random", "complete", "matching" (pairs drawn anew each time), or a
             networkx graph of the nodes 0, 1, ...; see `exogym.strategy.graphs.edges_of`.
         H: steps from one average to the next.
-        order: "adapt_then_combine", or "combine_then_adapt", the paper's. They give different numbers.
+        order: "adapt_then_combine" (mix after the inner step), or "combine_then_adapt", the paper's order. The two
+            orders give different results.
 
     >>> strategy = GossipStrategy("sgd", graph="torus", lr=0.1)
     """

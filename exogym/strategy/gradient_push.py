@@ -1,26 +1,30 @@
 """Stochastic gradient push: gossip along a directed graph, with weights that undo its bias.
 
 Assran et al., Stochastic gradient push for distributed deep learning, arXiv:1811.10792. Node i has x_i and a weight
-w_i, 1 at first; it trains z_i = x_i / w_i. The columns of P sum to 1. After every step that H divides,
+w_i, 1 at first; it trains z_i = x_i / w_i. The matrix (P_ij) has columns that sum to 1. After every step that H
+divides,
 
     x_i <- sum_j P_ij x_j,   w_i <- sum_j P_ij w_j,   z_i <- x_i / w_i
 
-Before that, x_i takes the inner optimizer's change of z_i: a step -gamma g_i(z_i) of z_i is the same step of x_i. Each
-node splits its x_i and w_i evenly between itself and its takers. So the sums over the nodes of x_i and of w_i are kept
-(the second is N). Without w_i the mean would be biased. The model is the mean of the z_i.
+Before this exchange, x_i takes the inner optimizer's change of z_i: if z_i took the step -gamma g_i(z_i), x_i takes the
+same step. Each node splits its x_i and w_i evenly between itself and its takers, the nodes to which it sends. So the
+sum of all x_i and the sum of all w_i (which is N) do not change. Without w_i the mean would be biased. The evaluation
+model is the mean of the z_i.
 
-With H > 1 a node's local steps between two exchanges are its inner optimizer's steps on z_i, at the full rate. At the
-exchange x_i takes their sum. If w_i is not 1, z_i continues from x_i / w_i, not from the end of its local steps. This
-happens if a node gives more or less than it receives, or nodes are absent. The paper has H = 1, where no gradient is
-computed in between. Stepping x_i at every local step, so z_i at 1 / w_i of the rate, would be a different algorithm. On
-quadratic clients and an uneven graph it ended further from the optimum and diverged at lower rates.
+With H > 1 a node takes local steps on z_i between two exchanges, at the full learning rate. At the exchange x_i takes
+the sum of these steps. If w_i is not 1, z_i continues from x_i / w_i, not from the end of its local steps. w_i is not 1
+if a node gives more or less than it receives, or if nodes are absent. The paper has H = 1, where no gradient is
+computed between the change of x_i and the exchange. A different algorithm would add every local step to x_i at once, so
+that z_i moves at 1 / w_i of the learning rate. With quadratic losses and an uneven graph, that algorithm ended further
+from the optimum and diverged at lower learning rates.
 
-Payload P b + 8 bytes per node and taker every H steps (w_i in 8); tx the same, rx for each giver. By default a node has
-one taker, i + 2^(t mod ceil(log2 N)): after ceil(log2 N) turns without training all N = 2^k nodes hold the exact mean.
-A node waits for its givers only. The paper's overlap of several steps is not built.
+Payload P b + 8 bytes per node and taker every H steps, where P is the number of parameters; w_i needs 8 bytes. tx is
+the payload, and a node receives (rx) the same from each giver. By default node i has one taker in turn t, the node
+i + 2^(t mod ceil(log2 N)). After ceil(log2 N) turns without training all N = 2^k nodes hold the exact mean. A node
+waits only for its givers. The paper's overlap of several steps is not implemented.
 
-With absent nodes: absent nodes keep x_i and w_i, and nobody gives to them. A returning node takes z from a node that
-stayed, and keeps its weight. A node that starts anew (`forget`) takes the weight, too.
+With absent nodes: absent nodes keep x_i and w_i, and no node sends to them. A returning node takes z from a node that
+stayed, and keeps its own weight. A node that starts anew (`forget`) also takes the other node's weight.
 """
 
 from __future__ import annotations
@@ -43,7 +47,10 @@ from exogym.strategy.traffic import Traffic
 
 
 class PushSum(PeriodicModule):
-    """Push-sum after every step divisible by H. State: x_i and w_i of each node; the fleet's rows are z_i."""
+    """Exchange weighted parameters along a directed graph after every step divisible by H (push-sum).
+
+    State: the sum x_i and the weight w_i of each node. The fleet's rows are z_i = x_i / w_i.
+    """
 
     def __init__(self, graph: Any, H: RoundLength):
         super().__init__()
@@ -85,18 +92,20 @@ class PushSum(PeriodicModule):
 
 
 class GradientPushStrategy(CommunicateOptimizeStrategy):
-    """Stochastic gradient push: nodes train while they push weighted shares to takers on a directed graph.
+    """Stochastic gradient push: nodes train, and send shares of their parameters along a directed graph.
 
-        x_i <- sum_j P_ij x_j;   w_i <- sum_j P_ij w_j;   z_i <- x_i / w_i, which node i trains
+        x_i <- sum_j P_ij x_j;   w_i <- sum_j P_ij w_j;   z_i <- x_i / w_i
 
-    Payload: P b + 8 bytes per node and taker every H steps.
+    Node i trains z_i. P_ij is the share of node j's values that node i receives, and w_i is the weight of node i.
+    Payload: P b + 8 bytes per node and taker every H steps, for P parameters.
 
     Args:
         inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`. Clipping acts on each node's
             own gradient.
-        graph: "exponential" (one taker at a time, which changes), "ring" (i to i + 1), "complete", or a networkx graph
-            of the nodes 0, 1, ..., along whose edges nodes give.
-        H: steps from one exchange to the next. In between, z_i takes local steps at the full rate for every w_i.
+        graph: "exponential" (one taker at a time, another at each turn), "ring" (i to i + 1), "complete", or a networkx
+            graph of the nodes 0, 1, ..., whose edges point from a giver to its taker.
+        H: steps from one exchange to the next. In between, z_i takes local steps at the full learning rate, whatever
+            w_i is.
 
     >>> strategy = GradientPushStrategy("sgd", lr=0.1)
     """

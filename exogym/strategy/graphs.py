@@ -1,4 +1,4 @@
-"""Graphs over the nodes: which nodes give to which, and with which weights rows are mixed."""
+"""Graphs over the nodes: each node's neighbors or takers, and the weights with which nodes mix their rows."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def edges_of(graph: Any, num_nodes: int, seed: int = 0, turn: int = 0) -> Edges:
         graph: a networkx graph of the nodes 0, 1, ... (its weights are ignored), or a name:
             "ring" or "complete".
             "torus": rows and columns as near to a square as `num_nodes` allows.
-            "exponential": node i with i + 1, i + 2, i + 4, ....
-            "random": each edge with probability min(1, 2 ln N / N), drawn from the seed until it is connected.
+            "exponential": edges from node i to i + 1, i + 2, i + 4, ....
+            "random": each edge with probability min(1, 2 ln N / N), drawn from the seed until the graph is connected.
             "matching": pairs drawn anew each turn.
 
     Raises:
@@ -106,10 +106,11 @@ def _hops(n: int) -> list[int]:
 
 @functools.lru_cache(maxsize=256)
 def metropolis(edges: Edges, present: tuple[int, ...], num_nodes: int) -> Tensor:
-    """Return W (N, N): W_ij = 1 / (1 + max(d_i, d_j)) on the edges between present nodes, W_ii = 1 - sum_j W_ij.
+    """Return Metropolis's mixing weights W, (N, N), for the edges between present nodes.
 
-    Degrees d count present neighbors. W is symmetric and its rows sum to 1, so it keeps the mean. If all nodes have the
-    same degree d, all its weights are 1 / (d + 1).
+    W_ij = 1 / (1 + max(d_i, d_j)) on such an edge, where d_i is the number of node i's present neighbors. W_ii is 1
+    minus the other weights in row i. W is symmetric and its rows sum to 1, so mixing does not change the mean. If all
+    nodes have the same degree d, all weights on edges are 1 / (d + 1).
 
     >>> metropolis(edges_of("complete", 4), (0, 1, 3), 4)[0]
     tensor([0.3333, 0.3333, 0.0000, 0.3333], dtype=torch.float64)
@@ -124,11 +125,11 @@ def metropolis(edges: Edges, present: tuple[int, ...], num_nodes: int) -> Tensor
 
 
 def takers_of(graph: Any, num_nodes: int, turn: int = 0) -> list[list[int]]:
-    """Return each node's takers at `turn`, along a directed graph.
+    """Return each node's takers at `turn`: the nodes to which it sends on a directed graph.
 
     Args:
-        graph: "exponential", one peer at a time: i + 2^(turn mod ceil(log2 N)); "ring", i + 1; "complete"; or a
-            networkx graph of the nodes 0, 1, ...
+        graph: "exponential": node i has the one taker i + 2^(turn mod ceil(log2 N)). "ring": i + 1. "complete": all
+            others. Or a networkx graph of the nodes 0, 1, ...
 
     >>> takers_of("exponential", 5, turn=1)
     [[2], [3], [4], [0], [1]]
@@ -146,7 +147,10 @@ def takers_of(graph: Any, num_nodes: int, turn: int = 0) -> list[list[int]]:
 
 
 def pushing(takers: Sequence[Sequence[int]], present: Sequence[int]) -> Tensor:
-    """Return P (N, N), whose columns sum to 1: each present node splits evenly among itself and its present takers."""
+    """Return the shares P, (N, N): `P[i, j]` is the share of node j's values that node i receives.
+
+    Each present node splits its values evenly among itself and its present takers, so columns sum to 1.
+    """
     active, n = set(present), len(takers)
     P = torch.zeros(n, n, dtype=torch.float64)
     for i in range(n):

@@ -16,7 +16,7 @@ class IslandCommunicator(PeriodicModule):
     Args:
         island_size: s; if s does not divide N, the last island is smaller.
         H: steps from one average to the next.
-        above: the module that joins the islands; it also synchronizes the last steps.
+        above: the module that averages over all islands. It also synchronizes the last steps at the end of training.
     """
 
     weighted_means = True
@@ -49,4 +49,4 @@ class IslandCommunicator(PeriodicModule):
         fleet.synchronise_buffers(groups)
 
     def finish(self, fleet: Fleet, step: int, since: int) -> None:
-        """Do nothing: the module that joins the islands synchronizes."""
+        """Do nothing: the module that averages over all islands synchronizes the last steps."""

@@ -1,4 +1,4 @@
-"""Choose the torch kernel with which an optimizer steps, and step without torch's wrappers."""
+"""Choose the torch kernel for an optimizer's step, and call the step without torch's wrappers."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ FULL = (torch.float32, torch.float64)
 
 
 def can_fuse(parameters: Iterable[Tensor]) -> bool:
-    """Tell whether torch's fused kernels are right for `parameters`.
+    """Return whether torch's fused optimizers compute right steps for `parameters`.
 
-    On the CPU only in fp32 and fp64: with half precision torch 2.13's SGD skips every whole vector of elements.
+    On the CPU they do so only in fp32 and fp64: in half precision the fused SGD of torch 2.13 does not update elements
+    that fill a whole SIMD vector.
     """
     return all(
         p.is_contiguous() and (p.device.type in ("cuda", "mps") or (p.device.type == "cpu" and p.dtype in FULL))
@@ -27,14 +28,15 @@ def can_fuse(parameters: Iterable[Tensor]) -> bool:
 
 
 def bare_step(optimizer: Optimizer) -> Callable[[], Any]:
-    """Return a torch optimizer's step without its wrappers (11 us a call); other optimizers' steps stay wrapped.
+    """Return the optimizer's step function, without torch's wrappers if the optimizer is torch's or ExoGym's.
 
-    The wrapper also calls hooks, so it stays if this optimizer or the Optimizer class has hooks.
+    The wrappers take 11 us in each call. They also call hooks. So they stay if this optimizer or the class `Optimizer`
+    has hooks.
     """
     bare = torch_private.bare_step(optimizer) if is_torchs(type(optimizer)) else None
     return optimizer.step if bare is None else bare
 
 
 def is_torchs(cls: type[Optimizer]) -> bool:
-    """Tell whether `cls` belongs to torch or this package, so that all state is in `state[p]` and `param_groups`."""
+    """Return whether torch or ExoGym defines `cls`. Such optimizers have no state but `state` and `param_groups`."""
     return cls.__module__.partition(".")[0] in ("torch", "exogym")

@@ -29,22 +29,24 @@ from exogym.strategy.traffic import Traffic
 
 
 class Module(Stateful, ABC):
-    """The common base of gradient and communication modules: a start, and state that checkpoints save by themselves.
+    """Base class of gradient and communication modules. Checkpoints save a module's state automatically.
 
-    State is tensors in two dicts, and numbers by their names. A module with other state overrides the methods.
+    The state is the tensors in `row_state` and `shared_state`, and the numbers that `counters` names. A module with
+    other state overrides `row`, `load_row`, `save_state` and `load_state`.
 
     Attributes:
         acts_on: how much of a node's row the module must see, if a node has several processes. "elements": any columns.
-            "tensors": whole parameters. "row": all of the row. Your own module must set it for such runs.
-        row_state: name -> (rows, ...) tensor; each row belongs to a node and moves with it.
+            "tensors": whole parameters. "row": the whole row. Your own module must set `acts_on` for such runs.
+        row_state: name -> (rows, ...) tensor; each row belongs to a node and moves with this node.
         shared_state: name -> tensor that is the same for all nodes.
         counters: names of attributes with plain numbers that change during a run, such as a count of rounds. They are
             saved with the shared state. If another plain number changes, saving the run fails.
-        layouts: the layouts of the blocks here, after the start.
-        name: the name of its state in checkpoints; None: the class name.
-        weighted_means: whether all its averages are the communicator's means (`op="mean"`), which weight nodes by their
-            work. Without it `balance="batch"` and "steps" are refused.
-        only_means: whether it averages only parts of a mean (a shard, a factor), which no robust rule can replace.
+        layouts: the layouts of this process's blocks; `start` sets them.
+        name: the name of the module's state in checkpoints. None: the class name.
+        weighted_means: whether all averages of the module are the communicator's means (`op="mean"`), which weight
+            nodes by their work. If False, balance="batch" and balance="steps" are refused.
+        only_means: whether the module averages only parts of a mean (a shard, a factor), which no robust rule can
+            replace.
         right_in_mean: whether a node's message is right only in the mean: sparse entries, values rounded at random, or
             values whose rest is kept for later (error feedback). No robust rule can replace such a mean: the median of
             sparse entries is zero, and the sent values would be lost.
@@ -62,16 +64,16 @@ class Module(Stateful, ABC):
         self.layouts: list[Layout] = []
 
     def start(self, fleet: Fleet, run: Run) -> None:
-        """Make the state for this fleet. Called once, before training."""
+        """Create the module's state for `fleet`. Called once, before training."""
         self.run = run
         self.layouts = [block.layout for block in fleet.blocks]
 
     # How it describes itself
 
     def traffic(self, P: float, N: int, b: float) -> list[Traffic]:
-        """Return the collectives that it repeats, with P parameters of b bytes on N nodes.
+        """Return the collectives that this module repeats, with P parameters of b bytes on N nodes.
 
-        `advise` refuses a module that does not override this.
+        `advise` refuses a module that does not override this method.
 
         Raises:
             ArgumentError: no formula is known.
@@ -79,27 +81,33 @@ class Module(Stateful, ABC):
         raise ArgumentError(f"no formula is known for {type(self).__name__}: give a Plan of its traffic")
 
     def couples_every(self, N: int) -> float:
-        """Return the number of steps in which the whole model is exchanged once."""
+        """Return the number of steps until N nodes have exchanged the whole model once."""
         return 1
 
     def features(self) -> dict[str, str]:
-        """Return features beyond its attributes: a name from `exogym.core.combinations.FEATURES` -> text."""
+        """Return features that the module's attributes do not show, for the check that options can be combined.
+
+        A dict: name in `exogym.core.combinations.FEATURES` -> text for messages.
+        """
         return {}
 
     @property
     def says_what_it_acts_on(self) -> bool:
-        """Whether `acts_on` was set: by this object, or by a class outside of ExoGym."""
+        """Whether `acts_on` can be trusted: ExoGym defines the class, or this object or your class sets `acts_on`."""
         foreign = [kind for kind in type(self).__mro__ if not kind.__module__.startswith("exogym.")]
         said = "acts_on" in vars(self) or any("acts_on" in vars(kind) for kind in foreign)
         return said or type(self) not in foreign
 
     def rejoin(self, fleet: Fleet, nodes: Sequence[int], step: int) -> None:
-        """Repair the state of `nodes`, which were away and have just taken parameters before step `step`."""
+        """Repair this module's state for `nodes`, which were absent and have received parameters for step `step`."""
 
     # Its state, for `fleet.state`
 
     def cut(self, name: str, shape: Sequence[int]) -> Cut | None:
-        """Return the cut of a tensor by a block's columns, if its name ends in the block's number. None: not cut."""
+        """Return how a node's processes divide the state tensor `name`. None: each process has the whole tensor.
+
+        If `name` ends in a block's number, the tensor is divided like this block's columns.
+        """
         b = name.rpartition(".")[2]
         if b.isdigit() and int(b) < len(self.layouts) and shape:
             layout = self.layouts[int(b)]
@@ -142,16 +150,16 @@ class Module(Stateful, ABC):
         return self.shared_state
 
     def load_state(self, tensors: dict[str, Tensor]) -> None:
-        """Put shared state back."""
+        """Restore the shared state from `tensors`."""
         for name, value in tensors.items():
             self.shared_state[name].copy_(value)
 
 
 class GradientModule(Module):
-    """Rewrites the gradients of all rows before the inner optimizer, at every step.
+    """Base class of modules that rewrite the gradients of all rows at every step, before the inner optimizer.
 
     Attributes:
-        clip_first: clip each node's own gradient before this module, instead of the module's result.
+        clip_first: True: each node's own gradient is clipped, before the module. False: the module's result is clipped.
     """
 
     clip_first = False
@@ -159,17 +167,17 @@ class GradientModule(Module):
 
     @abstractmethod
     def transform(self, fleet: Fleet, step: int, lr: float) -> None:
-        """Rewrite `block.grads` of each block; `step` counts from 1, `lr` is the step's learning rate."""
+        """Rewrite `block.grads` of each block in `fleet`. `step` counts from 1; `lr` is the step's learning rate."""
 
 
 class CommunicationModule(Module):
-    """Mixes rows after the inner step. Two methods say when and how.
+    """Base class of modules that mix rows after the inner step: `next_event` says at which step, `communicate` mixes.
 
-    For rarer abilities a module inherits a capability, too: `Corrects`, `HasOuterModel`, `ChoosesClients` or `Tunable`
+    For rarer abilities a module also inherits a capability: `Corrects`, `HasOuterModel`, `ChoosesClients` or `Tunable`
     (`exogym.strategy.capabilities`).
 
     Attributes:
-        fresh_inner_state: whether inner optimizers start afresh after this module has acted.
+        fresh_inner_state: whether inner optimizers forget their state after this module has acted.
     """
 
     fresh_inner_state = False
@@ -187,7 +195,7 @@ class CommunicationModule(Module):
         """Mix rows after inner step number `step` (from 1)."""
 
     def finish(self, fleet: Fleet, step: int, since: int) -> None:
-        """Synchronize the last steps at the end of training; `since` steps passed after the last event."""
+        """Synchronize the last steps at the end of training: `since` steps after this module last acted."""
         if since:
             self.communicate(fleet, step)
 
@@ -196,7 +204,7 @@ class PeriodicModule(CommunicationModule):
     """A communication module that acts after every step divisible by `interval_steps`.
 
     Attributes:
-        interval_steps: H; if rounds differ in length, the first round's.
+        interval_steps: H, the steps of a round; if rounds differ in length, the steps of the first round.
         rounds: the rounds, if H is a function of the round; otherwise None.
     """
 
@@ -204,7 +212,10 @@ class PeriodicModule(CommunicationModule):
     rounds: Rounds | None = None
 
     def take_rounds(self, H: RoundLength) -> None:
-        """Act after every H steps, or at the end of each round of H(0), H(1), ... steps, or of given rounds."""
+        """Set when this module acts: after every H steps, or at the end of each round of H(0), H(1), ... steps.
+
+        `H` can also be a `Rounds` object.
+        """
         if callable(H) or isinstance(H, Rounds):
             self.rounds = H if isinstance(H, Rounds) else Rounds(H)
             self.interval_steps = self.rounds.end_after(0)
@@ -241,7 +252,7 @@ def _as_tensor(value: bool | int | float) -> Tensor:
 
 
 def named(modules: Sequence[Module]) -> dict[str, Module]:
-    """Return the modules by name; the second module with a name gets "<name> 2"."""
+    """Return a dict from name to module. The second module with the same name is called "<name> 2"."""
     found: dict[str, Module] = {}
     for module in modules:
         name = module.name or type(module).__name__
@@ -251,12 +262,15 @@ def named(modules: Sequence[Module]) -> dict[str, Module]:
 
 
 def views(matrices: Sequence[Tensor], layouts: Sequence[Layout], row: int) -> list[Tensor]:
-    """Return row `row` of (rows, P) matrices, one matrix per block, as the parameters in it."""
+    """Return the parameters in row `row`, each in its own shape. `matrices` has a (rows, P) matrix per block."""
     return [slot.of(x[row]) for x, layout in zip(matrices, layouts, strict=True) for slot in layout]
 
 
 def known_traffic(modules: Sequence[Module], N: int) -> tuple[list[Traffic], bool]:
-    """Return the modules' known traffic with a million parameters on N nodes, and whether all of it is known."""
+    """Return (traffic, True), the modules' traffic with a million parameters on N nodes.
+
+    If the formula of a module is unknown, return ([], False).
+    """
     try:
         return [t for module in modules for t in module.traffic(1e6, N, 4)], True
     except ArgumentError:
@@ -264,7 +278,9 @@ def known_traffic(modules: Sequence[Module], N: int) -> tuple[list[Traffic], boo
 
 
 def example_weights(run: Run, weighting: str) -> Tensor | None:
-    """Return (N,) weights by data, or None if all are equal (the plain mean, exact).
+    """Return (N,), the nodes' numbers of examples, as the weights of a mean.
+
+    None: `weighting` is "uniform", or all nodes have the same number of examples. Then the plain mean is exact.
 
     >>> import numpy as np
     >>> run = Run(num_nodes=2, seed=0, total_steps=10, examples=np.array([30, 10]), batch_size=8)

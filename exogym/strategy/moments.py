@@ -18,11 +18,11 @@ Kind = tuple[str, ...]
 
 
 class Moments:
-    """The per-parameter state, in the parameter's shape, of the optimizers that `spec` builds.
+    """The moments of the optimizers that `spec` builds: state tensors in the shapes of their parameters.
 
     Attributes:
-        kinds: the moments, each a tuple of the names that torch's optimizers give it; a parameter has one of them.
-            `FIRST` moments, `SECOND` moments, then any other by its own name.
+        kinds: the kinds of moments, in the order first, second, others. Each kind is a tuple of the names that torch's
+            optimizers use for it; a parameter's state has one of these names.
 
     Raises:
         ArgumentError: the optimizer keeps no such state.
@@ -45,9 +45,10 @@ class Moments:
         self.kinds: list[Kind] = [*(kind for kind in (FIRST, SECOND) if {*kind} & {*names}), *own]
 
     def average(self, fleet: Fleet, kind: Kind) -> None:
-        """Average the moments of a kind over the present nodes: payload P b bytes.
+        """Average the moments of `kind` over the present nodes. The payload is P b bytes.
 
-        A moment that does not exist yet, because its parameter never had a gradient, counts as zeros and stays absent.
+        A node's moment does not exist if the parameter has never had a gradient. It counts as zeros in the mean, and is
+        not created.
         """
         optimizers = getattr(fleet.state.parts.get("optimizer"), "optimizers", {})
         for block in fleet.blocks:

@@ -5,8 +5,9 @@ for the hidden matrices and AdamW for the rest (`exogym.strategy.muon`, torch's 
 
     Delta = (1/N) sum_i (theta - theta_i),  v <- mu v + Delta,  theta <- theta - eta (Delta + mu v),  theta_i <- theta
 
-as in DiLoCo, with a larger outer learning rate and a smaller outer momentum. Payload, traffic and absent nodes: as
-DiLoCo. One node is a valid setting (the paper's K = 1: eta 0.7, mu 0.6). The paper's compressed variants are not built.
+as in DiLoCo, with a larger outer learning rate eta and a smaller outer momentum mu. Payload, traffic and absent nodes:
+as in DiLoCo. One node is a valid setting (the paper's K = 1: eta 0.7, mu 0.6). The paper's compressed variants are not
+implemented.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from exogym.strategy.rounds import RoundLength
 
 
 class MuLoCoOptions(OuterOptions, AveragingOptions, total=False):
-    """Options of `MuLoCoStrategy` that other strategies have, too."""
+    """Options that `MuLoCoStrategy` shares with other strategies."""
 
 
 class MuLoCoStrategy(CommunicateOptimizeStrategy):
@@ -33,11 +34,11 @@ class MuLoCoStrategy(CommunicateOptimizeStrategy):
     Payload: P b bytes per node every H steps.
 
     Args:
-        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`. Learning rates are AdamW's by
-            default, because Muon's updates are scaled to their size. `OptimSpec("muon", adjust_lr_fn="original",
-            lr=0.02)` takes Muon's own rates.
+        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`. Give a learning rate as for
+            AdamW, because Muon's updates are scaled to the size of AdamW's updates. For Muon's own learning rates, give
+            `OptimSpec("muon", adjust_lr_fn="original", lr=0.02)`.
         H, outer_optim, weighting, outer_lr_scheduler, outer_warmup_rounds: see `DiLoCoStrategy`.
-        outer_lr, outer_momentum: eta and mu of the outer step; 0.9 and 0.8 for 'sgd'.
+        outer_lr, outer_momentum: eta and mu of the outer step. With outer_optim='sgd' they are 0.9 and 0.8 by default.
 
     >>> strategy = MuLoCoStrategy(H=30, lr=1e-3)
     """

@@ -1,13 +1,15 @@
 """Muon for a model's hidden matrices, AdamW for the rest.
 
 Jordan et al., Muon: an optimizer for hidden layers in neural networks, 2024; with the learning rate of Liu et al., Muon
-is scalable for LLM training, arXiv:2502.16982. For a hidden matrix W (m, n) with gradient G, learning rate gamma:
+is scalable for LLM training, arXiv:2502.16982. A hidden matrix W (m, n) has the gradient G. With the momentum mu, the
+learning rate gamma and the weight decay lambda:
 
-    B <- mu B + (1 - mu) G                              # momentum; Nesterov: (1 - mu) G + mu B goes on
+    B <- mu B + (1 - mu) G                              # Nesterov: the next line takes (1 - mu) G + mu B instead of B
     O <- five steps of Newton and Schulz from B / |B|   # about U V^T of the singular value decomposition U S V^T
     W <- W (1 - gamma lambda) - gamma 0.2 sqrt(max(m, n)) O
 
-The factor scales O to the size of an AdamW update, so that one learning rate serves both.
+The factor 0.2 sqrt(max(m, n)) scales O to the size of an AdamW update, so that both optimizers can use the same
+learning rate.
 """
 
 from __future__ import annotations
@@ -21,19 +23,20 @@ from exogym.strategy.kernels import bare_step, can_fuse
 
 
 class MuonAdamW(Optimizer):
-    """Muon for the parameter groups with `use_muon`, AdamW for the others: `inner_optim="muon"`.
+    """An optimizer with Muon for the parameter groups with `use_muon` and AdamW for all others (`inner_optim="muon"`).
 
-    Under the name "muon", a model's hidden matrices go to Muon: parameters with two dimensions, both over 1, except
-    embeddings (a tied head counts as one) and the head (`fleet.layout.hidden_matrices`). All others go to AdamW:
-    embeddings, head, norms, biases, and parameters of more dimensions, such as convolutions. Groups can overrule this:
-    `OptimSpec("muon", groups=[("*.gate.weight", {"use_muon": False})])`.
+    Under the name "muon", Muon trains a model's hidden matrices: parameters with two dimensions, both over 1, except
+    embeddings (a tied head counts as an embedding) and the head (`fleet.layout.hidden_matrices`). AdamW trains all
+    other parameters: embeddings, head, norms, biases, and parameters of more dimensions, such as convolutions. Groups
+    can overrule this: `OptimSpec("muon", groups=[("*.gate.weight", {"use_muon": False})])`.
 
     Args:
         params: parameters, or groups; each group may have its own `use_muon` and its own value of every argument below.
-        lr, weight_decay: gamma and lambda, for both.
-        momentum, nesterov, ns_steps, adjust_lr_fn: Muon's, as torch's. "original" instead of "match_rms_adamw" scales
-            by sqrt(max(1, m / n)), for learning rates near 0.02.
-        betas, eps: AdamW's.
+        lr, weight_decay: learning rate and decoupled weight decay of both Muon and AdamW.
+        momentum, nesterov, ns_steps: arguments of `torch.optim.Muon`.
+        adjust_lr_fn: how `torch.optim.Muon` scales the update of a matrix (m, n). "match_rms_adamw": to the size of
+            AdamW's updates. "original": by sqrt(max(1, m / n)), for learning rates near 0.02.
+        betas, eps: arguments of AdamW.
 
     State: Muon's and AdamW's state, per parameter.
 
@@ -66,7 +69,7 @@ class MuonAdamW(Optimizer):
 
     @property
     def parts(self) -> list[Optimizer]:
-        """torch's Muon and AdamW, over the same groups."""
+        """The torch optimizers that take the steps: Muon and AdamW, each with its share of this optimizer's groups."""
         if "_parts" not in self.__dict__:
             self._parts: list[Optimizer] = []
             for uses_muon in (True, False):
@@ -84,7 +87,7 @@ class MuonAdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Step both optimizers along `.grad`; `closure`, if given, first computes the loss and the gradients."""
+        """Take a step with Muon and AdamW along `.grad`. A given `closure` first computes loss and gradients."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

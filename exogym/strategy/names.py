@@ -1,4 +1,4 @@
-"""The strategies' names, read from their files: for commands that show runs and must not wait for torch."""
+"""Reads the strategies' names from their files, so that commands that only show runs need not import torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 @functools.cache
 def short_names() -> dict[str, str]:
-    """Return the name of each class of this package that has a name, by class name.
+    """Return a dict from class name to `name`, for the strategy classes of this package that have a `name`.
 
     >>> short_names()["DiLoCoStrategy"]
     'diloco'

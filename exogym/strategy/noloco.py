@@ -6,17 +6,19 @@ and a momentum delta_i. After every H inner steps nodes are drawn into groups G 
     delta_i <- alpha delta_i + beta mean_G(D) + gamma (mean_G(phi) - phi_i)
     phi_i   <- phi_i + delta_i,   theta_i <- phi_i
 
-The paper prints beta with the opposite sign for Delta = theta - phi, which would lead away; the published code adds.
-The paper calls the momentum Nesterov's, but it is a heavy ball. Its appendix finds the method stable for
-sqrt(n / (2 (n-1))) alpha < gamma and beta > alpha. So it is stable for gamma = beta = 0.7 and alpha = 0.5.
+mean_G is the mean over the node's group. For Delta = theta - phi the paper prints beta with the opposite sign, which
+would move phi_i away from the trained parameters; the published code adds, as here. The paper calls the momentum
+Nesterov's, but the momentum is a heavy ball. The paper's appendix finds the method stable for
+sqrt(n / (2 (n-1))) alpha < gamma and beta > alpha. So the method is stable for gamma = beta = 0.7 and alpha = 0.5.
 
-Payload 2 P b bytes per node every H steps, D and phi. Pairs exchange them, tx = rx = 2 P b; larger groups take a ring
-all-reduce, tx = rx = 4 (n-1)/n P b. The groups follow from (seed, round) and are not sent. Nodes are never equal; the
-model is their mean. Their spread follows the inner learning rate, so let the rate decay.
+Payload 2 P b bytes per node every H steps, for D and phi. Pairs exchange D and phi, tx = rx = 2 P b; larger groups use
+a ring all-reduce, tx = rx = 4 (n-1)/n P b. The groups follow from (seed, round), so nodes do not send them. The nodes'
+parameters are never equal; the evaluation model is their mean. The distance between nodes follows the inner learning
+rate, so let the learning rate decay.
 
 With absent nodes: groups are drawn among the present nodes. A leftover node is its own group: its outer step uses its
-own D, and it sends nothing. A node that was down returns with the parameters of a node that stayed as its phi_i, and
-without momentum.
+own D, and it sends nothing. A node that was down takes the parameters of a node that stayed as its phi_i, and its
+momentum starts at zero.
 """
 
 from __future__ import annotations
@@ -42,11 +44,13 @@ class NoLoCoCommunicator(PeriodicModule):
     """Take NoLoCo's outer step after every step divisible by H.
 
     Args:
-        H: inner steps of a round, or a pure function from the round (from 0) to this number.
-        group_size: n, nodes of a group.
-        alpha, beta, gamma: factors in the equation above. gamma None: beta, as in the published code.
+        H: inner steps of a round: a number, or a pure function of the round (from 0).
+        group_size: n, the number of nodes in a group.
+        alpha: share of the momentum that an outer step keeps.
+        beta: factor of the group's mean change during the round.
+        gamma: factor of the pull toward the mean of the group's slow weights. None: beta, as in the published code.
 
-    State: phi_i and delta_i of each node.
+    State: the slow weights phi_i and the momentum delta_i of each node.
     """
 
     def __init__(self, H: RoundLength, group_size: int, alpha: float, beta: float, gamma: float | None):
@@ -75,7 +79,7 @@ class NoLoCoCommunicator(PeriodicModule):
         self.row_state |= {f"delta.{b}": x for b, x in enumerate(self.delta)}
 
     def groups(self, round_: int, present: Sequence[int]) -> list[list[int]]:
-        """Return the groups of round `round_`: disjoint, covering the nodes `present`."""
+        """Divide the nodes `present` into the random groups of round `round_`. Each node is in one group."""
         order = numpy_generator(self.run.seed, "noloco", round_).permutation(len(present)).tolist()
         size = self.group_size
         return [sorted(present[k] for k in order[at : at + size]) for at in range(0, len(order), size)]
@@ -113,11 +117,12 @@ class NoLoCoStrategy(CommunicateOptimizeStrategy):
 
         delta_i <- alpha delta_i + beta mean_G(theta - phi) + gamma (mean_G(phi) - phi_i);   phi_i <- phi_i + delta_i
 
-    Payload: 2 P b bytes per node every H steps. The evaluation model is the nodes' mean.
+    phi_i are node i's slow weights, delta_i its momentum, and theta its parameters after the local steps. mean_G is the
+    mean over the group. Payload: 2 P b bytes per node every H steps. The evaluation model is the nodes' mean.
 
     Args:
-        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`; the paper's is Adam, clipped
-            at 1.
+        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`. The paper has Adam with
+            gradients clipped to the norm 1.
         H, group_size, alpha, beta, gamma: see `NoLoCoCommunicator`.
 
     >>> strategy = NoLoCoStrategy(H=50, lr=6e-4, max_norm=1.0, lr_scheduler="cosine")
