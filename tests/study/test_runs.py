@@ -108,7 +108,7 @@ def test_what_studies_write_can_be_read(tmp_path: Path) -> None:
     for study, what in ((compare, {"x" * 1001: "ddp"}), (sweep, {"lr": ["1" * 1001]})):
         with pytest.raises(ArgumentError, match=r"each of at most 1000 characters"):
             study("digits", what, out=tmp_path / "not", **small)
-    with pytest.raises(ArgumentError, match="the sweep has 5,001 cells, and 5,000 fit its folder"):
+    with pytest.raises(ArgumentError, match="the sweep has 5,001 cells, but at most 5,000 are possible"):
         sweep("digits", {"lr": [k + 1 for k in range(5001)]}, out=tmp_path / "not", **small)
     assert not (tmp_path / "not").exists()
 

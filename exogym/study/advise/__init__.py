@@ -1,7 +1,7 @@
-"""Advice on the strategy for a network, by formula and by short simulations.
+"""Advice on which strategy suits a network, by formula and by short simulations.
 
 `advise` predicts seconds, bytes and waiting for a model of any size. `simulate` also trains a small task and shows
-which strategy reaches a loss first. `plans` lists what each strategy sends.
+which strategy reaches a loss first. `plans` lists the collectives of each strategy.
 
 >>> advice: Advice = advise(parameters=1e8, num_nodes=8, network="100Mbps,20ms", step_seconds=0.5)
 >>> row: Row = advice.rows[0]

@@ -1,4 +1,4 @@
-"""Compare a prediction with the finished run."""
+"""Compare the predicted seconds per step with the finished run's seconds per step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from exogym.study.advise.prediction import advise
 
 
 def what_it_sends(strategy: Strategy, description: Mapping[str, Any]) -> dict[str, Any]:
-    """Return "plan" and "parameters" for a run's description; {} if no formula for a step is known.
+    """Return a run's collectives ("plan") and its number of parameters ("parameters"), to add to its description.
+
+    Return {} if no formula gives the time of a step.
 
     >>> from exogym.strategy import DiLoCoStrategy
     >>> run = {"model": [["w", [1000], "torch.float32"]], "num_nodes": 2}
@@ -40,15 +42,15 @@ def what_it_sends(strategy: Strategy, description: Mapping[str, Any]) -> dict[st
 
 
 def held_against(network: Network, description: Mapping[str, Any], step_s: Sequence[float] | None) -> str:
-    """Return a line that compares a run's predicted step with its real step.
+    """Return a line that compares a run's predicted seconds per step with its real seconds per step.
 
     Args:
-        network: the network of the prediction, with each host's seconds per step if measured.
-        description: the description of a run on hosts, with `what_it_sends` and "seconds_per_step".
-        step_s: the run's seconds per step on each host, for a network without them.
+        network: the network of the prediction, with each host's seconds per step if they were measured.
+        description: the description of a run on hosts, with the entries of `what_it_sends` and "seconds_per_step".
+        step_s: the run's computing seconds per step on each host, used if the network has no measured seconds.
 
     Raises:
-        ArgumentError: a network for another number of nodes, or no seconds per step.
+        ArgumentError: the network has another number of nodes, or the seconds per step are unknown.
 
     >>> from exogym.strategy import DiLoCoStrategy
     >>> network = Network.of({"num_nodes": 2, "collectives": {"exact all_reduce": {"4000": 1.0}}})
@@ -59,7 +61,7 @@ def held_against(network: Network, description: Mapping[str, Any], step_s: Seque
     known = None if network.measurement is None else network.measurement.step_s
     steps = known if known is not None else step_s
     if steps is None:
-        raise ArgumentError("the time of a step is unknown: measure it, exogym doctor --measure --task NAME")
+        raise ArgumentError("the time of a step is unknown: measure it with exogym doctor --measure --task NAME")
     sent = description["plan"]
     plan = Plan("run", tuple(Traffic(**fields) for fields in sent["traffic"]), sent["couples_every"])
     row = advise(

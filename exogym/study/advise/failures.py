@@ -1,14 +1,14 @@
-"""Goodput: the share of a fleet's time spent on computing whose results are kept, in spite of failures.
+"""Goodput: the share of a fleet's time in which it computes results that no failure destroys.
 
 The fleet has N learners (nodes) of a / N accelerators each. An accelerator fails once per `mtbf_s` of
-computing, on average. A learner with a failed accelerator stands still for `restart_s`. If learners meet after every
-round of t seconds, all wait for the learner that stood still longest. With mu = a t / (N mtbf), a learner's mean number
-of failures in a round (Poisson),
+computing, on average. A learner with a failed accelerator stands still for d = `restart_s`. If learners synchronize
+after every round of t seconds, all wait for the learner that stood still longest. A learner's number of failures in a
+round is drawn from the Poisson distribution with the mean mu = a t / (N mtbf). With its distribution function F
 
-    goodput = `utilisation` t / (t + d E[max of N draws]),   E[max] = sum over k >= 0 of 1 - F(k)^N,   d = restart_s
+    goodput = `utilisation` t / (t + d E[max of N draws]),   E[max] = sum over k >= 0 of 1 - F(k)^N
 
-For short rounds this is 1 / (1 + a d / mtbf): every failure stops all learners. Learners that do not wait for each
-other lose only their own time: `utilisation` / (1 + a d / (N mtbf)). F is the Poisson distribution function.
+For short rounds goodput is `utilisation` / (1 + a d / mtbf): every failure stops all learners. Learners that do not
+wait for each other lose only their own time: goodput is `utilisation` / (1 + a d / (N mtbf)).
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class Failures:
     """How often accelerators fail, and the time that a failure costs.
 
     Args:
-        accelerators: a, the accelerators of the whole fleet; at least one per node.
+        accelerators: a, the number of accelerators in the whole fleet; at least one per node.
         mtbf_s: an accelerator's mean time between failures, in seconds or as text such as "8760h".
-        restart_s: time from a failure until the learner computes something new: notice it, restart, load, and repeat
-            lost steps. Seconds or text.
+        restart_s: time from a failure until the learner computes new steps, in seconds or as text. It includes noticing
+            the failure, restarting, loading a checkpoint, and repeating lost steps.
 
     Raises:
-        ArgumentError: a number that is not over 0.
+        ArgumentError: a number is not over 0.
 
     >>> often = Failures(1_000_000, "8760h", "5min")  # one every 32 s
     >>> [round(often.goodput(1.0, round_s=1.0, num_nodes=20, waits=waits), 2) for waits in (True, False)]
@@ -55,18 +55,19 @@ class Failures:
             object.__setattr__(self, name, seconds)
 
     def goodput(self, utilisation: float, round_s: float, num_nodes: int, waits: bool) -> float:
-        """Return the share of time spent on computing whose results are kept.
+        """Return the share of time in which the fleet computes results that no failure destroys.
 
         Args:
-            utilisation: the share of time spent computing without failures.
-            round_s: t, seconds from one meeting to the next.
-            waits: whether learners wait for each other at meetings.
+            utilisation: the share of time in which nodes would compute without failures.
+            round_s: t, seconds from one synchronization to the next.
+            num_nodes: N, the number of learners.
+            waits: whether learners wait for each other at synchronizations.
 
         Raises:
-            ArgumentError: more nodes than accelerators.
+            ArgumentError: the fleet has more nodes than accelerators.
         """
         if num_nodes > self.accelerators:
-            raise ArgumentError(f"accelerators={self.accelerators:g} for {num_nodes} nodes: at least one for each")
+            raise ArgumentError(f"accelerators={self.accelerators:g} for {num_nodes} nodes: give at least one for each")
         mean = self.accelerators / num_nodes * round_s / self.mtbf_s
         stops = most_of_poissons(mean, num_nodes) if waits else mean
         return utilisation / (1 + stops * self.restart_s / round_s)
@@ -81,7 +82,7 @@ class Failures:
 
 
 def most_of_poissons(mean: float, draws: int) -> float:
-    """Return the mean of the largest of `draws` independent Poisson numbers.
+    """Return the expected maximum of `draws` independent Poisson numbers that have the mean `mean`.
 
     >>> round(most_of_poissons(2.0, 1), 9), round(most_of_poissons(1e-6, 1000), 6)
     (2.0, 0.001)

@@ -14,7 +14,7 @@ def plan_of(given: str | Strategy, parameters: float, num_nodes: int, bytes_per_
     """Return the collectives that a strategy repeats, from its modules' formulas.
 
     Raises:
-        ArgumentError: an unknown strategy or option; a module without a known formula.
+        ArgumentError: the strategy or an option is unknown, or a module has no formula.
 
     >>> plan_of("diloco:H=50", 1e6, 4).traffic
     (Traffic(kind='all_reduce', payload_bytes=4000000.0, every_steps=50, members=None, algorithm=None, overlap_steps=0.0, fan=1.0),)

@@ -1,27 +1,30 @@
-"""Advice on the strategy for a network: seconds, bytes and utilization, from formulas alone.
+"""Advice on which strategy suits a network: seconds, bytes and utilization, from formulas alone.
 
-A strategy becomes the collectives that it repeats (`Traffic`), by its modules' byte formulas. The network prices them.
-Let T be the slowest node's step. A collective has the cost c, is due every E steps, and may be under way for tau steps:
+The byte formulas of a strategy's modules give the collectives that the strategy repeats (`Traffic`). The network gives
+each collective's seconds c. A collective is due every E steps and may overlap with tau steps. T is the seconds of the
+slowest node's step:
 
     seconds per step = T + sum over collectives of max(0, c - min(tau, E) T) / E
     `utilisation`    = mean step of a node / seconds per step
 
-If each node has its own pace, node w takes R_w = H_w T_w + c_w + q_w for a round of H_w steps. It waits q_w for a
-quorum; a quorum of one needs no waiting. N local steps of any nodes are a step of the fleet:
+If nodes train at their own pace, node w takes R_w = H_w T_w + c_w + q_w seconds for a round of H_w steps. T_w are the
+seconds of its step, c_w of its communication, and q_w of its waiting for a quorum; for a quorum of one q_w is 0. N
+local steps, whichever nodes take them, are a step of the fleet:
 
     seconds per step = N / sum over w of H_w / R_w
     `utilisation`    = mean over w of H_w T_w / R_w
 
-If groups of nodes meet and their lines differ, c is the mean time that a turn loses, over many draws of the groups.
+If groups of nodes synchronize over lines of different speeds, c is the mean time that a synchronization takes from
+training, over many draws of the groups.
 
-If a server asks some nodes in each round, S_r of the N, rounds of H steps are drawn as the strategy draws them. A round
-begins when the previous round has ended. Nodes that are not asked do not compute:
+If a server asks a set S_r of nodes in round r, rounds of H steps are drawn as the strategy draws them. A round begins
+when the previous round has ended. Nodes that are not asked do not compute:
 
     seconds per step = mean over r of (max over i in S_r of H T_i + c) / H
     `utilisation`    = sum over r and i in S_r of H T_i / (N times all of these seconds)
 
-The slowest node decides whether a strategy meets the target. It is the node with the longest step T_w or, if each node
-has its own pace, with the longest T_w + c_w / H_w.
+The slowest node decides whether a strategy meets the target. The slowest node has the longest step T_w or, if nodes
+train at their own pace, the longest T_w + c_w / H_w.
 """
 
 from __future__ import annotations
@@ -81,17 +84,17 @@ class Row:
     Attributes:
         seconds_per_step: seconds of the fleet's step. If nodes wait for each other, at least the slowest node's step.
         tx_bytes_per_step: bytes that a node sends per step, mean over nodes.
-        waiting_share: share of a node's time in which it waits for others or the wire, mean over nodes.
-        utilisation: share of its time in which a node computes; `waiting_share` and `utilisation` sum to 1.
-        speedup: the fleet's examples per second over the fastest node's alone.
-        goodput: share of time spent on computing whose results are kept, with failures; None without.
-        speedup_range: lowest and highest speed-up, if collectives take more or less time as in `SPREAD`.
+        waiting_share: share of a node's time in which it waits for other nodes or for bytes, mean over nodes.
+        utilisation: share of a node's time in which it computes; `waiting_share` and `utilisation` sum to 1.
+        speedup: the fleet's examples per second, divided by the fastest node's examples per second alone.
+        goodput: share of time in which nodes compute results that no failure destroys. None: no failures were given.
+        speedup_range: lowest and highest likely speed-up: the times of collectives may differ by factors (`SPREAD`).
         couples_every: steps until the whole model has been exchanged once and has arrived.
         algorithms: the algorithm of each collective.
-        meets_target: whether the slowest node computes for the target share of its time.
+        meets_target: whether the slowest node computes for at least the target share of its time.
         can_train: False for a `Plan` that is only a formula.
-        simulated_steps, final_loss: steps of a simulation and its validation loss; None without one.
-        target_s: predicted seconds until the simulation reached the target loss; None if it did not.
+        simulated_steps, final_loss: steps of a simulation and its final validation loss. None: no simulation.
+        target_s: predicted seconds until the simulation reached the target loss. None: it did not reach this loss.
     """
 
     strategy: str
@@ -118,10 +121,11 @@ class Advice:
     Attributes:
         rows: sorted by seconds per step. After a simulation, strategies that reached the target loss come first, by
             time. Strategies that cannot be trained come last, sorted among themselves.
-        recommended: the best strategy that can be trained; None if none can. By formula: among strategies that meet
-            the target, the most frequent exchange of the whole model wins, then the most bytes. More
-            communication keeps nodes closer together: a rule of thumb about quality. If none meets the target, the
-            fastest. After a simulation: the first at the target loss; if none reached it, the lowest loss.
+        recommended: the best strategy that can be trained. None: no strategy can be trained. By formula: among
+            strategies that meet the target, the strategy that exchanges the whole model most often, then the strategy
+            with the most bytes. Reason, a rule of thumb: more communication keeps nodes closer together. If no strategy
+            meets the target: the fastest strategy. After a simulation: the strategy that reached the target loss first;
+            if no strategy reached it, the strategy with the lowest loss.
         because: the reason for the recommendation.
         target_loss: the simulation's target loss.
     """
@@ -174,7 +178,7 @@ class Advice:
         return "\n".join([*lines, "", *self.notes()])
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything for JSON: plain numbers, text, lists, and None for unknown values."""
+        """Return the advice as a dict for JSON: plain numbers, text, lists, and None for unknown values."""
         rows = [asdict(row) | {"algorithms": list(row.algorithms)} for row in self.rows]
         for row in rows:
             row["speedup_range"] = row["speedup_range"] and list(row["speedup_range"])
@@ -210,28 +214,32 @@ def advise(
     """Predict how fast a fleet would train on a network with each strategy.
 
     Args:
-        parameters: P, the model's trainable numbers.
-        num_nodes: N.
+        parameters: P, the number of the model's trainable parameters.
+        num_nodes: N, the number of nodes.
         network: a `Network`, or text for `Network.parse`.
-        step_seconds: time of a node's step: a `StepTime`, a number, text, or one per node.
-        speeds: the nodes' speeds, over 0, unless step_seconds is a `StepTime`; 0.5 takes twice as long.
-        flops: operations of a node's step, instead of step_seconds; `device` and `device_utilisation` turn them into
-            seconds.
+        step_seconds: time of a node's step: a `StepTime`, a number of seconds, or text such as "20ms"; or a list with
+            the time of each node.
+        speeds: the nodes' speeds, over 0, unless step_seconds is a `StepTime`. With speed 0.5 a step takes twice as
+            long.
+        flops: floating-point operations of a node's step, instead of step_seconds; `device` and `device_utilisation`
+            turn operations into seconds.
         bytes_per_element: b, bytes per element on the wire: 4 for fp32, 2 for bf16.
         strategies: texts as on the command line ("diloco:H=20"), strategies, or your own `Plan`s.
         target_utilisation: share of its time that the slowest node must compute, over 0 and up to 1.
         algorithm: "cheapest": the fastest known algorithm for each collective. "recorded": the algorithm that the
             strategy's events name.
-        failures: failures of a fleet in which each node has its share of many accelerators; rows get a goodput.
-        node: each node is several devices. One device alone would take step_seconds for a step. The devices share the
-            step, wait for the pipeline and communicate over the mesh's own network (`exogym.core.mesh.traffic`).
-        layers, activation_bytes: the model's layers, and the bytes between two layers for a node's whole batch. Both
-            are needed with tensor or stages. With shard alone, layers is optional: each layer is then gathered alone.
-        batch_size: examples of a node, for a pipeline's micro-batches; None: one example per micro-batch.
+        failures: failures of a fleet in which each node has many accelerators; each row then has a goodput.
+        node: the `NodeMesh` of a node of several devices. One device alone would take step_seconds for a step. The
+            devices share the step, wait for the pipeline and communicate over the mesh's own network
+            (`exogym.core.mesh.traffic`).
+        layers, activation_bytes: the number of the model's layers, and the bytes between two layers for a node's whole
+            batch. If `node` has tensor or stages, give both. If it has only shard, you may give layers: each layer is
+            then gathered alone.
+        batch_size: a node's examples per step, for a pipeline's micro-batches. None: one example per micro-batch.
 
     Raises:
-        ArgumentError: neither or both of `step_seconds` and `flops`, a number out of range, or a strategy with a module
-            whose formula is unknown.
+        ArgumentError: neither or both of `step_seconds` and `flops` are given, a number is out of range, or a strategy
+            has a module without a formula.
 
     >>> advice = advise(parameters=1e8, num_nodes=8, network="lan-1g", step_seconds=0.2,
     ...     strategies=["ddp", "diloco:H=100"])
@@ -244,20 +252,24 @@ def advise(
     check_count("num_nodes", num_nodes)
     check_choice("algorithm", algorithm, ("cheapest", "recorded"))
     if (step_seconds is None) == (flops is None):
-        raise ArgumentError("give the time of a step, step_seconds=, or its work, flops= (see exogym.clock.flops_of)")
+        raise ArgumentError(
+            "give the time of a step (step_seconds=) or its operations (flops=, see exogym.clock.flops_of), not both"
+        )
     network = Network.of(network)
     links = network.at(0.0)
     if flops is not None:
         step_seconds = seconds_of(flops, device, device_utilisation)
     if speeds is not None:
         if isinstance(step_seconds, StepTime):
-            raise ArgumentError("speeds beside a StepTime: give it the speeds, as StepTime('20ms', speeds=[1, 0.5])")
+            raise ArgumentError(
+                "speeds beside a StepTime: give the StepTime the speeds, as StepTime('20ms', speeds=[1, 0.5])"
+            )
         if len(speeds) != num_nodes:
             raise ArgumentError(f"speeds is for {len(speeds)} nodes, wanted num_nodes={num_nodes}: give one per node")
     time = step_seconds if isinstance(step_seconds, StepTime) else StepTime(step_seconds, speeds=speeds)
     for name, count in (("network", network.num_nodes), ("step_seconds", time.num_nodes)):
         if count is not None and count != num_nodes:
-            raise ArgumentError(f"{name} is for {count} nodes, wanted num_nodes={num_nodes}")
+            raise ArgumentError(f"{name} is for {count} nodes, wanted num_nodes={num_nodes}: give the same number")
     if not time.seconds.all():
         raise ArgumentError("step_seconds=0: a step must take time")
     alone, talk = time, _talk(node, parameters, layers, activation_bytes, batch_size)
@@ -328,7 +340,7 @@ def _talk(
         check_count("layers", layers)
     if node is None or node.tensor * node.depth == 1:
         if given := [name for name, value in about.items() if value is not None]:
-            raise ArgumentError(f"{given[0]} is for node=NodeMesh(...) with tensor or stages in it: leave it out")
+            raise ArgumentError(f"{given[0]} needs node=NodeMesh(...) with tensor or stages: leave {given[0]} out")
         return None if node is None else talk_of_layers(node, parameters, layers or 1, 0.0, _examples(node, None))
     if layers is None or activation_bytes is None:
         raise ArgumentError(

@@ -43,20 +43,20 @@ def simulate(
 ) -> Advice:
     """Predict by formula, then train each strategy for a short time and rank by time to a target loss.
 
-    All strategies take the same number of steps at first. Some then have less predicted time than the first one needed
-    to reach the target loss. They train again with the steps that fit that time, at most four times as many. It does
-    not train strategies that only have a formula, or that would communicate less than twice.
+    At first all strategies take the same number of steps. Let t be the predicted time in which the first strategy
+    reached the target loss. A strategy that did not reach this loss and took less than t trains again, with the steps
+    that fit into t, but at most four times as many. Strategies that would communicate less than twice are not trained.
 
     Args:
-        task: the task to train; its model, measured step and settings replace yours.
+        task: the task to train. It also gives the number of parameters and, without step_seconds, a measured step.
         network, step_seconds, speeds, target_loss, processes, device, watch: as in `exogym.compare.compare`.
-        num_nodes, batch_size: default: the task's.
-        max_steps: steps of each node; default: a quarter of the task's.
-        strategies: texts as in `advise`; the task sets the options that they leave open.
+        num_nodes, batch_size: default: the task's own numbers.
+        max_steps: steps of each node; default: a quarter of the task's steps.
+        strategies: texts as in `advise`. The task sets the options that a text does not give.
         target_utilisation: as in `advise`.
 
     Raises:
-        ArgumentError, DataError: before training.
+        ArgumentError, DataError: an argument or the data are wrong; raised before training.
         TrainingError: no strategy completed its training.
 
     >>> from exogym.tasks import load_task
@@ -75,7 +75,7 @@ def simulate(
     if not trained:
         raise ArgumentError(
             f"none of strategies={','.join(plan.name for plan in plans)!r} communicates twice in "
-            f"max_steps={setting.steps}: name others, or give more steps"
+            f"max_steps={setting.steps}: name other strategies, or give more steps"
         )
     forecast = forecast_of(
         network, step_seconds, speeds, setting.nodes, lambda: measured_step_s(task, setting.batch_size, device)
@@ -122,7 +122,7 @@ def _plans(task: Task, setting: Setting, strategies: str | Sequence[str]) -> lis
     for text in split_strategies(strategies):
         (entry,) = entries_of([text], setting).values()
         if entry.alone:
-            raise ArgumentError(f"strategies: {text!r} sends nothing, so there is nothing to advise: leave it out")
+            raise ArgumentError(f"strategies: {text!r} sends nothing, so no network changes its time: leave it out")
         plans.append(replace(plan_of(entry.strategy, size, setting.nodes), name=text))
     return plans
 

@@ -1,17 +1,17 @@
-"""Time and money of a run on spot machines, which are cheap but can be taken away, in two ways of continuing.
+"""Time and money of a run on spot machines (cheap machines that can be taken away), for two ways to continue.
 
-Each of N machines is taken away lambda times an hour on average. Another machine replaces it after r seconds.
+Each of N machines is taken away lambda times a second on average. Another machine replaces it after r seconds.
 
-If all machines restart from a checkpoint (one every c seconds, so half of that is lost on average), a second of
-training takes
+If all machines restart from a checkpoint, a second of training takes
 
     1 + N lambda (r + c / 2)
 
-seconds, and all N machines are paid for the whole time.
+seconds, where c is the seconds between two checkpoints: on average half of c is lost. You pay all N machines for the
+whole time.
 
-If the others continue (`min_hosts`), a machine is present for 1 / (1 + lambda r) of the time. A step takes as long as
-before, but with fewer nodes. So the same number of examples takes (1 + lambda r) times as long. Only present machines
-are paid, so the money is the same. The effect of absent nodes on the loss is not included.
+If the other machines continue (`min_hosts`), a machine is present for 1 / (1 + lambda r) of the time. A step takes as
+long as before, but with fewer nodes. So the same number of examples takes (1 + lambda r) times as long. You pay only
+present machines, so the money is the same as without losses. The effect of absent nodes on the loss is not included.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class Spot:
     """How often spot machines are taken away, and their price.
 
     Args:
-        rate_per_h: lambda, how often a machine is taken away per hour.
+        rate_per_h: how often a machine is taken away per hour, on average.
         price_per_h: a machine's price per hour, in any currency.
-        restart_s: r, from the loss until another machine computes; seconds or text such as "5min".
-        checkpoint_s: c, time between two checkpoints; seconds or text such as "10min".
+        restart_s: time from the loss of a machine until another machine computes, in seconds or as text such as "5min".
+        checkpoint_s: time between two checkpoints, in seconds or as text such as "10min".
 
     Raises:
-        ArgumentError: an impossible number.
+        ArgumentError: a number is negative, or a text is not a time.
 
     >>> spot = Spot(rate_per_h=0.1, price_per_h=2.0, restart_s="6min", checkpoint_s="12min")
     >>> again, on = spot.ways(seconds=3600.0, num_nodes=10)
@@ -58,14 +58,17 @@ class Spot:
             object.__setattr__(self, name, parse_seconds(getattr(self, name), name))
 
     def ways(self, seconds: float, num_nodes: int) -> tuple[Way, Way]:
-        """Return time and money for `seconds` of training without losses, by restarting and by continuing."""
+        """Return time and money of two ways to continue after a loss: all machines restart, or the others continue.
+
+        `seconds` is the time of the same training without losses.
+        """
         lost = self.rate_per_h / HOUR_S
         again_s = seconds * (1 + num_nodes * lost * (self.restart_s + self.checkpoint_s / 2))
         paid = self.price_per_h * num_nodes / HOUR_S
         return Way(again_s, paid * again_s), Way(seconds * (1 + lost * self.restart_s), paid * seconds)
 
     def table(self, advice: Advice, num_nodes: int) -> tuple[list[str], list[list[str]]]:
-        """Return a table's headers and rows as text, for `STEPS` steps with each strategy."""
+        """Return headers and rows of a table, as text: time and money of `STEPS` steps with each strategy."""
         headers = [f"{STEPS} steps", "without losses", "money", "from checkpoints", "money", "going on", "money"]
         rows = []
         for row in advice.rows:
@@ -76,7 +79,7 @@ class Spot:
         return headers, rows
 
     def to_dict(self, advice: Advice, num_nodes: int) -> dict[str, dict[str, float]]:
-        """Return the table as numbers, by strategy."""
+        """Return the numbers of `table` as a dict from strategy to seconds and money."""
         found = {}
         for row in advice.rows:
             again, on = self.ways(STEPS * row.seconds_per_step, num_nodes)
@@ -97,7 +100,7 @@ class Spot:
 
 @dataclass(frozen=True)
 class Way:
-    """Time and money of a run."""
+    """Seconds that a run takes, and the money that it costs."""
 
     seconds: float
     money: float

@@ -1,7 +1,8 @@
 """The benchmark: methods on tasks with growing numbers of nodes, and the page with its results.
 
-A `Part` is a task with a number of nodes. `exogym.study.reproduce` trains its cells and keeps them. `exogym.compare`
-makes rows of them. `Results` are the page's data: rows, and predictions for networks and devices.
+A `Part` is a task with a number of nodes. `exogym.study.reproduce` trains a part's cells and stores the runs.
+`exogym.compare` makes a table row of each cell. `Results` holds the page's data: rows, and predictions for networks and
+devices.
 
 >>> import tempfile
 >>> from pathlib import Path

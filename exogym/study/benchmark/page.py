@@ -46,7 +46,7 @@ exogym benchmark --short --tasks digits --nodes 2
 
 
 def write(found: Mapping[str, Any], path: Path) -> None:
-    """Write the page, and its pictures into images/ beside it."""
+    """Write the page into `path`, and its pictures into the folder images/ beside the page."""
     images = path.parent / "images"
     images.mkdir(parents=True, exist_ok=True)
     for task, parts in _tasks(found).items():

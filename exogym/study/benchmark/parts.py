@@ -25,7 +25,7 @@ class Scope:
     """The tasks, numbers of nodes and methods to train.
 
     Attributes:
-        steps: task to its number of steps, if it is not the task's own.
+        steps: dict from task to its number of steps. Other tasks take their own number of steps.
     """
 
     tasks: tuple[str, ...]
@@ -50,7 +50,7 @@ FULL = Scope(("digits", "mnist", "shakespeare", "cifar10"), (2, 4, 8, 16, 32, 64
 
 @dataclass(frozen=True)
 class Part:
-    """A task with a number of nodes. `cells` are the methods by their text."""
+    """A part of the benchmark: a task with a number of nodes. `cells` is a dict from a method's text to its cell."""
 
     task: str
     nodes: int
@@ -67,8 +67,8 @@ def parts_of(
     """Return the parts that can be trained here, task by task.
 
     Args:
-        data: task to its data, as in `work`.
-        leave_out: called with a reason for each task without data and each method that a part cannot have.
+        data: dict from task to the file or folder of its data.
+        leave_out: function that receives the reason if a task has no data, or a part cannot have a method.
     """
     parts = []
     for name in scope.tasks:

@@ -16,7 +16,10 @@ FAR, DECIMALS = 4, [digit * 10.0**power for power in range(-6, 7) for digit in (
 
 
 def draw_task(task: str, parts: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Draw the middle part's losses, quality against reduction, and quality against the number of nodes."""
+    """Draw a task's picture: losses of one part, quality against reduction, and quality against the number of nodes.
+
+    The part with four nodes shows its losses; without such a part, the first part does.
+    """
     methods = list(dict.fromkeys(row["strategy"] for part in parts for row in part["rows"]))
     columns = 1 + (len(methods) - 1) // ROWS  # columns of the legend
     figure, (losses, left, right) = small_figure(9.9 + 1.7 * columns, 3.6, 3)
@@ -56,7 +59,7 @@ def draw_task(task: str, parts: Sequence[Mapping[str, Any]], path: Path) -> None
 
 
 def middle_of(parts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Return the part to show with all its measures: the part with four nodes, or the first."""
+    """Return the part that the page shows with all measures: the part with four nodes, or else the first part."""
     return next((part for part in parts if part["nodes"] == 4), parts[0])
 
 

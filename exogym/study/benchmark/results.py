@@ -1,4 +1,4 @@
-"""The data of the benchmark's page as JSON: rows from training, and predictions for them."""
+"""The data of the benchmark's page as JSON: rows from training, and predictions for these rows."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SHARED = ("ddp", "diloco:H=10", "diloco:H=30", "sparta:p_sparta=0.005", "demo") 
 
 
 class Results:
-    """Rows of the finished parts, in <page>.json beside the page.
+    """The results of all finished parts, stored in <page>.json beside the page.
 
     Raises:
         ArgumentError: the file exists but cannot be read.
@@ -50,20 +50,20 @@ class Results:
                 self.found = json.loads(path.read_text(encoding="utf-8"))
                 self.parts  # noqa: B018
             except (OSError, ValueError, KeyError) as error:
-                raise ArgumentError(f"{path} holds no results ({error}): correct or remove it") from error
+                raise ArgumentError(f"{path} holds no results ({error}): correct or remove this file") from error
 
     @property
     def parts(self) -> dict[str, dict[str, Any]]:
-        """Name of a part to its results."""
+        """A dict from a part's name to its results."""
         return dict(self.found["parts"])
 
     def add(self, part: Part, work: Reproduction, command: str) -> str:
-        """Add a part whose cells `work` has trained, and write the file. A part of the same name is replaced.
+        """Add a part whose cells `work` has trained, and write the file. A part with the same name is replaced.
 
-        Its throughput is measured separately (`time`), because other work may have slowed the training.
+        `time` measures the part's throughput later, because other programs may have slowed the training.
 
         Returns:
-            The finding, in a sentence.
+            The part's finding, in a sentence.
         """
         sessions = {label: work.session(cell) for label, cell in part.cells.items()}
         said: dict[str, tuple[str, str]] = {}
@@ -102,7 +102,7 @@ class Results:
         return any(row[RATES[0]] is not None for row in self.parts[part.name]["rows"])
 
     def time(self, part: Part, work: Reproduction, command: str) -> None:
-        """Measure an added part's throughput, predict the rates on networks, and write the file."""
+        """Measure the throughput of a part that was added, predict its speed on networks, and write the file."""
         new = self.parts[part.name]
         for label, rates in rates_of(part, work).items():
             (row,) = (row for row in new["rows"] if row["strategy"] == label)
@@ -163,7 +163,7 @@ def _speedups(network: str, nodes: int, alone_s: float) -> list[float]:
 
 
 def hardware() -> dict[str, Any]:
-    """Return the seconds of a step for each device, and the speed-ups of four nodes for each network.
+    """Return, for each device, the seconds of a step and the predicted speed-ups of four nodes on each network.
 
     >>> [round(x, 1) for x in hardware()["m2-max"]["wifi"]]  # DDP, DiLoCo with H = 10 and 30, SPARTA, DeMo
     [0.1, 0.9, 1.8, 3.3, 2.2]
@@ -176,7 +176,7 @@ def hardware() -> dict[str, Any]:
 
 
 def scaling() -> dict[str, list[float]]:
-    """Return the speed-ups for each number of nodes, on `DEVICE` and `WIRE`."""
+    """Return the methods' predicted speed-ups for each number of nodes, with the device `DEVICE` and network `WIRE`."""
     alone_s = seconds_of(6 * PARAMETERS * TOKENS, DEVICE)
     return {str(nodes): _speedups(WIRE, nodes, alone_s) for nodes in COUNTS}
 

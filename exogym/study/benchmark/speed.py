@@ -1,6 +1,7 @@
-"""Throughput, measured separately from training: over hours the machine's load changes, over a minute hardly.
+"""Measure throughput separately from training, because the machine's load changes over hours, but hardly in a minute.
 
-Methods take turns, as often as there are seeds. So each has a spread, and other load slows all methods alike.
+Each method is measured once per seed, and methods take turns. So each method has a spread, and other programs slow all
+methods alike.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ START_S = 0.2  # seconds to start a turn, about: model, data set and nodes
 
 
 def seconds_of_turns(part: Part, work: Reproduction) -> float:
-    """Return about how many seconds `rates_of` takes."""
+    """Return the approximate number of seconds that `rates_of` takes."""
     once = (work.run_seconds(cell) / work.session(cell).setting.steps * 2 * ROUND for cell in part.cells.values())
     return len(work.seeds) * sum(START_S + max(LEAST_S, each) for each in once)
 
 
 def rates_of(part: Part, work: Reproduction) -> dict[str, list[float]]:
-    """Return label to the fleet's examples per second on this machine, one value per turn.
+    """Return a dict from method to its fleet's examples per second on this machine, with one value per turn.
 
-    It leaves out methods that cannot be trained on the task.
+    Methods that cannot be trained on the task are left out.
     """
     rates: dict[str, list[float]] = {label: [] for label in part.cells}
     for _ in work.seeds:

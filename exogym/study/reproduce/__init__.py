@@ -1,10 +1,10 @@
-"""Papers' claims, trained again at small size: the paper's finding, ours, and a verdict.
+"""Papers' claims, trained again at small size: the paper's finding, our finding, and a verdict.
 
-A claim (`claim`) is a declaration: `Cell`s to train, and checks, pure functions of the results (`checks`). `claims` has
-the claims by families, `catalogue` all of them. `training` trains cells, each in its own run folders. So finished runs
-are never trained again, and claims share their common cells. `page` writes the page.
+A claim (`claim`) lists `Cell`s to train, and checks, which are pure functions of the results (`checks`). `claims` has a
+file for each family of claims, and `catalogue` lists all claims. `training` trains cells, each in its own run folders.
+So finished runs are never trained again, and claims share their common cells. `page` writes the page.
 
-Your own claim, with 20 steps, and the result of its check:
+This example trains your own claim with 20 steps and gives the result of its check:
 
 >>> import tempfile
 >>> from exogym.study.reproduce.checks import lower

@@ -22,10 +22,10 @@ CLAIMS: dict[str, Claim] = {  # by name
 
 
 def claims_of(names: Sequence[str]) -> list[Claim]:
-    """Return the claims with these names, in capital or small letters; without names, all.
+    """Return the claims with these names, in capital or small letters; without names, all claims.
 
     Raises:
-        ArgumentError: an unknown name; the message names the nearest one.
+        ArgumentError: a name is unknown; the message gives the most similar name.
 
     >>> [claim.name for claim in claims_of(["r1", "R14"])]
     ['R1', 'R14']

@@ -1,6 +1,6 @@
-"""Checks: a claim's statements about the results of its cells. Each is a pure function with a stated tolerance.
+"""Checks: a claim's statements about the results of its cells. Each check is a pure function with a stated tolerance.
 
-Runs with the same seed start from the same weights and see the same data. So cells are compared seed by seed.
+Runs with the same seed start from the same weights and see the same data. So checks compare cells seed by seed.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from exogym.study.reproduce.claim import Check, Found, Run, Seen
 
 
 def values_of(found: Found, label: str, measure: str = "val_loss") -> dict[int, float]:
-    """Return each seed's measure after the last step."""
+    """Return a dict from seed to `measure` after the last step, for the runs of cell `label`."""
     return {run.seed: float(run.last[measure]) for run in found[label]}
 
 
 def mean_text(values: Sequence[float], form: str = "{:.4f}") -> str:
-    """Return mean ± standard deviation as text.
+    """Return the mean ± standard deviation of `values` as text, or the number of runs that failed.
 
     >>> mean_text([1.0, 1.2]), mean_text([math.inf, 1.0])
     ('1.1000 ± 0.1414', 'failed in 1 of 2 runs')
@@ -36,10 +36,12 @@ def mean_text(values: Sequence[float], form: str = "{:.4f}") -> str:
 
 
 def lower(first: str, second: str, by: float = 0.0, measure: str = "val_loss", than: str | None = None) -> Check:
-    """Check that the first's measure is lower in every seed, by at least the share `by`. Undecided if seeds disagree.
+    """Return a check: cell `first` has a lower `measure` than cell `second` in every seed, by at least the share `by`.
+
+    The check is undecided if seeds disagree.
 
     Args:
-        than: the second's measure, if it is another one.
+        than: the measure of cell `second`, if it differs from `measure`.
     """
 
     def check(found: Found) -> Seen:
@@ -59,7 +61,7 @@ def lower(first: str, second: str, by: float = 0.0, measure: str = "val_loss", t
 
 
 def no_worse(first: str, second: str, within: float) -> Check:
-    """Check that the first's mean loss is at most the second's times (1 + `within`)."""
+    """Return a check: the mean loss of cell `first` is at most (1 + `within`) times the mean loss of `second`."""
 
     def check(found: Found) -> Seen:
         a, b = values_of(found, first), values_of(found, second)
@@ -70,7 +72,7 @@ def no_worse(first: str, second: str, within: float) -> Check:
 
 
 def bytes_are(first: str, second: str, share: float, within: float = 0.05) -> Check:
-    """Check that the first's payload is `share` of the second's, within the relative tolerance `within`."""
+    """Return a check: cell `first` has `share` times the payload of `second`, with the relative tolerance `within`."""
 
     def check(found: Found) -> Seen:
         a, b = (float(np.mean([*values_of(found, x, "payload_bytes").values()])) for x in (first, second))
@@ -81,7 +83,10 @@ def bytes_are(first: str, second: str, share: float, within: float = 0.05) -> Ch
 
 
 def ascending(labels: Sequence[str], measure: str = "val_loss") -> Check:
-    """Check that the means ascend and the last exceeds the first in every seed. Undecided if only in some seeds."""
+    """Return a check: mean `measure`s of cells ascend in the order of `labels`, and the last exceeds the first.
+
+    The last cell must exceed the first in every seed. The check is undecided if it does so only in some seeds.
+    """
 
     def check(found: Found) -> Seen:
         runs = [values_of(found, label, measure) for label in labels]
@@ -97,7 +102,7 @@ def ascending(labels: Sequence[str], measure: str = "val_loss") -> Check:
 
 
 def best_is(labels: Sequence[str], expected: Sequence[str], where: str) -> Check:
-    """Check that one of the cells `expected` has the lowest mean loss among `labels`."""
+    """Return a check: the cell with the lowest mean loss among `labels` is in `expected`."""
 
     def check(found: Found) -> Seen:
         runs = {label: values_of(found, label) for label in labels}
@@ -109,7 +114,10 @@ def best_is(labels: Sequence[str], expected: Sequence[str], where: str) -> Check
 
 
 def where_whole(labels: Collection[str], check: Check) -> Check:
-    """Return `check`, which reads the curves of the cells `labels`. It does not hold if one of their runs failed."""
+    """Return a check like `check` that does not hold if a run of the cells `labels` failed.
+
+    Needed because `check` reads the curves of all these runs.
+    """
 
     def checked(found: Found) -> Seen:
         failed = {label: sum(run.error is not None for run in found[label]) for label in labels}
@@ -120,7 +128,7 @@ def where_whole(labels: Collection[str], check: Check) -> Check:
 
 
 def spread_shrinks(label: str, to: float = 0.5) -> Check:
-    """Check that in every seed the nodes' final distance is at most `to` times their largest distance."""
+    """Return a check: in every seed the last consensus distance is at most `to` times the largest."""
 
     def check(found: Found) -> Seen:
         shares = []
@@ -135,7 +143,10 @@ def spread_shrinks(label: str, to: float = 0.5) -> Check:
 
 
 def spread_follows_lr(label: str, at_least: float = 0.9, after: float = 0.15) -> Check:
-    """Check the correlation of nodes' distance and learning rate, over evaluations after the share `after` of steps."""
+    """Return a check: consensus distance and learning rate correlate by at least `at_least` in every seed.
+
+    The correlation is taken over evaluations after the share `after` of the steps.
+    """
 
     def check(found: Found) -> Seen:
         found_r = [_correlation(run, after) for run in found[label]]
@@ -158,7 +169,10 @@ def _correlation(run: Run, after: float) -> float:
 
 
 def late_order(label: str, measures: Sequence[str], share: float = 0.25) -> Check:
-    """Check that the measures ascend over the last `share` of evaluations. The last one is left out: nodes may meet."""
+    """Return a check: the means of `measures` over the last `share` of evaluations ascend in the given order.
+
+    The last evaluation does not count, because nodes may synchronize before it.
+    """
 
     def check(found: Found) -> Seen:
         levels: list[list[float]] = []
@@ -176,18 +190,21 @@ def late_order(label: str, measures: Sequence[str], share: float = 0.25) -> Chec
 
 
 def best_H_grows(cells: Mapping[int, str], bandwidths: Sequence[str], latency_s: float, step_s: float, N: int) -> Check:
-    """Check that in every seed the H that first reaches a loss, in predicted time, grows as bandwidth shrinks.
+    """Return a check: in every seed the best H grows as bandwidth shrinks.
 
-    It must never fall from one bandwidth to the next, and must be larger at the last than at the first. Undecided if
-    this holds only in some seeds.
+    The best H reaches the target loss first in predicted time. It must never fall from one bandwidth to the next, and
+    must be larger at the last bandwidth than at the first. The check is undecided if this holds only in some seeds.
 
-    time(t) = t step_s + floor(t / H) C. C is the seconds of an all-reduce among N nodes with the payload of one of the
-    run's synchronizations. Each seed's target loss is the highest of its runs' lowest losses. Between evaluations the
-    loss is linear.
+    The predicted time of t steps is t step_s + floor(t / H) C. C is the seconds of an all-reduce among N nodes with the
+    payload of one synchronization of the run. Each seed's target loss is the highest of its runs' lowest losses. The
+    loss is taken to be linear between evaluations.
 
     Args:
-        cells: H to label.
+        cells: dict from H to the label of its cell.
         bandwidths: from high to low, such as "1Gbps".
+        latency_s: the network's latency in seconds.
+        step_s: seconds of a step.
+        N: the number of nodes.
     """
 
     def check(found: Found) -> Seen:

@@ -21,14 +21,14 @@ SEEDS = (0, 1, 2)
 
 @dataclass(frozen=True)
 class Cell:
-    """A strategy to train on a task. The task fills in each `None`.
+    """A strategy to train on a task. The task gives the value of each attribute that has none.
 
     Attributes:
         strategy: text as for `exogym compare`, also "single"; or a function of the setting that returns a strategy.
-        task: a name in `exogym.study.reproduce.problems`.
-        partition: how to divide the data, as on the command line.
+        task: the name of a task in `exogym.study.reproduce.problems` or `exogym.tasks`.
+        partition: how to divide the data among nodes, as on the command line.
         speeds: the nodes' speeds on the virtual clock, for methods in which no node waits.
-        replicas: whether to evaluate every node and the mean of all nodes, too.
+        replicas: whether to evaluate also every node alone and the mean of all nodes.
     """
 
     strategy: str | Callable[[Setting], Strategy]
@@ -47,13 +47,13 @@ class Cell:
         return self.strategy if isinstance(self.strategy, str) else self.strategy.__name__
 
     def describe(self) -> dict[str, Any]:
-        """Return the cell for JSON, without the task's values."""
+        """Return the attributes that this cell sets, as a dict for JSON."""
         values = {field.name: getattr(self, field.name) for field in fields(self)} | {"strategy": self.says}
         return {name: value for name, value in values.items() if value not in (None, False)}
 
     @property
     def key(self) -> str:
-        """A name for the cell, under which its results are kept."""
+        """A short hash of the cell's attributes. The cell's results are stored under this key."""
         text = json.dumps(self.describe(), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
@@ -63,10 +63,10 @@ class Run:
     """A cell's results for one seed.
 
     Attributes:
-        last: measures after the last step: val_loss (infinite if training failed), val_accuracy, a node's payload_bytes
-            and tx_bytes, wall_s.
-        curves: "step", and the measures at these steps.
-        error: the reason if training failed.
+        last: dict of the measures after the last step: val_loss (infinite if training failed), val_accuracy, a node's
+            payload_bytes and tx_bytes, time_s, wall_s.
+        curves: dict from measure to its values at the evaluations; "step" has the evaluations' steps.
+        error: the reason why training failed. None: it did not fail.
     """
 
     seed: int
@@ -106,7 +106,10 @@ class Verdict(StrEnum):
 
     @classmethod
     def of(cls, seen: Sequence[Seen]) -> Verdict:
-        """Return the verdict: all checks hold, some, or none; or none holds and the seeds disagree about some.
+        """Return a claim's verdict from the results of its checks.
+
+        YES: all checks hold. PART: some checks hold. UNCLEAR: no check holds, and in some the seeds disagree. NO: no
+        check holds in any other case.
 
         >>> Verdict.of([Seen("", True), Seen("", None)]), Verdict.of([Seen("", False), Seen("", None)])
         (<Verdict.PART: 'partly confirmed'>, <Verdict.UNCLEAR: 'the seeds disagree'>)
@@ -124,15 +127,15 @@ class Claim:
     """A paper's claim.
 
     Attributes:
-        name, title: the name on the command line, and a line about the claim.
-        paper: the source.
-        found: the paper's finding, in its setting.
+        name, title: the claim's name on the command line, and a line about the claim.
+        paper: the paper's authors, title and number.
+        found: the paper's finding and setting.
         asks: our question in a sentence, and the differences from the paper's setting.
-        cells: label to cell.
-        checks: pure functions of the results; the claim is confirmed if all hold.
+        cells: dict from label to `Cell`.
+        checks: pure functions of the results. The claim is confirmed if all checks hold.
         picture: "dots" (each cell's last loss), "curves" (losses against steps) or "spread" (the nodes' distance and
             the learning rate).
-        notes: our attempts if the claim failed; changes to its rule after the training.
+        notes: what we tried if the claim failed, and which checks we changed after the training.
     """
 
     name: str
@@ -149,7 +152,7 @@ class Claim:
         """Return each check's result."""
         missing = self.cells.keys() - found.keys()
         if missing:
-            raise ArgumentError(f"{self.name}: no results of {', '.join(sorted(missing))}: train it first")
+            raise ArgumentError(f"{self.name}: no results of {', '.join(sorted(missing))}: train these cells first")
         return [check(found) for check in self.checks]
 
     def verdict(self, found: Found) -> Verdict:
@@ -157,14 +160,14 @@ class Claim:
 
 
 def run_of(plain: Mapping[str, Any]) -> Run:
-    """Return a run from JSON, in which null stands for a number that is not finite."""
+    """Return a run from its JSON, where null means a number that is not finite."""
     last = {name: math.inf if value is None else value for name, value in plain["last"].items()}
     curves = {name: [math.nan if x is None else x for x in line] for name, line in plain["curves"].items()}
     return Run(plain["seed"], last, curves, plain.get("error"))
 
 
 def plain_of(run: Run) -> dict[str, Any]:
-    """Return a run for JSON, with numbers of six digits."""
+    """Return a run as a dict for JSON, with numbers rounded to six digits."""
 
     def short(x: float) -> float | None:
         return float(f"{x:.6g}") if math.isfinite(x) else None

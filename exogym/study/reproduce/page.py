@@ -1,7 +1,7 @@
-"""The page of reproductions, written only from the results beside it.
+"""The page of reproductions, written only from a file of results.
 
-<page>.json holds the runs of every trained cell, by the cell's key. <page>.md is made from it and the claims, with
-pictures in images/<page>/. A claim has a section if all its cells have runs.
+<page>.json holds the runs of every trained cell, by the cell's key. <page>.md is made from <page>.json and the claims,
+with pictures in images/<page>/. A claim has a section if all its cells have runs.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Page:
     Args:
         path: path of the .md file.
         claims: the claims on the page.
-        judges: False: the runs are short versions, so no verdict follows.
+        judges: whether the page gives verdicts. False if the runs are short versions, which decide nothing.
 
     Raises:
         ArgumentError: the path does not end in .md, or the results cannot be read.
@@ -51,13 +51,15 @@ class Page:
     def __init__(self, path: Path | str, claims: Mapping[str, Claim] = CLAIMS, judges: bool = True) -> None:
         self.path, self.claims, self.judges = Path(path).expanduser(), claims, judges
         if self.path.suffix != ".md":
-            raise ArgumentError(f"page={str(path)!r} should end in .md, as docs/reproductions.md")
+            raise ArgumentError(f"page={str(path)!r} should end in .md, such as docs/reproductions.md")
         self.cells: dict[str, dict[str, Any]] = {}
         if self.results.exists():
             try:
                 self.cells = json.loads(self.results.read_text(encoding="utf-8"))["cells"]
             except (OSError, ValueError, KeyError) as error:
-                raise ArgumentError(f"{self.results} holds no results ({error}): correct or remove it") from error
+                raise ArgumentError(
+                    f"{self.results} holds no results ({error}): correct or remove this file"
+                ) from error
 
     @property
     def results(self) -> Path:
@@ -65,22 +67,22 @@ class Page:
         return self.path.with_suffix(".json")
 
     def add(self, cell: Cell, runs: Sequence[Run], setting: Mapping[str, Any]) -> None:
-        """Add or replace a cell's runs. `setting` holds the options that decided them."""
+        """Add or replace a cell's runs. `setting` holds the options that decided the results of these runs."""
         self.cells[cell.key] = {
             "asked": cell.describe(), "setting": dict(setting), "runs": [plain_of(run) for run in runs],
         }  # fmt: skip
 
     def found(self, claim: Claim) -> Found | None:
-        """Return a claim's results, or None if a cell has none."""
+        """Return a claim's runs as a dict by cell label. None: a cell has no runs."""
         if any(cell.key not in self.cells for cell in claim.cells.values()):
             return None
         return {label: [run_of(x) for x in self.cells[c.key]["runs"]] for label, c in claim.cells.items()}
 
     def write(self, draw: Sequence[str] | None = None) -> None:
-        """Write results, pictures and page.
+        """Write the results file, the pictures and the page.
 
         Args:
-            draw: claims whose pictures to draw; None: all with results.
+            draw: names of the claims whose pictures to draw. None: all claims with results.
         """
         from exogym.study.reproduce.plots import draw_claim
 
@@ -159,7 +161,7 @@ Command: `exogym reproduce {words}`, {minutes:.0f} minutes in one process on a b
 
 
 def results_text(cells: Mapping[str, Any]) -> str:
-    """Return the text of the results file, with one line per run for readable changes."""
+    """Return the text of the results file. Each run has its own line, so that changes are readable."""
     blocks = []
     for key, cell in sorted(cells.items()):
         runs = ",\n   ".join(json.dumps(run) for run in cell["runs"])

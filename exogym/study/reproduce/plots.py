@@ -1,4 +1,4 @@
-"""A claim's small picture: the last losses, losses against steps, or the nodes' distance."""
+"""Draws a claim's small picture: the last losses, losses against steps, or the nodes' consensus distance."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def draw_claim(claim: Claim, found: Found, path: Path) -> None:
 
 
 def small_figure(width: float, height: float, panels: int = 1) -> tuple[Any, Any]:
-    """Return a figure and its panels in a row."""
+    """Return a new figure, and the axes of its `panels` side by side. `width` and `height` are inches."""
     check_matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -44,7 +44,7 @@ def small_figure(width: float, height: float, panels: int = 1) -> tuple[Any, Any
 
 
 def save_small(figure: Any, path: Path, title: str, colours: int = COLOURS_KEPT) -> None:
-    """Write the figure with its title and few colors, which takes a quarter of the bytes."""
+    """Write the figure with `title` as a PNG file. With few colors the file needs only a quarter of the bytes."""
     from PIL import Image
 
     figure.suptitle(title, x=0.01, ha="left", fontsize=9)

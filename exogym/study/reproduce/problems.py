@@ -1,4 +1,4 @@
-"""The claims' tasks: a character transformer, with data dealt at random or by speaker, and pictures in label shards."""
+"""The claims' tasks: a character transformer with text dealt at random or by speaker, and pictures in label shards."""
 
 from __future__ import annotations
 
@@ -15,19 +15,25 @@ BLOCK = 64
 
 
 def characters(data: Data) -> tuple[Task, Partitioner | None]:
-    """Shakespeare by characters, a GPT of 0.1M parameters; AdamW 3e-3, cosine schedule, 4 nodes, 1,000 steps."""
+    """Return the task `characters`: Shakespeare's text by characters, and a GPT of 0.1M parameters.
+
+    The task has AdamW with learning rate 3e-3, a cosine schedule, 4 nodes and 1,000 steps.
+    """
     return load_task("shakespeare", data), None
 
 
 def by_speaker(data: Data) -> tuple[Task, Partitioner | None]:
-    """The same text, each speaker's lines on one node."""
+    """Return the task `by_speaker`: as `characters`, but all lines of a speaker belong to one node."""
     source = shakespeare(data, block_size=BLOCK, stride=BLOCK // 2, val_windows=1)
     who = speakers(source.text)[:: BLOCK // 2][: len(source.train)]
     return load_task("shakespeare", data, block_size=BLOCK), ByKey(who)
 
 
 def pictures(data: Data) -> tuple[Task, Partitioner | None]:
-    """MNIST in shards with two labels per node, a small CNN of 0.05M parameters; AdamW 2e-3, 4 nodes, 600 steps."""
+    """Return the task `pictures`: MNIST in shards with two labels per node, and a small CNN of 0.05M parameters.
+
+    The task has AdamW with learning rate 2e-3, 4 nodes and 600 steps.
+    """
     return replace(load_task("mnist", data), max_steps=600, partitioner="shards:2"), None
 
 
@@ -37,10 +43,12 @@ PROBLEMS: dict[str, Callable[[Data], tuple[Task, Partitioner | None]]] = {
 
 
 def problem(name: str, data: Data = None) -> tuple[Task, Partitioner | None]:
-    """Return a task by name, from here or from `exogym.tasks`, and its partitioner if that is not a text.
+    """Return the task `name` of this file or of `exogym.tasks`, and a partitioner object that divides its data.
+
+    Without a partitioner object (None), the task itself names its partitioner.
 
     Raises:
-        ArgumentError, DataError: an unknown name, or data that were not found.
+        ArgumentError, DataError: the name is unknown, or the data were not found.
     """
     return _loaded(name, None if data is None else os.fspath(data))
 

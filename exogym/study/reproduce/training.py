@@ -1,10 +1,11 @@
-"""Training of the claims' cells: a folder for each cell with a folder for each run, found again by their options.
+"""Train the claims' cells. Each cell has a folder, with a folder for each run; the cell's options decide its name.
 
-out/<strategy>-<digest>/           a cell on its task: run.json has all options that decide the results; the digest is
-    <strategy>-seed-0/             their hash; a run folder, as in a comparison (`exogym.study.compare.folder`)
+out/<strategy>-<digest>/           a cell's folder. run.json has all options that decide the results; the digest is the
+                                   hash of these options
+    <strategy>-seed-0/             a run folder, as in a comparison (`exogym.study.compare.folder`)
 
-So a finished run is never trained again, whichever claim asks for it. An unfinished run resumes from its checkpoint. A
-cell with other options has another digest.
+So a finished run is never trained again, even if several claims have its cell. An unfinished run resumes from its
+checkpoint. A cell with other options has another digest.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ LAST = ("val_loss", "val_accuracy", "payload_bytes", "tx_bytes", "time_s")
 
 @dataclass(frozen=True)
 class CellProgress:
-    """The training's progress: the cell, its run's progress, and the remaining runs and seconds of all cells."""
+    """Progress of training: the current cell, seed and run, and the runs and seconds that are left for all cells."""
 
     cell: Cell
     seed: int
@@ -56,14 +57,15 @@ class CellProgress:
 
 
 class Reproduction:
-    """The training of claims.
+    """Trains the cells of claims and finds their finished runs.
 
     Args:
         out: folder of the run folders; created if needed.
-        seeds: seeds of every cell.
-        share: share of each cell's steps to take (at least 20 steps). Under 1 it is a short version with its own
-            folders, which says nothing about the claim.
-        data: file or folder of the data, if not in the usual places; or a dict from task name to that.
+        seeds: the seeds with which every cell is trained.
+        share: share of each cell's steps to take (at least 20 steps). With a share under 1, runs are short versions in
+            their own folders, which say nothing about the claim.
+        data: file or folder of the data, if the data are not in the usual places; or a dict from task name to such a
+            path.
         processes, device: as in `LocalTrainer.fit`.
         watch: function that receives a `CellProgress` after each evaluation.
     """
@@ -93,10 +95,10 @@ class Reproduction:
     # ---------------------------------------------------------------- what remains
 
     def check(self, claims: Iterable[Claim]) -> None:
-        """Check that all cells can be trained: known strategies and options, and data that exist.
+        """Check that all cells of `claims` can be trained: strategies and options are known, and the data exist.
 
         Raises:
-            ArgumentError, DataError: with the claim's name.
+            ArgumentError, DataError: a cell cannot be trained; the message names the claim.
         """
         for claim in claims:
             for label, cell in claim.cells.items():
@@ -110,7 +112,7 @@ class Reproduction:
         return sum(self._late(cell) * self.run_seconds(cell) * self._runs_left(cell) for cell in different(cells))
 
     def missing(self, cell: Cell) -> list[int]:
-        """Return the seeds with unfinished runs."""
+        """Return the seeds for which the run of `cell` has not finished."""
         session = self.session(cell)
         assert session.folder is not None
         (label,) = session.entries
@@ -137,7 +139,7 @@ class Reproduction:
         return session.setting.steps * (1 if entry.alone else session.setting.nodes) * self._step_s[cell.task, size]
 
     def session(self, cell: Cell) -> Session:
-        """Return a cell's runs, in a folder whose name depends on the options that decide their results."""
+        """Return the session that trains a cell's runs, in a folder named by the options that decide their results."""
         if cell.key in self._sessions:
             return self._sessions[cell.key]
         data = self.data.get(cell.task) if isinstance(self.data, Mapping) else self.data
@@ -169,10 +171,11 @@ class Reproduction:
     # ---------------------------------------------------------------- training
 
     def train(self, claims: Sequence[WithCells], of: Sequence[WithCells] = ()) -> None:
-        """Train the missing runs of all cells, claim by claim. Finished runs stay.
+        """Train the missing runs of all cells, claim by claim. Finished runs are not trained again.
 
         Args:
-            of: all claims to be trained, for the time estimate; if empty, `claims`.
+            claims: the claims to train now.
+            of: all claims that you will train, for the estimate of the remaining time; if empty, `claims`.
         """
         self._cells = different(cell for claim in of or claims for cell in claim.cells.values())
         for cell in different(cell for claim in claims for cell in claim.cells.values()):
@@ -184,10 +187,10 @@ class Reproduction:
         return self._asked[cell.key]
 
     def results(self, cell: Cell) -> list[Run]:
-        """Return a cell's results. Train the runs that are missing.
+        """Return a cell's results, one for each seed. Missing runs are trained first.
 
         Raises:
-            KeyboardInterrupt: SIGINT; the unfinished run was saved, and another call resumes it.
+            KeyboardInterrupt: SIGINT arrived. The unfinished run was saved, and another call resumes it.
         """
         session = self.session(cell)
         assert session.folder is not None
@@ -223,7 +226,7 @@ def different(cells: Iterable[Cell]) -> list[Cell]:
 
 
 def evaluate_replicas(loop: Any) -> None:
-    """Record at each evaluation the loss of all nodes' mean, and the mean of the nodes' losses."""
+    """Record two more losses at an evaluation: the loss of the mean of all nodes, and the mean of the nodes' losses."""
     nodes = list(loop.fleet.comm.present)
     own = [loop.evaluate(node)["val_loss"] for node in nodes]
     _, buffers = loop.average()

@@ -1,4 +1,4 @@
-"""The options to sweep with their values, and the resulting cells."""
+"""The options of a sweep with their values, and the cells: all combinations of these values."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Axes = dict[str, "list[str] | Range"]
 
 @dataclass(frozen=True)
 class Range:
-    """All numbers from `low` to `high`, or all whole numbers if both are whole. Only a search accepts it."""
+    """All numbers from `low` to `high`, or all whole numbers if both ends are whole. Only a search accepts ranges."""
 
     low: float
     high: float
@@ -44,12 +44,12 @@ class Range:
 
 
 def axes_of(given: Mapping[str, Any] | Sequence[str]) -> Axes:
-    """Return option to values, from a mapping or from texts "option=value,value".
+    """Return a dict from option to its values. `given` is such a mapping, or texts "option=value,value".
 
     Separate values by semicolons if they contain commas. "1e-4..1e-1" is a `Range`.
 
     Raises:
-        ArgumentError: text in another form; an option or value that is given twice; an option without values.
+        ArgumentError: a text has another form, an option or value is given twice, or an option has no values.
 
     >>> axes_of(["H=5,10", "network=wifi;100Mbps,20ms"])
     {'H': ['5', '10'], 'network': ['wifi', '100Mbps,20ms']}
@@ -71,7 +71,7 @@ def axes_of(given: Mapping[str, Any] | Sequence[str]) -> Axes:
     for name, values in pairs:
         name = name.strip()
         if name in LONG:
-            raise ArgumentError(f"sweep: {name} is called {LONG[name]} here: give {LONG[name]}=")
+            raise ArgumentError(f"sweep: {name} is called {LONG[name]} here: give {LONG[name]}=A,B")
         if name in axes:
             raise ArgumentError(f"sweep: {name} is given twice: give its values once, {name}=A,B")
         axes[name] = _values(name, values)
@@ -97,7 +97,7 @@ def _values(name: str, given: Any) -> list[str] | Range:
 
 
 def as_text(value: Any) -> str:
-    """Return a value in the form of a strategy's options.
+    """Return a value as text, written as in a strategy's options on the command line.
 
     >>> as_text(None), as_text(True), as_text(0.001), as_text(" 5 ")
     ('none', 'true', '0.001', '5')
@@ -106,10 +106,10 @@ def as_text(value: Any) -> str:
 
 
 def grid(axes: Axes) -> list[dict[str, str]]:
-    """Return all combinations. The last option changes fastest.
+    """Return all combinations of the options' values. The last option changes fastest.
 
     Raises:
-        ArgumentError: a range, because it has too many values.
+        ArgumentError: an option has a `Range`, which has too many values.
 
     >>> grid({"strategy": ["diloco", "fedavg"], "H": ["5", "10"]})[:2]
     [{'strategy': 'diloco', 'H': '5'}, {'strategy': 'diloco', 'H': '10'}]
@@ -123,7 +123,7 @@ def grid(axes: Axes) -> list[dict[str, str]]:
 
 
 def label_of(cell: Mapping[str, str]) -> str:
-    """Return a cell's name.
+    """Return a cell's name, which lists its options and values.
 
     >>> label_of({"strategy": "diloco", "H": "5"})
     'strategy=diloco, H=5'
@@ -132,7 +132,9 @@ def label_of(cell: Mapping[str, str]) -> str:
 
 
 def arguments_of(cell: Mapping[str, str], strategy: str) -> tuple[str, dict[str, Any]]:
-    """Return the text of the cell's strategy, and the other arguments for `compare`.
+    """Return a cell's strategy as text, and the cell's other arguments for `compare`.
+
+    `strategy` is the strategy of a cell that does not name a strategy.
 
     >>> arguments_of({"num_nodes": "4", "H": "5"}, "diloco:outer_lr=0.5")
     ('diloco:outer_lr=0.5:H=5', {'num_nodes': 4})
@@ -157,7 +159,7 @@ def _value(name: str, text: str) -> Any:
 
 
 def as_number(value: str) -> float | None:
-    """Return the number in a value, or None.
+    """Return the finite number that the text `value` holds. None: `value` is not a finite number.
 
     >>> as_number("5"), as_number("diloco")
     (5.0, None)

@@ -1,7 +1,7 @@
-"""A sweep's runs on a Ray cluster. Each run is a task, and its folder returns when it has ended.
+"""Train a sweep's runs on a Ray cluster. Each run is a Ray task. When it ends, its files are copied to this machine.
 
-If a run's machine is lost, Ray starts the run again on another machine. Unfinished runs are not saved. So an
-interrupted sweep resumes with the runs that have not ended.
+If a run's machine is lost, Ray starts the run again on another machine. Unfinished runs are not saved. So a resumed
+sweep starts its unfinished runs from the beginning.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def train_all_on_ray(jobs: Sequence[Job], processes: int | None, ended: Callable
     """Train all runs, at most `processes` at the same time (None: as many as the cluster has room for).
 
     Raises:
-        ArgumentError: the cluster does not exist or has other versions, or a problem cannot be sent there.
-        WorkerError: a run ended without a result; raised after all others have ended.
-        KeyboardInterrupt: after the active runs were ended.
+        ArgumentError: no cluster was found, its machines have other versions, or the sweep's problem cannot be sent.
+        WorkerError: a run ended without a result; raised after all other runs have ended.
+        KeyboardInterrupt: the user pressed Ctrl-C; raised after the active runs were ended.
     """
     connect(None, None)
     import ray
@@ -72,7 +72,7 @@ def _packed(job: Job) -> bytes:
         return ray.cloudpickle.dumps(session)
     except Exception as error:
         raise ArgumentError(
-            f"engine='ray' sends the sweep's problem to other machines, but it cannot be pickled: {error}"
+            f"engine='ray' sends the sweep's problem to other machines, but the problem cannot be pickled: {error}"
         ) from error
 
 

@@ -33,13 +33,14 @@ class Swept:
     Attributes:
         heading: one line about the training.
         finding: the verdict in one to three sentences; it names results that the seeds leave undecided.
-        axes: option to its values or range.
-        rows: a dict per cell: its name `cell`, then the options' values, then means and `<name>_std` over seeds.
-        histories: (cell, seed) to the run's `History`.
+        axes: dict from option to its values or range.
+        rows: a dict per cell: the cell's name `cell`, then the options' values, then the means of measures and their
+            standard deviations `<name>_std` over seeds.
+        histories: dict from (cell, seed) to the run's `History`.
         description: the options and the machine, for JSON; also in sweep.json.
-        folder, paths: the folder and its files; None and () without `out`.
-        target_loss: the target validation loss, 95 % of the best cell's quality. The rows have the bytes and, with a
-            network, the time until then.
+        folder, paths: the sweep's folder and its files; None and () without `out`.
+        target_loss: the target validation loss: 95 % of the best cell's quality. The rows have the bytes and, with a
+            network, the time that a cell needed to reach this loss.
     """
 
     heading: str
@@ -58,7 +59,7 @@ class Swept:
         return best_of(self.rows)
 
     def to_pandas(self) -> pandas.DataFrame:
-        """Return the rows as a table. Options' values become numbers if possible."""
+        """Return the rows as a pandas table. An option's column has numbers if all the option's values are numbers."""
         try:
             import pandas
         except ImportError as error:
@@ -73,7 +74,7 @@ class Swept:
     def plot(self) -> Figure:
         """Return a matplotlib figure: final loss against each option, with bars of one standard deviation.
 
-        A notebook shows it; `figure.savefig("sweep.svg")` writes it.
+        A notebook shows the figure; `figure.savefig("sweep.svg")` writes it into a file.
 
         Raises:
             ExoGymError: matplotlib is not installed.
@@ -112,7 +113,7 @@ class Swept:
         return headers, rows
 
     def to_markdown(self) -> str:
-        """Return heading, verdict and table in Markdown."""
+        """Return the heading, the verdict and the table in Markdown."""
         return "\n".join([self.heading, "", self.finding, "", markdown(*self.table())])
 
 

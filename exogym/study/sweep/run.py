@@ -1,4 +1,4 @@
-"""A sweep from its arguments to its table."""
+"""Runs a sweep: checks its arguments, trains its cells, and makes its table."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ Cells = dict[str, dict[str, str]]
 
 
 class SweepInterrupted(KeyboardInterrupt):
-    """A sweep was interrupted. Its folder keeps the finished runs; `folder` is the place to resume."""
+    """A sweep was interrupted. The sweep's `folder` keeps the finished runs, and you can resume the sweep there."""
 
     def __init__(self, message: str, folder: Path | None) -> None:
         super().__init__(message)
@@ -53,7 +53,7 @@ class SweepInterrupted(KeyboardInterrupt):
 
 @dataclass(frozen=True)
 class Ended:
-    """A finished run of a sweep: number `count` of `total`, with `seed` in `cell`, and its final loss."""
+    """A finished run of a sweep: its cell, seed and final validation loss. It is the `count`-th of `total` runs."""
 
     cell: str
     seed: int
@@ -67,18 +67,18 @@ class SweepOptions(StudyOptions):
     """Options of `sweep`.
 
     Args:
-        axes: Option to values, or texts such as "H=5,10". Options of the run are `strategy`, `num_nodes`, `max_steps`,
-            `batch_size`, `lr`, `partitioner`, `network`, `step_seconds` and the options of each run that text can
-            express (`precision`, `compute`, ...). Any other option belongs to the strategy.
-        strategy: The strategy if it is not swept, as text: "diloco:outer_lr=0.5".
-        processes: Number of runs at the same time. "auto": one per core, as far as memory allows.
+        axes: Dict from option to its values, or texts such as "H=5,10". These options belong to the run: `strategy`,
+            `num_nodes`, `max_steps`, `batch_size`, `lr`, `partitioner`, `network`, `step_seconds` and the options of
+            `fit` that text can express (`precision`, `compute`, ...). Any other option belongs to the strategy.
+        strategy: The strategy as text, such as "diloco:outer_lr=0.5", if `axes` has no option `strategy`.
+        processes: Number of runs that train at the same time. "auto": one per core, as far as memory allows.
         engine: "ray": the runs are tasks of a Ray cluster (at RAY_ADDRESS, or started here), one per core.
         search: Train this number of cells that optuna proposes, instead of all combinations. Then "1e-4..1e-1" is a
             range of numbers.
-        out: Folder of the sweep itself. It gets sweep.json, summary.csv, sweep.png and a folder for each run.
+        out: Folder of the sweep. It gets sweep.json, summary.csv, sweep.png and a folder for each run.
         resume: Resume an interrupted sweep with the same arguments in `out`. The table is the same as without the
-            interruption. A search may get more cells.
-        progress: Print a line with the time left for each finished run; None: in a terminal or a notebook.
+            interruption. `search` may be larger than before.
+        progress: Print a line for each finished run, with the remaining time. None: only in a terminal or a notebook.
         watch: Function that receives an `Ended` after each run.
     """
 
@@ -110,9 +110,9 @@ def sweep(asked: SweepOptions) -> Swept:
     Runs whose loss is no longer a finite number are left out, and `notes` says so.
 
     Raises:
-        ArgumentError, DataError: before training, for any cell's options or `out`.
+        ArgumentError, DataError: a cell's options, the data or `out` are wrong; raised before training.
         TrainingError: no run completed its training. WorkerError: a run's process was killed.
-        SweepInterrupted: a KeyboardInterrupt; `folder` is the place to resume.
+        SweepInterrupted: the user pressed Ctrl-C; the sweep can be resumed in the error's `folder`.
 
     >>> result = sweep("digits", {"H": [2, 5]}, max_steps=10, seeds=1, num_nodes=2, processes=1)
     >>> [(row["H"], row["seeds"]) for row in result.rows], result.best["cell"] in ("H=2", "H=5")
@@ -129,7 +129,8 @@ def sweep(asked: SweepOptions) -> Swept:
         cells = {}
     if (count := search or len(cells)) > schema.MOST_CELLS:
         raise ArgumentError(
-            f"the sweep has {count:,} cells, and {schema.MOST_CELLS:,} fit its folder: sweep fewer values, or search"
+            f"the sweep has {count:,} cells, but at most {schema.MOST_CELLS:,} are possible: sweep fewer values, or "
+            "use search"
         )
     with contextlib.ExitStack() as cleanup:
         run = _Sweep(asked, task_of(asked.problem, asked.data), swept)
@@ -144,7 +145,7 @@ def sweep(asked: SweepOptions) -> Swept:
         } | decisive_of(asked)  # fmt: skip
         if out is None:
             if asked.resume:
-                raise ArgumentError("resume continues in a folder: give it as out, such as out='runs/sweep'")
+                raise ArgumentError("resume needs the folder of the sweep: give it as out, such as out='runs/sweep'")
             run.path = cleanup.enter_context(temporary_folder("exogym-sweep-"))
         else:
             check_matplotlib()
@@ -210,7 +211,7 @@ def _check_folder(path: Path, asked: dict[str, Any], resume: bool) -> None:
     if not resume:
         if path.exists() and (not path.is_dir() or any(not file.name.startswith(LOCK) for file in path.iterdir())):
             hint = "resume it there (--resume), or " if before else ""
-            raise ArgumentError(f"out={str(path)!r} holds something already: {hint}give another folder")
+            raise ArgumentError(f"out={str(path)!r} already holds files: {hint}give another folder")
         return
     if not before:
         raise ArgumentError(f"out={str(path)!r} holds no sweep to resume: give a sweep's folder")
@@ -249,7 +250,7 @@ class _Sweep:
         return (self.options.search or len(self.cells)) * (seeds if isinstance(seeds, int) else len(seeds))
 
     def add(self, cells: Cells) -> None:
-        """Make the cells' sessions. Raise ArgumentError for impossible options."""
+        """Add `cells` to the sweep, with a session for each. Raise ArgumentError if a cell's options are impossible."""
         shared = {name: getattr(self.options, name) for name in SHARED}
         for label, cell in cells.items():
             text, own = arguments_of(cell, self.options.strategy)
@@ -309,7 +310,7 @@ class _Sweep:
             self.options.watch(ended)
 
     def describe(self, state: str, **more: Any) -> None:
-        """Write sweep.json."""
+        """Write the sweep's options, `state`, cells and finished runs into sweep.json."""
         if not self.path.is_dir():
             return
         runs = [

@@ -1,4 +1,4 @@
-"""Cells that optuna proposes instead of a grid.
+"""Cells of a sweep that optuna proposes, instead of all combinations of values.
 
 Cells come in batches of four. A proposal depends only on the earlier batches' cells and results. So a search that was
 killed and resumed proposes the same cells.
@@ -24,10 +24,11 @@ def check_optuna() -> None:
 
 
 def propose(axes: Axes, tried: Sequence[tuple[Mapping[str, str], float | None]], count: int) -> list[dict[str, str]]:
-    """Return the next cells.
+    """Return the next `count` cells of a search.
 
     Args:
-        tried: earlier cells in order, with their losses; None if the run failed.
+        axes: dict from option to its values or range.
+        tried: the earlier cells in order, each with its loss (None if the cell's run failed).
         count: the number of cells to return.
     """
     import optuna

@@ -1,9 +1,9 @@
-"""A sweep's runs, in as many processes as are useful.
+"""Train a sweep's runs, in as many processes as are useful.
 
-Each run has its own forked process and leaves its results in the run's folder. So nothing is pickled, a killed run
-harms no other run, and its memory is freed. Another run begins only if a core is free and memory suffices for one more
-run of the largest size so far. If processes cannot be forked (a GPU in use, no Linux), this process trains the runs one
-after another.
+Each run has its own forked process, which writes the results into the run's folder. So nothing is pickled, a killed run
+harms no other run, and each run's memory is freed at its end. Another run begins only if a core is free and the free
+memory suffices for a run as large as the largest run so far. If processes cannot be forked (a GPU in use, no Linux),
+this process trains the runs one after another.
 
 A function that trains runs elsewhere must have the signature of `train_all`.
 """
@@ -38,10 +38,11 @@ def processes_that_pay(asked: int | str, jobs: int, device: torch.device) -> int
     """Return the number of runs to train at the same time.
 
     Args:
-        asked: that number, or "auto": one per core, or one on a GPU.
+        asked: the number that the user gave, or "auto": one run per core, or one run at a time on a GPU.
+        jobs: the number of runs to train.
 
     Raises:
-        ArgumentError: several runs, but this process cannot be forked.
+        ArgumentError: `asked` is more than one run, but this process cannot be forked.
     """
     forks = can_fork() and device.type == "cpu"
     if asked == "auto":
@@ -56,11 +57,11 @@ def processes_that_pay(asked: int | str, jobs: int, device: torch.device) -> int
 
 
 def train_all(jobs: Sequence[Job], processes: int, ended: Callable[[Job], None]) -> None:
-    """Train all runs, at most `processes` at the same time. `ended` is called after each, in this process.
+    """Train all runs, at most `processes` at the same time. Call `ended` after each run, in this process.
 
     Raises:
-        WorkerError: a run's process ended without a result; raised after all others have ended.
-        KeyboardInterrupt: after the active runs were asked to stop and have saved themselves.
+        WorkerError: a run's process ended without a result; raised after all other runs have ended.
+        KeyboardInterrupt: the user pressed Ctrl-C; raised after the active runs have saved their state and ended.
     """
     if processes == 1:
         for job in jobs:

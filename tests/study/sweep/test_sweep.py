@@ -107,7 +107,7 @@ def test_what_will_not_do_is_said_before_training(given: Any, message: str, tmp_
 def test_a_folder_of_something_else_is_left_alone(undisturbed: Swept, tmp_path: Path) -> None:
     folder = undisturbed.folder
     assert folder is not None
-    with pytest.raises(ArgumentError, match="holds something already: resume it there"):
+    with pytest.raises(ArgumentError, match="already holds files: resume it there"):
         sweep("digits", GRID, seeds=2, out=folder, **SMALL)
     with pytest.raises(ArgumentError, match=r"other options[\s\S]*nodes"):
         sweep("digits", GRID, seeds=2, out=folder, resume=True, **(SMALL | {"num_nodes": 3}))

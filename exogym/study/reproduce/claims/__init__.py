@@ -1,5 +1,5 @@
 """The claims, one file per family.
 
-To add a `Claim`, put it into one of the lists. Fix its cells and checks (`exogym.study.reproduce.checks`) before
-training it.
+To add a `Claim`, put it into one of the lists. Decide on its cells and checks (`exogym.study.reproduce.checks`) before
+you train it.
 """

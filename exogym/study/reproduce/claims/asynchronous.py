@@ -10,7 +10,7 @@ SPEEDS = (1.0, 0.75, 0.5, 0.25)
 
 
 def unequal(rule: str) -> Cell:
-    """Return asynchronous DiLoCo as the base, with nodes of different speeds."""
+    """Return a cell: asynchronous DiLoCo with the options `rule`, and nodes of different speeds."""
     return Cell(f"async_diloco:H=30:outer_lr=0.4:{rule}", speeds=SPEEDS)
 
 

@@ -1,4 +1,4 @@
-"""Claims about sending less: signs, the largest coefficients, a share of the parameters."""
+"""Claims about methods that send less: signs, the largest coefficients, or a share of the parameters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def demo_without_transform(setting: Setting) -> Strategy:
-    """DeMo with its defaults and k = 4, but the largest entries are taken in parameter space."""
+    """Return DeMo with its defaults and k = 4, but without the transform: nodes send the momentum's largest entries."""
     from exogym.study.reproduce.claims import without_transform
 
     return without_transform.demo_without_transform(setting)

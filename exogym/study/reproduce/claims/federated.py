@@ -1,4 +1,4 @@
-"""Claims about clients: sampling, skewed labels, and the benefit of outer momentum."""
+"""Claims about federated learning: sampled clients, skewed labels, and the benefit of outer momentum."""
 
 from __future__ import annotations
 

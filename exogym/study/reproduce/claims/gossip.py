@@ -1,4 +1,4 @@
-"""Claims about nodes that never become equal."""
+"""Claims about methods whose nodes never have equal parameters."""
 
 from __future__ import annotations
 

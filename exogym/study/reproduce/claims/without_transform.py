@@ -1,4 +1,4 @@
-"""DeMo without its transform, for the comparison of a claim. It is loaded only for training."""
+"""DeMo without its transform, which a claim compares with DeMo. This file is loaded only for training."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class _TopKMomentum(DCTMomentum):
 
 
 def demo_without_transform(setting: Setting) -> Strategy:
-    """DeMo with its defaults and k = 4, but the largest entries are taken in parameter space."""
+    """Return DeMo with its defaults and k = 4, but without the transform: nodes send the momentum's largest entries."""
     return CommunicateOptimizeStrategy(
         OptimSpec(torch.optim.SGD, lr=setting.lr), lr_scheduler=setting.lr_scheduler, max_norm=setting.max_norm,
         warmup_steps=setting.warmup_steps, gradient_modules=[_TopKMomentum(0.999, 4, 64)],
