@@ -4,7 +4,7 @@ Import every strategy from here. If a class in this folder has a `name`, you can
 `name`. A file is loaded when one of its classes is used. A lookup by `name` loads all files.
 
 Build your own strategy from modules. `GradientModule`s change the gradients at every step. `CommunicationModule`s
-change the parameters at steps they choose. Every module receives a `Run` with the run's numbers.
+change the parameters at steps they choose. Every module receives a `Run` with the run's seed, nodes and steps.
 
 Notation in this package: N nodes, P parameters, b bytes per element (4 in fp32). theta_i are the parameters of node i,
 g_i its gradient, theta the shared (outer) parameters. A node takes H local steps from one synchronization to the next.

@@ -170,7 +170,7 @@ class AveragingOptions(InnerOptions, total=False):
 
 
 def tuned(tuner: str | float | Tuner | None = None) -> Tuner | None:
-    """Return the `Tuner` that the option `tuner` names or holds; None if the run has no tuner."""
+    """Return the `Tuner` of the option `tuner`, which is a `Tuner` or its name. None: the run has no tuner."""
     return None if tuner is None else tuner_of(tuner)
 
 

@@ -26,9 +26,9 @@ class Corrects(ABC):
     def correct(self, row: int, parameters: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
         """Rewrite the gradients `grads` of the node in `row`, in place. Called at every local step, before clipping.
 
-        Methods that change local steps need it, for example to add a proximal term or a control variate. It may read
-        the module's state of this row, but not of other rows. `parameters` are the node's parameters in the fleet's
-        order. `grads` has None for a parameter without a gradient.
+        Strategies that change local steps need it, for example to add a proximal term or a control variate. This method
+        may read the module's state of this row, but not of other rows. `parameters` are the node's parameters in the
+        fleet's order. `grads` has None for a parameter without a gradient.
         """
 
 
@@ -37,10 +37,10 @@ class HasOuterModel(ABC):
 
     @abstractmethod
     def consensus(self, fleet: Fleet) -> list[Tensor] | None:
-        """Return the outer parameters, (P,) per block. None: the run's model is the mean of the rows."""
+        """Return the outer parameters, (P,) per block. None: the evaluation model is the mean of the rows."""
 
     def consensus_buffers(self, fleet: Fleet) -> dict[str, Tensor] | None:
-        """Return the buffers of the model with the outer parameters, by name. None: the mean of the rows' buffers."""
+        """Return the evaluation model's buffers, by name. None: the evaluation uses the mean of the rows' buffers."""
         return None
 
 

@@ -65,7 +65,7 @@ class ClientDraws:
         return clients, min(self.island_size or clients, clients)
 
     def couples_every(self, H: float, N: int) -> float:
-        """Return the steps until N nodes have exchanged the whole model once, if a round has H steps."""
+        """Return the number of steps until N nodes have exchanged the whole model once, if a round has H steps."""
         clients, island = self.sizes(N)
         rounds = 1 if island == clients else math.ceil(math.log(clients, max(island, 2)))
         return H * rounds * N / clients

@@ -72,7 +72,9 @@ def _meet(kind: str, given: Tensor | None, **options: Any) -> Tensor:
     tensor = None if given is None else given.detach()
     place = getattr(_here, "place", None)
     if place is None:
-        raise StrategyError(f"{kind}() was called outside a strategy's step, where no other node can answer")
+        raise StrategyError(
+            f"{kind}() was called outside a strategy's step, where no other node can answer: call it in Strategy.step"
+        )
     return place.meet(kind, tensor, **options)
 
 

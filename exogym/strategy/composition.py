@@ -188,7 +188,7 @@ class Composition:
             self.last_events[m] = step
 
     def consensus(self) -> list[Tensor] | None:
-        """Return the outer parameters, (P,) per block. None: the run's model is the mean of the rows."""
+        """Return the outer parameters, (P,) per block. None: the evaluation model is the mean of the rows."""
         for module in reversed(self.communications):
             if not isinstance(module, HasOuterModel):
                 continue
@@ -202,7 +202,7 @@ class Composition:
         return None
 
     def consensus_buffers(self) -> dict[str, Tensor] | None:
-        """Return the buffers of the model with the outer parameters, by name. None: the mean of the rows' buffers."""
+        """Return the evaluation model's buffers, by name. None: the evaluation uses the mean of the rows' buffers."""
         shared = [module for module in reversed(self.communications) if isinstance(module, HasOuterModel)]
         found = (module.consensus_buffers(self.fleet) for module in shared)
         return next((buffers for buffers in found if buffers is not None), None)

@@ -1,7 +1,7 @@
 """Delayed DiLoCo: DiLoCo with averages that arrive d steps late.
 
-With 0 < d <= H, nodes send their average after step r H of round r, and it arrives after step r H + d. Then the outer
-step sets node i's parameters theta_i to the outer parameters theta, which drops the local steps in between. With d = H
+With 0 < d <= H, nodes send round r's average after step r H, and it arrives after step r H + d. Then the outer step
+sets node i's parameters theta_i to the outer parameters theta, which drops the local steps in between. With d = H
 (arXiv:2502.12996, "naive delay") outer step r uses the average of round r - 1, and 0 in the first round. At that time
 nodes send the average of round r and continue from theta. Averages that are in flight at the end of training are still
 used (`final_sync`).

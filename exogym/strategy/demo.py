@@ -134,10 +134,10 @@ class DeMoStrategy(CommunicateOptimizeStrategy):
 
         e_i <- beta e_i + gamma g_i - (the top k of DCT(e_i), which are sent);   theta <- theta - gamma sign(IDCT(mean))
 
-    e_i is node i's residual momentum and g_i its gradient.
+    e_i is node i's residual momentum, g_i its gradient, and mean the nodes' mean of the sent coefficients.
 
-    Payload: chunks * k * (value + index) bytes per node and step. The rule is the published rule. All nodes' parameters
-    stay identical.
+    Payload: chunks * k * (value + index) bytes per node and step. The rule equals the published rule. All nodes'
+    parameters stay identical.
 
     Args:
         compression_decay: beta, the share of the residual momentum that a step keeps.

@@ -67,14 +67,16 @@ class AveragingCommunicator(PeriodicModule, ChoosesClients, HasOuterModel):
         local_epochs: E, epochs of a client's round: H_i = E ceil(n_i / B) steps with the batch size B. H becomes the
             largest H_i.
         keep_inner_state: False starts every round with a fresh inner optimizer, as stateless clients do.
-        privacy: a `DifferentialPrivacy`; the history then records the `epsilon` spent. Not possible with islands, with
-            weights by examples that differ, or with buffers that training changes (their averages are not private).
+        privacy: a `DifferentialPrivacy`; the history then records the `epsilon` spent. It cannot be combined with
+            islands, with weights by examples that differ, or with buffers that training changes (averages of buffers
+            are not private).
         over_sampling: additional share of clients that the server asks (0.3: 30 % more than it needs).
         deadline_s: seconds that the server waits for reports, on the clock of `fit(step_seconds=)`. The server uses the
             first reports.
-        min_reports: the server gives a round up if fewer reports arrived. `exogym.strategy.participation` describes
-            such rounds; `fit(faults=Faults(trace=...))` says when clients are available. The history then has
-            `server_time_s`, `failed_rounds`, and the last round's `asked` and `reports`.
+        min_reports: the server gives a round up if fewer reports than this number arrived.
+            `exogym.strategy.participation` describes such rounds; `fit(faults=Faults(trace=...))` says when clients are
+            available. The history then has `server_time_s`, `failed_rounds`, and the last round's `asked` and
+            `reports`.
 
     An average with equal weights does not change the mean over nodes. The evaluation model is the mean of the present
     nodes' rows. With client sampling the evaluation model is theta, with the buffers that clients last sent.
@@ -185,7 +187,7 @@ class AveragingCommunicator(PeriodicModule, ChoosesClients, HasOuterModel):
         elif self.local_steps_given is not None:
             if len(self.local_steps_given) != run.num_nodes:
                 raise ArgumentError(
-                    f"local_steps has {len(self.local_steps_given)} entries for {run.num_nodes} nodes: give one each"
+                    f"local_steps has {len(self.local_steps_given)} entries for {run.num_nodes} nodes: give one per node"
                 )
             self.work = np.array(self.local_steps_given)
         self.participation = self._participation(run)
@@ -337,7 +339,7 @@ class FedAvgStrategy(CommunicateOptimizeStrategy):
     Args:
         island_size, H, client_fraction, weighting, local_steps, local_epochs, keep_inner_state, privacy, over_sampling,
             deadline_s, min_reports: see `AveragingCommunicator`.
-        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: of the clients; see `Strategy`.
+        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: options of the clients' steps; see `Strategy`.
 
     >>> strategy = FedAvgStrategy(inner_optim='sgd', island_size=4, H=5, lr=0.01)
     """

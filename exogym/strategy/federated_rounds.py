@@ -1,4 +1,4 @@
-"""A base for federated methods: a module that acts at the end of an `AveragingCommunicator`'s rounds.
+"""Base class of federated modules that act at the end of an `AveragingCommunicator`'s rounds.
 
 The `AveragingCommunicator` decides when rounds end, which clients take part, how many steps each client takes, and the
 weights. A module before it in the strategy's list sees the clients' results; a module after it sees the mean.

@@ -23,7 +23,7 @@ published code. For other optimizers, dampening, and momentum with a proximal te
 proximal term, clipping would also cut this term. ExoGym refuses all these combinations.
 
 Payload P b + 8 bytes per client every H steps: 8 bytes for a_i. With absent nodes: as FedAvg. If a node missed a
-synchronization, its a_i at the next synchronization counts all steps since its last.
+synchronization, a_i counts all of its steps since its last synchronization.
 """
 
 from __future__ import annotations
@@ -151,8 +151,8 @@ class FedNovaStrategy(CommunicateOptimizeStrategy):
             deadline_s, min_reports: see `AveragingCommunicator`. Without `local_steps`, `local_epochs` or slow nodes
             all clients take the same number of steps, and FedNova is FedAvg.
         mu: weight of a proximal term mu (theta_i - theta) in every local gradient, as in FedProx; 0: no term.
-        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: of the clients; see `Strategy`. The optimizer
-            is SGD, without momentum, or with momentum and keep_inner_state=False.
+        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: options of the clients' steps; see `Strategy`.
+            The optimizer is SGD, without momentum, or with momentum and keep_inner_state=False.
 
     Raises:
         ArgumentError: the paper gives no a_i for the clients' optimizer. Examples: an optimizer other than SGD,

@@ -7,9 +7,10 @@ of the round's clients and D = x - theta:
     the others: m <- beta1 m + (1 - beta1) D;     theta <- theta + eta m / (sqrt(v) + tau)
         adagrad: v <- v + D^2;   adam: v <- beta2 v + (1 - beta2) D^2;   yogi: v <- v - (1 - beta2) D^2 sign(v - D^2)
 
-eta is the server's learning rate. m = 0 and v = tau^2 at first. As in the paper, the bias of m and v is not corrected.
-With bias_correction=True adam and yogi divide m by 1 - beta1^r and v by 1 - beta2^r in round r, as `torch.optim.Adam`
-does. (The library Flower has r + 1 instead of r, and treats tau differently.)
+theta are the server's parameters, eta its learning rate, m and v the moments of D, and tau a small constant. m = 0 and
+v = tau^2 at first. As in the paper, the bias of m and v is not corrected. With bias_correction=True adam and yogi
+divide m by 1 - beta1^r and v by 1 - beta2^r in round r, as `torch.optim.Adam` does. (The library Flower has r + 1
+instead of r, and treats tau differently.)
 
 Payload P b bytes per client every H steps, as FedAvg. The server sends theta instead of the mean; without sampling
 every node computes the server's step itself. With absent nodes: as FedAvg. If none of a round's clients is present,
@@ -124,8 +125,8 @@ class FedOptStrategy(CommunicateOptimizeStrategy):
 
         D = mean_i theta_i - theta;   theta <- theta + eta m / (sqrt(v) + tau)
 
-    m and v are the optimizer's first and second moment of D. Payload: P b bytes per client every H steps. The
-    evaluation model is theta.
+    theta are the server's parameters, theta_i client i's parameters, and m and v the first and second moment of D.
+    Payload: P b bytes per client every H steps. The evaluation model is theta.
 
     Args:
         server_optim: "adam", "yogi", "adagrad" or "momentum" (FedAvgM).
@@ -137,7 +138,7 @@ class FedOptStrategy(CommunicateOptimizeStrategy):
         bias_correction: correct the bias of adam and yogi, as `torch.optim.Adam` does.
         H, client_fraction, weighting, local_steps, local_epochs, keep_inner_state, privacy, over_sampling,
             deadline_s, min_reports: see `AveragingCommunicator`.
-        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: of the clients; see `Strategy`.
+        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: options of the clients' steps; see `Strategy`.
 
     >>> strategy = FedOptStrategy(inner_optim='sgd', server_optim='adam', server_lr=0.01, H=5, lr=0.01)
     """

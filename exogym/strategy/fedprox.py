@@ -1,7 +1,7 @@
 """FedProx: FedAvg with a term that keeps clients near the parameters with which they started the round.
 
-Li et al., arXiv:1812.06127. In a round client i minimizes F_i(w) + (mu/2) |w - theta|^2, where theta is the last value
-that it received:
+Li et al., arXiv:1812.06127. In a round client i minimizes F_i(w) + (mu/2) |w - theta|^2, where F_i is its loss and
+theta are the parameters that it last received:
 
     g_i(w) + mu (w - theta)                         # at every local step, before clipping and the inner optimizer
     theta <- sum_i n_i theta_i / sum_i n_i          # as FedAvg
@@ -79,13 +79,14 @@ class FedProxStrategy(CommunicateOptimizeStrategy):
 
         g_i <- g_i + mu (theta_i - theta) at every local step;   theta <- sum_i n_i theta_i / sum_i n_i
 
+    theta are the server's parameters, theta_i client i's parameters, g_i its gradient and n_i its number of examples.
     Payload: P b bytes per client every H steps.
 
     Args:
         mu: weight of the proximal term. The paper has 0.001 to 1. With 0 the strategy is FedAvg.
         H, client_fraction, weighting, local_steps, local_epochs, keep_inner_state, privacy, over_sampling,
             deadline_s, min_reports: see `AveragingCommunicator`.
-        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: of the clients; see `Strategy`.
+        inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: options of the clients' steps; see `Strategy`.
 
     >>> strategy = FedProxStrategy(inner_optim='sgd', mu=0.1, H=5, lr=0.01)
     """

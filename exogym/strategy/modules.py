@@ -85,9 +85,9 @@ class Module(Stateful, ABC):
         return 1
 
     def features(self) -> dict[str, str]:
-        """Return features that the module's attributes do not show, for the check that options can be combined.
+        """Return further features of this module, with which ExoGym checks whether options can be combined.
 
-        A dict: name in `exogym.core.combinations.FEATURES` -> text for messages.
+        The dict maps names in `exogym.core.combinations.FEATURES` to texts for messages.
         """
         return {}
 

@@ -47,8 +47,8 @@ class Moments:
     def average(self, fleet: Fleet, kind: Kind) -> None:
         """Average the moments of `kind` over the present nodes. The payload is P b bytes.
 
-        A node's moment does not exist if the parameter has never had a gradient. It counts as zeros in the mean, and is
-        not created.
+        A node's moment does not exist yet if its parameter has never had a gradient. Such a moment counts as zeros in
+        the mean, and is not created.
         """
         optimizers = getattr(fleet.state.parts.get("optimizer"), "optimizers", {})
         for block in fleet.blocks:

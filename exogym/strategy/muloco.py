@@ -31,7 +31,8 @@ class MuLoCoStrategy(CommunicateOptimizeStrategy):
 
         Delta = mean_i (theta - theta_i);   v <- mu v + Delta;   theta <- theta - eta (Delta + mu v);   theta_i <- theta
 
-    Payload: P b bytes per node every H steps.
+    theta are the outer parameters, theta_i node i's parameters, and v is the buffer of the outer momentum mu. Payload:
+    P b bytes per node every H steps.
 
     Args:
         inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`. Give a learning rate as for

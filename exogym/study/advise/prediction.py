@@ -14,8 +14,8 @@ local steps, whichever nodes take them, are a step of the fleet:
     seconds per step = N / sum over w of H_w / R_w
     `utilisation`    = mean over w of H_w T_w / R_w
 
-If groups of nodes synchronize over lines of different speeds, c is the mean time that a synchronization takes from
-training, over many draws of the groups.
+If groups of nodes synchronize over lines of different speeds, c is the mean time that nodes lose in a synchronization,
+over many draws of the groups.
 
 If a server asks a set S_r of nodes in round r, rounds of H steps are drawn as the strategy draws them. A round begins
 when the previous round has ended. Nodes that are not asked do not compute:
@@ -340,7 +340,7 @@ def _talk(
         check_count("layers", layers)
     if node is None or node.tensor * node.depth == 1:
         if given := [name for name, value in about.items() if value is not None]:
-            raise ArgumentError(f"{given[0]} needs node=NodeMesh(...) with tensor or stages: leave {given[0]} out")
+            raise ArgumentError(f"{given[0]} is for node=NodeMesh(...) with tensor or stages: leave {given[0]} out")
         return None if node is None else talk_of_layers(node, parameters, layers or 1, 0.0, _examples(node, None))
     if layers is None or activation_bytes is None:
         raise ArgumentError(

@@ -43,7 +43,7 @@ def simulate(
 ) -> Advice:
     """Predict by formula, then train each strategy for a short time and rank by time to a target loss.
 
-    At first all strategies take the same number of steps. Let t be the predicted time in which the first strategy
+    At first all strategies take the same number of steps. Let t be the shortest predicted time in which a strategy
     reached the target loss. A strategy that did not reach this loss and took less than t trains again, with the steps
     that fit into t, but at most four times as many. Strategies that would communicate less than twice are not trained.
 

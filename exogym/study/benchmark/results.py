@@ -163,7 +163,7 @@ def _speedups(network: str, nodes: int, alone_s: float) -> list[float]:
 
 
 def hardware() -> dict[str, Any]:
-    """Return, for each device, the seconds of a step and the predicted speed-ups of four nodes on each network.
+    """Return a dict from device to its seconds per step and the predicted speed-ups of four nodes on each network.
 
     >>> [round(x, 1) for x in hardware()["m2-max"]["wifi"]]  # DDP, DiLoCo with H = 10 and 30, SPARTA, DeMo
     [0.1, 0.9, 1.8, 3.3, 2.2]
@@ -176,7 +176,7 @@ def hardware() -> dict[str, Any]:
 
 
 def scaling() -> dict[str, list[float]]:
-    """Return the methods' predicted speed-ups for each number of nodes, with the device `DEVICE` and network `WIRE`."""
+    """Return a dict from number of nodes to the methods' predicted speed-ups, with device `DEVICE`, network `WIRE`."""
     alone_s = seconds_of(6 * PARAMETERS * TOKENS, DEVICE)
     return {str(nodes): _speedups(WIRE, nodes, alone_s) for nodes in COUNTS}
 

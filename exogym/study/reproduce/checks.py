@@ -116,7 +116,7 @@ def best_is(labels: Sequence[str], expected: Sequence[str], where: str) -> Check
 def where_whole(labels: Collection[str], check: Check) -> Check:
     """Return a check like `check` that does not hold if a run of the cells `labels` failed.
 
-    Needed because `check` reads the curves of all these runs.
+    `check` reads the curves of these runs, and a failed run has no curves.
     """
 
     def checked(found: Found) -> Seen:
@@ -196,8 +196,8 @@ def best_H_grows(cells: Mapping[int, str], bandwidths: Sequence[str], latency_s:
     must be larger at the last bandwidth than at the first. The check is undecided if this holds only in some seeds.
 
     The predicted time of t steps is t step_s + floor(t / H) C. C is the seconds of an all-reduce among N nodes with the
-    payload of one synchronization of the run. Each seed's target loss is the highest of its runs' lowest losses. The
-    loss is taken to be linear between evaluations.
+    payload of one synchronization of the run. Each seed's target loss is the highest of its runs' lowest losses. Losses
+    between evaluations are interpolated linearly.
 
     Args:
         cells: dict from H to the label of its cell.

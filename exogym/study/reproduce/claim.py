@@ -21,7 +21,7 @@ SEEDS = (0, 1, 2)
 
 @dataclass(frozen=True)
 class Cell:
-    """A strategy to train on a task. The task gives the value of each attribute that has none.
+    """A strategy to train on a task. The task gives the values of attributes that are not set.
 
     Attributes:
         strategy: text as for `exogym compare`, also "single"; or a function of the setting that returns a strategy.
@@ -108,8 +108,8 @@ class Verdict(StrEnum):
     def of(cls, seen: Sequence[Seen]) -> Verdict:
         """Return a claim's verdict from the results of its checks.
 
-        YES: all checks hold. PART: some checks hold. UNCLEAR: no check holds, and in some the seeds disagree. NO: no
-        check holds in any other case.
+        YES: all checks hold. PART: only some checks hold. UNCLEAR: no check holds, but in at least one check the seeds
+        disagree. NO: all checks fail.
 
         >>> Verdict.of([Seen("", True), Seen("", None)]), Verdict.of([Seen("", False), Seen("", None)])
         (<Verdict.PART: 'partly confirmed'>, <Verdict.UNCLEAR: 'the seeds disagree'>)

@@ -45,7 +45,7 @@ PROBLEMS: dict[str, Callable[[Data], tuple[Task, Partitioner | None]]] = {
 def problem(name: str, data: Data = None) -> tuple[Task, Partitioner | None]:
     """Return the task `name` of this file or of `exogym.tasks`, and a partitioner object that divides its data.
 
-    Without a partitioner object (None), the task itself names its partitioner.
+    None instead of a partitioner: the task itself names its partitioner.
 
     Raises:
         ArgumentError, DataError: the name is unknown, or the data were not found.

@@ -1,4 +1,4 @@
-"""Train the claims' cells. Each cell has a folder, with a folder for each run; the cell's options decide its name.
+"""Train the claims' cells. Each cell has a folder, named by the cell's options, with a folder for each run.
 
 out/<strategy>-<digest>/           a cell's folder. run.json has all options that decide the results; the digest is the
                                    hash of these options
