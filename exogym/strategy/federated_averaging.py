@@ -187,7 +187,7 @@ class AveragingCommunicator(PeriodicModule, ChoosesClients, HasOuterModel):
         elif self.local_steps_given is not None:
             if len(self.local_steps_given) != run.num_nodes:
                 raise ArgumentError(
-                    f"local_steps has {len(self.local_steps_given)} entries for {run.num_nodes} nodes: give one per node"
+                    f"local_steps has {len(self.local_steps_given)} entries for {run.num_nodes} nodes: give one each"
                 )
             self.work = np.array(self.local_steps_given)
         self.participation = self._participation(run)

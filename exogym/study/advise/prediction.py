@@ -304,7 +304,7 @@ def advise(
     if failures is not None:
         lines += [
             str(failures),
-            "learners that meet wait for the longest standstill; a waiting learner does not fail",
+            "learners that synchronize wait for the learner that stands still longest; a waiting learner does not fail",
         ]
     if any(plan.local_steps for plan in plans):
         lines.append("asynchronous nodes wait only for a quorum, if at all; N local steps are a step of the fleet")

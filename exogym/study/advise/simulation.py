@@ -150,8 +150,8 @@ def _with_losses(
             f"none reached {target}; this one came closest, {best.final_loss:.4g} after {best.simulated_steps} steps"
         )
     lines = [
-        f"simulated: {result.heading.partition('. Time')[0]}; strategies that took less time than the first one needed "
-        f"for the loss had up to {LONGER} times as many steps; a longer run may end in another order"
+        f"simulated: {result.heading.partition('. Time')[0]}; strategies that took less time than the first strategy "
+        f"needed to reach the loss had up to {LONGER} times as many steps; longer runs may end in another order"
     ]
     lines += [f"not simulated: {', '.join(left)}: by formula alone, or fewer than {ROUNDS} rounds"] if left else []
     return replace(
