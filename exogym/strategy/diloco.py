@@ -164,8 +164,8 @@ class DiLoCoStrategy(CommunicateOptimizeStrategy):
         island_size: s, nodes of an island. None: no islands.
         island_H: steps from one average inside an island to the next, below H; give it with `island_size`.
 
-    In a simulation, the virtual clock lets late averages overlap with computing. On hosts, a run waits for each average
-    right after sending.
+    In a simulation's clock, averages that arrive late overlap with computing. On hosts, a run waits for them where it
+    sends them.
 
     >>> strategy = DiLoCoStrategy(inner_optim='adamw', outer_optim='sgd', H=100, lr=3e-4)
     """
