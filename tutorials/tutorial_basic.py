@@ -33,7 +33,7 @@ from exogym.strategy import DiLoCoStrategy, SimpleReduceStrategy
 # %% [markdown]
 # ## A model and its data
 #
-# 1,797 handwritten digits of 8x8 pixels, and a small network. Any `nn.Module` and any torch data set work.
+# We use 1,797 handwritten digits of 8x8 pixels and a small network. Any `nn.Module` and any torch data set work.
 
 # %%
 source = digits()
@@ -46,7 +46,8 @@ model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
 # %% [markdown]
 # ## One node
 #
-# `fit` takes the *strategy*: how nodes learn from each other. With one node, every strategy is plain training.
+# `fit` takes the *strategy*, which says how nodes learn from each other. With one node, every strategy is plain
+# training.
 #
 # `fit` changes its model. To start from the same weights each time, give each trainer a copy.
 
@@ -89,9 +90,10 @@ print(f"{parameters} parameters; by the formula {formula:.0f} bytes, counted {dd
 #
 # ## Four nodes that synchronize now and then
 #
-# **DiLoCo** (Distributed Low-Communication training) lets each node train alone for H steps. Then the nodes average how
-# far they have moved, and an *outer optimizer* applies this average to their common starting weights. H steps and this
-# synchronization are a *round*. With H = 20 a node sends a twentieth of DDP's bytes. Only the strategy changes:
+# **DiLoCo** (Distributed Low-Communication training) lets each node train alone for H steps. Then the nodes average
+# the changes of their weights, and an *outer optimizer* applies this average to their common starting weights. H steps
+# and this synchronization are a *round*. With H = 20 a node sends a twentieth of DDP's bytes. Only the strategy
+# changes:
 
 # %%
 diloco = train(DiLoCoStrategy(inner_optim="adamw", lr=3e-3, H=20, outer_lr=0.4), num_nodes=4)

@@ -80,8 +80,8 @@ class TopK(Strategy):
 #
 # ## Check it
 #
-# `check_strategy` trains small models and tests laws. We expect five percent of the entries, each a number and an index
-# of 4 bytes, rounded for each tensor.
+# `check_strategy` trains small models and tests laws. We expect that a node sends five percent of each tensor's
+# entries, each as a number and an index of 4 bytes.
 
 
 # %%

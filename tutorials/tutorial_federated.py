@@ -16,9 +16,9 @@
 # A thousand phones have photographs that must stay private. In each *round* a server asks a few phones (*clients*) to
 # train on their own data, and averages the results. A client is a node.
 #
-# Simulate a thousand clients, compare methods for unlike data, and see what absent clients and privacy cost.
-# [Install](../docs/getting_started.md#install) ExoGym with its extras `[examples,privacy]`, and read [Four nodes on
-# your laptop](tutorial_basic.py) first.
+# Simulate a thousand clients, compare methods for clients with different data, and see what absent clients and privacy
+# cost. [Install](../docs/getting_started.md#install) ExoGym with its extras `[examples,privacy]`, and read [Four nodes
+# on your laptop](tutorial_basic.py) first.
 
 # %%
 import os
@@ -83,8 +83,8 @@ print(f"accuracy {last['val_accuracy']:.0%} after 30 rounds")
 # ## Other methods
 #
 # - **FedProx** pulls each client toward the server's weights while it trains.
-# - **SCAFFOLD** stores on each client how its gradient differs from the others', and corrects for it. It sends twice
-#   as much.
+# - **SCAFFOLD** stores on each client how its gradient differs from the others', and corrects for it. SCAFFOLD sends
+#   twice as much.
 # - **FedOpt** uses the mean change as a gradient at the server, here with Adam.
 
 # %%
@@ -132,8 +132,8 @@ print(f"{last['failed_rounds']:.0f} rounds given up, {last['server_time_s'] / 60
 # ## What privacy costs
 #
 # Weights reveal something about a client's data. **DP-FedAvg** shortens each client's change to at most `clip`, and
-# adds noise to the sum. *epsilon* bounds how much an observer learns about one client's participation. Smaller is
-# safer; above 10 protects little. It grows with each round.
+# adds noise to the sum. *epsilon* bounds how much an observer learns about one client's participation. A smaller
+# epsilon is safer; above 10 it protects little. It grows with each round.
 
 # %%
 private = train(
@@ -157,5 +157,5 @@ print(f"accuracy {last['val_accuracy']:.0%} at epsilon {last['epsilon']:.1f}")
 # How many rows of parameters does the simulation hold with 1,000 clients and 20 per round? How many with a million
 # clients?
 #
-# **Answer.** About forty, in both cases: only clients of the ending round and of the next one have a row.
-# [Federated simulation](../docs/federated.md) has the details and a run with a hundred thousand clients.
+# **Answer.** About forty, in both cases: only clients of the current and the next round have a row. [Federated
+# simulation](../docs/federated.md) has the details and a run with a hundred thousand clients.

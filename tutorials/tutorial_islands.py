@@ -76,7 +76,7 @@ diloco = train(DiLoCoStrategy(**INNER, **OUTER), **eight)
 # %% [markdown]
 # **Three: each lab is one node.** `NodeMesh(shard=4)` makes a node of four GPUs that share its weights, optimizer
 # state and batch, as PyTorch's FSDP does. Two nodes train with DiLoCo between them. One GPU takes 80 ms for 16 digits;
-# the four take 20.
+# the four together take 20 ms.
 
 # %%
 lab = NodeMesh(shard=4, network="nvlink")

@@ -68,7 +68,7 @@ for row in advice.rows:
 # %% [markdown]
 # `speedup` counts examples per second; for the loss you must train.
 #
-# How fast must the network be? We draw all bandwidths, with 20 ms of latency:
+# How fast must the network be? We plot the speed-up against the bandwidth, with 20 ms of latency:
 
 # %%
 bandwidths = np.logspace(6, 11, 26)  # 1 Mbit/s to 100 Gbit/s
@@ -107,7 +107,7 @@ print(result.finding)
 
 # %% [markdown]
 # SPARTA sends a hundredth of DDP's bytes and waits as long! It averages at every step, and with 2,410 numbers an
-# average is all latency. On Wi-Fi average small models *rarely*, and of large models send *little*.
+# average is all latency. On Wi-Fi average small models *rarely*, and send *little* of large models.
 #
 # ## One slow node
 #
@@ -138,6 +138,6 @@ for speeds in ([1, 1, 1, 1], [1, 1, 1, 0.5]):
 #
 # In the picture DeMo's curve rises earlier than DiLoCo's with H = 10. How does it move with 64 nodes, and why?
 #
-# **Answer.** It moves to the right, and DiLoCo's stays. DeMo's nodes send packed coefficients, which cannot be summed
-# on the way: each node receives all others' in an all-gather, whose cost grows with N. DiLoCo's all-reduce stays
-# below 2 S. [The benchmark](../docs/benchmark.md#many-nodes) has the table.
+# **Answer.** DeMo's curve moves to the right, and DiLoCo's stays. DeMo's nodes send packed coefficients, which cannot
+# be summed on the way: each node receives all other nodes' coefficients in an all-gather, whose cost grows with N.
+# DiLoCo's all-reduce stays below 2 S. [The benchmark](../docs/benchmark.md#many-nodes) has the table.

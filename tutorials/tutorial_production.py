@@ -115,7 +115,7 @@ print("state:", run.state)
 
 # %% [markdown]
 # The file says `running`, but the process no longer exists. `exogym runs list` and `exogym ui` show this for all runs.
-# Started again, the script would continue from its last checkpoint, because it says `resume=True`.
+# If you started the script again, it would continue from its last checkpoint, because of `resume=True`.
 #
 # ## A lost node, and a node with bad numbers
 #
@@ -127,9 +127,9 @@ calm.fit(strategy(), max_steps=120, **COMMON)
 outage.fit(strategy(), max_steps=120, faults=Faults(absent={3: [(40, 90)]}, forget=True), **COMMON)
 
 # %% [markdown]
-# The others continue, and it takes their weights when it returns. The model forgets for a while the digits that only
-# node 3 has seen. By default, a node with a NaN ends the run with an error. With `on_nonfinite="skip"` the node misses
-# that round instead.
+# The other nodes continue, and node 3 takes their weights when it returns. For a while the model forgets the digits
+# that only node 3 has seen. By default, a node with a NaN ends the run with an error. With `on_nonfinite="skip"` the
+# node misses that round instead.
 
 
 # %%

@@ -14,9 +14,9 @@
 # # From simulation to real machines
 #
 # Run your simulated strategy on real computers, with the strategy line unchanged and the same bits. Here one computer
-# plays two, with real processes and sockets. With a second computer only an address changes.
+# acts as two, with real processes and sockets. With a second computer only an address changes.
 #
-# You need Linux or macOS, and ExoGym [installed](../docs/getting_started.md#install) with its extra `[demo]`. Nothing
+# You need Linux or macOS, and ExoGym [installed](../docs/getting_started.md#install) with its extra `[demo]`. No port
 # opens to your network. Read [Four nodes on your laptop](tutorial_basic.py) first.
 
 # %%
@@ -146,7 +146,7 @@ figure.savefig("tutorial_real_machines.png", dpi=80)
 #
 # ## Measure the network
 #
-# A self-test times collectives between the processes. Use its file wherever ExoGym takes a network.
+# A self-test times collectives between the processes. Use the self-test's file wherever ExoGym takes a network.
 
 # %%
 start("-m", "exogym.launch", "--nproc_per_node", "2", "-m", "exogym.distributed", "--json", "measured.json")

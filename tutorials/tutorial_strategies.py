@@ -13,7 +13,7 @@
 # %% [markdown]
 # # Comparing strategies
 #
-# Compare strategies over several seeds, and see how H and unlike data change the loss.
+# Compare strategies over several seeds, and see how H and differences between the nodes' data change the loss.
 #
 # [Install](../docs/getting_started.md#install) ExoGym with the extra `[demo]`. Read [Four nodes on your
 # laptop](tutorial_basic.py) first.
@@ -40,7 +40,8 @@ print(len(STRATEGIES), "strategies, among them", ", ".join(sorted(STRATEGIES)[:6
 # ## A comparison
 #
 # A seed gives all strategies the same first weights and the same data in the same order. `single` is one of the four
-# nodes alone with its share of the data; communication must beat it. We use two seeds. Use five for real decisions.
+# nodes alone with its share of the data; a strategy that communicates must beat it. We use two seeds. Use five for
+# real decisions.
 
 # %%
 SHORT = "EXOGYM_SHORT" in os.environ  # fewer steps, to test that it runs; ignore the numbers
@@ -54,7 +55,7 @@ print(result.to_markdown())
 #
 # - **validation loss**: mean and standard deviation over seeds. Ignore differences smaller than the spread.
 # - **quality**: DDP's loss divided by the strategy's.
-# - **sent/node**: bytes that a node sent. **reduction**: DDP's bytes divided by these.
+# - **sent/node**: bytes that a node sent. **reduction**: DDP's bytes divided by the strategy's.
 
 # %%
 by_name = {row["strategy"]: row for row in result.rows}
@@ -67,7 +68,7 @@ for name in ("fedavg:H=10", "diloco:H=10", "sparta:p_sparta=0.01"):
 # %% [markdown]
 # ## How long may nodes train alone?
 #
-# `iid` deals the digits alike to all nodes. With `dirichlet:0.3` each node mostly sees a few of the ten digits.
+# `iid` gives all nodes the same mix of digits. With `dirichlet:0.3` each node mostly sees a few of the ten digits.
 
 # %%
 SEVERAL = (1, 5, 15, 40)
@@ -94,15 +95,15 @@ figure.savefig("tutorial_strategies.png", dpi=80)
 # ![Validation loss of DiLoCo against H](../docs/images/tutorial_strategies.png)
 #
 # The best H lies in the middle here: with H = 1 the outer momentum, made for rounds of hundreds of steps, overshoots.
-# And unlike data cost more if nodes train alone for longer. This holds for this problem, this learning rate and 120
-# steps. [Results](../docs/results.md) has longer runs on text.
+# If the nodes' data differ, training alone for longer costs more. This holds for this problem, this learning rate and
+# 120 steps. [Results](../docs/results.md) has longer runs on text.
 #
 # On the command line: `exogym compare --dataset digits --strategies single,ddp,diloco:H=10 --nodes 4 --seeds 5`.
 #
 # ## Change something
 #
-# Add `fedavg:H=50` and `diloco:H=50:outer_lr=0.7` to the first comparison. Which tolerates rare synchronizations
-# better?
+# Add `fedavg:H=50` and `diloco:H=50:outer_lr=0.7` to the first comparison. Which strategy tolerates rare
+# synchronizations better?
 #
 # ## A question
 #

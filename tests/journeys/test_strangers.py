@@ -33,7 +33,7 @@ COUNT = 3
 STEPS = 120
 PAGE = ROOT / "docs" / "security.md"
 IDLE = 300
-BEFORE = "look at the hosts"  # it listens for a moment only, before the run
+BEFORE = "check of the hosts"  # it listens for a moment only, before the run
 FIT: dict[str, Any] = {"max_steps": STEPS, "batch_size": 8}
 
 TRAIN = """
