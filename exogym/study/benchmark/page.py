@@ -23,13 +23,13 @@ PLANNED = {
 TITLES = {"mnist": "MNIST", "cifar10": "CIFAR-10"}
 IN_HARDWARE = (0, 2)  # positions in SHARED
 ABOUT = """\
-Compare training methods: what each sends, and what it costs in loss and time as nodes are added. All methods train the
-same model from the same weights on the same data.
+Compare the bytes that training methods send, and the loss and time that they cost as nodes are added. All methods train
+the same model from the same weights on the same data.
 
 - All nodes together take the same number of examples per step, for every number of nodes. So the tables show what
   splitting the work costs.
-- **Reduction** is DDP's bytes sent over the method's.
-- **Quality** is DDP's validation loss over the method's, with the same nodes. Above 100 % is better than DDP.
+- **Reduction** is DDP's sent bytes divided by the method's.
+- **Quality** is DDP's validation loss divided by the method's, with as many nodes. Above 100 % is better than DDP.
 - `single` is one of the nodes alone, with its share of the data.
 - Traffic includes the final synchronization, which dominates SPARTA's traffic in short runs.
 - Numbers are mean ± standard deviation over {seeds}.
@@ -126,7 +126,7 @@ def _methods(tasks: Mapping[str, Sequence[Any]]) -> str:
         lines.append([f"`{method}`", reduction, cut, quality, *qualities, use])
     nodes = sorted({part["nodes"] for parts in tasks.values() for part in parts})
     said = f"Ranges are from the lowest to the highest mean over {', '.join(map(str, nodes))} nodes. "
-    said += "Estimates are ours, from before measuring.\n"
+    said += "We made the estimates before measuring.\n"
     return f"{said}\n{markdown(heads, lines)}\n"
 
 
@@ -167,10 +167,10 @@ def _rates(part: Mapping[str, Any]) -> str:
         for method, rates in part["predicted"].items()
     ]
     said = (
-        f"*Simulated here*: all nodes on one {part['device']}, one after the other, without network time; methods took "
-        f"turns, {part['seeds']} times, apart from the training. *Predicted* (next table): {part['nodes']} real nodes, "
-        f"each as fast as `single` here, with a model of {part['parameters']:,} parameters on the named network, by "
-        f"the formulas of `exogym advise`.\n"
+        f"*Simulated here*: one {part['device']} computes all nodes in turn, without network time. We measured these "
+        f"speeds apart from the training, {part['seeds']} times for each method. *Predicted* (next table): the speed "
+        f"of {part['nodes']} real nodes, each as fast as `single` here, with a model of {part['parameters']:,} "
+        f"parameters on the named network, by the formulas of `exogym advise`.\n"
     )
     return f"{said}\n{markdown(heads, lines)}\n" if lines else ""
 
@@ -180,7 +180,7 @@ def _devices(hardware: Mapping[str, Any]) -> Iterator[str]:
     yield (
         "Predicted, not measured: GPT-2 small (124M parameters) on 4 nodes, a step of 8 windows of 1,024 tokens per "
         "node, devices at 40 % of their peak. Cells are the speed-up over one device alone: "
-        f"{' / '.join(f'`{SHARED[k]}`' for k in IN_HARDWARE)}. Below 1 four nodes are slower than one; 4 is the "
+        f"{' / '.join(f'`{SHARED[k]}`' for k in IN_HARDWARE)}. Below 1, four nodes are slower than one; 4 is the "
         "maximum. The table does not predict losses.\n"
     )
     lines = [
@@ -198,7 +198,8 @@ def _counts(scaling: Mapping[str, Sequence[float]], picture: str) -> Iterator[st
     yield "## Many nodes\n"
     yield (
         f"Predicted speed-up over one node alone, for the same model on `{DEVICE}` with `{WIRE}` between nodes. DDP's "
-        "and DiLoCo's bytes in a ring hardly grow with the nodes; the bytes that DeMo's nodes receive do.\n"
+        "and DiLoCo's bytes in a ring hardly grow with the number of nodes; the bytes that DeMo's nodes receive do "
+        "grow.\n"
     )
     lines = [[f"`{method}`", *(f"{scaling[str(n)][k]:.3g}" for n in COUNTS)] for k, method in enumerate(SHARED)]
     yield markdown(["method", *(f"{n} nodes" for n in COUNTS)], lines) + "\n"

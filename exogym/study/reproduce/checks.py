@@ -51,9 +51,8 @@ def lower(first: str, second: str, by: float = 0.0, measure: str = "val_loss", t
         margin = f" by at least {by:.1%}" if by else ""
         names = [first if than is None else f"{first}, {measure}", second if than is None else f"{second}, {than}"]
         says = (
-            f"{names[0]} ({_text(a, measure)}) is lower{margin} than {names[1]} ({_text(b, than or measure)})"
-            f"{_change(a, b)}: "
-            f"in {wins} of {len(seeds)} seeds"
+            f"{names[0]} ({_text(a, measure)}) against {names[1]} ({_text(b, than or measure)}){_change(a, b)}: "
+            f"lower{margin} in {wins} of {len(seeds)} seeds; claimed: in all"
         )
         return Seen(says, True if wins == len(seeds) else None if wins else False)
 
@@ -65,7 +64,7 @@ def no_worse(first: str, second: str, within: float) -> Check:
 
     def check(found: Found) -> Seen:
         a, b = values_of(found, first), values_of(found, second)
-        says = f"{first} ({_text(a)}) is at most {within:.1%} above {second} ({_text(b)}){_change(a, b)}"
+        says = f"{first} ({_text(a)}) against {second} ({_text(b)}){_change(a, b)}; claimed: at most {within:.1%} above"
         return Seen(says, bool(np.mean([*a.values()]) <= np.mean([*b.values()]) * (1 + within)))
 
     return check
@@ -94,7 +93,7 @@ def ascending(labels: Sequence[str], measure: str = "val_loss") -> Check:
         seeds = sorted(set.intersection(*(set(values) for values in runs)))
         over = sum(runs[0][seed] < runs[-1][seed] for seed in seeds)
         says = " < ".join(f"{label} ({_text(values)})" for label, values in zip(labels, runs, strict=True))
-        says += f"; the last is above the first in {over} of {len(seeds)} seeds"
+        says = f"claimed: {says}; the last is above the first in {over} of {len(seeds)} seeds"
         rises = all(x < y for x, y in itertools.pairwise(means))
         return Seen(says, rises if over == len(seeds) else None if over and rises else False)
 
@@ -183,7 +182,7 @@ def late_order(label: str, measures: Sequence[str], share: float = 0.25) -> Chec
         texts = (
             f"{name} ({mean_text([*level])})" for name, level in zip(measures, zip(*levels, strict=True), strict=True)
         )
-        says = f"{label}, late in training: {' < '.join(texts)}, in {sum(holds)} of {len(holds)} seeds"
+        says = f"{label}, late in training; claimed: {' < '.join(texts)}; so in {sum(holds)} of {len(holds)} seeds"
         return Seen(says, True if all(holds) else None if any(holds) else False)
 
     return where_whole([label], check)
@@ -253,4 +252,4 @@ def _text(values: Mapping[int, float], measure: str = "val_loss") -> str:
 def _change(a: Mapping[int, float], b: Mapping[int, float]) -> str:
     """Return the relative difference of a's mean from b's mean as text."""
     first, second = float(np.mean([*a.values()])), float(np.mean([*b.values()]))
-    return f" by {first / second - 1:+.1%}" if math.isfinite(first) and math.isfinite(second) and second else ""
+    return f", {first / second - 1:+.1%}" if math.isfinite(first) and math.isfinite(second) and second else ""

@@ -24,11 +24,11 @@ HOLDS = {True: "yes", False: "no", None: "seeds disagree"}
 ABOUT = """\
 We trained papers' claims again at small size, on two cores. Small runs can confirm which method is better, not absolute
 numbers. Each section has the paper's finding, our question with its tolerance, and the results: mean ± standard
-deviation over seeds, which start alike in all cells. The verdict follows by a rule, fixed before training; a section
+deviation over seeds. Each seed starts alike in all cells. A rule, fixed before training, gives the verdict; a section
 says if we changed its rule later. We report claims that fail, and tuned nothing to confirm them.
 
-`exogym reproduce` writes this page from the results in {results}. Each section ends with its command.
-To list all claims:
+`exogym reproduce` writes this page from the results in {results}. Each section ends with its
+command, and its time in one process on a busy machine. To list all claims:
 
 ```bash
 exogym reproduce --list
@@ -156,7 +156,7 @@ class Page:
 {notes}
 ![{claim.title}]({self._picture(claim)})
 
-Command: `exogym reproduce {words}`, {minutes:.0f} minutes in one process on a busy machine.
+Command: `exogym reproduce {words}` ({minutes:.0f} minutes).
 """
 
 

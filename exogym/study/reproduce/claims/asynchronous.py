@@ -19,8 +19,8 @@ CLAIMS = [
         "R7",
         "Naive asynchrony is worse than waiting; delayed Nesterov with dynamic local updates is not",
         "Liu et al., Asynchronous local-SGD, arXiv:2401.09135",
-        "4 workers of very different speeds, H = 50. Perplexity at 20M: synchronous 41.35, naive 44.27, delayed "
-        "Nesterov with dynamic local updates 41.13.",
+        "With 20M parameters, H = 50 and 4 workers of very different speeds, the perplexity is 41.35 for synchronous "
+        "training, 44.27 for naive asynchrony, and 41.13 for delayed Nesterov with dynamic local updates.",
         "N = 4 with speeds 1, 0.75, 0.5, 0.25, H = 30, outer rate 0.4, and the same number of local steps in all. Is "
         "naive worse than both, and is delayed Nesterov with dynamic updates at most 1 % above synchronous?",
         {
@@ -39,8 +39,8 @@ CLAIMS = [
         "Discounting stale updates hardly helps",
         "Liu et al., Asynchronous local-SGD, arXiv:2401.09135",
         "Discounting updates that are s versions old by (1 + s)^-1/2 does not close naive asynchrony's gap.",
-        "Setting of R7: is naive at most 1 % above discounted, and is discounted still worse than delayed Nesterov "
-        "with dynamic updates?",
+        "In the setting of R7: is the naive rule's loss at most 1 % above the discounted rule's, and is the "
+        "discounted rule still worse than delayed Nesterov with dynamic updates?",
         {
             "naive": unequal("rule=nesterov"),
             "discounted": unequal("rule=discount"),

@@ -27,13 +27,13 @@ DENSE = {"SparseLoCo": SPARSELOCO, "DiLoCo, 0.7": DILOCO, "DiLoCo, 0.4": MODERAT
 CLAIMS = [
     Claim(
         "R12",
-        "DeMo: the cosine transform matters, and few coefficients do what all signs do",
+        "DeMo: the cosine transform matters, and few coefficients are as good as all signs",
         "Peng, Quesnelle, Kingma, DeMo, arXiv:2411.19870",
-        "OLMo 300M: AdamW sends 636.9 MB a step, DeMo 7.49 MB with k = 8 and 0.93 MB with k = 1. HellaSwag scores: "
-        "0.35, 0.38, 0.35.",
-        "k = 4 of up to 4,096, decay 0.999. Is the loss with the transform lower than without it in every seed? Is it "
-        "at most 3 % above the loss with all coefficients (signs of the whole momentum), with less than a hundredth "
-        "of the bytes?",
+        "With OLMo 300M, AdamW sends 636.9 MB a step, DeMo 7.49 MB with k = 8 and 0.93 MB with k = 1. Their HellaSwag "
+        "scores are 0.35, 0.38 and 0.35.",
+        "DeMo sends k = 4 of up to 4,096 coefficients, with decay 0.999. Is the loss with the transform lower than "
+        "without it in every seed? Is it at most 3 % above the loss with all coefficients (signs of the whole "
+        "momentum), with less than a hundredth of the bytes?",
         {
             "DCT, k=4": Cell("demo:compression_topk=4"),
             "no transform, k=4": Cell(demo_without_transform),
@@ -49,8 +49,8 @@ CLAIMS = [
         "R13",
         "SparseLoCo beats DiLoCo",
         "Sarfi et al., SparseLoCo, arXiv:2508.15706",
-        "512M, H from 15 to 100: sending 1 to 3 % of the values in 2 bits, with error feedback, is better than dense "
-        "DiLoCo.",
+        "With 512M parameters and H from 15 to 100, sending 1 to 3 % of the values in 2 bits, with error feedback, is "
+        "better than dense DiLoCo.",
         "N = 4, H = 30, chunks of 4,096, k = 64, 2 bits, default decay: is the loss lower in every seed than DiLoCo's "
         "with outer rates of 0.7 and 0.4? We do not expect it in such a short run, since error feedback needs many "
         "rounds.",
@@ -63,9 +63,11 @@ CLAIMS = [
         "sparse-bytes",
         "SparseLoCo is near DiLoCo at 1/146 of its bytes",
         "arXiv:2603.08163; Sarfi et al., SparseLoCo, arXiv:2508.15706",
-        "Chunks of 4,096, k = 64, 2-bit values with 12-bit indices: 146 times fewer bytes than fp32.",
-        "Setting of R13: is the loss at most 3 % above DiLoCo's at both rates, with 1/146 of the payload? Tensors are "
-        "small here, so chunks are small too, and k is rounded up in each. The bytes may therefore be 15 % off.",
+        "With chunks of 4,096, k = 64, 2-bit values and 12-bit indices, SparseLoCo sends 146 times fewer bytes than "
+        "fp32.",
+        "In the setting of R13: is the loss at most 3 % above DiLoCo's at both rates, with 1/146 of the payload? "
+        "Tensors are small here, so chunks are small too, and k is rounded up in each. The bytes may therefore be 15 "
+        "% off.",
         DENSE,
         [
             no_worse("SparseLoCo", "DiLoCo, 0.7", 0.03),
@@ -77,8 +79,8 @@ CLAIMS = [
         "R14",
         "SPARTA with 0.5 to 5 % of the parameters lies between one node and DDP",
         "SPARTA, openreview stFPf3gzq1",
-        "124M: averaging 0.05 to 0.5 % of the parameters per step keeps the replicas' correlation above 0.9, and "
-        "lowers the loss.",
+        "With 124M parameters, averaging 0.05 to 0.5 % of them per step keeps the replicas' correlation above 0.9, "
+        "and lowers the loss.",
         "N = 4, p = 0.5 % and 5 %: is DDP better than SPARTA, and SPARTA better than one node, in every seed?",
         {
             "one node": SINGLE,

@@ -58,7 +58,8 @@ CLAIMS = [
         "scaffold",
         "With sampled clients and skewed labels SCAFFOLD beats FedAvg",
         "Karimireddy et al., SCAFFOLD, arXiv:1910.06378",
-        "EMNIST with sorted labels: SCAFFOLD needs fewer rounds than FedAvg. The advantage grows with the local steps.",
+        "On EMNIST with sorted labels, SCAFFOLD needs fewer rounds than FedAvg. The advantage grows with the local "
+        "steps.",
         "Pictures, 20 clients with two labels each, 5 sampled per round, 10 local steps of SGD with rate 0.05, 60 "
         "rounds: is SCAFFOLD's loss lower in every seed?",
         {
@@ -67,9 +68,10 @@ CLAIMS = [
         },
         [lower("SCAFFOLD", "FedAvg")],
         "curves",
-        "SCAFFOLD diverges at this rate, which suits FedAvg. With 5 of 20 clients per round, a client's stored "
-        "gradient is four rounds old. An independent SCAFFOLD in 20 lines of plain torch, on the same pictures and "
-        "model, also diverges in 3 of 3 seeds. At rates of 0.02 and 0.01 it is better than FedAvg in 3 of 3.",
+        "SCAFFOLD diverges at this learning rate, which suits FedAvg. With 5 of 20 clients per round, a client's "
+        "stored gradient is four rounds old on average. An independent SCAFFOLD in 20 lines of plain torch, on the "
+        "same pictures and model, also diverges in 3 of 3 seeds. At rates of 0.02 and 0.01 SCAFFOLD is better than "
+        "FedAvg in 3 of 3 seeds.",
     ),
     Claim(
         "momentum-pays-text",
@@ -77,7 +79,7 @@ CLAIMS = [
         "Douillard et al., DiLoCo, arXiv:2311.08105; McMahan et al., arXiv:1602.05629",
         FOUND,
         "We change one factor at a time. The base is AdamW 3e-3 with a cosine schedule, H = 30, outer rate 0.7, 1,000 "
-        "steps, by speaker. Is DiLoCo better in every seed? The claim needs every line.",
+        "steps, by speaker. Is DiLoCo better in every seed? The claim holds only if every line does.",
         CHARACTERS,
         [lower(name, name.replace("DiLoCo", "FedAvg")) for name in CHARACTERS if name.startswith("DiLoCo")],
         notes="In both tasks DiLoCo is better in every seed only with plain SGD as inner optimizer. In runs this "
@@ -89,7 +91,7 @@ CLAIMS = [
         "Douillard et al., DiLoCo, arXiv:2311.08105; McMahan et al., arXiv:1602.05629",
         FOUND,
         "We change one factor at a time. The base is AdamW 2e-3, H = 20, outer rate 0.4, 600 steps, label shards. Is "
-        "DiLoCo better in every seed? The claim needs every line.",
+        "DiLoCo better in every seed? The claim holds only if every line does.",
         PICTURES,
         [lower(name, name.replace("DiLoCo", "FedAvg")) for name in PICTURES if name.startswith("DiLoCo")],
         notes="In both tasks DiLoCo is better in every seed only with plain SGD as inner optimizer. In runs this "

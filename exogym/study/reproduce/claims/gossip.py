@@ -13,16 +13,16 @@ CLAIMS = [
         "R9",
         "NoLoCo is as good as DiLoCo, and its nodes draw together as the learning rate falls",
         "Kolehmainen et al., NoLoCo, arXiv:2506.10911",
-        "125M, 8 nodes. Perplexity of DiLoCo and NoLoCo: 27.6 and 27.3 on Reddit, 35.4 and 34.5 on C4. NoLoCo "
-        "synchronizes every 50 steps, DiLoCo every 100.",
-        "N = 4, H = 30 for both, so NoLoCo synchronizes no more often. Is its loss at most 2 % above DiLoCo's, and do "
-        "its nodes end at most half of their largest distance apart?",
+        "With 125M parameters and 8 nodes, the perplexity of DiLoCo and NoLoCo is 27.6 and 27.3 on Reddit, and 35.4 "
+        "and 34.5 on C4. NoLoCo synchronizes every 50 steps, DiLoCo every 100.",
+        "N = 4 and H = 30 for both, so NoLoCo synchronizes no more often. Is NoLoCo's loss at most 2 % above "
+        "DiLoCo's, and do its nodes end at most half of their largest distance apart?",
         {"DiLoCo": DILOCO, "NoLoCo": NOLOCO},
         [no_worse("NoLoCo", "DiLoCo", 0.02), spread_shrinks("NoLoCo", 0.5)],
     ),
     Claim(
         "R10",
-        "How far nodes are apart follows the inner learning rate",
+        "The nodes' distance follows the inner learning rate",
         "Kolehmainen et al., NoLoCo, arXiv:2506.10911, theorem on the variance",
         "The nodes' distance from each other correlates 0.91 to 0.97 with the inner learning rate.",
         "NoLoCo with N = 4, H = 30 and a cosine schedule: is the correlation at least 0.9 in every seed, over the "

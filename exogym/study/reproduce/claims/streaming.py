@@ -20,10 +20,10 @@ FOUR = {
 CLAIMS = [
     Claim(
         "R5",
-        "Streaming DiLoCo with overlap and 4 bits is DiLoCo at an eighth of its bytes",
+        "Streaming DiLoCo with overlap and 4 bits is as good as DiLoCo at an eighth of its bytes",
         "Douillard et al., Streaming DiLoCo, arXiv:2501.18512",
-        "H = 30, N = 2, tau = 1, alpha = 0.5, E3M0. Losses of DDP, DiLoCo and streaming: 3.51, 3.54, 3.53 at 35M; "
-        "2.67, 2.68, 2.67 at 500M.",
+        "With H = 30, N = 2, tau = 1, alpha = 0.5 and E3M0, the losses of DDP, DiLoCo and streaming are 3.51, 3.54 "
+        "and 3.53 at 35M parameters, and 2.67, 2.68 and 2.67 at 500M.",
         "N = 4, three fragments, otherwise as in the paper: is the loss at most 0.5 % above DiLoCo's, at an eighth of "
         "its payload?",
         {"DiLoCo": DILOCO, "streaming, 4 bits": Cell(f"{STREAMING}:bits=4")},
@@ -31,10 +31,10 @@ CLAIMS = [
     ),
     Claim(
         "R6",
-        "An average one round late: naive is much worse, eager nearly as good as none",
+        "An average one round late: naive use is much worse, eager use nearly as good as no delay",
         "Kale et al., Eager updates, arXiv:2502.12996",
-        "500M, H = 30, N = 2: loss 2.67 without delay, 3.01 with a naive delay of a round (2.73 at a lower outer "
-        "rate), 2.69 with eager updates.",
+        "With 500M parameters, H = 30 and N = 2, the loss is 2.67 without delay, 3.01 with a naive delay of a round "
+        "(2.73 at a lower outer rate), and 2.69 with eager updates.",
         "N = 2, as in the paper, and N = 4, with H = 30 and outer rate 0.4. Is the naive delay at least 2 % worse "
         "than no delay, and worse than eager? Is eager with N = 2 at most 2 % worse than no delay? With N = 4 only a "
         "quarter of an eager gradient is from the current round.",
@@ -51,9 +51,10 @@ CLAIMS = [
     ),
     Claim(
         "R11",
-        "In streaming DiLoCo the outer parameters are better than the nodes' mean, and that than one node",
+        "In streaming DiLoCo the outer parameters are better than the nodes' mean, which is better than one node",
         "Douillard et al., Streaming DiLoCo, arXiv:2501.18512, ablations",
-        "500M: loss 2.67 for the outer parameters, 2.68 for the replicas' mean, 2.77 for one replica.",
+        "With 500M parameters, the loss is 2.67 for the outer parameters, 2.68 for the replicas' mean, and 2.77 for "
+        "one replica.",
         "N = 4, streaming in fp32: do the losses have this order over the last quarter of the evaluations?",
         {"streaming": Cell(STREAMING, replicas=True)},
         [late_order("streaming", ["val_loss", "mean_val_loss", "node_val_loss"])],
