@@ -52,7 +52,7 @@ def lower(first: str, second: str, by: float = 0.0, measure: str = "val_loss", t
         names = [first if than is None else f"{first}, {measure}", second if than is None else f"{second}, {than}"]
         says = (
             f"{names[0]} ({_text(a, measure)}) against {names[1]} ({_text(b, than or measure)}){_change(a, b)}: "
-            f"lower{margin} in {wins} of {len(seeds)} seeds; claimed: in all"
+            f"lower{margin} in {wins} of {len(seeds)} seeds"
         )
         return Seen(says, True if wins == len(seeds) else None if wins else False)
 
@@ -93,7 +93,7 @@ def ascending(labels: Sequence[str], measure: str = "val_loss") -> Check:
         seeds = sorted(set.intersection(*(set(values) for values in runs)))
         over = sum(runs[0][seed] < runs[-1][seed] for seed in seeds)
         says = " < ".join(f"{label} ({_text(values)})" for label, values in zip(labels, runs, strict=True))
-        says = f"claimed: {says}; the last is above the first in {over} of {len(seeds)} seeds"
+        says += f"; the last is above the first in {over} of {len(seeds)} seeds"
         rises = all(x < y for x, y in itertools.pairwise(means))
         return Seen(says, rises if over == len(seeds) else None if over and rises else False)
 
@@ -182,7 +182,7 @@ def late_order(label: str, measures: Sequence[str], share: float = 0.25) -> Chec
         texts = (
             f"{name} ({mean_text([*level])})" for name, level in zip(measures, zip(*levels, strict=True), strict=True)
         )
-        says = f"{label}, late in training; claimed: {' < '.join(texts)}; so in {sum(holds)} of {len(holds)} seeds"
+        says = f"{label}, late in training: {' < '.join(texts)}, in {sum(holds)} of {len(holds)} seeds"
         return Seen(says, True if all(holds) else None if any(holds) else False)
 
     return where_whole([label], check)

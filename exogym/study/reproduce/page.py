@@ -23,9 +23,10 @@ NO_VERDICT = "too short for a verdict"
 HOLDS = {True: "yes", False: "no", None: "seeds disagree"}
 ABOUT = """\
 We trained papers' claims again at small size, on two cores. Small runs can confirm which method is better, not absolute
-numbers. Each section has the paper's finding, our question with its tolerance, and the results: mean ± standard
-deviation over seeds. Each seed starts alike in all cells. A rule, fixed before training, gives the verdict; a section
-says if we changed its rule later. We report claims that fail, and tuned nothing to confirm them.
+numbers. Each section has the paper's finding, our setting and question with its tolerance, and the results: mean ±
+standard deviation over seeds. Each seed starts alike in all cells. A rule, fixed before training, gives the verdict; a
+section says if we changed its rule later. Lines with "yes" support the claim, lines with "no" contradict it. We report
+claims that fail, and tuned nothing to confirm them.
 
 `exogym reproduce` writes this page from the results in {results}. Each section ends with its
 command, and its time in one process on a busy machine. To list all claims:
@@ -112,11 +113,11 @@ class Page:
             seen = claim.seen(found)
             verdict = str(Verdict.of(seen)) if self.judges else NO_VERDICT
             link = _anchor(f"{claim.name}: {claim.title}")
-            rows.append(f"| [{claim.name}](#{link}) | {claim.title} | {claim.paper} | {verdict} |")
+            rows.append(f"| [{claim.name}](#{link}) | {claim.title} | {verdict} |")
             sections.append(self._section(claim, found, seen, verdict))
         parts = ["# Reproductions\n", ABOUT.format(results=f"[{self.results.name}]({self.results.name})")]
         if rows:
-            parts.append("\n".join(["| claim | title | paper | verdict |", "| --- | --- | --- | --- |", *rows]) + "\n")
+            parts.append("\n".join(["| claim | title | verdict |", "| --- | --- | --- |", *rows]) + "\n")
         parts += sections
         if absent:
             parts.append("## Not run yet\n\nRun `exogym reproduce` with the name of the claim:\n")
@@ -156,7 +157,7 @@ class Page:
 {notes}
 ![{claim.title}]({self._picture(claim)})
 
-Command: `exogym reproduce {words}` ({minutes:.0f} minutes).
+`exogym reproduce {words}`: {minutes:.0f} minutes.
 """
 
 

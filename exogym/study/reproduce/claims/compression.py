@@ -27,7 +27,7 @@ DENSE = {"SparseLoCo": SPARSELOCO, "DiLoCo, 0.7": DILOCO, "DiLoCo, 0.4": MODERAT
 CLAIMS = [
     Claim(
         "R12",
-        "DeMo: the cosine transform matters, and few coefficients are as good as all signs",
+        "DeMo: the cosine transform matters; few coefficients are as good as all signs",
         "Peng, Quesnelle, Kingma, DeMo, arXiv:2411.19870",
         "With OLMo 300M, AdamW sends 636.9 MB a step, DeMo 7.49 MB with k = 8 and 0.93 MB with k = 1. Their HellaSwag "
         "scores are 0.35, 0.38 and 0.35.",

@@ -82,8 +82,6 @@ CLAIMS = [
         "steps, by speaker. Is DiLoCo better in every seed? The claim holds only if every line does.",
         CHARACTERS,
         [lower(name, name.replace("DiLoCo", "FedAvg")) for name in CHARACTERS if name.startswith("DiLoCo")],
-        notes="In both tasks DiLoCo is better in every seed only with plain SGD as inner optimizer. In runs this "
-        "short AdamW's own momentum seems to leave little for an outer momentum to add.",
     ),
     Claim(
         "momentum-pays-pictures",

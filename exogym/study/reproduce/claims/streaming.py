@@ -20,7 +20,7 @@ FOUR = {
 CLAIMS = [
     Claim(
         "R5",
-        "Streaming DiLoCo with overlap and 4 bits is as good as DiLoCo at an eighth of its bytes",
+        "Streaming with overlap and 4 bits is as good as DiLoCo at an eighth of its bytes",
         "Douillard et al., Streaming DiLoCo, arXiv:2501.18512",
         "With H = 30, N = 2, tau = 1, alpha = 0.5 and E3M0, the losses of DDP, DiLoCo and streaming are 3.51, 3.54 "
         "and 3.53 at 35M parameters, and 2.67, 2.68 and 2.67 at 500M.",
@@ -31,7 +31,7 @@ CLAIMS = [
     ),
     Claim(
         "R6",
-        "An average one round late: naive use is much worse, eager use nearly as good as no delay",
+        "An average one round late: naive is much worse, eager nearly as good as no delay",
         "Kale et al., Eager updates, arXiv:2502.12996",
         "With 500M parameters, H = 30 and N = 2, the loss is 2.67 without delay, 3.01 with a naive delay of a round "
         "(2.73 at a lower outer rate), and 2.69 with eager updates.",
@@ -51,7 +51,7 @@ CLAIMS = [
     ),
     Claim(
         "R11",
-        "In streaming DiLoCo the outer parameters are better than the nodes' mean, which is better than one node",
+        "Streaming DiLoCo: outer parameters beat the nodes' mean, which beats one node",
         "Douillard et al., Streaming DiLoCo, arXiv:2501.18512, ablations",
         "With 500M parameters, the loss is 2.67 for the outer parameters, 2.68 for the replicas' mean, and 2.77 for "
         "one replica.",
