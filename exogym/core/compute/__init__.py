@@ -1,1 +1,1 @@
-"""From a batch to a step of one row or many: losses, gradients, inner optimizers."""
+"""Compute the local steps of one row or of many rows: losses, gradients and the inner optimizers' steps."""

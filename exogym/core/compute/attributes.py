@@ -1,7 +1,7 @@
-"""Find state that a model keeps in plain attributes: all nodes of a process would share it.
+"""Find state that a model stores in plain attributes. All nodes of a process would share this state.
 
-A trial step compares the attributes of all submodules before and after: numbers, text, tensors, arrays, containers of
-these, and objects of the user's own classes. It ignores functions, modules and torch's own objects.
+ExoGym compares the attributes of all submodules before and after a trial step: numbers, text, tensors, arrays,
+containers of these, and objects of the user's own classes. It ignores functions, modules and torch's own objects.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _DEEPEST = 4
 class Attributes:
     """A copy of the current attributes of `model` and its submodules.
 
-    A module may list harmless attributes in `shared_attributes`, its own or its submodules', by path.
+    A module's `shared_attributes` may name harmless attributes of this module, and of its submodules by their paths.
     """
 
     def __init__(self, model: nn.Module):
@@ -55,14 +55,17 @@ class Attributes:
         return {f"{name}.{key}" if name else key for name, keys in named for key in keys}
 
     def differing(self, other: Attributes, tolerance: float) -> list[str]:
-        """Return the paths, in order, whose values differ from `other`; numbers by more than `tolerance`."""
+        """Return the paths of the attributes whose values differ from `other`'s.
+
+        Floats differ if their relative difference is above `tolerance`.
+        """
         paths = dict.fromkeys([*self.kept, *other.kept])
         pairs = {path: (self.kept.get(path), other.kept.get(path)) for path in paths}
         return [path for path, (a, b) in pairs.items() if a is None or b is None or not a.same(b, tolerance)]
 
     @torch.no_grad()
     def put_back(self, paths: Iterable[str]) -> None:
-        """Restore the attributes at `paths`, in place if they changed in place."""
+        """Set the attributes at `paths` back to the copied values, in place if they changed in place."""
         for path in paths:
             name, _, key = path.rpartition(".")
             if path in self.kept:
@@ -75,20 +78,21 @@ def refuse_carried(
     model: nn.Module, before: Attributes, trial: Callable[[Any], Tensor], batch: Any, another: Callable[[], Any],
     tolerance: float,
 ) -> None:  # fmt: skip
-    """Refuse attributes through which a training step changes later steps of any node.
+    """Refuse a model if a training step changes an attribute that later steps use.
 
-    The test takes a step on `batch` twice. One starts from the attribute's first value. The other starts from the value
-    that a step on another batch, with other parameters, left. If both give the same loss and the same attribute, it is
-    harmless: the model writes it before reading it, or makes it once for all.
+    The test takes a step on `batch` twice. The first step starts with the attribute's first value. Then a step on
+    another batch, with other parameters, may change the attribute, and the second step starts with the changed value.
+    If both steps on `batch` give the same loss and leave the same attribute, the attribute is harmless: the model
+    writes the attribute before reading it, or makes a value that never changes.
 
     Args:
-        before: the attributes before any step; one step was taken since.
-        trial: takes a training step on a batch, undoes everything but attributes, and returns the loss.
-        another: returns another batch; `batch` replaces it if its shapes differ.
-        tolerance: relative, for numbers; 0 if computing twice gives the same bits.
+        before: a copy of the attributes from before the first step. One step was taken after the copy.
+        trial: takes a training step on a batch, undoes everything except changes of attributes, and returns the loss.
+        another: returns another batch. If its tensors have other shapes, the test uses `batch` again.
+        tolerance: relative tolerance for floats; 0 if computing twice gives the same bits.
 
     Raises:
-        ModelError: an attribute changes later steps; the message names it and the remedy.
+        ModelError: an attribute changes later steps. The message names the attribute and the remedy.
     """
     allowed = before.allowed()
     changed = [path for path in before.differing(Attributes(model), 0.0) if path not in allowed]
@@ -107,10 +111,10 @@ def refuse_carried(
             before.put_back(changed)
             name, _, key = carried[0].rpartition(".")
             raise ModelError(
-                f"a training step changes the attribute {carried[0]!r} of the model, and later steps use it. It is no "
-                "parameter or buffer, so all nodes would share it. Make it a buffer, so that every node has its own: "
-                f"self.register_buffer({key!r}, torch.tensor(...)), changed in place. If training does not depend on "
-                f"it, allow it: {ALLOWED} = ({key!r},) in class "
+                f"a training step changes the attribute {carried[0]!r} of the model, and later steps use it. All nodes "
+                "would share this attribute, because it is neither a parameter nor a buffer. Make it a buffer with "
+                f"self.register_buffer({key!r}, torch.tensor(...)) and change it in place: then every node has its "
+                f"own. If training does not depend on the attribute, allow it: {ALLOWED} = ({key!r},) in class "
                 f"{type(before.modules[name]).__name__}"
             )
     before.put_back(path for path in allowed if path in before.kept)
@@ -182,7 +186,7 @@ class _Value:
         return bool(a == b)
 
     def restored(self) -> Any:
-        """Restore the value's contents and return it."""
+        """Set the value's contents back to the copy, in place, and return the value."""
         value, held = self.value, self.held
         if isinstance(held, Tensor):
             if value.is_leaf and not torch.equal(value.detach(), held):

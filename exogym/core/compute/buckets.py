@@ -1,9 +1,9 @@
 """Average gradients bucket by bucket during the backward pass, like torch's DistributedDataParallel.
 
-If a process holds one row and uses native reductions, it sends the last layers' gradients while it computes the first
-layers'. Buckets are column ranges of the gradient matrix. Every process sends them in the same order, from the last
-column to the first. A parameter without a gradient counts as zeros. The processes compare later which parameters had
-gradients, so unused parameters need no option.
+If a process holds one row and reduction="native", the process sends the last layers' gradients while it computes the
+first layers' gradients. Buckets are column ranges of the gradient matrix. Every process sends the buckets in the same
+order, from the last column to the first. A parameter without a gradient counts as zeros. The processes compare later
+which parameters had gradients, so models with unused parameters work without an option.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from exogym.core.fleet import Block, Fleet
 
 
 class Buckets:
-    """Send this process's one row of gradients as soon as they are computed.
+    """Send the gradients of this process's only row, bucket by bucket, as soon as they are computed.
 
     Args:
-        worker: its parameters get hooks; `close` removes them.
-        fleet: has one row in this process, and a wire that can begin a sum.
-        bucket_bytes: a bucket's size in bytes; a block's last bucket may be smaller.
+        worker: the worker of this process. Its parameters get hooks, and `close` removes the hooks.
+        fleet: a fleet with one row in this process and a wire that can sum in the background.
+        bucket_bytes: a bucket's size in bytes. A block's last bucket may be smaller.
     """
 
     def __init__(self, worker: Worker, fleet: Fleet, bucket_bytes: int):
@@ -42,7 +42,7 @@ class Buckets:
         self._hooks = [p.register_post_accumulate_grad_hook(self._arrived) for p in worker.parameters]
 
     def arm(self) -> None:
-        """Send the next backward pass's gradients; call it before the last micro-batch's."""
+        """Send gradients during the next backward pass. Call this before the last micro-batch's backward pass."""
         self.armed, self._next = True, 0
         for bucket in self.buckets:
             bucket.missing = set(bucket.slots)

@@ -1,7 +1,8 @@
-"""`compute="auto"`: choose with a short trial the way of computing that ends the run first.
+"""`compute="auto"`: time each way of computing for a few steps, and choose the fastest way for this run.
 
-Compiling takes seconds to a minute. So it is tried only in long runs, where a failed trial would take at most a tenth
-of the time, estimated from the number of operations. It is chosen only if the rest of the run then ends sooner.
+Compiling takes seconds to a minute. So "compiled" is tried only if compiling would take at most a tenth of the run's
+time, estimated from the number of operations. It is chosen only if all steps, and loading the compiled code in each
+process, would then take less time.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ REPEATS = 3
 
 
 def choose(worker: Worker, stream: Stream, strategy: Strategy, total_steps: int) -> str:
-    """Return "loop", "vmap" or "compiled", and print the reason."""
+    """Choose a way of computing for a run: return "loop", "vmap" or "compiled", and print the reason."""
     if strategy.driven_by == "clock":
         notice(f"compute='auto' chose 'loop' ({type(strategy).__name__} computes its nodes one after another)")
         return "loop"
@@ -50,9 +51,9 @@ def choose(worker: Worker, stream: Stream, strategy: Strategy, total_steps: int)
         attempt("vmap", CHUNK_ROWS, 2)
         run_s = min(found.values()) * steps
         if run_s * SHARE < LEAST_COMPILE_S:
-            why.append(f"compiling would take longer than it could save in about {run_s:.2g} s")
+            why.append(f"compiling would take longer than it could save in a run of about {run_s:.2g} s")
         elif (compile_s := trial.compile_s(why)) > run_s * SHARE:
-            why.append(f"compiling would take about {compile_s:.0f} s of {run_s:.0f} s")
+            why.append(f"compiling would take about {compile_s:.0f} s, more than a tenth of the run's {run_s:.0f} s")
         elif compile_s:
             attempt("compiled", 2, 10)
     left_s = {name: seconds * steps + (LOAD_S if name == "compiled" else 0.0) for name, seconds in found.items()}
@@ -97,7 +98,7 @@ class _Trial:
         return best
 
     def compile_s(self, why: list[str]) -> float:
-        """Estimate the seconds to compile; 0 if the model cannot be compiled, with the reason added to `why`."""
+        """Return an estimate of the seconds to compile. If compiling is impossible, return 0 and add why to `why`."""
         try:
             found = Stretches(self.worker, self.stream, self._optimizer())
             return LEAST_COMPILE_S + OPERATION_S * found.operations * found.most

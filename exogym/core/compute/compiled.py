@@ -1,9 +1,10 @@
 """`compute="compiled"`: compile a row's local steps, from forward pass to inner step, with `torch.compile`.
 
-Over a stretch in fp32 the result stays within 1e-5 of a parameter's norm of `loop`
-(`tests/core/compute/test_compiled.py`). There is one graph for `STEPS` steps and one for a single step. Each is made
-when a run first needs it. That takes seconds to a minute; later runs take a few seconds, from inductor's cache on disk.
-Only the number of steps left decides how a span is cut into graphs. So stopping and placement change no bits.
+After a stretch in fp32 each parameter differs from its value under `compute="loop"` by at most 1e-5 of its norm
+(`tests/core/compute/test_compiled.py`). There is one graph for up to `STEPS` steps and one for a single step. A run
+compiles a graph when it first needs it. Compiling takes seconds to a minute; a later run loads the graph from
+inductor's cache on disk in a few seconds. Only the number of remaining steps decides which graphs take them. So
+stopping a run, or placing rows on other processes, changes no bits of the result.
 """
 
 from __future__ import annotations
@@ -38,25 +39,27 @@ TOLERANCE, HALF_TOLERANCE = 1e-3, 0.05  # the first comparison's limits, as shar
 
 
 def compiled(graph: Callable[..., Any], backend: str, draws: bool) -> Callable[..., Any]:
-    """Return `graph` compiled by `backend`; the first call compiles.
-
-    It compiles in this process only: torch's worker processes would outlive a fork.
+    """Return a compiled version of `graph`. The version's first call compiles, without torch's worker processes.
 
     Args:
+        backend: the backend of `torch.compile`.
         draws: whether the graph draws random numbers. The compiled graph then draws the same numbers as torch.
     """
+    # One thread compiles in this process: torch's worker processes would outlive a fork.
     options: Any = {"compile_threads": 1, "fallback_random": draws} if backend == "inductor" else None
     return torch.compile(graph, backend=backend, fullgraph=True, dynamic=False, options=options)
 
 
 @dataclass(frozen=True)
 class Maker:
-    """Something that makes graphs fast: a compiler, or CUDA graphs.
+    """A method that makes graphs faster: compiling, or capturing CUDA graphs.
 
     Attributes:
-        how: its name in `compute=`.
-        doing, done, often: its words in messages.
-        build: (graph, example inputs, whether it draws random numbers) -> a faster function with the same result.
+        how: the method's name in `compute=`.
+        doing, done: the method as a verb in messages, such as "compiling" and "compiled".
+        often: text for messages: how often the method is needed.
+        build: (graph, example inputs, whether the graph draws random numbers) -> a faster function with the same
+            result.
     """
 
     how: str
@@ -73,7 +76,7 @@ COMPILER = Maker(
 
 
 class GraphNode:
-    """Train a row like `TrainNode`, through graphs. Batches unlike the first one go through the plain loop."""
+    """Train a row like `TrainNode`, but with graphs. Batches unlike the first batch are computed without a graph."""
 
     def __init__(self, stretches: Stretches, row: int, worker: Worker, *given: Any):
         self.plain, self.stretches, self.row, self.worker = TrainNode(row, worker, *given), stretches, row, worker
@@ -86,7 +89,7 @@ class GraphNode:
     def train(
         self, count: int, at: np.ndarray | None = None, may_stop: bool = True, source: tuple[int, int] | None = None
     ) -> Tensor:
-        """Take `count` steps and return their losses. A stop takes effect after the current graph."""
+        """Take `count` local steps and return their losses. A stop request takes effect after the current graph."""
         plain, worker, stretches, row = self.plain, self.worker, self.stretches, self.row
         assert plain.inner is not None
         first, losses = int(plain.taken[row]), list[Tensor]()
@@ -109,7 +112,7 @@ class GraphNode:
         return self.looked_at(torch.cat(losses), first)
 
     def looked_at(self, losses: Tensor, first: int) -> Tensor:
-        """Check the row's losses (K,) from step `first` on, and its parameters; return the losses."""
+        """Check the row's parameters and the `losses` (K,) of its steps after step `first`; return the losses."""
         self.worker.check(self.row)
         found = self.plain.watch.losses(self.rank, self.row, losses.to(torch.get_default_dtype()), first)
         self.plain.watch.row(self.rank, self.row, first + len(losses))
@@ -141,19 +144,19 @@ class GraphNode:
 
 
 class Stretches:
-    """The graphs of a row's steps, with their inputs and outputs.
+    """The graphs that take a row's steps, and the code that passes a row's tensors to them and back.
 
     Only SGD, Adam and AdamW step inside a graph. With another optimizer, or a strategy that corrects gradients, the
     graph ends with the gradients. The row's own optimizer then takes the step.
 
     Attributes:
         operations: number of operations in a gradient's graph.
-        most: steps in a graph, at most.
+        most: largest number of steps in one graph.
 
     Raises:
-        ModelError: the model draws from Python's or numpy's generators, or needs fp16's loss scales; its batches hold
-            more than tensors; its step is not a function of tensors; its graph gives other gradients; or this machine
-            cannot compile (no C++ compiler).
+        ModelError: the model draws from Python's or numpy's generators; the precision is fp16; the batches hold more
+            than tensors; the model's step is not a function of tensors; the graph's gradients differ from the model's;
+            or this machine cannot compile (no C++ compiler).
     """
 
     def __init__(self, worker: Worker, stream: Stream, inner: InnerOptimizer | None, maker: Maker = COMPILER):
@@ -180,7 +183,14 @@ class Stretches:
         self.most = 1 if worker.draws_torch else max(1, min(STEPS, OPERATIONS // operations))
 
     def stretch(self, node: GraphNode, batches: list[Any], at: np.ndarray) -> Tensor | None:
-        """Take the steps of `batches` in one graph and return their losses, (K,); None if no graph can take them."""
+        """Take one step with each of the K `batches`, all in one graph, and return the losses, (K,).
+
+        Return None if no graph can take these steps.
+
+        Args:
+            node: trains the row.
+            at: (K,) step numbers for the learning rate's schedule.
+        """
         worker, row = self.worker, node.row
         key, stepping = self.stepping(len(batches))
         numbers = None if stepping is None else self.numbers(stepping, at[: len(batches)])
@@ -197,7 +207,7 @@ class Stretches:
         return losses
 
     def gradient(self, row: int, batch: Any) -> Tensor:
-        """Compute the current row's gradients (into `.grad`) with a graph; return the loss."""
+        """Compute the gradients of `row` with a graph and store them in `.grad`; return the loss."""
         worker = self.worker
         params, buffers = worker.views(row), [rows[row] for rows in worker.fleet.buffers.values()]
         grads, after, loss = self.run("gradient", lambda: self._first_gradient, 1, (params, buffers, batch))
@@ -210,7 +220,14 @@ class Stretches:
     # Graphs
 
     def run(self, key: Any, trace: Callable[[], Callable[..., Any]], steps: int, inputs: tuple[Any, ...]) -> Any:
-        """Run the graph of `key`. The first call makes it and compares it with its single operations."""
+        """Run the graph stored under `key`, and return its results.
+
+        The first call makes the graph and compares its results with the results of its single operations.
+
+        Args:
+            trace: returns the graph's operations, which are then compiled or captured.
+            steps: the graph's number of steps, for messages.
+        """
         with torch.no_grad():
             if key in self._graphs:
                 return self._graphs[key](*inputs)
@@ -234,7 +251,7 @@ class Stretches:
             ) from error
         for a, b in zip(wanted, tensors_in(found), strict=True):
             if not self._is_close(a, b):
-                raise refusal(self.how, f"once {self.maker.done}, it gives other numbers than operation by operation")
+                raise refusal(self.how, f"its {self.maker.done} graph gives other numbers than its single operations")
         say(wire, f"compute={self.how!r}: {self.maker.done} in {time.perf_counter() - begin:.1f} s")
         self._graphs[key] = graph
         return found
@@ -278,7 +295,10 @@ class Stretches:
     # The inner optimizer
 
     def stepping(self, steps: int) -> tuple[Any, Stepping | None]:
-        """Return the key of the graph of `steps` steps, and its `Stepping`; None if the optimizer steps outside."""
+        """Return the key and the `Stepping` of the graph that takes `steps` steps of the current row.
+
+        Instead of the `Stepping`, return None if the row's optimizer takes its steps outside the graph.
+        """
         assert self.inner is not None
         key = (steps, *map(settings, self.inner.optimizer.param_groups))
         if key not in self._steppings:
@@ -308,7 +328,13 @@ class Stretches:
         return Stepping(updates, clock, inner.max_norm)
 
     def numbers(self, stepping: Stepping, at: np.ndarray) -> Tensor | None:
-        """Return the next steps' scalars, (K, groups, SCALARS); None if a group's tensors took unequal steps."""
+        """Return the numbers, such as learning rates, that a graph needs for K steps: (K, groups, SCALARS).
+
+        Return None if the parameters of one group have taken different numbers of steps.
+
+        Args:
+            at: (K,) step numbers for the learning rate's schedule.
+        """
         inner, worker = self.inner, self.worker
         assert inner is not None
         groups = inner.optimizer.param_groups
@@ -332,7 +358,7 @@ class Stretches:
         return torch.from_numpy(numbers).to(self.worker.device, number_dtype(self.worker.parameters))
 
     def kept(self, stepping: Stepping) -> list[State]:
-        """Return the row's optimizer state for each parameter; zeros before its first step."""
+        """Return the current row's optimizer state for each parameter; zeros before the row's first step."""
         assert self.inner is not None
         states = self.inner.optimizer.state
         kept: list[State] = []
@@ -343,7 +369,7 @@ class Stretches:
         return kept
 
     def keep(self, stepping: Stepping, kept: Sequence[State], steps: int) -> None:
-        """Store the graph's new state in the row's optimizer."""
+        """Store `kept`, the optimizer state after a graph of `steps` steps, in the current row's optimizer."""
         assert self.inner is not None
         states = self.inner.optimizer.state
         for p, update, tensors in zip(self.worker.parameters, stepping.updates, kept, strict=True):
@@ -361,11 +387,11 @@ class Stretches:
         return map_tensors(self.worker.to_device(batch), lambda x: x)
 
     def fits(self, batch: Any) -> bool:
-        """Whether the graph takes this batch: it has the graph's shapes, and each example has the same weight."""
+        """Return whether a graph can take this batch: its shapes are the graph's, and all examples weigh the same."""
         return signature(batch) == self.kind and self.worker.counts_examples(batch)
 
     def say_unlike(self, batch: Any) -> None:
-        """Say why this batch goes through the plain loop."""
+        """Print once why this batch is computed without a graph."""
         if signature(batch) == self.kind:
             self.say_once("batches whose micro-batches are not weighted by their examples go through the loop")
         else:

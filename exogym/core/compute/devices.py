@@ -1,4 +1,4 @@
-"""A process that is one of a node's devices: it holds some columns of the node's rows and computes with the others."""
+"""Train a node of several processes, one per device. Each process holds some columns of the node's rows."""
 
 from __future__ import annotations
 
@@ -25,19 +25,22 @@ Part = tuple[Any, float]  # a part of a batch, and its share of the batch
 
 
 class NodeDevices:
-    """The devices of a node; this process is one of them. All return the same values and stop at the same step.
+    """Train with a model that is split over the processes of a node, one process per device.
 
-    The model is whole until `begin`. After that, the pointer's `parameters` are plain tensors of this process's
-    columns, and inner optimizers step them. `set_home` makes the model whole again in the main process. In the others
-    it has no numbers then (meta device).
+    All processes of the node return the same losses and stop at the same step. The model is whole until `begin`. After
+    that, the pointer's `parameters` are plain tensors of this process's columns, and inner optimizers step them.
+    `set_home` makes the model whole again in the main process. In the other processes the model's parameters then have
+    no numbers (meta device).
 
     Args:
         meshes: all nodes' meshes.
+        wire: the communication between processes.
 
     Attributes:
-        split: the model's split over the node's processes, cut like the row.
-        within: the model's own split; differs from `split` if the nodes' meshes differ.
-        stream: this process's part of the random stream's name.
+        split: divides the row over the node's processes.
+        within: divides the model over the node's processes. It is another object than `split` only if the nodes have
+            different meshes.
+        stream: numbers in the name of this process's random stream. They give shards and stages other random numbers.
         should_stop: whether to stop. The processes agree on it in each gradient, so they stop at the same step.
 
     Raises:
@@ -62,7 +65,7 @@ class NodeDevices:
 
     @property
     def ask(self) -> Callable[[], bool]:
-        """Whether this process wants to stop."""
+        """A function that returns whether this process wants to stop."""
         return self._ask
 
     @ask.setter
@@ -75,16 +78,16 @@ class NodeDevices:
     # The row
 
     def holding(self, pointer: Pointer) -> NodeDevices:
-        """Point this process's part of the model at rows through `pointer`; return self."""
+        """Use `pointer` to point this process's part of the model at rows; return self."""
         self.pointer, self.fleet, self._originals = pointer, pointer.fleet, pointer.parameters
         pointer.parameters = [nn.Parameter(view) for view in pointer.views(0)]
         return self
 
     def begin(self, worker: Worker, batch: Any) -> None:
-        """Split the model: it then holds only this process's columns.
+        """Split the model. Afterward this process holds only its own columns.
 
         Raises:
-            ModelError: the split model gives other gradients.
+            ModelError: the split model's gradients differ from the whole model's.
         """
         from exogym.core.compute.probing import check_on, check_split
 
@@ -158,9 +161,9 @@ class NodeDevices:
     # Computing
 
     def gradient(self, worker: Worker, batch: Any, row: int) -> Tensor:
-        """Like `Worker.gradient`: return the loss of the node's whole batch; gradients are for this process's columns.
+        """Compute the gradients of this process's columns, and return the loss of the node's whole batch.
 
-        The node's processes also agree here whether to stop.
+        All processes of the node must call this together. They also agree here whether to stop.
         """
         scaling = worker.scaling
         scale = scaling.of(row)
@@ -206,7 +209,7 @@ class NodeDevices:
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:
-        """Return a context in which the model can be evaluated. It may be nested."""
+        """Return a context in which the split model can be evaluated. Such contexts may be nested."""
         if self._is_gathered or not self.is_split:
             yield
             return
@@ -218,7 +221,7 @@ class NodeDevices:
             self._is_gathered = False
 
     def evaluated(self, total: int) -> tuple[int, int]:
-        """Return the examples (start, stop) that this process evaluates, of a batch of `total`."""
+        """Return the range (start, stop) of examples that this process evaluates in a batch of `total` examples."""
         part, parts = self.split.evaluated
         shares = even(total, parts)
         return sum(shares[:part]), sum(shares[: part + 1])

@@ -1,7 +1,8 @@
-"""Find the nodes with NaN or infinite numbers before they share them.
+"""Find nodes with NaN or infinite numbers before these numbers reach other nodes.
 
-A NaN or infinity spreads within a row: from a gradient to the update, and from the parameters to the next loss. Each
-step's loss and one sum over the row at the end of a stretch find it. Only then does a search name the parameter.
+A NaN or infinity spreads within a row: from a gradient to the update, and from the parameters to the next loss. So it
+is enough to check each step's loss, and one sum over the row at the end of a stretch. If such a check fails, ExoGym
+searches for the parameter and names it.
 """
 
 from __future__ import annotations
@@ -19,20 +20,22 @@ from exogym.errors import TrainingError
 POLICIES = ("raise", "skip", "ignore")
 REMEDY = (
     "lower the learning rate, clip gradients (max_norm=1.0), or check the node's data; with on_nonfinite='skip' the "
-    "run continues without the node until it has copied the others' parameters"
+    "run continues without the node until the node has copied the other nodes' parameters"
 )
 
 
 class Watch:
-    """Check losses, gradients and rows, and follow `on_nonfinite`.
+    """Check whether losses, gradients and parameters are finite, and act as the option `on_nonfinite` says.
 
     Args:
-        policy: "raise", "skip" or "ignore". A loss that is not finite is an error under "ignore" too.
+        policy: the value of `on_nonfinite`: "raise", "skip" or "ignore". A loss that is not finite is an error under
+            "ignore" too.
         worker: must be bound to its fleet before the first check.
 
     Attributes:
         raises, skips: whether the policy is "raise" or "skip".
-        at_once: whether to check each loss immediately. On a GPU that would wait for the device.
+        at_once: True on the CPU: check each loss immediately. False on a GPU, where a check would wait for the device:
+            check the losses of a stretch together.
     """
 
     def __init__(self, policy: str, worker: Worker):
@@ -42,10 +45,12 @@ class Watch:
     # Losses
 
     def is_spoilt(self, rank: int, row: int, loss: float, step: int) -> bool:
-        """Return whether the node's parameters were not finite before step `step` gave `loss`, so it can be skipped.
+        """Return whether the node must be skipped. Call this if its step `step` gave a `loss` that is not finite.
+
+        Under "skip", return True if the node's parameters were not finite before the step, and otherwise False.
 
         Raises:
-            TrainingError: unless the policy is "skip".
+            TrainingError: the policy is not "skip".
         """
         where = None if self._is_ignored or self.row_is_finite(row) else self._first_in(self._params(row))
         if self.skips:
@@ -55,7 +60,9 @@ class Watch:
         raise TrainingError(f"the loss of node {rank} became {loss} at its step {step}: {REMEDY}")
 
     def losses(self, rank: int, row: int, losses: Tensor, first: int) -> Tensor:
-        """Return the `losses` (K,) of the steps after `first`. Under "skip", inf replaces those that are not finite.
+        """Check the `losses` (K,) of K steps of a node, and return them.
+
+        `first` is the number of steps that the node took before. Under "skip", inf replaces losses that are not finite.
 
         Raises:
             TrainingError: a loss is not finite, unless the policy is "skip".
@@ -78,7 +85,7 @@ class Watch:
         """Check the parameters in `row` after the node's step `step`.
 
         Raises:
-            TrainingError: one is not finite, and the policy is "raise".
+            TrainingError: a parameter is not finite, and the policy is "raise".
         """
         if self.raises and not self.row_is_finite(row):
             raise TrainingError(self._after(rank, self._first_in(self._params(row)), step))
@@ -94,7 +101,7 @@ class Watch:
         """Return whether the gradient in `row` of the fleet's `grads` is finite; always True under "ignore".
 
         Raises:
-            TrainingError: it is not finite, and the policy is "raise".
+            TrainingError: the gradient is not finite, and the policy is "raise".
         """
         grads = [block.grads[row] for block in self.worker.fleet.blocks if block.grads is not None]
         if self._is_ignored or self._all_finite(grads):
@@ -104,7 +111,13 @@ class Watch:
         return False
 
     def gradients(self, rank: int, grads: Sequence[Tensor | None], step: int) -> bool:
-        """Like `gradient`, given a tensor or None for each of the worker's parameters."""
+        """Return whether the gradients `grads` are finite; always True under "ignore".
+
+        `grads` has a tensor or None for each of the worker's parameters.
+
+        Raises:
+            TrainingError: a gradient is not finite, and the policy is "raise".
+        """
         present = [g for g in grads if g is not None]
         if self._is_ignored or not present:
             return True
@@ -118,10 +131,14 @@ class Watch:
         return True
 
     def shared(self, vectors: Sequence[Tensor] | None, what: str, step: int) -> None:
-        """Check parameters that all nodes share, (P,) per block, after step `step`.
+        """Check parameters that the strategy changes, such as outer parameters, after step `step` of the run.
+
+        Args:
+            vectors: the parameters, a tensor per block. None: nothing to check.
+            what: the parameters' name for the message, such as "the outer parameters".
 
         Raises:
-            TrainingError: one is not finite, unless the policy is "ignore".
+            TrainingError: a parameter is not finite, and the policy is not "ignore".
         """
         if self._is_ignored or vectors is None or self._all_finite(vectors):
             return
@@ -134,9 +151,10 @@ class Watch:
     # Skipping nodes
 
     def spoilt(self, nodes: Sequence[int], also: Sequence[int] = ()) -> list[int]:
-        """Return the nodes in `nodes` whose numbers are not finite, or which a process names in `also`.
+        """Return the nodes whose parameters are not finite, whose buffers contain NaN, or which are in `also`.
 
-        All processes call it together and get the same list.
+        Only nodes in `nodes` are returned. All processes must call this method together, each with its own `also`. They
+        all get the same list.
         """
         fleet = self.worker.fleet
         flags = torch.zeros(len(fleet), fleet.num_nodes)
@@ -183,7 +201,7 @@ class Watch:
 
 
 def is_finite(x: Tensor) -> bool:
-    """Return whether all numbers in `x` are finite. It looks at each number only if their sum is not finite.
+    """Return whether all numbers in `x` are finite. The single numbers are checked only if their sum is not finite.
 
     >>> is_finite(torch.tensor([1.0, 2.0])), is_finite(torch.tensor([3e38, 3e38])), is_finite(torch.tensor([torch.nan]))
     (True, True, False)

@@ -1,4 +1,4 @@
-"""Try a training step before training, and undo it, to learn what the model does."""
+"""Take a trial step before training, and undo it, to learn which buffers and random numbers the model uses."""
 
 from __future__ import annotations
 
@@ -20,9 +20,11 @@ from exogym.errors import ModelError
 
 
 def look(worker: Worker, batch: Any, another: Callable[[], Any] | None = None) -> None:
-    """Run a training step and undo it, to learn what the model does.
+    """Take a training step on `batch`, undo it, and refuse models that cannot be trained.
 
-    If the first step makes or resizes buffers, they are kept, and a second step checks them.
+    Set the worker's `changing`, `draws_torch` and `draws_python` to the buffers that the step changes and the random
+    generators that it uses. Buffers that the first step makes or resizes remain. A second step then checks that it
+    does not change them.
 
     Args:
         another: returns another batch like `batch`; None: use `batch` again.
@@ -81,7 +83,7 @@ def _trial_gradient(worker: Worker, batch: Any) -> Tensor:
                 raise ModelError(
                     f"model(batch) failed on a batch that is a {type(batch).__name__} of {len(batch)} ({error}): "
                     "pass loss_fn= if the model takes only the inputs. Without loss_fn= the model gets the whole batch "
-                    "and returns the loss; with forward(self, x, targets) it gets inputs and targets"
+                    "and returns the loss; a model with forward(self, x, targets) gets inputs and targets"
                 ) from error
             raise
     if not loss.requires_grad:
@@ -123,7 +125,10 @@ def _undo(model: nn.Module, before: dict[str, tuple[Tensor, int, Tensor]]) -> li
 
 @contextlib.contextmanager
 def trying(worker: Worker) -> Iterator[None]:
-    """Enter evaluation mode with fixed random seeds. At the exit, clear gradients and restore buffers and mode."""
+    """Return a context for trials: evaluation mode with fixed random seeds.
+
+    At the exit, the gradients are cleared, and the buffers and the training mode are restored.
+    """
     seed_torch(0, worker.device)
     seed_python(0)
     kept = [(*owner_of(worker.model, name), b, b.detach().clone()) for name, b in worker.model.named_buffers()]

@@ -1,8 +1,8 @@
 """Trace a row's local steps into a graph of tensor operations, once per kind of batch.
 
 The graph holds torch's plain operations for K batches: forward, backward, clipping and inner steps. Its inputs are
-parameters, optimizer state, buffers and each step's scalars. Its outputs are the new values. So a compiler, or a CUDA
-graph over many rows, runs it without knowing the model or the optimizer.
+parameters, optimizer state, buffers, batches, and numbers such as each step's learning rate. Its outputs are the new
+values and the losses. So a compiler or a CUDA graph can run it without knowing the model or the optimizer.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ Signature = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Stepping:
-    """How a row's parameters step inside a graph.
+    """How the optimizer steps a row's parameters inside a graph.
 
     Attributes:
         updates: each parameter's update; None for a parameter without a gradient, which stays unchanged.
-        clock: each parameter's column in the steps' scalars.
+        clock: each parameter's column in the steps' numbers (`Update.scalars`): the number of its parameter group.
         max_norm: the norm at which gradients are clipped.
     """
 
@@ -40,17 +40,20 @@ class Stepping:
 
 
 class Tracer:
-    """Trace the steps of the worker's module.
+    """Trace the local steps of a worker's module into graphs.
 
     Raises:
-        ModelError: a step is not a function of tensors, for example because it branches on their values.
+        ModelError: a step is not a function of tensors, for example because the model branches on a tensor's values.
     """
 
     def __init__(self, worker: Worker, how: str):
         self.worker, self.how = worker, how
 
     def gradient(self, batch: Any) -> Callable[..., Any]:
-        """Return the graph (params, buffers, batch) -> (gradients or None, buffers, loss)."""
+        """Return the graph of one gradient: (params, buffers, batch) -> (gradients, buffers, loss).
+
+        Where the loss does not depend on a parameter, the list of gradients has None.
+        """
 
         def gradient(params: list[Tensor], buffers: list[Tensor], batch: Any) -> Any:
             return self._gradient(params, buffers, batch)
@@ -58,9 +61,12 @@ class Tracer:
         return self._traced(gradient, *self._row(), batch)
 
     def stretch(self, batches: Sequence[Any], stepping: Stepping, kept: Sequence[State]) -> Callable[..., Any]:
-        """Return the graph (params, kept, buffers, numbers, batches) -> (params, kept, buffers, losses (K,)).
+        """Return the graph of a step on each of K `batches`.
+
+        The graph is a function (params, kept, buffers, numbers, batches) -> (params, kept, buffers, losses (K,)).
 
         Args:
+            stepping: how the optimizer steps inside the graph.
             kept: the optimizer's state tensors for each parameter.
         """
         columns = 1 + max(stepping.clock, default=0)
@@ -84,7 +90,10 @@ class Tracer:
         return self._traced(steps, params, list(kept), buffers, numbers, list(batches))
 
     def together(self, plain: Callable[..., Any], *inputs: Any) -> Callable[..., Any]:
-        """Return the graph of `plain` over many rows. Its inputs and outputs have a first axis for the rows."""
+        """Return a graph that applies the graph `plain` to many rows, with vmap.
+
+        The inputs and outputs of the new graph have a first axis for the rows.
+        """
         return self._traced(lambda *rows: torch.func.vmap(plain)(*rows), *inputs)
 
     def _row(self) -> tuple[list[Tensor], list[Tensor]]:
@@ -133,18 +142,21 @@ def refusal(how: str, why: str) -> ModelError:
 
 
 def first_line(error: BaseException) -> str:
-    """Return an error's type and its message's first line. For a compiler's error, use the inner error."""
+    """Return an error's type and its message's first line. If a compiler's error wraps another error, use that one."""
     error = getattr(error, "inner_exception", error)
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
 
 
 def number_dtype(params: Sequence[Tensor]) -> torch.dtype:
-    """Return the dtype of the steps' scalars: float64 only with float64 parameters, as it slows kernels."""
+    """Return the dtype for learning rates and similar numbers in a graph.
+
+    It is float64 only if a parameter is float64, because float64 slows kernels.
+    """
     return torch.float64 if any(p.dtype == torch.float64 for p in params) else torch.float32
 
 
 def signature(batch: Any) -> Signature | None:
-    """Return a batch's names, shapes, strides and dtypes; None if the batch holds more than tensors."""
+    """Return the keys, shapes, strides and dtypes of a batch; None if the batch has other things than tensors."""
     if isinstance(batch, Tensor):
         return (tuple(batch.shape), batch.stride(), batch.dtype)
     if isinstance(batch, Mapping):

@@ -1,8 +1,8 @@
 """`compute="graphs"`: capture stretches of many rows as CUDA graphs and replay them.
 
-A stretch is a function of nested tensors that never reads their values. So the host sends no commands while it runs.
-Rows with the same number of steps go through it together, with `torch.func.vmap`. If vmap does not support the model's
-operations, rows go one after the other. Tests without a GPU cover everything but `captured`.
+A stretch becomes a function of nested tensors that never reads a tensor's value. So the GPU runs the whole stretch
+without commands from the CPU. Rows with the same number of steps run together, with `torch.func.vmap`. If vmap does not
+support the model's operations, the rows run one after the other. Without a GPU tests cover everything but `captured`.
 """
 
 from __future__ import annotations
@@ -54,11 +54,14 @@ def captured(body: Body) -> Captured:
 
 
 class Replay:
-    """A captured function of nested tensors. A call fills its fixed inputs, replays it and copies the results.
+    """A captured function of nested tensors.
+
+    A call copies its arguments into the captured inputs, replays the function, and returns copies of the results.
 
     Args:
-        inputs: example inputs; copied.
-        capture: captures a function, like `captured`.
+        function: the function to capture.
+        inputs: example inputs. Copies of them become the captured inputs.
+        capture: captures a function without arguments, like `captured`.
 
     >>> def again(body):
     ...     results = body()
@@ -83,10 +86,10 @@ CAPTURER = Maker("graphs", "capturing", "captured", "", lambda graph, inputs, dr
 
 
 class Graphs:
-    """Compute stretches of many rows as one CUDA graph; stretches that cannot be captured go row by row.
+    """Compute stretches of many rows as one CUDA graph. Stretches that cannot be captured are computed row by row.
 
     Raises:
-        ModelError: the errors of `Stretches`; the model draws random numbers; or the device is not a CUDA device.
+        ModelError: `Stretches` refuses the model; the model draws random numbers; or the device is not a CUDA device.
     """
 
     def __init__(self, worker: Worker, stream: Stream, inner: InnerOptimizer | None):
@@ -99,7 +102,7 @@ class Graphs:
         self.worker, self.stream, self.inner, self.fleet, self.alone = worker, stream, inner, worker.fleet, False
 
     def gradients(self, plain: Loop, rows: Sequence[int]) -> None:
-        """Return None: gradients are computed row by row."""
+        """Return None, so that the loop computes the gradients row by row."""
 
     def steps(self, plain: Loop, spans: Sequence[Span], losses: Losses, may_stop: bool) -> Sequence[Span]:
         left, alone = list(spans), list[Span]()

@@ -1,4 +1,4 @@
-"""Inner optimizers: one for each row, all over the module's parameters."""
+"""Inner optimizers: each row has its own optimizer, and all of them step the same module's parameters."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ Correction = Callable[[int, Sequence[Tensor], Sequence[Tensor | None]], None]
 
 
 class InnerOptimizer(Stateful):
-    """An optimizer per row, all over the module's parameters.
+    """One torch optimizer per row. All of them are built on the parameters of the one module.
 
-    The parameters are re-pointed from row to row, and the row's optimizer steps: whatever an optimizer keeps, and
-    wherever, is its row's own. It is built when the row is first entered, the module pointing at it.
+    The worker points these parameters at one row after another, and then the row's optimizer steps. So every row has
+    its own optimizer state, wherever the optimizer stores it. `enter` builds a row's optimizer at its first call.
 
     Attributes:
-        optimizers: of the rows that were entered.
-        corrections: each called with (row, parameters, gradients) before a step is clipped and taken; rewrites the
-            gradients in place.
+        optimizers: the optimizers built so far, by row.
+        corrections: functions that change the gradients in place before they are clipped. Each is called with
+            (row, parameters, gradients).
 
     Raises:
-        ArgumentError: the optimizer cannot work on a row.
+        ArgumentError: the optimizer needs more than gradients, or its state cannot be saved.
     """
 
     def __init__(self, inner: Inner, worker: Worker, total_steps: int):
@@ -55,15 +55,15 @@ class InnerOptimizer(Stateful):
         self._slots = [(block.layout, slot) for block in worker.fleet.blocks for slot in block.layout]
         self.optimizers: dict[int, Optimizer] = {}
         self.corrections: list[Correction] = []
-        # of rows that began anew, to be another's: to build one takes as long as steps
+        # Optimizers of rows that were reset. Another row uses them again: building one takes as long as several steps.
         self._spare: list[Optimizer] = []
-        # what cannot be built is to be known now
+        # Build one now, so that an optimizer with wrong arguments fails before training.
         self._fresh = _entries(self._build()) if self._named else None
         worker.draws_torch |= self.spec.try_out(dict(zip(worker.names, self.parameters, strict=True)), self._hidden)
 
     def enter(self, row: int) -> None:
-        """Work on `row` from now on; the module must point at it."""
-        if not self._named:  # of whole tensors other processes of the node have all
+        """Make the next `step` use the optimizer of `row`. The module must point at that row."""
+        if not self._named:  # the node's other processes step all whole tensors
             return
         if row not in self.optimizers:
             self.optimizers[row] = self._build()
@@ -71,7 +71,7 @@ class InnerOptimizer(Stateful):
         self._take_step = bare_step(self.optimizer)
 
     def _build(self) -> Optimizer:
-        """Return an optimizer that has taken no step; the module must point at the row."""
+        """Return an optimizer without state. The module must point at the optimizer's row."""
         if not self._spare or self._fresh is None:
             return self.spec.build(self._named, hidden=self._hidden) if self._whole is None else self._whole.build()
         optimizer = self._spare.pop()
@@ -83,9 +83,12 @@ class InnerOptimizer(Stateful):
         return optimizer
 
     def step(self, row: int, at: int, clip: bool = True, skip: bool = False) -> None:
-        """Take the row's step with the gradients in `.grad` at the rate of step `at`, and drop them.
+        """Take the row's optimizer step with the gradients in `.grad`, and then set `.grad` to None.
 
-        `skip` drops them without stepping.
+        Args:
+            at: the step number that the learning rate's schedule gets.
+            clip: whether to clip the gradients to `max_norm`.
+            skip: if true, do not step; only set `.grad` to None.
         """
         if not self.schedule.is_constant and self._named:
             set_rates(self.optimizer, self.schedule, at)
@@ -102,15 +105,15 @@ class InnerOptimizer(Stateful):
             p.grad = None
 
     def reset(self, row: int) -> None:
-        """Start the row's optimizer afresh."""
+        """Delete the row's optimizer and its state. The row's next `enter` makes an optimizer without state."""
         old = self.optimizers.pop(row, None)
         if old is None or self._fresh is None or len(old.param_groups) != len(self._fresh):
             return
-        if bare_step(old) != old.step:  # nobody has put a hook, or a step of his own, on it
+        if bare_step(old) != old.step:  # it has no hooks and no changed step
             self._spare.append(old)
 
     def row(self, row: int) -> Tensors:
-        """Return what the row's optimizer keeps, as `optimizer_state`; nothing where it has not begun."""
+        """Return the state of the row's optimizer, in the form of `optimizer_state`; {} before the first `enter`."""
         if row not in self.optimizers:
             return {}
         forget_rates(self.optimizers[row])
@@ -118,7 +121,7 @@ class InnerOptimizer(Stateful):
         return found if whole is None else whole.renamed(found, whole.own, whole.order)
 
     def load_row(self, row: int, tensors: Tensors) -> None:
-        """Put a row's state back."""
+        """Replace the state of the row's optimizer with `tensors`, which `row` returned."""
         self.reset(row)
         if self._whole is not None:
             tensors = self._whole.renamed(tensors, self._whole.order, self._whole.own)
@@ -134,7 +137,10 @@ class InnerOptimizer(Stateful):
 
 
 def _entries(optimizer: Optimizer) -> list[dict[str, Any]] | None:
-    """Return the entries of each group but its parameters, where these and `state` are all that it keeps; else None."""
+    """Return the entries of each parameter group, without the parameters.
+
+    Return None if the optimizer may hold state outside its groups and `state`, or if an entry is not a plain value.
+    """
     groups = [{name: x for name, x in group.items() if name != "params"} for group in optimizer.param_groups]
     plain = all(_is_plain(x) for group in groups for x in group.values())
     return groups if plain and is_torchs(type(optimizer)) else None
@@ -147,7 +153,7 @@ def _is_plain(value: Any) -> bool:
 
 
 class Steps(Stateful):
-    """Steps that each row has taken, (rows,): batches and learning rates follow a row's own."""
+    """The number of local steps that each row has taken, (rows,). It decides the row's next batch and learning rate."""
 
     def __init__(self, steps: np.ndarray):
         self.steps = steps

@@ -1,4 +1,4 @@
-"""Nodes of several devices in one process: what these would say to each other, counted while the node trains."""
+"""Count the traffic inside simulated nodes of several devices. One process computes the whole node."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from exogym.core.mesh.traffic import Facts, InsideCost, watched
 
 
 class Insides:
-    """The inside of each node.
+    """The simulated devices of each node: the bytes that they would send each other, and the time of a step.
 
     Args:
-        model: of all nodes; meshes: (N,) of each.
+        model: the model that all nodes train.
+        meshes: each node's mesh, N in all.
 
     Raises:
-        ModelError: a mesh that the model cannot be split over.
+        ModelError: the model cannot be split over one of the meshes.
     """
 
     def __init__(self, model: nn.Module, meshes: Sequence[NodeMesh]):
@@ -34,23 +35,31 @@ class Insides:
             check_split(model, mesh)
 
     def watching(self) -> contextlib.ExitStack:
-        """Return a context in which a training step shows what flows through the model."""
+        """Return a context that records the sizes of the model's activations. Run a training step inside it."""
         found = contextlib.ExitStack()
         self._facts = {mesh: found.enter_context(watched(self._model, mesh)) for mesh in dict.fromkeys(self.meshes)}
         return found
 
     def count(self, ledger: Ledger, at_once: int | None) -> None:
-        """Count in `ledger` from here on; a node computes `at_once` examples at once, at most."""
+        """From now on add inside bytes to `ledger`.
+
+        Args:
+            at_once: the most examples that a node computes at once (micro-batches). None: the whole batch.
+        """
         costs = {mesh: InsideCost(mesh, facts, at_once) for mesh, facts in self._facts.items()}
         self._costs, self._ledger = [costs[mesh] for mesh in self.meshes], ledger
 
     def took(self, node: int, examples: int) -> None:
-        """Node `node` has computed the gradients of so many examples."""
+        """Add the inside bytes of one step of node `node` to the ledger, given the step's number of examples."""
         if self._ledger is not None:
             self._ledger.inside_bytes[node] += self._costs[node].tx_bytes(examples)
 
     def spread(self, examples: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Return (N,) the share of one device's time that a step of `examples` (N,) takes, and (N,) seconds on top."""
+        """Return how long a step of `examples` (N,) takes with all devices: two arrays (N,).
+
+        The first holds each node's compute time as a share of the time that one device alone would need. The second
+        holds each node's seconds of communication between its devices.
+        """
         each = list(zip(self._costs, examples, strict=True))
         shares = [cost.mesh.compute_share(size) for cost, size in each]
         return np.array(shares), np.array([cost.talk(size).seconds for cost, size in each])

@@ -1,4 +1,4 @@
-"""`compute="loop"`: compute row after row with one module. Every other way must give the same results."""
+"""`compute="loop"`: compute row after row with one module. All other values of `compute` must give the same results."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ class TrainNode:
 
     Args:
         row: the node's row in this process.
-        worker, stream, inner, watch: shared by this process's nodes. No `inner`: another part takes the inner steps.
-        taken: (rows,) each row's number of local steps; the node updates its own.
+        worker, stream, inner, watch: objects that all nodes of this process share. inner=None: the strategy's own
+            `step` method steps the optimizer.
+        taken: (rows,) each row's number of local steps. The node updates its own number.
 
-    A run makes one for each of its rows. A callback finds them:
+    A run makes a `TrainNode` for each of its rows. A callback can read them:
 
     >>> from exogym import LocalTrainer
     >>> from exogym.strategy import DiLoCoStrategy
@@ -62,12 +63,13 @@ class TrainNode:
     ) -> Tensor:
         """Take `count` local steps and return their losses, (count,).
 
-        A stop ends it after the current step, with fewer losses, if `may_stop` is true. Under on_nonfinite="skip", a
-        node whose numbers are not finite takes no more steps; the losses of such steps are inf.
+        If `may_stop` is true, a stop request ends the method after the current step, with fewer losses. Under
+        on_nonfinite="skip", a node whose parameters are not finite takes no more steps, and inf replaces the losses of
+        the missing steps.
 
         Args:
-            at: (count,) step numbers for the learning rate's schedule; None: the node's own.
-            source: (node, step): whose batches to use, and from which of its steps; None: the node's own.
+            at: (count,) step numbers for the learning rate's schedule; None: the node's own step numbers.
+            source: (node, step): use this node's batches, from this step on. None: this node's own next batches.
 
         Raises:
             TrainingError: a loss or an update is not finite; the message names node, step and tensor.
@@ -112,10 +114,10 @@ class TrainNode:
     def compute_gradient(self) -> Tensor:
         """Compute the gradients of the node's next step into `.grad`; return the loss.
 
-        Under on_nonfinite="skip", the loss is inf if it is not finite.
+        Under on_nonfinite="skip", inf replaces a loss that is not finite.
 
         Raises:
-            TrainingError: the loss is not finite, unless on_nonfinite is "skip".
+            TrainingError: the loss is not finite, and on_nonfinite is not "skip".
         """
         worker, first = self.worker, int(self.taken[self.row])
         worker.point(self.row)
@@ -127,28 +129,31 @@ class TrainNode:
 
 
 class Together(Protocol):
-    """Computes several rows of a `plain` loop at once."""
+    """An object that computes several rows of a `Loop` at once. The methods get this loop as `plain`."""
 
     def steps(self, plain: Loop, spans: Sequence[Span], losses: Losses, may_stop: bool) -> Sequence[Span]:
-        """Take the steps of `spans`; return the rest, which the loop takes row by row."""
+        """Take steps of `spans`. Return spans with the remaining steps, which the loop then takes row by row."""
 
     def gradients(self, plain: Loop, rows: Sequence[int]) -> Tensor | None:
-        """Write the next step's gradients into the blocks; return the losses, or None to let the loop compute."""
+        """Write the gradients of the next step of `rows` into the blocks, and return the losses.
+
+        Return None if the loop must compute the gradients.
+        """
 
 
 class Loop:
-    """Compute row by row. Each row takes its whole stretch before the next row begins, so it stays in the cache.
+    """Compute row by row. Each row takes all steps of a stretch before the next row begins, which uses the cache well.
 
-    It registers the inner optimizers and the steps taken with the fleet's state. The other ways of computing use this
-    class with another `node`, or compute rows together (`at_once`).
+    The loop registers the inner optimizers and the numbers of steps with the fleet's state. The other values of
+    `compute` use this class with another `node`, or compute rows together (`at_once`).
 
     Args:
         worker: must be bound to its fleet.
-        inner: the rows' inner optimizer; None: another part takes the inner steps.
+        inner: the rows' inner optimizers; None: the strategy's own `step` method steps the optimizers.
         bucket_bytes: send gradients during the backward pass, in buckets of this size. This needs one row in the
-            process and a wire that can overlap. None: send them after the pass.
+            process and a wire that can overlap. None: send gradients after the backward pass.
         node: makes an object that trains one row, like `TrainNode`.
-        at_once: computes rows together; the rest goes row by row.
+        at_once: computes several rows at once. Its remaining steps are computed row by row. None: no such object.
     """
 
     def __init__(
@@ -254,6 +259,6 @@ class Loop:
         self.worker.clear_grads()
 
     def point_gradients(self, row: int) -> None:
-        """Make the row's gradients in the blocks the module's `.grad`."""
+        """Set each parameter's `.grad` to the row's gradient in the blocks."""
         for p, grad in zip(self.worker.parameters, self.fleet.gradients_of(row), strict=True):
             p.grad = grad

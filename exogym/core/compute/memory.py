@@ -26,22 +26,22 @@ def check_rows(
     model: nn.Module, strategy: Strategy, device: torch.device, *, num_nodes: int, rows: int, processes: int = 1,
     is_cut: bool = False, buffer_bytes: int = 0,
 ) -> None:  # fmt: skip
-    """Refuse a run that does not fit in memory, before making any row.
+    """Refuse a run that does not fit in memory, before allocating any row.
 
-    It counts parameters, gradients, optimizer state, buffers, strategy state and Python objects. It does not count
-    activations, data and histories. The check allocates little: the optimizer steps small parameters with the same
-    number of axes, and the strategy starts on torch's meta device. State that this cannot show is not counted. If the
-    run needs only a small part of the free memory, the check ends early.
+    The check counts parameters, gradients, optimizer state, buffers, strategy state and Python objects. It does not
+    count activations, data and histories. The check itself needs little memory: the optimizer steps small parameters
+    with the same number of axes, and the strategy starts on torch's meta device. If that fails, the state is not
+    counted. If the run needs only a small part of the free memory, the check ends early.
 
     Args:
-        num_nodes: N.
+        num_nodes: the number of nodes, N.
         rows: the run's rows; fewer than N if only some nodes act at a time.
-        processes: processes that share the rows and have their own memory.
+        processes: number of processes that divide the rows. Each has its own memory.
         is_cut: whether a node is several processes, each with a part of a row.
         buffer_bytes: bytes per row of the buffers that training changes.
 
     Raises:
-        ArgumentError: the run needs more than the free memory; the message lists the bytes and how many nodes fit.
+        ArgumentError: the run needs more than the free memory. The message lists the bytes and how many nodes fit.
     """
     free = free_memory_bytes(device)
     parameters = [p for p in model.parameters() if p.requires_grad and not nn.parameter.is_lazy(p)]

@@ -1,6 +1,6 @@
 """Explain torch's errors after the most common mistakes with data, models and losses.
 
-Nothing here runs while training goes well.
+This code runs only after an error.
 """
 
 from __future__ import annotations
@@ -21,10 +21,13 @@ WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.b
 def explain(
     error: Exception, model: nn.Module, loss_fn: Callable[..., Any] | None, batch: Any, out: Any = MISSING
 ) -> ExoGymError | None:
-    """Return an error that names the given value and the line to change; None if `error` is not known here.
+    """Return an error that explains `error`: it names the wrong value and the line to change.
+
+    Return None if ExoGym does not know this kind of error.
 
     Args:
-        error: raised by the model, `loss_fn` or the backward pass.
+        error: an error from the model, `loss_fn` or the backward pass.
+        batch: the batch on which the error occurred.
         out: the model's output; MISSING if the model raised `error`.
     """
     if isinstance(error, ExoGymError):

@@ -1,11 +1,12 @@
-"""From a batch to a loss: the forms in which models take batches and give losses.
+"""Call a model on a batch and find the loss in its output.
 
-A model returns its own loss from `model(batch)`: a scalar, a mapping with "loss", an object with `.loss`
-(Hugging Face), or a tuple in which one tensor is a scalar, as (logits, loss). With `loss_fn`, it returns predictions:
-for a batch (inputs..., targets) the loss is `loss_fn(model(*inputs), targets)`. A mapping whose keys are parameters of
-`forward` is passed as keywords. Without `loss_fn`, a batch (inputs..., targets) is passed as `model(*batch)` where
-`forward` cannot mean anything else: its parameter in the targets' place is named as one of `TARGET_KEYS`, or it needs
-that many.
+Without `loss_fn`, the model computes its own loss. `model(batch)` returns a scalar, a mapping with "loss", an object
+with `.loss` (Hugging Face), or a tuple with exactly one scalar tensor, such as (logits, loss). With `loss_fn`, the
+model returns predictions: for a batch (inputs..., targets) the loss is `loss_fn(model(*inputs), targets)`.
+
+A batch that is a mapping becomes keyword arguments if `forward` has a parameter with the name of one of its keys.
+Without `loss_fn`, a batch (inputs..., targets) becomes `model(*batch)` in two cases: `forward` has a parameter named
+like one of `TARGET_KEYS` in the place of the targets, or `forward` needs exactly as many arguments as the batch has.
 """
 
 from __future__ import annotations
@@ -25,7 +26,14 @@ from exogym.errors import DataError, ModelError
 
 @dataclass
 class Output:
-    """What one batch gave: the loss (scalar), predictions and targets where known, and the model's own metrics."""
+    """The results of one batch.
+
+    Attributes:
+        loss: a scalar.
+        predictions: the model's predictions; None: unknown.
+        targets: the batch's targets; None: unknown.
+        metrics: further scalars that the model returned, by name.
+    """
 
     loss: Tensor
     predictions: Tensor | None = None
@@ -34,14 +42,14 @@ class Output:
 
 
 class Loss:
-    """Calls the model on a batch and finds the loss in what it returns.
+    """Call the model on a batch and find the loss in the model's output.
 
     Args:
         model: the user's module.
-        loss_fn: `loss_fn(predictions, targets)`, or None where the model returns its own loss.
+        loss_fn: `loss_fn(predictions, targets)`; None: the model returns its own loss.
 
     Raises:
-        ModelError: the output holds no scalar loss; the message says what came back.
+        ModelError: the output holds no scalar loss. The message describes the output.
     """
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Tensor] | None):
@@ -53,7 +61,7 @@ class Loss:
         positional = [p for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         needed = sum(p.default is p.empty for p in positional)
         self._spread = {k for k, p in enumerate(positional, 1) if k > 1 and (k == needed or p.name in TARGET_KEYS)}
-        self._plain: Any = None  # the type of batches known to be (inputs..., targets) with tensor predictions
+        self._plain: Any = None  # the type of batches that are (inputs..., targets) and give tensor predictions
 
     def __call__(self, batch: Any) -> Tensor:
         """Return the loss of `batch`, a scalar."""
@@ -84,7 +92,7 @@ class Loss:
             return Output(out)
         if isinstance(out, tuple | list) and not hasattr(out, "_fields"):
             scalars = [x for x in out if isinstance(x, Tensor) and x.dim() == 0]
-            if len(scalars) == 1:  # the predictions beside it face the targets that the model was given
+            if len(scalars) == 1:  # a model that got the targets returns predictions for them beside the loss
                 others = [x for x in out if isinstance(x, Tensor) and x.dim()] if spread else []
                 return Output(scalars[0], others[0] if len(others) == 1 else None, targets_of(batch))
         if isinstance(out, Mapping):
@@ -130,7 +138,13 @@ class Loss:
         return Output(loss.reshape(()), predictions if isinstance(predictions, Tensor) else None, targets)
 
     def explain(self, error: Exception, batch: Any, out: Any = MISSING) -> None:
-        """Raise an error that names the mistake behind `error`, which `batch` led to; return where none is known."""
+        """Raise an error that explains `error`, which the model or `loss_fn` raised for `batch`.
+
+        Return if ExoGym knows no explanation.
+
+        Args:
+            out: the model's output, or `MISSING` if the model raised `error`.
+        """
         from exogym.core.compute.mistakes import explain
 
         known = explain(error, self.model, self.loss_fn, batch, out)
@@ -139,16 +153,17 @@ class Loss:
 
 
 def accuracy(output: Output) -> tuple[int, int] | None:
-    """Return (right, counted) of class predictions, or None where the output has none.
+    """Return the number of correct class predictions and the number of predictions compared.
 
-    Predictions (B, ..., C) or (B, C, ...) against whole-number targets (B, ...); negative targets are not
-    counted (Hugging Face's -100 among them).
+    Return None if the output has no class predictions. With B examples and C classes, predictions have the shape
+    (B, ..., C) or (B, C, ...), and integer targets have the shape (B, ...). Predictions for negative targets, such as
+    Hugging Face's -100, are not compared.
     """
     p, y = output.predictions, output.targets
     if p is None or y is None or y.is_floating_point() or y.dtype == torch.bool or p.dim() != y.dim() + 1:
         return None
     last, second = p.shape[:-1] == y.shape, p.shape[:1] + p.shape[2:] == y.shape
-    if second and (p.dim() > 3 or not last):  # images: the classes come second, also where all sides are equal
+    if second and (p.dim() > 3 or not last):  # images have the classes second, even if all axes are equally long
         classes = 1
     elif last:
         classes = -1
@@ -162,10 +177,10 @@ def accuracy(output: Output) -> tuple[int, int] | None:
 
 
 def _facing(logits: Tensor | None, batch: Any) -> tuple[Tensor | None, Tensor | None]:
-    """Return logits (B, S-1, V) and labels (B, S-1) of a causal language model of Hugging Face that face each other.
+    """Align a Hugging Face causal language model's logits with its labels: (B, S-1, V) and (B, S-1).
 
-    It is given the inputs as labels and shifts them inside: logits at position s are compared with label s + 1. None,
-    None where it was not given `labels` by that name: who has shifted what is then unknown.
+    With B examples of S tokens and V words, the model compares the logits at position s with the label at s + 1. This
+    holds only if the batch has a key `labels`. Otherwise somebody may have shifted the labels, so return (None, None).
     """
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
     if logits is None or not isinstance(labels, Tensor) or logits.shape[:-1] != labels.shape:

@@ -1,7 +1,7 @@
-"""A batch in micro-batches held against the batch whole, by the gradients of a few examples, before training.
+"""Before training, compare the gradient of some examples in micro-batches with their gradient in one batch.
 
-A loss that is a mean over examples has the same gradient in any micro-batches. A sum, a mean with class weights or a
-contrastive loss has another one in each, and no error shows it.
+If the loss is a mean over examples, micro-batches do not change the gradient. With a sum, a mean with class weights or
+a contrastive loss they change it, and no error shows this.
 """
 
 from __future__ import annotations
@@ -20,43 +20,48 @@ from exogym.core.mesh.probe import unlike
 from exogym.core.progress import notice
 from exogym.errors import ModelError
 
-SIZES = {1: (1, 1), 2: (2, 2), 3: (3, 2), 4: (4, 3)}  # of two parts that are tried, by the micro-batch
+SIZES = {1: (1, 1), 2: (2, 2), 3: (3, 2), 4: (4, 3)}  # micro-batch size -> examples in the two parts of a trial
 MOST_SIZES = (5, 3)
 MOST_TRIED = 16  # examples
 GPU_EPS = 1e-3  # TF32 keeps 10 bits
 
 
 def check_parts(worker: Worker, batches: Iterable[Any], size: int, option: str) -> None:
-    """Refuse micro-batches of `size` examples whose gradients do not make up the whole batch's.
+    """Refuse micro-batches of `size` examples if their gradients do not add up to the whole batch's gradient.
 
-    The model is in evaluation mode meanwhile, so dropout and batch statistics change nothing. At most 8 examples, or
-    two micro-batches, are in memory at once, and at most one more pass over the batch is computed. What the examples do
-    not show is not found: with class weights, for example, all of them may be of one class.
+    The test runs in evaluation mode, so that dropout and batch statistics change nothing. It uses at most 16 examples
+    and computes each twice. At most 8 examples, or two micro-batches if these have fewer, are in memory at once. The
+    test can miss a wrong loss: with class weights, for example, if all its examples have the same class.
 
     Args:
-        batches: to choose examples from; those after the first are asked for where all its targets are one.
-        option: that asks for micro-batches, for messages.
+        batches: the examples come from the first batch. If all its targets are equal, they come from all batches.
+        option: the option that asks for micro-batches, for messages.
 
     Raises:
-        ModelError: the gradients differ by more than rounding; the message names the worst parameter.
+        ModelError: the gradients differ by more than rounding. The message names the worst parameter.
     """
     batch, keys = _telling(batches)
     turns = _turns(keys)
-    order = sorted(range(len(keys)), key=lambda k: (turns[k], k))  # of each kind of target one, and one more, ...
+    order = sorted(
+        range(len(keys)), key=lambda k: (turns[k], k)
+    )  # first one example of each target, then a second one, ...
     first, second = SIZES.get(size, MOST_SIZES)
     most = first + second
     tries = max(1, min(len(order) // (2 * most), MOST_TRIED // most))
     for k in range(tries):
-        few = sorted(order[k * most : (k + 1) * most], key=lambda example: keys[example])  # of a kind in one part
+        few = sorted(order[k * most : (k + 1) * most], key=lambda example: keys[example])  # equal targets side by side
         if len(few) <= first or not _compare(worker, worker.to_device(take_examples(batch, few)), first, option):
             return
 
 
 def _compare(worker: Worker, few: Any, first: int, option: str) -> bool:
-    """Compare the gradient of `few` examples with that of the first ones and the others; False: it cannot be done."""
+    """Compare the gradient of `few` examples with the sum over two parts: the `first` examples, and the others.
+
+    Return False if the model cannot be tested in this way.
+    """
     named = {name: p for name, p in worker.model.named_parameters() if p.requires_grad}
     sums = torch.zeros(len(named), 2, dtype=torch.float64)
-    weights = copy.deepcopy(worker.weights)  # what it learns here is not to change what it asks in training
+    weights = copy.deepcopy(worker.weights)  # a copy, so that this test does not change the tests during training
 
     def squares() -> torch.Tensor:
         found = [0.0 if p.grad is None else float(torch.linalg.vector_norm(p.grad)) ** 2 for p in named.values()]
@@ -72,35 +77,35 @@ def _compare(worker: Worker, few: Any, first: int, option: str) -> bool:
                 if share:
                     (worker.loss(part) * -share).backward()
             sums[:, 0] = squares()
-        except Exception as error:  # of the user's model, which may give its loss in training mode only
+        except Exception as error:  # the user's model may return its loss in training mode only
             return _untried(option, f"{type(error).__name__}: {error}")
         drawn = random_states(worker.device) != before
     if drawn:
         return _untried(option, "the model draws random numbers in evaluation mode too")
     if not bool(sums[:, 1].isfinite().all()):
-        return True  # training says which number it is
+        return True  # training reports such numbers
     eps = max(torch.finfo(p.dtype).eps for p in named.values())
     if found := unlike(list(named), sums, eps if worker.device.type == "cpu" else max(eps, GPU_EPS)):
         raise ModelError(
-            f"{option}: batches are computed in parts, and their gradients do not make up the whole batch's: {found}. "
-            f"Wanted a loss that is a mean over examples, tried with {batch_examples(few)} of them; a sum, class "
-            "weights or pairs inside a batch make another loss of each part. Return a mean (reduction='mean'); or "
-            f"leave {option.partition('=')[0]} out; or, for class weights without gradient_accumulation, give torch's "
-            "CrossEntropyLoss(weight=...) itself as loss_fn: its parts are weighed as it weighs"
+            f"{option}: the gradients of a batch's parts do not add up to the whole batch's gradient: {found}. Wanted "
+            f"a loss that is a mean over examples (tested on {batch_examples(few)} examples). With a sum, class "
+            "weights or pairs inside a batch, the parts have another loss. Return a mean (reduction='mean'), or leave "
+            f"{option.partition('=')[0]} out. For class weights without gradient_accumulation, pass torch's "
+            "CrossEntropyLoss(weight=...) itself as loss_fn: ExoGym then weights the parts as torch weights the batch"
         )
     return True
 
 
 def _untried(option: str, why: str) -> bool:
     notice(
-        f"{option}: whether batches in parts have the gradient of the whole could not be tried ({why}). They have it "
-        "where the loss is a mean over examples"
+        f"{option}: could not test whether the gradients of a batch's parts add up to the whole batch's gradient "
+        f"({why}). They do if the loss is a mean over examples"
     )
     return False
 
 
 def _telling(batches: Iterable[Any]) -> tuple[Any, list[float]]:
-    """Return the first batch, or all joined where its targets are all one; and a number for each target."""
+    """Return the first batch, or all batches joined if the first batch's targets are equal; and each target's key."""
     found = []
     for batch in batches:
         found.append(batch)
@@ -112,7 +117,7 @@ def _telling(batches: Iterable[Any]) -> tuple[Any, list[float]]:
 
 
 def _joined(batches: Sequence[Any]) -> Any:
-    """Return the examples of all batches whose tensors are like those of the first, but for their number."""
+    """Join all batches whose tensors have the same shapes as the first batch's, apart from the number of examples."""
     leaves = [tensors_in(batch) for batch in batches]
     kinds = [[x.shape[1:] for x in each] for each in leaves]
     columns = zip(*(each for each, kind in zip(leaves, kinds, strict=True) if kind == kinds[0]), strict=True)
@@ -123,7 +128,7 @@ def _joined(batches: Sequence[Any]) -> Any:
 
 
 def _keys(batch: Any) -> list[float] | None:
-    """Return a number for each example, which equal targets have in common; None: the targets are not known."""
+    """Return a number for each example: equal targets give equal numbers. Return None if the targets are unknown."""
     targets = targets_of(batch)
     if targets is None or targets.is_complex() or not targets.dim() or len(targets) != batch_examples(batch):
         return None
@@ -132,7 +137,7 @@ def _keys(batch: Any) -> list[float] | None:
 
 
 def _turns(keys: Sequence[float]) -> list[int]:
-    """Return how many before it have the same key.
+    """Return, for each key, how many equal keys come before it.
 
     >>> _turns([1.0, 1.0, 3.0, 1.0])
     [0, 1, 0, 2]

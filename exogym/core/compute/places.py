@@ -1,8 +1,9 @@
-"""Which elements of each parameter a node's device computes with, and which of them its row holds.
+"""Decide which elements of each parameter a node's device computes with, and which elements its row stores.
 
-If several devices compute a layer together, each has a range of one axis of its parameters. If shards divide that
-range, each has some rows of the first axis. Several devices may need the same elements: a parameter that two stages
-use, or a norm over the mesh axis "tensor". One device, the owner, holds them in its row and sends them to the others.
+If several devices compute a layer together, each computes with a range of one axis of the layer's parameters. If shards
+divide that range, each shard's row stores some indices of the first axis. Several devices may need the same elements,
+for example of a parameter that two stages use, or of a norm layer in a tensor split. Then one device, the owner, stores
+the elements in its row and sends them to the other devices.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ class Places:
     Args:
         mesh: the node's mesh.
         layouts: the whole row's layouts, one per block of the fleet.
-        axes: {name: axis} of the parameters that the mesh axis "tensor" cuts; the others are not cut.
-        stages: {name: stages} that hold a parameter, ascending; by default only the first stage.
+        axes: {parameter's name: axis}: the axis along which the tensor split cuts the parameter. Other parameters are
+            not cut.
+        stages: {parameter's name: the stages that hold it, ascending}. Other parameters are in the first stage only.
     """
 
     def __init__(
@@ -42,20 +44,20 @@ class Places:
             load[self._dealt[slot.name]] += slot.numel
 
     def stages(self, name: str) -> Sequence[int]:
-        """Return the stages that hold a parameter, its owner first."""
+        """Return the stages that hold the parameter `name`, its owner's stage first."""
         return self._stages.get(name, (0,))
 
     def dealt(self, name: str) -> int | None:
-        """Return the owner's coordinate on the axis "tensor"; None if that axis cuts the parameter."""
+        """Return the owner's coordinate on the mesh axis "tensor"; None if this axis cuts the parameter."""
         return self._dealt.get(name)
 
     def owns(self, name: str, part: int) -> bool:
-        """Return whether device `part` holds its elements of a parameter in its own row."""
+        """Return whether device number `part` stores elements of the parameter `name` in its row."""
         at = self.mesh.coordinates(part)
         return at["stages"] == self.stages(name)[0] and self._dealt.get(name, at["tensor"]) == at["tensor"]
 
     def computed(self, slot: Slot, part: int) -> Box:
-        """Return the box of a parameter with which device `part` computes: its range on the axis "tensor"."""
+        """Return the elements of a parameter with which device number `part` computes, as a range for each axis."""
         box = [(0, n) for n in slot.shape]
         if slot.name in self._axes:
             axis = self._axes[slot.name]
@@ -63,18 +65,24 @@ class Places:
         return tuple(box)
 
     def held(self, slot: Slot, part: int) -> Box:
-        """Return the box that device `part` has between steps: its shard's rows of `computed`."""
+        """Return the elements of a parameter that device number `part` has between steps, as a range for each axis.
+
+        They are its shard's part of the elements that `computed` returns.
+        """
         first, *others = self.computed(slot, part)
         return (chunk(first, self.mesh.coordinates(part)["shard"], self.mesh.shard), *others)
 
     def layout(self, whole: Layout, part: int) -> Layout:
-        """Return the layout of a block in the row of device `part`."""
+        """Return the layout of device number `part`'s row, in the block whose layout without a split is `whole`."""
         boxes = {slot.name: self.held(slot, part) for slot in whole}
         return whole.part({n: box if self.owns(n, part) else ((0, 0), *box[1:]) for n, box in boxes.items()})
 
 
 def places_in(model: nn.Module, named: Mapping[str, nn.Parameter]) -> dict[tuple[nn.Module, str], str]:
-    """Return {(module, attribute): name} of the parameters `named`; a tied parameter has several places."""
+    """Return where a model uses the parameters in `named`: {(module, attribute): name}.
+
+    A tied parameter has several entries.
+    """
     names = {id(p): name for name, p in named.items()}
     return {
         (module, attribute): names[id(p)]
@@ -85,7 +93,7 @@ def places_in(model: nn.Module, named: Mapping[str, nn.Parameter]) -> dict[tuple
 
 
 def even_part(layout: Layout, part: int, parts: int) -> Layout:
-    """Return part `part` of a whole layout: an even range of each parameter's first axis.
+    """Return part number `part` of `parts` equal parts of a layout: a range of each parameter's first axis.
 
     >>> from exogym.core.fleet.layout import layouts_of
     >>> (layout,) = layouts_of(nn.Linear(3, 5))
@@ -99,12 +107,12 @@ def even_part(layout: Layout, part: int, parts: int) -> Layout:
 
 
 def box_shape(box: Box) -> torch.Size:
-    """Return a box's shape."""
+    """Return the shape of a box, given as a range (start, stop) for each axis."""
     return torch.Size(stop - start for start, stop in box)
 
 
 def chunk(ends: tuple[int, int], at: int, parts: int) -> tuple[int, int]:
-    """Return the part of a range that torch gives to device `at` of `parts` devices.
+    """Return the part of the range `ends` that torch gives to device number `at` when it shards over `parts` devices.
 
     >>> [chunk((0, 5), k, 4) for k in range(4)]
     [(0, 2), (2, 4), (4, 5), (5, 5)]

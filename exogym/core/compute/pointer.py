@@ -1,8 +1,8 @@
-"""One copy of the user's module, pointed at one row after another.
+"""Point the parameters of the user's one module at one row after another.
 
-The module's parameters keep their identity (closures, hooks and optimizers that hold them stay right); only
-their data is set to views of a row. After a stretch the pointers are compared: a buffer the module
-re-assigned is copied back, a parameter that moved is an error.
+The module's parameters stay the same Python objects, so closures, hooks and optimizers that hold them still work. Only
+their `.data` changes: it becomes a view of a row. After a stretch `check` looks for changes that the user's code made:
+a buffer that was re-assigned is copied into the row, and a parameter that was replaced or moved is an error.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ MAX_CACHED_VIEWS = 50_000
 
 
 class Pointer:
-    """Points a module's parameters and changing buffers at rows.
+    """Point a module's parameters, and the buffers that training changes, at a fleet's rows.
 
     Args:
-        model: the user's, trained in place.
-        fleet: the places it will be pointed at; its buffers are made here.
-        changing: names of the buffers that a training step changes; these have rows.
+        model: the user's module, trained in place.
+        fleet: the fleet with the rows. The constructor makes its `buffers`.
+        changing: names of the buffers that a training step changes. Each row has its own values of these buffers.
 
     Attributes:
         names, parameters: the trainable parameters in fleet order, block after block.
-        at: the views that these point at; homes: their own memory.
-        places: (parameter, module, name there) of all of the module's, which is to keep them.
+        at: the tensors that `parameters` now point at.
+        homes: the tensors that `parameters` pointed at in the beginning.
+        places: (parameter, module, attribute) for each parameter, to check that training does not replace it.
     """
 
     def __init__(self, model: nn.Module, fleet: Fleet, changing: Sequence[str]):
@@ -50,7 +51,7 @@ class Pointer:
         self.at: Sequence[Tensor] = self.homes
 
     def views(self, row: int) -> list[Tensor]:
-        """Return the parameters of `row` as views, in fleet order."""
+        """Return views of the row's parameters, in fleet order."""
         found = self._views.get(row)
         if found is None:
             found = [slot.of(block.params[row]) for block in self.fleet.blocks for slot in block.layout]
@@ -59,42 +60,47 @@ class Pointer:
         return found
 
     def point(self, row: int) -> None:
-        """Point the module's parameters and changing buffers at `row`."""
+        """Point the module's parameters, and the buffers that training changes, at `row`."""
         self._set(self.views(row), {name: rows[row] for name, rows in self.fleet.buffers.items()})
 
     def point_at(self, vectors: Sequence[Tensor], buffers: dict[str, Tensor]) -> None:
-        """Point the module at any parameter `vectors`, (P,) per block, and `buffers`."""
+        """Point the module at parameters in `vectors`, one vector (P,) per block, and at `buffers`."""
         views = [slot.of(v) for block, v in zip(self.fleet.blocks, vectors, strict=True) for slot in block.layout]
         self._set(views, buffers)
 
     def check(self, row: int) -> None:
-        """Compare pointers after a stretch on `row`.
+        """Check that the module's parameters still point at `row`, and save re-assigned buffers into it.
 
         Raises:
-            ModelError: the module replaced or moved a parameter.
+            ModelError: training replaced a parameter, or moved it to other memory.
         """
         for p, owner, attribute in self.places:
             if own_parameters(owner).get(attribute) is not p:
                 raise ModelError(
                     f"training replaced parameter {attribute!r} of {type(owner).__name__} by another object; change "
-                    "it in place (under torch.no_grad()) so that the row keeps it"
+                    "its values in place (under torch.no_grad()), so that they stay in the node's row"
                 )
         for name, p, view in zip(self.names, self.parameters, self.at, strict=True):
             if p.data_ptr() != view.data_ptr():
                 raise ModelError(
-                    f"training moved parameter {name!r} to other memory (p.data = ...); change it in place"
+                    f"training moved parameter {name!r} to other memory (p.data = ...); change its values in place"
                 )
         self.keep_buffers(row)
 
     def keep_buffers(self, row: int) -> None:
-        """Copy buffers back that the module has re-assigned."""
+        """Copy the buffers that the module has re-assigned into `row`."""
         for name, (owner, attribute) in self._buffer_owners.items():
             current, home = own_buffers(owner)[attribute], self.fleet.buffers[name][row]
             if current is not None and current.data_ptr() != home.data_ptr():
                 home.copy_(current.detach())
 
     def set_home(self, vectors: Sequence[Tensor], buffers: dict[str, Tensor], together: bool = True) -> None:
-        """Give the module its own memory again, holding `vectors` and `buffers`; `together`: all processes do so."""
+        """Point the module at its original memory, and copy `vectors` and `buffers` into that memory.
+
+        Args:
+            vectors: the parameters, one vector (P,) per block.
+            together: whether all processes make this call together.
+        """
         self.point_at(vectors, buffers)
         with torch.no_grad():
             for home, view in zip(self.homes, self.at, strict=True):
@@ -103,14 +109,14 @@ class Pointer:
         self._set(self.homes, self._buffer_homes)
 
     def bring_buffers_home(self, buffers: dict[str, Tensor]) -> None:
-        """Give the module its own buffers again, holding `buffers`."""
+        """Give the module its original buffer tensors, and copy the values of `buffers` into them."""
         self.set_buffers(self._buffer_homes)
         with torch.no_grad():
             for name, home in self._buffer_homes.items():
                 home.copy_(buffers[name])
 
     def go_home(self) -> None:
-        """Give the module its own memory again, as it was when it was bound."""
+        """Point the module at its original memory, with the values from before the run."""
         with torch.no_grad():
             for name, home in self._buffer_homes.items():
                 home.copy_(self._buffers_at_first[name])
@@ -124,12 +130,12 @@ class Pointer:
         self.at = views
 
     def set_buffers(self, buffers: dict[str, Tensor]) -> None:
-        """Put `buffers` where the module has its own that change."""
+        """Put `buffers` into the module in place of the buffers that training changes."""
         for name, (owner, attribute) in self._buffer_owners.items():
             own_buffers(owner)[attribute] = buffers[name]
 
 
 def owner_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """Return the module that holds a parameter or buffer, and its name there."""
+    """Return the submodule that holds the parameter or buffer `name`, and the attribute's name in that submodule."""
     path, _, attribute = name.rpartition(".")
     return model.get_submodule(path), attribute

@@ -1,4 +1,4 @@
-"""A split model held against what it was whole, by its gradients of one batch, in the processes of a node."""
+"""Split a model over a node's processes, and compare its gradients for one batch with the whole model's gradients."""
 
 from __future__ import annotations
 
@@ -15,22 +15,24 @@ from exogym.core.compute.split import Split, check_ways, other_ways
 from exogym.core.mesh.probe import refuse_others, squares
 from exogym.errors import ModelError
 
-FEW = 8  # examples, to try one at a time
+FEW = 8  # examples, tried one at a time
 Passes = Sequence[Sequence[tuple[Any, float]]]
 
 
 def check_split(split: Split, loss: Loss, batch: Any, passes: Passes, what: object) -> None:
-    """Split the model of `split`, and compare its gradients of `batch` with those that it had whole.
+    """Split the model of `split`, and compare its gradients for `batch` with the whole model's gradients.
 
-    It is in evaluation mode meanwhile, so that nothing is drawn and no statistic is taken. Every process of the node
-    calls it.
+    The model is in evaluation mode during the test, so it draws no random numbers and updates no batch statistics. All
+    processes of the node must call this function together.
 
     Args:
-        passes: what of the batch is computed here, part after part, each with the share of the whole that it has.
-        what: the split, in words.
+        split: a split that has not been made yet.
+        loss: computes the loss of a batch.
+        passes: this process's parts of the batch, for each pass. A part has its share of the batch as its weight.
+        what: the split, for messages.
 
     Raises:
-        ModelError: they are others; the model is whole again.
+        ModelError: the gradients differ, or the split model fails. The model is then whole again.
     """
     named = {name: p for name, p in split.model.named_parameters() if p.requires_grad}
     slots = [slot for layout in split.parts[split.part] for slot in layout]
@@ -57,7 +59,7 @@ def check_split(split: Split, loss: Loss, batch: Any, passes: Passes, what: obje
 
 
 def _check_ways(split: Split, loss: Loss, batch: Any, passes: Passes) -> None:
-    """Refuse a model that goes other ways with other examples, before that makes processes wait for each other."""
+    """Refuse a model whose path depends on the examples. Otherwise processes could wait for each other forever."""
     ways = set()
     for k in range(min(FEW, batch_examples(batch))):
         split.walk(loss, [(take_examples(batch, [k]), 1.0)])
@@ -74,7 +76,8 @@ def _check(split: Split, loss: Loss, passes: Passes, wanted: dict[str, Tensor | 
             split.compute(loss, parts, 1.0, contextlib.nullcontext)
     except Exception as error:
         raise ModelError(
-            f"split by {what} the model does not compute what it does whole: {type(error).__name__}: {error}"
+            f"split by {what}, the model fails in a training step that the whole model can take: "
+            f"{type(error).__name__}: {error}"
         ) from error
     found = dict(zip(wanted, split.gradients(), strict=True))
     check_ways(split)
@@ -89,7 +92,7 @@ def check_on(
     like: Split,
     what: object,
 ) -> None:
-    """Do as `check_split` with a copy of `model`, a smaller one of the same kind."""
+    """Run `check_split` on a copy of `model`, a smaller model of the same kind, split in the same way as `like`."""
     other = copy.deepcopy(model).to(like.device)
     split = type(like)(other, like.mesh, like.inside, like.device)
     check_split(split, Loss(other, loss.loss_fn), batch, passes, what)

@@ -1,11 +1,11 @@
 """Split a model differently from its row, so that nodes with different splits share columns.
 
-Processes with the same columns communicate between nodes. So all nodes cut their rows into the same K parts, where K is
-the greatest common divisor of their sizes. A node of k processes holds its row k/K times. Its model is split over all k
-processes, in separate memory. Before each gradient a process copies its part of the model from the row. Afterward each
-process receives the gradient of its part of the row.
+Processes of different nodes communicate if they hold the same columns. So all nodes cut their rows into the same K
+parts, where K is the greatest common divisor of the nodes' numbers of processes. A node of k processes stores its row
+k/K times. Its model is split over all k processes, in separate memory. Before each gradient, a process copies its part
+of the model from the row. Afterward, each process receives the gradient of its part of the row.
 
-A process sends per step, with P parameters of b bytes: about b P / k for its part, and b P / K of gradients.
+With P parameters of b bytes, a process sends per step about b P / k bytes of parameters and b P / K bytes of gradients.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from exogym.core.fleet.layout import Layout, layouts_of
 
 
 class Recut(Split):
-    """A `Split` whose row is cut evenly over `inside`, independent of the model's own `split`.
+    """A `Split` whose row is cut evenly over `inside`, while the model is split as in `split`.
 
     Args:
         split: the model's split over all processes of the node.

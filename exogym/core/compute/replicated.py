@@ -1,13 +1,14 @@
 """Gather the whole model on each device of a node once per step; rows and optimizer state stay divided.
 
-Before a step's gradient, the devices on the axis "shard" gather each other's parameter rows and compute with the whole
-parameters. Afterward each receives summed gradients: all parameters' with zero=1, its own rows' with zero=2 or 3
-(Rajbhandari et al., arXiv:1910.02054). Here zero=3 serves pipeline stages (`compute.staged`), which free the gathered
-memory after the step. The devices on the axis "tensor" compute layers together (`compute.tensors`). If several
-processes need the same elements, one holds them in its row and sends them to the others first (`compute.places`).
+Before a step's gradient, the devices on the axis "shard" gather each other's parts of the parameters and compute with
+the whole parameters. Afterward each device receives summed gradients: for all parameters with zero=1, for its own part
+with zero=2 or 3 (Rajbhandari et al., arXiv:1910.02054). Only pipeline stages (`compute.staged`) use zero=3 here: they
+free the gathered memory after the step. The devices on the axis "tensor" compute layers together (`compute.tensors`).
+If several processes need the same elements, one process stores these elements in its row and sends them to the others
+before the step (`compute.places`).
 
-A process sends per step, with k shards and P parameters of b bytes: (k-1)/k b P to gather, and the same for gradients,
-or twice as much with zero=1.
+With k shards and P parameters of b bytes, a process sends (k-1)/k b P bytes per step to gather parameters. It sends the
+same number of bytes for gradients, or twice as many with zero=1.
 """
 
 from __future__ import annotations
@@ -36,15 +37,15 @@ class Replicated(Split):
     """A `Split` whose processes gather their parameters once for each gradient.
 
     Args:
-        stages: {name: stages} that hold a parameter, if a process computes only some layers (`compute.staged`).
+        stages: {parameter's name: the stages that hold it} in a pipeline (`compute.staged`); None: no pipeline.
 
     Attributes:
-        handles: the parameters of the computing model.
+        handles: the parameters of the split model, in the row's order. Their indices here are the parameters' numbers.
         kinds: ranges of parameter numbers, one for each dtype.
         here: numbers of the parameters with which this process computes.
         first: for each parameter, the stage whose row holds it.
         at: this process's coordinates on the mesh's axes.
-        devices: the process groups of these axes.
+        devices: torch's device mesh with these axes.
 
     Raises:
         ModelError: a parameter has no axis, or torch cannot split the layers.
@@ -80,12 +81,12 @@ class Replicated(Split):
                 if handles.setdefault(name, getattr(module, attribute)) is not getattr(module, attribute):
                     raise ModelError(
                         f"parameter {name!r} is in several modules, and {self.mesh} splits only some of them: give "
-                        "each its own parameter, or leave these layers whole with NodeMesh(parallelize=)"
+                        "each module its own parameter, or do not split these layers, with NodeMesh(parallelize=)"
                     )
             if any(isinstance(module, FSDPModule) for module in self.model.modules()):
                 raise ModelError(
-                    f"parallelize= has called fully_shard, and with zero={self.mesh.zero} and {self.mesh} shards are "
-                    "gathered here: split layers only, over the axis 'tensor'"
+                    f"parallelize= has called fully_shard, but with zero={self.mesh.zero} and {self.mesh} ExoGym "
+                    "itself gathers the shards: let parallelize= only split layers, over the axis 'tensor'"
                 )
         except ModelError:
             self.plain()
@@ -136,7 +137,7 @@ class Replicated(Split):
             p.data, p.grad = home, None
 
     def lose(self, these: Iterable[int]) -> None:
-        """Free the memory of these parameters; their shapes stay."""
+        """Free the memory of the parameters whose numbers are in `these`, and keep their shapes."""
         for k in these:
             self._memory.pop(k, None)
             hold_local(self.handles[k], self._empty[k].new_zeros(()).expand(self._shapes[k]))
@@ -166,7 +167,14 @@ class Replicated(Split):
     def hand_on(
         self, axis: str, tensors: dict[int, Tensor], gives: Numbers, takes: Numbers, these: range
     ) -> Iterator[tuple[int, Tensor]]:
-        """Exchange `these` parameters with the other processes on an axis; yield the received ones."""
+        """Exchange parameters with the other processes on a mesh axis; yield (number, tensor) for those received.
+
+        Args:
+            tensors: this process's tensors, by the parameter's number.
+            gives: for each process on the axis, the numbers of the parameters to send to it.
+            takes: for each process on the axis, the numbers of the parameters to receive from it.
+            these: exchange only parameters with these numbers.
+        """
         few = [[[k for k in some if k in these and k in tensors] for some in way] for way in (gives, takes)]
         return hand_on(self.along[axis], tensors, *few)
 
@@ -180,8 +188,8 @@ class Replicated(Split):
         if bool(strange.any()):
             name = [slot.name for layout in self._wholes for slot in layout][int(strange.argmax())]
             raise ModelError(
-                f"parameter {name!r} is used in a stage that does not hold it: use it only in its own module. For a "
-                "penalty on parameters use the optimizer's weight_decay"
+                f"parameter {name!r} is used in a stage that does not hold it: use a parameter only in its own module. "
+                "For a penalty on parameters use the optimizer's weight_decay"
             )
         has_grad = (counts > 0).tolist()
         found: list[Tensor | None] = [None] * len(given)

@@ -12,7 +12,7 @@ from exogym.core.compute.places import chunk
 
 
 def gather(along: Inside, pieces: Sequence[Tensor], wholes: Sequence[Tensor]) -> None:
-    """All-gather: fill `wholes` with all processes' rows; `pieces` are this process's rows."""
+    """All-gather: fill the tensors `wholes`. Each process gives `pieces`: its range of each tensor's first axis."""
     everyones = [_rows(wholes, of) for of in _ranges(along, wholes)]
     sizes = [sum(x.numel() for x in rows) for rows in everyones]
     for rows, told in zip(everyones, along.gather(_flat(pieces), sizes), strict=True):
@@ -21,7 +21,7 @@ def gather(along: Inside, pieces: Sequence[Tensor], wholes: Sequence[Tensor]) ->
 
 
 def scatter_sums(along: Inside, wholes: Sequence[Tensor]) -> list[Tensor]:
-    """Reduce-scatter: sum `wholes` over all processes and return this process's rows."""
+    """Reduce-scatter: sum the tensors `wholes` over all processes; return this process's range of each first axis."""
     outgoing = [_rows(wholes, of) for of in _ranges(along, wholes)]
     own = outgoing[along.part]
     sizes = [sum(x.numel() for x in own)] * along.parts
@@ -32,7 +32,7 @@ def scatter_sums(along: Inside, wholes: Sequence[Tensor]) -> list[Tensor]:
 
 
 def sums(along: Inside, wholes: Sequence[Tensor]) -> list[Tensor]:
-    """All-reduce: sum `wholes` over all processes and return this process's rows."""
+    """All-reduce: sum the tensors `wholes` over all processes; return this process's range of each first axis."""
     told = _like(along.sum(_flat(wholes)), wholes)
     return _rows(told, _ranges(along, told)[along.part])
 
@@ -40,9 +40,13 @@ def sums(along: Inside, wholes: Sequence[Tensor]) -> list[Tensor]:
 def hand_on(
     along: Inside, tensors: Mapping[int, Tensor], gives: Sequence[Sequence[int]], takes: Sequence[Sequence[int]]
 ) -> Iterator[tuple[int, Tensor]]:
-    """Send process j the `tensors` in `gives[j]`; yield (name, tensor) for the tensors in `takes[j]`, which j sends.
+    """Send some of the numbered `tensors` to other processes; yield (number, tensor) for each received tensor.
 
-    A received tensor has the shape and dtype of this process's own tensor of that name.
+    A received tensor has the shape and dtype of this process's own tensor with that number.
+
+    Args:
+        gives: gives[j] has the numbers of the tensors to send to process j.
+        takes: takes[j] has the numbers of the tensors that process j sends to this process.
     """
     named = [k for some in (*gives, *takes) for k in some]
     if not named:

@@ -6,8 +6,8 @@ each pass. Each process receives the summed gradients for its own columns. On th
 layer together (`compute.tensors`).
 
 The model's parameters in a process are views of its row, so the model sees every change of the row. Several processes
-on the axis "tensor" may need the same elements (norms, embeddings). Then one process holds them in its row, and sends
-them to the others before they compute.
+on the axis "tensor" may need the same elements (norms, embeddings). Then one process stores these elements in its row,
+and sends them to the other processes before the step.
 
 In each step a process sends (k-1)/k b (P + P_blocks) bytes to gather parameters, and (k-1)/k b P bytes of gradients.
 Here k is the number of shards, P the number of parameters, and b the bytes per parameter. P_blocks is the number of
@@ -49,7 +49,7 @@ WAYS = 999_983  # a prime; a double holds its square exactly
 
 
 class Sharded(Split):
-    """A `Split` of each parameter over the processes of the node.
+    """A `Split` that divides each parameter over the node's processes.
 
     Raises:
         ModelError: torch cannot split the model over this mesh.

@@ -1,4 +1,4 @@
-"""Stretches of local steps: their spans, their losses, and the interface of a way of computing."""
+"""Stretches of local steps: the steps of each row (`Span`), their losses, and the interface of ways of computing."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Span:
     Attributes:
         row: the row's number in this process.
         columns: (K,) for each of the K steps, the column of `Losses` that gets its loss.
-        at: (K,) step numbers for the learning rate's schedule; None: the row's own count.
-        source: (node, step): whose batches to use, and from which of its steps; None: the row's own.
+        at: (K,) step numbers for the learning rate's schedule; None: count the row's own steps.
+        source: (node, step): use this node's batches, from this step on. None: the row's own next batches.
     """
 
     row: int
@@ -36,13 +36,14 @@ class Span:
 
 
 class Losses(Stateful):
-    """The losses of a stretch of fleet steps, during it and after it.
+    """The losses of the current stretch.
 
-    A row takes any number of local steps in a fleet step, so each has a sum and a count.
+    In one step of the run, a row may take several local steps, or none. So a sum of losses and a count of local steps
+    are kept for each row and step.
 
     Attributes:
         first, last: the stretch's first step, and the step after its last.
-        counts: (rows, last - first) local steps taken so far.
+        counts: (rows, last - first) local steps taken so far, for each step of the stretch.
         under_way: whether a stretch has begun and not ended.
 
     >>> losses = Losses(2, torch.device("cpu"))
@@ -65,11 +66,11 @@ class Losses(Stateful):
         self.counts = np.zeros((self.rows, last - first), dtype=np.int64)
 
     def forget(self) -> None:
-        """Drop the current stretch."""
+        """Discard the losses of the current stretch."""
         self.under_way = False
 
     def add(self, row: int, columns: Sequence[int] | np.ndarray, values: Tensor) -> None:
-        """Add the losses (K,) of the row's next K steps to the first K of `columns`."""
+        """Add `values`, the losses (K,) of the row's next K local steps, to the first K of `columns`."""
         columns = columns[: len(values)]
         if isinstance(columns, range):
             here = slice(columns.start, columns.stop)
@@ -86,7 +87,10 @@ class Losses(Stateful):
         return int(self.counts[row].sum())
 
     def end(self) -> Tensor:
-        """End the stretch; return each row's mean loss per fleet step, NaN without a local step."""
+        """End the stretch; return each row's mean loss in each step, (rows, last - first).
+
+        The mean is NaN if the row took no local step in that step of the run.
+        """
         self.under_way = False
         if (self.counts == 1).all():
             return self.sums
@@ -107,14 +111,15 @@ class Losses(Stateful):
 
 
 class Compute(Protocol):
-    """A way of computing rows' local steps, such as `loop`, `vmap` or `compiled`. All must agree with `loop`.
+    """A way of computing rows' local steps, such as "loop", "vmap" or "compiled". All ways must agree with "loop".
 
-    The caller measures the time. So a span may run step by step, with many rows at once, or as one graph.
+    A way of computing does not measure time. So it may run a span step by step, with many rows at once, or as one
+    graph.
 
     Attributes:
         fleet: the fleet of this process's rows.
-        taken: (rows,) each row's local steps so far. They decide batches and learning rates.
-        together: whether rows are computed at once. If not, the caller can time each row alone.
+        taken: (rows,) each row's number of local steps so far. It decides the row's next batch and learning rate.
+        together: whether several rows are computed at once. If not, the caller can time each row alone.
         overflowed: whether a gradient of the last `gradients` call overflowed in fp16.
         spoilt: rows whose gradient was not finite in the last `gradients` call.
     """
@@ -126,7 +131,7 @@ class Compute(Protocol):
     spoilt: list[int]
 
     def steps(self, spans: Sequence[Span], losses: Losses, may_stop: bool = True) -> None:
-        """Take the local steps of `spans`. With `may_stop`, a stop request ends it between two steps.
+        """Take the local steps of `spans`. If `may_stop` is true, a stop request ends the call between two steps.
 
         Raises:
             TrainingError: a loss or an update is not finite; the message names node, step and tensor.
@@ -134,19 +139,19 @@ class Compute(Protocol):
         ...
 
     def gradients(self, rows: Sequence[int]) -> Tensor:
-        """Write the gradients of `rows`' next step into the blocks' `grads`; return the losses, (len(rows),)."""
+        """Write the gradients of the next step of `rows` into the blocks' `grads`; return the losses, (len(rows),)."""
         ...
 
     def apply(self, rows: Sequence[int], skip: bool = False) -> None:
-        """Take the inner step of `rows` with the blocks' `grads`; with `skip`, only count it."""
+        """Take the inner step of `rows` with the blocks' `grads`. If `skip` is true, only count the step."""
         ...
 
     def rescale(self, rows: Sequence[int], overflowed: bool) -> None:
-        """Update the loss scales of `rows` in fp16; `overflowed` tells whether a gradient overflowed."""
+        """Update the fp16 loss scales of `rows`; `overflowed` says whether a gradient overflowed."""
         ...
 
     def reset(self, row: int) -> None:
-        """Reset the row's inner optimizer."""
+        """Delete the state of the row's inner optimizer."""
         ...
 
     def close(self) -> Any:
@@ -155,7 +160,9 @@ class Compute(Protocol):
 
 
 def way_of(name: str) -> Callable[..., Compute]:
-    """Return the factory of a way of computing: (worker, stream, inner, watch, bucket_bytes=None) -> Compute.
+    """Return the function that makes the way of computing with this name.
+
+    The function takes (worker, stream, inner, watch, bucket_bytes=None) and returns a `Compute`.
 
     >>> way_of("loop").__name__
     'Loop'

@@ -21,7 +21,7 @@ Context = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
 class Split:
-    """A model over a node's devices. Each device is a process that holds some columns of the node's row.
+    """A model that is split over a node's devices. Each device is a process with some columns of the node's row.
 
     The model is whole until `split`. After that, `point` sets this process's columns (plain tensors in `parts`' order),
     `compute` adds up gradients, and `gradients` returns them. All processes of the node make the same calls.
@@ -33,10 +33,10 @@ class Split:
         device: the model's device.
 
     Attributes:
-        parts: each process's layouts, one per block of the fleet. A parameter in another process's row has an empty
-            box.
-        way: a number for the path of `compute` and `gradients` through the model since the last `refresh`. It must be
-            equal in all processes of the node if they gather for each other.
+        parts: each process's layouts, one per block of the fleet. A parameter that only another process's row stores
+            has an empty box.
+        way: a number that identifies the order in which this process used blocks and gradients since the last
+            `refresh`. If processes gather parameters during a pass, all of them must have the same number.
     """
 
     way = 0
@@ -48,32 +48,35 @@ class Split:
 
     @property
     def evaluated(self) -> tuple[int, int]:
-        """This process's part of an evaluation batch, and the number of parts."""
+        """The number of this process's part of an evaluation batch, and the number of parts."""
         return self.mesh.coordinates(self.part)["shard"], self.mesh.shard
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:
-        """Return a context in which the model can be evaluated; enter it after `point`."""
+        """Return a context in which the split model can be evaluated. Call `point` before you enter it."""
         self.refresh()
         yield
 
     def keepers(self, buffer: str) -> range:
-        """Return the processes that change the named buffer. A float buffer's value is their mean."""
+        """Return the processes that change the buffer `buffer`. A float buffer's value is the mean over them."""
         return range(self.size)
 
     def walk(self, loss: Loss, parts: Sequence[Part]) -> None:
-        """Find the `way` of `parts` before the split. Does nothing if processes do not gather during a pass."""
+        """Compute `parts` with the whole model, before the split, to set `way`.
+
+        Do nothing if the processes do not gather parameters during a pass.
+        """
 
     def split(self) -> None:
         """Split the model. Call `point` before computing with it.
 
         Raises:
-            ModelError: torch cannot split it.
+            ModelError: torch cannot split the model.
         """
         raise NotImplementedError
 
     def let_go(self) -> None:
-        """Free the whole parameters' memory; `plain` cannot restore their values after this."""
+        """Free the memory of the whole model's parameters. `plain` can then no longer restore their values."""
         raise NotImplementedError
 
     def plain(self) -> None:
@@ -81,7 +84,7 @@ class Split:
         raise NotImplementedError
 
     def point(self, views: Sequence[Tensor]) -> None:
-        """Use `views` of this process's columns, one per parameter, after the next `refresh`."""
+        """Set this process's columns: `views` has one tensor per parameter. Call `refresh` before computing."""
         raise NotImplementedError
 
     def refresh(self) -> None:
@@ -89,17 +92,17 @@ class Split:
         raise NotImplementedError
 
     def compute(self, loss: Loss, parts: Sequence[Part], scale: float, context: Context) -> Tensor:
-        """Add up the gradients of `parts` and return this process's share of their loss, both times `scale`.
+        """Add up the gradients of `parts`, and return this process's share of the loss.
 
-        The shares of the node's processes add up to the loss of all their parts. Each forward pass runs in `context`,
-        such as autocast.
+        The gradients and the share are multiplied by `scale`. The shares of all processes of the node add up to the
+        loss of all their parts. Each forward pass runs in `context`, such as autocast.
         """
         raise NotImplementedError
 
     def gradients(self) -> list[Tensor | None]:
-        """Return the gradients of this process's columns, summed over all parts, and release them.
+        """Return the gradients of this process's columns, summed over all parts, and clear them.
 
-        There is one per parameter; None if no process has a gradient for it.
+        The list has one entry per parameter: a tensor, or None if no process has a gradient for the parameter.
         """
         raise NotImplementedError
 
@@ -122,27 +125,29 @@ def whole_layouts(model: nn.Module, what: str) -> list[Layout]:
 
 
 def check_ways(split: Split) -> None:
-    """Check that the node's processes went the same way through the model; all of them call it.
+    """Check that all processes of the node used the same blocks and gradients in the same order (`Split.way`).
+
+    All processes must call this function together.
 
     Raises:
-        ModelError: they went different ways.
+        ModelError: a process used other blocks or gradients, or another order.
     """
     refuse_ways(split.inside.sum(as_told(split)), split.inside.parts, split.mesh)
 
 
 def as_told(split: Split) -> Tensor:
-    """Return this process's way as two numbers, which the processes sum."""
+    """Return `split.way` and its square. Their sums over the processes show whether all ways are equal."""
     return torch.tensor([split.way, split.way**2], dtype=torch.float64)
 
 
 def refuse_ways(told: Tensor, parts: int, mesh: NodeMesh) -> None:
-    """Like `check_ways`, given the sum of `as_told` over `parts` processes."""
+    """Raise ModelError if the ways of `parts` processes differ. `told` is the sum of `as_told` over these processes."""
     if int(told[0]) ** 2 != parts * int(told[1]):
         raise other_ways(mesh)
 
 
 def other_ways(mesh: NodeMesh) -> ModelError:
-    """Return the error for processes that went different ways."""
+    """Return the error for a node whose processes use the model's blocks or gradients in different orders."""
     return ModelError(
         f"with {mesh} the devices of a node go different ways through the model: they run different blocks, run them "
         "in another order, or have gradients of different parameters (experts, or layers left out at random). They "
@@ -153,9 +158,9 @@ def other_ways(mesh: NodeMesh) -> ModelError:
 def passes(
     loss: Loss, parts: Sequence[Part], scale: float, context: Context, before: Callable[[bool], None] | None = None
 ) -> Tensor:
-    """Add the gradients of a batch's `parts`, each weighted by its share, to `.grad`; return their loss.
+    """Add the gradients of a batch's `parts`, weighted by their shares, to `.grad`; return the weighted sum of losses.
 
-    Gradients and loss are both multiplied by `scale`.
+    `scale` multiplies both the gradients and the sum.
 
     Args:
         context: surrounds each forward pass, such as autocast.

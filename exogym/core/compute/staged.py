@@ -9,14 +9,15 @@ The model's code stays as it is. Each stage runs the model's own forward pass:
 torch (`torch.distributed.pipelining`) schedules the work: GPipe (Huang et al., arXiv:1811.06965), 1F1B and interleaved
 (Narayanan et al., arXiv:2104.04473), zero-bubble (Qi et al., arXiv:2401.10241).
 
-The first stage that uses a parameter holds it in its row. A later stage that uses it too (a head tied to the embedding)
-receives it from there and returns its gradient. If shards divide a stage, they gather it once per step, for any
-number of micro-batches (`compute.replicated`). torch's `fully_shard` would gather in each micro-batch, and its hooks
-run only after a complete forward pass. For an evaluation each process gathers the whole model.
+The first stage that uses a parameter stores it in its row. If a later stage also uses the parameter (a head tied to the
+embedding), this stage receives the parameter from the first stage and returns the gradient. If shards divide a stage,
+they gather its parameters once per step, for any number of micro-batches (`compute.replicated`). torch's `fully_shard`
+would gather in each micro-batch, and its hooks run only after a complete forward pass. For an evaluation each process
+gathers the whole model.
 
 Traffic: per micro-batch a process sends the activations of each cut after its stages, and gradients of the same size
-for each cut before them. Per step it sends the parameters that two stages share, and what a stage's shards gather and
-sum.
+for each cut before its stages. Per step it sends the parameters that two stages share, and the parameters and gradients
+that a stage's shards exchange.
 """
 
 from __future__ import annotations
@@ -51,12 +52,12 @@ MOST_SCHEDULES = 8  # schedules to keep, one for each set of batch shapes
 
 
 class Staged(Split):
-    """A `Split` in which each process of the node has some layers, held by `Replicated`.
+    """A `Split` in which each process of the node computes some layers. `Replicated` manages their parameters.
 
     Raises:
-        ModelError: a parameter has no axis; stages given by hand are not on the devices in turn; a cut's output is not
-            one tensor with an example per row, or later layers use other tensors too; or the forward pass reads
-            numbers before the cut.
+        ModelError: a parameter has no axis; the user's stages are not assigned to the devices in turn; a cut's output
+            is not one tensor with an example per row, or later layers also use other tensors from before the cut; or
+            the forward pass reads a tensor's numbers before the cut.
     """
 
     def __init__(self, model: nn.Module, mesh: NodeMesh, inside: Inside, device: torch.device):
@@ -68,7 +69,7 @@ class Staged(Split):
         if mesh.pipeline is not None and list(mesh.pipeline.devices) != turns:
             raise ModelError(
                 f"the stages are on devices {list(mesh.pipeline.devices)}, wanted {turns}: with several processes, "
-                "stages go to the devices in turn"
+                "assign the stages to the devices in turn"
             )
         found: dict[int, set[int]] = {}
         for name, p in model.named_parameters(remove_duplicate=False):
@@ -103,7 +104,7 @@ class Staged(Split):
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:
-        """Gather the whole model in each process; this takes memory for all its parameters."""
+        """Return a context with the whole model in each process. It takes memory for all parameters."""
         held = self.held
         held.refresh()
         kept = {k: held_local(handle) for k, handle in enumerate(held.handles)}

@@ -50,7 +50,7 @@ def torchs_refusals(mesh: NodeMesh) -> Iterator[None]:
 
 
 def cut_axes(model: nn.Module, mesh: NodeMesh, devices: DeviceMesh) -> dict[str, int]:
-    """Return {name: axis} of the parameters that the mesh axis "tensor" cuts; found on a copy without numbers.
+    """Return {name: axis} for the parameters that the mesh axis "tensor" cuts. It splits a copy on the meta device.
 
     Raises:
         ModelError: torch cannot split the model, or a parameter's part is not a range of one axis.

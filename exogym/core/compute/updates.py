@@ -1,7 +1,7 @@
-"""The inner steps that can be part of a graph: torch's SGD, Adam and AdamW as functions of tensors.
+"""Optimizer steps that can be part of a graph: torch's SGD, Adam and AdamW as functions of tensors.
 
-What changes from step to step (rates, bias corrections) is reckoned outside in Python's doubles, as torch does, and
-goes into the graph as numbers, so that one graph serves all steps, rates and runs.
+Learning rates and bias corrections change from step to step. They are computed outside the graph in Python's doubles,
+as torch does, and passed to the graph as numbers. So one graph serves all steps, learning rates and runs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from exogym.core.base.torch_private import FusedSGD
 
-State = list[Tensor]  # what an update keeps of a parameter, in the order of its keys
+State = list[Tensor]  # an optimizer's tensors for one parameter, in the order of `Update.keys`
 _KERNELS = (
     "params",
     "lr",
@@ -25,18 +25,18 @@ _KERNELS = (
     "fused",
     "capturable",
     "differentiable",
-)  # change no number of a step, or a scalar
+)  # options that a graph need not fix: `Update.scalars` has the rate, and the others do not change a step's result
 
 
 class Update(ABC):
-    """The step of the parameters of one group.
+    """An optimizer's step for the parameters of one parameter group.
 
     Args:
-        group: a parameter group of the optimizer.
+        group: the parameter group, an entry of the optimizer's `param_groups`.
 
     Attributes:
-        keys: of the tensors kept for each parameter, as torch names them.
-        counts: whether the steps taken are kept beside them.
+        keys: torch's names of the state tensors that each parameter has.
+        counts: whether the optimizer's state also counts the steps ("step").
     """
 
     keys: tuple[str, ...] = ()
@@ -47,14 +47,19 @@ class Update(ABC):
 
     @abstractmethod
     def scalars(self, lr: float, before: int) -> list[float]:
-        """Return the numbers of a step at rate `lr`, `before` steps having been taken."""
+        """Return the numbers that a graph needs for a step with learning rate `lr`, after `before` earlier steps."""
 
     @abstractmethod
     def __call__(self, p: Tensor, g: Tensor, state: State, numbers: Sequence[Tensor]) -> tuple[Tensor, State]:
-        """Return the parameter and its state after a step with gradient `g`; `numbers` are its `scalars`."""
+        """Return the parameter `p` and its state after a step.
+
+        Args:
+            g: the parameter's gradient.
+            numbers: the step's numbers, from `scalars`.
+        """
 
     def _gradient(self, p: Tensor, g: Tensor) -> Tensor:
-        """Return `g`, turned round where the loss is to grow, with the decay that is a part of it."""
+        """Return the gradient `g`, negated under `maximize`, plus the weight decay if that is part of the gradient."""
         if self.group["maximize"]:
             g = -g
         decay = 0.0 if self.group.get("decoupled_weight_decay") else self.group["weight_decay"]
@@ -62,7 +67,12 @@ class Update(ABC):
 
 
 class SGD(Update):
-    """b <- mu b + (1 - d) g;  p <- p - lr b, or p - lr (g + mu b) with Nesterov's momentum; b = g at the first step."""
+    """A step of torch's SGD: b <- mu b + (1 - d) g, then p <- p - lr b.
+
+    Here p is the parameter, g its gradient plus weight decay, lr the learning rate, mu the momentum, d the dampening
+    and b the momentum buffer. In the first step b = g. With Nesterov's momentum, p <- p - lr (g + mu b). Without
+    momentum, p <- p - lr g.
+    """
 
     def __init__(self, group: dict[str, Any]):
         super().__init__(group)
@@ -82,8 +92,16 @@ class SGD(Update):
 
 
 class Adam(Update):
-    """m <- b1 m + (1 - b1) g;  v <- b2 v + (1 - b2) g^2;  p <- (1 - lr w) p - lr m' / (sqrt(v') + eps), with m', v'
-    corrected for their start at 0; w is AdamW's decay, Adam's is a part of g."""
+    """A step of torch's Adam or AdamW.
+
+        m <- b1 m + (1 - b1) g
+        v <- b2 v + (1 - b2) g^2
+        p <- (1 - lr w) p - lr m' / (sqrt(v') + eps)
+
+    Here p is the parameter, g its gradient, lr the learning rate, and b1, b2 are the betas. In step t,
+    m' = m / (1 - b1^t) and v' = v / (1 - b2^t). With amsgrad, v' comes from the largest v so far. w is AdamW's weight
+    decay; in Adam w = 0, because Adam's weight decay is part of g.
+    """
 
     counts = True
 
@@ -116,13 +134,14 @@ UPDATES: dict[type[Optimizer], type[Update]] = {
     torch.optim.Adam: Adam,
     torch.optim.AdamW: Adam,
 }
-SCALARS = 3  # of every update
+SCALARS = 3  # length of every update's `scalars`
 
 
 def steps_before(optimizer: Optimizer, parameters: Sequence[nn.Parameter], update: Update) -> int | None:
-    """Return how many steps the optimizer has taken with `parameters`, or 0 and 1 of those that do not count them.
+    """Return the number of steps that the optimizer has taken with each of `parameters`.
 
-    None where they are not alike, or one keeps what `update` does not.
+    If `update` does not count steps (SGD), return 1 if the parameters have a momentum buffer, otherwise 0. Return None
+    if the parameters' numbers differ, or if a parameter's state has other entries than `update` uses.
     """
     wanted = set(update.keys) | ({"step"} if update.counts else set())
     found = set[int]()
@@ -136,7 +155,10 @@ def steps_before(optimizer: Optimizer, parameters: Sequence[nn.Parameter], updat
 
 
 def settings(group: dict[str, Any]) -> tuple[tuple[str, str], ...]:
-    """Return what a graph holds fixed of a parameter group: all but rates, and which kernel torch would take."""
+    """Return the options of a parameter group that a graph fixes, as text.
+
+    These are all options except learning rates and the choices between torch's kernels, such as `fused`.
+    """
     return tuple(
         (name, repr(value)) for name, value in sorted(group.items()) if name not in _KERNELS and "_lr" not in name
     )

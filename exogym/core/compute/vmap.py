@@ -1,7 +1,7 @@
-"""`compute="vmap"`: gradients of several rows at once, with `torch.func.vmap`.
+"""`compute="vmap"`: compute the gradients of several rows at once with `torch.func.vmap`.
 
-Exact up to rounding, and refused where it could not be: a step that draws random numbers would draw
-others than one node at a time, and buffers that a step changes (BatchNorm) cannot be vmapped.
+The results equal `compute="loop"`'s up to rounding. Some models are refused: with dropout, vmap would draw other random
+numbers than `loop`, and vmap does not support buffers that a step changes (BatchNorm).
 """
 
 from __future__ import annotations
@@ -26,19 +26,22 @@ CHUNK_ROWS = 10
 
 
 class Vmap:
-    """Computes the gradients of all rows that take a step at once, and lets each row's optimizer step by itself.
+    """Compute the gradients of `chunk_rows` rows at a time with vmap. Each row's own optimizer then takes the step.
 
     Raises:
-        ModelError: the model draws random numbers or changes buffers while training, or the run needs
-            micro-batches or fp16 scaling, or vmap has no rule for one of its operations.
+        ModelError: a training step draws random numbers or changes buffers, the run uses micro-batches or fp16, or
+            vmap does not support one of the model's operations.
     """
 
     def __init__(self, worker: Worker, chunk_rows: int = CHUNK_ROWS):
         reasons = [
             (worker.draws_torch or worker.draws_python, "its training step draws random numbers (dropout)"),
             (bool(worker.changing), f"a training step changes its buffers ({', '.join(worker.changing[:3])})"),
-            (worker.micro_batch_size is not None, "the run uses micro-batches"),  # seen where "auto" tries it
-            (worker.scaled, "fp16 scales each node's loss by itself"),
+            (
+                worker.micro_batch_size is not None,
+                "the run uses micro-batches",
+            ),  # compute="auto" also tries vmap and sees this
+            (worker.scaled, "fp16 scales each node's loss separately"),
         ]
         for refused, why in reasons:
             if refused:
@@ -56,7 +59,10 @@ class Vmap:
         self._gradient = torch.func.vmap(torch.func.grad(loss_of, has_aux=True))
 
     def steps(self, plain: Loop, spans: Sequence[Span], losses: Losses, may_stop: bool) -> Sequence[Span]:
-        """Take the steps of `spans`, step by step; nothing is left."""
+        """Take the steps of `spans`: the first step of all spans, then the second, and so on.
+
+        Return an empty sequence, because no step is left for the loop.
+        """
         inner = plain.inner
         assert inner is not None
         for k in range(max((len(span.columns) for span in spans), default=0)):
@@ -76,7 +82,10 @@ class Vmap:
         return ()
 
     def gradients(self, plain: Loop, rows: Sequence[int]) -> Tensor:
-        """Compute the gradients of the next step of `rows`; return the losses, (len(rows),), inf as `Watch.losses`."""
+        """Write the gradients of the next step of `rows` into the blocks; return the losses, (len(rows),).
+
+        Under on_nonfinite="skip", inf replaces a loss that is not finite.
+        """
         if not rows:
             return torch.empty(0, device=self.worker.device)
         found = self.losses(rows, [plain.nodes[row].next_batch() for row in rows])
@@ -87,7 +96,10 @@ class Vmap:
         return torch.cat(looked)
 
     def losses(self, rows: Sequence[int], batches: Sequence[Any]) -> Tensor:
-        """Write the gradients of `rows` on their `batches` into the fleet's `own_grads`; return losses (len(rows),)."""
+        """Write the gradients of `rows` into the blocks' `grads`, given a batch for each row.
+
+        Return the losses, (len(rows),). The first call compares one row's gradient with `compute="loop"`.
+        """
         losses = torch.empty(len(rows), device=self.worker.device)
         for block in self.worker.fleet.blocks:
             block.own_grads()
@@ -104,10 +116,12 @@ class Vmap:
         return losses
 
     def _compare_with_loop(self, row: int, batch: Any) -> None:
-        """Compute one row's gradient both ways: what vmap cannot follow (a closure over a parameter) fails silently.
+        """Compare one row's gradient from vmap with its gradient from the loop.
+
+        The test is needed because vmap ignores some uses of a parameter, such as in a closure, without an error.
 
         Raises:
-            ModelError: they differ, or a parameter has no gradient, which vmap cannot tell from zero.
+            ModelError: the gradients differ, or a parameter has no gradient (vmap would give a gradient of zero).
         """
         worker = self.worker
         self._chunk([row], [batch])
@@ -119,14 +133,14 @@ class Vmap:
         for name, a, b in zip(worker.names, alone, together, strict=True):
             if a is None:
                 raise ModelError(
-                    f"compute='vmap' cannot train this model: a step gives {name!r} no gradient; freeze it "
+                    f"compute='vmap' cannot train this model: a step gives {name!r} no gradient; freeze this parameter "
                     "(requires_grad=False), or use compute='loop'"
                 )
             tolerance = 0.05 if torch.bfloat16 in (worker.dtype, a.dtype) or a.dtype == torch.float16 else 1e-3
             if not (a - b).norm().item() <= tolerance * a.norm().item() + 1e-7:
                 raise ModelError(
-                    f"compute='vmap' cannot train this model: it gives {name!r} another gradient than one node at a "
-                    "time, as where a function holds the parameter itself; use compute='loop'"
+                    f"compute='vmap' cannot train this model: its gradient of {name!r} differs from the gradient of "
+                    "compute='loop'. A cause can be a function that holds the parameter itself. Use compute='loop'"
                 )
 
     def _chunk(self, rows: Sequence[int], batches: Sequence[Any]) -> Tensor:

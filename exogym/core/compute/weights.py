@@ -1,8 +1,8 @@
-"""Weigh the parts of a batch in its mean loss, by their examples or by their counted targets.
+"""Weight the parts of a batch in its mean loss, by their examples or by their counted targets.
 
 A loss is a mean over examples, or over the targets that are not below 0. Losses ignore targets below 0 with torch's
-`ignore_index` or Hugging Face's -100. A batch does not show the kind of mean. So the loss is computed once on two
-examples that tell the kinds apart. torch's own class losses need no test: each target counts with its class weight.
+`ignore_index` or Hugging Face's -100. A batch does not show the kind of mean. So a test computes the loss of two
+examples together and alone. torch's own class losses need no test: each target counts with its class weight.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ KINDS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def counting(loss_fn: Callable[..., Tensor] | None) -> Counting | None:
-    """Return a function that gives the weight of each target in torch's class losses. None: any other loss.
+    """Return a function from targets to their weights, if `loss_fn` is one of torch's class losses; otherwise None.
 
-    With class weights w the mean is sum_i w[y_i] l_i / sum_i w[y_i] over the targets y_i that are not `ignore_index`.
+    With class weights w, targets y_i and their losses l_i, the batch's loss is sum_i w[y_i] l_i / sum_i w[y_i]. The
+    sums leave out targets equal to `ignore_index`.
 
     >>> import torch
     >>> counting(nn.CrossEntropyLoss(torch.tensor([1.0, 3.0]), ignore_index=0))(torch.tensor([0, 1, 1]))
@@ -52,13 +53,13 @@ def counting(loss_fn: Callable[..., Tensor] | None) -> Counting | None:
 
 
 class Weights:
-    """Weigh a batch's parts so that their weighted losses add up to the batch's loss.
+    """Weight a batch's parts so that their weighted losses add up to the batch's loss.
 
     Args:
-        close: largest relative difference of two equal losses.
-        counting: gives each target's weight; None: find the kind of mean with tests.
+        close: two losses count as equal up to this relative difference.
+        counting: a function from targets to their weights; None: find the kind of mean with tests.
 
-    The methods' argument `ask` computes a batch's loss, without gradients and in evaluation mode.
+    The methods' argument `ask` is a function that computes a batch's loss, without gradients and in evaluation mode.
     """
 
     def __init__(self, close: float = CLOSE, counting: Counting | None = None):
@@ -69,7 +70,10 @@ class Weights:
         """Return each part of a batch with its weight; the weights add up to 1.
 
         A part of weight 0 is replaced by one example of another part. So each process of a node has something to
-        compute, and its loss is a number.
+        compute, and no part's loss is NaN.
+
+        Args:
+            bounds: the range (start, stop) of each part's examples.
 
         Raises:
             ModelError: the batch's loss is not a weighted mean of its parts' losses.

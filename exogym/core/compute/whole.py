@@ -1,8 +1,8 @@
 """Run inner optimizers that need whole tensors, when each process of a node has a part of every parameter.
 
-Before a step each process receives some whole parameters and their gradients, the same ones in every step. Its
-optimizer steps them and sends the results back. With k processes and P parameters of b bytes, a process sends about
-(k-1)/k^2 b P three times per step.
+Before a step each process receives some whole parameters and their gradients; in every step the same parameters. The
+process's optimizer steps these parameters, and the process sends the results back. With k processes and P parameters of
+b bytes, a process sends about (k-1)/k^2 b P bytes three times per step.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class WholeTensors:
         return self.spec.build(self._everyone, hidden=self.fleet.hidden)
 
     def build(self) -> Optimizer:
-        """Return an optimizer of this process's parameters, with a dense run's groups."""
+        """Return an optimizer for this process's whole parameters, with the groups of a run without a split."""
         dense = self._dense()
         names = {id(p): name for name, p in self._everyone.items()}
         groups = []
@@ -58,7 +58,13 @@ class WholeTensors:
             return remember_as_built(type(dense)(groups, **self.spec.kwargs))
 
     def step(self, row: int, parameters: Sequence[nn.Parameter], take: Callable[[], object] | None) -> None:
-        """Exchange parameters and gradients for whole tensors, call `take` for the step, and send the results back."""
+        """Receive whole parameters and gradients, call `take` to step them, and send the results back.
+
+        Args:
+            row: the row that steps.
+            parameters: this process's parts of all parameters, with their gradients.
+            take: steps the whole parameters; None: this process steps no parameter.
+        """
         (block,) = self.fleet.blocks
         rows = block.params[row : row + 1]
         grads = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in parameters])[None]
@@ -77,7 +83,11 @@ class WholeTensors:
     # Checkpoints number parameters as in a dense run
 
     def renamed(self, tensors: Tensors, given: Sequence[str], wanted: Sequence[str]) -> Tensors:
-        """Renumber an optimizer's `tensors` from the order of `given` to the order of `wanted`."""
+        """Renumber an optimizer's `tensors`.
+
+        Args:
+            given, wanted: the parameters' names in the order of the old and the new numbers.
+        """
         found = {}
         for name, x in tensors.items():
             number, _, rest = name.partition(".")

@@ -1,7 +1,7 @@
 """The worker: compute losses and gradients of one row at a time, with one copy of the user's module.
 
-A worker has a `Pointer`, which puts a row into the module; a loss; the weights of a batch's parts; in fp16 a loss scale
-per row; and `NodeDevices` if a node is several processes.
+A worker has a `Pointer`, which points the module at a row; a `Loss`; the weights of a batch's parts; in fp16 a loss
+scale per row; and `NodeDevices` if a node is several processes.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Worker:
     Args:
         model: the user's module, on its device, trained in place.
         loss: finds the loss in the model's output.
-        device, precision, seed: the run's; "bf16" and "fp16" use autocast in each step.
-        micro_batch_size: examples computed at once. A larger batch is split, and `Weights` weighs the losses.
+        device, precision, seed: the run's options. With "bf16" and "fp16" each step runs in torch's autocast.
+        micro_batch_size: examples computed at once. A larger batch is split, and `Weights` weights the losses.
 
     Attributes:
         insides: the simulated devices of each node; they limit the examples computed at once. None: one device each.
@@ -49,7 +49,7 @@ class Worker:
         draws_torch: whether a training step draws random numbers from torch.
         draws_python: whether a training step draws random numbers from Python or numpy.
         before_last_backward: called before the backward pass of a step's last micro-batch.
-        changing: names of the buffers that a training step changes; these have rows.
+        changing: names of the buffers that a training step changes. Each row has its own values of these buffers.
         weighs_classes: whether the loss function's class weights count in the weight of a batch's part.
         devices: the node's devices (`NodeDevices`) if a node is several processes; otherwise None.
     """
@@ -75,7 +75,7 @@ class Worker:
         self.weighs_classes = True
 
     def bind(self, fleet: Fleet) -> None:
-        """Use this fleet's rows: `point` puts them into the module."""
+        """Use the rows of `fleet` from now on. `point` can then point the module at any of them."""
         pointer = Pointer(self.model, fleet, self.changing)
         self.fleet, self.names = fleet, pointer.names
         self.pointer: Pointer = pointer if self.devices is None else self.devices.holding(pointer)
@@ -89,14 +89,14 @@ class Worker:
         """Prepare the model for training on batches like `batch`. Call it last, after all other checks.
 
         Raises:
-            ModelError: the model is split over processes, and the split gives other gradients.
+            ModelError: the model is split over processes, and the split model has wrong gradients.
         """
         if self.devices is not None:
             self.devices.begin(self, self.to_device(batch))
 
     @property
     def should_stop(self) -> Callable[[], bool]:
-        """Called after each step; True ends the stretch there."""
+        """A function that is called after each step. If it returns True, the stretch ends after this step."""
         return self._should_stop if self.devices is None else self.devices.should_stop
 
     @should_stop.setter
@@ -177,7 +177,7 @@ class Worker:
         return Weights(CLOSE if self.dtype is None else 2e-3, known)
 
     def parts(self, batch: Any, bounds: Sequence[tuple[int, int]]) -> list[tuple[Any, float]]:
-        """Return the parts (start, stop) of a batch with their weights in the loss (`Weights.parts`)."""
+        """Return the parts of a batch with their weights in the loss (`Weights.parts`), given each part's range."""
         if list(bounds) == [(0, batch_examples(batch))]:
             return [(batch, 1.0)]
         return self.weights.parts(self.ask, batch, bounds)
@@ -198,7 +198,7 @@ class Worker:
         return self.micro_batch_size is None or self.weights.counts_examples(self.ask, batch)
 
     def own_shares(self, batch: Any) -> list[tuple[Any, float]]:
-        """Return the parts of a batch that this process evaluates, each with its weight in examples."""
+        """Return the parts of a batch that this process evaluates, each with its weight times the batch's examples."""
         total = batch_examples(batch)
         if self.devices is not None:
             bounds = [self.devices.evaluated(total)]
@@ -216,7 +216,12 @@ class Worker:
 
     @contextlib.contextmanager
     def evaluating(self, vectors: Sequence[Tensor], buffers: dict[str, Tensor]) -> Iterator[None]:
-        """Point the module at `vectors` and `buffers` in evaluation mode, without gradients."""
+        """Return a context for evaluation: the module has the given parameters, and computes no gradients.
+
+        Args:
+            vectors: the parameters, one vector (P,) per block.
+            buffers: the buffers that training changes, by name.
+        """
         self.pointer.point_at(vectors, buffers)
         self.model.eval()
         try:
@@ -227,7 +232,7 @@ class Worker:
 
 
 class Scaling(Stateful):
-    """Each row's loss scale in fp16, as in torch's GradScaler, and the steps since it last changed.
+    """Each row's loss scale in fp16, as in torch's GradScaler, and the number of steps since the scale last changed.
 
     Attributes:
         scales: (rows,) loss scales.
@@ -243,7 +248,7 @@ class Scaling(Stateful):
         return float(self.scales[row])
 
     def unscale(self, row: int, parameters: Sequence[Tensor]) -> None:
-        """Divide the gradients of `parameters` by the row's scale, and note whether they overflowed."""
+        """Divide the gradients of `parameters` by the row's scale, and set `overflowed` if one is not finite."""
         grads = [p.grad for p in parameters if p.grad is not None]
         scale_(grads, 1.0 / self.of(row))
         self.overflowed = not all(bool(torch.isfinite(g).all()) for g in grads)

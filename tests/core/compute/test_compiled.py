@@ -261,7 +261,7 @@ def test_a_compiler_that_gives_other_numbers_is_found(monkeypatch):
         return call
 
     monkeypatch.setattr(compute.compiled, "compiled", wrong)
-    with pytest.raises(ModelError, match="other numbers than operation by operation"):
+    with pytest.raises(ModelError, match="graph gives other numbers than its single operations"):
         fit("compiled", FedAvgStrategy("sgd", H=6))
 
 

@@ -106,7 +106,7 @@ def test_a_graph_that_is_not_replayed_is_found_out(monkeypatch):
         return lambda: [x.zero_() for x in tensors_in(results)], results
 
     monkeypatch.setattr(compute.graphs, "captured", wrong)
-    with pytest.raises(ModelError, match="captured, it gives other numbers than operation by operation"):
+    with pytest.raises(ModelError, match="its captured graph gives other numbers than its single operations"):
         fit("graphs", FedAvgStrategy("sgd", lr=0.1, H=6), max_steps=6)
 
     def frozen(body):
@@ -123,7 +123,7 @@ def test_what_is_refused(monkeypatch):
     with pytest.raises(ModelError, match="it draws random numbers"):
         fit("graphs", FedAvgStrategy("sgd", lr=0.1, H=6), MODELS["dropout"])
     monkeypatch.undo()
-    with pytest.raises(ArgumentError, match="compute='graphs' with device='cpu': compute='graphs' replays CUDA graphs"):
+    with pytest.raises(ArgumentError, match="compute='graphs' with device='cpu': it replays CUDA graphs"):
         fit("graphs", FedAvgStrategy("sgd", lr=0.1, H=6))
 
 

@@ -65,7 +65,7 @@ PARTS = {
 @pytest.mark.parametrize("asked", PARTS)
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_loss_that_is_no_mean_over_examples_is_refused(name, asked):
-    with pytest.raises(ModelError, match=rf"{asked}: batches are computed in parts.* or leave {asked[:4]}\w* out"):
+    with pytest.raises(ModelError, match=rf"{asked}: the gradients of a batch's parts.* or leave {asked[:4]}\w* out"):
         run(OTHERS[name], **PARTS[asked])
 
 
@@ -75,7 +75,7 @@ def test_it_is_where_a_limit_of_memory_asks_for_parts(monkeypatch):
     monkeypatch.setattr(exogym.core.training.choices, "total_memory_bytes", lambda device: 10 * row)
     limited = {"num_nodes": 1, "batch_size": 64, "max_memory_usage": 0.7}
     with pytest.raises(
-        ModelError, match=r"max_memory_usage=0.7 \(micro-batches of \d+\): batches are computed in parts"
+        ModelError, match=r"max_memory_usage=0.7 \(micro-batches of \d+\): the gradients of a batch's parts"
     ):
         run(weighted, **limited)
     monkeypatch.setattr(exogym.core.training.choices, "total_memory_bytes", lambda device: 1000 * row)
@@ -83,7 +83,7 @@ def test_it_is_where_a_limit_of_memory_asks_for_parts(monkeypatch):
 
 
 def test_it_is_in_forked_processes():
-    with pytest.raises(ModelError, match="minibatch_size=2: batches are computed in parts"):
+    with pytest.raises(ModelError, match="minibatch_size=2: the gradients of a batch's parts"):
         run(weighted, minibatch_size=2, processes=2)
 
 
@@ -154,7 +154,7 @@ def test_accumulated_gradients_are_the_mean_over_batches_whatever_the_loss(loss_
     found = numbers(run(loss_fn, **given))
     torch.testing.assert_close(found, torch.cat([p.detach().flatten() for p in model.parameters()]), rtol=0, atol=1e-6)
     for size in (2, 8):
-        with pytest.raises(ModelError, match=f"minibatch_size={size}: batches are computed in parts"):
+        with pytest.raises(ModelError, match=f"minibatch_size={size}: the gradients of a batch's parts"):
             run(loss_fn, minibatch_size=size, **given)
 
 
@@ -197,16 +197,16 @@ def test_models_that_are_random_or_look_at_their_batch_are_trained(name, size, c
     if name == "batch statistics" and size in (1, 7):
         return  # torch refuses to take statistics of one example
     run(model=RIGHT[name], minibatch_size=size)
-    assert "could not be tried" not in capfd.readouterr().err
+    assert "could not test" not in capfd.readouterr().err
 
 
 def test_what_cannot_be_tried_is_said_and_trained(capfd):
     run(model=Restless, minibatch_size=4)
-    assert "minibatch_size=4: whether batches in parts" in (said := capfd.readouterr().err)
+    assert "minibatch_size=4: could not test whether" in (said := capfd.readouterr().err)
     assert "draws random numbers in evaluation mode too" in said
     torch.manual_seed(0)
     LocalTrainer(OwnLoss(), examples()).fit(SimpleReduceStrategy(), batch_size=8, minibatch_size=4, max_steps=1)
-    assert "could not be tried (ModelError: model(batch) returned a tensor" in capfd.readouterr().err
+    assert "whole batch's gradient (ModelError: model(batch) returned a tensor" in capfd.readouterr().err
 
 
 class ByClass(Partitioner):
@@ -223,7 +223,7 @@ def test_examples_of_one_class_do_not_hide_it():
     x, y = examples().tensors
     order = y.argsort()
     for given in ({"shuffle": False, "batch_size": 6}, {"partitioner": ByClass()}):
-        with pytest.raises(ModelError, match="minibatch_size=4: batches are computed in parts"):
+        with pytest.raises(ModelError, match="minibatch_size=4: the gradients of a batch's parts"):
             run(weighted, data=TensorDataset(x[order], y[order]), minibatch_size=4, **given)
 
 
@@ -255,5 +255,5 @@ def test_whole_batches_are_not_tried(given, monkeypatch):
 def test_sampled_clients_are_tried_as_others_are():
     sampled = {"strategy": FedAvgStrategy("sgd", lr=0.1, H=2, client_fraction=0.01), "num_nodes": 300}
     run(data=examples(600), minibatch_size=1, batch_size=2, **sampled)
-    with pytest.raises(ModelError, match="minibatch_size=1: batches are computed in parts"):
+    with pytest.raises(ModelError, match="minibatch_size=1: the gradients of a batch's parts"):
         run(OTHERS["a sum"], data=examples(600), minibatch_size=1, batch_size=2, **sampled)

@@ -125,7 +125,7 @@ def test_a_graph_leaves_such_batches_to_the_loop(capfd, monkeypatch):
 def test_a_loss_that_its_parts_do_not_make_up_is_refused(in_two):
     """Where classes weigh differently a part counts as its weights do, which nobody knows but the loss."""
     assert "split by shard=2, the model has wrong gradients" in in_two["said", "weighted"]
-    with pytest.raises(ModelError, match="their gradients do not make up the whole batch's"):
+    with pytest.raises(ModelError, match="the gradients of a batch's parts do not add up"):
         run(weighted, minibatch_size=4)
     with pytest.raises(ModelError, match="not the mean of its parts' losses: two examples with targets below 0"):
         run(weighted, batch_size=4, gradient_accumulation=2)

@@ -175,7 +175,7 @@ REFUSED = {
     "micro-batches": (network, {"minibatch_size": 2}, "each with its whole batch"),
     "accumulation": (network, {"gradient_accumulation": 2}, "each with its whole batch"),
     "fp16": (network, {"precision": "fp16"}, "fp16 scales"),
-    "closure over a parameter": (Closure, {}, "gives 'a.weight' another gradient"),
+    "closure over a parameter": (Closure, {}, "gradient of 'a.weight' differs"),
     "unused parameter": (Unused, {}, "gives 'unused.weight' no gradient"),
     "branch on data": (Branching, {}, "use compute='loop'"),
 }
