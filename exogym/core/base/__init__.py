@@ -1,1 +1,1 @@
-"""Services that all other packages use: random streams, files, locks, devices."""
+"""What everything stands on: random streams, files, devices."""

@@ -3,7 +3,7 @@
 `Clock` keeps every node's time. `StepTime` holds a step's duration. `flops_of` and `Device` turn work into seconds.
 `Span`, `save_trace` and `draw_timeline` show when each node computed, sent and waited.
 
-A model of 1e9 operations a step on a device that you define:
+The example computes the seconds of a step with 1e9 operations, on a device that you define:
 
 >>> import json, tempfile
 >>> from pathlib import Path

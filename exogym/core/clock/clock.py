@@ -1,7 +1,7 @@
 """The virtual clock: each node's time on a given network.
 
-Time is counted in whole nanoseconds, so that sums do not depend on their order: ten steps at once end at the same
-moment as ten times one step. For each node
+Time is counted in whole nanoseconds, so that sums do not depend on their order. Ten calls of one step end at the same
+time as one call of ten steps. For each node
 
     time = computing + waiting + sending + down
 
@@ -44,25 +44,26 @@ class _Flight:
 class Clock:
     """Each node's virtual time.
 
-    Local steps `advance` the clock. An `event` of the communicator sets its members to the latest member's time plus
-    the event's cost. A collective that overlaps with computing starts with `begin` and ends at `wait`. A node's line
-    carries one collective at a time: if the line is busy, the next collective starts later. In a simulation's clock,
-    averages that arrive late overlap with computing. On hosts, a run waits for them where it sends them.
+    `advance` adds the time of local steps. `event` carries out a collective of the communicator: its members end at the
+    latest member's time plus the collective's cost. A collective that overlaps with computing starts with `begin` and
+    ends at `wait`. A node's network line carries one collective at a time. If the line is busy, the next collective
+    starts later. In a simulation's clock, averages that arrive late overlap with computing. On hosts, a run waits for
+    them where it sends them.
 
     Args:
-        num_nodes: N.
+        num_nodes: the number of nodes, N.
         network: a `Network`, or text for `Network.parse`.
-        step_seconds: a `StepTime`, or its `seconds`: a number, text, or one per node.
-        algorithms: algorithms that replace the events' own: "cheapest", or by kind, as
-            {"all_reduce": "halving_doubling"}. Collectives through a server stay there.
-        outages: (node, start, end) in seconds or text. The node stands still meanwhile, and collectives with it start
-            later.
+        step_seconds: a `StepTime`, or the `seconds` of a `StepTime`: a number, text, or one of these per node.
+        algorithms: algorithms that replace the events' own algorithms: "cheapest", or an algorithm for each kind, such
+            as {"all_reduce": "halving_doubling"}. Collectives through a server do not change.
+        outages: a list of (node, start, end), with times in seconds or as text. During an outage the node does nothing,
+            and collectives with this node start after it.
         timeline: keep `spans` (when each node computed, sent and waited) for `save_trace` and `draw_timeline`.
 
     Attributes:
         steps: (N,) steps of each node so far.
         tx_bytes, rx_bytes: (N,) bytes that each node has sent and received.
-        events: number of collectives so far; a collective's number picks its jitter.
+        events: number of collectives so far. The network's jitter depends on a collective's number.
 
     Raises:
         ArgumentError: the network or the step times are for another number of nodes; an algorithm is unknown; an
@@ -99,7 +100,9 @@ class Clock:
         self.step_time = step_seconds if isinstance(step_seconds, StepTime) else StepTime(step_seconds)
         for name, given in (("network", self.network.num_nodes), ("step_seconds", self.step_time.num_nodes)):
             if given is not None and given != num_nodes:
-                raise ArgumentError(f"{name} is for {given} nodes, the clock for {num_nodes}: give it for {num_nodes}")
+                raise ArgumentError(
+                    f"{name} is for {given} nodes, the clock for {num_nodes}: give {name} for {num_nodes} nodes"
+                )
         self.algorithms = _checked_algorithms(algorithms)
         self._outages = _checked_outages(outages, num_nodes)
         self._timeline = Timeline() if timeline else None
@@ -116,10 +119,12 @@ class Clock:
     # Moving the clock
 
     def advance(self, counts: int | np.ndarray, measured_s: Any = None) -> None:
-        """Let every node compute its next `counts` steps: a number, or (N,).
+        """Add the time of every node's next `counts` steps.
 
         Args:
-            measured_s: measured seconds for all of a node's steps together, instead of the step time; a number or (N,).
+            counts: a number of steps for all nodes, or (N,) numbers.
+            measured_s: measured seconds that all steps of a node took together; a number or (N,). They replace the
+                clock's step time.
 
         Raises:
             ArgumentError: a count is negative, or `counts` is for another number of nodes.
@@ -149,7 +154,8 @@ class Clock:
     def event(self, event: Event) -> None:
         """Carry out a collective: its members wait for the latest member, and then for the collective's cost.
 
-        An event with a flight only starts. Its members wait for it at the flight's event "arrive".
+        If the event has a `flight` (a number), the collective only starts. Its members wait for the collective at a
+        later event of the kind "arrive" with the same `flight`.
         """
         if event.flight is None:
             self.wait(self.begin(event))
@@ -162,7 +168,7 @@ class Clock:
     def begin(self, event: Event) -> int:
         """Start a collective while its members keep computing, and return a handle for `wait`.
 
-        It starts when all members have reached this point, are up, and have free lines.
+        The collective starts when all members have made this call, no member has an outage, and their lines are free.
         """
         members = self._members(event.members)
         start: Any
@@ -183,7 +189,7 @@ class Clock:
         return handle
 
     def agree(self, times: int = 1) -> None:
-        """Charge `times` agreements of all nodes on a few bytes; nothing if the network gives no time for them.
+        """Add the time of `times` agreements, in which all nodes exchange a few bytes (`network.message_s` each).
 
         On several hosts the processes agree before they communicate, and again to collect the losses.
         """
@@ -194,7 +200,8 @@ class Clock:
     def meet(self, until_s: float = 0.0, nodes: Sequence[int] | None = None) -> None:
         """Make `nodes` (all by default) wait for the last of all nodes, and at least until `until_s`.
 
-        So a server's round ends for nodes that did not take part, too: no node gets the next parameters before.
+        This ends a server's round also for nodes that did not take part, because no node gets the next parameters
+        earlier.
 
         >>> clock = Clock(2, "1Gbps", 0.01)
         >>> clock.advance(np.array([5, 0]))
@@ -206,10 +213,15 @@ class Clock:
         self._arrive(_Flight(ALL if nodes is None else np.asarray(nodes, dtype=np.int64), 0, end, "server"))
 
     def wait(self, handle: int) -> None:
-        """Make a collective's members wait until it ends. Their computing meanwhile does not count as waiting.
+        """Make a collective's members wait until the collective ends.
+
+        The time in which a member computed since `begin` does not count as waiting.
+
+        Args:
+            handle: the collective, from `begin`.
 
         Raises:
-            ArgumentError: no running collective has that handle.
+            ArgumentError: no running collective has this handle.
         """
         if handle not in self._flights:
             raise ArgumentError(f"handle={handle!r} is no running collective; running: {sorted(self._flights)}")
@@ -230,32 +242,33 @@ class Clock:
 
     @property
     def time_s(self) -> np.ndarray:
-        """(N,) each node's virtual seconds."""
+        """Each node's virtual time in seconds, (N,)."""
         return self._ticks / TICKS_PER_S
 
     @property
     def last_s(self) -> float:
-        """The last node's virtual seconds: the maximum of `time_s`."""
+        """The latest node's virtual time in seconds: the maximum of `time_s`."""
         return float(self._ticks.max() / TICKS_PER_S)
 
     def share(self, part: str, of: Any = ALL) -> np.ndarray:
-        """Return (N,) the share of each node's time spent "computing", "waiting" (for others), "sending" or "down".
+        """Return the share of each node's time that it spent on `part`, (N,).
 
-        The four sum to 1. At time 0 they are 0.
+        A node's shares of the four parts sum to 1. At time 0 they are 0.
 
         Args:
-            of: which nodes: a number, a slice or an array of numbers. Default: all.
+            part: "computing", "waiting" (for other nodes), "sending" or "down".
+            of: which nodes: a number, a slice or an array of numbers. Default: all nodes.
         """
         if part not in PARTS:
             raise ArgumentError(f"part={part!r} is not one of {', '.join(map(repr, PARTS))}: {nearest(part, PARTS)}")
         return self._parts[part][of] / np.maximum(self._ticks[of], 1)
 
     def seconds(self, part: str, of: Any = ALL) -> np.ndarray:
-        """Return (N,) each node's seconds spent "computing", "waiting", "sending" or "down". `of`: see `share`."""
+        """Return the seconds that each node spent on `part`, (N,). The arguments are as in `share`."""
         return self.share(part, of) * (self._ticks[of] / TICKS_PER_S)
 
     def figures(self, node: int) -> dict[str, float]:
-        """Return one node's time_s, waiting_share and bandwidth_use."""
+        """Return one node's `time_s`, `waiting_share` and `bandwidth_use` as a dict."""
         time_s = float(self._ticks[node] / TICKS_PER_S)
         return {
             "time_s": time_s,
@@ -265,17 +278,17 @@ class Clock:
 
     @property
     def waiting_share(self) -> np.ndarray:
-        """(N,) the share of each node's time that communication kept it from computing."""
+        """The share of each node's time in which it waited or sent instead of computing, (N,)."""
         return self.share("waiting") + self.share("sending")
 
     @property
     def bandwidth_use(self) -> np.ndarray:
-        """(N,) the share of each node's bandwidth used so far: the larger of upload and download."""
+        """The share of each node's bandwidth that it used so far, (N,): the larger of upload and download."""
         return self._line_use(ALL)
 
     @property
     def spans(self) -> list[Span]:
-        """When each node computed, sent, waited or was down, in this process. Needs `timeline=True`.
+        """The spans in which each node computed, sent, waited or was down. They need `timeline=True`.
 
         Raises:
             ArgumentError: the clock keeps no timeline.
@@ -308,7 +321,10 @@ class Clock:
             ArgumentError: the state is from a clock with another number of nodes.
         """
         if len(state["ticks"]) != self.num_nodes:
-            raise ArgumentError(f"the state is for {len(state['ticks'])} nodes, the clock for {self.num_nodes}")
+            raise ArgumentError(
+                f"the state is for {len(state['ticks'])} nodes, the clock for {self.num_nodes}: give both the same "
+                "number of nodes"
+            )
         for name in ROWS:
             setattr(self, name, state[name.strip("_")].numpy().copy())
         self._parts = {name: state[f"part.{name}"].numpy().copy() for name in PARTS}

@@ -1,4 +1,4 @@
-"""Seconds from work: the floating-point operations of a training step, and how many a device does per second."""
+"""Compute a training step's seconds from its floating-point operations and a device's operations per second."""
 
 from __future__ import annotations
 
@@ -20,7 +20,12 @@ DEFAULT_UTILISATION = 0.4
 
 @dataclass(frozen=True)
 class Device:
-    """A device's peak dense matrix operations per second in the named precision, and the figure's source."""
+    """A device's peak number of operations per second in dense matrix products.
+
+    Attributes:
+        precision: the precision of these operations, such as "bf16".
+        source: where the number comes from.
+    """
 
     flops_per_s: float
     precision: str
@@ -41,13 +46,13 @@ DEVICES: dict[str, Device] = {  # by name: peak operations per second, and the s
 
 
 def seconds_of(flops: float, device: str | Device = "h100", utilisation: float = DEFAULT_UTILISATION) -> float:
-    """Return a device's seconds for `flops` operations at the share `utilisation` of its peak.
+    """Return the seconds that a device takes for `flops` operations.
 
     Args:
-        flops: floating-point operations; a training step of a transformer takes about 6 per parameter and token
-            (Kaplan et al., arXiv:2001.08361).
+        flops: floating-point operations. A transformer's training step takes about 6 operations per parameter and
+            token (Kaplan et al., arXiv:2001.08361).
         device: a name in `DEVICES`, or a `Device`.
-        utilisation: over 0 and up to 1.
+        utilisation: the share of its peak that the device reaches, over 0 and up to 1.
 
     Raises:
         ArgumentError: an unknown device, or a number out of range.
@@ -64,14 +69,15 @@ def seconds_of(flops: float, device: str | Device = "h100", utilisation: float =
 
 
 def flops_of(model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Tensor] | None = None) -> int:
-    """Return the floating-point operations of one training step, forward and backward: matrix products and similar.
+    """Count the floating-point operations of one training step, forward and backward.
 
-    Runs the step once on the model. Gradients, buffers and random state stay as they were.
+    Matrix products, convolutions and attention count. The function runs the step once on the model, and then restores
+    gradients, buffers and random state.
 
     Args:
         model: a module. Without `loss`, `model(batch)` must return the loss.
-        batch: the model's or the loss's input.
-        loss: called as `loss(model, batch)`; returns a scalar.
+        batch: the batch of the step.
+        loss: a function that is called as `loss(model, batch)` and returns a scalar.
 
     Raises:
         ModelError: the loss is not a scalar with a gradient.

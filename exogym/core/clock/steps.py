@@ -1,11 +1,11 @@
-"""How long a step takes: fixed, different per node, spread, or now and then much longer.
+"""How long a step takes: always the same, different for each node, random, or sometimes much longer (stragglers).
 
 Node i's step t takes
 
-    seconds_i * exp(sigma z - sigma^2 / 2) * (factor if u < share else 1)
+    seconds_i * exp(sigma z - sigma^2 / 2) * (straggler_factor if u < straggler_share else 1)
 
-with z normal and u uniform, both functions of (seed, i, t) alone. So the time of a step depends neither on where the
-node runs nor on how many steps are taken at once. The mean of the spread part is 1.
+Here z is a normal and u a uniform random number. Both depend only on (seed, i, t). So a step's time depends neither on
+the process that runs the node nor on how many steps are taken at once. The factor with sigma has the mean 1.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ MOST_DRAWS = 1 << 20  # at a time, to bound the memory
 
 
 class StepTime:
-    """Seconds of each step of each node.
+    """The time of each step of each node.
 
     Args:
-        seconds: of a step; a number, text as "80ms", or one per node.
-        speeds: relative speed of each node, over 0; 0.5 takes twice as long.
-        sigma: spread of a node's steps: standard deviation of the logarithm.
+        seconds: seconds of a step: a number, text such as "80ms", or one of these per node.
+        speeds: relative speed of each node, over 0. A node with speed 0.5 takes twice as long.
+        sigma: randomness of a node's steps: the standard deviation of the logarithm of their times.
         straggler_share: share of all steps that take `straggler_factor` times as long (Dean, Barroso, The tail at
             scale, CACM 56, 2013).
         straggler_factor: at least 1.
-        seed: of the draws.
+        seed: seed of the random times.
 
     Raises:
-        ArgumentError: a quantity out of range, or numbers for another count of nodes.
+        ArgumentError: a value is out of range, or `speeds` and `seconds` are for different numbers of nodes.
 
     >>> time = StepTime("10ms", speeds=[1.0, 0.5])
     >>> time.ticks(np.array([0, 0]), np.array([3, 3])).tolist()  # nanoseconds of three steps each
@@ -61,7 +61,9 @@ class StepTime:
             if speed.ndim != 1 or not (np.isfinite(speed) & (speed > 0)).all():
                 raise ArgumentError(f"speeds={speeds!r} must be one number over 0 per node")
             if several and len(speed) != len(per_node):
-                raise ArgumentError(f"speeds is for {len(speed)} nodes, seconds for {len(per_node)}: give both alike")
+                raise ArgumentError(
+                    f"speeds is for {len(speed)} nodes, seconds for {len(per_node)}: give both for all nodes"
+                )
             per_node = per_node / speed
         check_number("sigma", sigma, least=0)
         check_number("straggler_share", straggler_share, least=0, most=1)
@@ -75,7 +77,7 @@ class StepTime:
 
     @property
     def num_nodes(self) -> int | None:
-        """How many nodes it is for; None: any number."""
+        """The number of nodes that these times are for; None: any number."""
         return len(self.seconds) if len(self.seconds) > 1 else None
 
     @property
@@ -84,19 +86,24 @@ class StepTime:
         return not self.sigma and not self.straggler_share
 
     def for_work(self, work: np.ndarray, extra_s: Any = 0.0) -> StepTime:
-        """Return the time of steps that hold `work` (N,) times as much, and take `extra_s`, (N,) or one, on top."""
+        """Return the step time of nodes whose steps have more or less work.
+
+        Args:
+            work: (N,) each node's work, relative to a step before.
+            extra_s: seconds that each step takes in addition; a number or (N,).
+        """
         other = copy.copy(self)
         other.seconds, other.extra_s = self.seconds * work, self.extra_s + np.asarray(extra_s)
         other._fixed_ticks = np.rint((other.seconds + other.extra_s) * TICKS_PER_S).astype(np.int64)
         return other
 
     def mean_s(self, num_nodes: int) -> np.ndarray:
-        """Return (num_nodes,) mean seconds of a step."""
+        """Return each node's mean seconds per step, (num_nodes,)."""
         late = 1 + self.straggler_share * (self.straggler_factor - 1)
         return np.broadcast_to(self.seconds, num_nodes) * late + self.extra_s
 
     def ticks(self, first: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """Return (N,) nanoseconds that node i takes for its steps `first[i]` to `first[i] + counts[i] - 1`."""
+        """Return (N,) nanoseconds: node i's time for its steps `first[i]` to `first[i] + counts[i] - 1`."""
         if self.is_fixed:
             return counts * self._fixed_ticks
         total = np.zeros(len(counts), dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Spans of each node's time, as a trace for a browser and as a picture."""
+"""Record when each node computed, waited and sent, and show it as a trace for a browser or as a picture."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ PARTS = {"compute": "computing", "send": "sending", "wait": "waiting", "down": "
 
 @dataclass(frozen=True)
 class Span:
-    """A stretch of a node's time.
+    """A period of a node's virtual time in which the node did one thing.
 
     Attributes:
-        kind: "compute", "wait" (for others), "send" (in a collective) or "down" (an outage).
+        kind: "compute", "wait" (for other nodes), "send" (in a collective) or "down" (an outage).
         start_s, end_s: virtual seconds.
         name: the collective, for example "ring all_reduce".
     """
@@ -39,14 +39,14 @@ class Span:
 
 
 class Timeline:
-    """Collect spans. Uninterrupted computing of a node is one span, for any number of steps or calls."""
+    """Collect spans. If a node computes without interruption, all these steps are one span."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
         self._last: dict[int, int] = {}  # node -> index of its last span
 
     def computing(self, start: np.ndarray, end: np.ndarray, outages: Mapping[int, Sequence[tuple[int, int]]]) -> None:
-        """Add that node i computes from tick `start[i]` to `end[i]`, except in its outages."""
+        """Add the spans in which each node i computes from nanosecond `start[i]` to `end[i]`, except in its outages."""
         for node in np.flatnonzero(end > start).tolist():
             here, last = int(start[node]), int(end[node])
             for begin, back in outages.get(node, ()):
@@ -59,7 +59,10 @@ class Timeline:
     def collective(
         self, nodes: np.ndarray, start: np.ndarray, waiting: np.ndarray, sending: np.ndarray, name: str
     ) -> None:
-        """Add that each of `nodes` waits from `start` on and then sends."""
+        """Add the spans of a collective: from `start` on, each of `nodes` first waits and then sends.
+
+        All times are in nanoseconds, (len(nodes),).
+        """
         for node, begin, pause, busy in zip(*(x.tolist() for x in (nodes, start, waiting, sending)), strict=True):
             self._add(node, "wait", begin, begin + pause, name)
             self._add(node, "send", begin + pause, begin + pause + busy, name)
@@ -91,17 +94,17 @@ def save_trace(spans: Sequence[Span], path: str | os.PathLike[str]) -> None:
 
 
 def save_spans(clock: Any, path: str | os.PathLike[str]) -> None:
-    """Write a clock's spans and the whole run's mean shares as JSON. The clock must keep its timeline."""
+    """Write a clock's spans, and the mean share of each kind over nodes, as JSON. The clock must keep a timeline."""
     spans = [[span.node, span.kind, span.start_s, span.end_s, span.name] for span in clock.spans]
     shares = {kind: float(clock.share(part).mean()) for kind, part in PARTS.items()}
     write_json(path, {"title": "", "spans": spans, "shares": shares}, indent=None)
 
 
 def draw_timeline(spans: Sequence[Span], path: str | os.PathLike[str], heading: str = "") -> None:
-    """Draw one bar per node (the first 64) into a PNG file, with a color for each kind of span.
+    """Draw a bar for each of the first 64 nodes into a PNG file, with a color for each kind of span.
 
     Raises:
-        ArgumentError: no spans.
+        ArgumentError: `spans` is empty.
         ExoGymError: matplotlib is not installed.
     """
     if not spans:

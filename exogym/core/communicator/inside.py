@@ -1,8 +1,8 @@
 """Inside a node: the processes that hold the parts of its row.
 
-A node may be several devices, each a process with some columns of the node's row. Between nodes, the processes with the
-same columns form a separate world, in which the strategy runs. A number of the whole row, such as a gradient's norm or
-a payload's bytes, needs all processes of the node. They compute it together by the methods of `Inside`.
+A node may be several devices, each a process with some columns of the node's row. Between nodes, the processes with
+the same columns form a separate world, in which the strategy runs. Numbers of the whole row, such as a gradient's norm
+or a payload's bytes, need all processes of a node; they meet here.
 """
 
 from __future__ import annotations
@@ -14,13 +14,11 @@ from torch import Tensor
 
 
 class Inside:
-    """Communication between the processes of a node.
-
-    In this base class the node has one process, which gets its own values.
+    """The one process of a node: each method returns its own value.
 
     Attributes:
-        part: the number of this process among the node's processes, from 0.
-        parts: how many processes the node has.
+        part: number of this process among the node's processes.
+        parts: number of the node's processes.
     """
 
     part, parts = 0, 1
@@ -30,48 +28,39 @@ class Inside:
         return x
 
     def maximum(self, x: Tensor) -> Tensor:
-        """Return the elementwise maximum of `x` over the node's processes."""
+        """Return the largest of each element of `x` over the node's processes."""
         return x
 
     def gather(self, x: Tensor, sizes: list[int]) -> list[Tensor]:
-        """Return the tensors `x` of all processes of the node, in each process.
-
-        Process j's tensor has `sizes[j]` elements.
-        """
+        """Return every process's (sizes[j],) elements `x`, in each process."""
         return [x]
 
     def swap(self, outgoing: list[Tensor], sizes: list[int]) -> list[Tensor]:
-        """Send the tensor `outgoing[j]` to process j of the node, for each j. Return the received tensors.
-
-        The tensor from process j has `sizes[j]` elements.
-        """
+        """Give process j of the node the (n,) `outgoing[j]`; return every process's tensor for this one, `sizes[j]`."""
         return outgoing
 
     def tell(self, value: Any) -> list[Any]:
-        """Return the values of all processes of the node, in each process. A `value` must be JSON-able."""
+        """Return every process's `value` (JSON-able), in each process."""
         return [value]
 
     def mesh(self, axes: dict[str, int]) -> Any:
-        """Return torch's DeviceMesh of the node's processes. `axes` has the size of each axis, by name."""
+        """Return torch's DeviceMesh of the node, with these axes."""
         raise NotImplementedError
 
     def along(self, axis: Any) -> Inside:
-        """Return an `Inside` for this process and the processes along one axis of the node's mesh.
-
-        `axis` is this axis as torch's DeviceMesh.
-        """
+        """Return the processes on one axis of the node's mesh (torch's DeviceMesh), including this process."""
         raise NotImplementedError
 
     def total(self, number: int) -> int:
-        """Return the exact sum of the whole number `number` over the node's processes."""
+        """Return the sum of whole numbers, exactly."""
         return number if self.parts == 1 else int(self.sum(torch.tensor([number], dtype=torch.int64)).item())
 
     def any(self, flag: bool) -> bool:
-        """Return whether `flag` is True in any process of the node."""
+        """Return whether any process of the node says True."""
         return flag if self.parts == 1 else bool(self.total(int(flag)))
 
     def norms(self, x: Tensor) -> Tensor:
-        """Return the 2-norms of the node's whole rows. `x`, (rows,) or (), has the norms of this process's parts."""
+        """Return the 2-norms of the whole rows from the local parts' norms, (rows,) or ()."""
         return x if self.parts == 1 else self.sum(x.square()).sqrt()
 
 

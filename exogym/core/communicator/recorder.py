@@ -1,4 +1,4 @@
-"""Record each collective: its members, the bytes that they hand over, send and receive, and when they wait for it."""
+"""Count traffic: who takes part in a call, the bytes handed over and carried, and when they arrive."""
 
 from __future__ import annotations
 
@@ -16,10 +16,7 @@ Groups = Sequence[Sequence[int]]
 
 
 class Recorder:
-    """Records each collective in `ledger`.
-
-    Each collective has a tag ("parameters" or "buffers"). It may have a flight: a number that identifies collectives
-    during which the members continue computing.
+    """Records calls in `ledger`, under the current tag and flight.
 
     Args:
         wire: carries the rows.
@@ -38,7 +35,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def counted_as(self, tag: str) -> Iterator[None]:
-        """A context whose collectives count under `tag`, such as "buffers"."""
+        """Count the calls inside under `tag` ("buffers")."""
         before, self._tag = self._tag, tag
         try:
             yield
@@ -48,19 +45,13 @@ class Recorder:
     # Collectives during which their members continue computing
 
     def new_flight(self) -> int:
-        """Return the number of a new flight, for `on_its_way`.
-
-        It is the same in every process, and in a resumed run.
-        """
+        """Return a number for `on_its_way`: the same in every process, and in a resumed run."""
         self._numbers += 1
         return self._numbers
 
     @contextlib.contextmanager
     def on_its_way(self, flight: int | None) -> Iterator[None]:
-        """A context in which members continue during collectives, in virtual time, until `arrive(flight)`.
-
-        Without a `flight`, members wait for each collective.
-        """
+        """Let the members of the calls inside continue, for the clock, until `arrive(flight)`. None: they wait."""
         before, self._flight = self._flight, flight
         try:
             yield
@@ -68,14 +59,14 @@ class Recorder:
             self._flight = before
 
     def arrive(self, flight: int) -> None:
-        """From now on, the members of the collectives with the number `flight` wait for these collectives."""
+        """Let the members of flight `flight` wait for it now."""
         nothing = np.zeros(0)
         event = Event("arrive", "", (), 0.0, nothing, nothing, self._tag, (), flight=flight)
         self.ledger.tell(event) if self._held is None else self._held.append(event)
 
     @contextlib.contextmanager
     def of_nodes(self) -> Iterator[None]:
-        """A context for values that all processes of a node hold whole: each collective counts once per node."""
+        """Count the calls inside as whole nodes' calls: all processes of a node hold the same value."""
         before, self._alone = self._alone, True
         try:
             yield
@@ -86,10 +77,9 @@ class Recorder:
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
-        """A context in which each process of a node sends some whole tensors for the node.
+        """Let each process of the node act for some whole tensors; then join their events into one node's events.
 
-        At the end, the events of all its processes become the node's events. Every process of the node must enter the
-        context, even if it sends no tensor.
+        Every process of the node enters, also without work.
         """
         self._alone, self._held = True, []
         try:

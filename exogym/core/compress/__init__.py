@@ -1,6 +1,6 @@
 """Compressors: quantizers that pack codes into bytes, top-k, error feedback, and the block cosine transform.
 
-Your own compressor, which sends the means of pairs; then the package's compressors, on the rows of a fleet:
+The example defines a compressor that sends the means of pairs. It then uses ExoGym's compressors on a fleet's rows:
 
 >>> import torch
 >>> from exogym.fleet import Fleet

@@ -1,4 +1,4 @@
-"""Compressors of rows: they turn a node's row into a message and back. Error feedback works around any of them."""
+"""Compressors turn a node's row into a message, and the message back into a row. All of them allow error feedback."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ Groups = Sequence[tuple[int, int]]  # (m, k): m groups of k numbers each, one af
 
 
 class Compressor(ABC):
-    """Turns rows of `count` numbers into messages and back. Nodes are compressed one by one.
+    """Turn rows of `count` numbers into messages, and messages back into rows. Each row is compressed by itself.
 
     Attributes:
-        count: P, the numbers of a row.
-        draws: whether `encode` needs noise, (rows, count), uniform in [0, 1); see `noise_of`.
+        count: how many numbers a row has.
+        draws: whether `encode` needs noise: (rows, count) random numbers, uniform in [0, 1). `noise_of` makes them.
     """
 
     count: int
@@ -35,17 +35,21 @@ class Compressor(ABC):
 
     @abstractmethod
     def encode(self, x: Tensor, noise: Tensor | None = None) -> Payload:
-        """Return the nodes' messages for `x` (rows, count), as tensors (rows, ...)."""
+        """Return a message for each row of `x` (rows, count). The messages are a list of tensors (rows, ...)."""
 
     @abstractmethod
     def decode(self, *payload: Tensor) -> Tensor:
-        """Return the (rows, count) numbers in the messages."""
+        """Return the rows, (rows, count), given the tensors that `encode` returned."""
 
 
 class Quantized(Compressor):
-    """Quantizes every number, with one table for each of `groups` (`buckets`, `tensors`).
+    """Quantize every number of a row. Each group of numbers has its own table.
 
     Payload: ceil(count bits / 8) bytes of codes, and the table's 4-byte numbers for each group.
+
+    Args:
+        quantizer: turns a group's numbers into codes and a table.
+        groups: the groups of a row, from `buckets` or `tensors`.
 
     >>> from exogym.compress import E3M0
     >>> c = Quantized(E3M0(), buckets(5, 2))
@@ -60,7 +64,10 @@ class Quantized(Compressor):
 
     @property
     def share_bytes(self) -> float:
-        """Return a partial row's bytes in the whole row's payload, whose codes share their last byte."""
+        """Return the payload bytes if the row is a device's part of a longer row.
+
+        The codes are then not rounded up to whole bytes, because the parts' codes are packed together.
+        """
         return self.count * self.quantizer.bits / 8 + 4 * self.quantizer.table * sum(m for m, _ in self.groups)
 
     def _split(self, x: Tensor) -> list[Tensor]:
@@ -87,7 +94,7 @@ class Quantized(Compressor):
 
 
 def buckets(count: int, size: int) -> Groups:
-    """Return the groups that cut `count` numbers into buckets of `size`; the last one may be shorter.
+    """Return groups that divide `count` numbers into buckets of `size` numbers. The last bucket may be shorter.
 
     >>> buckets(1000, 512)
     [(1, 512), (1, 488)]
@@ -97,14 +104,14 @@ def buckets(count: int, size: int) -> Groups:
 
 
 def tensors(layout: Layout) -> Groups:
-    """Return one group per tensor of a row."""
+    """Return groups that divide a row into its tensors, one group per tensor."""
     return [(1, slot.numel) for slot in layout]
 
 
 class TopK(Compressor):
-    """Sends the k largest numbers of a row by size, each with a 4-byte index; the others are zero.
+    """Send the k numbers of a row with the largest absolute values, each with a 4-byte index. The others become zero.
 
-    Payload: k (b + 4) bytes.
+    Payload: k (b + 4) bytes for numbers of b bytes.
 
     >>> c = TopK(4, 2)
     >>> c.decode(*c.encode(torch.tensor([[1.0, -3.0, 0.5, 2.0]]))).tolist()
@@ -126,23 +133,27 @@ class TopK(Compressor):
 
 
 class ChunkTopK(Compressor):
-    """Sends the largest entries of each tensor's chunks, quantized with one table per tensor.
+    """Divide each tensor into chunks, and send each chunk's entries with the largest absolute values.
 
-    A chunk is a block of side x side entries, side^2 = chunk, or `chunk` entries of a vector, as `Blocks` cuts them. A
-    chunk of s entries sends k' = max(1, round(k s / chunk)) of them, as packed indices of ceil(log2 s) bits, and
-    values. Payload per tensor of c chunks: ceil(c k' ceil(log2 s) / 8) bytes of indices. Its values take c k' b bytes,
-    or with a quantizer ceil(c k' bits / 8) and its table.
+    A chunk is a block of side x side entries, side^2 = chunk, or `chunk` entries of a vector. `Blocks` may cut smaller
+    chunks from a small tensor. A chunk of s entries sends k' = max(1, round(k s / chunk)) entries, as values and as
+    packed indices of ceil(log2 s) bits. Payload of a tensor with c chunks: ceil(c k' ceil(log2 s) / 8) bytes of
+    indices, and c k' b bytes of values with b bytes each. With a quantizer the values take ceil(c k' bits / 8) bytes
+    and one table.
 
     Args:
-        k: entries sent of a whole chunk.
-        chunk: entries of a whole chunk, a square number.
+        layout: the layout of a row.
+        k: number of entries that a whole chunk sends.
+        chunk: number of entries in a whole chunk, a square number.
+        quantizer: quantizes the sent values, with one table per tensor. None: send them unchanged.
     """
 
     def __init__(self, layout: Layout, k: int, chunk: int, quantizer: Quantizer | None):
         side = math.isqrt(chunk)
         if side * side != chunk or not 1 <= k <= chunk:
             raise ArgumentError(
-                f"topk={k} of chunk={chunk}: wanted a square number such as 4096 = 64 x 64, and topk from 1 to it"
+                f"topk={k} of chunk={chunk}: wanted a square number as chunk, such as 4096 = 64 x 64, and topk from 1 "
+                "to chunk"
             )
         self.count, self.quantizer = layout.numel, quantizer
         self.slots = list(layout)
@@ -164,7 +175,7 @@ class ChunkTopK(Compressor):
         return self._scattered(payload, lambda values: values)
 
     def mask(self, *payload: Tensor) -> Tensor:
-        """Return (rows, count): ones where an entry was sent, zeros elsewhere."""
+        """Return (rows, count) numbers: 1 where a message has an entry, 0 elsewhere."""
         return self._scattered(payload, torch.ones_like)
 
     def _scattered(self, payload: Sequence[Tensor], what: Callable[[Tensor], Tensor]) -> Tensor:
@@ -188,13 +199,16 @@ class ChunkTopK(Compressor):
 def with_feedback(
     compressor: Compressor, error: Tensor, x: Tensor, decay: float = 1.0, noise: Tensor | None = None
 ) -> Payload:
-    """Compress with error feedback: e <- decay e + x; send C(e); e <- e - C(e), in place.
+    """Compress rows with error feedback, and return the messages.
 
-    The sent and the kept values add up to the input.
+    With the error e and the compressor C: e <- decay e + x; send C(e); e <- e - C(e). With decay = 1 the sent values
+    and the new error add up to x and the old error.
 
     Args:
-        error: e, (rows, count).
-        x: (rows, count).
+        error: e, (rows, count); changed in place.
+        x: the rows to send, (rows, count).
+        decay: factor of the old error.
+        noise: see `Compressor.encode`.
 
     >>> e = torch.zeros(1, 3)
     >>> sent = TopK(3, 1).decode(*with_feedback(TopK(3, 1), e, torch.tensor([[1.0, -3.0, 0.5]])))
@@ -208,14 +222,17 @@ def with_feedback(
 
 
 def mean_in_shards(comm: Communicator, x: Tensor, quantizer: Quantizer, bucket: int) -> Tensor:
-    """Return the mean of `x` (rows, P) over the present nodes, quantized on both ways: (1, P), one for all.
+    """Return the mean of `x` (rows, P) over the n present nodes, (1, P). Nodes send only quantized numbers.
 
-    A ring cannot add codes, so the row is cut into n shards. Each node quantizes its row and sends every other node its
-    shard. That node decodes and averages, then quantizes the mean. All gather the means. Each number is rounded twice,
-    for every n.
+    A ring cannot add codes, so the columns are divided into n shards, one per node. Each node quantizes its row and
+    sends shard i to node i. Node i decodes the shards, averages them and quantizes the mean. Then all nodes gather the
+    quantized means. So each number is rounded twice, for every n.
 
-    Payload, with w = ceil(P / n): S = n (ceil(w bits / 8) + 4 ceil(w / bucket)) bytes, all-to-all, and S / n,
-    all-gather; tx = rx = 2 (n-1)/n S.
+    Payload, with w = ceil(P / n): S = n (ceil(w bits / 8) + 4 ceil(w / bucket)) bytes in an all-to-all, and S / n bytes
+    in an all-gather. tx = rx = 2 (n-1)/n S.
+
+    Args:
+        bucket: numbers that share a scale.
 
     >>> from exogym.compress import Absmax
     >>> comm = Communicator(range(2), 2)
@@ -246,6 +263,9 @@ def _from_bytes(shards: Quantized, packed: Tensor) -> Payload:
 
 
 def noise_of(fleet: Fleet, count: int, seed: int, purpose: str, *ids: int) -> Tensor:
-    """Return (rows, count) fp32 numbers uniform in [0, 1), each node's from a stream (seed, purpose, *ids, node)."""
+    """Return (rows, count) random fp32 numbers, uniform in [0, 1), for `Compressor.encode`.
+
+    A node's numbers depend only on (seed, purpose, *ids) and the node's rank.
+    """
     streams = [generator(seed, purpose, *ids, rank) for rank in fleet.ranks]
     return torch.stack([torch.rand(count, generator=g) for g in streams])

@@ -1,4 +1,4 @@
-"""A tensor cut into blocks, and the orthonormal cosine transform of each block, as in DeMo."""
+"""Cut a tensor into blocks, and apply the orthonormal cosine transform (DCT-II) to each block, as in DeMo."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def dct_matrix(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the orthonormal DCT-II matrix C (n, n): C x transforms, C^T X transforms back."""
+    """Return the orthonormal DCT-II matrix C (n, n): X = C x transforms a vector x, and x = C^T X is the inverse."""
     k, i = torch.arange(n, dtype=torch.float64)[:, None], torch.arange(n, dtype=torch.float64)[None]
     c = torch.cos(math.pi * (2 * i + 1) * k / (2 * n)) * math.sqrt(2 / n)
     c[0] /= math.sqrt(2)
@@ -22,11 +22,12 @@ def largest_divisor(n: int, target: int) -> int:
 
 
 class Blocks:
-    """Cuts a tensor of one shape into blocks of one size.
+    """Cut tensors of one shape into blocks of equal size.
 
-    A 2-D tensor n x m is cut into h x w blocks, where h (w) is the largest divisor of n (m) not above `side`. A 1-D
-    tensor is cut into blocks of w, not above `line`. More dimensions are folded to (first, rest). A scalar is
-    one block.
+    A 2-D tensor n x m is cut into h x w blocks: h is the largest divisor of n that is at most `side`, and w is the
+    largest such divisor of m. A 1-D tensor of m entries is cut into blocks of w entries: w is the largest divisor of m
+    that is at most `line` (None: `side`). A tensor with more dimensions counts as 2-D: its first dimension, and all
+    others together. A scalar is one block.
 
     >>> cut = Blocks(torch.Size([128, 64, 3]), 64)
     >>> cut.blocks, cut.size
@@ -45,21 +46,21 @@ class Blocks:
         self.blocks, self.size = self.rows * self.columns, self.h * self.w
 
     def cut(self, x: Tensor) -> Tensor:
-        """Return `x` (nodes, *shape) as (nodes, blocks, size)."""
+        """Return the blocks of `x` (nodes, *shape) as (nodes, blocks, size)."""
         blocks = x.reshape(-1, self.rows, self.h, self.columns, self.w).transpose(2, 3)
         return blocks.reshape(-1, self.blocks, self.size)
 
     def join(self, blocks: Tensor) -> Tensor:
-        """Return (nodes, blocks, size) as (nodes, *shape)."""
+        """Return the tensors (nodes, *shape), given their `blocks` (nodes, blocks, size)."""
         x = blocks.reshape(-1, self.rows, self.columns, self.h, self.w).transpose(2, 3)
         return x.reshape(-1, *self.shape)
 
 
 class BlockDCT:
-    """Cuts a tensor of one shape into `Blocks` and transforms each.
+    """Cut tensors of one shape into `Blocks`, and apply the cosine transform to each block.
 
-    Nodes are transformed one by one, each in its own memory. A product over several nodes may round differently, and
-    results must not depend on where a node is held.
+    Nodes are transformed one by one. A matrix product over several nodes may round differently, and results must not
+    depend on which nodes share a process.
 
     >>> t = BlockDCT(torch.Size([128, 64, 3]), 64, torch.float64, torch.device("cpu"))
     >>> x = torch.randn(2, 128, 64, 3, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Quantizers: they turn numbers into codes of a few bits, packed into bytes, and a small fp32 table per group."""
+"""Quantizers turn groups of numbers into codes of a few bits, packed into bytes, and a small fp32 table per group."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from exogym.errors import ArgumentError, check_count
 
 
 class Quantizer(ABC):
-    """Turns groups of numbers (groups, k) into codes from 0 to 2^bits - 1 and a table for each group, and back.
+    """Turn groups of k numbers, (groups, k), into codes from 0 to 2^bits - 1 and a table per group, and back.
 
     Attributes:
         bits: bits of a code.
-        table: fp32 numbers in a group's table.
-        draws: whether rounding is random: `encode` then needs noise, uniform in [0, 1).
-        sums: whether it adds a group's numbers. Then nodes are encoded one by one, because a sum over several rows may
-            round differently.
+        table: how many fp32 numbers a group's table has.
+        draws: whether rounding is random. `encode` then needs noise, uniform in [0, 1).
+        sums: whether the quantizer sums over a group. If so, nodes are encoded one by one, because a sum over several
+            rows at once may round differently.
     """
 
     bits: int
@@ -28,18 +28,21 @@ class Quantizer(ABC):
 
     @abstractmethod
     def encode(self, x: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return codes (groups, k) int32 and tables (groups, table) fp32 of `x` (groups, k); `noise` like x."""
+        """Return the codes, (groups, k) int32, and the tables, (groups, table) fp32, of `x` (groups, k).
+
+        `noise` has the shape of `x`; None: no random rounding.
+        """
 
     @abstractmethod
     def decode(self, codes: Tensor, table: Tensor) -> Tensor:
-        """Return the (groups, k) fp32 numbers for codes and tables."""
+        """Return the numbers, (groups, k) fp32, that codes and tables stand for."""
 
 
 class Absmax(Quantizer):
-    """Evenly spaced codes: scale = max|x| / (2^(bits-1) - 1), code = round(x / scale). int8 is `Absmax(8)`.
+    """Evenly spaced codes: scale = max|x| / (2^(bits-1) - 1), code = round(x / scale). `Absmax(8)` gives int8.
 
-    The error is at most scale / 2; a group of zeros stays zero. With noise u, code = floor(x / scale + u): the mean
-    over u is x, the error below scale.
+    The error is at most scale / 2. A group of zeros stays zero. With noise u, code = floor(x / scale + u). Then the
+    decoded number's mean over u is x, and the error is below scale.
 
     >>> codes, table = Absmax(8).encode(torch.tensor([[1.0, -0.5, 0.0]]))
     >>> (codes - 127).tolist()
@@ -64,9 +67,9 @@ class Absmax(Quantizer):
 class E3M0(Quantizer):
     """A 4-bit float of one sign and three exponent bits, as in Streaming DiLoCo (arXiv:2501.18512, section 2.4).
 
-    With s = max|x|: codes of +-s 2^(-e) for e = 0, ..., 6, rounded in the exponent, and zero for |x| < s 2^(-6.5).
-    The paper does not give scale, zero and rounding; these are ExoGym's. A decoded number is within a factor sqrt(2) of
-    x.
+    With s = max|x| in a group, the decoded values are 0 and +-s 2^(-e) for e = 0, ..., 6. The exponent is rounded, and
+    numbers with |x| < s 2^(-6.5) become 0. The paper does not define the scale, the zero and the rounding; ExoGym chose
+    them. A decoded number that is not 0 is within a factor sqrt(2) of x.
 
     >>> q = E3M0()
     >>> q.decode(*q.encode(torch.tensor([[8.0, -3.0, 1.0, 0.0]]))).tolist()
@@ -88,9 +91,10 @@ class E3M0(Quantizer):
 
 
 class ScaledSign(Quantizer):
-    """One bit: each number's sign times the group's mean size, (|x|_1 / k) sign(x); the sign of 0 is +.
+    """One bit per number: the sign, times the mean absolute value of the group.
 
-    A delta-contraction: |x - C(x)|^2 = (1 - |x|_1^2 / (k |x|_2^2)) |x|^2.
+    A group x of k numbers becomes C(x) = (|x|_1 / k) sign(x), with sign(0) = 1. C is a delta-contraction:
+    |x - C(x)|^2 = (1 - |x|_1^2 / (k |x|_2^2)) |x|^2.
     """
 
     bits, sums = 1, True
@@ -103,10 +107,11 @@ class ScaledSign(Quantizer):
 
 
 class Stochastic(Quantizer):
-    """QSGD's quantizer (arXiv:1610.02132): s levels of the group's 2-norm, rounded at random so that the mean is right.
+    """QSGD's quantizer (arXiv:1610.02132): multiples of the group's 2-norm / s, with random rounding without bias.
 
-    a = |x_j| s / |x|_2; level floor(a), or one more with probability a - floor(a); Q(x_j) = |x|_2 sign(x_j) level / s.
-    E Q(x) = x and E|Q(x) - x|^2 <= min(k / s^2, sqrt(k) / s) |x|^2. bits = 1 + ceil(log2(s + 1)).
+    For a number x_j in a group x of k numbers, and s = `levels`: let a = |x_j| s / |x|_2. The level is floor(a), or
+    floor(a) + 1 with probability a - floor(a). The decoded number is Q(x_j) = |x|_2 sign(x_j) level / s. So
+    E Q(x) = x, and E|Q(x) - x|^2 <= min(k / s^2, sqrt(k) / s) |x|^2. A code has 1 + ceil(log2(s + 1)) bits.
     """
 
     draws = sums = True
@@ -114,7 +119,7 @@ class Stochastic(Quantizer):
     def __init__(self, levels: int):
         check_count("levels", levels)
         if levels >= 2**23:
-            raise ArgumentError(f"levels={levels} must be under 2^23: fp32 has no finer fractions")
+            raise ArgumentError(f"levels={levels} must be under 2^23, because fp32 cannot represent more levels")
         self.levels, self.bits = levels, 1 + math.ceil(math.log2(levels + 1))
 
     def encode(self, x: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -133,8 +138,9 @@ class Stochastic(Quantizer):
 class Statistical(Quantizer):
     """Bins over 6 standard deviations of a group, as in SparseLoCo (arXiv:2508.15706).
 
-    With n = 2^bits, step = 6 sigma / n, code = clamp(round((x - mean) / step) + n / 2, 0, n - 1). A group's table holds
-    the mean of each bin's members, so the decoded numbers have the mean of x.
+    With n = 2^bits bins, the group's standard deviation sigma and step = 6 sigma / n, a number x gets the code
+    clamp(round((x - mean) / step) + n / 2, 0, n - 1). A group's table has the mean of the numbers in each bin. So the
+    decoded numbers and the group have the same mean.
 
     >>> q = Statistical(2)
     >>> q.decode(*q.encode(torch.tensor([[1.0, 5.0, 1.0, 5.0]]))).tolist()
@@ -162,14 +168,14 @@ class Statistical(Quantizer):
 
 
 def quantize(x: Tensor, bits: int, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Quantize each row of `x` (rows, k) to `bits` bits, with one scale per row, as `Absmax`.
+    """Quantize each row of `x` (rows, k) to `bits` bits with `Absmax`, with one scale per row.
 
     Args:
         bits: 2 to 8, or 16.
-        noise: (rows, k) in fp32.
+        noise: (rows, k) fp32 numbers in [0, 1), for random rounding. None: round to the nearest code.
 
     Returns:
-        (codes, scale): codes (rows, ceil(k bits / 8)) bytes, scale (rows, 1) fp32: k bits / 8 + 4 bytes per row.
+        (codes, scale): codes (rows, ceil(k bits / 8)) bytes and scale (rows, 1) fp32. A row takes k bits / 8 + 4 bytes.
 
     >>> codes, scale = quantize(torch.tensor([[1.0, -0.5, 0.25]]), 4)
     >>> codes.shape, dequantize(codes, scale, 4, 3).shape
@@ -180,7 +186,7 @@ def quantize(x: Tensor, bits: int, noise: Tensor | None = None) -> tuple[Tensor,
 
 
 def dequantize(codes: Tensor, scale: Tensor, bits: int, count: int) -> Tensor:
-    """Return the (rows, count) fp32 numbers that `quantize` packed."""
+    """Return the numbers, (rows, count) fp32, given the results of `quantize`."""
     return Absmax(bits).decode(unpack(codes, bits, count), scale)
 
 
@@ -193,7 +199,7 @@ def _nonzero(scale: Tensor) -> Tensor:
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Return `codes` (rows, k) packed into (rows, ceil(k bits / 8)) bytes, in order, from the lowest bit on."""
+    """Pack `codes` (rows, k) of `bits` bits each into (rows, ceil(k bits / 8)) bytes, lowest bits first."""
     if bits == 8:
         return codes.to(torch.uint8)
     if bits == 16:
@@ -207,7 +213,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack(codes: Tensor, bits: int, count: int) -> Tensor:
-    """Return the (rows, count) codes that `pack` packed."""
+    """Return the (rows, count) codes of `bits` bits each, given the bytes that `pack` returned."""
     wide = codes.to(torch.int32)
     if bits == 8:
         return wide

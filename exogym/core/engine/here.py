@@ -11,7 +11,7 @@ from exogym.core.engine.world import join_world, world_size
 
 
 class Alone:
-    """The engine that runs in this process alone, which holds all rows."""
+    """Keeps all rows in this process, so nothing needs to move."""
 
     shares_memory, runs_again, keeps_rows, is_here = True, True, False, True
 
@@ -27,10 +27,7 @@ class Alone:
 
 
 class Forked:
-    """The engine that forks this process.
-
-    This process is the main process and holds the first rows. Shared memory carries rows between processes.
-    """
+    """Forks this process. It is the main process and holds the first rows. Shared memory carries rows."""
 
     shares_memory, runs_again, keeps_rows, is_here = True, True, False, True
 
@@ -50,10 +47,10 @@ class Forked:
 
 
 class Group:
-    """The engine for processes that torchrun or another launcher started. All processes make the same calls.
+    """Joins the processes that torchrun or another launcher started. All processes make the same calls.
 
     Args:
-        wire: function that makes the wire between the processes. None: `ProcessWire`.
+        wire: makes the wire between the processes; None: `ProcessWire`.
     """
 
     shares_memory, runs_again, keeps_rows, is_here = False, False, False, True

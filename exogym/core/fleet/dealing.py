@@ -1,9 +1,9 @@
-"""Deal columns anew inside a node, for modules that act on whole tensors or on the whole row.
+"""Redistribute the columns of a row inside a node, for modules that need whole tensors or the whole row.
 
-If a node has several processes, each holds a part of every parameter. A module that cannot act on parts gets whole
-parameters: each process some of them ("tensors", about as many numbers each), or the first process all ("row"). Columns
-are dealt before the module acts and dealt back later. For k processes (k-1)/k of the columns move each way inside the
-node. The module's traffic between nodes does not change.
+If a node has several processes, each process holds a part of every parameter. A module that cannot work on parts gets
+whole parameters. With "tensors" each process gets some whole parameters, with about equally many numbers per process.
+With "row" the first process gets all parameters. The columns move before the module acts, and move back afterward. With
+k processes, (k-1)/k of the columns move inside the node each time. The module's traffic between nodes does not change.
 """
 
 from __future__ import annotations
@@ -24,7 +24,11 @@ Ranges = list[tuple[int, int]]
 
 
 class Dealing:
-    """The fleet that a module on `kind` ("tensors" or "row") sees.
+    """Redistribute the columns of `fleet` for a module that needs whole "tensors" or the whole "row" (`kind`).
+
+    Attributes:
+        view: the fleet that the module sees.
+        is_here: whether this process has columns for the module.
 
     Raises:
         ModelError: the model's parameters have several dtypes.
@@ -34,7 +38,7 @@ class Dealing:
         if len(fleet.blocks) > 1:
             dtypes = ", ".join(str(block.layout.dtype) for block in fleet.blocks)
             raise ModelError(
-                f"the model has parameters of {dtypes}, but with node= a strategy that acts on whole {kind} takes one "
+                f"the model has parameters of {dtypes}, but with node= a strategy that acts on whole {kind} needs one "
                 "dtype: convert the model, or take a strategy that acts on elements (DDP, DiLoCo, FedAvg, SPARTA, ...)"
             )
         self.fleet, self.inside = fleet, fleet.comm.wire.inside
@@ -53,9 +57,15 @@ class Dealing:
 
     @contextlib.contextmanager
     def acting(self, gradients: bool) -> Iterator[Fleet | None]:
-        """Let the module act inside on the yielded fleet, on its `gradients` or otherwise its parameters.
+        """Return a context in which the module changes the yielded fleet. At the exit, the columns move back.
 
-        Traffic is recorded for this process's part. None: no work here. Every process of the node enters.
+        All processes of the node must enter the context. Each process records the traffic of its columns.
+
+        Args:
+            gradients: the module changes gradients; False: it changes parameters.
+
+        Yields:
+            fleet: the fleet with whole tensors; None: this process has no columns for the module.
         """
         (block,), (dealt,) = self.fleet.blocks, self.view.blocks
         dealt.params = self.deal(block.params)
@@ -74,7 +84,13 @@ class Dealing:
             self.fleet.buffers[name].copy_(self.inside.sum(mine))
 
     def back(self, vectors: Sequence[Tensor] | None) -> list[Tensor] | None:
-        """Return the local columns of a module's result vectors, (P,) of dealt columns each; None if it gave none."""
+        """Move a module's result vectors back: return this process's own columns of them.
+
+        Return None if no process has a result.
+
+        Args:
+            vectors: the result for the columns that the module saw in this process, one vector (P,) per block.
+        """
         if not self.inside.any(vectors is not None):
             return None
         (dealt,) = self.view.blocks
@@ -92,13 +108,13 @@ class Dealing:
 
 
 class Route:
-    """The way of columns from their holders to their takers, among the processes of `inside`.
+    """Send columns from the processes that have them to the processes that need them, inside a node.
 
     Args:
-        before: the layout of the columns that each process has. If several processes have a column, only one may list
-            it.
-        after: the layout of the columns that each process needs; several may need the same.
-        inside: the processes.
+        before: for each process, the layout of the columns that it has. If several processes have a column, only one
+            of their layouts may list it.
+        after: for each process, the layout of the columns that it needs. Several processes may need the same column.
+        inside: the communication between these processes.
     """
 
     def __init__(self, before: Sequence[Layout], after: Sequence[Layout], inside: Inside):

@@ -1,7 +1,7 @@
 """The fleet: N nodes training P parameters are one matrix X with N rows and P columns.
 
-Row r belongs to the node with global id `ranks[r]`. Local training changes rows; communication
-mixes rows. A process holds a block of the matrix: some rows, all columns.
+Row r of a process belongs to the node `ranks[r]`. Local training changes single rows; communication mixes rows. A
+process holds some rows with all columns.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ ALIGNMENT_BYTES = 64
 def row_matrix(rows: int, width: int, dtype: torch.dtype, device: torch.device, room: int = 0) -> Tensor:
     """Return an uninitialized (rows, width) matrix whose rows all start at a 64-byte boundary.
 
-    Kernels may round differently at different alignments; equal alignment keeps equal bits. After the last row the
-    memory has `room` more elements.
+    Kernels may round differently at different alignments. So equal alignment is needed for the same bits.
+
+    Args:
+        room: number of elements that the memory has after the last row.
     """
     stride = -(-width * dtype.itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES // dtype.itemsize
     if room:
@@ -32,14 +34,14 @@ def row_matrix(rows: int, width: int, dtype: torch.dtype, device: torch.device, 
 
 
 class Block:
-    """The columns of one dtype.
+    """The columns of one dtype, for all rows of this process.
 
     Attributes:
         layout: where each parameter lies in a row.
-        params: (rows, P), the X of the equations.
-        grads: (rows, P), or None if the strategy does not need them; after an average one row expanded to all (stride
-            0).
-        has_grad: (rows, slots) bool: whether the step gave the parameter a gradient.
+        params: (rows, P) parameters, the matrix X of the equations.
+        grads: (rows, P) gradients. None: the strategy does not need them. After an average, one row that is expanded
+            to all rows (stride 0).
+        has_grad: (rows, parameters) bool: whether the step gave the parameter a gradient.
     """
 
     def __init__(self, layout: Layout, rows: int, device: torch.device):
@@ -58,16 +60,16 @@ class Block:
         return self._own_grads
 
     def give_grads_away(self) -> None:
-        """Forget the gradient matrix. Code that has views of it keeps them, and the next gradients get new memory."""
+        """Drop the gradient matrix, so that the next gradients get new memory. Existing views of it remain valid."""
         self.grads = self._own_grads = None
 
     def views(self, rows: Tensor) -> Iterator[tuple[Slot, Tensor]]:
-        """Yield (slot, view (rows, *shape)) of each parameter in any (rows, P) matrix."""
+        """Yield (slot, view) for each parameter: the view (rows, *shape) of its columns in the matrix `rows`."""
         for slot in self.layout:
             yield slot, slot.of(rows)
 
     def zeros(self, rows: int | None = None) -> Tensor:
-        """Return a zero matrix like `params` with `rows` rows; None: as many as `params` has."""
+        """Return a matrix of zeros like `params`, with `rows` rows; None: with as many rows as `params`."""
         n = len(self.params) if rows is None else rows
         return row_matrix(n, self.layout.numel, self.layout.dtype, self.params.device).zero_()
 
@@ -77,13 +79,13 @@ class Fleet:
 
     Attributes:
         blocks: one `Block` per dtype of trainable parameters.
-        buffers: name -> (rows, *shape), for the buffers that a training step changes.
-        ranks: global id of each row.
-        num_nodes: nodes in the whole fleet.
+        buffers: {name: (rows, *shape)} for the buffers that a training step changes.
+        ranks: the rank of the node in each row.
+        num_nodes: number of nodes in all processes together.
         comm: the `Communicator`.
         hidden: names of the parameters that turn one hidden vector into another, for Muon.
-        state: all values that last through training: the rows, the byte counts, then the others. See `State`.
-        parts: `parts[k][b]` is the layout of block b in a node's process k.
+        state: everything that a checkpoint saves: rows, byte counts and the state of other objects. See `State`.
+        parts: `parts[k][b]` is the layout of block b in process k of a node.
     """
 
     def __init__(
@@ -110,16 +112,16 @@ class Fleet:
 
     @property
     def there(self) -> list[int]:
-        """The ids of the present nodes; if none is present, of all nodes with a row."""
+        """The ranks of the present nodes. If no node is present: the ranks of all nodes with a row."""
         return self.comm.present or sorted(i for ids in self.comm.wire.placement for i in ids)
 
     @property
     def parameter_bytes(self) -> int:
-        """Bytes of one row: P times the bytes per element, over all blocks."""
+        """The bytes of one row's parameters, over all blocks."""
         return sum(block.layout.total * block.layout.dtype.itemsize for block in self.blocks)
 
     def gradients_of(self, row: int) -> list[Tensor | None]:
-        """Return views of the gradients in `row`, one for each parameter in fleet order; None without a gradient."""
+        """Return, for each parameter in fleet order, a view of its gradient in `row`, or None if it has no gradient."""
         found: list[Tensor | None] = []
         for block in self.blocks:
             assert block.grads is not None
@@ -128,9 +130,12 @@ class Fleet:
         return found
 
     def wholes(self, vectors: Sequence[Tensor]) -> Iterator[Tensor]:
-        """Yield each whole parameter, (..., *shape), from `vectors`, (..., P) per block.
+        """Collect whole parameters from the processes of a node, and yield each, (..., *shape).
 
-        Every process of a node must call it with its own columns.
+        All processes of the node must call this together.
+
+        Args:
+            vectors: this process's columns, (..., P) per block.
         """
         inside = self.comm.wire.inside
         for b, (block, vector) in enumerate(zip(self.blocks, vectors, strict=True)):
@@ -149,7 +154,10 @@ class Fleet:
                 yield found
 
     def whole(self, vectors: Sequence[Tensor]) -> list[Tensor]:
-        """Return `vectors`, (..., P) per block, with the columns from all of the node's processes. All must call it."""
+        """Return `vectors`, (..., P) per block, with the columns of all processes of the node.
+
+        All processes of the node must call this together, each with its own columns.
+        """
         if self.comm.wire.inside.parts == 1:
             return list(vectors)
         found, result = self.wholes(vectors), []
@@ -159,13 +167,16 @@ class Fleet:
         return result
 
     def average(self) -> list[Tensor]:
-        """Return each block's mean over the present nodes, (P,) each, without recording traffic."""
+        """Return the mean of the present nodes' parameters, (P,) per block, without recording traffic."""
         wire, everyone = self.comm.wire, self.there
         share = self.comm.share(everyone)
         return [wire.reduce(block.params, everyone, "mean", share) for block in self.blocks]
 
     def average_buffers(self) -> dict[str, Tensor]:
-        """Return each row buffer's mean (floating point) or the lowest id's value (others); records no traffic."""
+        """Return one value for each buffer that training changes, without recording traffic.
+
+        It is the mean over the present nodes for a floating-point buffer, and otherwise the lowest rank's value.
+        """
         wire, everyone = self.comm.wire, self.there
         result = {}
         for name, rows in self.buffers.items():
@@ -177,9 +188,13 @@ class Fleet:
         return result
 
     def synchronise_buffers(self, groups: Sequence[Sequence[int]] | None = None) -> None:
-        """Average floating-point row buffers in each group; give the others the lowest id's value.
+        """Make the buffers that training changes equal in each group of nodes.
 
-        Recorded as buffer traffic, apart from the parameters'.
+        Floating-point buffers are averaged. All other buffers take the value of the group's lowest rank. The bytes
+        are recorded as buffer traffic, apart from the parameters' traffic.
+
+        Args:
+            groups: lists of ranks; None: one group of all present nodes.
         """
         with self.comm.counted_as("buffers"):
             for rows in self.buffers.values():

@@ -1,9 +1,9 @@
 """Where each named parameter lies in a row of the fleet matrix.
 
-Each dtype has one layout: a row of P numbers holds one node's trainable parameters one after the other, in
-`named_parameters()` order. Tied parameters are one column range. Frozen parameters have no columns: all nodes share
-them. If a node has several processes, each has a part of the layout: a box of every parameter. The box's columns keep
-their order in the whole row.
+Each dtype has one layout: a row of P numbers holds one node's trainable parameters one after the other, in the order of
+`named_parameters()`. Tied parameters share one column range. Frozen parameters have no columns, because all nodes share
+them. If a node has several processes, each process has a part of the layout: a box of every parameter, which is a range
+on each of its axes. The box's columns keep their order in the whole row.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ Box = tuple[tuple[int, int], ...]  # (start, stop) on each axis of a parameter
 
 @dataclass(frozen=True)
 class Slot:
-    """One parameter's place: columns `start` to `stop` of a row, seen as `shape`.
+    """The place of one parameter in a row: columns `start` to `stop`, seen as a tensor of shape `shape`.
 
     Attributes:
-        box: the parameter's elements that lie here; None: all.
+        box: the elements of the parameter in this row, as a range (start, stop) for each axis; None: all elements.
     """
 
     name: str
@@ -41,11 +41,11 @@ class Slot:
         return self.start + self.numel
 
     def of(self, rows: Tensor) -> Tensor:
-        """View the slot in `rows` (..., P) as (..., *shape)."""
+        """Return this parameter's columns in `rows` (..., P), as a view (..., *shape)."""
         return rows[..., self.start : self.stop].unflatten(-1, self.shape) if self.shape else rows[..., self.start]
 
     def cut(self, x: Tensor) -> Tensor:
-        """Return the part of the whole parameter `x` that lies here."""
+        """Return the elements of the whole parameter `x` that are in this row."""
         return x if self.box is None else x[tuple(slice(*ends) for ends in self.box)]
 
 
@@ -54,8 +54,8 @@ class Layout:
     """The columns of one block: all trainable parameters of one dtype, or a part of them.
 
     Attributes:
-        whole: the whole layout; None: this is the whole.
-        room: number of elements after a row's end that may be read.
+        whole: if this layout is one process's part, the layout of the whole row; None: this layout is whole.
+        room: number of elements after a row's end that torch may read.
 
     >>> layout, = layouts_of(nn.Linear(3, 2))
     >>> layout.numel, [(s.name, s.start, tuple(s.shape)) for s in layout.slots]
@@ -73,12 +73,12 @@ class Layout:
 
     @property
     def total(self) -> int:
-        """P: the columns of all parts together."""
+        """The number of columns of the whole row, P."""
         return self.numel if self.whole is None else self.whole.numel
 
     @functools.cached_property
     def columns(self) -> Tensor:
-        """The columns of the whole row that lie here, in ascending order: (numel,)."""
+        """The columns of the whole row that this part has, (numel,), in ascending order."""
         if self.whole is None:
             return torch.arange(self.numel)
         place = {slot.name: slot for slot in self.whole}
@@ -87,7 +87,10 @@ class Layout:
         return torch.cat(found) if found else torch.empty(0, dtype=torch.int64)
 
     def here(self, indices: Tensor) -> Tensor:
-        """Return the local positions of `indices` (ascending columns of the whole row) that lie here, ascending."""
+        """Return the positions in this part of those `indices` that this part has, in ascending order.
+
+        `indices` are ascending column numbers of the whole row.
+        """
         if self.whole is None:
             return indices
         wanted = torch.zeros(self.total, dtype=torch.bool)
@@ -95,7 +98,7 @@ class Layout:
         return wanted[self.columns].nonzero().flatten().to(indices.device)
 
     def part(self, boxes: Mapping[str, Box]) -> Layout:
-        """Return the layout of a part that holds `boxes` (parameter's name -> box), and no other parameters.
+        """Return the layout of a part with the elements in `boxes`, {parameter's name: box}, and no other elements.
 
         >>> layout, = layouts_of(nn.Linear(3, 2))
         >>> half = layout.part({"weight": ((1, 2), (0, 3)), "bias": ((1, 2),)})
@@ -116,12 +119,12 @@ class Layout:
 
 @dataclass(frozen=True)
 class Cut:
-    """This process's part of a tensor. Only the tensor's last axes are cut.
+    """This process's part of a tensor whose last axes are cut.
 
     Attributes:
-        shape: the whole tensor's last axes.
-        here: the part's last axes.
-        columns: (n,) ascending places of the part's elements in the flattened last axes.
+        shape: lengths of the whole tensor's last axes.
+        here: lengths of the part's last axes.
+        columns: (n,) positions of the part's elements in the flattened last axes, ascending.
     """
 
     shape: tuple[int, ...]
@@ -129,21 +132,21 @@ class Cut:
     columns: Tensor
 
     def of(self, whole: Tensor) -> Tensor:
-        """Return the local part of a whole tensor."""
+        """Return this process's part of the tensor `whole`."""
         ahead = whole.shape[: whole.dim() - len(self.shape)]
         return whole.reshape(*ahead, -1)[..., self.columns.to(whole.device)].reshape((*ahead, *self.here))
 
     def whole_shape(self, x: Tensor) -> tuple[int, ...]:
-        """Return the shape of the whole tensor whose local part is `x`."""
+        """Return the shape of the whole tensor, given this process's part `x`."""
         return (*x.shape[: x.dim() - len(self.here)], *self.shape)
 
     def fits(self, shape: Sequence[int]) -> bool:
-        """Return whether the last axes of `shape` are the whole tensor's or the part's."""
+        """Return whether `shape` ends like the whole tensor's shape or like the part's shape."""
         ends = [tuple(shape[len(shape) - len(axes) :]) for axes in (self.shape, self.here)]
         return self.shape == ends[0] or self.here == ends[1]
 
     def ranges(self) -> Tensor:
-        """Return `columns` as (m, 2) ranges from start to stop."""
+        """Return `columns` as m ranges (start, stop), (m, 2)."""
         if not len(self.columns):
             return torch.empty(0, 2, dtype=torch.int64)
         gaps = (self.columns.diff() != 1).nonzero().flatten()
@@ -152,7 +155,10 @@ class Cut:
 
 
 def cut_of(layout: Layout, slots: Sequence[Slot] | None = None) -> Cut:
-    """Return the cut of a vector with all columns of `layout`, or with the columns of `slots` side by side."""
+    """Return the `Cut` of a vector with one entry per column of `layout`.
+
+    With `slots`, the vector has only these parameters' columns, side by side.
+    """
     if slots is None or layout.whole is None:
         n = sum(slot.numel for slot in (layout if slots is None else slots))
         return Cut((layout.total if slots is None else n,), (n,), layout.columns if slots is None else torch.arange(n))
@@ -165,7 +171,7 @@ def cut_of(layout: Layout, slots: Sequence[Slot] | None = None) -> Cut:
 
 
 def parameter_cut(layout: Layout, slot: Slot) -> Cut:
-    """Return the cut of a tensor that has the same shape as `slot`'s whole parameter."""
+    """Return the `Cut` of a tensor with the shape of the whole parameter in `slot`."""
     if layout.whole is None:
         return Cut(tuple(slot.shape), tuple(slot.shape), torch.arange(slot.numel))
     shape = next(other.shape for other in layout.whole if other.name == slot.name)
@@ -177,8 +183,8 @@ def layouts_of(module: nn.Module) -> list[Layout]:
     """Return the layouts of the module's trainable parameters, one per dtype, in order of appearance.
 
     Raises:
-        ModelError: nothing is trainable, or a parameter cannot be a range of columns: it is not dense, not floating
-            point, not initialized, or partly overlaps another parameter in memory.
+        ModelError: no parameter is trainable, or a parameter cannot be a range of columns: it is not dense, not
+            floating point, not initialized, or partly overlaps another parameter in memory.
     """
     trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
     if not trainable:
@@ -201,10 +207,10 @@ HEADS = ("head", "lm_head", "classifier", "score")
 def hidden_matrices(module: nn.Module) -> frozenset[str]:
     """Return the names of the trainable parameters that turn one hidden vector into another.
 
-    These are parameters of two dimensions, both over 1, except embeddings and the head. A parameter is an embedding by
-    its module's kind or by its name, so a tied head is an embedding, too. The head is the module that
-    `get_output_embeddings()` returns, if the model has this method. Otherwise it is every layer called "head",
-    "lm_head", "classifier" or "score", or without such names the last `nn.Linear`.
+    These are the parameters with two dimensions, both over 1, except embeddings and the head. A parameter counts as an
+    embedding by its module's class or by its name. So a tied head counts as an embedding, too. If the model has the
+    method `get_output_embeddings()`, the head is the module that this method returns. Otherwise the head is every layer
+    called "head", "lm_head", "classifier" or "score". Without such layers it is the last `nn.Linear`.
 
     >>> sorted(hidden_matrices(nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4), nn.Linear(4, 5))))
     ['1.weight']
@@ -235,7 +241,7 @@ def _refuse_unpointable(parameters: dict[str, nn.Parameter]) -> None:
         if p.layout != torch.strided or p.is_quantized or not p.is_floating_point():
             raise ModelError(
                 f"parameter {name!r} ({p.dtype}, {p.layout}) is not a dense floating-point tensor and cannot be a row; "
-                "freeze it (requires_grad=False) or replace it"
+                "freeze it (requires_grad=False) or use another type"
             )
         if p.numel() == 0:
             raise ModelError(f"parameter {name!r} has no elements: remove it or freeze it (requires_grad=False)")
@@ -244,6 +250,6 @@ def _refuse_unpointable(parameters: dict[str, nn.Parameter]) -> None:
     for (_, end, first), (start, _, second) in itertools.pairwise(extents):
         if start < end:
             raise ModelError(
-                f"parameters {first!r} and {second!r} overlap in memory but are not the same parameter, so moving one "
-                "would silently cut it from the other: tie them as one nn.Parameter, or clone one"
+                f"parameters {first!r} and {second!r} overlap in memory but are not the same parameter, so a copy of "
+                "one would no longer follow the other: tie them as one nn.Parameter, or clone one of them"
             )

@@ -1,6 +1,6 @@
-"""The rows of present nodes, and how a returning node takes the state of a node that stayed.
+"""Find the rows of present nodes, and let returning nodes copy the state of a node that was present before.
 
-`fleet.comm.present` holds the ids that take part in the current communication; without faults, all nodes.
+`fleet.comm.present` has the ranks of the nodes that take part in the current communication: without faults, all nodes.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ def all_present(fleet: Fleet) -> bool:
 
 
 def rows_of(fleet: Fleet, nodes: Sequence[int]) -> list[int]:
-    """Return the local rows of `nodes`."""
+    """Return the numbers of this process's rows that belong to `nodes`."""
     wanted = set(nodes)
     return [row for row, rank in enumerate(fleet.ranks) if rank in wanted]
 
 
 def where_present(fleet: Fleet, new: Tensor, old: Tensor) -> Tensor:
-    """Return `new` (rows, ...) in the rows of present nodes and `old` in the others."""
+    """Return (rows, ...): the rows of `new` for present nodes, and the rows of `old` for absent nodes."""
     if all_present(fleet):
         return new
     is_present = torch.tensor([rank in fleet.comm.present for rank in fleet.ranks], device=new.device)
@@ -34,14 +34,17 @@ def where_present(fleet: Fleet, new: Tensor, old: Tensor) -> Tensor:
 
 
 def shared_row(fleet: Fleet, result: Tensor) -> Tensor:
-    """Return the (1, ...) row that the present nodes share after a collective, in every process."""
+    """Return, in every process, the row (1, ...) of `result` that all present nodes have after a collective."""
     return result[:1] if all_present(fleet) else fleet.comm.wire.rows(result, fleet.comm.present[:1])
 
 
 def take_rows(fleet: Fleet, x: Tensor, source: int, nodes: Sequence[int], given: Tensor | None = None) -> None:
-    """Overwrite the rows of `nodes` in `x` (rows, ...) by the row of `source`, or by `given` (1, ...), which it sends.
+    """Let the node `source` send its row of `x` (rows, ...) to `nodes`, which overwrite their own rows of `x`.
 
-    Recorded as a broadcast among them: payload the row's bytes.
+    It is recorded as a broadcast among these nodes, with the row's bytes as payload.
+
+    Args:
+        given: the row (1, ...) to send; None: the row of `source` in `x`.
     """
     sent = x if given is None else given.expand_as(x)
     taken = fleet.comm.broadcast(sent, source, members=sorted({source, *nodes}))
@@ -50,7 +53,10 @@ def take_rows(fleet: Fleet, x: Tensor, source: int, nodes: Sequence[int], given:
 
 
 def give_shared(fleet: Fleet, tensors: Iterable[Tensor], nodes: Sequence[int]) -> None:
-    """Record that returning `nodes` get values that all nodes share: broadcasts by a node that stayed."""
+    """Record the traffic by which returning `nodes` get `tensors` that all nodes share.
+
+    It is recorded as broadcasts from a node that was present all the time.
+    """
     stayed = [rank for rank in fleet.comm.present if rank not in nodes]
     for x in tensors if stayed else ():
         fleet.comm.broadcast(x.expand(len(fleet), *x.shape), stayed[0], members=sorted({stayed[0], *nodes}))
@@ -59,13 +65,14 @@ def give_shared(fleet: Fleet, tensors: Iterable[Tensor], nodes: Sequence[int]) -
 def take_state(
     fleet: Fleet, state: dict[str, Tensor] | None, source: int, nodes: Sequence[int], device: torch.device
 ) -> dict[str, Tensor]:
-    """Return the named tensors of `source` in every process that holds one of `nodes`, {} elsewhere.
+    """Let the node `source` send its named tensors to `nodes`.
 
-    Recorded as broadcasts among them: payload the tensors' bytes. Names and shapes travel uncounted.
+    Return the tensors in each process with one of `nodes`, and {} in other processes. The traffic is recorded as
+    broadcasts among these nodes, with the tensors' bytes as payload. Names and shapes are not counted.
 
     Args:
-        state: the tensors, in the process with the row of `source`; ignored elsewhere.
-        device: of the returned tensors.
+        state: the tensors of `source`. Only the process with the row of `source` needs to pass them.
+        device: the device of the returned tensors.
     """
     wire, members = fleet.comm.wire, sorted({source, *nodes})
     here = state if source in fleet.ranks and state is not None else {}

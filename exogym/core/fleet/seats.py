@@ -1,9 +1,9 @@
-"""Seats: rows for the nodes that act, if a fleet has more nodes than rows.
+"""Seats: rows that nodes use in turn, if a fleet has more nodes than rows.
 
-If only few of N nodes take part in a round, a row belongs to the node that is seated in it. Before nodes act they get
-seats. An unused row becomes theirs, and their own state (step count, inner optimizer, control variate) is put into it.
-A node that loses its row leaves this state in a store. Parameters are not kept: a strategy with seats gives them to its
-nodes when they are seated. No result depends on which node sits in which row.
+If only few of N nodes take part in a round, only these nodes need rows. Before nodes act, each gets an unused row, and
+the node's own state (step count, inner optimizer, control variate) is copied into the row. When another node gets the
+row, this state goes into a store. Parameters are not stored: the strategy gives parameters to its nodes when they get a
+row. No result depends on which node has which row.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ NOT_KEPT = ("fleet", "losses")  # parts of the state that nodes without a row do
 
 
 def rows_for(most: int, processes: int) -> int:
-    """Return the rows that each process needs for `most` nodes a round: this round's and the next's, spread evenly.
+    """Return how many rows each process needs if up to `most` nodes act in a round.
+
+    There are rows for the nodes of this round and of the next round, divided evenly over the processes.
 
     >>> rows_for(20, 1), rows_for(20, 3)
     (40, 14)
@@ -33,20 +35,20 @@ def rows_for(most: int, processes: int) -> int:
 
 
 class Seats:
-    """Assigns the rows of `fleet` to nodes. Make it after all state is registered with the fleet.
+    """Assign the rows of `fleet` to nodes. Make this object after all state is registered with the fleet.
 
-    Every process makes the same calls.
+    All processes must make the same calls together.
 
     Args:
-        store: the state of nodes without a row that last sat in this process.
-        arrived: called in every process with the nodes that have just been seated for the first time in the run.
+        store: keeps the state of nodes without a row whose last row was in this process.
+        arrived: called with the nodes that get a row in this process for the first time in the run.
 
     Attributes:
-        nodes: the sorted ids of the nodes that need a row and have one, over all processes.
-        working: the nodes among them that act next.
+        nodes: the sorted ranks of the nodes that need a row now, over all processes. All of them have one.
+        working: the sorted ranks of the nodes among `nodes` that act next.
 
     Raises:
-        StrategyError: the rows begin with different state, which a node seated later could not know.
+        StrategyError: the rows begin with different state. A node that gets a row later could not know its own.
     """
 
     def __init__(self, fleet: Fleet, store: Store, arrived: Callable[[Sequence[int]], None] | None = None):
@@ -56,8 +58,8 @@ class Seats:
         for row in range(1, len(fleet)):
             if _unlike(fleet.state.row(row, self.names), self.fresh):
                 raise StrategyError(
-                    "nodes begin with different state, so a node that is seated later would not know its own: keep the "
-                    "differences in shared_state, or sample no clients"
+                    "nodes begin with different state, so a node that gets a row later would not know its own state: "
+                    "keep the differences in shared_state, or sample no clients"
                 )
         self.home: dict[int, int] = {}  # the process whose store has a node's state
         self._last: dict[int, int] = {}  # the last turn at which a node with a row needed it
@@ -67,7 +69,12 @@ class Seats:
         self.working: list[int] = []
 
     def take(self, working: Sequence[int], also: Sequence[int] = ()) -> None:
-        """Give each of `working` a row, evenly over the processes. Nodes of `also` keep theirs."""
+        """Give each node in `working` and `also` a row. The working nodes are divided evenly over the processes.
+
+        Args:
+            working: the nodes that act next.
+            also: nodes that do not act, but whose rows are needed.
+        """
         wire, needed = self.fleet.comm.wire, {*working, *also}
         self._turn += 1
         self._last = {i: self._last.get(i, 0) for i in wire.owner} | dict.fromkeys(needed, self._turn)
@@ -113,7 +120,7 @@ class Seats:
             if not free[process]:
                 raise TrainingError(
                     f"{len(needed):,} nodes need a row at once, but the run has {sum(map(len, wire.placement)):,} "
-                    "rows: the sampling drew far more clients than expected; take another seed"
+                    "rows: the sampling drew far more clients than expected; use another seed"
                 )
             found[node] = (process, free[process].pop())
             busy[process] += node in working
@@ -124,8 +131,8 @@ class Seats:
         tensors = self.fleet.state.row(row, self.names)
         if gone := self.fresh.keys() - tensors.keys():
             raise StrategyError(
-                f"a node's tensor {min(gone)!r} existed when the run began, but is gone. A node that loses its row for "
-                "a while would get the tensor back: keep it, or sample no clients"
+                f"a node's tensor {min(gone)!r} existed when the run began, but no longer exists. A node that loses "
+                "its row for some time would get the tensor back: do not delete it, or sample no clients"
             )
         return {
             name: x.detach().cpu().clone()
@@ -145,9 +152,10 @@ class Seats:
     # Checkpoints
 
     def rows(self) -> dict[int, Tensors]:
-        """Return the local state by row number in the whole fleet: which node works in it, and that node's state.
+        """Return this process's state for a checkpoint: {row's number over all processes: tensors}.
 
-        The first row of a process also holds the state of resting nodes that were last here.
+        A row's tensors are the rank of the working node in the row, and this node's state. The first row of a process
+        also has the state of all other nodes that this process stores.
         """
         fleet, working = self.fleet, set(self.working)
         wire = fleet.comm.wire
@@ -166,10 +174,10 @@ class Seats:
         return found
 
     def load(self, rows: Mapping[int, Tensors]) -> None:
-        """Put back what `rows` returned; each process has some of it, and together all.
+        """Restore the state that `rows` returned. Each process passes some rows; all processes together pass all rows.
 
         Raises:
-            CheckpointError: a process has something else; in every process.
+            CheckpointError: the rows of a process are not from `rows`. All processes raise the error.
         """
         fleet, wire = self.fleet, self.fleet.comm.wire
         working: dict[int, Tensors] = {}
@@ -214,23 +222,23 @@ class Seats:
 
 
 class Packs:
-    """Packs many nodes' state into few tensors: nodes with the same names, shapes and dtypes become rows of one tensor.
+    """Pack the state of many nodes into few tensors. Their number does not depend on the number of nodes.
 
-    So a file has a fixed number of names for each kind of node, whatever the number of nodes.
+    If nodes have tensors with the same names, shapes and dtypes, these become the rows of one tensor per name.
     """
 
     def __init__(self) -> None:
         self._kinds: dict[Any, tuple[list[int], list[Tensors]]] = {}
 
     def add(self, node: int, tensors: Tensors) -> None:
-        """Add a node's state."""
+        """Add the state of the node with rank `node`."""
         kind = tuple(sorted((name, str(x.dtype), tuple(x.shape)) for name, x in tensors.items()))
         nodes, theirs = self._kinds.setdefault(kind, ([], []))
         nodes.append(node)
         theirs.append(dict(tensors))
 
     def tensors(self) -> Tensors:
-        """Return for each kind (nodes,) ids and (nodes, ...) tensors. Added tensors are released."""
+        """Return, for each kind of node, the ranks (nodes,) and the tensors (nodes, ...). Release the added tensors."""
         found = {}
         for k, (nodes, theirs) in enumerate(self._kinds.values()):
             found[f"kept.{k}.nodes"] = torch.tensor(nodes)
@@ -239,7 +247,7 @@ class Packs:
 
 
 def unpacked(tensors: Tensors) -> dict[int, Tensors]:
-    """Return the packed state by node, as views."""
+    """Return each node's state, {rank: tensors}, as views of the `tensors` that `Packs.tensors` returned."""
     kinds = {name.split(".")[1] for name in tensors if name.startswith("kept.")}
     kept: dict[int, Tensors] = {}
     for k in kinds:
@@ -250,7 +258,7 @@ def unpacked(tensors: Tensors) -> dict[int, Tensors]:
 
 
 def by_node(rows: Mapping[int, Tensors]) -> tuple[dict[int, Tensors], dict[int, Tensors]]:
-    """Return the working nodes' state and the other nodes' state by node, from the result of `Seats.rows`."""
+    """Return the state of working nodes, {rank: tensors}, and the same for other nodes, given `Seats.rows`' result."""
     working: dict[int, Tensors] = {}
     kept: dict[int, Tensors] = {}
     for tensors in rows.values():

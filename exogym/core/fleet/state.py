@@ -1,7 +1,7 @@
-"""State: everything that belongs to a node's row or is equal for all nodes, registered once under a name.
+"""State: everything that a checkpoint saves, of single nodes and of all nodes together, registered under names.
 
-Every object that keeps something through training registers it with `fleet.state`. Checkpoints, resuming, returning
-nodes and recovery without hosts loop over the registered parts, and know nothing else about them.
+Every object whose values last from step to step registers itself with `fleet.state`. Checkpoints, resuming, returning
+nodes and recovery from lost hosts loop over the registered objects, and know nothing else about them.
 """
 
 from __future__ import annotations
@@ -17,47 +17,55 @@ Tensors = dict[str, Tensor]
 
 
 class Stateful:
-    """Something that checkpoints must save. Override the methods it needs. Tensor names are local to it."""
+    """An object whose values checkpoints must save. Override the methods that the object needs.
+
+    The names of the tensors need to be unique only within the object.
+    """
 
     def row(self, row: int) -> Tensors:
-        """Return the state of the node in local row `row`: tensors of any shape, not copied."""
+        """Return the state of the node in this process's row `row`, as tensors of any shape. They are not copied."""
         return {}
 
     def load_row(self, row: int, tensors: Tensors) -> None:
-        """Put back what `row` returned, here or in another process."""
+        """Set the state of the node in this process's row `row` to `tensors`, which `row` returned in any process."""
 
     def shared(self) -> Tensors:
         """Return the state that is equal for all nodes."""
         return {}
 
     def load_shared(self, tensors: Tensors) -> None:
-        """Put back what `shared` returned; called after the rows are loaded."""
+        """Set the state that is equal for all nodes to `tensors`, which `shared` returned.
+
+        This is called after all rows are loaded.
+        """
 
     def cut(self, name: str, shape: Sequence[int]) -> Cut | None:
-        """Return this process's part of the tensor `name`, if nodes have several processes; None: all of it.
+        """Return which part of the tensor `name` this process has, if a node has several processes.
+
+        Return None if every process has the whole tensor.
 
         Args:
-            shape: of the whole tensor, or of the local part.
+            shape: the shape of the whole tensor, or of this process's part.
 
         Raises:
-            KeyError: no part of it is here.
+            KeyError: this process has no part of the tensor.
         """
         return None
 
     def figures(self) -> dict[str, float]:
-        """Return figures for the history at an evaluation, the same in every process."""
+        """Return {name: number} to add to the history at an evaluation. All processes must return the same."""
         return {}
 
 
 class Shared(Stateful):
-    """Wraps shared state given by two functions, without rows."""
+    """State that is equal for all nodes, given by a function that returns it and a function that loads it."""
 
     def __init__(self, save: Callable[[], Tensors], load: Callable[[Tensors], None]):
         self.shared, self.load_shared = save, load  # type: ignore[assignment, method-assign]
 
 
 class State:
-    """The registered parts of a run, by name, in the order of registration.
+    """The registered objects of a run, by name, in the order of registration.
 
     >>> import torch
     >>> class Momentum(Stateful):
@@ -78,10 +86,11 @@ class State:
         self.parts: dict[str, Stateful] = {}
 
     def register(self, name: str, part: Stateful) -> None:
-        """Save `part` under `name` from now on.
+        """Register `part`: save its state under `name` from now on.
 
         Raises:
-            StrategyError: the name is taken, or contains a dot, which separates part names from tensor names.
+            StrategyError: another part has this name, or the name contains a dot. A dot separates a part's name from a
+                tensor's name.
         """
         if name in self.parts or "." in name:
             raise StrategyError(
@@ -92,36 +101,36 @@ class State:
         self.parts[name] = part
 
     def row(self, row: int, names: Iterable[str] | None = None) -> Tensors:
-        """Return the state of the node in `row` from all parts, or from the parts `names`, as "<part>.<tensor>"."""
+        """Return the state of the node in `row`, named "<part>.<tensor>", from all parts or from the parts `names`."""
         chosen = self.parts if names is None else names
         return {f"{name}.{key}": x for name in chosen for key, x in self.parts[name].row(row).items()}
 
     def load_row(self, row: int, tensors: Tensors, names: Iterable[str] | None = None) -> None:
-        """Put back what `row` returned for the same names."""
+        """Set the state of the node in `row` to `tensors`, which `row` returned for the same `names`."""
         for name in self.parts if names is None else names:
             self.parts[name].load_row(row, below(f"{name}.", tensors))
 
     def cut(self, name: str, shape: Sequence[int]) -> Cut | None:
-        """Return this process's part of a tensor, named "<part>.<tensor>" (see `Stateful.cut`)."""
+        """Return which part of the tensor "<part>.<tensor>" this process has (see `Stateful.cut`)."""
         part, _, rest = name.partition(".")
         return self.parts[part].cut(rest, shape)
 
     def shared(self) -> Tensors:
-        """Return the state that is equal for all nodes, of all parts."""
+        """Return the state that is equal for all nodes, from all registered parts, named "<part>.<tensor>"."""
         return {f"{name}.{key}": x for name, part in self.parts.items() for key, x in part.shared().items()}
 
     def figures(self) -> dict[str, float]:
-        """Return the figures of all parts for the history."""
+        """Return the numbers of all registered parts for the history (see `Stateful.figures`)."""
         return {name: x for part in self.parts.values() for name, x in part.figures().items()}
 
     def load_shared(self, tensors: Tensors) -> None:
-        """Put back what `shared` returned."""
+        """Set the state that is equal for all nodes to `tensors`, which `shared` returned."""
         for name, part in self.parts.items():
             part.load_shared(below(f"{name}.", tensors))
 
 
 def below(prefix: str, tensors: Tensors) -> Tensors:
-    """Return the tensors whose names begin with `prefix`, under their names without it.
+    """Return the tensors whose names begin with `prefix`. The returned names do not have the prefix.
 
     >>> sorted(below("a.", {"a.x": None, "a.y": None, "b.x": None}))
     ['x', 'y']

@@ -1,4 +1,4 @@
-"""The state of nodes without a row: named tensors by node, in memory up to a limit, beyond it in files."""
+"""Store the state of nodes without a row: in memory up to a limit, and the rest in files."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from exogym.errors import TrainingError
 
 
 class Store:
-    """Keeps tensors by node. If they take more than `limit_bytes`, the oldest go to files.
+    """Store each node's named tensors. If the tensors take more than `limit_bytes`, the oldest go to files.
 
     Args:
-        limit_bytes: bytes of tensors in memory; None: no limit.
-        folder: for the files; made when needed and removed by `close`. Required with a limit.
+        limit_bytes: most bytes of tensors in memory; None: no limit.
+        folder: the folder for the files. It is made when needed, and `close` removes it. Required with a limit.
 
     >>> import torch
     >>> store = Store()
@@ -44,7 +44,7 @@ class Store:
         return iter(sorted([*self._here, *self._in_files]))
 
     def put(self, node: int, tensors: Tensors) -> None:
-        """Keep `tensors` for `node`; they belong to the store from now on.
+        """Store `tensors` for `node`. Do not change the tensors afterward.
 
         Raises:
             TrainingError: a file could not be written.
@@ -55,11 +55,11 @@ class Store:
             self._write(*self._here.popitem(last=False))
 
     def get(self, node: int) -> Tensors:
-        """Return the tensors of `node`, and keep them."""
+        """Return the tensors of `node`, which remain in the store."""
         return self._here[node] if node in self._here else self._read(node)
 
     def pop(self, node: int) -> Tensors:
-        """Return the tensors of `node`, and forget them."""
+        """Return the tensors of `node`, and remove them from the store."""
         if node in self._here:
             tensors = self._here.pop(node)
             self.memory_bytes -= _size(tensors)
@@ -70,7 +70,7 @@ class Store:
         return tensors
 
     def clear(self) -> None:
-        """Forget all tensors."""
+        """Remove all tensors and files."""
         self._here.clear()
         self._in_files.clear()
         self.memory_bytes = 0
@@ -100,8 +100,8 @@ class Store:
             with contextlib.suppress(OSError):
                 file.unlink(missing_ok=True)
             raise TrainingError(
-                f"the state of node {node} could not be written to {file} ({error}): make room on the disk, or raise "
-                f"client_state_memory, now {self.limit_bytes:,.0f} bytes for a process"
+                f"the state of node {node} could not be written to {file} ({error}): free space on the disk, or raise "
+                f"client_state_memory, now {self.limit_bytes:,.0f} bytes for each process"
             ) from error
         self._in_files.add(node)
 

@@ -137,7 +137,7 @@ def test_a_disk_that_is_full_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyP
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("exogym.core.fleet.store.save_file", full)
-    with pytest.raises(TrainingError, match=r"the state of node \d+ could not be written .*No space left.*make room"):
+    with pytest.raises(TrainingError, match=r"the state of node \d+ could not be written .*No space left.*free space"):
         trained(WITH_A_SERVER["scaffold"](), save_dir=tmp_path, client_state_memory=0)
     with pytest.raises(ArgumentError, match=r"client_state_memory=.* needs save_dir"):
         trained(WITH_A_SERVER["scaffold"](), client_state_memory=0)
