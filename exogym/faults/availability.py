@@ -1,8 +1,8 @@
-"""Which clients a server can ask at which time, and how fast each client is.
+"""When each client is available, so that a server can choose it for a round, and how fast each client is.
 
     Trace       intervals from a file: client, from, to, speed
     Diurnal     each client is available for a part of each day, most clients at night
-    Devices     kinds of devices, each available for its share of the time, at its own speed
+    Devices     kinds of devices. Each kind has a speed and a share of the time in which its clients are available.
 
 Times are seconds since the start of the run. A speed is relative: at speed 0.5 a step takes twice `step_seconds`.
 """
@@ -28,7 +28,13 @@ COLUMNS = ("client", "from", "to", "speed")
 
 
 class There(NamedTuple):
-    """The clients available at some time: ids (ascending), the time at which each one leaves, and its speed."""
+    """The clients that are available at some time.
+
+    Attributes:
+        ids: the clients' numbers, ascending.
+        until_s: the time at which each of these clients stops being available.
+        speed: the speed of each of these clients.
+    """
 
     ids: np.ndarray
     until_s: np.ndarray
@@ -36,10 +42,10 @@ class There(NamedTuple):
 
 
 class Availability:
-    """Tells which clients are available. Subclasses implement `at`, which depends only on its arguments."""
+    """When clients are available. Subclasses implement `at`. Its result must depend only on its arguments."""
 
     def check(self, num_nodes: int) -> None:
-        """Raise ArgumentError or DataError if this cannot describe a fleet of `num_nodes`."""
+        """Raise ArgumentError or DataError if these times are not for a fleet of `num_nodes` nodes."""
 
     def at(self, time_s: float, num_nodes: int) -> There:
         """Return the clients that are available at `time_s`."""
@@ -52,11 +58,11 @@ class Trace(Availability):
     Args:
         file: one row for each interval in which a client is available: `from` and `to` in seconds, and `speed`, over 0.
             Clients are numbers from 0. Without a column `speed` all clients have speed 1.
-        repeat_s: start again after this many seconds; None: no client is available after the last `to`.
+        repeat_s: repeat the intervals after this many seconds; None: no client is available after the last `to`.
 
     Raises:
-        DataError: the file does not exist, or a row is impossible; the message names the row and the reason. A
-            client's intervals must not overlap.
+        DataError: the file does not exist, or a row is impossible, or two intervals of a client overlap. The message
+            names the row and the reason.
     """
 
     @checked
@@ -71,13 +77,18 @@ class Trace(Availability):
         table = _parquet(path) if path.suffix == ".parquet" else _csv(path)
         client = np.array(_numbers(self.file, "client", table["client"]))
         if wrong := [k for k, x in enumerate(client) if not 0 <= x < 1 << 53 or x != int(x)]:
-            raise DataError(f"{_row(self.file, wrong[0])}: client {client[wrong[0]]:g} is no whole number from 0")
+            raise DataError(
+                f"{_row(self.file, wrong[0])}: client {client[wrong[0]]:g} is not a whole number of at least 0"
+            )
         self.client = client.astype(np.int64)
         self.begin, self.end, self.speed = (
             np.array(_numbers(self.file, name, table[name])) for name in ("from", "to", "speed")
         )
         for k in np.flatnonzero(~((self.begin >= 0) & (self.end > self.begin)))[:1]:
-            raise DataError(f"{_row(self.file, k)}: from {self.begin[k]:g} to {self.end[k]:g} is no time span")
+            raise DataError(
+                f"{_row(self.file, k)}: from={self.begin[k]:g}, to={self.end[k]:g}: wanted a `from` of at least 0 and "
+                "a `to` after it"
+            )
         for k in np.flatnonzero(~((self.speed > 0) & np.isfinite(self.speed)))[:1]:
             raise DataError(f"{_row(self.file, k)}: speed {self.speed[k]:g} must be over 0")
         order = np.lexsort((self.begin, self.client))
@@ -85,11 +96,13 @@ class Trace(Availability):
         for k in np.flatnonzero(same & (self.begin[order][1:] < self.end[order][:-1]))[:1]:
             one, other = order[k], order[k + 1]
             raise DataError(
-                f"{_row(self.file, other)}: client {self.client[other]} is available from {self.begin[other]:g}, and "
-                f"until {self.end[one]:g} by row {one + 2}: give times that do not overlap"
+                f"{_row(self.file, other)}: client {self.client[other]} is available from {self.begin[other]:g}, but "
+                f"row {one + 2} says until {self.end[one]:g}: give times that do not overlap"
             )
         if repeat_s is not None and self.end.max(initial=0) > repeat_s:
-            raise DataError(f"{self.file!r} ends at {self.end.max():g} s, after repeat_s={repeat_s:g}")
+            raise DataError(
+                f"{self.file!r} ends at {self.end.max():g} s, after repeat_s={repeat_s:g}: give a larger repeat_s"
+            )
 
     def check(self, num_nodes: int) -> None:
         for k in np.flatnonzero(self.client >= num_nodes)[:1]:
@@ -109,7 +122,7 @@ class _Windows(Availability):
     """Each client is available for a window that repeats with its own period."""
 
     def windows(self, num_nodes: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Return (N,) arrays: start of the first window, length of a window, period, and speed."""
+        """Return four arrays (N,) with each client's first start, window length, period (in seconds) and speed."""
         raise NotImplementedError
 
     def at(self, time_s: float, num_nodes: int) -> There:
@@ -122,12 +135,12 @@ class _Windows(Availability):
 
 
 class Diurnal(_Windows):
-    """Each client is available for `share` of each day, at about the same time, like phones that charge at night.
+    """Each client is available for a share of each day, at about the same time, like phones that charge at night.
 
     Args:
-        share: share of a day, over 0 and at most 1.
-        peak_s: the time of day around which most clients are available.
-        spread_s: standard deviation of that time between clients (time zones and habits).
+        share: the share of a day for which a client is available, over 0 and at most 1.
+        peak_s: the time of day, in seconds, around which most clients are available.
+        spread_s: standard deviation of this time between clients (time zones and habits), in seconds.
         day_s: length of a day in seconds.
         seed: seed of the clients' times.
     """
@@ -151,7 +164,14 @@ class Diurnal(_Windows):
 
 @dataclass(frozen=True)
 class Profile:
-    """A kind of device: its share of the clients, speed, share of the time online, and seconds online in a row."""
+    """A kind of device.
+
+    Attributes:
+        clients: this kind's share of all clients.
+        speed: relative speed, over 0.
+        online: the share of the time in which such a device is available, over 0 and at most 1.
+        session_s: seconds for which such a device is available without interruption.
+    """
 
     clients: float
     speed: float
@@ -175,7 +195,7 @@ class Devices(_Windows):
     """A fleet of several kinds of devices. Each kind is available for its share of the time, at its own speed.
 
     Args:
-        kinds: name to `Profile`; default: phones, laptops and boards, with assumed numbers.
+        kinds: {name: `Profile`} of the kinds of devices. Default: phones, laptops and boards, with assumed numbers.
         seed: seed of each client's kind and times.
 
     >>> fleet = Devices({"phone": Profile(0.9, speed=0.2, online=0.1, session_s=7200),
@@ -190,7 +210,7 @@ class Devices(_Windows):
         self.kinds = dict(PROFILES if kinds is None else kinds)
         if not self.kinds or not all(isinstance(kind, Profile) for kind in self.kinds.values()):
             raise ArgumentError(
-                f"kinds={kinds!r} must map names to devices, such as {{'phone': Profile(1.0, 0.2, 0.1, 7200)}}"
+                f"kinds={kinds!r} must map names to profiles, such as {{'phone': Profile(1.0, 0.2, 0.1, 7200)}}"
             )
         self.seed = seed
 
@@ -208,7 +228,7 @@ def _csv(path: Path) -> Mapping[str, Any]:
         with open(path, newline="", encoding="utf-8-sig") as file:  # spreadsheets write a byte order mark
             rows = list(csv.DictReader(file))
     except (UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"{str(path)!r} is no CSV file: {error}") from error
+        raise DataError(f"{str(path)!r} is not a CSV file: {error}") from error
     return _columns(path, {name: [row.get(name) for row in rows] for name in (rows[0] if rows else {})})
 
 
@@ -220,7 +240,7 @@ def _parquet(path: Path) -> Mapping[str, Any]:
     try:
         frame = pandas.read_parquet(path)
     except (ValueError, OSError) as error:
-        raise DataError(f"{str(path)!r} is no Parquet file: {error}") from error
+        raise DataError(f"{str(path)!r} is not a Parquet file: {error}") from error
     return _columns(path, {name: frame[name].tolist() for name in frame.columns})
 
 

@@ -1,15 +1,15 @@
 """Planned faults: nodes that drop out and return, slow nodes, lost synchronizations.
 
-Presence depends only on (step, node). So it is the same on every placement and after every resume, however training
-is cut into stretches. Steps are the fleet's, counted from 1.
+Whether a node is present depends only on (step, node). So it does not change with the placement or after a resume.
+Steps are the run's steps, counted from 1.
 
-    absent  the node neither computes nor communicates; when it returns, it takes another node's parameters
-    lost    the node misses the synchronization after that step: it keeps its own parameters and continues
-    slow    the node takes only a share of the local steps, and synchronizes what it has
-    bad     the node sends wrong updates to the others (`exogym.strategy.updates`); its own training is correct
+    absent  the node neither computes nor communicates; when it returns, it copies another node's parameters
+    lost    the node misses the synchronization after this step: it keeps its own parameters and continues
+    slow    the node takes only a share of the local steps, and then synchronizes its parameters as usual
+    bad     the node sends wrong updates to the other nodes (`exogym.strategy.updates`); its own training is correct
 
-`Outages` are unplanned: a run on real hosts records which nodes were absent when. As `Faults(absent=..., forget=True)`
-they give the same run in simulation.
+`Outages` are unplanned: a run on real hosts records when each node was absent. A simulation with the same outages as
+`Faults(absent=..., forget=True)` repeats this run.
 """
 
 from __future__ import annotations
@@ -33,31 +33,34 @@ FIRST_HORIZON = 1024
 
 
 class Faults:
-    """Faults as a schedule, as rates with a seed, or both.
+    """Planned faults of nodes: a schedule, random faults with a seed, or both.
 
     Args:
-        absent: node to its outages [(first, last), ...]: the node is absent from step `first` and present again at
-            step `last`; None: it does not return.
-        drop_rate: probability per step that a present node drops out. Nodes drop out independently. A node is absent
-            for a share drop_rate m / (1 + drop_rate m) of the steps, where m is the mean outage.
-        mean_outage_steps: m, at least 1; lengths of outages are geometric.
-        lost: node to the steps whose synchronization it loses.
-        lost_rate: probability that a node loses a synchronization.
-        slow: node to the share of its steps that it takes, over 0 and at most 1. It takes
-            floor(share * n) of its first n steps while present.
-        forget: True: a returning node has restarted and lost its state. Besides parameters it takes the inner
-            optimizer's state and the strategy's state from the same node. False: it was only unreachable.
-        seed: seed of the rates, of the choice of bad nodes, and of their noise.
-        bad_nodes: ids of the nodes that send wrong updates, or their share of all nodes, rounded, drawn from the seed.
-        attack: the wrong updates: "sign_flip", "noise" or "scale".
-        trace: which clients a server can ask for a round, and how fast each is: a file, or a `Trace`, `Diurnal` or
-            `Devices` (`exogym.faults.availability`). Only for strategies that sample clients, and
-            without planned faults.
-        attack_factor: c, over 0. The wrong update is the right one times -c ("sign_flip"), noise of c times its norm
-            ("noise"), or the right one times c ("scale"). Default: 1 for "sign_flip", 10 for the others.
+        absent: {node: [(first, last), ...]}: the node's outages. The node is absent from step `first` on, and present
+            again at step `last`. With last=None it does not return.
+        drop_rate: probability per step that a present node drops out. Nodes drop out independently. On average a node
+            is absent in a share drop_rate m / (1 + drop_rate m) of the steps, with m = `mean_outage_steps`.
+        mean_outage_steps: mean length of the random outages in steps, at least 1. Lengths are geometric.
+        lost: {node: steps}: the steps whose synchronization the node misses.
+        lost_rate: probability that a node misses a synchronization.
+        slow: {node: share}: the share of its local steps that the node takes, over 0 and at most 1. The node takes
+            floor(share * n) of the first n steps in which it is present.
+        forget: True: a returning node has restarted and lost its state. So it copies parameters, the inner optimizer's
+            state and the strategy's state from another node. False: the node was only unreachable, and copies only
+            parameters.
+        seed: seed of the random faults, of the choice of bad nodes, and of bad nodes' noise.
+        bad_nodes: a list of the nodes that send wrong updates; or their share of all nodes, a number below 1. ExoGym
+            rounds the share to whole nodes and draws these nodes with the seed.
+        attack: the kind of wrong updates: "sign_flip", "noise" or "scale".
+        trace: when clients are available for a round, and how fast each client is: a file, or a `Trace`, `Diurnal` or
+            `Devices` (`exogym.faults.availability`). Only for strategies that sample clients, and without planned
+            faults.
+        attack_factor: a factor c over 0. The wrong update is the correct update times -c ("sign_flip"), noise with c
+            times the correct update's norm ("noise"), or the correct update times c ("scale"). Default: 1 for
+            "sign_flip", 10 for "noise" and "scale".
 
     Raises:
-        ArgumentError: an impossible node, step, rate or share.
+        ArgumentError: a node, step, rate or share is impossible.
 
     >>> faults = Faults(absent={3: [(100, 200)], 1: [(150, None)]}, slow={2: 0.5})
     >>> attendance = faults.bind(num_nodes=4)
@@ -127,10 +130,10 @@ class Faults:
             check({"trace": f"faults with trace={trace!r}"} | ({"planned faults": planned} if planned else {}))
 
     def bad(self, num_nodes: int) -> list[int]:
-        """Return the sorted ids of the bad nodes among `num_nodes`; they are the same in every step.
+        """Return the sorted ranks of the bad nodes among `num_nodes` nodes. They are the same in every step.
 
         Raises:
-            ArgumentError: a node that the fleet does not have.
+            ArgumentError: a node in `bad_nodes` does not exist.
 
         >>> Faults(bad_nodes=0.25).bad(8), Faults(bad_nodes=[5, 1]).bad(8)
         ([0, 7], [1, 5])
@@ -142,15 +145,15 @@ class Faults:
         return sorted(set(self.bad_nodes))
 
     def bind(self, num_nodes: int, lockstep: bool = False, shares: Sequence[Fraction] = ()) -> Attendance:
-        """Return the attendance of a fleet of `num_nodes`: which nodes are present at each step.
+        """Return the `Attendance` of `num_nodes` nodes: which of them are present at each step.
 
         Args:
-            shares: each node's share of the steps; a share in `slow` multiplies it.
-            lockstep: the nodes take every step together, because gradients meet at each. Then a lost synchronization
-                is a missed step, after which the node returns, and no node can be slow.
+            shares: the share of the steps that each node takes. A share in `slow` multiplies it.
+            lockstep: all nodes take every step together, because the strategy averages gradients in every step. Then a
+                node that loses a synchronization misses this step, and no node can be slow.
 
         Raises:
-            ArgumentError: a node that the fleet does not have; slow nodes in lockstep.
+            ArgumentError: a node does not exist, or a node is slow in lockstep.
         """
         check_count("num_nodes", num_nodes)
         for name in _EXAMPLES:
@@ -162,9 +165,9 @@ class Faults:
 
 
 class Attendance:
-    """Which nodes are present at each step of a run. `Faults.bind` makes it.
+    """Which nodes are present at each step of a run. `Faults.bind` makes this object.
 
-    Every answer depends only on the arguments; stored values are a cache.
+    Every method's result depends only on its arguments; stored values are a cache.
     """
 
     def __init__(self, faults: Faults, num_nodes: int, lockstep: bool, shares: Sequence[Fraction] = ()):
@@ -185,7 +188,7 @@ class Attendance:
         )  # present from a step up to another
 
     def up(self, step: int) -> list[int]:
-        """Return the sorted ids of the nodes that compute in step `step`, all before step 1. May be empty."""
+        """Return the sorted ranks of the nodes that compute in step `step`. Before step 1 these are all nodes."""
         nodes = self._not_away(step)
         if self.lockstep and self._loses:
             lost = self._losers(step)
@@ -193,9 +196,9 @@ class Attendance:
         return list(nodes)
 
     def present(self, step: int) -> list[int]:
-        """Return the sorted ids of the nodes that communicate after step `step`.
+        """Return the sorted ranks of the nodes that communicate after step `step`.
 
-        The list is empty if all nodes are absent or lose the synchronization. Then no node communicates.
+        If all nodes are absent or lose the synchronization, the list is empty, and no node communicates.
         """
         nodes = self.up(step)
         if self.lockstep or not self._loses or not nodes:
@@ -204,10 +207,11 @@ class Attendance:
         return [node for node in nodes if node not in lost]
 
     def returning(self, step: int) -> tuple[list[int], int | None]:
-        """Return the nodes that are back at step `step`, and the node whose state they take.
+        """Return the nodes that return at step `step`, and the node whose state they copy; ([], None): no node returns.
 
-        That node is the lowest id among the nodes that stayed. If none stayed, it is the lowest id among those
-        present nodes that were present last; it may itself be returning. Without returning nodes: ([], None).
+        They copy the state of the lowest rank that was also present in the step before. If there is no such node, they
+        copy the state of the present node that was absent for the shortest time, or of the lowest rank among several
+        such nodes. This node is then itself a returning node.
         """
         now, before = self.up(step), set(self.up(step - 1))
         back = [node for node in now if node not in before]
@@ -220,7 +224,7 @@ class Attendance:
         return back, stayed[0]
 
     def next_change(self, step: int) -> int:
-        """Return the last step with the same present nodes as step `step + 1`. A stretch ends there."""
+        """Return the last step until which the same nodes are present as in step `step + 1`. A stretch ends there."""
         if self.lockstep and self._loses:
             return step + 1
         self._not_away(step + 1)
@@ -229,10 +233,14 @@ class Attendance:
     def steps_between(
         self, first: int, last: int, work: Callable[[int, int], np.ndarray | None] | None = None
     ) -> np.ndarray:
-        """Return (N,) the local steps that each node takes while the fleet goes from step `first` to step `last`.
+        """Return the number of local steps that each node takes in the run's steps first + 1 to last, (N,).
 
-        Additive: steps(a, b) + steps(b, c) == steps(a, c). `work(first, last)` returns the strategy's steps for each
-        node, also additive; None means every step. A node takes a step only if faults and strategy both allow it.
+        A node takes a step only if both the faults and the strategy allow it. The result is additive:
+        steps_between(a, b) + steps_between(b, c) == steps_between(a, c).
+
+        Args:
+            work: `work(first, last)` returns the local steps that the strategy wants of each node, (N,). They must be
+                additive, too. None, as the function or as its result: every step.
         """
         if self.lockstep and self._loses:
             return sum((self._flags(step) for step in range(first + 1, last + 1)), np.zeros(self.num_nodes, np.int64))
@@ -286,7 +294,9 @@ class Attendance:
 
 
 class Outages(Faults):
-    """A run's unplanned outages as they happen. `Faults(absent=outages.as_absent(), forget=True)` repeats them.
+    """A run's unplanned outages, recorded as they happen.
+
+    A simulation with `Faults(absent=outages.as_absent(), forget=True)` repeats them.
 
     >>> outages = Outages()
     >>> attendance = outages.bind(num_nodes=3)
@@ -305,7 +315,10 @@ class Outages(Faults):
         return self._bound[-1]
 
     def note(self, step: int, present: Collection[int]) -> None:
-        """From step `step + 1` on only the nodes `present` are present. This replaces earlier notes for these steps."""
+        """Record that from step `step + 1` on only the nodes in `present` are present.
+
+        This replaces earlier records for these steps.
+        """
         for attendance in self._bound:
             up = set(attendance.up(step + 1))
             for node in up - set(present):
@@ -324,14 +337,14 @@ class Outages(Faults):
         return [[node, first, last] for node, spans in sorted(self.absent.items()) for first, last in spans]
 
     def load(self, state: Sequence[Sequence[int]]) -> None:
-        """Load what `state` returned."""
+        """Replace the recorded outages by the outages in `state`, a result of the method `state`."""
         self.absent = {}
         for node, first, last in state:
             self.absent.setdefault(node, []).append((first, last))
         self._clear_caches()
 
     def as_absent(self) -> dict[int, list[tuple[int, int | None]]]:
-        """Return the outages for `Faults(absent=...)`. None stands for an outage that has not ended."""
+        """Return the outages in the form of `Faults(absent=...)`. An outage that has not ended is (first, None)."""
         return {
             node: [(first, None if last == NEVER else last) for first, last in spans]
             for node, spans in sorted(self.absent.items())
@@ -351,7 +364,10 @@ class _NodeOutages:
         self._learn(FIRST_HORIZON)
 
     def state(self, step: int) -> tuple[bool, int, int]:
-        """Return whether the node is absent at `step`, the first step of that state, and the first step after it."""
+        """Return whether the node is absent at `step`, and the steps (first, end) between which that does not change.
+
+        The state lasts from step `first` to step `end - 1`.
+        """
         while True:
             self._learn(step)
             k = bisect_right(self.begins, step) - 1
@@ -363,7 +379,7 @@ class _NodeOutages:
             self._learn(min(end, 2 * self.horizon))  # an outage that is not drawn yet may begin earlier
 
     def steps_until(self, step: int) -> int:
-        """Return for how many of the steps 1 to `step` the node was absent."""
+        """Return the number of steps among 1 to `step` in which the node was absent."""
         self._learn(step)
         k = bisect_right(self.begins, step) - 1
         return 0 if k < 0 else self.away_before[k] + min(self.ends[k], step + 1) - self.begins[k]
@@ -403,7 +419,7 @@ def _check_nodes(name: str, nodes: Iterable[int], num_nodes: int) -> None:
     for node in nodes:
         if node >= num_nodes:
             raise ArgumentError(
-                f"faults name node {node} in {name}, but num_nodes={num_nodes}: nodes are 0 to {num_nodes - 1}"
+                f"Faults({name}=...) names node {node}, but num_nodes={num_nodes}: nodes are 0 to {num_nodes - 1}"
             )
 
 

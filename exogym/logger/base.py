@@ -1,4 +1,4 @@
-"""The interface of loggers, and one logger for several."""
+"""The interface of loggers, and a function that combines several loggers into one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NOT_IN_JSON = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
 
 
 class Logger:
-    """Base of loggers. Only `log` is required.
+    """Base class of loggers. A subclass must define only `log`.
 
     >>> class Best(Logger):
     ...     loss = float("inf")
@@ -29,25 +29,31 @@ class Logger:
     is_silent = False  # True: the run need not make records
 
     def start(self, run: Mapping[str, Any]) -> None:
-        """Prepare before training. `run` describes the run; a resumed run also has its step, `run["resumed_step"]`.
+        """Prepare before training.
+
+        Args:
+            run: a description of the run. If the run is resumed, run["resumed_step"] is the checkpoint's step.
 
         Raises:
-            ArgumentError: the logger cannot write to its target.
+            ArgumentError: the logger cannot write its file or folder.
         """
 
     def restore(self, records: Callable[[], Iterable[Record]]) -> None:
-        """Keep exactly these records, because the run continues after them. The default does nothing.
+        """Replace all earlier records of this run by `records()`. The run continues after them.
 
-        A resumed run calls it after `start`, with the checkpoint's records up to `run["resumed_step"]`. A run that goes
-        back because a host was lost calls it, too.
+        A resumed run calls this method after `start`, with the checkpoint's records up to `run["resumed_step"]`. A run
+        that lost a host and returns to a checkpoint also calls it. The method of the base class does nothing.
         """
 
     def log(self, record: Record) -> None:
-        """Receive one record."""
-        raise NotImplementedError(f"{type(self).__name__} needs a method log(record)")
+        """Receive one record, a row of the run's history."""
+        raise NotImplementedError(f"{type(self).__name__} does not define log(record): every logger needs this method")
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Finish after training, even if it failed or was interrupted. `summary` is the last averaged record."""
+        """Finish after training. A run also calls this if training failed or was interrupted.
+
+        `summary` is the averaged model's last record.
+        """
 
 
 class _Function(Logger):
@@ -90,10 +96,10 @@ class _Several(Logger):
 
 
 def combine(loggers: Any) -> Logger:
-    """Return one logger for None, a logger, a function of a record, or a list of these.
+    """Return one logger, given a logger, a function that takes a record, None (no logger), or a list of these.
 
     Raises:
-        ArgumentError: `loggers` is anything else.
+        ArgumentError: `loggers` is something else.
 
     >>> combine(None).is_silent, combine([print, None]).is_silent
     (True, False)
@@ -109,7 +115,7 @@ def combine(loggers: Any) -> Logger:
     try:
         inspect.signature(getattr(loggers, "log", loggers)).bind({})
     except TypeError:
-        wanted = "one of exogym.logger, an object with log(record), a function of a record, or a list of these"
+        wanted = "a logger of exogym.logger, an object with log(record), a function of a record, or a list of these"
         raise ArgumentError(f"logger={loggers!r} is not a logger: give {wanted}") from None
     except ValueError:
         pass  # a builtin without a signature
@@ -117,7 +123,7 @@ def combine(loggers: Any) -> Logger:
 
 
 def in_json(value: Any) -> Any:
-    """Return a value in strict JSON. Numbers that JSON lacks become the texts "NaN", "Infinity" and "-Infinity".
+    """Return `value` with only values that strict JSON has: NaN and infinities become "NaN", "Infinity", "-Infinity".
 
     >>> in_json({"loss": float("nan"), "at": [1, float("-inf")], "script": os.fsdecode(b"run\\xe9.py")})
     {'loss': 'NaN', 'at': [1, '-Infinity'], 'script': 'run\\\\udce9.py'}
@@ -134,7 +140,8 @@ def check_writable(folder: str | os.PathLike[str], name: str = "path") -> None:
     """Check that `folder` is writable: make it, write a file into it and remove the file.
 
     Raises:
-        ArgumentError: the folder is not writable. New folders are removed again. The message names the argument `name`.
+        ArgumentError: the folder is not writable. The message begins with `name`, the caller's argument. Folders that
+            the check has made are removed again.
     """
     try:
         make_folder(folder)

@@ -1,4 +1,4 @@
-"""Loggers that write a file: CSV, JSON lines."""
+"""Loggers that write a file: CSV or JSON lines."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _encode = json.JSONEncoder(allow_nan=False, check_circular=False).encode  # made
 
 
 class OnDisk(Logger):
-    """A logger that writes to a disk. On a full disk it prints one message and stops writing; training continues."""
+    """A logger that writes files. If a write fails, it prints one message and stops writing; training continues."""
 
     _given_up = False
 
@@ -40,9 +40,9 @@ class OnDisk(Logger):
 
 
 class FileLogger(OnDisk):
-    """Writes records to a text file. A new run replaces the file; a resumed run rewrites it up to its step.
+    """Write records to a text file. A new run replaces the file. A resumed run keeps the records up to its step.
 
-    The first record opens the file. When `log` returns, the file holds the complete record.
+    The first record opens the file. When `log` returns, the file has the complete record.
     """
 
     suffix = ""
@@ -57,7 +57,7 @@ class FileLogger(OnDisk):
         self._columns: list[str] = []
 
     def start(self, run: Mapping[str, Any]) -> None:
-        """Check that the file is writable. If the run is resumed, drop the records after `run["resumed_step"]`."""
+        """Check that the file is writable. If the run is resumed, delete the records after `run["resumed_step"]`."""
         self.finish({})
         self._columns, self._begun, self._given_up = [], False, False
         check_writable(self.path.parent)
@@ -95,7 +95,7 @@ class FileLogger(OnDisk):
     _keep: Any  # function of a step: drop the records after it
 
     def restore(self, records: Callable[[], Iterable[Record]]) -> None:
-        """Replace the file's records: after a power cut the checkpoint may have more records than the file."""
+        """Replace the file's records by `records()`. After a power cut, a checkpoint may have more records."""
         with self._writing(self.path):
             self._close()  # it is open if the run went back
             if not self._given_up:
@@ -122,7 +122,7 @@ class FileLogger(OnDisk):
             cut_torn_line(self.path)
 
     def log(self, record: Record) -> None:
-        """Write one record."""
+        """Write one record to the file."""
         with self._writing(self.path):
             if not self._given_up:
                 self._add(record)
@@ -131,14 +131,14 @@ class FileLogger(OnDisk):
 
 
 class CSVLogger(FileLogger):
-    """Writes records to a CSV file with a header. Missing values are empty.
+    """Write records to a CSV file with a header. Missing values are empty.
 
-    A new metric adds a column and rewrites the file, so the header is always right. A new run replaces an existing
-    file; a resumed run rewrites its earlier records.
+    A new metric adds a column, and the file is rewritten so that its header is complete. A new run replaces an existing
+    file. A resumed run rewrites its earlier records.
 
     Args:
-        path: the file, or a folder for `<experiment_name>.csv`; default: that file in the current folder.
-        experiment_name: name of the file if `path` does not name one; default: "metrics".
+        path: the file, or a folder for the file `<experiment_name>.csv`. Default: the current folder.
+        experiment_name: the file's name if `path` does not name a file; default: "metrics".
 
     >>> logger = CSVLogger(path="runs/diloco.csv")
     >>> CSVLogger(experiment_name="sparta").path.name
@@ -165,7 +165,7 @@ class CSVLogger(FileLogger):
     def _keep(self, step: int) -> None:
         self._columns = next(csv.reader(self._whole_lines()), [])
         if self._columns and "step" not in self._columns:
-            raise ValueError("it has no column 'step'")
+            raise ValueError("the file has no column 'step'")
         self._begun = bool(self._columns)
         self._replace(lambda: (row for row in self._rows() if not row.get("step") or int(row["step"]) <= step))
 
@@ -185,9 +185,9 @@ class CSVLogger(FileLogger):
 
 
 class JSONLinesLogger(FileLogger):
-    """Writes each record as one line of JSON. Numbers that JSON lacks become "NaN", "Infinity" and "-Infinity".
+    """Write each record as one line of JSON. NaN and infinities become the texts "NaN", "Infinity" and "-Infinity".
 
-    A new run replaces an existing file; a resumed run rewrites its earlier records.
+    A new run replaces an existing file. A resumed run rewrites its earlier records.
 
     >>> logger = JSONLinesLogger("runs/diloco.jsonl")
     """

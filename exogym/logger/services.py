@@ -23,7 +23,7 @@ def _need(package: str, extra: str, name: str) -> None:
 
 
 class _ByStep(Logger):
-    """Collects a step's records and passes them on as {name: number}. A node's names are like `node_3/train_loss`."""
+    """Collect a step's records, and pass them on as {name: number}. Nodes' names are such as `node_3/train_loss`."""
 
     def __init__(self) -> None:
         self._step: int | None = None
@@ -31,7 +31,7 @@ class _ByStep(Logger):
         self._shared: Record = {}
 
     def log(self, record: Record) -> None:
-        """Receive one record. The next step's first record passes the collected step on."""
+        """Receive one record. The first record of a new step first writes the values collected for the step before."""
         if record["step"] != self._step:
             self._flush()
             self._step = record["step"]
@@ -53,16 +53,16 @@ class _ByStep(Logger):
 
 
 class WandbLogger(_ByStep):
-    """Logs to Weights & Biases: one `log` per step, with the axis `step`. A node's values are `node_3/train_loss`.
+    """Send records to Weights & Biases: one `log` call per step. Charts have the axis `step`.
 
-    Values of the whole step (bytes, lr, seconds) are logged once. A resumed run becomes a new W&B run with the same
-    name.
+    The values of single nodes have names such as `node_3/train_loss`. Values of the whole step (bytes, lr, seconds) are
+    logged once. A resumed run becomes a new W&B run with the same name.
 
     Args:
-        project, experiment_name: W&B's project, and the run's name in it.
+        project, experiment_name: W&B's project, and the run's name in this project.
         mode: "online", "offline" (nothing is sent until `wandb sync`) or "disabled"; default: W&B's settings.
         config: values to add to the run's description in W&B's configuration.
-        dir: folder in which W&B makes its own; default: the current folder.
+        dir: the folder in which W&B makes its folder; default: the current folder.
 
     Raises ExoGymError if wandb is not installed.
 
@@ -81,7 +81,7 @@ class WandbLogger(_ByStep):
         self._run: Any = None
 
     def start(self, run: Mapping[str, Any]) -> None:
-        """Start a W&B run beside any active run."""
+        """Start a new W&B run. A W&B run that is already active stays active."""
         import wandb
 
         self.finish({})
@@ -107,14 +107,16 @@ class WandbLogger(_ByStep):
 
 
 class TrackioLogger(_ByStep):
-    """Logs to Trackio, which keeps runs on this machine: one `log` per step. A node's values are `node_3/train_loss`.
+    """Send records to Trackio, which stores runs on this machine: one `log` call per step.
 
-    Values of the whole step (bytes, lr, seconds) are logged once. A resumed run becomes a new Trackio run with the same
-    name. `trackio show` draws the runs. Nothing leaves this machine, and no account is needed, unless you set Trackio's
-    variables TRACKIO_SPACE_ID or TRACKIO_SERVER_URL. TRACKIO_DIR sets the folder.
+    The values of single nodes have names such as `node_3/train_loss`. Values of the whole step (bytes, lr, seconds) are
+    logged once. A resumed run becomes a new Trackio run with the same name. `trackio show` draws the runs. Nothing
+    leaves this machine, and no account is needed, unless you set Trackio's environment variables TRACKIO_SPACE_ID or
+    TRACKIO_SERVER_URL. The environment variable TRACKIO_DIR sets the folder.
 
     Args:
-        project, experiment_name: Trackio's project, and the run's name in it; default: a name that Trackio invents.
+        project: Trackio's project.
+        experiment_name: the run's name in this project; default: a name that Trackio makes.
         config: values to add to the run's description in Trackio's configuration.
 
     Raises ExoGymError if trackio is not installed.
@@ -132,7 +134,7 @@ class TrackioLogger(_ByStep):
         self._run: Any = None
 
     def start(self, run: Mapping[str, Any]) -> None:
-        """Start a Trackio run beside any active run."""
+        """Start a new Trackio run. A Trackio run that is already active stays active."""
         import trackio
         from trackio.utils import TRACKIO_DIR
 
@@ -170,10 +172,11 @@ def _hub_not_asked() -> Iterator[None]:
 
 
 class TensorBoardLogger(_ByStep, OnDisk):
-    """Writes TensorBoard event files. A node's values are `node_3/train_loss`.
+    """Write TensorBoard event files. The values of single nodes have names such as `node_3/train_loss`.
 
-    Each run has its own `folder` in `log_dir`: `run_1`, `run_2`, ... A resumed run continues in the last folder and
-    hides later events there. Raises ExoGymError if tensorboard is not installed.
+    Each run has its own `folder` in `log_dir`: `run_1`, `run_2`, ... A resumed run continues in the last folder, and
+    TensorBoard no longer shows this folder's events after the resumed step. Raises ExoGymError if tensorboard is not
+    installed.
 
     >>> logger = TensorBoardLogger("runs/diloco")
     """

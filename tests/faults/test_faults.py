@@ -208,5 +208,5 @@ def test_what_cannot_be_is_refused(arguments: dict[str, Any], message: str) -> N
 @pytest.mark.parametrize("given", [{"absent": {4: [(1, 2)]}}, {"lost": {4: [1]}}, {"slow": {4: 0.5}}])
 def test_nodes_must_be_of_the_fleet(given: dict[str, Any]) -> None:
     Faults(**given).bind(5)
-    with pytest.raises(ArgumentError, match=r"faults name node 4 in .*, but num_nodes=4: nodes are 0 to 3"):
+    with pytest.raises(ArgumentError, match=r"Faults\(.*=...\) names node 4, but num_nodes=4: nodes are 0 to 3"):
         Faults(**given).bind(4)

@@ -48,14 +48,17 @@ def test_parquet_is_read_alike(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("0,0,10,1\n0,5,20,1\n", r"row 3: client 0 is available from 5, and until 10 by row 2: give times that do not"),
-        ("0,10,10,1\n", "row 2: from 10 to 10 is no time span"),
+        (
+            "0,0,10,1\n0,5,20,1\n",
+            r"row 3: client 0 is available from 5, but row 2 says until 10: give times that do not",
+        ),
+        ("0,10,10,1\n", "row 2: from=10, to=10: wanted a .from. of at least 0"),
         ("0,0,10,0\n", "row 2: speed 0 must be over 0"),
-        ("-1,0,10,1\n", "row 2: client -1 is no whole number"),
+        ("-1,0,10,1\n", "row 2: client -1 is not a whole number"),
         ("0,x,10,1\n", "row 2: from is 'x': wanted a number"),
         ("0,0\n", "row 2: to is None"),
-        ("inf,0,10,1\n", "row 2: client inf is no whole number"),
-        ("1e30,0,10,1\n", "row 2: client 1e.30 is no whole number"),
+        ("inf,0,10,1\n", "row 2: client inf is not a whole number"),
+        ("1e30,0,10,1\n", "row 2: client 1e.30 is not a whole number"),
     ],
 )
 def test_a_trace_that_cannot_be(text: str, why: str, tmp_path: Path) -> None:
