@@ -1,4 +1,4 @@
-"""Small models for examples, tests and comparisons. Each takes a batch (x, y) and returns its loss."""
+"""Small models for examples, tests and comparisons. Each model takes a batch (x, y) and returns its loss and logits."""
 
 from exogym.models.cnn import SmallCNN
 from exogym.models.gpt import CharGPT

@@ -14,10 +14,10 @@ class SmallCNN(nn.Module):
     """A network for small pictures: two 3x3 convolutions with ReLU and 2x2 max-pooling, and one hidden layer.
 
     Args:
-        channels: the picture's channels, 1 for MNIST and 3 for CIFAR-10.
+        channels: channels of a picture: 1 for MNIST, 3 for CIFAR-10.
         size: height and width in pixels, at least 4.
         classes: number of labels.
-        width: channels of the first convolution; the second has twice as many.
+        width: channels of the first convolution. The second convolution has twice as many.
         hidden: units of the hidden layer.
 
     >>> import torch
@@ -39,10 +39,16 @@ class SmallCNN(nn.Module):
         self.head = nn.Linear(hidden, classes)
 
     def forward(self, batch: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Return {"loss", "logits"}: mean cross-entropy, and (batch, classes); x is (batch, channels, size, size)."""
+        """Return {"loss": the mean cross-entropy, "logits": (batch, classes)} for a batch (x, y).
+
+        x has the shape (batch, channels, size, size), and y (batch,) has the class numbers.
+        """
         x, y = batch
         if tuple(x.shape[1:]) != self.picture:
-            raise ArgumentError(f"SmallCNN was made for pictures of shape {self.picture}, not {tuple(x.shape[1:])}")
+            raise ArgumentError(
+                f"SmallCNN was made for pictures of shape {self.picture}, not {tuple(x.shape[1:])}: make it with the "
+                "pictures' channels= and size="
+            )
         x = F.max_pool2d(F.relu(self.conv1(x)), 2)
         x = F.max_pool2d(F.relu(self.conv2(x)), 2)
         logits = self.head(F.relu(self.hidden(x.flatten(1))))

@@ -15,18 +15,21 @@ from exogym.errors import ArgumentError, check_count, checked
 class CharGPT(nn.Module):
     """A GPT: token and learned position embeddings, pre-norm blocks of causal attention and MLP, and a tied head.
 
-    h_0 = E[x] + Q;  h <- h + Attn(LN(h));  h <- h + W_2 gelu(W_1 LN(h));  logits = LN(h_L) E^T.
+    With the tokens x, token embedding E and position embedding Q, it computes h_0 = E[x] + Q. In each of L layers
+    h <- h + Attn(LN(h)), and then h <- h + W_2 gelu(W_1 LN(h)). The result is logits = LN(h_L) E^T.
 
-    E is also the head (Press & Wolf 2017), so it counts once: P = V d + T d + L (12 d^2 + 2 d) + d parameters, with
-    vocabulary V, block T, L layers and width d. Linear layers have no bias, and LN has only a gain. Weights start as
-    N(0, 0.02). Weights that write to the residual stream start as N(0, 0.02 / sqrt(2 L)) (Radford et al. 2019). So
-    the first loss is about ln V.
+    E is also the head (Press & Wolf 2017), so its parameters count once. The model has
+    P = V d + T d + L (12 d^2 + 2 d) + d parameters. Linear layers have no bias, and LN has only a gain. Weights start
+    as N(0, 0.02), and weights that write to the residual stream as N(0, 0.02 / sqrt(2 L)) (Radford et al. 2019). The
+    second numbers are standard deviations. So the first loss is about ln V.
 
     Args:
-        vocab_size: V, the number of tokens.
+        vocab_size: V, the number of tokens in the vocabulary.
         block_size: T, the most tokens in x.
-        n_layer, n_head, n_embd: the numbers of layers L and heads, and the width d, a multiple of the heads.
-        dropout: probability after embedding, attention and MLP, and on the attention weights.
+        n_layer: L, the number of layers.
+        n_head: the number of attention heads in a layer.
+        n_embd: the width d, a multiple of `n_head`.
+        dropout: dropout probability after the embedding, attention and MLP, and of the attention weights.
 
     >>> model = CharGPT(vocab_size=65, block_size=16, n_layer=1, n_head=2, n_embd=32)
     >>> x = torch.zeros(2, 16, dtype=torch.long)
@@ -80,16 +83,22 @@ class CharGPT(nn.Module):
                 nn.init.normal_(weight, std=0.02 / (2 * n_layer) ** 0.5 if into_stream else 0.02)
 
     def forward(self, batch: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Return {"loss", "logits"}: mean cross-entropy in nats a token, and (batch, T, V); x, y (batch, T) int64."""
+        """Return {"loss": the mean cross-entropy in nats per token, "logits": (batch, T, V)} for a batch (x, y).
+
+        x (batch, T) int64 has the tokens, and y (batch, T) the next token after each token. V is the vocabulary's size.
+        """
         x, y = batch
         logits = self.logits(x)
         return {"loss": F.cross_entropy(logits.flatten(0, 1), y.flatten()), "logits": logits}
 
     def logits(self, x: Tensor) -> Tensor:
-        """Return the scores of the next token after each token of x: (batch, T) -> (batch, T, V)."""
+        """Return the logits of the next token after each token of x (batch, T), (batch, T, V) with V = `vocab_size`."""
         length = x.shape[1]
         if length > self.block_size:
-            raise ArgumentError(f"x has {length} tokens; this model was made for block_size={self.block_size} at most")
+            raise ArgumentError(
+                f"x has {length} tokens, but the model has block_size={self.block_size}: give shorter examples, or "
+                "make the model with a larger block_size"
+            )
         h = self.drop(self.tokens(x) + self.positions.weight[:length])
         for block in self.blocks:
             h = block(h)
@@ -97,7 +106,10 @@ class CharGPT(nn.Module):
 
     @torch.no_grad()
     def generate(self, x: Tensor, count: int, temperature: float = 1.0) -> Tensor:
-        """Return x (batch, T) with `count` sampled tokens appended, in eval mode, with torch's generator."""
+        """Sample `count` tokens after x (batch, T), and return x with these tokens, (batch, T + count).
+
+        The model is in evaluation mode meanwhile. The samples come from torch's default generator.
+        """
         training = self.training
         self.eval()
         for _ in range(count):
@@ -108,7 +120,7 @@ class CharGPT(nn.Module):
 
 
 class GPTBlock(nn.Module):
-    """One layer: causal self-attention, then an MLP of width 4 d. Each reads the normed stream and adds to it."""
+    """One layer of width d: h <- h + Attn(LN(h)), and then h <- h + MLP(LN(h)) with an MLP of width 4 d."""
 
     def __init__(self, n_embd: int, n_head: int, dropout: float) -> None:
         super().__init__()
@@ -123,13 +135,16 @@ class GPTBlock(nn.Module):
         )
 
     def forward(self, h: Tensor) -> Tensor:
-        """Map (batch, T, d) to (batch, T, d)."""
+        """Return the layer's output (batch, T, d) for its input `h` (batch, T, d): T tokens of width d."""
         h = h + self.attend(self.norm1(h))
         return h + self.mlp(self.norm2(h))
 
 
 class Attention(nn.Module):
-    """Causal multi-head attention: softmax(q k^T / sqrt(d / heads)) v with a masked future (Vaswani et al. 2017)."""
+    """Causal multi-head attention, softmax(q k^T / sqrt(d / heads)) v, for width d (Vaswani et al. 2017).
+
+    The queries q, keys k and values v come from one linear layer. A token attends only to itself and earlier tokens.
+    """
 
     def __init__(self, n_embd: int, n_head: int, dropout: float) -> None:
         super().__init__()
@@ -139,7 +154,7 @@ class Attention(nn.Module):
         self.drop = nn.Dropout(dropout)
 
     def forward(self, h: Tensor) -> Tensor:
-        """Map (batch, T, d) to (batch, T, d)."""
+        """Return the attention's output (batch, T, d) for its input `h` (batch, T, d): T tokens of width d."""
         q, k, v = (
             self.qkv(h).unflatten(-1, (3, self.n_head, -1)).transpose(1, 3).unbind(2)
         )  # each (batch, heads, T, d / heads)

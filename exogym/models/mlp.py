@@ -13,11 +13,14 @@ from exogym.errors import ArgumentError, check_count, checked
 
 
 class MLP(nn.Module):
-    """A classifier of linear layers with ReLU between them: x -> W_L relu(... relu(W_1 x + b_1) ...) + b_L.
+    """A classifier of L linear layers with ReLU between them: x -> W_L relu(... relu(W_1 x + b_1) ...) + b_L.
+
+    Layer l has the weights W_l and the biases b_l.
 
     Args:
-        sizes: number of features, hidden widths, number of classes; two numbers or more. `MLP([784, 200, 200, 10])`
-            is the "2NN" of McMahan et al. 2017 (arXiv 1602.05629), with 199,210 parameters.
+        sizes: the number of features, then the widths of hidden layers, then the number of classes; two numbers or
+            more. `MLP([784, 200, 200, 10])` is the "2NN" of McMahan et al. 2017 (arXiv 1602.05629), with 199,210
+            parameters.
 
     >>> import torch
     >>> out = MLP([4, 8, 3])((torch.zeros(5, 2, 2), torch.zeros(5, dtype=torch.long)))
@@ -29,7 +32,7 @@ class MLP(nn.Module):
 
     @property
     def tensor_plan(self) -> dict[str, str]:
-        """Pairs of linear layers: the first one's outputs are split, and so are the second one's inputs."""
+        """The tensor split of the linear layers: split a layer's outputs, and the next layer's inputs, in pairs."""
         linear = [f"layers.{k}" for k, layer in enumerate(self.layers) if isinstance(layer, nn.Linear)]
         return {name: ("colwise", "rowwise")[k % 2] for k, name in enumerate(linear[: len(linear) // 2 * 2])}
 
@@ -38,7 +41,7 @@ class MLP(nn.Module):
         super().__init__()
         if len(sizes) < 2:
             raise ArgumentError(
-                f"sizes={list(sizes)} has {len(sizes)} numbers; wanted features, hidden widths, classes"
+                f"sizes={list(sizes)} has {len(sizes)} numbers: wanted at least the numbers of features and classes"
             )
         for size in sizes:
             check_count("sizes", size)
@@ -48,7 +51,10 @@ class MLP(nn.Module):
         self.layers = nn.Sequential(*layers[:-1])
 
     def forward(self, batch: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Return {"loss", "logits"}: mean cross-entropy, and (batch, classes); x is (batch, ...), y (batch,) int64."""
+        """Return {"loss": the mean cross-entropy, "logits": (batch, classes)} for a batch (x, y).
+
+        x is (batch, ...) and is flattened; y (batch,) int64 has the class numbers.
+        """
         x, y = batch
         logits = self.layers(x.flatten(1))
         return {"loss": F.cross_entropy(logits, y), "logits": logits}

@@ -1,6 +1,6 @@
-"""Networks by name. `source` says where each number is from. "Assumed" marks round figures that we chose.
+"""Networks by name. `source` says where each number is from. "Assumed" marks our round figures.
 
-A latency is for one message in one direction.
+Latency is one way and per message, as in a collective.
 """
 
 from __future__ import annotations

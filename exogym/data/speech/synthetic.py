@@ -39,9 +39,7 @@ STRANGER = Voice("en-gb-scotland+m2", 165, 45)  # never used for training
 
 
 def spoken(lines: Sequence[str], voices: Sequence[Voice] = VOICES) -> list[dict[str, Any]]:
-    """Let espeak-ng read the lines aloud. Return a row with "audio", "text" and "speaker" for each line.
-
-    The voices take turns.
+    """Return the lines read aloud, by one voice after the other: rows with "audio", "text" and "speaker".
 
     Raises:
         ExoGymError: espeak-ng is not installed, or fails.
@@ -74,12 +72,10 @@ def _whole(wav: bytes) -> bytes:
 
 
 def lines_of_shakespeare(count: int, held_out: int, seed: int = 0) -> tuple[list[str], list[str]]:
-    """Draw lines of four to seven words from Shakespeare's plays. Return two lists of `count` and `held_out` lines.
-
-    All lines are different.
+    """Return two lists of `count` and `held_out` different lines of four to seven words, drawn from the plays.
 
     Raises:
-        DataError: the plays were not found, or have too few such lines.
+        DataError: the plays were not found, or have too few lines.
     """
     whole = shakespeare().text
     lines = {line.strip(" ,;:-") for line in whole.split("\n") if not line.endswith(":") and not line.isupper()}

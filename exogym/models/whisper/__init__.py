@@ -1,4 +1,7 @@
-"""Whisper: fine-tuned as any other model. Needs the extra `whisper`; transformers is imported when a model is made."""
+"""Whisper, the speech recognition model, for fine-tuning like any other model. It needs the extra `whisper`.
+
+transformers is imported only when a model is made.
+"""
 
 from exogym.models.whisper.decoding import WordErrors
 from exogym.models.whisper.tokens import Tokens, plain

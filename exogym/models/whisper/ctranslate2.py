@@ -1,8 +1,9 @@
-"""Whisper's weights as CTranslate2 keeps them, under the names that transformers gives them.
+"""Read Whisper's weights from CTranslate2's file model.bin, and give them the names that transformers uses.
 
-A model.bin holds, all little-endian: version (u32, 6 here), the name of its kind, revision (u32), the number of
-variables (u32); of each its name, rank (u8), sizes (u32 each), type (u8), bytes (u32) and numbers; then the number of
-aliases (u32), each two names. A name is its length (u16) and so many bytes, the last one 0.
+All numbers in model.bin are little-endian. The file begins with the version (u32, 6 here), the name of the model's
+kind, the revision (u32) and the number of variables (u32). Each variable has a name, a rank (u8), a size for each axis
+(u32 each), a type (u8), a number of bytes (u32) and these bytes. At the end come the number of aliases (u32) and two
+names for each alias. A name is a length (u16) and this number of bytes; the last byte is 0.
 
 | CTranslate2 | transformers, under `model.` |
 | --- | --- |
@@ -11,7 +12,7 @@ aliases (u32), each two names. A name is its length (u16) and so many bytes, the
 | decoder/embeddings/weight | decoder.embed_tokens.weight, and proj_out.weight |
 | layer_norm (gamma, beta) | layer_norm (weight, bias); in layers as below |
 | layer_i/self_attention/layer_norm | layers.i.self_attn_layer_norm |
-| layer_i/self_attention/linear_0: q, k, v one below the other | self_attn.q_proj, k_proj, v_proj; k has no bias |
+| layer_i/self_attention/linear_0: rows of q, then k, then v | self_attn.q_proj, k_proj, v_proj; k has no bias |
 | layer_i/self_attention/linear_1 | self_attn.out_proj |
 | decoder/layer_i/attention/layer_norm | encoder_attn_layer_norm |
 | decoder/layer_i/attention/linear_0; linear_1: k, v | encoder_attn.q_proj; k_proj, v_proj |
@@ -60,19 +61,19 @@ NO_BIAS = ("self_attn.k_proj", "encoder_attn.k_proj")
 
 
 def read_variables(path: Path) -> dict[str, np.ndarray]:
-    """Return the variables of a model.bin by name.
+    """Return the variables in CTranslate2's file model.bin, by name.
 
     Raises:
-        DataError: it is torn, of another version, or of another kind of model.
+        DataError: the file is incomplete, has another version, or has a model of another kind.
     """
     data = path.read_bytes()
     reader = _Bytes(data)
     try:
         version = reader.number("I")
         if version != VERSION:
-            raise DataError(f"{path}: version {version} of CTranslate2's format; this reads version {VERSION}")
+            raise DataError(f"{path} has version {version} of CTranslate2's format: wanted version {VERSION}")
         if (kind := reader.name()) != KIND:
-            raise DataError(f"{path} holds a {kind!r}; wanted {KIND}")
+            raise DataError(f"{path} has a model of the kind {kind!r}: wanted {KIND!r}")
         reader.number("I")
         found = {}
         for _ in range(reader.number("I")):
@@ -80,15 +81,18 @@ def read_variables(path: Path) -> dict[str, np.ndarray]:
             shape = [reader.number("I") for _ in range(reader.number("B"))]
             kind_of, size = reader.number("B"), reader.number("I")
             if kind_of not in TYPES or math.prod(shape) * TYPES[kind_of].itemsize != size:
-                raise DataError(f"{path}: {name} of shape {shape} and type {kind_of} has {size} bytes")
+                raise DataError(
+                    f"{path} is damaged: its variable {name} has {size} bytes, which is wrong for shape {shape} and "
+                    f"type {kind_of}"
+                )
             found[name] = np.frombuffer(reader.take(size), TYPES[kind_of]).reshape(shape)
         for _ in range(reader.number("I")):
             alias, name = reader.name(), reader.name()
             found[alias] = found[name]
     except (struct.error, UnicodeDecodeError, KeyError) as error:
-        raise DataError(f"{path} is torn, or no model of CTranslate2: {error}") from error
+        raise DataError(f"{path} is incomplete, or not a model of CTranslate2: {error}") from error
     if reader.at != len(data):
-        raise DataError(f"{path} has {len(data) - reader.at} bytes too many")
+        raise DataError(f"{path} has {len(data) - reader.at} bytes too many, so it is damaged: copy the file again")
     return found
 
 
@@ -98,7 +102,7 @@ class _Bytes:
 
     def take(self, size: int) -> bytes:
         if self.at + size > len(self.data):
-            raise struct.error(f"it ends at byte {len(self.data)}")
+            raise struct.error(f"the file ends at byte {len(self.data)}")
         self.at += size
         return self.data[self.at - size : self.at]
 
@@ -113,7 +117,7 @@ def named_for_transformers(variables: dict[str, np.ndarray]) -> dict[str, Tensor
     """Return a state dict, in fp32, for transformers' `WhisperForConditionalGeneration`.
 
     Raises:
-        DataError: a variable with numbers that the mapping does not know.
+        DataError: a variable has no counterpart in transformers' model.
     """
     state: dict[str, Tensor] = {}
     for name, values in variables.items():
@@ -138,11 +142,11 @@ def _mapped(name: str, values: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
     elif place in PARTS:
         yield f"model.{half}.{PARTS[place]}.{ending}", values
     else:
-        raise DataError(f"variable {name!r} of shape {values.shape} is none of a Whisper model")
+        raise DataError(f"variable {name!r} of shape {values.shape} does not belong to a Whisper model")
 
 
 def sizes(variables: dict[str, np.ndarray]) -> dict[str, Any]:
-    """Return the sizes that transformers' `WhisperConfig` wants."""
+    """Return the model's sizes as arguments for transformers' `WhisperConfig`."""
     state = {name: values.shape for name, values in variables.items()}
 
     def layers(half: str) -> int:

@@ -1,4 +1,4 @@
-"""Transcribing speech token by token, and counting wrong words."""
+"""Transcribe speech token by token, and count wrong words."""
 
 from __future__ import annotations
 
@@ -17,11 +17,16 @@ from exogym.models.whisper.tokens import Tokens, plain
 def greedy(
     model: Any, features: Tensor, tokens: Tokens, suppressed: Sequence[int], suppressed_first: Sequence[int], most: int
 ) -> list[list[int]]:
-    """Return the ids that the model writes for each clip, the likeliest at each place, up to `most`; no prompt, no end.
+    """Return the token ids of each clip's transcript, without the prompt and the end token.
+
+    At each position the model's likeliest token is chosen.
 
     Args:
         model: a `WhisperForConditionalGeneration`.
-        features: (batch, n_mels, frames).
+        features: log-mel features of the clips, (batch, n_mels, frames).
+        tokens: the model's vocabulary.
+        suppressed, suppressed_first: ids that are never chosen, and ids that are never chosen as the first token.
+        most: the most tokens of a transcript.
     """
     encoded = model.get_encoder()(features)
     told = torch.tensor(tokens.prompt, device=features.device).expand(len(features), -1)
@@ -45,9 +50,10 @@ def greedy(
 
 
 def unlooped(ids: list[int], most: int) -> list[int]:
-    """Remove the repetitions at the end of a confused model's transcript.
+    """Remove repetitions at the end of a transcript, which a model can write without end.
 
-    Only if the transcript never ended and its last piece occurs three times or more: the piece stays once.
+    They are removed only if the transcript has `most` tokens and repeats its last tokens three times or more. One copy
+    of these tokens remains.
 
     >>> unlooped([1, 2, 3, 2, 3, 2, 3], most=7), unlooped([1, 1, 1], most=7)
     ([1, 2, 3], [1, 1, 1])
@@ -65,9 +71,13 @@ def unlooped(ids: list[int], most: int) -> list[int]:
 
 @dataclass(frozen=True)
 class WordErrors:
-    """Errors in transcripts: `words` in the texts, and the numbers of substitutions, deletions and insertions.
+    """The word errors of transcripts, compared with the correct texts. `plain` removes case and punctuation first.
 
-    Compared in small letters and without punctuation, as `plain` brings them.
+    Attributes:
+        words: number of words in the texts.
+        replaced: words that the transcripts replace by another word (substitutions).
+        left_out: words that the transcripts lack (deletions).
+        put_in: words that only the transcripts have (insertions).
 
     >>> WordErrors.of(["Ask not what your country can do"], ["ask what your Country, can do do"]).rate
     0.2857142857142857
@@ -80,17 +90,17 @@ class WordErrors:
 
     @classmethod
     def of(cls, texts: Sequence[str], heard: Sequence[str]) -> WordErrors:
-        """Count over all pairs.
+        """Compare each correct text with its transcript in `heard`, and return the errors of all pairs together.
 
         Raises:
-            DataError: not as many transcripts as texts, or no word in the texts.
+            DataError: the numbers of texts and transcripts differ, or no text has a word.
         """
         if len(texts) != len(heard):
-            raise DataError(f"{len(texts)} texts and {len(heard)} transcripts")
+            raise DataError(f"{len(texts)} texts and {len(heard)} transcripts: give a transcript for each text")
         pairs = [(plain(text), plain(said)) for text, said in zip(texts, heard, strict=True)]
         pairs = [(text, said) for text, said in pairs if text]
         if not pairs:
-            raise DataError("no text has a word, so there is no word error rate")
+            raise DataError("no text has a word, so there is no word error rate: give texts with words")
         found = needs("jiwer", "whisper").process_words([text for text, _ in pairs], [said for _, said in pairs])
         return cls(
             found.hits + found.substitutions + found.deletions, found.substitutions, found.deletions, found.insertions
@@ -98,5 +108,5 @@ class WordErrors:
 
     @property
     def rate(self) -> float:
-        """The word error rate: over 1 where more words were put in than there are."""
+        """The word error rate: all errors divided by `words`. With many insertions it can be over 1."""
         return (self.replaced + self.left_out + self.put_in) / self.words

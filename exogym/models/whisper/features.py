@@ -1,4 +1,4 @@
-"""Whisper's input: log-mel spectrograms of sound."""
+"""Compute Whisper's input: log-mel spectrograms of sound."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ FULL_WINDOW_S = 30.0
 
 
 class LogMel(nn.Module):
-    """Log-mel spectrogram of 16 kHz sound, as Whisper was trained with (Radford et al. 2022).
+    """Compute the log-mel spectrogram of 16 kHz sound, as in Whisper's training (Radford et al. 2022).
 
-    m = log10(max(M |STFT(x)|^2, 1e-10)), with a Hann window of 25 ms every 10 ms and M the mel filters of Slaney;
-    then y = (max(m, max(m) - 8) + 4) / 4, with the clip's maximum.
+    For the sound x: m = log10(max(M |STFT(x)|^2, 1e-10)), with a Hann window of 25 ms every 10 ms and Slaney's mel
+    filters M. The result is y = (max(m, m_max - 8) + 4) / 4, where m_max is the largest m of the clip.
 
     Args:
-        n_mels: filters, 80 (128 for large-v3).
+        n_mels: number of mel filters: 80, or 128 for large-v3.
 
     >>> LogMel(80)(torch.zeros(2, 16_000)).shape
     torch.Size([2, 80, 100])
@@ -38,13 +38,13 @@ class LogMel(nn.Module):
         self.register_buffer("window", torch.hann_window(FFT), persistent=False)
 
     def forward(self, audio: Tensor) -> Tensor:
-        """(batch, samples) in [-1, 1] -> (batch, n_mels, samples / 160).
+        """Return the spectrograms, (batch, n_mels, samples / 160), of `audio` (batch, samples) in [-1, 1].
 
         Raises:
-            DataError: fewer samples than half a window.
+            DataError: a clip is not longer than half a Hann window (200 samples).
         """
         if audio.shape[-1] <= FFT // 2:
-            raise DataError(f"clips of {audio.shape[-1]} samples: a log-mel spectrogram needs more than {FFT // 2}")
+            raise DataError(f"clips have {audio.shape[-1]} samples: a log-mel spectrogram needs more than {FFT // 2}")
         with torch.autocast(audio.device.type, enabled=False):
             padded = F.pad(audio.float(), (FFT // 2, FFT // 2), mode="reflect")
             spectrum = torch.stft(padded, FFT, HOP, window=self.window, center=False, return_complex=True)
@@ -54,9 +54,10 @@ class LogMel(nn.Module):
 
 
 def mel_filters(n_mels: int) -> Tensor:
-    """Return (n_mels, 201): triangles, evenly spaced in mel from 0 to 8 kHz, each of area 1 (M. Slaney 1998).
+    """Return `n_mels` triangular filters over 201 frequencies from 0 to 8 kHz, (n_mels, 201) (M. Slaney 1998).
 
-    A mel is 200/3 Hz up to 1 kHz; above, 27 mels are a factor of 6.4.
+    The triangles have equal distances in mel and area 1. Up to 1 kHz, one mel is 200/3 Hz. Above 1 kHz, 27 mels
+    multiply the frequency by 6.4.
     """
     top = _mel(SAMPLE_RATE / 2)
     edges = torch.tensor([_hertz(top * i / (n_mels + 1)) for i in range(n_mels + 2)], dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""A folder with all that transformers needs to use a model: weights, sizes, vocabulary, features, how to write."""
+"""Write a folder with which transformers can use a model: weights, sizes, vocabulary, and settings for transcribing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ def write_folder(
     """Write a folder that `transformers.pipeline("automatic-speech-recognition", folder)` opens.
 
     Args:
-        model: a `WhisperForConditionalGeneration`, without adapters and with its whole window.
+        model: a `WhisperForConditionalGeneration` without adapters, with the positions of its whole window.
+        tokens: the model's vocabulary.
         suppressed, suppressed_first: see `exogym.models.whisper.Pretrained`.
     """
     whisper = needs("transformers.models.whisper", "whisper")

