@@ -1,1 +1,1 @@
-"""The core: what only the house uses. Users import the faces beside it; a part of the core may move."""
+"""ExoGym's internal code. Users import the public modules beside this package; internal modules may move."""

@@ -2,12 +2,14 @@
 
 A feature is a property of a run, under the name that a user writes: an option (`privacy`), an option with a value
 (`compute="vmap"`), a strategy's behavior ("packed values"), or a missing option ("no network"). Modules, strategies and
-`fit`'s options list their features (`features()`). `check` raises for the first row of the table whose two features a
-run has. A strategy is checked when it is made, the whole run before it trains. Some features are known later, still
-before training: the launcher, the model's and the data's properties. They are checked where they are first known.
+`fit`'s options list their features (`features()`). If a run has both features of a row in the table, `check` raises an
+error for the first such row. A strategy is checked when it is made, and the whole run before it trains. Some features
+become known in between: the launcher, and properties of the model and the data. Each of these features is checked as
+soon as it is known.
 
 To refuse another pair, add a row to its group in `GROUPS`. If its feature is new, add a line to `FEATURES` and to the
-`features()` of the class that has it. Limits between two numbers are not pairs: check them where the numbers are.
+`features()` of the class that has it. A limit between two numbers is not a pair of features: check it in the code that
+uses the numbers.
 
 >>> check({"privacy": "privacy", "robust": "robust='krum'"})
 Traceback (most recent call last):
@@ -27,7 +29,7 @@ __all__ = ["FEATURES", "GROUPS", "REFUSED", "Refused", "check", "features_of", "
 
 
 def features_of(**options: Any) -> dict[str, str]:
-    """Return the given options as features. None and False count as not given.
+    """Return the given options as features, each with its text. None and False count as not given.
 
     >>> features_of(delay=3, eager=False, island_H=None)
     {'delay': 'delay=3'}
@@ -36,14 +38,15 @@ def features_of(**options: Any) -> dict[str, str]:
 
 
 def check(features: Mapping[str, str]) -> None:
-    """Refuse features that cannot be combined.
+    """Raise an error if two of a run's features cannot be combined.
 
     Args:
-        features: the user's text by name in `FEATURES`, as `{"robust": "robust='krum'"}`.
+        features: for each of the run's features, its name in `FEATURES` and the text that the user wrote, as
+            `{"robust": "robust='krum'"}`.
 
     Raises:
-        ArgumentError: `REFUSED` has a row for two of them. The message has the features, the reason and the alternative
-            of the first such row.
+        ArgumentError: `REFUSED` has a row for two of the features. The message gives the features, the reason and the
+            alternative of the first such row.
 
     >>> check({"robust": "robust='krum'", "client_fraction": "client_fraction=0.5"})
     """
@@ -55,6 +58,6 @@ def check(features: Mapping[str, str]) -> None:
 
 
 def refuse(features: Mapping[str, str]) -> NoReturn:
-    """Raise as `check` does. A row must refuse two of the features."""
+    """Raise the error of `check`, for features that a row of the table certainly refuses."""
     check(features)
     raise AssertionError(f"no row refuses {features}")

@@ -1,4 +1,4 @@
-"""A run's progress bar, one-line notices that leave the bar whole, and warnings. All go to stderr."""
+"""A run's progress bar, one-line notices above the bar, and warnings. All of them go to stderr."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _silent: list[str | None] = []
 
 @contextlib.contextmanager
 def without_notices(about: str | None = None) -> Iterator[None]:
-    """Suppress notices inside: all of them, or those with this `about`.
+    """A context that suppresses notices: all notices, or only those with the subject `about`.
 
     >>> with without_notices():
     ...     notice("going on from step 1")
@@ -97,10 +97,11 @@ class Progress:
 
     Args:
         total_steps: the run's last step; None if unknown.
-        progress: True or False. None: a bar if stderr is a terminal. If it is not, True prints a plain line every 10
-            seconds, and None every 30, so a short run prints nothing.
+        progress: False shows nothing. True and None show a bar if stderr is a terminal. If stderr is no terminal, True
+            prints a plain line every 10 seconds, and None every 30 seconds, so that a short run prints nothing.
 
-    An `update` takes about a microsecond. Drawing happens at most ten times a second and in 1 % of the time.
+    An `update` takes about a microsecond. The bar is drawn at most ten times a second, which takes at most 1 % of the
+    time.
 
     >>> with Progress(100, progress=False) as bar:
     ...     bar.update(1, loss=2.5, val_loss=2.4, tx_bytes=1e6)
@@ -171,7 +172,10 @@ def _rich_bar() -> Any:
     from rich.table import Column
 
     class Narrower(Console):
-        """A console that leaves its last columns free: a terminal's ^C would wrap there and leave a copy of the bar."""
+        """A console that leaves its last columns empty.
+
+        Otherwise the "^C" that a terminal prints would wrap to a new line and leave a copy of the bar.
+        """
 
         @property  # type: ignore[misc]
         def size(self) -> ConsoleDimensions:

@@ -90,7 +90,7 @@ FEATURES: dict[str, str] = {
     "partitioner": "`fit(partitioner=...)`",
     "val_size": "`fit(val_size=...)`",
     "val_interval": "`fit(val_interval=...)`",
-    "no num_epochs or max_steps": "a fit with neither",
+    "no num_epochs or max_steps": "a fit without `num_epochs` and `max_steps`",
     "balance": "`fit(balance=...)` of any kind",
     'balance="nodes"': "`fit(balance='nodes')`",
     'balance="batch" or "steps"': "`fit(balance=...)` that weights nodes by their work",
@@ -139,11 +139,10 @@ _PARTS = "a split node computes step by step, in one process or in one process p
 _OWN_MEANS = "nodes would be weighted by their work, and only the communicator's means (op='mean') apply those weights"
 
 _FOLDER = "checkpoints need a folder"
-_STEP_BY_STEP = "it computes the micro-batches of a step one after the other"
 _OWN_SCALE = "fp16 scales each node's loss separately"
-_SPEEDS_LATE = "each node has its own processes there, so its speed is known only after the model is split"
+_SPEEDS_LATE = "each node has its own processes, so a node's speed is known only after the model is split"
 _CHOSEN_ANEW = "a host that joins later would choose again, perhaps differently"
-_GIVE_SPEEDS = "give speeds, as in Balance('batch', speeds=[1, 2]), or leave it out"
+_GIVE_SPEEDS = "give speeds, as in Balance('batch', speeds=[1, 2]), or leave balance out"
 
 # Checked from the top: the first row whose two features a run has makes the error.
 _MEANS: tuple[Refused, ...] = (
@@ -177,20 +176,21 @@ _MEANS: tuple[Refused, ...] = (
         Refused(feature, other, reason, "take a ByteBudget, or leave tuner out")
         for feature in ('tuner="drift"', 'tuner="autocorrelation"')
         for other, reason in (
-            ("no all-reduce", "it reads the mean of a synchronization, and this strategy takes no mean"),
-            ("several modules", "it reads one module's mean, and cannot tell which module you mean"),
+            ("no all-reduce", "the tuner reads the mean of a synchronization, and this strategy takes no mean"),
+            ("several modules", "the tuner reads one module's mean, and cannot know which module you mean"),
         )
     ),
     Refused(
         'tuner="autocorrelation"',
         "outer steps in parts or late",
-        "it reads the mean of all outer gradients at a synchronization",
+        "the tuner reads the mean of all outer gradients at a synchronization",
         "take DiLoCo without delay, or leave tuner out",
     ),
     Refused(
         "tuner",
         "gradient_modules",
-        "gradients are sent at every step whatever the tuner chooses, so it measures wrong bytes and keeps no budget",
+        "gradients are sent at every step whatever the tuner chooses, so the tuner measures wrong "
+        "bytes and cannot keep a budget",
         "leave tuner out, or take a strategy without gradient modules",
     ),
     Refused(
@@ -269,7 +269,7 @@ _MEANS: tuple[Refused, ...] = (
         "privacy",
         "buffers that change",
         "the buffers would be averaged without noise",
-        "take a model without them, for example with LayerNorm or GroupNorm instead of BatchNorm",
+        "take a model without such buffers, for example with LayerNorm or GroupNorm instead of BatchNorm",
     ),
 )
 _OPTIONS: tuple[Refused, ...] = (
@@ -311,7 +311,7 @@ _OPTIONS: tuple[Refused, ...] = (
     Refused(
         "over_sampling, deadline_s or min_reports",
         "no client_fraction",
-        "only a server that samples clients uses them",
+        "only a server that samples clients uses these options",
         "give client_fraction under 1",
     ),
     Refused("eager", "delay", "eager=True already waits a whole round for the average", "leave one of them out"),
@@ -321,7 +321,12 @@ _OPTIONS: tuple[Refused, ...] = (
         "eager=True has no moment at which an island could average",
         "leave one of them out",
     ),
-    Refused("activation", "a rule without activation", "only rule='delayed_nesterov' uses it", "leave activation out"),
+    Refused(
+        "activation",
+        "a rule without activation",
+        "only rule='delayed_nesterov' uses activation",
+        "leave activation out",
+    ),
     Refused(
         "H_v",
         "no second moments",
@@ -369,7 +374,7 @@ _SPLIT: tuple[Refused, ...] = (
     Refused(
         "node in several processes",
         "no modules",
-        "ExoGym cannot know whether it would compute the same on a part of each parameter",
+        "ExoGym cannot know whether the strategy would compute the same on a part of each parameter",
         "take a strategy that acts on rows (DDP, DiLoCo, FedAvg, SPARTA, ...), or leave node= out",
     ),
     Refused(
@@ -398,7 +403,7 @@ _SPLIT: tuple[Refused, ...] = (
 )
 _COMPUTING: tuple[Refused, ...] = (
     *(
-        Refused("its own clock", feature, "it computes its nodes one after another", "use compute='loop'")
+        Refused("its own clock", feature, "such a strategy computes its nodes one after another", "use compute='loop'")
         for feature in ('compute="vmap"', 'compute="compiled" or "graphs"')
     ),
     *(
@@ -411,7 +416,7 @@ _COMPUTING: tuple[Refused, ...] = (
         Refused(feature, 'precision="fp16"', _OWN_SCALE, "use compute='loop', or 'bf16'")
         for feature in ('compute="vmap"', 'compute="compiled" or "graphs"')
     ),
-    Refused('compute="graphs"', "no CUDA", "it replays CUDA graphs", "use compute='compiled' or 'loop'"),
+    Refused('compute="graphs"', "no CUDA", "compute='graphs' replays CUDA graphs", "use compute='compiled' or 'loop'"),
     Refused(
         "processes",
         "processes of a launcher",
@@ -422,22 +427,27 @@ _COMPUTING: tuple[Refused, ...] = (
     Refused(
         "processes",
         "no forks",
-        "processes are forked from this one, which is safe only on Linux and on the CPU",
-        "leave it out, and start the script with python -m exogym.launch --nproc_per_node",
+        "processes are forked from this process, which is safe only on Linux and on the CPU",
+        "leave processes out, and start the script with python -m exogym.launch --nproc_per_node",
     ),
-    Refused("cpus_per_process", "no engine", "only processes that an engine starts use it", "give engine='ray'"),
+    Refused(
+        "cpus_per_process",
+        "no engine",
+        "only processes that an engine starts use cpus_per_process",
+        "give engine='ray'",
+    ),
 )
 _BALANCE: tuple[Refused, ...] = (
     Refused(
         'balance="batch" or "steps"',
         "its own clock",
-        "no node waits for another there",
+        "in such a strategy no node waits for another",
         "leave balance out; dylu=True gives slow nodes fewer steps",
     ),
     Refused(
         'balance="steps"',
         "gradients at every step",
-        "all nodes take every step together there",
+        "in such a strategy all nodes take every step together",
         "use balance='batch' or 'nodes', or a strategy with local steps (DiLoCo, FedAvg, SPARTA)",
     ),
     Refused(
@@ -511,7 +521,7 @@ _TIME: tuple[Refused, ...] = (
         Refused(
             feature,
             "no network",
-            "the clock that uses it needs a network",
+            "virtual time needs a network",
             "give network, for example network='1Gbps,0.5ms'",
         )
         for feature in ("step_seconds", "timeline", "speeds")
@@ -533,11 +543,11 @@ _DATA: tuple[Refused, ...] = (
     Refused(
         "factory of sampled clients",
         "no num_epochs or max_steps",
-        "an epoch's length depends on all nodes' data, and a factory makes them only when a client acts",
+        "an epoch's length depends on all nodes' data, and a factory makes a client's data only when the client acts",
         "give max_steps; or num_epochs, which makes all data once",
     ),
     *(
-        Refused(feature, "no val_dataset", "evaluations need it", "give the trainer a val_dataset")
+        Refused(feature, "no val_dataset", "evaluations need a val_dataset", "give the trainer a val_dataset")
         for feature in ("val_size", "val_interval")
     ),
 )
@@ -550,7 +560,7 @@ _SAVING: tuple[Refused, ...] = (
     Refused(
         "max_restarts",
         "lazy modules",
-        "the model has no parameters yet to start again from",
+        "the model has no parameters yet with which a restart could begin",
         "run the model on one batch before fit, or leave max_restarts out",
     ),
 )
@@ -575,9 +585,7 @@ _HOSTS: tuple[Refused, ...] = (
         "only a strategy of communication modules can continue without lost nodes",
         "leave min_hosts out, or take DiLoCo, FedAvg, SPARTA, DDP, ...",
     ),
-    Refused(
-        "min_hosts", "faults", "lost hosts that come back are such a run's faults already", "leave one of them out"
-    ),
+    Refused("min_hosts", "faults", "lost hosts are already the faults of such a run", "leave one of them out"),
     Refused(
         "min_hosts",
         "network",

@@ -1,6 +1,6 @@
 """Data: which node owns which example, what each node sees at each step, and small real data sets.
 
-Your own data set, read many examples at a time, and your own partitioner:
+An example with your own data set, which reads many examples at a time, and your own partitioner:
 
 >>> import numpy as np
 >>> import torch

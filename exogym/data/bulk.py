@@ -19,7 +19,7 @@ Take = Callable[[Tensor], Any]
 
 
 class BulkDataset(Dataset, ABC):
-    """A data set that returns whole batches. Implement `__len__` and `take`; `dataset[i]` follows."""
+    """A data set that returns whole batches. Implement `__len__` and `take`; then `dataset[i]` works, too."""
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -34,7 +34,7 @@ class BulkDataset(Dataset, ABC):
 
     def __getitem__(self, index: int) -> Any:
         if not -len(self) <= index < len(self):
-            raise IndexError(f"example {index} of {len(self)}")
+            raise IndexError(f"the data set has {len(self)} examples, but no number {index}")
         return map_batch(lambda leaf: leaf[0], self.take(torch.tensor([index % len(self)])))
 
 
@@ -84,8 +84,8 @@ class TokenWindows(BulkDataset):
 def bulk_take(dataset: Any) -> Take | None:
     """Return the function that takes a batch of `dataset` in one operation, or None if the data set has none.
 
-    A `TensorDataset`, a `BulkDataset` and a `Subset` of either have one. Subclasses of torch's two classes don't,
-    because they may change `__getitem__`. The batch equals a DataLoader's.
+    A `TensorDataset`, a `BulkDataset` and a `Subset` of one of these have such a function. Subclasses of
+    `TensorDataset` and `Subset` don't, because they may change `__getitem__`. The batch equals a DataLoader's batch.
     """
     if isinstance(dataset, BulkDataset):
         return dataset.take
@@ -119,7 +119,7 @@ def map_batch(function: Callable[[Tensor], Any], batch: Any) -> Any:
 
 
 def split_batch(batch: Any, size: int) -> Sequence[Any]:
-    """Cut a batch along its first axis into views of `size` examples. The last one may be shorter."""
+    """Cut a batch along its first axis into views of `size` examples. The last view may have fewer."""
     if isinstance(batch, Tensor):
         return batch.split(size)
     if type(batch) is list:
@@ -135,7 +135,7 @@ def _cut(part: slice, leaf: Tensor) -> Tensor:
 
 
 def batch_bytes(batch: Any) -> int:
-    """Return the bytes of a batch's tensors."""
+    """Return how many bytes a batch's tensors have in all."""
     sizes: list[int] = []
     map_batch(lambda leaf: sizes.append(leaf.nbytes), batch)
     return sum(sizes)

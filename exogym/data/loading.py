@@ -74,7 +74,7 @@ class _NoData(Dataset[Any]):
 
 
 class Loading:
-    """One DataLoader, kept with its workers between calls. Each iteration first gives it the requests to load."""
+    """A DataLoader that keeps its workers between calls of `batches`. Each call gives it a list of requests to load."""
 
     def __init__(self, datasets: Sequence[Any], private: bool, seed: int, kwargs: dict[str, Any]) -> None:
         begin = functools.partial(
@@ -89,7 +89,10 @@ class Loading:
         self._turn = 0
 
     def batches(self, requests: list[Request]) -> Iterator[Any]:
-        """Yield the batch of each request. If another iteration uses the workers meanwhile, request the rest again."""
+        """Yield the batch of each request.
+
+        If another iterator has used the workers meanwhile, send the open requests again.
+        """
         turn, source, done = -1, iter(()), 0
         shared = self._kwargs.get("num_workers", 0) > 0
         while done < len(requests):
@@ -182,10 +185,10 @@ class _Batches(Dataset[Any]):
             return default_collate(examples) if self.collate is None else self.collate(examples)
         except Exception as error:
             few = f"{indices[:8]}{' and more' if len(indices) > 8 else ''}"
-            remedy = "dataloader_kwargs={'collate_fn': ...} can say how" if self.collate is None else "see collate_fn"
+            remedy = "join them by a collate_fn in dataloader_kwargs" if self.collate is None else "correct collate_fn"
             raise DataError(
-                f"the examples {few} of {whose} do not make a batch: {type(error).__name__}: {error}; give all of "
-                f"them one form and size, or {remedy}"
+                f"the examples {few} of {whose} do not make a batch: {type(error).__name__}: {error}; give all "
+                f"examples the same form and size, or {remedy}"
             ) from error
 
 

@@ -1,4 +1,4 @@
-"""Data sets that a factory makes, one per node, when they are first needed."""
+"""Data sets that a factory makes, one for each node, when a run first needs them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Made(Sequence[Any]):
     """Each node's data set, made by `factory` on first use. The last `kept` of them stay in memory.
 
     Args:
-        check: function of (data set, its origin in words) that returns the data set or raises DataError.
+        check: function of a data set and a text about its origin. It returns the data set or raises DataError.
         kept: number of data sets to keep; None: all.
 
     >>> made = Made(lambda rank, n, is_train: [rank] * (rank + 1), 1000, True, lambda made, origin: made, kept=2)
@@ -37,7 +37,7 @@ class Made(Sequence[Any]):
         return self._entry(node)[0]
 
     def takes(self, node: int) -> Take | None:
-        """Return the function that gathers many examples of the node's data set at once, or None."""
+        """Return a function that reads many examples of the node's data set at once; None if the data set has none."""
         return self._entry(node)[1]
 
     def _entry(self, node: int) -> tuple[Any, Take | None]:

@@ -1,9 +1,9 @@
 """Partitioners assign examples to nodes.
 
-A partitioner cuts one data set of D examples into N shards, one per node. Nodes of real fleets have
-different data. They differ in labels (`LabelShards`, `Dirichlet`), in amount (`QuantitySkew`), or in
-the data's source (`ByKey`: a speaker, a hospital, a phone). Every partitioner here gives each example
-to exactly one node and every node at least one, and depends only on (data set, N, seed).
+A partitioner cuts one data set of D examples into N shards, one per node. Nodes of real fleets have different data.
+They differ in labels (`LabelShards`, `Dirichlet`), in amount (`QuantitySkew`), or in the data's source (`ByKey`: a
+speaker, a hospital, a phone). Every partitioner here gives each example to exactly one node, and every node at least
+one example. The shards depend only on (data set, N, seed).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ REDRAWS = 100
 
 
 class Partitioner(ABC):
-    """Cuts a data set into one shard per node. Implement `split` for your own."""
+    """Cuts a data set into one shard per node. For your own partitioner, implement `split` in a subclass."""
 
     @abstractmethod
     def split(self, dataset: Any, num_nodes: int, seed: int) -> list[np.ndarray]:
@@ -32,10 +32,10 @@ class Partitioner(ABC):
 
 
 def labels_of(dataset: Any) -> np.ndarray:
-    """Return the label of every example, shape (D,), if possible without reading the examples.
+    """Return the labels of all D examples, shape (D,), if possible without reading the examples.
 
-    It tries, in this order: `.targets`, `.labels`, the last tensor of a `TensorDataset`, the same through a `Subset`
-    or `ConcatDataset`, and `dataset[i][1]` (`dataset[i]["label"]`) of every example.
+    It tries, in this order: `.targets`; `.labels`; the last tensor of a `TensorDataset`; these three for the data sets
+    inside a `Subset` or `ConcatDataset`; and `dataset[i][1]` or `dataset[i]["label"]` of every example.
 
     Raises:
         DataError: an example does not have exactly one class.
@@ -93,7 +93,7 @@ def _read_label(dataset: Any, i: int) -> Any:
 
 @dataclass(frozen=True)
 class IID(Partitioner):
-    """Deal the examples at random and evenly. Sizes differ by at most one.
+    """Give the examples to the nodes at random and evenly. The shards' sizes differ by at most one.
 
     The shards are fixed. Without a partitioner, `fit` deals the examples anew in each epoch.
 
@@ -108,13 +108,12 @@ class IID(Partitioner):
 
 @dataclass(frozen=True)
 class LabelShards(Partitioner):
-    """Sort the examples by label, cut them into N * s equal shards, and deal s shards to each node.
+    """Sort the examples by label, cut them into N * s equal shards, and give s random shards to each node.
 
-    With s=2 a node sees about two labels: the "pathological" split of McMahan et al. 2017
-    (arXiv 1602.05629, section 3).
+    With s=2 a node has about two labels: the "pathological" split of McMahan et al. 2017 (arXiv 1602.05629, section 3).
 
     Args:
-        shards_per_node: s.
+        shards_per_node: s, the number of shards per node.
 
     >>> shards = LabelShards(1).split([(0, label) for label in (1, 0, 1, 0)], 2, seed=0)
     >>> sorted(shard.tolist() for shard in shards)
@@ -135,17 +134,17 @@ class LabelShards(Partitioner):
 
 @dataclass(frozen=True)
 class Dirichlet(Partitioner):
-    """Divide each label among the N nodes in proportions p_label ~ Dirichlet(alpha, ..., alpha).
+    """Divide each label's examples among the N nodes in random proportions p_label ~ Dirichlet(alpha, ..., alpha).
 
-    alpha -> infinity is IID. With alpha = 0.1 most nodes have one or two labels, and the amounts differ, too.
-    ExoGym draws again, up to 100 times, until every node has `min_examples`. As in Li et al. 2022 (arXiv 2102.02079),
-    after Yurochkin et al. 2019 and Hsu et al. 2019 (arXiv 1909.06335).
+    A large alpha comes close to IID data. With alpha = 0.1 most nodes have one or two labels, and the numbers of
+    examples differ, too. ExoGym draws again, up to 100 times, until every node has `min_examples`. As in Li et al. 2022
+    (arXiv 2102.02079), after Yurochkin et al. 2019 and Hsu et al. 2019 (arXiv 1909.06335).
 
     Args:
         alpha: concentration, above 0.
-        min_examples: the least number of examples for a node.
+        min_examples: the smallest allowed number of examples for a node.
 
-    Raises:
+            Raises:
         DataError: no draw gave every node `min_examples`.
 
     >>> shards = Dirichlet(0.5).split([(0, i % 3) for i in range(90)], 4, seed=0)
@@ -183,12 +182,13 @@ class Dirichlet(Partitioner):
 
 @dataclass(frozen=True)
 class QuantitySkew(Partitioner):
-    """Give every node `min_examples`, and divide the rest in proportions q ~ Dirichlet(alpha, ..., alpha).
+    """Give every node `min_examples` examples, and divide the rest among the nodes in random proportions q.
 
-    The labels stay mixed; only the amounts differ (Li et al. 2022, arXiv 2102.02079, "quantity skew").
+    q is drawn from Dirichlet(alpha, ..., alpha). Each node's labels stay mixed; only the numbers of examples differ
+    (Li et al. 2022, arXiv 2102.02079, "quantity skew").
 
     Args:
-        alpha: concentration, above 0; a small alpha is uneven.
+        alpha: concentration, above 0. A smaller alpha makes the numbers of examples more unequal.
         min_examples: the least number of examples for a node.
 
     >>> sizes = [len(shard) for shard in QuantitySkew(0.5).split(range(1000), 4, seed=0)]
@@ -219,12 +219,14 @@ class QuantitySkew(Partitioner):
 
 @dataclass(frozen=True, eq=False)
 class ByKey(Partitioner):
-    """Keep examples with the same key together: a natural partition by speaker, author or hospital.
+    """Give all examples with the same key to the same node: a natural partition by speaker, author or hospital.
 
-    Groups are dealt from the largest to the smallest. Each goes to the node with the fewest examples so far.
+    The examples with the same key form a group. ExoGym assigns the groups from the largest to the smallest. Each group
+    goes to the node with the fewest examples so far.
 
     Args:
-        key: every example's key: an array or list of length D, or a function of an example (`dataset[i]`).
+        key: the keys: an array or list with one key per example, or a function that returns the key of an example
+            (`dataset[i]`).
 
     Raises:
         DataError: fewer groups than nodes, or a list of keys with the wrong length.
@@ -280,7 +282,10 @@ def _check_shards(partitioner: Partitioner, shards: Sequence[Any], num_examples:
                 f"({sum(map(len, arrays))} in all): use fewer nodes, a milder split, or more data"
             )
         if shard.ndim != 1 or shard.dtype.kind not in "iu":
-            raise DataError(f"{partitioner!r} gave node {node} {shard.dtype} {shard.shape}; wanted a list of indices")
+            raise DataError(
+                f"{partitioner!r} gave node {node} numbers of type {shard.dtype} and shape "
+                f"{shard.shape}; wanted a list of indices"
+            )
         if num_examples is not None and not 0 <= shard.min() <= shard.max() < num_examples:
             raise DataError(f"{partitioner!r} gave node {node} an index outside 0..{num_examples - 1}")
     return [shard.astype(np.int64, copy=False) for shard in arrays]
@@ -295,7 +300,10 @@ _NAMES: dict[str, tuple[Callable[..., Partitioner], Callable[[str], Any], str]] 
 
 
 def partitioner_of(given: Any) -> Partitioner:
-    """Return the partitioner, from a partitioner or text. Raise ArgumentError for anything else."""
+    """Return the partitioner that `given` describes: a partitioner itself, or text.
+
+    Raise ArgumentError for anything else.
+    """
     partitioner = parse_partitioner(given) if isinstance(given, str) else given
     if not isinstance(partitioner, Partitioner):
         raise ArgumentError(f"partitioner={given!r} is not a Partitioner: give one, such as exogym.data.Dirichlet(0.3)")

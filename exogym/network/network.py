@@ -31,18 +31,17 @@ class Network(Pricing):
         latency: seconds one way, or text such as "0.5ms".
         up, down: bandwidths of a node's line if they differ; default: `bandwidth`. Two nodes communicate at the
             slower of the sender's `up` and the receiver's `down`.
-        jitter: mean delay of a message in seconds, or text. Each message in a collective's longest chain draws an
-            exponential delay from (seed, number of the event).
+        jitter: mean delay of a message in seconds, or text. Each message in a collective's longest chain gets an
+            exponential random delay, drawn from (seed, number of the event).
         loss: share of lost packets, at least 0 and under 1. Packets are sent again until they arrive, so a transfer
             takes 1 / (1 - loss) times as long: the expectation under selective repeat (Bertsekas, Gallager, Data
             Networks, 2.4). TCP's slowdown after a loss is not included.
         seed: seed of the jitter.
         server: bandwidth of a parameter server's line; default: the fastest line of the members that it serves.
-        trace: rates over time, which a clock follows: a CSV file or rows (time_s, who, rate). See
-            `exogym.network.trace`.
+        trace: the lines' rates over (virtual) time: a CSV file or rows (time_s, who, rate). See `exogym.network.trace`.
         tcp: True: idle connections start slowly, see `exogym.network.overheads`.
-        memory: a host's memory speed, such as "10GB/s". The exact reduction's copies and sums then take time.
-            torch's own reduction (`reduction="native"`) copies less.
+        memory: a host's memory speed, such as "10GB/s". The exact reduction's copies and sums then take time. None:
+            they take no time. torch's own reduction (`reduction="native"`) copies less.
 
     Raises:
         ArgumentError: an unknown unit; a bandwidth that is not over 0; a negative latency, jitter or loss.
@@ -124,8 +123,8 @@ class Network(Pricing):
             groups: the islands' sizes, such as [4, 4], or lists of ids that name each node once.
             inside: the network inside an island, or one per island: a `Network`, or text or settings for `Network.of`.
             between: the network between nodes of different islands; a matrix has one row per island.
-            shared: True: an island has one line to the others, which its simultaneous messages share. False: each
-                node has its own.
+            shared: True: an island has one line to the other islands, which its simultaneous messages share. False:
+                each node has its own line to the other islands.
             jitter, loss, seed, server, trace, tcp, memory: as in `Network`, for all links.
 
         Raises:
@@ -169,12 +168,13 @@ class Network(Pricing):
         Args:
             all_reduce: bytes to seconds, for all-reduces among all nodes over connections already in use.
             num_nodes: N, the number of nodes that took part.
-            first: seconds of the very first all-reduce, with the largest size, which also set connections up. A
-                clock's first collective takes the same extra time.
+            first: seconds of the very first all-reduce, with the largest size, which also set connections up. In a
+                prediction, a run's first collective takes the same extra time.
 
         Raises:
-            ArgumentError: no probe; a size or time that is missing or not over 0; probes that contradict each
-                other. They contradict if a larger or colder probe took less than nine tenths of the other's time.
+            ArgumentError: no probe; a size or time that is missing or not over 0; probes that contradict each other. A
+                larger all-reduce, or the first one, must take at least nine tenths of the time of a smaller or later
+                one.
 
         >>> network = Network.measured({1e6: 0.02, 3e6: 0.04}, num_nodes=4, first=0.1)
         >>> round(network.cost("all_reduce", 2e6, 4).seconds, 6), round(network.set_up_s("all_reduce"), 6)
@@ -213,7 +213,7 @@ class Network(Pricing):
         - "groups", "inside" and "between" of `Network.groups`;
         - or the self-test's measurements.
 
-        The second and third may also have `jitter`, `loss`, `seed` and `server`.
+        The objects with "matrix" or "groups" may also have `jitter`, `loss`, `seed` and `server`.
 
         Raises:
             ArgumentError: the text is none of these; the file is missing or does not hold such an object.
@@ -230,7 +230,9 @@ class Network(Pricing):
 
     @classmethod
     def of(cls, given: Network | str | Mapping[str, Any]) -> Network:
-        """Return a network from a `Network`, from text as in `parse`, or from the result of `describe`.
+        """Return a network from text as in `parse`, or from settings as in `describe`.
+
+        A `Network` is returned unchanged.
 
         Raises:
             ArgumentError: an unknown setting, or settings that do not go together.
@@ -291,7 +293,10 @@ class Network(Pricing):
     # Describing it
 
     def describe(self) -> dict[str, Any]:
-        """Return the network as plain numbers, lists and dicts. `Network.of` makes the same network from them."""
+        """Return the network's settings as numbers, lists and dicts.
+
+        `Network.of` makes the same network from these settings.
+        """
         return dict(self._description)
 
     def __repr__(self) -> str:
@@ -314,9 +319,9 @@ class Network(Pricing):
         return f"Network(latency={readable_seconds(latency)!r}, up={up!r}, down={down!r}{extra})"
 
     def link(self, i: Any, j: Any) -> tuple[Any, Any]:
-        """Return bits per second and seconds of latency from node i to node j, for ids or arrays of ids.
+        """Return the link from node i to node j: its bandwidth in bits per second, and its latency in seconds.
 
-        From a node to itself the bandwidth is infinite and the latency zero.
+        i and j are ids or arrays of ids. From a node to itself the bandwidth is infinite and the latency zero.
 
         Raises:
             ArgumentError: an id that the network does not have.
@@ -328,6 +333,9 @@ class Network(Pricing):
         return (bandwidth, latency) if i.ndim else (float(bandwidth), float(latency))
 
     def line_bps(self, num_nodes: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the bits per second up and down, each (num_nodes,), of each node's own line for all its messages."""
+        """Return the rates of each node's own line, up and down, in bits per second: two arrays (num_nodes,).
+
+        All messages of a node share its line.
+        """
         up, down = self.links.line(np.arange(num_nodes))
         return np.broadcast_to(up, num_nodes), np.broadcast_to(down, num_nodes)

@@ -1,18 +1,19 @@
-"""Costs of a collective beyond latency and rate, if a network asks for them: TCP's slow start, copies and sums.
+"""Optional costs of a collective in addition to latency and rate: TCP's slow start, copies and sums.
 
-**TCP** (`tcp=True`). A connection fills its link with a window of W = B RTT bytes, where RTT is two latencies. A new
-connection starts with 10 segments (RFC 6928). An idle connection halves its window for each retransmission timeout
-RTO = RTT + 200 ms (Linux, TCP_RTO_MIN), down to 10 segments (RFC 2861, as in Linux). Then it doubles the window in
-each round trip until it fills the link, or until its m bytes are sent. After an idle time t it loses
+**TCP** (`tcp=True`). A connection fills a link of B bytes per second with a window of W = B RTT bytes, where RTT is two
+latencies. A new connection starts with 10 segments (RFC 6928). An idle connection halves its window for each
+retransmission timeout RTO = RTT + 200 ms (Linux, TCP_RTO_MIN), down to 10 segments (RFC 2861, as in Linux). Then it
+doubles the window in each round trip until it fills the link, or until its m bytes are sent. After an idle time t it
+loses
 
     k RTT - w (2^k - 1) / B,   w = max(14,600, W / 2^floor(t / RTO)),
                                k = min(ceil(log2(W / w)), ceil(log2(m / w + 1)) - 1)
 
 once per collective, because all its connections speed up at the same time. Queues and losses are not included.
 
-**Copies and sums** (`memory=`, the bytes per second that a host reads and writes). The exact all-reduce of S bytes
-among n members moves more in memory than the network stack does: its own slices (4 S/n), the received slices put
-together (2 S), their sum (3 (n-1)/n S), the result put together (2 S), and the result written to the parameters (2 S).
+**Copies and sums** (`memory=`, a host's memory speed in bytes per second). The exact all-reduce of S bytes among n
+members moves more in memory than the network stack does: its own slices (4 S/n), the received slices put together
+(2 S), their sum (3 (n-1)/n S), the result put together (2 S), and the result written to the parameters (2 S).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ MOST_HALVINGS = 64
 
 
 def slow_start_s(payload_bytes: float, bandwidth_bps: float, latency_s: float, idle_s: float = math.inf) -> float:
-    """Return the seconds that a connection loses on `payload_bytes` because it starts slowly after an idle time.
+    """Return the seconds that a connection loses on `payload_bytes`, because it starts slowly after `idle_s` seconds.
 
     >>> round(slow_start_s(1e9, 500e6, 0.075), 3)  # 10 round trips, minus the time of the 15 MB sent in them
     1.261

@@ -1,6 +1,6 @@
-"""Networks by name. `source` says where each number is from. "Assumed" marks our round figures.
+"""Networks by name. `source` says where each number is from. "Assumed" marks round figures that we chose.
 
-Latency is one way and per message, as in a collective.
+A latency is for one message in one direction.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a network charges for a collective: by formula or from measurements, at a given time, with jitter and loss."""
+"""Predict how long a collective takes: by formula or from measurements, at a given time, with jitter and loss."""
 
 from __future__ import annotations
 
@@ -30,11 +30,13 @@ LATE = (
 
 
 class Pricing:
-    """The half of `exogym.network.Network` that prices communication. The other half describes the links.
+    """The base class of `exogym.network.Network`, which predicts communication times.
+
+    `Network` adds the links' description.
 
     Attributes:
-        links: the links at the beginning.
-        trace: how the links change; None: they don't.
+        links: the links at the beginning of a run.
+        trace: how the links change. None: the links do not change.
         measurement: measured times, which replace formulas; None: formulas only.
         jitter_s, loss, seed, server_bps, tcp, memory_bps: see `Network`.
     """
@@ -52,21 +54,27 @@ class Pricing:
 
     @property
     def num_nodes(self) -> int | None:
-        """The number of nodes that the network is for; None: any number."""
+        """The number of nodes in the network. None: it fits any number of nodes."""
         return self.links.size if self.measurement is None else self.measurement.num_nodes
 
     @property
     def lines_differ(self) -> bool:
-        """Whether nodes' lines differ, by the links or by a trace. Then it matters which nodes send."""
+        """Whether the links, or a trace of their rates, may give nodes different lines.
+
+        Then it matters which nodes send.
+        """
         return self.num_nodes is not None or not isinstance(self.links, UniformLinks)
 
     @property
     def late_overlaps(self) -> bool:
-        """Whether averages that arrive late overlap with computing. False on measured hosts (see `LATE`)."""
+        """Whether averages that arrive late overlap with computing. On measured hosts they don't (see `LATE`)."""
         return self.measurement is None
 
     def at(self, time_s: float) -> Self:
-        """Return the network with the links of that time, by its trace. Without a trace, return the network itself."""
+        """Return the network with the links that its trace gives for the time `time_s`.
+
+        Without a trace, return the network.
+        """
         return self if self.trace is None else self._in_interval(self.trace.interval(time_s))
 
     def _in_interval(self, k: int) -> Self:
@@ -117,7 +125,7 @@ class Pricing:
         return price([messages], self.links, self._members(event.members))
 
     def duration_s(self, cost: Cost, draw: int | None = None) -> float:
-        """Return a cost's seconds with loss and jitter: event number `draw`'s jitter, or the mean jitter."""
+        """Return the seconds of `cost` with loss and jitter. `draw` is the event's number; None: the mean jitter."""
         late = 0.0
         if self.jitter_s and cost.hops:
             late = cost.hops * self.jitter_s
@@ -135,15 +143,16 @@ class Pricing:
         root: int | None = None,
         fan: Sequence[float] | None = None,
     ) -> Cost:
-        """Return what a collective costs, before loss and jitter.
+        """Return a collective's cost, before loss and jitter.
 
         Args:
-            kind: the communicator's name for it: "all_reduce", "all_gather", ...
+            kind: the communicator's name for the collective: "all_reduce", "all_gather", ...
             payload_bytes: bytes that each giver hands over.
-            members: their ids, or their number (the first nodes).
-            algorithm: its name here or in NCCL or gloo; default: the first of `algorithms_of(kind)`.
+            members: the members' ids; or the number of members, which are then the first nodes.
+            algorithm: the algorithm's name in ExoGym, NCCL or gloo; default: the first of `algorithms_of(kind)`.
             root: the root of a broadcast, reduce, gather or scatter; default: the first member.
-            fan: for a mix, the most messages that a node sends and receives; default: all other nodes.
+            fan: for a mix, the largest number of messages that a node sends, and that a node receives; default: one for
+                each other node.
 
         Raises:
             ArgumentError: an unknown collective or algorithm, a bad payload, or a node that the network does not have.
@@ -164,7 +173,7 @@ class Pricing:
         return cost
 
     def cheapest(self, kind: str, payload_bytes: float, members: Members) -> tuple[str, float]:
-        """Return the fastest algorithm without a server for a collective, and its mean seconds."""
+        """Return the name of the fastest algorithm for a collective, without servers, and its mean seconds."""
         names = [name for name in algorithms_of(kind) if name != "server" or kind in ("push", "pull")]
         among = len(self._members(members))
         measured = [name for name in names if self._measured(kind, name, among) is not None]
@@ -176,7 +185,7 @@ class Pricing:
         return best, times[best]
 
     def ramp_s(self, kind: str, payload_bytes: float, members: Members, idle_s: float) -> float:
-        """Return the seconds that a collective loses because idle connections start slowly; 0 if they were not idle."""
+        """Return the seconds that a collective loses because connections start slowly after `idle_s` idle seconds."""
         ids = self._members(members)
         if not self.tcp or len(ids) < 2 or self._measured(kind, algorithms_of(kind)[0], len(ids)):
             return 0.0
@@ -184,13 +193,13 @@ class Pricing:
         return slow_start_s(payload_bytes, float(bandwidth), float(latency), idle_s)
 
     def set_up_s(self, kind: str, algorithm: str | None = None) -> float:
-        """Return the extra seconds of a run's first collective; 0 if not measured."""
+        """Return the extra seconds that a run's first collective takes to set up connections; 0 if not measured."""
         way = algorithms_of(kind)[0] if algorithm is None else NAMES.get(algorithm, algorithm)
         return 0.0 if self.measurement is None else self.measurement.set_up_s(kind, way)
 
     @property
     def message_s(self) -> float:
-        """Seconds in which all nodes agree on a few bytes; 0 if not measured."""
+        """Seconds that all nodes need to agree on a few bytes; 0 if not measured."""
         return 0.0 if self.measurement is None else self.measurement.message_s
 
     def _measured(self, kind: str, way: str, members: int) -> Probes | None:

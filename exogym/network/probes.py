@@ -1,14 +1,14 @@
-"""Measured times of one kind of collective by size, and times between and beyond these sizes.
+"""Measured times of a collective by size (probes), and predicted times between and beyond these sizes.
 
 Between two probes of S_1 < S_2 bytes, which took t_1 and t_2 seconds, the time is linear, as in the alpha-beta model:
 
     t(S) = t_1 + (S - S_1) (t_2 - t_1) / (S_2 - S_1)
 
-Beyond the probes the line through the outermost two continues, but never below 0. With a single probe the line starts
-at the links' latency for zero bytes. A notice reports each extrapolation, once per kind and side.
+Beyond the probes, the line through the two outermost probes continues, but never below 0. With a single probe the line
+starts at the links' latency for zero bytes. A notice reports each extrapolation, once per kind and side.
 
-A table of probes is named after its collective ("all_reduce", carried out by the library's algorithm). An algorithm
-may stand before it: "exact all_reduce" is the reduction in the fixed tree.
+A table of probes has the name of its collective: "all_reduce" ran by the algorithm of the library (NCCL or gloo). The
+name may begin with another algorithm: "exact all_reduce" is the reduction in the fixed tree.
 """
 
 from __future__ import annotations
@@ -47,13 +47,14 @@ def kind_and_way(name: str) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Probes:
-    """Measured times of one kind of collective among all nodes.
+    """Measured times of one collective among all nodes, by payload.
 
     Attributes:
-        name: the collective's name, after its algorithm if that is not the library's.
+        name: the table's name: the collective, as in "all_reduce", or an algorithm and the collective, as in "exact
+            all_reduce".
         sizes_bytes, times_s: (probes,) payloads, rising, and their seconds.
-        floor_s: seconds of zero bytes if there is only one probe.
-        set_up_s: extra seconds of the first collective.
+        floor_s: predicted seconds for zero bytes; used if there is only one probe.
+        set_up_s: extra seconds of a run's first collective, which sets up connections.
     """
 
     name: str
@@ -64,7 +65,7 @@ class Probes:
     _said: set[str] = field(default_factory=set, compare=False, repr=False)
 
     def seconds(self, payload_bytes: float) -> float:
-        """Return the seconds for a payload. Notify once if it is outside the probes."""
+        """Return the seconds for a payload. If it is outside the probes, print a notice once."""
         sizes, times = self.sizes_bytes, self.times_s
         text = self.beyond(payload_bytes)
         if text is None:
@@ -78,7 +79,7 @@ class Probes:
         return float(times[-1] + (payload_bytes - sizes[-1]) * self._slope())
 
     def beyond(self, payload_bytes: float) -> str | None:
-        """Return a warning about a payload outside the probes; None inside."""
+        """Return a warning if a payload is outside the probes' sizes; otherwise None."""
         least, most = (readable_bytes(float(size)) for size in (self.sizes_bytes[0], self.sizes_bytes[-1]))
         probed = f"probes of {self.name} have {least}" + ("" if least == most else f" to {most}")
         if payload_bytes < self.sizes_bytes[0]:
@@ -88,7 +89,7 @@ class Probes:
         return None
 
     def cost(self, payload_bytes: float) -> Cost:
-        """Return the cost of a payload; the time for zero bytes counts as its latency."""
+        """Return the cost of a payload. Its latency is the time for zero bytes."""
         seconds = self.seconds(payload_bytes)
         start_s = min(self._start_s(), seconds)
         return Cost(start_s, seconds - start_s, 1)
@@ -109,7 +110,7 @@ class Probes:
 
 
 def positive_s(given: Any, name: str) -> float:
-    """Return seconds over 0, from a number or text."""
+    """Return `given`, a number or text, as seconds. They must be over 0; `name` is for the error message."""
     if given is None:
         raise ArgumentError(f"{name} is missing: measure it again")
     seconds = parse_seconds(given, name)
@@ -119,9 +120,10 @@ def positive_s(given: Any, name: str) -> float:
 
 
 def never_falling(table: Mapping[float, float]) -> dict[float, float]:
-    """Return times by rising size in which more bytes never take less. A slower probe gets the larger size's time.
+    """Return a table of times by rising size, changed so that more bytes never take less time.
 
-    This is safe because other work on the hosts only adds time.
+    If a probe took longer than a probe with more bytes, it gets that probe's time. This is safe because other work on
+    the hosts only adds time.
 
     >>> never_falling({8: 0.5, 100: 0.4, 1000: 2.0})
     {8: 0.4, 100: 0.4, 1000: 2.0}
@@ -133,10 +135,10 @@ def never_falling(table: Mapping[float, float]) -> dict[float, float]:
 
 
 def table_of(name: str, given: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Return the checked sizes (rising) and seconds of a kind's probes."""
+    """Check a table of probes. Return its sizes in rising order, and their seconds."""
     kind_and_way(name)
     if not isinstance(given, Mapping) or not given:
-        raise ArgumentError(f"{name}={given!r} must be probes, bytes to seconds, such as {{4_000_000: 0.05}}")
+        raise ArgumentError(f"{name}={given!r} must be a table from bytes to seconds, such as {{4_000_000: 0.05}}")
     rows = {}
     for size, time in given.items():
         try:
@@ -152,8 +154,8 @@ def table_of(name: str, given: Any) -> tuple[np.ndarray, np.ndarray]:
     for (small, before), (large, after) in itertools.pairwise(ordered):
         if after < (1 - NOISE) * before:
             raise ArgumentError(
-                f"{name}: probes contradict each other: {large:g} bytes took {after:g} s, fewer ({small:g}) {before:g} "
-                "s; measure again, on quiet hosts and more often"
+                f"{name}: probes contradict each other: {large:g} bytes took {after:g} s, but {small:g} bytes took "
+                f"{before:g} s; measure again, on quiet hosts and more often"
             )
     sizes, times = np.array(ordered).T
     return sizes, times

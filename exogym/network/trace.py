@@ -1,8 +1,8 @@
-"""Links that change: rates over time, from a CSV file, and how long a collective takes meanwhile.
+"""Links whose rates change over time, from a CSV file, and how long a collective takes on such links.
 
-A file has the columns `time_s`, `who` and `rate`. From second `time_s` of virtual time until `who`'s next row, that
-rate holds each way. `who` is a node's line ("3"), a pair ("0-3", from 0 to 3), or every line ("*"). A rate is text
-with a unit, such as "20Mbps"; 0 means that the line is down. In rows from Python a number is in bits per second.
+A file has the columns `time_s`, `who` and `rate`. From second `time_s` of virtual time until `who`'s next row, this
+rate holds in both directions. `who` is a node's line ("3"), a pair ("0-3", from 0 to 3), or every line ("*"). A rate is
+text with a unit, such as "20Mbps"; 0 means that the line is down. In rows from Python a number is in bits per second.
 Before its first row a line has the network's rate.
 
 When rates change, a collective keeps its progress. Let c_k be the seconds that it would take if the links of interval
@@ -30,9 +30,11 @@ Row = tuple[float, str, float]
 
 
 class TracedLinks:
-    """Links, some with other rates at the moment: `rates` by "*", a node's id or a pair.
+    """The links `base`, but some lines have other rates.
 
-    A pair's own rate counts first; without it, the slower of the two nodes' lines.
+    `rates` has these rates by "*" (all lines), by a node ("3"), or by a pair ("0-3", from 0 to 3).
+
+    If a pair has its own rate, this rate counts. Otherwise the slower of the two nodes' lines counts.
     """
 
     def __init__(self, base: Links, rates: Mapping[str, float]):
@@ -100,14 +102,14 @@ class RateTrace:
         last = {who: rate for _, who, rate in self.rows}
         down = sorted(who for who, rate in last.items() if rate == 0)
         if down:
-            raise ArgumentError(f"trace: the line of {down[0]!r} stays down: end it with a rate over 0")
+            raise ArgumentError(f"trace: the last rate of {down[0]!r} is 0: add a last row with a rate over 0")
         starts = sorted({time for time, _, _ in self.rows})
         self.ends_s = [*(time for time in starts if time > 0), math.inf]
         self._base = base
         self._links: dict[int, Links] = {}
 
     def interval(self, time_s: float) -> int:
-        """Return the number of the interval that contains a time. An interval includes its first moment."""
+        """Return the number of the interval that contains the time `time_s`. An interval includes its first moment."""
         return bisect_right(self.ends_s, time_s)
 
     def links(self, k: int) -> Links:
@@ -155,5 +157,5 @@ def _rows(given: str | Path | Iterable[Any]) -> list[Row]:
         bps = 0.0 if down else parse_bandwidth(rate, f"trace, row {number}: rate")
         rows.append((parse_seconds(time, f"trace, row {number}: time_s"), who, bps))
     if not rows:
-        raise ArgumentError("the trace has no rows: leave it out")
+        raise ArgumentError("the trace has no rows: leave trace out")
     return rows

@@ -99,7 +99,7 @@ def _split(given: Any, name: str, example: str) -> tuple[float, str]:
 
 
 def readable_bandwidth(bps: float) -> str:
-    """Return text for bits per second, in a suitable unit.
+    """Return a rate in bits per second as text, in a suitable unit.
 
     >>> readable_bandwidth(941e6), readable_bandwidth(2e4)
     ('941 Mbps', '20 kbps')
@@ -109,7 +109,7 @@ def readable_bandwidth(bps: float) -> str:
 
 
 def readable_seconds(seconds: float) -> str:
-    """Return text for a time, in a suitable unit.
+    """Return a time in seconds as text, in a suitable unit.
 
     >>> readable_seconds(0.0005), readable_seconds(90), readable_seconds(0)
     ('500 us', '1.5 min', '0 s')
@@ -121,7 +121,7 @@ def readable_seconds(seconds: float) -> str:
 
 
 def value_of(text: str) -> Any:
-    """Return the whole number, number, `true`, `false` or `none` that a text names; otherwise the text."""
+    """Return the value of a text such as "3", "0.5", "true", "false" or "none"; other texts are returned unchanged."""
     if text.lower() in _WORDS:
         return _WORDS[text.lower()]
     for read in (int, float):

@@ -59,7 +59,8 @@ class OuterRule:
         outer_momentum: mu, the outer momentum. None: 0.9 for 'sgd', otherwise the optimizer's default.
         outer_momentum_scheduler: changes the outer momentum in the same way, by a factor on mu. If the optimizer has
             betas, the factor applies to the first beta.
-        outer_restarts: K: before the rounds K, 2 K, ... the outer optimizer's state is reset. None: never.
+        outer_restarts: K, the rounds between two resets of the outer optimizer's state: it is reset before the rounds
+            K, 2 K, ... None: no resets.
     """
 
     def __init__(

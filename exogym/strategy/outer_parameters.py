@@ -148,8 +148,8 @@ class OuterParameters:
         """Synchronize at the end of a run: use the average that nodes have sent and that has not arrived yet.
 
         Args:
-            round_: the number of the outer round whose steps are not sent yet. Nodes send and use their average, too.
-                None: all steps are sent.
+            round_: the number of the outer round whose steps are not sent yet. Nodes also send and use the average of
+                these steps. None: all steps are sent.
         """
         left = None if round_ is None else self.send(fleet, step, round_)
         self._wait(fleet)

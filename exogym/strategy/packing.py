@@ -135,7 +135,8 @@ def unpack(packed: dict[str, Any], existing: Any, tensors: dict[str, Tensor], ow
         return before
     if existing is None:
         raise StrategyError(
-            f"the strategy's {kind} at {content!r} is in the checkpoint but not in the new run: make it in _init_node"
+            f"the strategy's {kind} at {content!r} is in the checkpoint but not in the new run: make the {kind} in "
+            "_init_node"
         )
     if kind == "module":
         existing.load_state_dict({key: tensors[f"{content}.{key}"] for key in packed["keys"]})

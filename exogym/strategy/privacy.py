@@ -14,8 +14,8 @@ Two sets of clients are neighbors if they differ in one client. One round is a G
 z under Poisson sampling with rate q. The epsilon spent after R rounds is the epsilon of R such mechanisms, by Renyi
 accounting (`dp-accounting`).
 
-Bytes: as FedAvg with sampled clients. The noise follows from the run's seed. Anybody who knows the seed can subtract
-the noise.
+Bytes: the same as for FedAvg with sampled clients. The noise follows from the run's seed. Anybody who knows the seed
+can subtract the noise.
 """
 
 from __future__ import annotations

@@ -11,9 +11,9 @@ With the expected value E, each bucket has E Q(g) = g and E|Q(g) - g|^2 <= min(d
 draws its own random numbers from (seed, step, node). So the nodes' errors are independent, and the mean's variance
 falls as 1/N.
 
-Payload ceil(P (1 + ceil(log2(s + 1))) / 8) + 4 ceil(P / d) bytes per step for P parameters; all-gather, tx = rx = (N-1)
-payload. All codes have the same length (the paper's Elias coding is shorter). With absent nodes: as DDP, among the
-present nodes.
+Payload: ceil(P (1 + ceil(log2(s + 1))) / 8) + 4 ceil(P / d) bytes per step for P parameters; all-gather, tx = rx =
+(N-1) payload. All codes have the same length (the paper's Elias coding is shorter). Absent nodes are handled as in DDP:
+the mean is over the present nodes.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ is x, encoded and decoded. The gradient g_i of node i is cut into N shards, and 
 Each entry is rounded twice, for every N (a ring would round N times). All nodes end with the same bits.
 
 Payload for P parameters, with w = ceil(P / N): S = N (ceil(w bits / 8) + 4 ceil(w / bucket)) bytes in an all-to-all,
-then S / N bytes in an all-gather; tx = rx = 2 (N-1)/N S. With absent nodes: as DDP, with one shard for each present
-node.
+then S / N bytes in an all-gather; tx = rx = 2 (N-1)/N S. Absent nodes are handled as in DDP, and each present node has
+one shard.
 """
 
 from __future__ import annotations

@@ -150,7 +150,7 @@ def check_schedule(
     Args:
         scheduler: see `Schedule`.
         warmup: steps of linear warm-up.
-        names: the names of both arguments, for messages.
+        names: the names of the arguments for scheduler and warm-up, for messages.
     """
     check_count(names[1], warmup, least=0)
     if isinstance(scheduler, str) and scheduler not in _SHAPES:

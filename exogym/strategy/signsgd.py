@@ -6,14 +6,14 @@ inner optimizer SGD(gamma):
     theta <- theta - gamma sign(sum_i sign(g_i))
 
 A tie in the vote gives 0. A node's one bit cannot say zero: if an entry of its gradient is exactly zero at step t, node
-i votes up if t + i is even, otherwise down. Payload ceil(P / 8) bytes per step for P parameters.
+i votes up if t + i is even, otherwise down. Payload: ceil(P / 8) bytes per step for P parameters.
 
 EF-signSGD, Karimireddy et al., arXiv:1901.09847, for each tensor of d entries, with node i's error e_i (see
 `compressed_gradients`):
 
     p_i = gamma g_i + e_i;   q_i = (|p_i|_1 / d) sign(p_i);   e_i <- p_i - q_i;   theta <- theta - mean_i q_i
 
-with sign(0) = +. Payload ceil(P / 8) bytes, and 4 bytes per tensor. Both methods use an all-gather, tx = rx = (N-1)
+with sign(0) = +. Payload: ceil(P / 8) bytes, and 4 bytes per tensor. Both methods use an all-gather, tx = rx = (N-1)
 payload with N nodes.
 
 With absent nodes: only the present nodes vote. Everything else is as in `compressed_gradients`.

@@ -7,7 +7,7 @@ set I_t that all nodes share:
     theta_i[I_t] <- (1/N) sum_j theta_j[I_t]
 
 I_t has a share p of the P parameters, of b bytes each. All nodes draw the same index set from (seed, step), so no index
-is sent. Payload p P b bytes per node and step, ring all-reduce. Quantized to q bits: p P q / 8 + 4 bytes, all-gather
+is sent. Payload: p P b bytes per node and step, ring all-reduce. Quantized to q bits: p P q / 8 + 4 bytes, all-gather
 (nodes cannot add packed values on the way). Stochastic rounding costs no bytes. Top-k: one node announces k 4-byte
 indices (broadcast), then all nodes send k values as above.
 
@@ -264,7 +264,7 @@ class SPARTADiLoCoStrategy(CommunicateOptimizeStrategy):
     change the nodes' mean, so a SPARTA average right before an outer step does not change that step. The last
     synchronization is an outer step.
 
-    With absent nodes: as SPARTA and DiLoCo. A node that was down returns with DiLoCo's theta, P b bytes.
+    Absent nodes are handled as in SPARTA and DiLoCo. A node that was down returns with DiLoCo's theta, P b bytes.
 
     Args:
         p_sparta, sparta_interval, compression_method, quantization_bits, rounding: arguments of SPARTA; see

@@ -207,7 +207,8 @@ class Strategy:
             ArgumentError: no formula is known.
         """
         raise ArgumentError(
-            f"no formula is known for {type(self).__name__}, which is written for one node: give a Plan of its traffic"
+            f"no formula is known for {type(self).__name__}, because it is written for one node: give a Plan of its "
+            "traffic"
         )
 
     def seats(self, num_nodes: int) -> int | None:

@@ -1,4 +1,4 @@
-"""Streaming DiLoCo: the model in fragments, each synchronized in its turn.
+"""Streaming DiLoCo: the model is cut into fragments, and nodes synchronize one fragment after the other.
 
 Douillard et al., Streaming DiLoCo with overlapping communication, arXiv:2501.18512. Fragment p = 0, ..., F-1 of the
 model has the outer parameters theta_p, and node i's parameters theta_{i,p}. Nodes send the fragment after the steps t >
@@ -18,8 +18,8 @@ and 4 bytes for each tensor's scale. Nodes cannot add such codes on the way: all
 sums in fp32. Buffers are averaged once every H steps.
 
 At the end (`final_sync`) a fragment that is under way arrives. Each other fragment is sent once more, unless it arrived
-after the last step. Steps that nodes took while a fragment was under way are not sent at the end. With absent nodes: as
-DiLoCo, for each fragment by itself.
+after the last step. Steps that nodes took while a fragment was under way are not sent at the end. Absent nodes are
+handled as in DiLoCo, for each fragment by itself.
 
 In a simulation's clock, averages that arrive late overlap with computing. On hosts, a run waits for them where it sends
 them.

@@ -8,7 +8,7 @@ arXiv:1712.01887, without its momentum tricks. Node i has the gradient g_i and t
     g = (1 / gamma) mean_i sent_i,   theta <- Opt(theta, g)
 
 k = max(1, round(density P)), chosen among all P parameters (of one dtype) together. The mean is over all N nodes, also
-over nodes that did not send the entry. Payload k (b + 4) bytes per step for values of b bytes; all-gather, tx = rx =
+over nodes that did not send the entry. Payload: k (b + 4) bytes per step for values of b bytes; all-gather, tx = rx =
 (N-1) payload. So the bytes that a node receives grow with N.
 """
 

@@ -397,8 +397,8 @@ class Tuning(Stateful):
         movers = [node for node, moved in zip(comm.present, norms, strict=True) if moved]
         if movers and not self._means:
             raise StrategyError(
-                f"tuner={self.tuner!r} needs a mean over nodes at each synchronization, but this strategy takes none: "
-                "take a strategy that averages (DiLoCo, FedAvg, ...), a ByteBudget, or leave the tuner out"
+                f"tuner={self.tuner!r} needs a mean over nodes at each synchronization, but this strategy takes no "
+                "mean: take a strategy that averages (DiLoCo, FedAvg, ...), a ByteBudget, or leave the tuner out"
             )
         if movers:
             with comm.of_nodes():

@@ -233,7 +233,7 @@ def test_a_file_of_other_hosts_is_refused(hosts):
 @pytest.mark.parametrize(
     ("probes", "message"),
     [
-        ({1e6: 0.04, 3e6: 0.02}, "contradict each other: 3e[+]06 bytes took 0.02 s, fewer"),
+        ({1e6: 0.04, 3e6: 0.02}, "contradict each other: 3e[+]06 bytes took 0.02 s, but 1e[+]06 bytes"),
         ({1e6: 0.04, "1000000": 0.05}, "contradict each other: 1e[+]06 bytes are given twice"),
         ({1e6: -0.04}, "must be at least 0"),
         ({1e6: 0.0}, "must be over 0"),
@@ -242,8 +242,8 @@ def test_a_file_of_other_hosts_is_refused(hosts):
         ({-1e6: 0.04}, "probe's size -1000000.0 must be"),
         ({0: 0.04}, "probe's size 0 must be"),
         ({"many": 0.04}, "probe's size 'many' must be"),
-        ({}, "must be probes"),
-        (None, "must be probes"),
+        ({}, "must be a table from bytes to seconds"),
+        (None, "must be a table from bytes to seconds"),
     ],
 )
 def test_wrong_probes_are_refused(probes, message):
@@ -268,7 +268,7 @@ def test_wrong_probes_are_refused(probes, message):
         ({"message_s": 0}, "message_s=0 must be over 0"),
         ({"collectives": {}, "pairs": None, "first": {}}, "needs a probe"),
         ({"first": {"all_reduce": 0.2}}, "contradict each other: the first all_reduce took 0.2 s"),
-        ({"first": {"gather": 0.2}}, "no probe measured it"),
+        ({"first": {"gather": 0.2}}, "first has gather, but it has no probes"),
         ({"first": 0.5}, "must name each collective"),
         ({"step_s": [0.1, None, 0.1]}, "step_s of host 1 is missing"),
         ({"step_s": [0.1, -1, 0.1]}, "step_s of host 1=-1 must be"),

@@ -102,7 +102,7 @@ def test_advice_says_that_it_does_not_follow():
         ([(-1, "0", "1Mbps")], "time_s=-1 must be"),
         ([(0, "0", "fast")], "rate='fast'"),
         ([(0, "0", -1)], "rate=-1 must be"),
-        ([(0, "0", 0)], "line of '0' stays down"),
+        ([(0, "0", 0)], "last rate of '0' is 0"),
         ([(0, "0")], "must be time_s, who, rate"),
         (["0,0,1"], "must be time_s, who, rate"),
         ([(0, "0", "100")], r"row 1: rate='100' has no unit: write '100Mbps'"),

@@ -1,1 +1,1 @@
-"""What everything stands on: random streams, files, devices."""
+"""Services that all other packages use: random streams, files, locks, devices."""

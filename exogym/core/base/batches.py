@@ -46,23 +46,26 @@ def batch_examples(batch: Any) -> int:
     for leaf in tensors_in(batch):
         if leaf.dim():
             return len(leaf)
-    raise DataError(f"a batch is {described(batch)} and holds no tensor with a batch dimension")
+    raise DataError(f"a batch is {described(batch)}; wanted a tensor whose first dimension counts the examples")
 
 
 def slice_batch(batch: Any, start: int, stop: int) -> Any:
-    """Return the examples `start` to `stop` of a batch."""
+    """Return a batch's examples from number `start` to number `stop`, without number `stop` itself."""
     total = batch_examples(batch)
     return map_tensors(batch, lambda x: x[start:stop] if x.dim() and len(x) == total else x)
 
 
 def take_examples(batch: Any, which: list[int]) -> Any:
-    """Return the examples `which` of a batch."""
+    """Return the examples of a batch whose numbers are in `which`, in that order."""
     total = batch_examples(batch)
     return map_tensors(batch, lambda x: x[which] if x.dim() and len(x) == total else x)
 
 
 def micro_batches(batch: Any, size: int) -> Iterator[tuple[Any, float]]:
-    """Yield micro-batches of at most `size` examples and their share of the whole (shares add up to 1)."""
+    """Yield micro-batches of at most `size` examples, each with its share of the batch's examples.
+
+    The shares add up to 1.
+    """
     total = batch_examples(batch)
     if total <= size:
         yield batch, 1.0
@@ -83,7 +86,10 @@ def stack_nested(each: Sequence[Any]) -> Any:
 
 
 def targets_of(batch: Any) -> Tensor | None:
-    """Return the targets of a batch, by their name or as its last part; None: no targets."""
+    """Return a batch's targets; None if it has no targets.
+
+    In a mapping, the targets have one of the names in `TARGET_KEYS`. In a tuple or list, they are the last item.
+    """
     if isinstance(batch, Mapping):
         found = next((batch[key] for key in TARGET_KEYS if key in batch), None)
     else:
@@ -92,7 +98,7 @@ def targets_of(batch: Any) -> Tensor | None:
 
 
 def described(value: Any) -> str:
-    """Return a description of a value.
+    """Return a short text that describes a value's type and size, for messages.
 
     >>> described(torch.zeros(2, 3)), described((torch.zeros(2), None))
     ('a tensor of shape (2, 3)', 'a tuple of 2')

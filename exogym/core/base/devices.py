@@ -16,7 +16,7 @@ V2, V1 = ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usa
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
-    """Return the named torch device. "auto" takes CUDA if it exists, then Apple's MPS, then the CPU.
+    """Return the named torch device. "auto" chooses CUDA if it is available, otherwise Apple's MPS, otherwise the CPU.
 
     Raises:
         ArgumentError: the device is unknown, or this machine does not have it.
@@ -34,14 +34,19 @@ def resolve_device(device: str | torch.device) -> torch.device:
     if place.type == "cuda" and not torch.cuda.is_available():
         raise ArgumentError(f"device={device!r}: torch sees no CUDA GPU here; use device='cpu' or 'auto'")
     if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
-        raise ArgumentError(f"device={device!r}: there are {torch.cuda.device_count()} GPUs, counted from cuda:0")
+        last = torch.cuda.device_count() - 1
+        raise ArgumentError(f"device={device!r}: this machine lacks that GPU; wanted cuda:0 to cuda:{last}")
     if place.type == "mps" and not torch.backends.mps.is_available():
         raise ArgumentError(f"device={device!r}: no Apple GPU here; use device='cpu' or 'auto'")
     return torch.device("cuda", place.index or 0) if place.type == "cuda" else place
 
 
 class OneThread:
-    """A context with one intra-op thread on the CPU: equal bits, and no collapse under load. Restores the number."""
+    """A context in which torch uses a single intra-op thread, if `device` is the CPU.
+
+    So results do not depend on the number of threads, and training does not become very slow on a busy machine. At the
+    end the context restores the earlier number of threads.
+    """
 
     def __init__(self, device: torch.device):
         self.wanted = 1 if device.type == "cpu" else None
@@ -56,9 +61,11 @@ class OneThread:
 
 
 def free_memory_bytes(device: torch.device) -> int:
-    """Return the free memory in bytes: the GPU's, or the machine's with its swap, within the limits set.
+    """Return the bytes of free memory on the GPU; for the CPU, the machine's free memory and swap.
 
-    GPU memory that torch holds but does not use counts as free.
+    For the CPU, the result is never above the memory that the process's control groups (cgroups) still allow.
+
+    GPU memory that torch has reserved but does not use counts as free.
     """
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -97,7 +104,7 @@ def _numbers(path: Path) -> dict[str, int]:
 
 
 def total_memory_bytes(device: torch.device) -> int:
-    """Return the GPU's total memory in bytes; for the CPU, the machine's."""
+    """Return the GPU's total memory in bytes; for the CPU, the machine's total memory."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,8 +1,8 @@
 """Random streams: every random choice is a function of (seed, purpose, ids), never of history.
 
-A stream is named by the run's seed, the purpose ("shuffle", "dropout", "sparta", ...) and whole
-numbers such as step and node. Two processes that ask for the same stream get the same numbers, so
-a choice that nodes share costs no bytes, and neither placement nor resuming changes a draw.
+A stream is named by the run's seed, the purpose ("shuffle", "dropout", "sparta", ...) and whole numbers such as step
+and node. Two processes that ask for the same stream get the same numbers. So nodes can make the same random choice
+without sending bytes, and neither placement nor resuming changes a random number.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 
 
 def stream_seed(seed: int, purpose: str, *ids: int) -> int:
-    """Return the 63-bit seed of the stream (seed, purpose, *ids): BLAKE2b of their text.
+    """Return the 63-bit seed of the stream (seed, purpose, *ids): a BLAKE2b hash of these values, written as text.
 
     >>> stream_seed(0, "shuffle", 3) == stream_seed(0, "shuffle", 3) != stream_seed(0, "shuffle", 4)
     True

@@ -19,7 +19,10 @@ SHORT_BYTES = 1 << 20  # largest file that a person writes
 
 @contextlib.contextmanager
 def beside(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield a temporary path. The file replaces `path` if the block succeeds, and is removed if it fails."""
+    """A context that yields a temporary path. Its file replaces `path` if the block succeeds.
+
+    If the block fails, the temporary file is removed.
+    """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     made = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -34,7 +37,10 @@ def beside(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[IO[str]]:
-    """Open a text file that replaces `path` if the block succeeds, and is removed if it fails."""
+    """A context that opens a new text file. The file replaces `path` if the block succeeds.
+
+    If the block fails, the new file is removed.
+    """
     with beside(path) as made, open(made, "x", encoding="utf-8", newline="") as file:
         yield file
 
@@ -49,7 +55,7 @@ def is_plain(path: str | os.PathLike[str]) -> bool:
     """Return whether `path` is a plain file, not a link, a folder, a pipe or a device.
 
     Raises:
-        FileNotFoundError: it does not exist.
+        FileNotFoundError: `path` does not exist.
     """
     return stat.S_ISREG(os.lstat(path).st_mode)
 
@@ -58,7 +64,7 @@ def opened_plain(path: str | os.PathLike[str]) -> Any:
     """Open a plain file for reading bytes.
 
     Raises:
-        OSError: it is not a plain file, or cannot be read.
+        OSError: `path` is not a plain file, or cannot be read.
     """
     if not is_plain(path):
         raise OSError(f"{os.fspath(path)} is a link, a folder, a pipe or a device: wanted a plain file")
@@ -66,7 +72,7 @@ def opened_plain(path: str | os.PathLike[str]) -> Any:
 
 
 def end_of(path: str | os.PathLike[str], most_bytes: int) -> bytes:
-    """Return at most `most_bytes` from a file's end; b"" if it is missing or not a plain file."""
+    """Return the last bytes of a file, at most `most_bytes`; b"" if the file is missing or not a plain file."""
     try:
         with opened_plain(path) as file:
             file.seek(max(file.seek(0, os.SEEK_END) - most_bytes, 0))
@@ -77,11 +83,11 @@ def end_of(path: str | os.PathLike[str], most_bytes: int) -> bytes:
 
 
 def short_text(path: str | os.PathLike[str]) -> str:
-    """Return the text of a file that a person has written.
+    """Return the text of a short file that the user wrote by hand.
 
     Raises:
-        OSError, UnicodeDecodeError: it cannot be read.
-        ArgumentError: it is too long for such a file, for example an endless device.
+        OSError, UnicodeDecodeError: the file cannot be read.
+        ArgumentError: the file is longer than `SHORT_BYTES`, for example an endless device.
     """
     with open(path, "rb") as file:
         data = file.read(SHORT_BYTES + 1)
@@ -94,7 +100,7 @@ def short_text(path: str | os.PathLike[str]) -> str:
 
 @contextlib.contextmanager
 def temporary_folder(prefix: str = "exogym-") -> Iterator[Path]:
-    """Make a folder that exists during the block.
+    """A context that makes a temporary folder and removes it at the end.
 
     Raises:
         ExoGymError: no temporary folder can be written.
@@ -110,7 +116,7 @@ def temporary_folder(prefix: str = "exogym-") -> Iterator[Path]:
 
 
 def cut_torn_line(path: str | os.PathLike[str]) -> None:
-    """Remove an incomplete last line from a plain file, which a full disk may leave."""
+    """Remove the last line of a plain file if the line is incomplete, as after a write to a full disk."""
     with contextlib.suppress(OSError):
         if is_plain(path):
             with open(path, "rb+") as file:
@@ -118,7 +124,7 @@ def cut_torn_line(path: str | os.PathLike[str]) -> None:
 
 
 def missing_folders(path: Path) -> list[Path]:
-    """Return the missing folders among `path` and its parents, the deepest first."""
+    """Return the folders that do not exist yet among `path` and its parents, the deepest first."""
     return [folder for folder in (path, *path.parents) if not folder.exists()]
 
 
@@ -126,8 +132,8 @@ def make_folder(path: str | os.PathLike[str]) -> list[Path]:
     """Make a folder if it is missing, and test that it can be written. Return the new folders, the deepest first.
 
     Raises:
-        OSError, ValueError, RecursionError: it cannot be made or written (ValueError: an impossible name). New folders
-            are removed again.
+        OSError, ValueError, RecursionError: the folder cannot be made or written (ValueError: an impossible name). The
+            new folders are removed again.
     """
     folder, made = Path(path), []
     try:
@@ -152,7 +158,7 @@ def new_folder(out: str | os.PathLike[str], name: str) -> Path:
     """Make and return the folder `<out>/<name>-<time>`, with a number at the end if that name exists.
 
     Raises:
-        ArgumentError: it cannot be made. New parent folders are removed again.
+        ArgumentError: the folder cannot be made. New parent folders are removed again.
     """
     out, base = Path(out).expanduser(), f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     above: list[Path] = []

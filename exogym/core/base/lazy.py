@@ -20,9 +20,9 @@ from typing import Any
 
 
 def lazily(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return a package's `__getattr__` and `__dir__`, for the names that it imports under `TYPE_CHECKING`.
+    """Return a package's `__getattr__` and `__dir__`, for the names that the package imports under `TYPE_CHECKING`.
 
-    A module of the package is such a name, too: `exogym.errors` works after `import exogym`.
+    The package's modules are also imported at their first use: `exogym.errors` works after `import exogym`.
 
     >>> getattr_, dir_ = lazily("exogym")
     >>> getattr_("load_model").__module__, "LocalTrainer" in dir_()
@@ -57,7 +57,7 @@ def lazily(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]
 
 
 def door(room: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return the `__getattr__` and `__dir__` of a module that only passes on the names of another module, `room`.
+    """Return the `__getattr__` and `__dir__` for a module that only re-exports the names of the module `room`.
 
     >>> getattr_, dir_ = door("exogym.core.progress")
     >>> getattr_("readable_bytes").__module__, "warn" in dir_()
@@ -66,7 +66,7 @@ def door(room: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
 
     def get(name: str) -> Any:
         if name.startswith("__") and name != "__all__":
-            raise AttributeError(f"a door has no {name}")
+            raise AttributeError(f"the module that re-exports {room} has no {name}")
         return getattr(importlib.import_module(room), name)
 
     return get, lambda: sorted(n for n in dir(importlib.import_module(room)) if not n.startswith("_"))

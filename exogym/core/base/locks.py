@@ -1,11 +1,15 @@
-"""Folder locks: a folder belongs to one run at a time. A file in it names the process that holds it.
+"""Folder locks: only one run at a time uses a folder. A lock file in the folder names the process that holds it.
 
-The file appears whole, by a hard link, which network file systems also make only once. Without hard links it is created
-exclusively. It records the holder's machine, the machine's start, the process number and its start. So on the same
-machine a dead holder is known at once. On another machine its heartbeat decides: the file's modification time. The
-training loop renews it while it makes progress. It is compared with a new file's time, so only the file system's clock
-counts. No thread renews it, since a thread would continue in a run that hangs. If a run was silent for so long that
-another run took its folder, it notices before it writes, and ends.
+A process creates the complete lock file as a hard link. If several processes try at once, one succeeds, also on network
+file systems. On a file system without hard links, the process creates the lock file exclusively instead.
+
+The lock file records the holder's machine, the machine's last start, the process number and the process's start. So
+other processes on the same machine can check at once whether the holder is dead. Processes on other machines check the
+holder's heartbeat, which is the lock file's modification time. They compare it with the modification time of a new
+file, so that only the file system's clock counts. The training loop renews the heartbeat while it makes progress. No
+separate thread does this, because a thread would continue in a run that hangs.
+
+A run without heartbeats can lose its folder to another run. The run notices this before it writes, and ends.
 """
 
 from __future__ import annotations
@@ -31,14 +35,14 @@ _held: set[str] = set()  # tokens of this process's locks
 
 @dataclass(frozen=True)
 class Holder:
-    """A folder's holder. The defaults are for an unreadable file.
+    """The process that holds a folder, as its lock file describes it. The defaults stand for an unreadable lock file.
 
     Attributes:
-        run: the run's token; a run may have several processes one after the other.
-        token: this lock's token.
-        machine: scope in which process numbers are unique.
-        system: the machine's installation.
-        boot: the machine's start.
+        run: a text that identifies the run. If a run restarts, its new process has the same text.
+        token: a random text that identifies this lock.
+        machine: identifies the scope in which process numbers are unique: the machine, or a container on it.
+        system: identifies the installed operating system; "" if unknown.
+        boot: identifies the machine's last start; "" if unknown.
     """
 
     run: str = ""
@@ -73,7 +77,7 @@ class Lock:
         self._due = time.monotonic() + BEAT_S
 
     def beat(self) -> None:
-        """Renew the heartbeat if it is due."""
+        """Renew the lock's heartbeat, if the last renewal was `BEAT_S` or more seconds ago."""
         if time.monotonic() >= self._due:
             self._due = time.monotonic() + BEAT_S
             with contextlib.suppress(OSError):  # the next write will show the error
@@ -84,7 +88,7 @@ class Lock:
         return _holder(self.path) == self.holder
 
     def check(self) -> None:
-        """Raise OSError if another run holds the folder, or nobody does."""
+        """Raise OSError if this run no longer holds the folder."""
         if not self.is_ours():
             other = _holder(self.path)
             who = "nobody" if other is None else f"process {other.pid} on {other.host}"
@@ -94,7 +98,7 @@ class Lock:
             )
 
     def release(self) -> None:
-        """Release the folder."""
+        """Give up the lock, so that another run can use the folder."""
         if self.holder.token in _held:
             with contextlib.suppress(OSError):
                 if self.is_ours():
@@ -103,10 +107,12 @@ class Lock:
 
 
 def acquire(folder: Path, run: str, what: str = "save_dir") -> Lock:
-    """Lock `folder` (the argument `what`) for `run`. A dead process's lock, or the same run's, is taken over.
+    """Lock `folder` for the run `run`. A lock that a dead process or the same run holds is replaced.
+
+    `what` is the name of the user's argument, for error messages.
 
     Raises:
-        ArgumentError: another run holds the folder, or it cannot be written.
+        ArgumentError: another run holds the folder, or the folder cannot be written.
     """
     path, holder = folder / LOCK, Holder.here(run)
     beside = folder / f"{LOCK}-{holder.token}"
@@ -125,7 +131,7 @@ def acquire(folder: Path, run: str, what: str = "save_dir") -> Lock:
                 raise _in_use(path, other, age_s, what)
             _clear(path, other, beside)
         raise ArgumentError(
-            f"{what}={str(folder)!r}: several runs asked for it at the same time. Give each run its own folder"
+            f"{what}={str(folder)!r}: several runs tried to lock it at the same time. Give each run its own folder"
         )
     except OSError as error:
         raise ArgumentError(f"{what}={str(folder)!r} cannot be written: {error}; choose another folder") from error
@@ -187,7 +193,10 @@ def _age_s(path: Path, beside: Path) -> float:
 
 
 def is_old(file: Path, now: Path) -> bool:
-    """Return whether `file` was left by a dead process. `now` must have been touched a moment ago."""
+    """Return whether `file` is so old that the process that last renewed it counts as dead.
+
+    `now` is a file on the same file system that was touched a moment ago.
+    """
     return os.lstat(now).st_mtime - os.lstat(file).st_mtime > STALE_S
 
 

@@ -13,7 +13,10 @@ from typing import Any
 
 @functools.cache
 def identity() -> tuple[str, str, str]:
-    """Return the scope of this machine's process numbers, its installation ("" if unknown) and its start."""
+    """Return three texts: the scope in which process numbers are unique, the installed system, and the machine's start.
+
+    The system and the start are "" if unknown.
+    """
     boot, space, system = _read("/proc/sys/kernel/random/boot_id"), "", _read("/etc/machine-id")
     with contextlib.suppress(OSError):
         space = os.readlink("/proc/self/ns/pid")  # a container has its own process numbers
@@ -21,7 +24,10 @@ def identity() -> tuple[str, str, str]:
 
 
 def started(pid: int) -> str | None:
-    """Return a text for the start of process `pid`, which no later process with that number has; None if it ended."""
+    """Return a text for the start time of process `pid`; None if the process has ended.
+
+    A later process with the same number has another text.
+    """
     if os.path.exists("/proc/self/stat"):
         state, *others = _read(f"/proc/{pid}/stat").rpartition(")")[2].split() or ["X"]
         return None if state in "ZX" else others[18]
@@ -37,14 +43,14 @@ def _read(path: str) -> str:
 
 
 def described(pid: int | None = None) -> dict[str, Any]:
-    """Return a process of this machine (default: this one) as JSON: host, machine, boot, pid, start."""
+    """Return a process of this machine (default: this process) as a JSON object: host, machine, boot, pid, started."""
     pid = os.getpid() if pid is None else pid
     machine, _, boot = identity()
     return {"host": socket.gethostname(), "machine": machine, "boot": boot, "pid": pid, "started": started(pid)}
 
 
 def is_alive(known: dict[str, Any]) -> bool | None:
-    """Return whether the process from `described` is alive; None if this machine cannot know.
+    """Return whether the process that `described` returned is alive; None if this machine cannot know.
 
     >>> is_alive(described()), is_alive(described() | {"started": "1"}), is_alive(described() | {"machine": "other"})
     (True, False, None)

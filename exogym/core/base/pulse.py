@@ -1,14 +1,14 @@
 """A process's pulse: a counter that shows other processes its progress.
 
-The training loop itself counts (`beat`). A thread would go on counting in a process that hangs. Beside the counter
-stands the process's activity. It sets how long the counter may stand still:
+The training loop itself increases the counter (`beat`). A separate thread would continue to count in a process that
+hangs. The pulse also holds the process's activity, which decides how long the counter may stay the same:
 
 - a step: `hang_s` seconds;
 - the start, the first step, an evaluation, a checkpoint, a callback: `PATIENCE` times as long;
 - waiting for other processes: without limit.
 
-As a script, this file watches the process that started it (see `exogym.core.engine.hangs`). Python runs it by its path,
-so it imports the standard library only.
+If run as a script, this file watches the process that started it (see `exogym.core.engine.hangs`). Python runs it by
+its path, so it imports the standard library only.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def words_in(memory: Any, start: int = 0) -> memoryview:
-    """Return the pulse at byte `start` of `memory`, as two words: the count and the activity."""
+    """Return the pulse at byte `start` of `memory`, as two 8-byte words: the counter and the activity."""
     return memoryview(memory)[start : start + 16].cast("Q")
 
 
@@ -50,12 +50,12 @@ _words = words_in(bytearray(16))
 
 
 def beat() -> None:
-    """Count some progress."""
+    """Add 1 to this process's counter, as a sign of progress."""
     _words[0] += 1
 
 
 def step_taken() -> None:
-    """Count a training step or a part of one. The first count ends the longer time limit of the start."""
+    """Count a training step or a part of a step. The first call ends the longer time limit for the first step."""
     _words[0] += 1
     if _words[1] == STARTING:
         _words[1] = WORKING
@@ -63,7 +63,7 @@ def step_taken() -> None:
 
 @contextlib.contextmanager
 def at(what: int) -> Iterator[None]:
-    """Inside, this process's activity is `what`."""
+    """A context in which this process's activity is `what`: WORKING, STARTING, BETWEEN or WAITING."""
     before = _words[1]
     _words[0] += 1
     _words[1] = what
@@ -75,7 +75,7 @@ def at(what: int) -> Iterator[None]:
 
 
 def waits(function: F) -> F:
-    """Decorate `function`: while it runs, this process waits for others."""
+    """Decorate `function`: while it runs, this process counts as waiting for other processes."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -87,7 +87,10 @@ def waits(function: F) -> F:
 
 @contextlib.contextmanager
 def kept_in(memory: Any, start: int = 0) -> Iterator[None]:
-    """Inside, this process keeps its pulse in `memory`, where other processes see it."""
+    """A context in which this process writes its pulse to `memory`, from byte `start`.
+
+    Other processes can read it there.
+    """
     global _words
     before, _words = _words, words_in(memory, start)
     _words[1] = BETWEEN
@@ -98,9 +101,9 @@ def kept_in(memory: Any, start: int = 0) -> Iterator[None]:
 
 
 class Patience:
-    """How long a pulse may stand still, counted in the seconds that its watcher looks on.
+    """Measures how long a pulse has stood still, and compares this time with the limit for the process's activity.
 
-    Time in which the watcher itself was stopped does not count.
+    Time in which the watching process itself was stopped does not count.
 
     >>> words = words_in(bytearray(16))
     >>> patience = Patience(words, hang_s=1.0)
@@ -120,7 +123,7 @@ class Patience:
         self._seen = -1
 
     def spent(self, seconds: float) -> bool:
-        """Look again, `seconds` after the last look. Return whether the pulse stood still for too long."""
+        """Read the pulse, `seconds` after the previous call. Return whether the pulse has stood still for too long."""
         if self.words[0] != self._seen:
             self._seen, self._looked_s = self.words[0], 0.0
             return False
@@ -136,14 +139,17 @@ class Patience:
 
 
 def is_stopped(pid: int) -> bool:
-    """Return whether a signal stopped the process `pid`. False on systems other than Linux."""
+    """Return whether a signal such as SIGSTOP has paused the process `pid`. Outside Linux, always return False."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:
         return file.read().rpartition(b")")[2].split()[0] == b"T"
     return False
 
 
 def stacks_of(pid: int, file: int, start: int = 0) -> str:
-    """Let a process write its threads' stacks to `file`, from byte `start`. Return them, or "" if it cannot."""
+    """Let the process `pid` write its threads' stacks to `file`, from byte `start`, and return the stacks.
+
+    Returns "" if the process cannot write them.
+    """
     if is_stopped(pid):
         return ""
     with contextlib.suppress(ProcessLookupError):
@@ -188,7 +194,7 @@ def look_after(pid: int, file: int, hang_s: float, name: str) -> None:
 
 
 def main(words: list[str]) -> None:
-    """Run `pulse.py PID FILE HANG_S NAME`. The process PID starts it."""
+    """Run as the script `pulse.py PID FILE HANG_S NAME`. The process to watch, PID, starts this script."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the parent handles them when it can
         signal.signal(number, signal.SIG_IGN)
     pid, file, hang_s, name = words

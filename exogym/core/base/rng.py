@@ -1,4 +1,4 @@
-"""Torch's, numpy's and Python's generators, put at the start of a stream of `exogym.core.base.draws`."""
+"""Set torch's, numpy's and Python's random generators to the start of a stream (see `exogym.core.base.draws`)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def generator(seed: int, purpose: str, *ids: int) -> torch.Generator:
 
 
 def seed_torch(seed: int, device: torch.device) -> None:
-    """Put torch's default generators of the CPU and of `device` at `seed` (1 us; `torch.manual_seed` costs 87)."""
+    """Seed torch's default generators of the CPU and of `device` (1 us; `torch.manual_seed` takes 87 us)."""
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.default_generators[device.index or 0].manual_seed(seed)
@@ -27,14 +27,14 @@ def seed_torch(seed: int, device: torch.device) -> None:
 
 
 def seed_python(seed: int) -> None:
-    """Put Python's and numpy's global generators at `seed`."""
+    """Seed Python's and numpy's global generators."""
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
 
 
 @contextlib.contextmanager
 def preserved_state(device: torch.device) -> Iterator[None]:
-    """Leave the caller's random state (Python, numpy, torch) as it was, whatever happens inside."""
+    """A context that restores the random state of Python, numpy and torch at its end, also after an error."""
     python_state, numpy_state = random.getstate(), np.random.get_state()
     devices = [device.index or 0] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):

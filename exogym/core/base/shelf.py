@@ -1,7 +1,7 @@
-"""A store of keys and values with torch's interface, over connections that have been checked.
+"""A key-value store with torch's interface, over authenticated connections.
 
-torch's own `TCPStore` answers anybody who reaches its port. Here questions and answers are lines of JSON, on a
-connection that a `Door` let in:
+torch's own `TCPStore` answers anybody who reaches its port. Here requests and answers are lines of JSON, on a
+connection that a `Door` has accepted:
 
     {"say": "store", "id", "do": "set" | "add" | "get" | "check" | "delete" | "swap" | "count", "keys": [...], ...}
     {"hear": "store", "id", "is": the answer}
@@ -27,7 +27,7 @@ SENSELESS = (ValueError, KeyError, TypeError, AttributeError, OverflowError, Rec
 
 
 class Shelf(Generic[Who]):
-    """The keys and values themselves, without any sockets.
+    """Holds a store's keys and values, and answers requests. It uses no sockets.
 
     >>> shelf = Shelf()
     >>> shelf.take("a", {"id": 7, "do": "get", "keys": ["x"]})
@@ -41,10 +41,10 @@ class Shelf(Generic[Who]):
         self._waiting: list[tuple[Who, int, list[str]]] = []
 
     def take(self, who: Who, said: dict[str, Any]) -> list[tuple[Who, dict[str, Any]]]:
-        """Process a line from `who`; return the answers to send, as (receiver, answer).
+        """Process the request `said` from `who`. Return the answers to send now, as (receiver, answer).
 
         Raises:
-            one of SENSELESS: the line is malformed.
+            one of SENSELESS: the request is malformed.
         """
         number, keys = int(said["id"]), [str(key) for key in said["keys"]]
         if said["do"] == "get":
@@ -61,7 +61,7 @@ class Shelf(Generic[Who]):
         return answered
 
     def leave(self, who: Who) -> None:
-        """Forget the open questions of `who`."""
+        """Drop the unanswered requests of `who`."""
         self._waiting = [entry for entry in self._waiting if entry[0] != who]
 
     def _do(self, do: str, keys: list[str], said: dict[str, Any]) -> Any:
@@ -99,13 +99,13 @@ def unpacked(text: str) -> bytes:
 
 
 class LineStore(dist.Store):
-    """torch's interface to a `Shelf` at the other end of a line.
+    """torch's `Store` interface to a `Shelf` in another process.
 
     Args:
-        say: sends a question. Another thread passes each answer to `hear`.
+        say: function that sends a request to the other process. Another thread passes each answer to `hear`.
 
-    All calls raise torch's DistNetworkError once the line has failed. They raise its DistStoreError after too long a
-    wait.
+    All calls raise torch's DistNetworkError once the connection has failed. A call that waits for too long raises
+    torch's DistStoreError.
     """
 
     def __init__(self, say: Callable[[dict[str, Any]], None]):
@@ -117,14 +117,14 @@ class LineStore(dist.Store):
     # The line
 
     def hear(self, said: dict[str, Any]) -> None:
-        """Take an answer."""
+        """Pass an answer to the call that waits for it."""
         with self._lock:
             asked = self._open.pop(said["id"], None)
         if asked is not None:
             asked.set_result(said["is"])
 
     def fail(self, why: str) -> None:
-        """Mark the line as lost. Open and later questions raise an error with the reason `why`."""
+        """Mark the connection as lost. Waiting calls and later calls raise an error with the reason `why`."""
         with self._lock:
             self._failed = self._failed or why
             lost, self._open = list(self._open.values()), {}
@@ -132,7 +132,7 @@ class LineStore(dist.Store):
             asked.set_exception(dist.DistNetworkError(why))
 
     def later(self, do: str, keys: Sequence[str], **more: Any) -> Future[Any]:
-        """Send a question; return a future for its answer."""
+        """Send the request `do` for `keys`. Return a future for its answer."""
         asked: Future[Any] = Future()
         with self._lock:
             number, failed = next(self._numbers), self._failed
@@ -149,7 +149,9 @@ class LineStore(dist.Store):
         try:
             return self.later(do, keys, **more).result(limit_s)
         except TimeoutError:
-            raise dist.DistStoreError(f"no answer about {', '.join(keys)} within {limit_s:g} s") from None
+            raise dist.DistStoreError(
+                f"the store has not answered about {', '.join(keys)} within {limit_s:g} s"
+            ) from None
 
     # What torch calls
 

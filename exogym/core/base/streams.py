@@ -1,4 +1,4 @@
-"""Output that never ends a run, even if a standard stream is closed, broken, or lacks characters."""
+"""Write output without ending the run, even if a standard stream is closed, broken, or cannot encode a character."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ GONE = (errno.EPIPE, errno.EIO)  # nobody reads it any more, or its terminal was
 
 
 def printable(text: str) -> str:
-    """Return a text in which "?" replaces each control character, which could steer a terminal.
+    """Return a text in which "?" replaces each control character. A terminal would execute such characters.
 
     >>> printable("loss\\x1b[2Jgone")
     'loss?[2Jgone'
@@ -22,7 +22,7 @@ def printable(text: str) -> str:
 
 
 class Stderr:
-    """The current `sys.stderr`, as a file that raises no errors. Text that it cannot take is dropped.
+    """The current `sys.stderr`, as a file that raises no errors. Text that cannot be written is dropped.
 
     >>> print("exogym: going on", file=STDERR)
     """
@@ -66,7 +66,7 @@ def _leave(stream: Any, error: BaseException) -> None:
 
 
 def is_stdout_gone() -> bool:
-    """Return whether nobody reads stdout any more, as after `| head`. If so, redirect it to the null device."""
+    """Return whether nobody reads stdout any more, as after `| head`. If so, redirect stdout to the null device."""
     try:
         sys.stdout.flush()
     except OSError as error:
@@ -78,7 +78,8 @@ def is_stdout_gone() -> bool:
 def fill_in() -> None:
     """Open the null device for each standard stream that this process lacks.
 
-    Otherwise the next opened files would take the streams' numbers, and libraries would write stderr's text into them.
+    Otherwise the next opened files would get these streams' numbers, and libraries would write error messages into the
+    files.
     """
     for number in range(3):
         try:

@@ -3,7 +3,7 @@
 Torch's rule for its API says which names are private: names with an underscore anywhere in their path, and names that
 their module does not list in `__all__`. So `torch._foreach_mul_` and `nn.Module._buffers` are private. `torch.func` and
 `torch.distributed.elastic.rendezvous` are public. `tests/core/base/test_torch_private.py` tries each part and fails if
-another torch has changed it. `tests/laws/test_private_names.py` finds private names in other files.
+another version of torch has changed it. `tests/laws/test_private_names.py` finds private names in other files.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ def scale_(tensors: Tensors, factor: float | Tensor) -> None:
 
 
 def copy_(targets: Tensors, sources: Tensors) -> None:
-    """Copy each source into its target, in one call."""
+    """Copy each of `sources` into its partner in `targets`, in one call."""
     torch._foreach_copy_(targets, sources)
 
 
 def add_(targets: Tensors, others: Tensors, alpha: float = 1.0) -> None:
-    """Add `alpha` times each of `others` to its target, in place, in one call."""
+    """Add `alpha` times each of `others` to its partner in `targets`, in place, in one call."""
     torch._foreach_add_(targets, others, alpha=alpha)
 
 
@@ -69,7 +69,7 @@ def norms(tensors: Tensors) -> Tensors:
 
 
 def version(tensor: Tensor) -> int:
-    """Return autograd's count of in-place writes to `tensor` and other views of its memory."""
+    """Return how many in-place writes to `tensor`, or to other views of its memory, autograd has counted."""
     return tensor._version
 
 
@@ -77,12 +77,18 @@ def version(tensor: Tensor) -> int:
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Return the dict of `module`'s own parameters by attribute. `module` uses any parameter put into it."""
+    """Return the dict of `module`'s own parameters, by attribute name.
+
+    `module` uses any parameter that a caller puts into this dict.
+    """
     return module._parameters
 
 
 def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
-    """Return the dict of `module`'s own buffers by attribute. `module` uses any buffer put into it."""
+    """Return the dict of `module`'s own buffers, by attribute name.
+
+    `module` uses any buffer that a caller puts into this dict.
+    """
     return module._buffers
 
 
@@ -95,9 +101,9 @@ def uncompiled(model: nn.Module) -> nn.Module:
 
 
 class FusedSGD(torch.optim.SGD):
-    """torch's fused SGD for parameters that need not all have a gradient at the first step.
+    """torch's fused SGD, which also works if some parameters get their first gradient at a later step.
 
-    The fused kernel fails while only some parameters have a momentum. Such a step goes tensor by tensor.
+    torch's fused kernel fails while only some parameters have a momentum. Such a step updates the tensors one by one.
     """
 
     def _init_group(self, group: Any, params: Any, grads: Any, momentum_buffer_list: Any) -> Any:
@@ -107,7 +113,7 @@ class FusedSGD(torch.optim.SGD):
         return sparse
 
     def plain_step(self) -> None:
-        """Take a step with `step`'s kernel, without torch's Python around it.
+        """Take an optimizer step with the kernel that `step` uses, without torch's Python code around the kernel.
 
         Parameters must be on one device and of one dtype. With momentum or a gradient scale, `step` itself runs.
         """
@@ -125,10 +131,11 @@ class FusedSGD(torch.optim.SGD):
 
 
 def bare_step(optimizer: Optimizer) -> Callable[[], Any] | None:
-    """Return an optimizer's step without torch's wrappers; None if they must run (hooks, a scheduler's counter).
+    """Return an optimizer's step without torch's wrappers; None if hooks or a scheduler's counter need the wrappers.
 
     The outer wrapper calls hooks and the profiler (11 us a call). The inner wrapper switches gradients off; the
-    returned step does so too. It also imports torch's compiler to stop it, which takes a second when a process starts.
+    returned step does so too. The inner wrapper also imports torch's compiler, only to switch the compiler off. This
+    takes a second when a process starts.
     """
     step = type(optimizer).step
     own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
@@ -161,9 +168,12 @@ _NO_GRAPH = _use_grad_for_differentiable(lambda optimizer: None).__code__  # the
 
 @contextlib.contextmanager
 def without_compiler() -> Iterator[None]:
-    """Inside, make optimizers without importing torch's compiler. The import takes as long as importing torch.
+    """A context in which making an optimizer does not import torch's compiler.
 
-    Torch imports the compiler only to exclude `add_param_group` from it. Without the import nothing is compiled anyway.
+    That import takes as long as importing torch.
+
+    Torch imports the compiler only to exclude `add_param_group` from compilation. Without the import, torch compiles
+    nothing anyway.
     """
     method: Any = inspect.unwrap(Optimizer.add_param_group)
     if "torch._dynamo" in sys.modules or hasattr(method, "__dynamo_disable"):
@@ -177,7 +187,7 @@ def without_compiler() -> Iterator[None]:
 
 
 def is_of_every_optimizer(attribute: str) -> bool:
-    """Return whether torch itself sets `attribute` on every optimizer. Such an attribute tells nothing about one."""
+    """Return whether torch itself sets `attribute` on every optimizer. Then it is no particular optimizer's state."""
     return attribute in _OF_OPTIMIZERS or attribute.startswith("_optimizer_")
 
 
@@ -222,9 +232,10 @@ def failure_of(record: logging.LogRecord) -> tuple[int, int, int] | None:
 
 
 def traced(function: Callable[..., Any], *inputs: Any) -> Callable[..., Any]:
-    """Return `function` as a graph of torch's operations on tensors like `inputs` (nested), with backward passes.
+    """Return a graph of the torch operations that `function` does on `inputs`, including its backward passes.
 
-    Tracing computes no values, so code that reads a tensor's values raises an error. Tensors that are not inputs become
+    The graph can be called like `function`, with tensors of the same shapes and types; `inputs` may be nested. Tracing
+    computes no values, so code that reads a tensor's values raises an error. Tensors that are not inputs become
     constants.
     """
     from torch.fx.experimental.proxy_tensor import make_fx
@@ -242,7 +253,7 @@ _HOOKS = (
 
 
 class Plain:
-    """A model's modules before `fully_shard` or `parallelize_module`, kept to restore them."""
+    """Stores the state of a model's modules before `fully_shard` or `parallelize_module`, to restore it later."""
 
     def __init__(self, model: nn.Module):
         self._kept = [
@@ -251,7 +262,10 @@ class Plain:
         ]
 
     def restore(self) -> None:
-        """Undo all changes. Modules get back their old parameter objects, with these objects' current values."""
+        """Undo the changes that `fully_shard` or `parallelize_module` made.
+
+        Modules get back their old parameter objects, with these objects' current values.
+        """
         from torch.distributed._composable_state import _module_state_mapping
 
         for module, kind, names, parameters, hooks in self._kept:
@@ -280,10 +294,11 @@ def sharded_parameters(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
 
 
 def hold_shard(handle: Any, shard: Tensor) -> None:
-    """Make `shard` itself, a contiguous part of a larger memory, a sharded parameter's shard.
+    """Use the tensor `shard` as a sharded parameter's shard, without a copy.
 
-    A gather sends every shard in the largest shard's size. After a smaller shard it also sends the memory behind it,
-    which the receivers drop. If the memory ends too early for this, the parameter holds a padded copy.
+    `shard` is a contiguous part of a larger memory. A gather sends as many bytes for every shard as the largest shard
+    has. For a smaller shard, it also sends the memory after the shard, and the receivers drop these bytes. If the
+    memory ends too early for this, the parameter holds a padded copy of `shard`.
     """
     padded = handle.padded_sharded_param_size.numel()
     enough = shard.untyped_storage().nbytes() // shard.element_size() - shard.storage_offset()
@@ -304,7 +319,7 @@ def take_shard_gradient(handle: Any) -> Tensor | None:
 
 
 def hold_local(parameter: nn.Parameter, local: Tensor) -> None:
-    """Make `local` itself this process's part of a parameter, which may be a DTensor."""
+    """Use the tensor `local` as this process's part of a parameter, without a copy. The parameter may be a DTensor."""
     from torch.distributed.tensor import DTensor
 
     if isinstance(parameter, DTensor):
@@ -329,10 +344,10 @@ def take_gradient(parameter: nn.Parameter) -> Tensor | None:
 
 
 def forget_meshes(device: torch.device) -> None:
-    """Clear torch's cache of DTensor operations, here and in the thread that computes gradients on `device`.
+    """Clear torch's cache of DTensor operations, in this thread and in the thread that computes gradients on `device`.
 
-    The cache keeps meshes. A new mesh of the same processes equals an old mesh, so torch would use the old one. The old
-    mesh's process groups belong to an earlier run and no longer exist.
+    The cache keeps device meshes. A new mesh of the same processes equals an old mesh, so torch would use the old mesh.
+    The old mesh's process groups belong to an earlier run and no longer exist.
     """
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
@@ -346,12 +361,13 @@ def forget_meshes(device: torch.device) -> None:
 
 
 class Hollow(TorchDispatchMode):
-    """Inside, all tensors computed from a model's parameters have shapes but no values (torch's meta device).
+    """A context in which tensors computed from a model's parameters have shapes but no values (torch's meta device).
 
-    Such a pass takes almost no time.
+    A forward pass in this context takes almost no time.
 
     Raises:
-        ModelError: the pass reads such a value, or uses a tensor from before a `cut` after it.
+        ModelError: the pass reads a value of such a tensor. With `watches=True`: after a call of `cut`, the pass uses a
+            tensor from before this call.
     """
 
     def __init__(self, model: nn.Module, watches: bool = False):
@@ -362,7 +378,11 @@ class Hollow(TorchDispatchMode):
         self._beyond: dict[int, Tensor] = {}
 
     def cut(self, out: Tensor, name: str) -> Tensor:
-        """Return a substitute for `out`, the output of module `name`. While watching, later code may use only this."""
+        """Cut the model after module `name`: return a substitute for `out`, the module's output.
+
+        With `watches=True`, later code may use only this substitute, and no other tensor that was computed before the
+        cut.
+        """
         self._beyond |= self._made
         self._made, self._last = {}, name
         return torch.empty(out.shape, dtype=out.dtype, device="meta")

@@ -1,14 +1,14 @@
 """The communicator: an algorithm's only access to other nodes.
 
-Every tensor has the row axis first. Row r of an argument is what node `ranks[r]` hands over, and row r of a result is
-what this node gets back. A result that is the same for all nodes is one row expanded to all (stride 0), so it takes the
-memory of one row.
+Every tensor has the row axis first. Row r of an argument is the value that node `ranks[r]` hands over. Row r of a
+result is the value that this node gets back. If all nodes get the same result, it is one row expanded to all rows
+(stride 0), so it takes one row's memory.
 
-The exact reduction sums rows pairwise in a fixed tree over global ids, (0+1)+(2+3)+.... An absent id passes its sibling
-through. So the bits of a sum do not depend on which process holds which row.
+The exact reduction sums rows pairwise in a fixed tree over global ids, (0+1)+(2+3)+.... If one of two siblings is
+absent, the other passes through unchanged. So the bits of a sum do not depend on which process holds which row.
 
-Each call is recorded around the wire as an `Event`. For each member it has the payload (bytes handed over) and the
-bytes sent and received by the named collective algorithm (S: payload, n: members):
+The communicator records each call as an `Event`. For each of the n members, the event has the payload S (the bytes that
+the member hands over), and the bytes that the member sends (tx) and receives (rx) under the named algorithm:
 
     ring all-reduce       tx = rx = 2 (n-1)/n S        all-gather       tx = rx = (n-1) S
     server all-reduce     tx = rx = S                  reduce-scatter   tx = rx = (n-1)/n S

@@ -1,4 +1,4 @@
-"""The communicator: collectives over rows, recorded around the wire."""
+"""The communicator: collectives over the rows of a fleet. It counts their bytes."""
 
 from __future__ import annotations
 
@@ -28,19 +28,22 @@ class Communicator(Recorder):
     """Collectives over the rows of a fleet, each recorded in `ledger`.
 
     Args:
-        ranks: global id of each row here.
+        ranks: the node number (global id) of each row in this process.
         num_nodes: nodes in the whole fleet.
-        wire: carries the rows; by default within one process.
+        wire: carries rows between processes. None: this process holds all rows.
 
     Attributes:
         present: ids that take part in calls without groups; all nodes by default.
-        weights: (num_nodes,) or None; weights of the nodes in every mean whose call gives no weights.
-        transport: the path of all all-reduces, whatever a call says; None: the call's. Only bytes and time depend on
-            it, not the result.
-        rule: replaces every mean of parameters or gradients (`exogym.core.communicator.robust`); None: the mean.
-        watchers: called with each mean of parameters: the members' rows here, each row's weight (1 in the mean of
-            members), their values, and the mean. Means of other values are taken `unwatched`.
-        secure: takes means so that nobody sees a node's own values (`exogym.core.communicator.secure`); None: plainly.
+        weights: (num_nodes,) weights of the nodes in every mean whose call gives no weights. None: equal weights.
+        transport: the path of every all-reduce ("ring", "tree" or "server"), instead of the call's `algorithm`. None:
+            the call's `algorithm`. Only bytes and time depend on the path, not the result.
+        rule: robust rule that replaces every mean of parameters or gradients (`exogym.core.communicator.robust`); None:
+            the plain mean.
+        watchers: functions to call after each mean of parameters. Their arguments are: the numbers of the members' rows
+            in this process, each row's weight (over all members, the weights' mean is 1), all rows, and the mean.
+            `unwatched` hides means of other values from the watchers.
+        secure: computes means so that nobody sees a single node's values (`exogym.core.communicator.secure`); None:
+            plain means.
 
     >>> comm = Communicator(range(4), 4)
     >>> comm.all_reduce(torch.arange(4.0)[:, None]).tolist()
@@ -78,14 +81,16 @@ class Communicator(Recorder):
         Args:
             op: "mean", "sum", "max" or "min".
             groups: disjoint lists of global ids; one group of all present nodes by default.
-            weights: (num_nodes,) weights of a weighted mean, normalized within each group, instead of the fleet's.
-            out: (rows, ...) tensor for the results, `x` itself allowed; rows outside all groups stay unchanged.
-            algorithm: "ring", "tree" or "server", for the bytes, if no `transport` was chosen.
-            expected: for each of `groups` its members before some dropped out.
+            weights: (num_nodes,) weights of a weighted mean, normalized within each group. They replace the
+                communicator's `weights`.
+            out: (rows, ...) tensor for the results; it may be `x` itself. Rows outside all groups stay unchanged.
+            algorithm: "ring", "tree" or "server": the algorithm whose bytes count, if the communicator has no
+                `transport`.
+            expected: for each of `groups`, the members before some of them dropped out. Secure aggregation needs them.
 
         Returns:
-            (rows, ...): with one group of all nodes a single row expanded; otherwise a full tensor in
-            which a row outside all groups keeps its own value.
+            (rows, ...): the results. If one group has all nodes, the result is a single row, expanded to all rows.
+                Otherwise it is a full tensor, in which rows outside all groups keep their own values.
         """
         _check_op(op, x)
         apart = groups is not None
@@ -131,7 +136,10 @@ class Communicator(Recorder):
 
     @contextlib.contextmanager
     def unwatched(self) -> Iterator[None]:
-        """Hide the means inside from the watchers, because they average other values, such as moments."""
+        """A context whose means `watchers` do not see.
+
+        It is for means of other values than parameters, such as an optimizer's moments.
+        """
         watchers, self.watchers = self.watchers, []
         try:
             yield
@@ -144,26 +152,34 @@ class Communicator(Recorder):
         return ALONE if self._alone else self.wire.inside
 
     def share(self, group: Sequence[int], op: str = "mean") -> Tensor | None:
-        """Return the (len(group),) shares of a mean over `group`, which sum to 1. None: equal shares, or no mean."""
+        """Return the (len(group),) weights of the nodes in a mean over `group`; their sum is 1.
+
+        Returns None if the weights are equal, or if `op` is not "mean".
+        """
         return None if self.weights is None or op != "mean" else _share(self.weights, group)
 
     def robust(self, op: str, share: Tensor | None) -> Rule | None:
-        """Return the rule that replaces a mean. None: a plain mean, another operation, or buffers.
+        """Return the robust rule that replaces the operation `op`; None if no rule replaces it.
+
+        Rules replace only means of parameters and gradients, not of buffers.
 
         Raises:
-            ArgumentError: the mean has weights, which a bad node could claim.
+            ArgumentError: the mean has weights. Robust rules allow no weights, because a bad node could claim any
+                weight.
         """
         if self.rule is None or op != "mean" or self._tag != "parameters":
             return None
         if share is not None:
-            raise ArgumentError(f"{self.rule} counts all nodes alike, but this mean weights them: weighting='uniform'")
+            raise ArgumentError(
+                f"{self.rule} counts all nodes alike, but this mean has weights: give weighting='uniform'"
+            )
         return self.rule
 
     def begin_mean(self, x: Tensor, start: int, stop: int) -> None:
-        """Begin to sum the weighted columns of `x` (1, F) over all nodes, in place, without waiting.
+        """Begin to sum columns `start` to `stop` of `x` (1, F), weighted, over all nodes, in place, without waiting.
 
-        The next `all_reduce(x, "mean")` waits for all sums begun on `x` and takes them; they must cover its columns.
-        That call records them. Only if the wire can do it (`Wire.begin`).
+        The next `all_reduce(x, "mean")` waits for all sums that were begun on `x`, uses them for its result, and
+        records their bytes. The sums must cover all columns of `x`. The wire must support this (`Wire.begin`).
         """
         share = self.share(range(self.num_nodes))
         if share is not None:
@@ -183,18 +199,18 @@ class Communicator(Recorder):
         self, payload: Sequence[Tensor], decode: Callable[..., Tensor], op: str = "sum", *,
         groups: Groups | None = None, size: float | None = None,
     ) -> Tensor:  # fmt: skip
-        """All-gather the packed `payload`, decode each node's in id order, and reduce in the tree.
+        """All-gather the packed `payload`, decode each node's payload in id order, and reduce the values in the tree.
 
-        For values that cannot be summed in flight (sparse, quantized).
+        This is for packed values that cannot be summed on their way, such as sparse or quantized values.
 
         Args:
             payload: a sequence of tensors (rows, ...).
-            decode: called with the payload's rows; returns (rows, ...).
-            size: bytes of a node's payload, if its tensors have more, such as bits that do not fill whole bytes in each
-                process of a node.
+            decode: function of the payload's tensors that returns the values, (rows, ...).
+            size: bytes of a node's payload, if the tensors are larger. For example, the last byte in each process of a
+                node may have unused bits. None: the tensors' bytes.
 
         Returns:
-            (rows, ...): the reduction, expanded. A row outside all groups has its own decoded value.
+            (rows, ...): the reduced values, expanded to all rows. A row outside all groups gets its own decoded values.
         """
         groups = self._sorted(groups)
         size = sum(self._row_bytes(part) for part in payload) if size is None else size
@@ -239,7 +255,10 @@ class Communicator(Recorder):
         return found.view(decoded.shape[1:])
 
     def reduce(self, x: Tensor, dst: int = 0, op: str = "sum") -> Tensor:
-        """Reduce `x` (rows, ...) to node `dst`; other rows keep their own value. Returns (rows, ...)."""
+        """Reduce all nodes' rows of `x` (rows, ...) and give the result to node `dst`.
+
+        Returns (rows, ...), in which all other rows keep their own values.
+        """
         _check_op(op, x)
         self._member(dst)
         result = x.clone()
@@ -250,7 +269,10 @@ class Communicator(Recorder):
         return result
 
     def reduce_scatter(self, x: Tensor, op: str = "sum") -> Tensor:
-        """Reduce `x` (rows, n, ...) and give the k-th present node slice k, others zeros. Returns (rows, ...)."""
+        """Reduce `x` (rows, n, ...), and give slice k of the result to the k-th of n present nodes.
+
+        Returns (rows, ...), with zeros for absent nodes.
+        """
         _check_op(op, x)
         _check_slices(x, self.present, "reduce_scatter")
         share = self.share(self.present, op)
@@ -261,9 +283,9 @@ class Communicator(Recorder):
     # Moving rows
 
     def broadcast(self, x: Tensor, src: int = 0, *, members: Sequence[int] | None = None) -> Tensor:
-        """Give every member (the present nodes by default) the row of `src`; other rows keep their own.
+        """Give every member (by default, every present node) the row of node `src`. Other rows keep their own values.
 
-        Returns (rows, ...), one row expanded if all nodes are members.
+        Returns (rows, ...). If all nodes are members, this is one row, expanded to all rows.
         """
         group = self.present if members is None else self._sorted([members])[0]
         row = self.wire.rows(x, [self._member(src)])
@@ -275,7 +297,10 @@ class Communicator(Recorder):
         return result
 
     def gather(self, x: Tensor, dst: int = 0) -> Tensor:
-        """Collect all rows, in id order, for `dst`. Returns (n, ...), which belongs to `dst`."""
+        """Collect the rows of the n present nodes, in id order, for node `dst`.
+
+        Returns (n, ...). In the simulated algorithm, only `dst` has this result.
+        """
         self._member(dst)
         size, n = self._row_bytes(x), len(self.present)
         at_dst = np.array([member == dst for member in self.present])
@@ -285,9 +310,9 @@ class Communicator(Recorder):
         return self.wire.rows(x, self.present)
 
     def all_gather(self, x: Tensor, members: Sequence[int] | None = None) -> Tensor:
-        """Collect the rows of the members (the present nodes by default), in id order, for all of them.
+        """Give the rows of all n members (by default, the present nodes), in id order, to each member.
 
-        Returns (rows, n, ...), one copy expanded.
+        Returns (rows, n, ...): one copy, expanded to all rows.
         """
         group = self.present if members is None else self._sorted([members])[0]
         everyone = self.wire.rows(x, group)
@@ -295,7 +320,10 @@ class Communicator(Recorder):
         return everyone[None].expand(len(x), *everyone.shape)
 
     def scatter(self, x: Tensor, src: int = 0) -> Tensor:
-        """Give the k-th present node slice k of the row of `src`, others zeros; `x` is (rows, n, ...)."""
+        """Give slice k of node `src`'s row to the k-th of n present nodes. `x` is (rows, n, ...).
+
+        Returns (rows, ...), with zeros for absent nodes.
+        """
         _check_slices(x, self.present, "scatter")
         row = self.wire.rows(x, [self._member(src)])[0]
         n, size = len(self.present), self._row_bytes(x)
@@ -305,9 +333,10 @@ class Communicator(Recorder):
         return self._dealt(row)
 
     def all_to_all(self, x: Tensor) -> Tensor:
-        """Give the k-th present node slice k of every node; `x` is (rows, n, ...). Other rows keep their values.
+        """Give the k-th of n present nodes slice k of every present node's row. `x` is (rows, n, ...).
 
-        Slices go straight to their takers: each node sends and gets (n-1)/n of its payload. Returns (rows, n, ...).
+        Each slice goes directly to its receiver, so each node sends and receives (n-1)/n of its payload. Returns (rows,
+        n, ...), in which rows of absent nodes keep their values.
         """
         _check_slices(x, self.present, "all_to_all")
         self.record("all_to_all", "pairwise", self.present, self._row_bytes(x))
@@ -329,7 +358,8 @@ class Communicator(Recorder):
     def exchange(self, x: Tensor, partner: Sequence[int]) -> Tensor:
         """Swap rows in pairs: row r gets the row of `partner[ranks[r]]`. Returns (rows, ...).
 
-        A node without a partner names itself: no traffic. An absent node must name itself; its row is ignored.
+        If a node is absent or has no partner, its entry in `partner` must be its own number. Such a node sends nothing
+        and keeps its row.
         """
         if len(partner) != self.num_nodes or not all(0 <= other < self.num_nodes for other in partner):
             raise ArgumentError(
@@ -339,7 +369,8 @@ class Communicator(Recorder):
         for rank, other in enumerate(partner):
             if partner[other] != rank:
                 raise ArgumentError(
-                    f"exchange works in pairs: node {rank} names {other}, but {other} names {partner[other]}"
+                    f"exchange works in pairs: node {rank} names {other}, but {other} names {partner[other]}; "
+                    "give partners that name each other"
                 )
             if rank < other:
                 self._add("exchange", "pairwise", [rank, other], size, np.full(2, float(size)), np.full(2, float(size)))
@@ -352,9 +383,10 @@ class Communicator(Recorder):
         return result
 
     def hand_over(self, given: Mapping[int, Tensor], parcels: Sequence[Parcel]) -> dict[int, Tensor]:
-        """Carry tensors from node to node; return the tensors that the nodes here get (see `messages.hand_over`).
+        """Carry tensors from node to node. Return the tensors that this process's nodes get (see `messages.hand_over`).
 
-        A parcel one way is a "send": S out of the giver, into the taker. A swap is an "exchange": S each way for both.
+        A parcel of S bytes in one direction counts as a "send": the giver sends S bytes, the taker receives S bytes. A
+        swap counts as an "exchange": each of the two nodes sends and receives S bytes.
         """
         for giver, taker, shape, dtype, is_swap in parcels:
             if giver != taker:
@@ -365,10 +397,11 @@ class Communicator(Recorder):
         return hand_over(self.wire, given, parcels)
 
     def mix(self, x: Tensor, matrix: Tensor) -> Tensor:
-        """Mix rows by `matrix` W (n, n): row i gets the sum over j of W[i, j] x_j, in the tree. Returns (rows, ...).
+        """Mix rows by `matrix` W (n, n): row i becomes the sum over j of W[i, j] x_j, with row x_j of node j.
 
-        If W[i, j] is not zero, node j gives its row to node i. Payload and tx count a row's bytes for each taker, rx
-        for each giver.
+        If W[i, j] is not zero, node j sends its row to node i. A node's payload and tx count its row's bytes once for
+        each receiver; its rx counts a row's bytes once for each sender. The sum goes through the tree. Returns (rows,
+        ...).
         """
         return self.mix_all([x], matrix)[0]
 
@@ -437,6 +470,6 @@ def _share(weights: Tensor, group: Sequence[int]) -> Tensor:
     total = mine.sum()
     if not (total > 0 and bool((mine >= 0).all())):
         raise ArgumentError(
-            f"weights of nodes {list(group)} are {mine.tolist()}, wanted none negative and a positive sum"
+            f"weights of nodes {list(group)} are {mine.tolist()}, wanted weights of 0 or more, with a sum over 0"
         )
     return mine / total

@@ -1,8 +1,8 @@
 """Inside a node: the processes that hold the parts of its row.
 
-A node may be several devices, each a process with some columns of the node's row. Between nodes, the processes with
-the same columns form a separate world, in which the strategy runs. Numbers of the whole row, such as a gradient's norm
-or a payload's bytes, need all processes of a node; they meet here.
+A node may be several devices, each a process with some columns of the node's row. Between nodes, the processes with the
+same columns form a separate world, in which the strategy runs. A number of the whole row, such as a gradient's norm or
+a payload's bytes, needs all processes of the node. They compute it together by the methods of `Inside`.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from torch import Tensor
 
 
 class Inside:
-    """The one process of a node: each method returns its own value.
+    """Communication between the processes of a node.
+
+    In this base class the node has one process, which gets its own values.
 
     Attributes:
-        part: number of this process among the node's processes.
-        parts: number of the node's processes.
+        part: the number of this process among the node's processes, from 0.
+        parts: how many processes the node has.
     """
 
     part, parts = 0, 1
@@ -28,39 +30,48 @@ class Inside:
         return x
 
     def maximum(self, x: Tensor) -> Tensor:
-        """Return the largest of each element of `x` over the node's processes."""
+        """Return the elementwise maximum of `x` over the node's processes."""
         return x
 
     def gather(self, x: Tensor, sizes: list[int]) -> list[Tensor]:
-        """Return every process's (sizes[j],) elements `x`, in each process."""
+        """Return the tensors `x` of all processes of the node, in each process.
+
+        Process j's tensor has `sizes[j]` elements.
+        """
         return [x]
 
     def swap(self, outgoing: list[Tensor], sizes: list[int]) -> list[Tensor]:
-        """Give process j of the node the (n,) `outgoing[j]`; return every process's tensor for this one, `sizes[j]`."""
+        """Send the tensor `outgoing[j]` to process j of the node, for each j. Return the received tensors.
+
+        The tensor from process j has `sizes[j]` elements.
+        """
         return outgoing
 
     def tell(self, value: Any) -> list[Any]:
-        """Return every process's `value` (JSON-able), in each process."""
+        """Return the values of all processes of the node, in each process. A `value` must be JSON-able."""
         return [value]
 
     def mesh(self, axes: dict[str, int]) -> Any:
-        """Return torch's DeviceMesh of the node, with these axes."""
+        """Return torch's DeviceMesh of the node's processes. `axes` has the size of each axis, by name."""
         raise NotImplementedError
 
     def along(self, axis: Any) -> Inside:
-        """Return the processes on one axis of the node's mesh (torch's DeviceMesh), including this process."""
+        """Return an `Inside` for this process and the processes along one axis of the node's mesh.
+
+        `axis` is this axis as torch's DeviceMesh.
+        """
         raise NotImplementedError
 
     def total(self, number: int) -> int:
-        """Return the sum of whole numbers, exactly."""
+        """Return the exact sum of the whole number `number` over the node's processes."""
         return number if self.parts == 1 else int(self.sum(torch.tensor([number], dtype=torch.int64)).item())
 
     def any(self, flag: bool) -> bool:
-        """Return whether any process of the node says True."""
+        """Return whether `flag` is True in any process of the node."""
         return flag if self.parts == 1 else bool(self.total(int(flag)))
 
     def norms(self, x: Tensor) -> Tensor:
-        """Return the 2-norms of the whole rows from the local parts' norms, (rows,) or ()."""
+        """Return the 2-norms of the node's whole rows. `x`, (rows,) or (), has the norms of this process's parts."""
         return x if self.parts == 1 else self.sum(x.square()).sqrt()
 
 

@@ -17,19 +17,20 @@ TRAFFIC = ("calls", "payload_bytes", "tx_bytes", "rx_bytes")
 
 @dataclass(frozen=True)
 class Event:
-    """One collective, as it went over the wire.
+    """One collective: who took part, and the bytes of each member.
 
     Attributes:
         kind: the collective ("all_reduce").
-        algorithm: how it is carried out ("ring").
+        algorithm: the algorithm of the collective ("ring").
         members: global ids that took part.
-        payload_bytes: bytes that each giver handed over; of a mix, to each of its neighbors.
+        payload_bytes: bytes that each giver handed over. In a mix: the bytes for one neighbor.
         givers: the members that hand something over: all, or the root of a broadcast or scatter.
         tx_bytes, rx_bytes: (members,) bytes that each member sent and received.
-        tag: "parameters" or "buffers"; they are counted apart.
-        flight: the number of a collective during which members continue computing; None: they wait for it. An event of
-            kind "arrive" sends nothing: its members now wait for the collectives with this number.
-        links: of a mix, (giver, taker) of each message; a member waits only for its givers.
+        tag: "parameters" or "buffers". Their bytes are counted separately.
+        flight: a number that identifies collectives during which the members continue computing. None: the members wait
+            for the collective. An event of kind "arrive" sends nothing: from then on, the members wait for the
+            collectives with this number.
+        links: in a mix, the (giver, taker) pair of each message. A member waits only for its givers.
     """
 
     kind: str
@@ -44,22 +45,22 @@ class Event:
     flight: int | None = None
 
     def described(self) -> list[Any]:
-        """Return the event as JSON, for `together`."""
+        """Return the event as a JSON list, which `together` reads."""
         sizes = [self.payload_bytes, self.tx_bytes.tolist(), self.rx_bytes.tolist()]
         rest = [list(self.givers), list(map(list, self.links)), self.flight]
         return [self.kind, self.algorithm, list(self.members), self.tag, *rest, *sizes]
 
     @property
     def handed_bytes(self) -> np.ndarray:
-        """(givers,) bytes that each giver handed over in all."""
+        """(givers,) bytes that each giver handed over, to all neighbors together."""
         return self.tx_bytes if self.links else np.full(len(self.givers), self.payload_bytes)
 
 
 @dataclass
 class Ledger:
-    """Running totals of bytes per node, (num_nodes,) each, and in `traffic` per collective over all nodes.
+    """Running totals of bytes: per node, (num_nodes,) each; and per collective, over all nodes, in `traffic`.
 
-    `inside_bytes` counts the bytes between a node's devices; no other total contains them.
+    `inside_bytes` counts the bytes between a node's devices. No other total contains these bytes.
     """
 
     num_nodes: int
@@ -94,7 +95,7 @@ class Ledger:
         self.tell(event)
 
     def tell(self, event: Event) -> None:
-        """Call the listeners with an event."""
+        """Pass an event to all listeners, without counting its bytes."""
         for listen in self.listeners:
             listen(event)
 
@@ -130,9 +131,10 @@ FACTORS: dict[tuple[str, str], Callable[[int], float]] = {
 
 
 def together(reports: Sequence[Sequence[Any]]) -> list[Event]:
-    """Join the `described` events of a node's processes into one node's events: kind by kind, in order, added up.
+    """Join the events of a node's processes (from `Event.described`) into the events of the node.
 
-    Bits of several processes fill whole bytes together. Buffers are the same in all processes, so they count once.
+    The k-th events of the same kind in all processes become one event with the sum of their bytes. The sum is rounded
+    up to whole bytes. Buffers are the same in all processes, so they count once.
     """
     found: dict[str, list[Any]] = {}
     for events in reports:
@@ -170,7 +172,7 @@ def children(position: int, n: int) -> int:
 
 
 def tree_factors(n: int) -> np.ndarray:
-    """Return (n,) each member's traffic in a tree all-reduce, sent or received, as a multiple of its payload.
+    """Return how many payloads each of n members sends in a tree all-reduce, (n,). Each member receives as many.
 
     A member exchanges one payload with its parent, and one with each child.
 

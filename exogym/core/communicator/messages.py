@@ -1,4 +1,4 @@
-"""Messages between processes over a wire, built on its four primitives. Nothing is pickled.
+"""Messages between processes, built on a wire's methods `rows`, `reduce`, `carry` and `agree`. Nothing is pickled.
 
 Values travel as JSON, in rows of bytes. For named tensors, their names, dtypes and shapes travel first as JSON, then
 their bytes.
@@ -20,9 +20,9 @@ Described = list[tuple[str, str, list[int]]]  # name, dtype, shape
 
 
 def tell(wire: Wire, value: Any, process: int | None = None) -> Any:
-    """Return the `value` (JSON-able) of one process of `placement`, by default the main process, in every process.
+    """Return the `value` (JSON-able) of process number `process` in every process; None: the main process's value.
 
-    If nodes have several processes each, the value reaches the processes with the same columns.
+    If nodes have several processes each and `process` is not None, only processes with the same columns get the value.
     """
     if not wire.is_shared:
         return value
@@ -30,7 +30,7 @@ def tell(wire: Wire, value: Any, process: int | None = None) -> Any:
 
 
 def gather(wire: Wire, value: Any) -> list[Any]:
-    """Return the `value` (JSON-able) of every process, in their order, in every process."""
+    """Return a list of all processes' values (JSON-able), in the processes' order, in every process."""
     return _told(wire.world, value, range(len(wire.world.placement))) if wire.is_shared else [value]
 
 
@@ -46,22 +46,28 @@ def _told(wire: Wire, value: Any, processes: Sequence[int]) -> list[Any]:
 
 
 def say(wire: Wire, text: str, about: str | None = None) -> None:
-    """Let the main process print a line for the user; `about`: see `exogym.core.progress.without_notices`."""
+    """Let the main process print a line for the user.
+
+    `about` is its subject (see `exogym.core.progress.without_notices`).
+    """
     if wire.is_main:
         notice(text, about)
 
 
 def barrier(wire: Wire) -> None:
-    """Wait for all processes."""
+    """Wait until all processes have made this call."""
     wire.agree(False)
 
 
 def hand_over(wire: Wire, given: Mapping[int, Tensor], parcels: Sequence[Parcel]) -> dict[int, Tensor]:
-    """Return the tensor that each node here gets. It may share the giver's memory.
+    """Carry tensors between nodes. Return the tensor that each node of this process gets, by node number.
+
+    A returned tensor may share the giver's memory.
 
     Args:
-        given: the tensors that the nodes here give.
-        parcels: of all processes, in the same order everywhere; a node gives at most once and takes at most once.
+        given: the tensors that this process's nodes give, by node number.
+        parcels: the parcels of all processes, in the same order in every process. A node gives at most one tensor and
+            takes at most one tensor.
     """
     own = [p.giver for p in parcels if p.giver == p.taker and p.giver in wire.row_of]
     got = {node: given[node] for node in own}
@@ -75,7 +81,7 @@ def hand_over(wire: Wire, given: Mapping[int, Tensor], parcels: Sequence[Parcel]
 
 
 def described(tensors: Mapping[str, Tensor]) -> Described:
-    """Return the names, dtypes and shapes of `tensors`, as JSON; `blank` makes such tensors.
+    """Return the names, dtypes and shapes of `tensors` as a JSON list, from which `blank` makes such tensors.
 
     >>> described({"a": torch.zeros(2, 3)})
     [('a', 'float32', [2, 3])]
@@ -84,7 +90,7 @@ def described(tensors: Mapping[str, Tensor]) -> Described:
 
 
 def blank(what: Sequence[Sequence[Any]], device: torch.device | None = None) -> dict[str, Tensor]:
-    """Return uninitialized tensors with the names, dtypes and shapes of `described`.
+    """Return uninitialized tensors with the names, dtypes and shapes that `described` returned.
 
     >>> blank([["a", "float32", [2, 3]]])["a"].shape
     torch.Size([2, 3])
@@ -95,10 +101,11 @@ def blank(what: Sequence[Sequence[Any]], device: torch.device | None = None) -> 
 def ship(
     wire: Wire, tensors: Mapping[str, Tensor], source: int, takers: Sequence[int] | None = None
 ) -> dict[str, Tensor]:
-    """Return the named tensors of the process that holds node `source`, in every process or the processes of `takers`.
+    """Send the named tensors of the process that holds node `source`, and return them in the receiving processes.
 
-    Every process makes this call; only the `tensors` of the source's process count. No traffic is recorded. Tensors
-    travel one by one, so no copy of all of them is made.
+    The receivers are the processes that hold the nodes `takers`; None: all processes. Every process must make this
+    call, but only the `tensors` of the source's process count. No traffic is recorded. Tensors travel one by one, so
+    that the process never copies all tensors at once.
     """
     sender = next(k for k, ids in enumerate(wire.placement) if source in ids)
     what = tell(wire, described(tensors), sender)

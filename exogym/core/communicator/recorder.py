@@ -1,4 +1,4 @@
-"""Count traffic: who takes part in a call, the bytes handed over and carried, and when they arrive."""
+"""Record each collective: its members, the bytes that they hand over, send and receive, and when they wait for it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ Groups = Sequence[Sequence[int]]
 
 
 class Recorder:
-    """Records calls in `ledger`, under the current tag and flight.
+    """Records each collective in `ledger`.
+
+    Each collective has a tag ("parameters" or "buffers"). It may have a flight: a number that identifies collectives
+    during which the members continue computing.
 
     Args:
         wire: carries the rows.
@@ -35,7 +38,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def counted_as(self, tag: str) -> Iterator[None]:
-        """Count the calls inside under `tag` ("buffers")."""
+        """A context whose collectives count under `tag`, such as "buffers"."""
         before, self._tag = self._tag, tag
         try:
             yield
@@ -45,13 +48,19 @@ class Recorder:
     # Collectives during which their members continue computing
 
     def new_flight(self) -> int:
-        """Return a number for `on_its_way`: the same in every process, and in a resumed run."""
+        """Return the number of a new flight, for `on_its_way`.
+
+        It is the same in every process, and in a resumed run.
+        """
         self._numbers += 1
         return self._numbers
 
     @contextlib.contextmanager
     def on_its_way(self, flight: int | None) -> Iterator[None]:
-        """Let the members of the calls inside continue, for the clock, until `arrive(flight)`. None: they wait."""
+        """A context in which members continue during collectives, in virtual time, until `arrive(flight)`.
+
+        Without a `flight`, members wait for each collective.
+        """
         before, self._flight = self._flight, flight
         try:
             yield
@@ -59,14 +68,14 @@ class Recorder:
             self._flight = before
 
     def arrive(self, flight: int) -> None:
-        """Let the members of flight `flight` wait for it now."""
+        """From now on, the members of the collectives with the number `flight` wait for these collectives."""
         nothing = np.zeros(0)
         event = Event("arrive", "", (), 0.0, nothing, nothing, self._tag, (), flight=flight)
         self.ledger.tell(event) if self._held is None else self._held.append(event)
 
     @contextlib.contextmanager
     def of_nodes(self) -> Iterator[None]:
-        """Count the calls inside as whole nodes' calls: all processes of a node hold the same value."""
+        """A context for values that all processes of a node hold whole: each collective counts once per node."""
         before, self._alone = self._alone, True
         try:
             yield
@@ -77,9 +86,10 @@ class Recorder:
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
-        """Let each process of the node act for some whole tensors; then join their events into one node's events.
+        """A context in which each process of a node sends some whole tensors for the node.
 
-        Every process of the node enters, also without work.
+        At the end, the events of all its processes become the node's events. Every process of the node must enter the
+        context, even if it sends no tensor.
         """
         self._alone, self._held = True, []
         try:

@@ -1,24 +1,25 @@
-"""Robust means: rules that replace a mean over nodes when some nodes may send anything.
+"""Robust means: rules that replace a mean over nodes if some nodes may send arbitrary values.
 
 Yin, Chen, Ramchandran, Bartlett, Byzantine-Robust Distributed Learning, arXiv:1803.01498 (median, trimmed mean);
 Blanchard, El Mhamdi, Guerraoui, Stainer, Machine Learning with Adversaries, arXiv:1703.02757 (Krum). n
 members have the vectors x_1, ..., x_n, and f members may be bad:
 
-    median        of each coordinate the middle value; of an even number the mean of the two in the middle
-    trimmed mean  of each coordinate the mean without the f largest and the f smallest values
-    Krum          x_i with the least s(i) = sum of |x_i - x_j|^2 over the n - f - 2 other j that are closest to i; among
-                  equals the lowest id
+    median        the middle value of each coordinate; if n is even, the mean of the two middle values
+    trimmed mean  the mean of each coordinate without its f largest and f smallest values
+    Krum          the vector x_i with the least s(i), the sum of |x_i - x_j|^2 over the n - f - 2 members j that are
+                  closest to i; if several s(i) are equal, the vector with the lowest id
     multi-Krum    the mean of the m vectors with the least s
 
-All members have equal weight, because a bad member could claim any weight. f is floor(share n), but at least 1 and at
-most (n-1)/2, for Krum (n-3)/2, rounded down. So f is 0 with n < 3, and for Krum with n < 5. With n < 3 every rule is
-the mean, because two nodes cannot tell which is bad. Strategies refuse a rule whose f is 0 when all members are present
-(`Rule.least`). If members are absent, the others use the rule with the f for their number.
+All members have equal weight, because a bad member could claim any weight. The option `share` is the share of members
+that may be bad. f is floor(share n), but at least 1, and at most floor((n-1)/2), for Krum floor((n-3)/2). So f is 0 if
+n < 3, and for Krum if n < 5. If n < 3, every rule is the mean, because two nodes cannot find out which of them is bad.
+Strategies refuse a rule whose f is 0 even if all members are present (`Rule.least`). If some members are absent, n is
+the number of present members.
 
-Bytes, S being the payload. The median and the trimmed mean work slice by slice. Each member gets its slice of all
-vectors, (n-1)/n S, and all gather the results. This takes 2(n-1)/n S each way, as a ring all-reduce, "exact". Krum
-compares whole vectors, so every member gets all of them: an all-gather, (n-1) S each way. Through a server each takes S
-each way.
+Bytes for a payload S: the median and the trimmed mean work slice by slice. Each member receives its slice of all
+vectors, (n-1)/n S, and then all members gather the results. So each member sends and receives 2(n-1)/n S, as in a ring
+all-reduce; this algorithm is called "exact". Krum compares whole vectors, so every member receives all vectors in an
+all-gather: each member sends and receives (n-1) S. With a server, each member sends and receives S.
 """
 
 from __future__ import annotations
@@ -39,24 +40,24 @@ CHUNK = 1 << 20  # elements whose distances are summed at once
 
 @dataclass(frozen=True)
 class Rule:
-    """A robust mean. Rules that act on columns say how many values they leave out on each side.
+    """A robust mean. A rule that treats each column alone defines `trimmed`.
 
     Attributes:
-        collective: kind and algorithm of its all-reduce without a server.
-        least: the fewest members with which it tolerates a bad member.
+        collective: kind and algorithm of the collective that computes the rule, if no server does.
+        least: the smallest number of members with which the rule tolerates a bad member.
     """
 
     collective = ("all_reduce", "exact")
     least = 3
 
     def trimmed(self, n: int) -> int:
-        """Return how many of n values are left out on each side."""
+        """Return how many of n values the rule leaves out at each end: the smallest values and the largest values."""
         raise NotImplementedError
 
     def of(self, wire: Wire, x: Tensor, ids: Sequence[int], inside: Inside = ALONE) -> Tensor:
         """Return the (F,) robust mean of the rows `ids` of `x` (rows, F), in every process.
 
-        `inside` are the node's processes with the other columns.
+        `inside` connects the node's processes, which hold the other columns of `x`.
         """
         return wire.reduce(x, ids, f"trimmed {self.trimmed(len(ids))}")
 
@@ -79,7 +80,7 @@ class Median(Rule):
 
 @dataclass(frozen=True)
 class TrimmedMean(Rule):
-    """The mean of each coordinate without its extremes.
+    """The mean of each coordinate without its largest and smallest values.
 
     Args:
         share: share of the members that may be bad, over 0 and under one half (the paper's beta).
@@ -99,11 +100,12 @@ class TrimmedMean(Rule):
 
 @dataclass(frozen=True)
 class Krum(Rule):
-    """The vector that lies closest to its neighbors, or the mean of the `keep` closest.
+    """Krum: the vector with the smallest distances to its nearest neighbors, or the mean of the `keep` best vectors.
 
     Args:
         share: share of the members that may be bad, over 0 and under one half.
-        keep: m of multi-Krum; 1 is Krum. At most all members minus the bad ones.
+        keep: number of vectors in the mean. 1 is Krum; a larger number is multi-Krum (the paper's m). The rule never
+            takes more vectors than there are good members.
 
     >>> Krum().of_rows(torch.tensor([[1.0], [1.5], [1.75], [99.0]]), range(4))
     tensor([1.5000])
@@ -136,7 +138,7 @@ RULES: dict[str, type[Rule]] = {"median": Median, "trimmed_mean": TrimmedMean, "
 
 
 def bad_among(n: int, share: float, most: int) -> int:
-    """Return f of n members: floor(share n), at least 1 and at most `most`.
+    """Return f, the number of n members that may be bad: floor(share n), but at least 1 and at most `most`.
 
     >>> [bad_among(n, 0.25, (n - 1) // 2) for n in (1, 2, 3, 4, 8, 9, 12)]
     [0, 0, 1, 1, 2, 2, 3]
@@ -145,13 +147,13 @@ def bad_among(n: int, share: float, most: int) -> int:
 
 
 def check_share(share: float) -> None:
-    """Raise ArgumentError unless fewer than half may be bad."""
+    """Raise ArgumentError unless `share`, the share of bad members, is over 0 and under 0.5."""
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < 0.5:
-        raise ArgumentError(f"share={share!r} of bad nodes must be over 0 and under 0.5: no rule can bear more")
+        raise ArgumentError(f"share={share!r} of bad nodes must be over 0 and under 0.5: no rule tolerates more")
 
 
 def rule_of(given: str | Rule) -> Rule:
-    """Return a rule by its name, or unchanged.
+    """Return the rule with the given name. A `Rule` is returned unchanged.
 
     Raises:
         ArgumentError: the name is unknown.
@@ -165,8 +167,8 @@ def rule_of(given: str | Rule) -> Rule:
 def distances(members: Tensor, inside: Inside = ALONE) -> Tensor:
     """Return the (n, n) squared distances of `members` (n, F), in float64; infinite for members that are not finite.
 
-    They sum over the columns of all processes of `inside`. Each pair's difference is computed alone, so the bits do not
-    depend on where the rows lie.
+    The distances include the columns of all processes of `inside`. Each pair's difference is computed alone, so the
+    bits do not depend on which process holds which row.
     """
     n, width = members.shape
     out = torch.zeros(n, n, dtype=torch.float64)

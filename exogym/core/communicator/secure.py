@@ -1,23 +1,26 @@
 """Secure aggregation: the server learns the sum of the clients' messages, but no single message.
 
 Bonawitz et al., Practical Secure Aggregation for Privacy-Preserving Machine Learning, CCS 2017 (with honest but curious
-parties). n members start, and m of them come through; t = floor(n/2) + 1 shares recover a secret.
+parties). n members start the protocol, and m of them come through (finish it). t = floor(n/2) + 1 shares recover a
+secret. u and v are members, PRG is a pseudo-random generator, and g generates a group:
 
-    keys      u sends two public keys, g^s_u and an encryption key
-    shares    u sends each other v an encrypted share of s_u and of a seed b_u (Shamir)
+    keys      u sends two public keys: g^s_u for its secret key s_u, and an encryption key
+    shares    u sends every other v an encrypted Shamir share of s_u, and of a random seed b_u
     masked    u sends y_u = x_u + PRG(b_u) + sum_{v > u} PRG(s_uv) - sum_{v < u} PRG(s_uv),  s_uv = g^(s_u s_v)
-    unmask    for each other v, members that came through send one share: of b_v if v came through, otherwise of s_v
+    unmask    each member that came through sends, for each other v, a share of b_v if v came through, otherwise of s_v
     server    sum_u y_u - sum_{u came through} PRG(b_u) - (the masks that they share with v, for each v that did not)
 
-x_u is the weighted value in fixed point, round(w_u x 2^f) in the integers modulo 2^bits, so masks cancel exactly. The
-result is the mean of the rounded values, whatever the keys. Its error is at most 2^-(f+1) per member.
+x_u is member u's value x in fixed point, times its weight w_u: round(w_u x 2^f) in the integers modulo 2^bits. So masks
+cancel exactly, and the result is the mean of the rounded values for any keys. The rounding error is at most 2^-(f+1)
+per member.
 
-The protocol runs with numbers from the run's seed in a toy group. It shows the messages and that they work, but it
-hides nothing from this process.
+ExoGym draws the secrets from the run's seed, and uses a group that is too small to be secure. This shows the messages
+and that the masks cancel, but it hides nothing from this process.
 
-Bytes of a member, for F elements of S bytes together. Up: 2 keys of 32, (n-1) pairs of shares of 80 (two of 32, and 16
-to seal them), F bits/8, (n-1) shares of 32. Down: (n-1) pairs of keys of 64, (n-1) pairs of shares of 80, S. Lists of
-present members are not counted. Members that drop out count no bytes.
+Bytes of a member, for F elements of S bytes in all. A member sends 2 keys of 32 bytes each, n-1 encrypted pairs of
+shares of 80 bytes (2 shares of 32 and 16 for the encryption), F bits/8 for y_u, and n-1 shares of 32. It receives n-1
+pairs of keys of 64 bytes, n-1 encrypted pairs of shares of 80, and S. Lists of present members do not count. Members
+that drop out count no bytes.
 """
 
 from __future__ import annotations
@@ -42,15 +45,16 @@ DTYPES = {32: torch.int32, 64: torch.int64}
 
 @dataclass(frozen=True)
 class SecureAggregation:
-    """How secure aggregation turns values into integers.
+    """Secure aggregation of means. The options set how integers represent values.
 
     Args:
-        bits: of an element on its way up: 32 or 64.
-        fraction_bits: f; 16 of 32 and 40 of 64 bits by default. Values must stay under 2^(bits - 1 - f) / n.
-        seed: for the keys.
+        bits: bits of each element that a member sends: 32 or 64.
+        fraction_bits: f, how many of these bits are for fractions. None: 16 of 32 bits, or 40 of 64 bits. With n
+            members, values must stay under 2^(bits - 1 - f) / n.
+        seed: seed of the keys.
 
     Raises:
-        ArgumentError: `bits` is not 32 or 64, or `fraction_bits` leaves no room.
+        ArgumentError: `bits` is not 32 or 64, or `fraction_bits` leaves no bits for whole numbers.
     """
 
     bits: int = 64
@@ -64,16 +68,19 @@ class SecureAggregation:
             check_count("fraction_bits", self.fraction_bits, least=0)
             if self.fraction_bits > self.bits - 2:
                 raise ArgumentError(
-                    f"fraction_bits={self.fraction_bits} leaves none of {self.bits} bits for the number: lower it"
+                    f"fraction_bits={self.fraction_bits} leaves none of {self.bits} bits for whole numbers: lower it"
                 )
 
     @property
     def scale(self) -> float:
-        """2^f."""
+        """The factor 2^f between a value and the integer that represents it."""
         return 2.0 ** (FRACTION_BITS[self.bits] if self.fraction_bits is None else self.fraction_bits)
 
     def sent(self, elements: float, size: float, n: int) -> list[tuple[str, float]]:
-        """Return the bytes that a member of n sends ("push") and gets ("pull"), in order."""
+        """Return the messages of one of n members, in order: ("push", bytes that it sends) or ("pull", bytes received).
+
+        The member's values are `elements` numbers of `size` bytes in all.
+        """
         others = n - 1
         shares = others * (2 * SHARE_BYTES + SEAL_BYTES)
         messages = [("push", 2.0 * KEY_BYTES), ("pull", 2.0 * KEY_BYTES * others), ("push", shares), ("pull", shares)]
@@ -85,8 +92,9 @@ class SecureAggregation:
         """Return the (F,) mean of the rows `came` of `x` (rows, F), weighted by `share`.
 
         Args:
-            members: the ids that started.
-            call: number of this aggregation, for its keys.
+            came: ids of the members that finished the protocol.
+            members: ids of the members that started the protocol.
+            call: number of this aggregation. Each aggregation draws new keys.
 
         Raises:
             ArgumentError: a value does not fit into the integers.
@@ -148,7 +156,10 @@ class SecureAggregation:
 
 
 class Seeds:
-    """The secrets of one aggregation's members. Each method uses only what its member can know."""
+    """The secrets of the members of one aggregation.
+
+    Each method uses only values that its member knows in the protocol.
+    """
 
     def __init__(self, seed: int, call: int, members: Sequence[int]):
         self.members, self._names = list(members), (seed, call)
@@ -158,15 +169,15 @@ class Seeds:
         self.public = {u: pow(BASE, secret, PRIME) for u, secret in self._secret.items()}
 
     def agreed(self, u: int, v: int) -> int:
-        """Return s_uv, as u computes it from its secret and v's public key; v computes the same."""
+        """Return the common secret s_uv of members u and v, computed from u's secret key and v's public key."""
         return pow(self.public[v], self._secret[u], PRIME)
 
     def shares_of_own(self, u: int) -> list[int]:
-        """Return the share of b_u that each member holds."""
+        """Return each member's share of b_u, the seed of member u's own mask."""
         return self._shares("own", u, self.own[u])
 
     def shares_of_secret(self, u: int) -> list[int]:
-        """Return the share of s_u that each member holds."""
+        """Return each member's share of s_u, member u's secret key."""
         return self._shares("secret", u, self._secret[u])
 
     def _shares(self, what: str, u: int, value: int) -> list[int]:
@@ -184,7 +195,11 @@ class Seeds:
 
 
 def recovered(shares: Sequence[int], came: Sequence[int], members: Sequence[int]) -> int:
-    """Return the secret from the shares of the first t members that came through (Lagrange, at 0)."""
+    """Return the secret that belongs to `shares`, by the shares of the first t members in `came`.
+
+    `shares` has a share for each of `members`. The members in `came` finished the protocol. t is floor(n/2) + 1 for n
+    members. The secret is the value at 0 of the Lagrange polynomial through the t shares.
+    """
     order = list(members)
     points = [order.index(u) + 1 for u in came][: len(order) // 2 + 1]
     total = 0

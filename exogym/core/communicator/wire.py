@@ -19,14 +19,14 @@ def tree_sum(
 ) -> Tensor:
     """Sum the rows of `x` (n, F) pairwise in the tree over their global `ids` (ascending); return (F,).
 
-    Leaves stand at their ids. At each level positions 2k and 2k+1 are added, and a position whose sibling is absent
-    passes through. The result depends on ids and rows only. Half-precision rows are weighted and summed in fp32 and
-    rounded once.
+    Each row starts at the position of its id. Each level adds positions 2k and 2k+1 into position k of the next level.
+    If one of the two is absent, the other passes through unchanged. The result depends on ids and rows only.
+    Half-precision rows are weighted and summed in fp32 and rounded once.
 
     Args:
         weights: (n,) factors of the rows.
         divisor: divides the sum.
-        rows: (n,) numbers of the rows in `x`, if `x` has more.
+        rows: (n,) indices in `x` of the rows to sum. None: all rows of `x`.
 
     >>> tree_sum(torch.tensor([[1.0], [2.0], [4.0]]), [0, 1, 5])
     tensor([7.])
@@ -100,7 +100,10 @@ def _tree_sparse(x: Tensor, additions: Sequence[tuple[int, int]]) -> Tensor:
 
 
 class Parcel(NamedTuple):
-    """A tensor of `shape` and `dtype` from node `giver` to node `taker`; with `is_swap` another one goes back."""
+    """A tensor of `shape` and `dtype` for node `taker` from node `giver`.
+
+    If `is_swap`, the taker sends such a tensor back.
+    """
 
     giver: int
     taker: int
@@ -110,7 +113,7 @@ class Parcel(NamedTuple):
 
     @property
     def moves(self) -> list[tuple[int, int]]:
-        """(giver, taker) of each tensor that moves; a node keeps its own."""
+        """The (giver, taker) pair of each tensor that moves. If both are the same node, no tensor moves."""
         if self.giver == self.taker:
             return []
         move = (self.giver, self.taker)
@@ -121,28 +124,32 @@ Move = tuple[int, int, Parcel]  # giver, taker, and their parcel
 
 
 class Wire:
-    """Carries rows between blocks: `rows`, `reduce`, `carry` and `agree`. This one holds every row in one process.
+    """Carries rows between processes. In this base class, a single process holds all rows.
 
     Every process of a run makes the same calls in the same order; the main process holds the first rows. All other
-    messages between processes use these four (`exogym.core.communicator.messages`).
+    messages between processes use the methods `rows`, `reduce`, `carry` and `agree`
+    (`exogym.core.communicator.messages`).
 
     Args:
-        ranks: global ids of the rows here, from row 0 on.
-        native: reduce by torch's own sums instead of the exact tree: each process its rows, then all processes.
+        ranks: the node number (global id) of each row in this process, from row 0 on.
+        native: sum with torch's own operations instead of the exact tree. Each process sums its rows first; then torch
+            sums these results over the processes.
 
     Attributes:
-        placement: the ids of each process.
+        placement: the ids of each process's rows.
         process: number of this process in `placement`; 0 is the main process.
-        owner: the process of each id.
+        owner: the process that holds each id.
         shares_memory: True: the main process forked all processes for this run, on one machine, with common memory and
             folders; nobody else sees their results. False: each process runs the user's script.
         overlaps: whether `begin` sums while the caller continues.
-        inside: the node's processes with the parts of its row. `process` then counts nodes.
-        devices: the processes that compute for the node. Nodes of different sizes may have more than `inside`: then
-            several processes hold the same columns. All except the first are copies (`is_copy`) and receive its
-            results.
-        asked_to_stop: function that says whether a process asked all to stop, without meeting them.
-        waited_s: seconds spent in it, if somebody measures.
+        inside: communication between the node's processes that hold the parts of its row. If there are several,
+            `process` and `placement` count groups of such processes, not single processes.
+        devices: communication between all processes that compute for the node. If nodes have different sizes, `devices`
+            can have more processes than `inside`. Then several processes hold the same columns: all except the first
+            are copies (`is_copy`) and receive the first process's results.
+        asked_to_stop: function that returns whether a process has asked all processes to stop. It does not wait for
+            other processes.
+        waited_s: seconds that this process has spent in the wire's calls, if a run measures them; otherwise 0.
     """
 
     process, shares_memory, overlaps = 0, True, False
@@ -159,9 +166,9 @@ class Wire:
         self.asked_to_stop: Callable[[], bool] = lambda: False
 
     def place(self, placement: Sequence[Sequence[int]]) -> None:
-        """Assign rows to these ids, from row 0 on, in each process; the number of rows stays.
+        """Give each process's rows to the ids in `placement`, from row 0 on. The number of rows stays the same.
 
-        `ranks` stays the same list object, so that its holders see the change.
+        `ranks` stays the same list object, so objects that use this list see the change.
         """
         self.placement = [list(ids) for ids in placement]
         self.ranks[:] = self.placement[self.process]
@@ -170,7 +177,10 @@ class Wire:
 
     @property
     def world(self) -> Wire:
-        """The wire between all processes; a different wire if nodes have several processes each."""
+        """The wire between all processes of the run.
+
+        It is another object than this wire if nodes have several processes each.
+        """
         return self
 
     @property
@@ -189,16 +199,16 @@ class Wire:
 
     @property
     def is_copy(self) -> bool:
-        """Whether another process of the node holds the same rows and columns, and speaks for them."""
+        """Whether another process of the node holds the same rows and columns, and communicates for this process."""
         return self.devices.part >= self.inside.parts
 
     @property
     def is_hidden(self) -> bool:
-        """Whether this process leaves signals, history and callbacks to the main process that forked it."""
+        """Whether the main process forked this process, and handles signals, history and callbacks instead of it."""
         return self.shares_memory and not self.is_main
 
     def rows(self, x: Tensor, ids: Sequence[int]) -> Tensor:
-        """Return the rows of `x` (rows, ...) that belong to global `ids`, as (len(ids), ...)."""
+        """Return the rows of the nodes `ids` from all processes' `x` (rows, ...), as (len(ids), ...)."""
         if list(ids) == self.ranks:
             return x
         return x[[self.row_of[i] for i in ids]]
@@ -206,7 +216,9 @@ class Wire:
     def reduce(
         self, x: Tensor, ids: Sequence[int], op: str, weights: Tensor | None = None, everywhere: bool = True
     ) -> Tensor:
-        """Reduce rows `ids` (ascending) of `x` (rows, F) to (F,); `weights` (len(ids),) scale the rows first.
+        """Reduce the rows of the nodes `ids` (ascending) in `x` (rows, F) to (F,).
+
+        `weights` (len(ids),) scale the rows first.
 
         With `everywhere=False` only the processes that hold a row of `ids` need the result; others may get an
         empty tensor.
@@ -219,28 +231,40 @@ class Wire:
         return reduce_rows(self.rows(x, ids), ids, op, weights)
 
     def carry(self, given: Mapping[int, Tensor], moves: Sequence[Move]) -> dict[int, Tensor]:
-        """Return the tensors that nodes here get by `moves` between processes. `given`: the tensors given here."""
+        """Carry tensors between processes, by `moves`.
+
+        Return the tensors that this process's nodes get, by node number.
+
+        `given` has the tensors that this process's nodes give, by node number.
+        """
         raise NotImplementedError
 
     def agree(self, flag: bool) -> bool:
-        """Return whether any process says True."""
+        """Return whether `flag` is True in any process."""
         return flag
 
     def begin(self, x: Tensor) -> Any:
-        """Begin to sum `x` (F,) over the processes in place; the result has `wait()`. Only if `overlaps`."""
+        """Begin to sum `x` (F,) over the processes, in place.
+
+        Return an object whose `wait()` ends when the sum is complete.
+
+        Only a wire whose `overlaps` is True has this method.
+        """
         raise NotImplementedError
 
     def ask_to_stop(self) -> None:
-        """Ask all processes to stop, without meeting them, if they share memory."""
+        """Ask all processes to stop, without waiting for them. Only processes that share memory can do this."""
 
 
 def reduce_native(
     wire: Wire, x: Tensor, ids: Sequence[int], op: str, weights: Tensor | None,
     combine: Callable[[Tensor, str], Tensor],
 ) -> Tensor:  # fmt: skip
-    """Reduce the rows here, then the results over the processes: equal to the tree up to rounding.
+    """Reduce the rows of this process first, then the results of all processes.
 
-    `combine` gives "sum", "max" or "min" of the (F,) results of every process.
+    Up to rounding, this equals the tree's result.
+
+    `combine(result, op)` returns the "sum", "max" or "min" of all processes' (F,) results.
     """
     if op.startswith("trimmed "):
         return reduce_rows(wire.rows(x, ids), ids, op)
@@ -261,9 +285,10 @@ def _exact(x: Tensor) -> torch.dtype:
 
 
 def reduce_rows(members: Tensor, ids: Sequence[int], op: str, weights: Tensor | None = None) -> Tensor:
-    """Reduce `members` (len(ids), F) to (F,) exactly: "sum" and "mean" in the tree over their ids, "max", "min".
+    """Reduce the rows `members` (len(ids), F) exactly to (F,). `op` is "sum", "mean", "max", "min" or "trimmed K".
 
-    "trimmed 2" is the mean without the two largest and the two smallest values of each column (NaN is the largest).
+    "sum" and "mean" add the rows in the tree over their ids. "trimmed 2" is the mean without the two largest and the
+    two smallest values of each column (NaN is the largest).
     """
     if op.startswith("trimmed "):
         f, n = int(op.removeprefix("trimmed ")), len(ids)

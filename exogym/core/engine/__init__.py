@@ -1,9 +1,9 @@
-"""The engines: they decide where the fleet's blocks live (this process, several, torchrun, a Ray cluster).
+"""The engines: each decides which processes hold a run's rows (this process, its forks, torchrun's, a Ray cluster's).
 
-A new engine is one more file here, with a class like `exogym.core.engine.protocol.Engine`, and an entry in `ENGINES`.
-It needs a wire between its processes. In a torch process group `ProcessWire` will do.
+A new engine is one more file here, with a class like `exogym.core.engine.protocol.Engine`, and an entry in `ENGINES`. A
+new engine also needs a wire between its processes. If the processes form a torch process group, use `ProcessWire`.
 
-The first engine that applies takes the run:
+The run uses the first engine that applies:
 
 >>> import torch
 >>> two = EngineOptions(num_nodes=4, processes=2, device=torch.device("cpu"))
@@ -32,9 +32,9 @@ ENGINES: list[Engine] = [Group(), Forked(), Alone()]  # the first that applies t
 
 
 def engine_for(options: EngineOptions) -> Engine | None:
-    """Return the engine that takes a run: the one it names, or the first that applies.
+    """Return a run's engine: the engine that its options name, otherwise the first engine that applies.
 
-    None: the number of processes is open.
+    Returns None if no engine applies, because the number of processes is not chosen yet.
 
     >>> import torch
     >>> type(engine_for(EngineOptions(4, 2, torch.device("cpu")))).__name__

@@ -1,9 +1,9 @@
-"""Run in processes forked from the caller's, on one machine, with rows in shared memory.
+"""Run in processes forked from the caller's process, on one machine, with rows in shared memory.
 
 `run_forked` forks one process for each block of rows. The caller's process is the main process and holds the first
 block. A fork takes a millisecond and gives each process the current model and data. So nothing is pickled: models,
 functions and data sets from a notebook cell work. The processes wait for each other over pipes, without any port. They
-notice if one of them dies or hangs. No process outlives the caller's.
+notice if one of them dies or hangs. If the caller's process ends, the system ends the others.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ def run_forked(
     placement: Sequence[Sequence[int]], body: Callable[[SharedWire], Result], native: bool = False,
     hang_s: float | None = None,
 ) -> Result:  # fmt: skip
-    """Run `body(wire)` here and in a forked process for each other block. Return its result in this process.
+    """Run `body(wire)` here and in a forked process for each other block of rows. Return the result of this process.
 
-    A process hangs if its pulse stands still for `hang_s` (see `exogym.core.base.pulse`); None: no limit.
+    A process hangs if its pulse stands still for `hang_s` seconds (see `exogym.core.base.pulse`); None: no limit.
 
     Raises:
         WorkerError: a process was killed or hung. The message names the process, its nodes, and the signal or stacks.
-        Exception: any error that `body` raised. From another process it has that process's traceback as a note.
+        Exception: any error that `body` raised. An error from another process has that process's traceback as a note.
     """
     memory = mmap.mmap(-1, memory_bytes(len(placement)))
     run = _Run(placement, body, native, hang_s, memory, os.memfd_create("stacks"))
@@ -106,8 +106,8 @@ def run_forked(
 def fork() -> int:
     """Fork this process. Return the child's process id, or 0 in the child.
 
-    The child must not collect the caller's garbage. A process group in it would wait in its destructor for threads that
-    a fork does not copy.
+    Python's garbage collector in the child ignores the caller's objects. Otherwise a process group among them would
+    wait in its destructor for threads that a fork does not copy.
     """
     collects = gc.isenabled()
     gc.disable()
@@ -214,12 +214,12 @@ class _Child:
         self._open = [read, write]
 
     def hang_up(self) -> None:
-        """Close the pipes to the process. If it waits for them, it ends."""
+        """Close the pipes to the forked process. A process that waits for these pipes then ends."""
         while self._open:
             os.close(self._open.pop())
 
     def wait(self, patience_s: float = math.inf) -> None:
-        """Wait at most `patience_s` for the process's end, and read its report."""
+        """Wait at most `patience_s` seconds until the forked process ends, and read its error report."""
         until = time.monotonic() + patience_s
         while self.status is None and time.monotonic() <= until:
             if select.select([self.errors], [], [], POLL_S)[0] and (part := os.read(self.errors, 1 << 16)):
@@ -239,7 +239,7 @@ class _Child:
         return self.status is not None
 
     def hangs(self, nodes: Sequence[int], hung: Hung, stacks: int) -> WorkerError:
-        """Return the error for a hung process. `end` kills it."""
+        """Return the error that reports this hung process. `end` kills the process."""
         text = f"{self.who(nodes)} {hung.patience.complaint(self.pid)}; it was killed. Earlier checkpoints are valid"
         found = pulse.stacks_of(self.pid, stacks)
         return WorkerError(text + (f". Its stacks:\n{found}" if found else ""))
@@ -248,7 +248,7 @@ class _Child:
         return f"worker process {self.process} ({held(nodes)})"
 
     def why(self, nodes: Sequence[int]) -> BaseException:
-        """Return the error for a process that has ended too early."""
+        """Return the error that reports why this process has ended too early."""
         self.wait()
         assert self.status is not None
         who = self.who(nodes)
@@ -264,7 +264,7 @@ class _Child:
         )
 
     def end(self, patience_s: float) -> None:
-        """Kill the process if it still runs after `patience_s`. Close its pipes."""
+        """Kill the forked process if it still runs after `patience_s` seconds. Close its pipes."""
         self.hang_up()
         try:
             if self.status is None:

@@ -1,8 +1,8 @@
 """Find hung processes, show their stacks, and kill them.
 
-Forked processes watch each other where they meet (see `SharedWire`). Launched processes wait inside torch, where they
-cannot watch. So each has a small watcher process that kills it if it hangs. Torch's elastic agent, the launcher and the
-membership server then see a crash.
+Forked processes watch each other while they wait for each other (see `SharedWire`). Processes of a launcher wait inside
+torch, where they cannot watch others. So each of them has a small watcher process, which kills it if it hangs. Torch's
+elastic agent, the launcher and the membership server then see a crash.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from exogym.core.base import pulse
 def shows_stacks(file: int, chain: bool = False) -> Iterator[None]:
     """A context in which `pulse.SIGNAL` makes this process write its stacks into `file`.
 
-    It works in a process that hangs in C code, since it runs no Python code. `chain`: then call the previous handler.
+    This also works if the process hangs in C code, because the signal's handler runs no Python code. If `chain`, the
+    handler then calls the previous handler.
     """
     faulthandler.register(pulse.SIGNAL, file=file, all_threads=True, chain=chain)
     try:
@@ -34,12 +35,13 @@ def shows_stacks(file: int, chain: bool = False) -> Iterator[None]:
 
 @contextlib.contextmanager
 def watched(hang_s: float | None, rank: int, or_others: str = "") -> Iterator[None]:
-    """A context in which a watcher process kills this process, of `rank`, if it hangs (`base.pulse`).
+    """A context in which a watcher process kills this process if it hangs (see `exogym.core.base.pulse`).
 
     Args:
         hang_s: seconds without progress; None: no watcher.
-        or_others: text after the rank in the message. It names the processes for which this one may wait inside a step,
-            where the watcher cannot see the waiting.
+        rank: this process's rank, for the message.
+        or_others: text after the rank in the message. It names other processes that may be the hung processes, because
+            this process may wait for them inside a step, where the watcher cannot see that it waits.
     """
     if hang_s is None:
         yield

@@ -11,7 +11,7 @@ from exogym.core.engine.world import join_world, world_size
 
 
 class Alone:
-    """Keeps all rows in this process, so nothing needs to move."""
+    """The engine that runs in this process alone, which holds all rows."""
 
     shares_memory, runs_again, keeps_rows, is_here = True, True, False, True
 
@@ -27,7 +27,10 @@ class Alone:
 
 
 class Forked:
-    """Forks this process. It is the main process and holds the first rows. Shared memory carries rows."""
+    """The engine that forks this process.
+
+    This process is the main process and holds the first rows. Shared memory carries rows between processes.
+    """
 
     shares_memory, runs_again, keeps_rows, is_here = True, True, False, True
 
@@ -47,10 +50,10 @@ class Forked:
 
 
 class Group:
-    """Joins the processes that torchrun or another launcher started. All processes make the same calls.
+    """The engine for processes that torchrun or another launcher started. All processes make the same calls.
 
     Args:
-        wire: makes the wire between the processes; None: `ProcessWire`.
+        wire: function that makes the wire between the processes. None: `ProcessWire`.
     """
 
     shares_memory, runs_again, keeps_rows, is_here = False, False, False, True

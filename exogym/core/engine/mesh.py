@@ -5,10 +5,11 @@ groups:
 
 - processes with the same part carry their columns between nodes;
 - processes of one node group communicate inside the node;
-- the whole world agrees on flags.
+- all processes of the run agree on flags, such as whether to stop.
 
-Nodes of different sizes all cut their rows into K parts, the greatest common divisor of the sizes. Only a node's first
-K processes communicate between nodes. Each other process is a copy of one of them and receives its results.
+If nodes have different sizes, every node cuts its rows into K parts; K is the sizes' greatest common divisor. Only a
+node's first K processes communicate with other nodes. Each other process is a copy of one of these and receives its
+results.
 """
 
 from __future__ import annotations

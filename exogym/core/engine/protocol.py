@@ -1,4 +1,4 @@
-"""The engine's interface: an engine decides where a run's rows live, and runs code in those processes."""
+"""The engine's interface: an engine decides which processes hold a run's rows, and runs code in these processes."""
 
 from __future__ import annotations
 
@@ -23,17 +23,18 @@ class EngineOptions:
     """A run's properties that an engine needs.
 
     Attributes:
-        num_nodes: rows: one per node, or one per client at work if only some act at a time.
+        num_nodes: number of rows: one per node. If only some clients act at a time: one per acting client.
         processes: number of processes that share the rows. "auto": the fastest number, or all that exist.
         device: this process's device.
-        native: reduce as torch does, instead of in the exact tree.
+        native: sum with torch's own operations instead of the exact tree.
         hang_s: seconds after which a process counts as hung; None: never.
-        placement: ids of each process's rows; for a call of `run`, of `processes()` processes.
-        engine: name of the engine that the user asked for; None: none.
-        wanted: the user's `device` option, for processes elsewhere.
-        cpus_per_process: processors for each process elsewhere.
+        placement: ids of each process's rows. `run` needs it, with an entry for each process that
+            `Engine.processes` counted.
+        engine: name of the engine that the user chose. None: the user chose no engine.
+        wanted: the user's `device` option, for processes on other machines.
+        cpus_per_process: CPUs for each process of a Ray cluster.
         may_move: the run can save itself and continue in other processes.
-        meshes: each node's split, if a node is several processes; then `processes` counts groups of these.
+        meshes: each node's split, if a node has several processes. Then `processes` counts groups of such processes.
     """
 
     num_nodes: int
@@ -50,11 +51,11 @@ class EngineOptions:
 
 
 class Moved(Exception):
-    """Raised to continue the run in other processes, with its rows dealt anew. Not a failure.
+    """Raised to continue the run in other processes, which divide its rows anew. This is not a failure.
 
     Args:
         why: the reason, as text.
-        begun: the run has saved itself, and continues from there.
+        begun: True: the run has begun, has written a checkpoint, and continues from it.
     """
 
     def __init__(self, why: str, begun: bool):
@@ -63,13 +64,16 @@ class Moved(Exception):
 
 
 class Engine(Protocol):
-    """The place where rows live. `run` may be called several times, for example to time steps before the training.
+    """Runs a function in the processes that hold a run's rows.
+
+    `run` may be called several times, for example to time steps before the training.
 
     Attributes:
         shares_memory: all processes are on this machine and share its memory.
         runs_again: `run` may be called again after a failure. If False, the launcher must start the processes again.
-        keeps_rows: a row belongs to the same node throughout. If False, `Wire.place` may give it to another node.
-        is_here: this process holds rows. If False, the body and its result are pickled.
+        keeps_rows: each row belongs to the same node during the whole run. If False, `Wire.place` may give a row to
+            another node.
+        is_here: this process holds rows. If False, `body` and its result are pickled, because other processes run it.
     """
 
     shares_memory: bool
@@ -78,7 +82,7 @@ class Engine(Protocol):
     is_here: bool
 
     def applies(self, options: EngineOptions) -> bool:
-        """Return whether this engine takes the run, given the options and how this process was started."""
+        """Return whether this engine can run with `options`, given how this process was started."""
 
     def processes(self, options: EngineOptions) -> int:
         """Return how many processes share the rows.
@@ -93,13 +97,15 @@ class Engine(Protocol):
         Raises:
             ArgumentError: the run is impossible here.
             WorkerError: a process was lost.
-            Moved: run it again, with the rows dealt anew.
+            Moved: the caller must call `run` again, with a new placement of the rows.
             Exception: any error that `body` raised, here or in another process.
         """
 
 
 def place(num_nodes: int, processes: int, speeds: Sequence[float] | None = None) -> list[list[int]]:
-    """Return each process's global ids: contiguous, in proportion to `speeds`, or as even as possible.
+    """Divide the nodes' ids among processes. Return each process's ids, which are contiguous.
+
+    The numbers of nodes are proportional to the processes' `speeds`; None: as equal as possible.
 
     >>> place(5, 2), place(5, 2, speeds=[1, 4])
     ([[0, 1, 2], [3, 4]], [[0], [1, 2, 3, 4]])

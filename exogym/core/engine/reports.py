@@ -12,7 +12,7 @@ MOST = 40_000  # characters of a traceback
 
 
 def packed(error: BaseException) -> tuple[bytes, str]:
-    """Return the pickled error, and its traceback. If it cannot be pickled: a TrainingError with the same text."""
+    """Return the pickled error and its traceback. A TrainingError with the same text replaces an unpicklable error."""
     text = "".join(traceback.format_exception(error))
     try:
         given = pickle.dumps(error)
@@ -34,7 +34,7 @@ def unpacked(given: bytes, text: str, who: str) -> BaseException:
 
 
 def held(nodes: Sequence[int]) -> str:
-    """Return a text that names nodes.
+    """Return a text that names the consecutive nodes `nodes`, for messages.
 
     >>> held([2, 3, 4]), held([7])
     ('nodes 2 to 4', 'node 7')

@@ -24,7 +24,7 @@ TOKEN_BYTES = 8
 
 
 class Lost(Exception):
-    """Another process is gone."""
+    """Raised when another process has ended too early."""
 
     def __init__(self, process: int):
         super().__init__(process)
@@ -32,7 +32,7 @@ class Lost(Exception):
 
 
 class Hung(Lost):
-    """Another process hangs."""
+    """Raised when another process hangs."""
 
     def __init__(self, process: int, patience: pulse.Patience):
         super().__init__(process)
@@ -42,16 +42,17 @@ class Hung(Lost):
 class SharedWire(Wire):
     """Carries rows between processes that share `memory`.
 
-    A reduction goes piece by piece; a piece is as many columns as fit into the memory. Each process writes its rows,
-    and all wait. Each sums its share of the columns, in the tree over node ids, and all wait again. Then each reads the
-    sum. Every row is copied twice and every sum once.
+    A reduction works piece by piece; a piece is as many columns as fit into `memory`. Each process writes its rows, and
+    waits for the others. Then each process sums its share of the columns, in the tree over node ids, and waits again.
+    At last each process reads the sum. Every row is copied twice and every sum once.
 
     Args:
         placement: node ids of each process, together 0..N-1 ascending.
         process: this process's number; the main process is 0.
         memory: `memory_bytes(processes)` bytes of shared memory.
-        pipes: (read, write) pairs. The main process has one for each other process, which has one itself.
-        native: sum each process's rows first, then these sums: fewer copies, other rounding.
+        pipes: (read, write) pairs. The main process has a pair for each other process. Each other process has one pair,
+            to the main process.
+        native: sum each process's rows first, then these sums. This needs fewer copies, but rounds differently.
         hang_s: seconds that another process's pulse may stand still; None: no limit.
     """
 
@@ -125,7 +126,9 @@ class SharedWire(Wire):
         return int.from_bytes(got, "little")
 
     def wait_for(self, process: int, happened: Callable[[float], bool]) -> None:
-        """Wait until `happened(seconds)`, which waits that long at most, returns True for a process.
+        """Wait for an event of `process`: call `happened(seconds)` until it returns True.
+
+        Each call of `happened` waits for the event, but at most `seconds` seconds.
 
         Raises:
             Hung: the process's pulse stands still.
@@ -229,7 +232,7 @@ def pulse_byte(process: int) -> int:
 
 
 def first_byte(processes: int) -> int:
-    """Return the first byte of the rows, after the flags and the pulses."""
+    """Return the number of the shared memory's first byte for rows. Flags and pulses come before it."""
     return pulse_byte(processes)
 
 

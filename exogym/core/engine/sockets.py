@@ -1,4 +1,4 @@
-"""This process's sockets: list them, shut one down, close ports that are no longer needed."""
+"""This process's sockets: list all of them, shut down a connection, close ports that are no longer needed."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def shut(descriptor: int, inode: int) -> None:
 
 @contextlib.contextmanager
 def ports_closed_afterwards() -> Iterator[None]:
-    """Make a gloo process group inside. On leaving, close the port at which its members connected.
+    """A context in which to make a gloo process group. At its end, the port at which the members connected is closed.
 
-    gloo keeps this port open for the group's whole life and lets anybody connect. It needs the port only until all
-    members are connected, but fails if its socket is closed. So the kernel drops all packets that arrive there. Only
-    Linux can do this; on other systems the port stays open. Sockets that listen on all addresses are not gloo's and
-    stay as they are.
+    gloo keeps this port open as long as the group exists, and lets anybody connect. It needs the port only until all
+    members are connected, but fails if the port's socket is closed. So the context tells the kernel to drop all packets
+    that arrive at this port. Only Linux can do this; on other systems the port stays open. Sockets that listen on all
+    addresses are not gloo's, so the context does not change them.
     """
     before = sockets()
     yield

@@ -1,9 +1,9 @@
 """The wire between the processes of a `torch.distributed` group.
 
-The exact reduction gives the same bits as one process. It cuts the columns into one slice per process. An all-to-all
-gives each process its slice of every row. The process sums its slice in the fixed tree over node ids. An all-gather
-joins the slices. If each process holds one row, this moves as many bytes as a ring. If only the members need the
-result, only their processes take part. `native` uses torch's own all-reduce instead.
+The exact reduction gives the same bits as a run in one process. It cuts the columns into one slice per process. An
+all-to-all gives each process its slice of every row. The process sums its slice in the fixed tree over node ids. An
+all-gather joins the slices. If each process holds one row, this moves as many bytes as a ring. If only the members need
+the result, only their processes take part. `native` uses torch's own all-reduce instead.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class ProcessWire(Wire):
         native: reduce with torch's all-reduce, equal to the tree up to rounding.
 
     Attributes:
-        around: wraps each call that needs other processes, for example to time it or to translate its errors.
+        around: function that makes each call that needs other processes, for example to time the call or translate its
+            errors.
     """
 
     shares_memory = False
@@ -161,7 +162,10 @@ class ProcessWire(Wire):
     # Moving bytes
 
     def all_to_all(self, outgoing: list[Tensor], sizes: list[int], team: list[int]) -> list[Tensor]:
-        """Send `outgoing[k]`, (n,), to process team[k]. Return the tensors received, with `sizes` elements."""
+        """Send the tensor `outgoing[k]`, (n,), to process `team[k]`, for each k. Return the received tensors.
+
+        The tensor from process `team[k]` has `sizes[k]` elements.
+        """
         incoming = [outgoing[0].new_empty(size) for size in sizes]
         self._swap(outgoing, incoming, team)
         return incoming
@@ -211,7 +215,7 @@ def _width(x: Tensor) -> int:
 
 
 def as_bytes(x: Tensor, rows: int) -> Tensor:
-    """Return `x` as bytes, (rows, n). Any dtype works, because moving data needs no arithmetic."""
+    """Return `x` as bytes, (rows, n), so that the wire can move any dtype."""
     if not x.numel():
         return x.new_empty(rows, 0).byte()
     flat = x.contiguous().as_strided((x.numel(),), (1,))  # one element may have any stride

@@ -15,14 +15,20 @@ from exogym.errors import ArgumentError
 
 
 def world_size() -> int:
-    """Return how many processes run this script together: from the process group, or torchrun's variables, or 1."""
+    """Return how many processes run this script together.
+
+    The number is the process group's size, otherwise torchrun's variable WORLD_SIZE, otherwise 1.
+    """
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()
     return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
 
 
 def local_device(device: str | torch.device) -> str | torch.device:
-    """Return this process's device: for "auto" and "cuda", the GPU with the process's local rank."""
+    """Return this process's device.
+
+    If several processes run and the host has GPUs, "auto" and "cuda" become the GPU with the local rank's number.
+    """
     count = torch.cuda.device_count()
     if world_size() == 1 or not count or str(device) not in ("auto", "cuda"):
         return device
@@ -32,7 +38,8 @@ def local_device(device: str | torch.device) -> str | torch.device:
 def join_group(backend: str, **where: Any) -> None:
     """Make the default process group with torch's `init_process_group`, then close gloo's port.
 
-    The process leaves the group at its end: torch aborts a process that ends while a thread of its group runs.
+    The process leaves the group before it ends, because torch aborts a process that ends while a thread of its group
+    runs.
     """
     with ports_closed_afterwards() if backend == "gloo" else contextlib.nullcontext():
         dist.init_process_group(backend, **where)
@@ -69,9 +76,10 @@ def join_world(device: torch.device) -> None:
 
 
 def all_say(own: bool) -> bool:
-    """Return whether `own` (this process has its own GPU) is true in every process, since hosts may differ.
+    """Return whether `own` (this process has its own GPU) is True in every process of every host.
 
-    Processes on several hosts exchange answers through the launcher's store. Without that store, returns `own`.
+    Hosts may have different GPUs, so processes on several hosts exchange their answers through the launcher's store. If
+    there is no such store, or all processes are on one host, return `own`.
     """
     world = world_size()
     if os.environ.get("LOCAL_WORLD_SIZE") == str(world) or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":

@@ -1,7 +1,7 @@
-"""A node that is several devices: how its model is split over them, and what that costs inside the node.
+"""A node of several devices: how its model is split over the devices, and the traffic and time that this costs.
 
-`NodeMesh` says the split, `PipelineParallel` and `Stage` the stages of a pipeline by hand. Between nodes nothing
-changes: a strategy trains as if every node were one device.
+`NodeMesh` describes the split. With `PipelineParallel` and `Stage` you choose a pipeline's stages yourself. Between
+nodes nothing changes: a strategy trains as if every node were one device.
 """
 
 from exogym.core.mesh.pipeline import PipelineParallel, Stage

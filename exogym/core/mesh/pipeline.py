@@ -10,11 +10,11 @@ from exogym.errors import ArgumentError, check_count, checked
 
 
 class Stage:
-    """One part of a model, on one device of its node. Its layers run in order.
+    """One stage of a pipeline: layers of a model that run in order on one device of a node.
 
     Args:
         layers: modules of the model (the same objects, not copies).
-        device: the pipeline device, from 0. None: the next one.
+        device: number of the pipeline's device that holds the stage, from 0. None: the next device.
 
     Attributes:
         module: the layers as one module, with the same parameters.
@@ -43,9 +43,10 @@ class Stage:
 
 
 class PipelineParallel:
-    """A pipeline's stages. The model must be exactly their composition, stage after stage.
+    """The stages of a pipeline. Running the stages one after the other must compute the same as the model.
 
-    Each stage is on one device of the node. A batch passes in micro-batches, so that devices work at the same time.
+    Each stage is on one device of the node. A batch passes through the stages in micro-batches, so that the devices
+    work at the same time.
 
     Args:
         stages: `Stage`s or modules of the trained model, which together hold all its parameters. A stage's output is

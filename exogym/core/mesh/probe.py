@@ -1,6 +1,6 @@
 """Before training, compare a split model's gradients with the whole model's on one batch.
 
-Torch carries out some splits with wrong gradients, and the loss does not show it. The errors are then as large as the
+For some splits torch computes wrong gradients, and the loss does not show this. The errors are then as large as the
 gradients themselves, far above rounding.
 """
 
@@ -18,16 +18,16 @@ ROUNDING = 1e-5  # largest error of a gradient that should be 0, relative to the
 
 
 def squares(dense: Mapping[str, Tensor | None], split: Mapping[str, Tensor | None]) -> Tensor:
-    """Return (len(dense), 2): |split - dense|^2 and |dense|^2 of each gradient, in the order of `dense`.
+    """Return (len(dense), 2): |split - dense|^2 and |dense|^2 of each parameter's gradient, in the order of `dense`.
 
-    Both may hold the same part of the gradients. The sums of a node's processes over disjoint parts then add up. None
-    counts as a gradient of 0.
+    `dense` has the whole model's gradients by name, `split` has the split model's gradients. Each process of a node may
+    pass only its own parts of the gradients; the results of all processes then add up. None counts as a gradient of 0.
 
     Raises:
-        ModelError: `split` has a parameter that `dense` lacks, or that has another shape there.
+        ModelError: `split` has a parameter that `dense` lacks, or a gradient with another shape than in `dense`.
     """
     if strange := split.keys() - dense.keys():
-        raise ModelError(f"the split model has a parameter {min(strange)!r} that the whole one does not have")
+        raise ModelError(f"the split model has a parameter {min(strange)!r} that the whole model lacks")
     found = torch.zeros(len(dense), 2, dtype=torch.float64)
     for row, (name, whole) in zip(found, dense.items(), strict=True):
         part = split.get(name)
@@ -45,12 +45,13 @@ def squares(dense: Mapping[str, Tensor | None], split: Mapping[str, Tensor | Non
 def check_gradients(dense: Mapping[str, Tensor | None], split: Mapping[str, Tensor | None], what: object) -> float:
     """Refuse a split whose gradients differ from the whole model's, and return the largest relative difference.
 
-    For each parameter |split - dense| may be 1 % of |dense|, or 1e-5 of the norm of all gradients together.
+    A parameter's gradient passes if |split - dense| is at most 1 % of |dense|, or at most 1e-5 of the norm of all
+    gradients together.
 
     Args:
         dense: the whole model's gradients by name, for the mean loss of one batch.
         split: the gradients that a node's devices computed, put together.
-        what: the split, for the message.
+        what: a text or object that names the split, for the message.
 
     Raises:
         ModelError: the gradients differ. The message names the worst parameter.
@@ -63,7 +64,10 @@ def check_gradients(dense: Mapping[str, Tensor | None], split: Mapping[str, Tens
 
 
 def refuse_others(names: list[str], sums: Tensor, what: object) -> float:
-    """Check as `check_gradients` does, given the result of `squares`, (parameters, 2), summed over the processes."""
+    """Do the check of `check_gradients`.
+
+    `sums`, (parameters, 2), are the results of `squares`, summed over the processes of a node.
+    """
     if found := unlike(names, sums):
         raise ModelError(
             f"split by {what}, the model has wrong gradients: {found}. Choose another split for this model; "
@@ -74,11 +78,12 @@ def refuse_others(names: list[str], sums: Tensor, what: object) -> float:
 
 
 def unlike(names: list[str], sums: Tensor, eps: float = 0.0) -> str:
-    """Return a text that names the gradient furthest over its limit; "" if all are within.
+    """Return a text about the gradient that is furthest over its limit; "" if all gradients are within their limits.
 
     Args:
         sums: (parameters, 2), from `squares`.
-        eps: relative rounding of one operation. The limits are then at least 16 eps (not 1 %) and eps (not 1e-5).
+        eps: relative rounding error of one operation. The two limits of `check_gradients` become at least 16 eps
+            (instead of 1 %) and at least eps (instead of 1e-5).
     """
     off, norms = sums.sqrt().unbind(1)
     limits = (max(TOLERANCE, 16 * eps) * norms).clamp(min=max(ROUNDING, eps) * float(norms.square().sum().sqrt()))

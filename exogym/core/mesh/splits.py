@@ -1,7 +1,7 @@
 """Where a model can be split: its repeated blocks, its layers' plan, and the places where it can be cut.
 
-A model's class may state `tensor_plan` (styles by module name) and `cut_points` (a pattern of module names). A `*` in a
-name stands for a number. Hugging Face's models have their own plan, which is used.
+A model's class may define `tensor_plan` (styles by module name) and `cut_points` (a pattern of module names). A `*` in
+a name stands for a number. Hugging Face's models have their own plan, and ExoGym uses it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ STYLES = ("colwise", "colwise_rep", "rowwise", "rowwise_rep")
 
 
 def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules that are gathered one at a time, by name.
+    """Return, by name, the modules whose shards the devices gather one module at a time.
 
     These are the members of the model's outermost lists and sequences of modules, except members without trainable
     parameters and members that share a parameter with a module outside.
@@ -50,12 +50,12 @@ def _uses(module: nn.Module) -> Counter[int]:
 def tensor_plan(model: nn.Module) -> dict[str, str]:
     """Return the tensor split's style of each layer, by name; {} if the model has no known plan.
 
-    "colwise": each device computes a part of the outputs. "colwise_rep": the same, then all gather the outputs.
-    "rowwise": each device has a part of the inputs, and the results are summed. "rowwise_rep": the same, but each
-    device has all inputs.
+    "colwise": each device computes a part of the outputs. "colwise_rep": the same, but then all devices gather all
+    outputs. "rowwise": each device has a part of the inputs, and the devices sum their results. "rowwise_rep": the
+    same, but each device has all inputs at first.
 
     Raises:
-        ModelError: the model's plan has another style.
+        ModelError: the model's plan has a style that is not one of these.
     """
     plan = getattr(model, "tensor_plan", None) or _plan_of_hugging_face(model)
     names = [name for name, _ in model.named_modules()]
@@ -80,8 +80,8 @@ def _plan_of_hugging_face(model: nn.Module) -> dict[str, str]:
 def cuts(model: nn.Module, stages: int) -> list[str]:
     """Return the names of the modules after which the model is cut into `stages` of about equal size.
 
-    Returns [] if no place is known. An `nn.Sequential` can be cut after each of its modules, other models at their
-    `cut_points`.
+    Returns [] if no place to cut the model is known. An `nn.Sequential` can be cut after each of its modules; other
+    models can be cut at their `cut_points`.
     """
     pattern = "*" if isinstance(model, nn.Sequential) else getattr(model, "cut_points", None)
     if pattern is None:
@@ -116,8 +116,8 @@ def check_split(model: nn.Module, mesh: NodeMesh) -> None:
     """Refuse a model that `mesh` cannot split.
 
     Raises:
-        ModelError: no split is known or given; the number of heads does not divide; the given stages lack a parameter
-            of the model, or have a parameter that is not the model's.
+        ModelError: no split is known or given; the number of attention heads is not a multiple of `mesh.tensor`; the
+            given stages lack a parameter of the model, or have a parameter that is not in the model.
     """
     name = type(model).__name__
     if mesh.tensor > 1 and mesh.parallelize is None:
@@ -129,7 +129,9 @@ def check_split(model: nn.Module, mesh: NodeMesh) -> None:
         for what in ("num_attention_heads", "num_key_value_heads"):
             heads = getattr(getattr(model, "config", None), what, None)
             if isinstance(heads, int) and heads % mesh.tensor:
-                raise ModelError(f"tensor={mesh.tensor} does not divide {what}={heads} of {name}")
+                raise ModelError(
+                    f"tensor={mesh.tensor} does not divide {what}={heads} of {name}: give a divisor of {heads}"
+                )
     if mesh.pipeline is not None:
         _check_by_hand(model, mesh)
     elif mesh.depth > 1 and not cuts(model, mesh.depth * mesh.stages_per_device):
@@ -144,7 +146,7 @@ def _check_by_hand(model: nn.Module, mesh: NodeMesh) -> None:
     theirs = {id(p) for stage in mesh.pipeline.stages for p in stage.module.parameters()}
     for name, p in model.named_parameters():
         if id(p) not in theirs:
-            raise ModelError(f"no stage of the pipeline holds the model's parameter {name!r}: give it to one")
+            raise ModelError(f"no stage of the pipeline holds the model's parameter {name!r}: give it to a stage")
     if len(theirs) > len({id(p) for p in model.parameters()}):
         raise ModelError(
             "a stage of the pipeline holds a parameter that is not in the model: give it the model's own modules"

@@ -6,24 +6,26 @@ one at a time (`splits.blocks_of`). In one forward and backward pass over its ex
     all-gather       (k-1)/k b (P + P_B)       a block is gathered again for its backward pass
     reduce-scatter   (k-1)/k b P               once in a step, after the last pass
 
-A parameter's first axis counts as the next multiple of k, to which it is padded. With n blocks these are 2 n + 1 and
-n + 1 messages, each with its latency; the 1 is for all parameters outside the blocks. With zero=2 they are a
-reduce-scatter of (k-1)/k b P, and an all-gather of the same size of the parameters that the optimizer changed. With
-zero=1 they are an all-reduce, 2 (k-1)/k b P, and the same all-gather. Gradients are not padded there. A stage's shards
-gather once a step, as with zero=2, for any number of micro-batches.
+Each parameter is padded: its first axis counts as the next multiple of k. With n blocks, the all-gather takes 2 n + 1
+messages and the reduce-scatter n + 1 messages, each with its latency; the 1 is for all parameters outside the blocks.
+With zero=2, the traffic is a reduce-scatter of the gradients, (k-1)/k b P, and an all-gather of the same size for the
+parameters that the optimizer changed. With zero=1, it is an all-reduce, 2 (k-1)/k b P, and the same all-gather. With
+zero=1 and zero=2, gradients are not padded. In a pipeline, each stage's shards are gathered once a step, as with
+zero=2, for any number of micro-batches.
 
 **Tensor split.** t devices compute each layer together. A layer has inputs of x and outputs of y bytes. "colwise" sums
 the inputs' gradients, an all-reduce of x. "colwise_rep" also gathers its outputs, an all-gather of y/t. "rowwise" sums
-its outputs, an all-reduce of y. "rowwise_rep" also gathers the inputs' gradients, an all-gather of x/t. Norms,
-embeddings and all other parameters that the plan does not cut lie on all t devices, and one device owns them. Before a
-step it sends them to the others, t - 1 times.
+its outputs, an all-reduce of y. "rowwise_rep" also gathers the inputs' gradients, an all-gather of x/t. All t devices
+hold the parameters that the plan does not cut, such as norms and embeddings. One device owns such a parameter, and
+sends it to the t - 1 other devices before a step.
 
-**Pipeline.** Over each cut go each micro-batch's activations and, back, their gradients, in the largest micro-batch's
-size. A parameter that two stages hold goes from the first to the other before a step, and its gradient back.
+**Pipeline.** At each cut, the stage before sends each micro-batch's activations, and the stage after sends their
+gradients back. Each message has the size of the largest micro-batch. If two stages hold the same parameter, the first
+stage sends it to the other before a step, and the other sends its gradient back.
 
-The formulas leave out evaluations, and the few numbers on which devices agree in a step (the loss, a gradient's norm).
-They also leave out the columns that strategies and optimizers of whole tensors need (`fleet.dealing`): (k-1)/k of them
-each way. A split's formula cannot know these.
+The formulas leave out evaluations, and the few numbers that devices exchange in a step (the loss, a gradient's norm).
+They also leave out the traffic of strategies and optimizers that need whole tensors (`exogym.core.fleet.dealing`): each
+device sends and receives (k-1)/k of these tensors' columns. The split alone does not determine which tensors.
 """
 
 from __future__ import annotations
@@ -45,12 +47,12 @@ from exogym.network import Network
 
 @dataclass(frozen=True)
 class Call:
-    """One stage's collective in a step: `groups` groups of `members` devices run it at the same time, `times` in a row.
+    """A collective of one stage in a step: `groups` groups of `members` devices run it at the same time, `times` times.
 
     Attributes:
         kind: a collective, or "send" to the next or previous stage.
         payload_bytes: each member's payload; in a broadcast, the sender's.
-        groups: may be a fraction: a group with a smaller payload counts for less than one.
+        groups: number of groups. It may be a fraction: a group with a smaller payload counts as less than one group.
     """
 
     kind: str
@@ -62,7 +64,7 @@ class Call:
 
     @property
     def tx_bytes(self) -> float:
-        """Bytes that all these devices send in a step."""
+        """Bytes that all devices of these groups send in a step."""
         n = self.members
         alone = {"send": 1 / n, "broadcast": (n - 1) / n}  # one member sends, to one other or to all others
         factor = alone[self.kind] if self.kind in alone else FACTORS[self.kind, "ring"](n)
@@ -74,12 +76,13 @@ class Call:
 
 @dataclass(frozen=True)
 class Parameter:
-    """A trained parameter, as a device holds it.
+    """A trained parameter, in the form in which a device holds it.
 
     Attributes:
         shape: shape of the part on one device of a tensor split.
-        stages: pipeline stages that hold it; two if it is tied.
-        block: its block, which is gathered separately and so twice in a pass; "": no block.
+        stages: pipeline stages that hold the parameter; two stages if it is tied.
+        block: name of the parameter's block, or "" if it is in no block. Blocks are gathered one at a time, twice in a
+            pass.
         is_cut: True: a tensor split gives each device a part. False: each device has the whole parameter.
     """
 
@@ -90,7 +93,7 @@ class Parameter:
     is_cut: bool = False
 
     def padded_bytes(self, shard: int = 1) -> int:
-        """Return its bytes with the first axis padded to a multiple of `shard`."""
+        """Return the parameter's bytes, with the first axis padded to a multiple of `shard`."""
         rows, *others = self.shape or (1,)
         size = -(-rows // shard) * shard * self.item_bytes
         for side in others:
@@ -103,10 +106,11 @@ class Facts:
     """A model's properties that decide a node's inside traffic.
 
     Attributes:
-        parameters: each once.
-        layers: style and stage by name, for layers that several devices compute together.
-        cuts: names of the modules after which the model is cut, each with the stages before and after.
-        flows: bytes per example into and out of each of these layers and cuts, and whether the input has a gradient.
+        parameters: all trained parameters; a tied parameter comes once.
+        layers: by name, the layers that a tensor split divides, each with its style and its pipeline stage.
+        cuts: by name, the modules after which the model is cut, each with the stages before and after the cut.
+        flows: for each name in `layers` and `cuts`: the module's input bytes and output bytes per example, and whether
+            the input has a gradient.
     """
 
     parameters: list[Parameter]
@@ -117,9 +121,11 @@ class Facts:
 
 @contextlib.contextmanager
 def watched(model: nn.Module, mesh: NodeMesh) -> Iterator[Facts]:
-    """Yield a model's facts. Inside, each batch that passes the model sets the flows.
+    """A context that yields the `Facts` of `model`.
 
-    Traffic from a user's `parallelize` is unknown, and not counted.
+    In it, each batch that passes through the model sets the facts' `flows`.
+
+    Traffic from a user's function `parallelize` is unknown, so it does not count.
     """
     plan = tensor_plan(model) if mesh.tensor > 1 and mesh.parallelize is None else {}
     stage_of, ends = stages_of(model, mesh)
@@ -153,7 +159,7 @@ def watched(model: nn.Module, mesh: NodeMesh) -> Iterator[Facts]:
 
 
 class Talk:
-    """All calls of a node's devices in a step, and their cost on the node's `network`."""
+    """All collectives of a node's devices in a step, with their bytes and their time on the node's `network`."""
 
     def __init__(self, mesh: NodeMesh, calls: Sequence[Call]):
         self.mesh, self.calls = mesh, calls
@@ -165,7 +171,7 @@ class Talk:
 
     @property
     def seconds(self) -> float:
-        """Seconds of the slowest stage; 0 if the mesh has no network."""
+        """Seconds that the slowest pipeline stage communicates; 0 if the mesh has no network."""
         if self.mesh.network is None:
             return 0.0
         by_stage = [0.0] * self.mesh.depth
@@ -175,10 +181,13 @@ class Talk:
 
 
 def talk_of_layers(mesh: NodeMesh, parameters: float, layers: int, activation_bytes: float, examples: int) -> Talk:
-    """Return the traffic of a transformer known by its size only: all parameters have 4 bytes and lie in its layers.
+    """Return the traffic inside a node for a transformer, given its size only.
+
+    All parameters count as 4 bytes each, and as parts of the layers.
 
     Args:
-        activation_bytes: bytes from a layer to the next, for all the node's `examples`.
+        parameters: the number of parameters.
+        activation_bytes: bytes that a layer sends to the next layer, for all `examples` of the node.
 
     >>> talk = talk_of_layers(NodeMesh(shard=4), 1e6, 12, 0.0, 32)
     >>> talk.tx_bytes / 4 == 0.75 * 4 * (2e6 + 1e6)
@@ -204,12 +213,12 @@ def talk_of_layers(mesh: NodeMesh, parameters: float, layers: int, activation_by
 
 
 class InsideCost:
-    """Cost of a node's inside traffic in a step.
+    """The cost of the traffic between a node's devices in a step.
 
     Args:
         mesh: the node's split.
         facts: the model's facts.
-        at_once: most examples that the node computes at once. None: a whole step's.
+        at_once: the largest number of examples that the node computes at once. None: all examples of a step.
     """
 
     def __init__(self, mesh: NodeMesh, facts: Facts, at_once: int | None = None):
@@ -217,11 +226,11 @@ class InsideCost:
         self._known: dict[int, float] = {}
 
     def talk(self, examples: int) -> Talk:
-        """Return the devices' calls in a step of `examples`."""
+        """Return the collectives of the node's devices in a step of `examples` examples."""
         return Talk(self.mesh, [*self._of_shards(examples), *self._of_layers(examples), *self._of_cuts(examples)])
 
     def tx_bytes(self, examples: int) -> float:
-        """Return the bytes that all devices of the node send in a step of `examples`. The result is cached."""
+        """Return the bytes that all devices of the node send in a step of `examples` examples. The result is cached."""
         if examples not in self._known:
             self._known[examples] = self.talk(examples).tx_bytes
         return self._known[examples]
@@ -306,9 +315,10 @@ class InsideCost:
 
 
 def stages_of(model: nn.Module, mesh: NodeMesh) -> tuple[Callable[[str], int], dict[str, tuple[int, int]]]:
-    """Return a function from a parameter's or buffer's name to its pipeline device, and the cuts in order.
+    """Return two things: a function that gives the pipeline device of a parameter or buffer by its name, and the cuts.
 
-    Each cut has its two neighboring devices.
+    The cuts are the names of the modules after which the model is cut, in order, each with the devices before and after
+    it.
     """
     if mesh.depth == 1:
         return lambda name: 0, {}

@@ -22,9 +22,9 @@ class NodeMesh:
     """Split each node's model over `size` = stages x shard x tensor devices.
 
     Nothing changes between nodes: a node of several devices is still one row of the fleet, and sends the same bytes.
-    Under `python -m exogym.launch` or torchrun each process is one device of a node. One process computes as one device
-    would, in micro-batches of a device's size. It counts the traffic between devices by formula
-    (`exogym.core.mesh.traffic`), and its time on `network`.
+    Under `python -m exogym.launch` or torchrun each process is one device of a node. A run in one process computes as
+    one device would, in micro-batches of a device's size. It predicts the traffic between devices by formula
+    (`exogym.core.mesh.traffic`), and the time of this traffic on `network`.
 
     Args:
         shard: devices that share the row's columns, each with its own part of the batch (see `shares`). `zero` decides
@@ -32,26 +32,26 @@ class NodeMesh:
         tensor: devices that each compute a part of every layer, on the same examples.
         stages: devices of a pipeline, each with some layers; or a `PipelineParallel` with your own stages.
         microbatches: parts of a device's batch in a pipeline, at least as many as stages. None: 4 per stage, or one per
-            example if there are fewer examples. Only with stages.
+            example if there are fewer examples. This option needs `stages`.
         parallelize: called as `parallelize(model, mesh)` with torch's `DeviceMesh`, whose axes have the names and sizes
-            of `axes`. It splits the model in place, by `fully_shard` or `parallelize_module`. None: split by the
-            model's known plan. Not called in one process.
-        network: link between two devices of a node, as `exogym.network` reads it ("nvlink", "pcie"). None: it takes no
-            time. It counts only in a fit with `network=`, the link between nodes.
+            of `axes`. It splits the model in place, by `fully_shard` or `parallelize_module`. A run in one process does
+            not call it. None: split by the model's known plan.
+        network: link between two devices of a node, as `exogym.network` reads it ("nvlink", "pcie"). None: traffic
+            inside a node takes no time. This time counts only in a fit with `network=`, the link between nodes.
         zero: what `shard` shares. 3: parameters, gradients and optimizer state (`fully_shard`); 2: gradients and
             optimizer state; 1: optimizer state only. With stages, 3 gathers the parameters once a step and frees them
-            after it.
+            after the step.
         schedule: order of a pipeline's work: "gpipe", "1f1b", "interleaved" (two stages or more on each device) or
             "zero_bubble".
-        probe: True: compare the first batch's gradients with the dense model's, and refuse a split with other
+        probe: True: compare the first batch's gradients with the whole model's gradients, and refuse a split with other
             gradients. A module: compare on this smaller model of the same kind. False: trust the split.
 
     Attributes:
         size: devices of a node.
-        axes: sizes by name, outermost first: stages, shard, tensor. Device d of a node has the coordinates of d in an
-            array of that shape (`coordinates`).
-        depth: devices on the stages axis; `stages` if it is a number.
-        pipeline: your own stages, or None.
+        axes: sizes by name, outermost first: stages, shard, tensor. The devices of a node are numbered like the
+            elements of an array of that shape (see `coordinates`).
+        depth: the number of devices on the stages axis. It is `stages`, if `stages` is a number.
+        pipeline: the `PipelineParallel` with your own stages, or None.
 
     Raises:
         ArgumentError: a size is not a whole number of at least 1; the schedule or zero is unknown; pipeline options
@@ -84,7 +84,7 @@ class NodeMesh:
         if isinstance(self.zero, bool) or self.zero not in (1, 2, 3):
             raise ArgumentError(f"zero={self.zero!r} must be 1, 2 or 3 (see NodeMesh)")
         if self.zero != 3 and self.shard == 1:
-            raise ArgumentError(f"zero={self.zero} needs shard= over 1: it decides what shards share")
+            raise ArgumentError(f"zero={self.zero} needs shard= over 1, because zero= sets what the shards share")
         check_choice("schedule", str(self.schedule).lower(), SCHEDULES)
         object.__setattr__(self, "schedule", str(self.schedule).lower())
         if self.parallelize is not None and not callable(self.parallelize):
@@ -152,7 +152,10 @@ class NodeMesh:
         return self.depth * self.shard * self.tensor
 
     def coordinates(self, device: int) -> dict[str, int]:
-        """Return a device's position on each axis; devices of a node count from 0 to size - 1."""
+        """Return the position of device number `device` on each axis.
+
+        A node's devices have the numbers 0 to size - 1.
+        """
         return {
             "stages": device // (self.shard * self.tensor),
             "shard": device // self.tensor % self.shard,
@@ -160,14 +163,15 @@ class NodeMesh:
         }
 
     def shares(self, examples: int) -> tuple[int, ...]:
-        """Return (shard,) how many of a node's `examples` each shard computes.
+        """Return (shard,) how many of a node's `examples` examples each shard computes.
 
-        If they do not divide, the first shards get one more. A mean over the batch weights shards by these numbers.
+        If `examples` is not a multiple of `shard`, the first shards get one example more. A mean over the batch weights
+        the shards by these numbers.
         """
         return even(examples, self.shard)
 
     def micro_batches(self, share: int) -> tuple[int, ...]:
-        """Return the sizes of a pipeline's micro-batches for a shard's `share` of examples."""
+        """Return the sizes of a pipeline's micro-batches, if a shard computes `share` examples."""
         if self.depth == 1:
             return (share,)
         if self.pipeline is not None and self.pipeline.micro_batch_size is not None:
@@ -175,16 +179,16 @@ class NodeMesh:
         return even(share, min(self.microbatches or BUSY * self.depth, share))
 
     def at_once(self, examples: int) -> int:
-        """Return how many examples of a batch of `examples` a device computes at once at most."""
+        """Return the largest number of examples that a device computes at once, for a batch of `examples` examples."""
         return max(self.micro_batches(max(self.shares(examples))))
 
     def bubble(self, examples: int) -> float:
         """Return the share of a step in which a device waits for the pipeline to fill and drain: (S-1)/(M+S-1).
 
         This is GPipe's and 1F1B's share for S stages and M micro-batches of equal length (Huang et al.,
-        arXiv:1811.06965). Interleaved schedules with V stages on a device have V M micro-batches of a V-th of the work
-        (Narayanan et al., arXiv:2104.04473). A zero-bubble schedule counts as its bound, 0 (Qi et al.,
-        arXiv:2401.10241).
+        arXiv:1811.06965). Interleaved schedules with V stages on each device count as V M micro-batches, each with 1/V
+        of the work (Narayanan et al., arXiv:2104.04473). A zero-bubble schedule counts as its lower bound, 0 (Qi et
+        al., arXiv:2401.10241).
         """
         if self.schedule == "zero_bubble":
             return 0.0
@@ -192,7 +196,10 @@ class NodeMesh:
         return (self.depth - 1) / (parts + self.depth - 1)
 
     def compute_share(self, examples: int) -> float:
-        """Return a node's step time as a share of one device's, without communication: 1 / (size (1 - bubble))."""
+        """Return a node's step time divided by one device's step time, without communication.
+
+        The result is 1 / (size (1 - bubble)), with the share `bubble(examples)`.
+        """
         return 1 / (self.size * (1 - self.bubble(examples)))
 
     @property
@@ -226,7 +233,10 @@ class NodeMesh:
         return groups_of([self] * num_nodes, world_size)
 
     def describe(self) -> dict[str, Any]:
-        """Return everything that decides a run's result, as JSON, without options that only change its time."""
+        """Return the options that decide a run's result, as a JSON object.
+
+        Options that change only its time are left out.
+        """
         told: dict[str, Any] = {**self.axes}
         if self.shard > 1:
             told["zero"] = self.zero
@@ -244,7 +254,8 @@ class NodeMesh:
 def groups_of(meshes: Sequence[NodeMesh], world_size: int) -> int:
     """Return how many groups of processes share the nodes of these splits, if `world_size` processes run the script.
 
-    Nodes with the same split may take turns in a group. If splits differ, each node has its own group.
+    If all splits are the same, nodes may take turns in a group of processes. If splits differ, each node has its own
+    group.
 
     Raises:
         ArgumentError: the processes do not make whole groups, or make more groups than nodes.

@@ -1,6 +1,6 @@
 """Speech: clips and their texts, from folders, Hugging Face data sets, or a program that speaks.
 
-Here two tones replace words, and the labels are letters:
+In this example two tones replace words, and the labels are letters:
 
 >>> import io
 >>> import numpy as np

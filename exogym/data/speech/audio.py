@@ -24,7 +24,7 @@ def read_audio(source: str | os.PathLike[str] | bytes, longest_s: float = LONGES
     it returns the length and no samples.
 
     Raises:
-        DataError: the source cannot be read, or is no sound.
+        DataError: the source cannot be read, or is not a sound file.
     """
     soundfile = needs("soundfile", "whisper")
     if not isinstance(source, bytes) and not os.path.isfile(source):  # opening a pipe would wait for its other end
@@ -45,7 +45,10 @@ def read_audio(source: str | os.PathLike[str] | bytes, longest_s: float = LONGES
 
 
 def one_channel(samples: Any, rate: int) -> np.ndarray:
-    """Return (n,) float32 at 16 kHz from samples (n,), (n, channels) or (channels, n). Whole numbers become -1 to 1."""
+    """Return (n,) float32 at 16 kHz from samples (n,), (n, channels) or (channels, n).
+
+    Integers are scaled to -1 to 1.
+    """
     found = np.asarray(samples)
     if found.dtype.kind in "iu":
         found = found / float(np.iinfo(found.dtype).max)
@@ -57,10 +60,10 @@ def one_channel(samples: Any, rate: int) -> np.ndarray:
 
 
 def resample(samples: np.ndarray, rate: int, to: int = SAMPLE_RATE) -> np.ndarray:
-    """Return samples (n,) at another rate. Frequencies below both half rates stay; the others are removed.
+    """Return samples (n,), recorded at `rate`, at the rate `to`.
 
-    It cuts the Fourier spectrum, or fills it up with zeros, and transforms it back at the new length
-    ceil(n to / rate).
+    The function cuts the Fourier spectrum, or fills it up with zeros, and transforms it back at the new length
+    ceil(n to / rate). Only frequencies below half of both rates remain.
 
     >>> tone = lambda rate: np.sin(2 * np.pi * 440 * np.arange(rate // 5) / rate).astype(np.float32)
     >>> bool(np.abs(resample(tone(44_100), 44_100)[500:-500] - tone(16_000)[500:-500]).max() < 0.01)

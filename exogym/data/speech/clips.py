@@ -34,13 +34,13 @@ MARGIN_S = 1.0  # silence after the longest clip; Whisper expects some
 class SpeechClips(BulkDataset):
     """Clips (audio, labels): samples (window,) float32 padded with silence, labels (length,) int64 padded with -100.
 
-    They are kept in memory as 16-bit samples, 115 MB an hour.
+    Memory holds the clips as 16-bit samples: 115 MB for an hour of speech.
 
     Attributes:
         texts, speakers, names: text, speaker and name of each clip.
-        seconds: (n,) the clips' lengths.
-        window_s: the window's length, the same for all clips.
-        targets: (n,) numbers of the clips' speakers; partitions by label deal clips by them.
+        seconds: (n,) the clips' lengths in seconds.
+        window_s: the window's length in seconds, the same for all clips.
+        targets: (n,) the number of each clip's speaker. Partitions by label use it as the clip's label.
     """
 
     def __init__(
@@ -69,14 +69,14 @@ class SpeechClips(BulkDataset):
         return audio, self.labels[indices]
 
     def thinned(self, most: int) -> SpeechClips:
-        """Return at most `most` clips, spread evenly."""
+        """Return at most `most` of these clips, spread evenly over all of them."""
         if len(self) <= most:
             return self
         clips, labels, *words = self._lists([i * len(self) // most for i in range(most)])
         return SpeechClips(clips, labels, self.window_s, *words)
 
     def joined(self, other: SpeechClips, window_s: float) -> SpeechClips:
-        """Return these clips followed by those in `other`, in a window that fits both."""
+        """Return these clips followed by the clips in `other`, in a window that fits all clips."""
         both = zip(self._lists(range(len(self))), other._lists(range(len(other))), strict=True)
         clips, labels, *words = ([*mine, *theirs] for mine, theirs in both)
         return SpeechClips(clips, labels, window_s, *words)
@@ -94,13 +94,13 @@ class SpeechClips(BulkDataset):
 
 @dataclass(frozen=True)
 class Speech:
-    """Speech that was read: clips for training and validation.
+    """A loaded speech data set: clips for training and validation.
 
     Attributes:
         train, val: the training and validation clips.
-        origin: where they came from.
-        left_out: why clips were left out, with the number for each reason.
-        window_s: seconds that fit every clip.
+        origin: where the clips came from.
+        left_out: the number of clips that were left out, for each reason.
+        window_s: length of the window in seconds; every clip fits into it.
     """
 
     train: SpeechClips
@@ -122,16 +122,17 @@ def speech(data: Any, encode: Encode, *, window_s: float | None = None, most_lab
             data set or the folder from its `save_to_disk`, or a sequence of mappings with "audio" (a file, or
             {"array", "sampling_rate"}) and "text".
         encode: function of (text, seconds) that returns the labels, such as `encode` of Whisper's `Tokens`.
-        window_s: leave out longer clips; None: the window is a second longer than the longest clip, in whole
-            seconds, up to 30.
+        window_s: the window's length in seconds. Longer clips are left out. None: a second more than the longest clip,
+            in whole seconds, up to 30.
         most_labels: leave out clips with more labels.
 
-    The manifest or the data set names the validation clips. If it names none, a random fifth of the clips is held out,
-    always the same. Left out and reported are clips that are longer than the window, empty (under 0.1 s, or silence),
-    without words, with too many labels, or unreadable.
+    The manifest or the data set names the validation clips. If it names none, a random fifth of the clips is for
+    validation, always the same fifth. ExoGym leaves out, and reports, clips that are longer than the window, empty
+    (under 0.1 s, or silence), without words, with too many labels, or unreadable.
 
     Raises:
-        DataError: no such data, a manifest that cannot be read or leads out of its folder, or no clip is left.
+        DataError: the data do not exist, the manifest cannot be read or names a file outside its folder, or no clip is
+            left.
     """
     entries, origin = _entries(data)
     clips: list[np.ndarray] = []
@@ -184,9 +185,9 @@ def speech(data: Any, encode: Encode, *, window_s: float | None = None, most_lab
 
 
 def mixed(own: Speech, general: Speech, share: float) -> Speech:
-    """Return `own` with clips of `general` added to its training clips, so that they make up `share` of them.
+    """Add training clips of `general` to those in `own`, so that they are the share `share` of all training clips.
 
-    The validation clips stay the same. The window is the longer one of the two.
+    The validation clips stay the same. The window is the longer window of `own` and `general`.
 
     Raises:
         DataError: `share` is not between 0 and 1.
@@ -287,8 +288,10 @@ def _rows_of(data: Any) -> list[ClipEntry]:
 def find_speech(
     data: Any, encode: Encode, *, window_s: float | None = None, lines: int = 96, held_out: int = 24
 ) -> Speech:
-    """Return `speech(data, ...)`. Without data, search for a folder `speech` in EXOGYM_DATA or the user's cache
-    (exogym/speech). Otherwise espeak-ng reads `lines` and `held_out` lines of Shakespeare aloud.
+    """Load speech: return `speech(data, ...)`.
+
+    Without data, search for a folder `speech` in EXOGYM_DATA or the user's cache (exogym/speech). Otherwise espeak-ng
+    reads `lines` and `held_out` lines of Shakespeare aloud.
 
     Raises:
         DataError, ExoGymError: as in `speech` and `spoken`.

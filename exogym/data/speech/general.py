@@ -1,4 +1,4 @@
-"""Clips of ordinary running speech, to test whether a fine-tuned model still understands it."""
+"""Clips of ordinary running speech, to test whether a fine-tuned model still understands such speech."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class GeneralSpeech:
     """Clips of running speech.
 
     Attributes:
-        clips: each (n,) float32 at 16 kHz, up to 30 s.
-        texts: what the speakers say; None: unknown.
-        origin: where they came from, in words.
+        clips: the clips' samples, each (n,) float32 at 16 kHz, up to 30 s.
+        texts: the clips' texts. None: unknown.
+        origin: a text that says where the clips came from.
     """
 
     clips: list[Tensor]

@@ -33,7 +33,7 @@ VALIDATION = {"val", "valid", "validation", "dev", "test", "testing", "eval", "e
 
 @dataclass(frozen=True)
 class ClipEntry:
-    """A clip: its file or samples, text, speaker, and whether it is held out for validation (None: unknown)."""
+    """A clip: its file or samples, its text, its speaker, and whether it is for validation (None: unknown)."""
 
     audio: Any
     text: str
@@ -43,8 +43,9 @@ class ClipEntry:
 
 
 def find_manifest(data: str | os.PathLike[str]) -> Path | None:
-    """Return the manifest `data`, or the folder's manifest: a file with a usual name, or the only file with a usual
-    ending. Return None if the folder has none.
+    """Return the path of the manifest `data`, or of the manifest in the folder `data`; None if the folder has none.
+
+    A folder's manifest has a usual name, or is the only file with a usual ending.
 
     Raises:
         DataError: the file or folder does not exist.
@@ -64,14 +65,16 @@ def find_manifest(data: str | os.PathLike[str]) -> Path | None:
 
 
 def read_manifest(path: Path) -> list[ClipEntry]:
-    """Return a manifest's clips. It is a CSV file with a header (commas, semicolons, tabs or bars), or JSON lines.
+    """Return a manifest's clips.
+
+    A manifest is a CSV file with a header (commas, semicolons, tabs or bars), or a file of JSON lines.
 
     A clip has a file, relative to the manifest's folder, and a text. It may have a speaker and a split: "train", or
     for validation clips "validation", "test" or a similar word. A file validation.csv or test.csv beside train.csv,
     with the same ending, is read, too. Clips must be inside the folder.
 
     Raises:
-        DataError: a line that cannot be read or names a file outside the folder, or no clips.
+        DataError: a line cannot be read or names a file outside the folder, or the manifest has no clips.
     """
     entries = _entries(path, None if path.stem != "train" else False)
     if path.stem == "train":
@@ -95,7 +98,7 @@ def _entries(path: Path, held_out: bool | None) -> list[ClipEntry]:
             for number, row in rows:
                 found.append(_entry(path, number, row, held_out))
                 if len(found) > MOST_CLIPS:
-                    raise DataError(f"{path} lists more than {MOST_CLIPS:,} clips: split it")
+                    raise DataError(f"{path} lists more than {MOST_CLIPS:,} clips: split it into several")
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"{path} cannot be read as a manifest: {error}") from error
     if not found:
@@ -160,10 +163,10 @@ def _entry(path: Path, number: int, row: Mapping[str, Any], held_out: bool | Non
 
 
 def column(row: Mapping[str, Any], names: tuple[str, ...], where: str) -> Any:
-    """Return the first column among `names` that a row has.
+    """Return the value of the first column in `names` that a row has.
 
     Raises:
-        DataError: it has none of them.
+        DataError: the row has none of these columns.
     """
     for name in names:
         if name in row:

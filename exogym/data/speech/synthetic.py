@@ -39,7 +39,9 @@ STRANGER = Voice("en-gb-scotland+m2", 165, 45)  # never used for training
 
 
 def spoken(lines: Sequence[str], voices: Sequence[Voice] = VOICES) -> list[dict[str, Any]]:
-    """Return the lines read aloud, by one voice after the other: rows with "audio", "text" and "speaker".
+    """Let espeak-ng read the lines aloud. Return a row with "audio", "text" and "speaker" for each line.
+
+    The voices take turns.
 
     Raises:
         ExoGymError: espeak-ng is not installed, or fails.
@@ -72,10 +74,12 @@ def _whole(wav: bytes) -> bytes:
 
 
 def lines_of_shakespeare(count: int, held_out: int, seed: int = 0) -> tuple[list[str], list[str]]:
-    """Return two lists of `count` and `held_out` different lines of four to seven words, drawn from the plays.
+    """Draw lines of four to seven words from Shakespeare's plays. Return two lists of `count` and `held_out` lines.
+
+    All lines are different.
 
     Raises:
-        DataError: the plays were not found, or have too few lines.
+        DataError: the plays were not found, or have too few such lines.
     """
     whole = shakespeare().text
     lines = {line.strip(" ,;:-") for line in whole.split("\n") if not line.endswith(":") and not line.isupper()}

@@ -123,7 +123,7 @@ def test_what_is_refused(monkeypatch):
     with pytest.raises(ModelError, match="it draws random numbers"):
         fit("graphs", FedAvgStrategy("sgd", lr=0.1, H=6), MODELS["dropout"])
     monkeypatch.undo()
-    with pytest.raises(ArgumentError, match="compute='graphs' with device='cpu': it replays CUDA graphs"):
+    with pytest.raises(ArgumentError, match="compute='graphs' with device='cpu': compute='graphs' replays CUDA graphs"):
         fit("graphs", FedAvgStrategy("sgd", lr=0.1, H=6))
 
 

@@ -144,7 +144,7 @@ def test_what_is_zero_may_differ_by_rounding_only():
 
 
 def test_a_gradient_of_another_parameter_or_shape_is_refused():
-    with pytest.raises(ModelError, match="parameter 'b' that the whole one does not have"):
+    with pytest.raises(ModelError, match="parameter 'b' that the whole model lacks"):
         squares({"a": None}, {"b": torch.ones(1)})
     with pytest.raises(ModelError, match=r"shape \(2,\) for 'a', wanted \(3,\)"):
         squares({"a": torch.ones(3)}, {"a": torch.ones(2)})

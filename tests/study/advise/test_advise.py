@@ -574,7 +574,7 @@ def test_its_identities():
         ({"layers": 0}, "layers=0"),
         ({"step_seconds": 0}, "a step must take time"), ({"H": 1.5}, "H=1.5"),
         ({"overlap_steps": 1}, "needs method='streaming'"), ({"latency": "1s"}, "out of reach"),
-        ({"method": "streaming", "overlap_steps": 200}, "needs method='streaming' and H over it"),
+        ({"method": "streaming", "overlap_steps": 200}, "needs method='streaming' and a larger H"),
         ({"bits_per_element": math.nan}, "bits_per_element=nan"),
     ],
 )  # fmt: skip

@@ -1,8 +1,8 @@
-"""Reach or start a Ray cluster, count its free room, and check that its machines have the same versions.
+"""Connect to a Ray cluster or start one, count its free CPUs and GPUs, and check its machines' versions.
 
-A cluster started here listens on the loopback only, demands a token and ends with this process. The cluster gets its
-own token. If the script imported Ray first, the cluster uses Ray's token in ~/.ray instead. Anybody who reaches a
-cluster's ports and has its token can run any code there.
+A cluster that ExoGym starts listens on the loopback interface only, requires a token and ends with this process. The
+cluster gets its own token. If the script imported Ray first, the cluster uses Ray's token in ~/.ray instead. Anybody
+who reaches a cluster's ports and has its token can run any code there.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ alike: set[str] = set()  # machines of the connected cluster whose versions have
 
 
 def connect(address: str | None, runtime_env: Mapping[str, Any] | None) -> None:
-    """Connect this process to a cluster. Without an address, start a cluster on the loopback.
+    """Connect this process to a cluster. If no address is known, start a cluster on the loopback interface.
 
     Args:
         address: "auto" (this machine's cluster), "host:port", or None: the address in RAY_ADDRESS, or a new cluster. If
@@ -118,7 +118,10 @@ def has_gpus() -> bool:
 
 
 def room(need: Mapping[str, float]) -> dict[str, int]:
-    """Return, by machine, how many processes with these needs fit now. Dead machines are left out."""
+    """Return, for each living machine, how many processes now have room on it.
+
+    `need` has the CPUs and GPUs that a process needs, by Ray's names.
+    """
     import ray
     from ray._private.state import available_resources_per_node  # Ray's public calls give only sums over machines
 
@@ -128,7 +131,7 @@ def room(need: Mapping[str, float]) -> dict[str, int]:
 
 
 def no_room(need: Mapping[str, float], processes: int) -> ArgumentError:
-    """Return the error for too many `processes`."""
+    """Return the error which says that the cluster has no room for `processes` processes."""
     import ray
 
     machines = [readable(node["Resources"]) for node in ray.nodes() if node["Alive"]]
@@ -141,7 +144,10 @@ def no_room(need: Mapping[str, float], processes: int) -> ArgumentError:
 
 
 def looker() -> Callable[[], dict[str, str | None]]:
-    """Return a function that returns a process's versions. Ray sends its code, so the process needs no exogym."""
+    """Return a function that returns the versions of Python, torch and ExoGym in the process that calls it.
+
+    Ray sends the function's code, so that process does not need ExoGym.
+    """
 
     def look() -> dict[str, str | None]:
         import hashlib
@@ -174,7 +180,9 @@ def looker() -> Callable[[], dict[str, str | None]]:
 
 
 def check_machines(places: Sequence[tuple[str, Any]]) -> None:
-    """Check that the processes at `places` (machine, place) have the same versions as this process.
+    """Check that the machines have the same versions of Python, torch and ExoGym as this process.
+
+    `places` has (machine, Ray's scheduling strategy for a process on it).
 
     Raises:
         ArgumentError: versions differ, or a runtime environment failed.
@@ -203,7 +211,9 @@ def check_machines(places: Sequence[tuple[str, Any]]) -> None:
 
 
 def check_versions(found: Mapping[str, Mapping[str, str | None]]) -> None:
-    """Compare the processes' versions, by machine, with this process's. Other versions give other bits, or fail.
+    """Compare the versions `found` on each machine with this process's versions.
+
+    Other versions would change results or raise errors.
 
     Raises:
         ArgumentError: versions differ.
@@ -225,7 +235,7 @@ def check_versions(found: Mapping[str, Mapping[str, str | None]]) -> None:
 
 
 def machines() -> list[tuple[str, Any]]:
-    """Return (machine, place on it) for each living machine with CPUs."""
+    """Return (machine, Ray's scheduling strategy for a process on it) for each living machine with CPUs."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

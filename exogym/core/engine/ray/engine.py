@@ -1,8 +1,8 @@
 """The Ray engine: actors hold the rows. The process that called `fit` watches them and holds no rows.
 
 If a process is lost (its actor or its machine), the others end. If `max_restarts` allows, the run restarts from its
-last checkpoint on the machines that are left. If room for more processes appears, the run saves itself, places its rows
-again and continues. The bits stay the same in both cases, because the sums go through the same tree.
+last checkpoint on the machines that are left. If the cluster gets room for more processes, the run saves itself, places
+its rows again and continues. The bits stay the same in both cases, because the sums go through the same tree.
 """
 
 from __future__ import annotations
@@ -33,15 +33,17 @@ BACK_S = 10.0  # seconds until this run's room is free again
 class Ray:
     """Runs on a Ray cluster: `fit(engine="ray")` is `fit(engine=Ray())`.
 
-    ExoGym starts as many processes as have room, at most one per node; `processes=P` sets the number. Each takes
-    `cpus_per_process` CPUs, and one GPU if the run uses GPUs. Ray's own pickle carries model, data, strategy, loggers
-    and callbacks to the processes. Process 0 writes `save_dir` and `run_dir`: give folders that all machines share.
+    ExoGym starts as many processes as the cluster has room for, but at most one per node; `processes=P` sets the
+    number. Each process takes `cpus_per_process` CPUs, and one GPU if the run uses GPUs. Ray's own pickle carries
+    model, data, strategy, loggers and callbacks to the processes. Process 0 writes `save_dir` and `run_dir`: give
+    folders that all machines share.
 
     Args:
         address: "auto" (this machine's cluster), "host:port", or None: the address in RAY_ADDRESS, or a new cluster
             here. A new cluster listens on the loopback only and ends with the script.
         placement: "pack" the processes onto few machines, or "spread" them over many.
-        runtime_env: needs of the processes, as in Ray's `runtime_env` (working_dir, py_modules, pip, env_vars).
+        runtime_env: code, packages and environment of the processes, as in Ray's `runtime_env` (working_dir,
+            py_modules, pip, env_vars).
 
     >>> Ray("10.0.0.1:6379", placement="spread").placement
     'spread'
@@ -182,8 +184,9 @@ class _Watch:
         Raises:
             Moved: the run has saved itself, and there is room for more processes.
             Stopped: the run has stopped after a signal.
-            SystemExit: the run has stopped after SIGTERM; its cause is the `Stopped`.
-            WorkerError: a process was lost. An error raised in a process is raised here too.
+            SystemExit: the run has stopped after SIGTERM. The cause of this error is a `Stopped`.
+            WorkerError: a process was lost.
+            Exception: any error that a process of the run raised.
         """
         import ray
 

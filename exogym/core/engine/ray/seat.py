@@ -1,7 +1,8 @@
 """A process of a run, as a Ray actor, and its connection to the run's other processes.
 
-The processes meet in a store that the first process keeps. They reach it by Ray calls, so it needs no port. gloo uses
-the machine's address in Ray; its own port is closed once all processes are connected.
+The processes find each other through a key-value store, which the first process holds. The others call this store
+through Ray, so the store needs no port. gloo uses the machine's address in Ray. gloo's own port is closed once all
+processes are connected.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class SeatPlan:
     Attributes:
         placement: the node ids of each process.
         on_gpu: whether each process has its own GPU.
-        folder: the script's current folder, used if it exists on the machine; None: Ray's runtime environment sets it.
+        folder: the script's current folder. A process changes to this folder if its machine has it. None: Ray's
+            runtime environment sets the folder.
     """
 
     placement: Sequence[Sequence[int]]
@@ -63,7 +65,10 @@ def _or_lost(call: Callable[[], Result], *about: Any) -> Result:
 
 
 class Seat:
-    """An actor. `train` runs in one thread; `stop` and `ask` run in others at the same time."""
+    """A Ray actor: one process of a run.
+
+    `train` runs in one thread; `stop` and `ask` run in other threads meanwhile.
+    """
 
     def __init__(self) -> None:
         self._asked = threading.Event()
@@ -75,7 +80,7 @@ class Seat:
         self._asked.set()
 
     def ask(self, said: dict[str, Any]) -> dict[str, Any]:
-        """Answer a question to the store, and wait until there is an answer."""
+        """Pass the request `said` to the key-value store in this process. Wait for the answer and return it."""
         own: Future[dict[str, Any]] = Future()
         with self._lock:
             number = next(self._numbers)
@@ -85,7 +90,7 @@ class Seat:
         return own.result()
 
     def train(self, process: int, seating: SeatPlan, work: bytes, first: Any) -> tuple[Any, ...]:
-        """Run `work`, a pickled function of a wire, together with all processes. The seat `first` keeps the store.
+        """Run `work`, a pickled function of a wire, together with all processes. The actor `first` holds the store.
 
         Returns:
             ("done", result), ("stopped", step, `Stopped.left`), ("lost", reason) or ("error", *`packed`).
