@@ -162,18 +162,19 @@ class AsyncDiLoCoStrategy(ClockedStrategy):
         rule: "delayed_nesterov", "nesterov" (naive), "discount" or "fedbuff"; see the top of this file.
         dylu: dynamic local updates. Node w takes H_w = max(1, floor(v_w / max v * H)) steps in a round, where v_w is
             its mean number of steps per second. So all nodes return at about the same time.
-        shard_sampling: for each round a node draws shard i of the data with a probability p_i ~ max(|D_i| / sum_j |D_j|
-            - n_i / sum_j n_j, 0). |D_i| is the shard's size, and n_i counts the examples taken from it so far. So all
-            shards are used evenly although some nodes are faster.
-        grace_s: virtual seconds that the server waits for more nodes after an arrival. It applies their Delta one after
-            the other, and all these nodes pull the same theta. 0: no waiting. math.inf: the server waits for all nodes.
+        shard_sampling: for each round a node draws a shard of the data. The probability of shard i is proportional to
+            max(|D_i| / sum_j |D_j| - n_i / sum_j n_j, 0), where |D_i| is the shard's size, and n_i counts the examples
+            taken from it so far. So all shards are used evenly although some nodes are faster.
+        grace_s: virtual seconds that the server waits for more nodes after an arrival. Then the server applies all
+            arrived Delta one after the other, and the nodes pull the same theta. 0: no waiting. math.inf: the server
+            waits for all nodes.
         period: K, the number of arrivals that weigh as much as one outer step of DiLoCo. None: N.
         activation: c, the share of the momentum that `delayed_nesterov` applies at an arrival within a period, from 0
             to 1/K. With c > 0 the strategy differs from DiLoCo, even if all nodes are equally fast.
         delay_compensation: lambda. The server applies Delta + lambda Delta * Delta * (theta - theta_pulled),
             elementwise, instead of Delta (arXiv:1609.08326). 0: no compensation.
-        max_staleness: most updates of theta between a node's pull and its push. The server drops a Delta with more
-            updates. None: it drops no Delta.
+        max_staleness: the server drops a Delta if theta was updated more than this number of times between the node's
+            pull and its push. None: the server drops no Delta.
         lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`. A learning rate schedule follows the fleet's
             step, so it ends at the same time for fast and slow nodes. With `shard_sampling` it follows the shard's
             steps.
@@ -184,9 +185,9 @@ class AsyncDiLoCoStrategy(ClockedStrategy):
 
     At the end of training each node pushes the steps since its last push (`final_sync`). Only nodes that push then also
     pull once more, so as many bytes go up as down. If fewer than K pushes then wait under `fedbuff`, the server takes a
-    step with g = A/K. These last rounds are shorter. If one of them completes a period, the server still takes the
-    whole step along the momentum, so the loss may jump there. Nodes also send buffers that training changes: if n nodes
-    pull together, the server's buffers move by n/N toward the mean of these nodes' buffers. Planned faults
+    step with g = A/K. These last rounds are shorter than H steps. If such a round completes a period, the server still
+    takes the whole step along the momentum, so the loss may jump there. Nodes also send buffers that training changes:
+    if n nodes pull together, the server's buffers move by n/N toward the mean of these nodes' buffers. Planned faults
     (`fit(faults=...)`) and compute="vmap" are refused.
 
     >>> strategy = AsyncDiLoCoStrategy(inner_optim='adamw', H=50, lr=3e-4, dylu=True)

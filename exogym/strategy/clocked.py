@@ -56,8 +56,8 @@ class ClockedStrategy(Strategy):
     Attributes:
         H: local steps of a node's round; with `dylu`, of the fastest node's round.
         grace_s: virtual seconds that the server waits for more nodes once enough nodes have arrived.
-        max_staleness: most updates of theta between a node's pull and its push. The server drops a Delta with more
-            updates. None: it drops no Delta.
+        max_staleness: the server drops a Delta if theta was updated more than this number of times between the node's
+            pull and its push. None: the server drops no Delta.
         shard_sampling: whether nodes draw a shard of the data for each round (`exogym.core.training.shards`).
         delay_compensation: lambda. The server applies Delta + lambda Delta * Delta * (theta - theta_pulled),
             elementwise, instead of Delta. 0: no compensation.

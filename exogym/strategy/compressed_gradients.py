@@ -41,7 +41,7 @@ class CompressedMean(GradientModule):
         error_feedback: each node adds to its next message what compression left out of the last one.
 
     State: with error feedback, each node's error, (rows, P). With error feedback each node's own gradient is clipped;
-    without it, the mean.
+    without error feedback the mean is clipped.
     """
 
     weighted_means = right_in_mean = True

@@ -47,9 +47,9 @@ class Module(Stateful, ABC):
             nodes by their work. If False, balance="batch" and balance="steps" are refused.
         only_means: whether the module averages only parts of a mean (a shard, a factor), which no robust rule can
             replace.
-        right_in_mean: whether a node's message is right only in the mean: sparse entries, values rounded at random, or
-            values whose rest is kept for later (error feedback). No robust rule can replace such a mean: the median of
-            sparse entries is zero, and the sent values would be lost.
+        right_in_mean: whether only the mean of the nodes' messages is right, not each message alone. Examples: sparse
+            entries, values rounded at random, or values that are only partly sent (error feedback). No robust rule can
+            replace such a mean: the median of sparse entries is zero, and the sent values would be lost.
     """
 
     acts_on = "elements"

@@ -88,7 +88,7 @@ class Row:
         utilisation: share of a node's time in which it computes; `waiting_share` and `utilisation` sum to 1.
         speedup: the fleet's examples per second, divided by the fastest node's examples per second alone.
         goodput: share of time in which nodes compute results that no failure destroys. None: no failures were given.
-        speedup_range: lowest and highest likely speed-up: the times of collectives may differ by factors (`SPREAD`).
+        speedup_range: lowest and highest likely speed-up, if the times of collectives differ by the factors `SPREAD`.
         couples_every: steps until the whole model has been exchanged once and has arrived.
         algorithms: the algorithm of each collective.
         meets_target: whether the slowest node computes for at least the target share of its time.
@@ -271,7 +271,7 @@ def advise(
         if count is not None and count != num_nodes:
             raise ArgumentError(f"{name} is for {count} nodes, wanted num_nodes={num_nodes}: give the same number")
     if not time.seconds.all():
-        raise ArgumentError("step_seconds=0: a step must take time")
+        raise ArgumentError("step_seconds=0: a step must take time, so give a number over 0")
     alone, talk = time, _talk(node, parameters, layers, activation_bytes, batch_size)
     if talk is not None and node is not None:
         time = time.for_work(np.array([node.compute_share(_examples(node, batch_size))]), talk.seconds)
@@ -344,8 +344,8 @@ def _talk(
         return None if node is None else talk_of_layers(node, parameters, layers or 1, 0.0, _examples(node, None))
     if layers is None or activation_bytes is None:
         raise ArgumentError(
-            f"node={node}: give the model's layers=, and activation_bytes=, the bytes between two layers for a node's "
-            "batch: batch x tokens x width x 4"
+            f"node={node}: give layers=, the number of the model's layers, and activation_bytes=, the bytes between "
+            "two layers for a node's batch (batch x tokens x width x 4)"
         )
     if batch_size is not None:
         check_count("batch_size", batch_size)

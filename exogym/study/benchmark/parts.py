@@ -22,7 +22,7 @@ METHODS = (SINGLE, "ddp", "diloco:H=10", "diloco:H=30:outer_lr=0.7", "sparta:p_s
 
 @dataclass(frozen=True)
 class Scope:
-    """The tasks, numbers of nodes and methods to train.
+    """The extent of a benchmark: the tasks, numbers of nodes and methods to train.
 
     Attributes:
         steps: dict from task to its number of steps. Other tasks take their own number of steps.

@@ -82,9 +82,10 @@ def bytes_are(first: str, second: str, share: float, within: float = 0.05) -> Ch
 
 
 def ascending(labels: Sequence[str], measure: str = "val_loss") -> Check:
-    """Return a check: mean `measure`s of cells ascend in the order of `labels`, and the last exceeds the first.
+    """Return a check: the cells' means of `measure` ascend in the order of `labels`.
 
-    The last cell must exceed the first in every seed. The check is undecided if it does so only in some seeds.
+    The last cell must also exceed the first cell in every seed. The check is undecided if this holds only in some
+    seeds.
     """
 
     def check(found: Found) -> Seen:

@@ -38,7 +38,7 @@ exogym reproduce --list
 
 
 class Page:
-    """A page and its results.
+    """A page of reproductions and its file of results.
 
     Args:
         path: path of the .md file.

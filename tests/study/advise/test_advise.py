@@ -604,7 +604,7 @@ def test_devices_of_a_node_share_a_step_out_and_talk():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"node": NodeMesh(tensor=2)}, "give the model's layers=, and activation_bytes="),
+        ({"node": NodeMesh(tensor=2)}, "give layers=, the number of the model's layers"),
         ({"node": NodeMesh(shard=2), "layers": 2, "activation_bytes": 1.0}, "activation_bytes is for node="),
         ({"layers": 2}, "layers is for node="),
         ({"node": NodeMesh(shard=2), "layers": 0}, "layers=0 must be"),

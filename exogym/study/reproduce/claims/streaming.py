@@ -1,4 +1,4 @@
-"""Claims about averages that arrive late, in parts, and in few bits."""
+"""Claims about averages that arrive late, or are sent in parts or in few bits."""
 
 from __future__ import annotations
 
