@@ -1,8 +1,8 @@
-"""Limits for the disk space on this machine that a host may fill in a launch.
+"""Limits for the disk space on this machine that one host of a run may fill.
 
-printed output    256 MB; later output is printed but not saved
-files of the run  1 GB of files while it trains; the rest comes at the end of the run
-fetched files     a quarter of the free space at the first file
+printed output    256 MB are saved; later output is printed but not saved
+files of the run  1 GB is copied while the run trains; the rest is copied at the end of the run
+fetched files     a quarter of the disk space that was free when the first file was fetched
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ LINE_BYTES = 1 << 20  # longest line that is read as one
 
 
 class Budget:
-    """Bytes that may still be written.
+    """A limit for written bytes: `most_bytes` in total, of which `left` may still be written.
 
     >>> budget = Budget(10)
     >>> budget.take(6), budget.take(6), budget.left, budget.take(4)
@@ -29,7 +29,7 @@ class Budget:
         self._lock = threading.Lock()
 
     def take(self, count: int) -> bool:
-        """Take `count` bytes and return True. If fewer are left, take none and return False."""
+        """Subtract `count` bytes from the remaining bytes and return True. If too few remain, only return False."""
         with self._lock:
             if count > self.left:
                 return False
@@ -38,6 +38,6 @@ class Budget:
 
     @classmethod
     def of_disk(cls, folder: Path) -> Budget:
-        """Return the share of the free disk that files fetched from one host may fill."""
+        """Return the budget for files fetched from one host: a quarter of the free space on the disk of `folder`."""
         there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
         return cls(int(FETCHED_SHARE * shutil.disk_usage(there).free))

@@ -1,4 +1,4 @@
-"""The connection to one host during a run: it receives the host's output, and sends signs of life."""
+"""The connection to one host during a run. It receives the host's output, and sends the controller's signs of life."""
 
 from __future__ import annotations
 
@@ -32,15 +32,16 @@ FAILED = re.compile(r"exogym: (?!rank [\d of]+ lost its connection)(rank \d+.*);
 
 
 class Logs:
-    """Prints the hosts' output after the host's name, and saves it in the run's folder.
+    """Prints the hosts' output, each line after its host's address, and saves the output in the run's folder.
 
     Args:
         folder: folder for `training_rank_{rank}.log` (a rank's output) and `host_{number}.log` (output of the host's
             launcher or ssh). At most `most_bytes` are saved for each host.
-        echo: whether to print the output here, too.
+        echo: True: also print the output on this machine's terminal.
 
     Attributes:
-        first: the host's number and its launcher's line about the rank that failed first. None: no rank has failed.
+        first: the first failure: the number of the failed rank's host, and the launcher's line about this rank. None:
+            no rank has failed.
     """
 
     def __init__(self, folder: Path, echo: bool = True, most_bytes: int = PRINTED_BYTES):
@@ -53,7 +54,7 @@ class Logs:
         self._blocks: set[tuple[int, int, str]] = set()  # (host, stream, file) inside a harmless block
 
     def take(self, number: int, address: str, line: str, terminal: TextIO, ranks: Container[int] | None = None) -> None:
-        """Take a line of output from host `number`. With `ranks`, only these ranks have their own files."""
+        """Print and save a line of host `number`'s output. With `ranks`, only these ranks' lines go to ranks' files."""
         found = RANK.match(line)
         if found is not None and ranks is not None and int(found[1]) not in ranks:
             found = None
@@ -91,13 +92,15 @@ class Logs:
 
 
 class Channel:
-    """Starts a host's part of a run over SSH, and receives the host's output and reports.
+    """Starts a host's processes of a run over SSH, and receives the host's output and reports.
 
     Args:
-        number: the host's number in the hosts file.
-        order: the host's part.
+        number: the number of `order` in the launch.
+        order: the command for the host.
+        logs: prints and saves the host's output.
         board: receives the host's reports.
-        ended: called with this channel, in another thread, when the part has ended. `status` is then the exit status.
+        ended: called with this channel, in another thread, when the host's command has ended. This channel's `status`
+            is then the exit status.
     """
 
     def __init__(self, number: int, order: HostOrder, logs: Logs, board: Board, ended: Callable[[Channel], None]):
@@ -115,13 +118,13 @@ class Channel:
             thread.start()
 
     def beat(self) -> None:
-        """Send the host a sign of life."""
+        """Send the host a sign that the controller still runs."""
         with self._lock, contextlib.suppress(OSError):
             if self._input is not None:
                 os.write(self._input, b".")
 
     def stop(self) -> None:
-        """Ask the host to end its part."""
+        """Ask the host to end its processes of the run."""
         with self._lock, contextlib.suppress(OSError):
             if self._input is not None:
                 self._input = None
@@ -129,12 +132,12 @@ class Channel:
                 self.process.stdin.close()
 
     def kill(self) -> None:
-        """Cut the connection. The host then ends its part by itself."""
+        """Cut the connection to the host. The host then ends its processes of the run by itself."""
         self.stop()
         self.process.kill()
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for the host's part to end. Return False if it has not ended after `timeout_s`."""
+        """Wait until the host's command has ended. Return False if it still runs after `timeout_s` seconds."""
         try:
             self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""Copy a file from a host to this machine over ssh, with a checksum, without holding it in memory."""
+"""Copy a file from a host to this machine over ssh, in small pieces, and compare the checksums of both files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def fetch(host: Host, folder: str, path: str, target: Path, budget: Budget) -> N
     """Copy the file `path` in `folder` of `host` to `target` here, completely or not at all.
 
     Args:
-        budget: the host's remaining budget. Larger files are rejected. No file is read beyond its announced size.
+        budget: the bytes that files from this host may still fill here. Larger files are rejected. If the host sends
+            more bytes than it announced, the rest is not read.
 
     Raises:
         ExoGymError: the file does not exist, is too large, was damaged on the way, or cannot be written here.
@@ -33,9 +34,9 @@ def fetch(host: Host, folder: str, path: str, target: Path, budget: Budget) -> N
         size, digest = _facts(inquiry.ask("fetch", folder=folder, path=path))
         if not budget.take(size):
             raise ExoGymError(
-                f"{path} of {host.address} has {readable_bytes(size)}, but the host may fill only "
-                f"{readable_bytes(budget.left)} more of its {readable_bytes(budget.most_bytes)} here: free some space "
-                "on this machine, or copy the file by hand"
+                f"{path} of {host.address} has {readable_bytes(size)}, but this host's files may fill only "
+                f"{readable_bytes(budget.left)} more on this machine's disk (limit: {readable_bytes(budget.most_bytes)}"
+                "): free some space here, or copy the file by hand"
             )
         with beside(target) as made:
             with open(made, "wb") as file:

@@ -2,7 +2,8 @@
 
     hosts.json   each host's state, device, use of CPU, GPU, memory and network, last steps, restarts; events
 
-Hosts report over their existing connections. Reports are not trusted: only known names with numbers are taken.
+Hosts send their reports over the run's ssh connections. The controller does not trust them: it only uses known names
+whose values are finite numbers.
 """
 
 from __future__ import annotations
@@ -36,16 +37,17 @@ Row = dict[str, Any]
 
 
 class Board:
-    """The state of a launch's hosts.
+    """The states of a run's hosts, from the hosts' reports. Saves the states in `hosts.json`.
 
     Args:
-        folder: the launch's folder on the controller.
-        mirror: the run folder inside `folder`. Rank 0's host sends its files. None: no run folder.
-        host_mirror: path of the same run folder on that host, relative to the project's folder.
-        told_bytes: most bytes that the files in `mirror` may take.
+        folder: the folder of the run's logs on the controller.
+        mirror: the controller's copy of the run folder, inside `folder`. Rank 0's host sends its files while the run
+            trains. None: the run folder is not copied.
+        host_mirror: path of the run folder on rank 0's host, relative to the project's folder.
+        told_bytes: largest size of all files in `mirror` together.
 
     Attributes:
-        mark: text that starts each line with a report.
+        mark: text at the start of each output line that is a report.
     """
 
     def __init__(
@@ -63,7 +65,7 @@ class Board:
             (mirror / TOKEN).write_text(self.mark)
 
     def asked_of(self, order: HostOrder) -> Row | None:
-        """Return the report settings for an order's host; None: no reports."""
+        """Return the settings of the reports that the host of `order` sends. None: it sends no reports."""
         if not order.ranks:
             return None
         sends = self.mirror is not None and order.ranks[0] == 0
@@ -71,7 +73,7 @@ class Board:
         return {"mark": self.mark, "every_s": EVERY_S, "mirror": mirror if sends else None}
 
     def started(self, order: HostOrder) -> None:
-        """Note that a host starts its part, or starts it again."""
+        """Note that the host of `order` starts its processes, for the first time or again."""
         if not order.ranks:
             return
         address = order.host.address
@@ -85,7 +87,7 @@ class Board:
             self._event("started" if before is None else "started again", address)
 
     def take(self, order: HostOrder, text: str) -> None:
-        """Read a host's report. `text` is the line without its prefix."""
+        """Read a report from the host of `order`. `text` is the report's line without its mark."""
         try:
             said = json.loads(text)
         except (ValueError, RecursionError):
@@ -99,7 +101,7 @@ class Board:
             self._keep(said)
 
     def ended(self, order: HostOrder, state: str, why: str | None = None) -> None:
-        """Note that a host's part is over: "done", "failed" or "lost"."""
+        """Note that the processes on the host of `order` have ended, with the state "done", "failed" or "lost"."""
         host = self._hosts.get(order.ranks[0]) if order.ranks else None
         if host is None:
             return
@@ -108,7 +110,7 @@ class Board:
             self._event(state, order.host.address, **({} if why is None else {"why": why}))
 
     def close(self) -> None:
-        """Note that no host runs any more."""
+        """Note that the run is over on all hosts, and save the states."""
         with self._lock:
             for host in self._hosts.values():
                 if host["state"] in ("starting", "running"):
@@ -186,10 +188,10 @@ class Board:
 
 
 def read_hosts(folder: str | os.PathLike[str]) -> Row:
-    """Return the states of a run's hosts. {} if the run has no hosts.
+    """Return a run's hosts, each with its state, and the run's events. Return {} if the run has no hosts.
 
-    The state of a host is "unknown" if the run's controller is lost, and "silent" if the host has not reported for a
-    while.
+    The state of a host is "unknown" if the run's controller is lost, and "silent" if the host has not reported for
+    15 seconds.
     """
     found = read_object(Path(folder) / NAME)
     hosts: list[Row] | None = found.get("hosts")
@@ -209,7 +211,7 @@ def read_hosts(folder: str | os.PathLike[str]) -> Row:
 
 
 def figures(said: Mapping[str, Any], names: Iterable[str]) -> Row:
-    """Return the names whose value is a finite number.
+    """Return the entries of `said` that are in `names` and whose value is a finite number.
 
     >>> figures({"cores": 2, "cpu_use": "<b>", "rx_bps": float("nan"), "more": 1}, ("cores", "cpu_use", "rx_bps"))
     {'cores': 2}

@@ -46,17 +46,18 @@ EXAMPLE = '{"master": "192.168.1.100", "workers": ["192.168.1.101"], "ssh_user":
 
 @dataclass(frozen=True)
 class Host:
-    """One host, with the file's common fields as defaults.
+    """One host of a hosts file. Fields that its entry lacks come from the file's common fields.
 
     Attributes:
-        address: name or address for the other hosts. An interface of the host must have it.
-        ssh_host: its name for ssh: the address, or an alias in the user's ssh config.
-        user, key, port: for ssh; None: from the user's ssh config.
-        python: the host's Python; None: see `interpreter`.
-        path: the project's folder on the host; None: the same path as here.
-        device: "auto", "cpu", "cuda", "cuda:0" or "mps".
+        address: name or IP address at which the other hosts reach this host. One of the host's network interfaces must
+            have this address.
+        ssh_host: the host's name for ssh: the address, or an alias in the user's ssh config.
+        user, key, port: user name, file of the private key, and port for ssh; None: from the user's ssh config.
+        python: path of the host's Python; None: see `interpreter`.
+        path: the project's folder on the host; None: the same path as on the controller.
+        device: device for the host's processes: "auto", "cpu", "cuda", "cuda:0" or "mps".
         slots: number of processes on the host.
-        ssh_config: file that ssh reads instead of the user's config, or None.
+        ssh_config: file that ssh reads instead of the user's config; None: the user's config.
     """
 
     address: str
@@ -72,7 +73,7 @@ class Host:
 
     @property
     def interpreter(self) -> str:
-        """The host's Python. Default: this process's Python on this machine, python3 on another."""
+        """The host's Python: `python`, if given. Otherwise this process's Python on this machine, python3 elsewhere."""
         return self.python or (sys.executable if self.is_local else "python3")
 
     @property
@@ -81,7 +82,7 @@ class Host:
 
     @property
     def is_local(self) -> bool:
-        """Whether the host is this machine, under this user. Then commands run without ssh.
+        """Whether the host is this machine, with the current user. Commands then run without ssh.
 
         >>> Host("localhost", "localhost").is_local
         True
@@ -95,7 +96,7 @@ class Host:
 
 @dataclass(frozen=True)
 class HostsConfig:
-    """The hosts of a run, the master first, and the port at which they meet on it.
+    """The hosts of a run. The master is the first host. The other hosts connect to it at `master_port`.
 
     >>> config = HostsConfig.load({"master": "10.0.0.1", "workers": [{"address": "10.0.0.2", "slots": 2}]})
     >>> config.slots, config.master.address, config.hosts[1].slots
@@ -120,11 +121,11 @@ class HostsConfig:
 
     @property
     def addresses(self) -> list[str]:
-        """Each process's host address, by rank."""
+        """For each rank, the address of its host."""
         return [host.address for host in self.hosts for _ in range(host.slots)]
 
     def ranks(self, index: int) -> range:
-        """Return the ranks of host number `index`."""
+        """Return the ranks of the processes on `hosts[index]`."""
         first = sum(host.slots for host in self.hosts[:index])
         return range(first, first + self.hosts[index].slots)
 
@@ -133,7 +134,8 @@ class HostsConfig:
         """Read hosts from a JSON file, or from a dict of the same form.
 
         Raises:
-            ArgumentError: the file cannot be read, or a field is unknown, missing or wrong; the message names it.
+            ArgumentError: the file cannot be read, or a field is unknown, missing or wrong. The message names the
+                field.
         """
         if isinstance(source, HostsConfig):
             return source

@@ -1,4 +1,4 @@
-"""Ask a host questions, and find the cause if it does not answer."""
+"""Ask a host questions, and find the cause if the host does not answer."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Unanswered(Exception):
 
 
 class Inquiry:
-    """Starts `onhost/probe.py` on a host and asks it.
+    """Starts the program `onhost/probe.py` on a host and asks it questions about this host.
 
     Args:
         host: the host to ask.
-        answer_s: seconds to wait for each answer; None: only ssh detects a lost host.
+        answer_s: seconds to wait for each answer; None: no limit, so only ssh detects a lost host.
     """
 
     def __init__(self, host: Host, answer_s: float | None):
@@ -40,7 +40,7 @@ class Inquiry:
         self._reader.start()
 
     def ask(self, question: str, **given: Any) -> Any:
-        """Return the answer, or {"error": text} if the host could not answer.
+        """Send a question and return the host's answer, or {"error": text} if an error occurred on the host.
 
         Raises:
             Unanswered: the connection is gone, or the answer is late, too long or invalid.
@@ -78,7 +78,7 @@ class Inquiry:
             pass
 
     def end(self, wait_s: float | None = None) -> None:
-        """End the connection; cut it after `wait_s` seconds (None: `answer_s`)."""
+        """End the connection to the host. If this takes `wait_s` seconds (None: `answer_s`), cut the connection."""
         process = self.process
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None
         with contextlib.suppress(OSError):
@@ -93,7 +93,7 @@ class Inquiry:
         process.stderr.close()
 
     def diagnosis(self) -> tuple[str, str, str]:
-        """Return the failed check, the finding and the remedy, after a connection without an answer."""
+        """Return why the host gave no answer: the failed check, its finding and the remedy."""
         said = _last(self._errors.decode("utf-8", "replace"))
         if self.late:
             return "reachable", f"no answer within {self.answer_s:g} s", "check the host's load and its network"
@@ -109,7 +109,7 @@ class Inquiry:
 
 
 def ask(host: Host, question: str, answer_s: float = ANSWER_S, **given: Any) -> Any:
-    """Ask a host one question of `onhost/probe.py`.
+    """Ask a host one question, over a new connection, and return the answer of `onhost/probe.py` there.
 
     Raises:
         ExoGymError: the host did not answer. The message says what to do.
@@ -155,7 +155,10 @@ _SIGNS = (
 
 
 def diagnose(host: Host, errors: str) -> tuple[str, str, str]:
-    """Return the failed check, the finding and the remedy, from ssh's stderr.
+    """Return why ssh could not connect to `host`: the failed check, ssh's message and the remedy.
+
+    Args:
+        errors: what ssh wrote to stderr.
 
     >>> diagnose(Host("h", "h"), "ssh: connect to host h port 22: Connection refused")[:2]
     ('reachable', 'ssh: connect to host h port 22: Connection refused')

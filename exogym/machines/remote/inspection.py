@@ -1,4 +1,4 @@
-"""Check one host, with a remedy for each problem."""
+"""Check one host before a run, and name a remedy for each problem."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OWN_FOLDER = "not the master's: this host keeps its own nodes' rows, and can res
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the table: host, check, whether it passed, the finding, and the remedy.
+    """A check's result on one host: the check's name, whether it passed (`ok`), what it found (`seen`), and the remedy.
 
     >>> check = Check("10.0.0.2", "disk", ok=False, seen="1 GB free", remedy="remove old runs")
     >>> check.ok, check.remedy
@@ -40,7 +40,7 @@ class Check:
 
 
 class Controller:
-    """What the hosts must match: this machine's versions and the project's files.
+    """This machine's versions of torch and exogym, and checksums of the project's files. The hosts' must be equal.
 
     Args: see `check_hosts`.
     """
@@ -59,10 +59,17 @@ class Controller:
 
 
 class Inspection:
-    """Asks one host, and collects the results in `checks`.
+    """Checks one host and collects the results in `checks`.
+
+    Args:
+        config: the hosts of the run.
+        index: number of the checked host in `config.hosts`.
+        here: the controller's versions and files, with which the host is compared.
+        answer_s: seconds to wait for each answer of the host.
 
     Attributes:
-        place: address and port where the other hosts should reach this host; None: unknown.
+        checks: the results so far.
+        place: address and port at which the other hosts should reach this host; None: unknown.
     """
 
     def __init__(self, config: HostsConfig, index: int, here: Controller, answer_s: float):
@@ -76,7 +83,7 @@ class Inspection:
     # Three parts; all hosts do each part at the same time
 
     def look(self) -> None:
-        """Check the host itself."""
+        """Check the host's login, software, disk, device and address."""
         try:
             self._inquiry = Inquiry(self.host, self.answer_s)
             self._python()
@@ -100,7 +107,7 @@ class Inspection:
                 self.here.token_is_written.set()
 
     def reach(self, places: dict[int, tuple[str, int]]) -> None:
-        """Check that the host can connect to the other hosts' `places`."""
+        """Check that this host can connect to the other hosts. `places` has each host's address and port."""
         if self._inquiry is None or self.index not in places:
             return
         targets = [place for i, place in places.items() if i != self.index]
@@ -129,7 +136,7 @@ class Inspection:
             self._inquiry.end()
 
     def abort(self) -> None:
-        """End the connection at once, even while another thread waits for an answer."""
+        """Cut the connection at once, even while another thread waits for an answer."""
         if self._inquiry is not None:
             self._inquiry.process.kill()
 

@@ -11,7 +11,7 @@ from exogym.machines.remote.profile import RunProfile
 
 
 def main(words: Sequence[str]) -> None:
-    """Train by a profile, given as JSON, in this process's group."""
+    """Train in this process and its process group, as the profile in `words[0]` (JSON) says."""
     profile = RunProfile(**json.loads(words[0]))
     model, train, val, task = profile.problem()
     # Inside a world the hosts are given.

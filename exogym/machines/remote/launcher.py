@@ -1,4 +1,4 @@
-"""Start a script on all hosts of a hosts file, print its output here, and leave nothing running."""
+"""Start a script on all hosts of a hosts file, print its output here, and end all its processes."""
 
 from __future__ import annotations
 
@@ -36,23 +36,23 @@ class SSHLauncher:
 
     Args:
         hosts_config: a hosts file or a dict (see `HostsConfig.load`).
-        sync: copy the project's folder to the hosts first, with rsync.
-        max_restarts: restarts of all processes after a failure.
-        min_hosts: continue while at least this many hosts are left, and take back hosts that return; `max_restarts`
-            then counts for each host. The script's training must support it (see `NetworkTrainer`). None: all hosts are
-            needed.
-        retries: restarts of the whole run on all hosts after a host was lost, with longer and longer pauses. The
-            processes find their number in EXOGYM_NETWORK_RETRY.
-        project: the project's folder here. Default: the current folder.
+        sync: True: first copy the project's folder to the hosts, with rsync.
+        max_restarts: how often all processes may be restarted after a failure.
+        min_hosts: continue the run while at least this many hosts are left, and take back hosts that return. Each host
+            then has its own `max_restarts`. The script's training must support lost hosts (see `NetworkTrainer`).
+            None: the run needs all hosts.
+        retries: how often the whole run may be restarted on all hosts after a host was lost, with longer and longer
+            pauses. After such a restart the processes find the number of restarts in EXOGYM_NETWORK_RETRY.
+        project: the project's folder on this machine. Default: the current folder.
         out: folder in which each run gets a new folder for its logs.
-        start_timeout_s: seconds for the hosts' launchers to meet.
-        answer_s: seconds to wait for each answer before the run.
-        echo: print the processes' output here.
+        start_timeout_s: seconds within which the launchers of all hosts must connect to each other.
+        answer_s: seconds to wait for each of a host's answers in the checks before the run.
+        echo: print the processes' output on this machine.
 
     Attributes:
         folder: the last run's folder.
         finished: hosts that finished the last run without an error.
-        first_failure: the reason of that run's first failure, in words; None: unknown.
+        first_failure: description of the last run's first failure; None: unknown.
 
     >>> launcher = SSHLauncher({"master": "localhost"}, max_restarts=1)
     >>> launcher.config.slots
@@ -94,7 +94,7 @@ class SSHLauncher:
         self.first_failure: str | None = None
 
     def check(self, save_dir: str | None = None) -> list[Check]:
-        """Check all hosts (see `check_hosts`)."""
+        """Check all hosts, and return one `Check` per host and check (see `check_hosts`)."""
         return check_hosts(self.config, project=self.project, sync=self.sync, save_dir=save_dir, answer_s=self.answer_s)
 
     def launch(
@@ -110,18 +110,20 @@ class SSHLauncher:
     ) -> int:
         """Run `script` with `args` in every slot of every host, wait, and return the exit code.
 
-        Each host is checked first. Its processes have torchrun's environment variables and EXOGYM_NETWORK=1. Their
-        output appears here after the host's address, and in files in `folder`.
+        Each host is checked first. The script's processes have torchrun's environment variables and EXOGYM_NETWORK=1.
+        This machine prints the processes' output, each line after the host's address, and saves it in `folder`.
 
         Args:
             script: the path of a Python file in the project's folder, or with `module=True` the name of a module.
-            args: handed to the script, as text.
-            environment: added to the environment on all hosts.
-            save_dir: where the script keeps checkpoints, one folder for all hosts or each host's own.
-            dry_run: print every command and run nothing.
-            folder: for the logs, instead of a new one in `out`.
-            mirror: below `folder`, the run folder that rank 0 writes on the master, as `runs/...` in the project's
-                folder; it is filled here while it is written there.
+            args: the script's arguments, passed as text.
+            module: True: `script` is a module's name.
+            environment: variables to add to the environment on all hosts.
+            save_dir: folder in which the script saves checkpoints. It may be shared by all hosts, or each host has its
+                own folder at this path.
+            dry_run: True: print every command and run nothing.
+            folder: folder for the logs. None: a new folder in `out`.
+            mirror: a copy, at or below `folder`, of the run folder that rank 0 writes on the master (`runs/...` in the
+                project's folder there). New records are copied while the run trains. None: no copy.
 
         Returns:
             0, or the exit code of the host that failed first.
@@ -129,7 +131,8 @@ class SSHLauncher:
         Raises:
             ArgumentError: the script does not exist, or is outside the project's folder.
             ExoGymError: the hosts are not ready; the message says what to do.
-            KeyboardInterrupt: Ctrl-C, after all hosts have ended. (SIGTERM and SIGHUP then have their usual effect.)
+            KeyboardInterrupt: after Ctrl-C, when the processes on all hosts have ended. (After SIGTERM or SIGHUP these
+                signals then have their usual effect.)
         """
         target = os.fspath(script) if module else self._script(script)
 
@@ -165,20 +168,23 @@ class SSHLauncher:
         return 128 + signal.SIGTERM  # the caller's handler of the signal did not end the process
 
     def fetch(self, path: str, target: Path, host: Host | None = None) -> None:
-        """Copy the file `path` (in the project's folder) from `host` to `target` here, completely or not at all.
+        """Copy a file from a host to this machine, completely or not at all.
 
         Args:
-            host: default: the master.
+            path: the file's path in the project's folder on the host.
+            target: path of the copy on this machine.
+            host: the host; default: the master.
 
         Raises:
-            ExoGymError: the file does not exist, is larger than a host's share of this disk, or was damaged on the way.
+            ExoGymError: the file does not exist, is larger than the disk space that a host's files may fill here, or
+                was damaged on the way.
         """
         host = host or self.config.master
         budget = self._budgets.setdefault(host, Budget.of_disk(target.parent))
         fetch(host, host.path or self.project, path, target, budget)
 
     def shown(self, parts: Sequence[HostOrder]) -> list[str]:
-        """Return every command that a run would start from this machine, as text."""
+        """Return, as text, every command that a run with these `parts` would start from this machine."""
         lines = []
         for host in self.config.hosts:
             lines += [f"# {host.address}: onhost/probe.py on stdin, to check the host"]

@@ -1,4 +1,4 @@
-"""Measure the hosts of a hosts file: run the self-test there, and write the measurement here, for predictions."""
+"""Measure hosts and their network with the self-test. Write a file here, from which ExoGym predicts times."""
 
 from __future__ import annotations
 
@@ -31,18 +31,20 @@ def measure_hosts(
     sizes_bytes: Sequence[int] | None = None,
     project: str | os.PathLike[str] | None = None,
 ) -> Network:
-    """Time every collective, every pair and, with a task, a step on the hosts. Write `file` and return its network.
+    """Measure the network between the hosts, write the result to `file`, and return the measured `Network`.
 
-    The file names the hosts by their addresses in the hosts file, once per slot.
+    On the hosts, every collective and the link of every pair of processes is timed; with a task also a training step.
+    The file lists each host's address in the hosts file once per slot.
 
     Args:
         hosts_config, sync, project: as for `SSHLauncher`.
-        task: a task's name, or module:function of the project.
-        data, batch_size, task_options: for the task, as in a profile; None: the task's defaults.
-        sizes_bytes: sizes to probe; None: the self-test's.
+        task: a task's name, or `module:function` of the project. None: no training step is timed.
+        data, batch_size, task_options: the task's data, batch size and options, as in a profile; None: the task's
+            defaults.
+        sizes_bytes: message sizes to probe; None: the self-test's sizes.
 
     Raises:
-        ExoGymError: the hosts are not ready, or the self-test failed there. The message says why.
+        ExoGymError: the hosts are not ready, or the self-test failed on them. The message says why.
     """
     words = ["--json", "-"]
     words += [] if task is None else ["--task", task]

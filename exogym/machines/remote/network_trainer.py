@@ -43,34 +43,35 @@ _folders: dict[str, Path] = {}  # the running script's folder, made by its first
 class NetworkTrainer(Trainer):
     """Trains on real hosts: `fit` runs the calling script in every slot of every host, and waits for the result.
 
-    On the controller, where you start the script, `fit` checks the hosts, starts the script there with `SSHLauncher`,
+    On the controller, where you start the script, `fit` checks the hosts, starts the script on them with `SSHLauncher`,
     waits, fetches the final model and the history, and returns. In a process on a host, `fit` trains like
-    `LocalTrainer` under torchrun and then ends the process. So code before `fit` runs everywhere, and code after it
+    `LocalTrainer` under torchrun and then ends the process. So code before `fit` runs everywhere, and code after `fit`
     runs on the controller only. Every host reads the data itself, and nothing is unpickled. Rank 0, on the master,
-    gives the initial weights. A script may call `fit` several times: each call starts the script again, and earlier
-    calls return their recorded results there.
+    gives the initial weights. A script may call `fit` several times. Each call starts the script on the hosts again;
+    there, earlier calls do not train but return their recorded results.
 
-    Under plain torchrun it acts as a `LocalTrainer`.
+    Under plain torchrun, `NetworkTrainer` acts as a `LocalTrainer`.
 
     Args:
         hosts_config: a hosts file, or a dict (see `HostsConfig.load`).
         model, train_dataset, val_dataset, loss_fn, metrics: see `Trainer`.
-        sync: first copy the project's folder (the current folder) to the hosts, with rsync.
+        sync: True: first copy the project's folder (the current folder) to the hosts, with rsync.
         min_hosts: continue without lost hosts while at least this many are left, and take back hosts that return (see
-            `exogym.machines.remote.elastic`). Their nodes are absent meanwhile, as with `Faults(absent=...)`. Only for
-            strategies of communication modules. None: the run needs all hosts.
-        nodes_per_host: number of nodes on each host. The host's slots are their devices, equally many for each node,
-            and share the model as `fit(node=)` says; default `NodeMesh(shard=)`, larger on a host with more slots.
-            None: each slot is a process; with `node=`, each node takes as many slots of a host as it has devices.
-        retries: restarts of the whole run after a host was lost (with `min_hosts`: after too few are left), with longer
-            and longer pauses; with `save_dir` from the last checkpoint.
+            `exogym.machines.remote.elastic`). The nodes of lost hosts are absent meanwhile, as with
+            `Faults(absent=...)`. Only for strategies of communication modules. None: the run needs all hosts.
+        nodes_per_host: number of nodes on each host. A host's slots are divided evenly among its nodes, and each slot
+            is a device of its node. A node's devices share the model as `fit(node=)` says; default `NodeMesh(shard=)`,
+            larger on a host with more slots. None: with `fit(node=)`, each node takes as many slots of a host as the
+            node has devices; otherwise a node has one device.
+        retries: how often the whole run may be restarted after a host was lost (with `min_hosts`: after too few hosts
+            are left), with longer and longer pauses. With `save_dir`, the run continues from the last checkpoint.
 
     Attributes:
         hosts: a `HostsConfig`; None in a process on a host, which needs no hosts file.
         folder: the last run's folder, with its records, logs of all ranks, final model, history, and measured.json for
             `exogym advise --network` (see `exogym.machines.remote.watching`).
-        outages: with `min_hosts`, which nodes were away in the last run: `Faults(absent=outages, forget=True)` gives
-            the same run in simulation, bit for bit.
+        outages: with `min_hosts`, the steps at which nodes were absent in the last run, by node.
+            `Faults(absent=outages, forget=True)` gives the same run in simulation, bit for bit.
 
     >>> import torch
     >>> trainer = NetworkTrainer({"master": "localhost"}, torch.nn.Linear(2, 1), [(torch.ones(2), torch.ones(1))])
@@ -107,23 +108,26 @@ class NetworkTrainer(Trainer):
         """Train on the hosts and return the final model, which is the model that was passed in, updated.
 
         Args:
-            num_nodes: None: one for each slot of the hosts file, or for the slots that `node` takes. More nodes are
-                divided as evenly as possible.
-            device: "auto": what the hosts file says of each host.
-            processes, engine, cpus_per_process: leave them out; the slots of the hosts file say how many there are.
-            logger, callbacks: run in rank 0, on the master; files they write stay there.
-            save_dir: one folder for all hosts, or each host's own; a relative one lies in the project's folder.
-            run_dir: written by rank 0, on the master; a relative one lies in the project's folder. None: the run's own
-                folder there, which comes to the controller with the results (see `exogym.core.record.run_folder`).
-            max_restarts: restarts of all processes after a failure, from the last checkpoint.
-            strategy and the others: as for `LocalTrainer.fit`.
+            num_nodes: number of nodes. None: one node for each slot of the hosts file, or, if `node` gives a node
+                several devices, one for each group of slots. More nodes are divided over the slots as evenly as
+                possible.
+            device: "auto": each host's device in the hosts file.
+            processes, engine, cpus_per_process: leave these out; the slots in the hosts file set the number of
+                processes.
+            logger, callbacks: run in rank 0, on the master. Files that they write stay on the master.
+            save_dir: folder for checkpoints. It may be shared by all hosts, or each host has its own folder at this
+                path. A relative path starts in the project's folder.
+            run_dir: the run folder. Rank 0 writes it on the master. A relative path starts in the project's folder.
+                None: a folder that is copied to the controller with the results (see `exogym.core.record.run_folder`).
+            max_restarts: how often all processes may be restarted after a failure, from the last checkpoint.
+            strategy and the other arguments: as for `LocalTrainer.fit`.
 
         Raises:
-            ArgumentError: what `LocalTrainer.fit` refuses; and in a notebook or REPL, which has no script to run on the
-                hosts.
+            ArgumentError: the arguments are not valid (see `LocalTrainer.fit`), or this is a notebook or a REPL, which
+                has no script to run on the hosts.
             ExoGymError: the hosts are not ready; the message says what to do.
-            WorkerError: a host failed; what its processes printed is in `folder`.
-            KeyboardInterrupt: Ctrl-C, after all hosts have ended.
+            WorkerError: a host failed. The output of its processes is in `folder`.
+            KeyboardInterrupt: after Ctrl-C, when the processes on all hosts have ended.
         """
         if asked.engine is not None:
             check({"engine": f"engine={asked.engine!r}", "NetworkTrainer": "NetworkTrainer"})
@@ -158,15 +162,15 @@ class NetworkTrainer(Trainer):
             if node is not None and _sizes(node, world) != devices:
                 said = f"{node} is {node.size}" if isinstance(node, NodeMesh) else f"nodes of {_sizes(node, world)}"
                 raise ArgumentError(
-                    f"node={said} devices, but with nodes_per_host={self.nodes_per_host} nodes have "
-                    f"{', '.join(map(str, devices))} slots"
+                    f"node={said} devices, but with nodes_per_host={self.nodes_per_host} the nodes have "
+                    f"{', '.join(map(str, devices))} slots: leave one of the two out"
                 )
         sizes = [1] * world if node is None else _sizes(node, world)
         if not {*itertools.accumulate(slots)} <= {*itertools.accumulate(sizes)}:
             said = f"{node} is {node.size}" if isinstance(node, NodeMesh) else f"nodes of {sizes}"
             raise ArgumentError(
-                f"node={said} devices, and the hosts have {', '.join(map(str, slots))} slots: a node would be on two "
-                "hosts"
+                f"node={said} devices, but the hosts have {', '.join(map(str, slots))} slots, so a node would be on two "
+                "hosts: give node= so that each host's slots hold whole nodes"
             )
         if given["num_nodes"] is None:
             given["num_nodes"] = len(sizes)
@@ -272,7 +276,8 @@ class NetworkTrainer(Trainer):
         options = checked_options(FitOptions(**given))
         if not options.meshes and options.num_nodes < slots:
             raise ArgumentError(
-                f"num_nodes={options.num_nodes} for {slots} slots in the hosts file: each slot needs a node"
+                f"num_nodes={options.num_nodes}, but the hosts file has {slots} slots, and each slot needs a node: "
+                f"give at least {slots}"
             )
         if self.min_hosts is not None:
             elastic.check(options)
@@ -315,7 +320,7 @@ class NetworkTrainer(Trainer):
 
 
 def check_one_fit(number: int) -> None:
-    """Refuse a later fit of a script with `min_hosts`."""
+    """Raise ArgumentError if a script with `min_hosts` calls `fit` a second time."""
     if number > 1:
         check({"min_hosts": "min_hosts", "a second fit": "a second fit in a script"})
 

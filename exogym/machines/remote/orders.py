@@ -1,4 +1,4 @@
-"""A host's part of a run, as a value that `--dry-run` can also print."""
+"""The command that each host of a run gets, as a value that `--dry-run` can also print."""
 
 from __future__ import annotations
 
@@ -28,14 +28,16 @@ STOP_S = 40.0  # from SIGTERM to SIGKILL; torch's agent gives its processes 30 s
 
 @dataclass(frozen=True)
 class HostOrder:
-    """One host's part of a run.
+    """The command that one host of a run gets: the host's Python with some arguments.
 
     Attributes:
-        ranks: its processes' ranks; empty for the membership server (see `exogym.machines.remote.elastic`).
-        words: arguments for its Python, `-m exogym.launch ...`.
-        folder: its working folder; `~` is the host's home folder.
-        environment: added to the host's environment.
-        alone: no other host takes part, so the processes use the loopback.
+        host: the host.
+        ranks: ranks of the processes that the command starts. Empty if it starts the membership server (see
+            `exogym.machines.remote.elastic`).
+        words: the arguments of the host's Python, such as `-m exogym.launch ...`.
+        folder: the command's working folder; `~` is the host's home folder.
+        environment: variables to add to the host's environment.
+        alone: True: the run has only this host, so the processes use the loopback.
     """
 
     host: Host
@@ -46,7 +48,11 @@ class HostOrder:
     alone: bool = False
 
     def given(self, reports: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Return the settings for `onhost/guard.py`. `reports`: settings of its reports (`remote.health`)."""
+        """Return the settings for `onhost/guard.py`, which runs the command on the host.
+
+        Args:
+            reports: settings of the host's reports (see `Board.asked_of`); None: no reports.
+        """
         return {
             "words": self.words, "folder": self.folder, "environment": self.environment,
             "address": None if self.alone else self.host.address,
@@ -55,7 +61,7 @@ class HostOrder:
         }  # fmt: skip
 
     def shown(self) -> str:
-        """Return this machine's command, and below it the host's command, as text."""
+        """Return, as text, the command that this machine starts, and below it the command that the host then runs."""
         if not self.ranks:
             who = "the membership server"
         else:
@@ -86,14 +92,19 @@ def orders(
     start_timeout_s: int,
     min_hosts: int | None = None,
 ) -> list[HostOrder]:
-    """Return each host's order: run `exogym.launch` (torch's elastic agent) as its node number.
+    """Return each host's command, which runs `exogym.launch` (torch's elastic agent) with the host's number.
 
-    With `min_hosts`, each host's agent watches only its own processes. The first order is then the membership server's,
-    on the master.
+    With `min_hosts`, each host's agent watches only its own processes. The first command then starts the membership
+    server on the master.
 
     Args:
-        script: a path inside the project, or a module's name.
-        project: the project's folder here, and on hosts without their own path.
+        config: the hosts.
+        script: path of a script in the project's folder, or a module's name.
+        args: the script's arguments.
+        module: True: `script` is a module's name.
+        project: the project's folder on this machine, and on hosts without their own `path`.
+        environment: variables to add to the environment on all hosts.
+        max_restarts, start_timeout_s, min_hosts: as for `SSHLauncher`.
     """
     found = []
     master, port = config.master, config.master_port
@@ -136,6 +147,6 @@ def inside(project: str, script: str | os.PathLike[str]) -> str:
     if not path.is_relative_to(root):
         raise ArgumentError(
             f"script={str(path)!r} is outside the project's folder {str(root)!r}, and the hosts have only this "
-            "folder: start it from the project's folder (or name that as project= of SSHLauncher)"
+            "folder: give a script in the project's folder (or name another folder as project= of SSHLauncher)"
         )
     return os.path.join(".", path.relative_to(root))

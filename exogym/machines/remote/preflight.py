@@ -1,7 +1,7 @@
-"""Checks every host before anything is started there, and names a remedy for each problem.
+"""Check every host before a run starts, and name a remedy for each problem.
 
-It asks all hosts at the same time, each over one connection. It skips checks that cannot work: without a login it does
-not check Python.
+All hosts are checked at the same time, each over one connection. Checks that cannot work are skipped: without a login,
+for example, Python is not checked.
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ def check_hosts(
     code: bool = True,
     answer_s: float = ANSWER_S,
 ) -> list[Check]:
-    """Check all hosts at the same time. Return the table's lines, host by host, in the file's order.
+    """Check all hosts at the same time. Return one `Check` per host and check, in the order of the hosts file.
 
     Args:
         hosts_config: see `HostsConfig.load`.
-        project: the project's folder here. Default: the current folder.
-        sync: the project will be copied: check for rsync instead of the project's files.
-        save_dir: folder for checkpoints, shared or each host's own. Every host must be able to write there.
-        code: check that the project's Python files on the hosts equal the files here.
-        answer_s: seconds to wait for each answer.
+        project: the project's folder on this machine. Default: the current folder.
+        sync: True: the project will be copied to the hosts, so check for rsync instead of the project's files.
+        save_dir: folder for checkpoints. Check that every host can write to this folder, and whether the hosts share
+            it. None: no such check.
+        code: check that the project's Python files on the hosts equal the files on this machine.
+        answer_s: seconds to wait for each of a host's answers.
 
     Raises:
-        ArgumentError: the hosts file is wrong, or names a missing file.
+        ArgumentError: the hosts file is wrong, or names a file that does not exist.
 
     >>> [check.check for check in check_hosts({"master": {"address": "localhost", "device": "cpu"}}, code=False)]
     ['login', 'python', 'clock', 'torch', 'exogym', 'disk', 'device', 'address', 'port']

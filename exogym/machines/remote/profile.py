@@ -49,14 +49,14 @@ class RunProfile:
             has no argument and returns a `Task`, or (make_model, train, val). `make_model()` draws from torch's
             generator, and its model returns its own loss.
         data: file or folder of an embedded task's data.
-        task_options: an embedded task's options, as "lora_rank=8, window_s=10".
-        strategy: as on the command line.
+        task_options: an embedded task's options, such as "lora_rank=8, window_s=10".
+        strategy: the strategy, written as on the command line.
         communication_interval: the strategy's H.
-        hosts_config: the hosts file, relative to the config file's folder.
-        balance: "nodes", "batch" or "steps": divide the load by the hosts' speeds.
+        hosts_config: path of the hosts file, relative to the config file's folder.
+        balance: what faster hosts get more of: "nodes", "batch" (examples per batch) or "steps"; None: all are equal.
         nodes: number of nodes; None: one per slot.
-        steps, batch_size, lr: None: the task's.
-        save_dir, checkpoint_interval, max_restarts, seed: as for `NetworkTrainer.fit`.
+        steps, batch_size, lr: number of steps, batch size and learning rate; None: the task's values.
+        save_dir, checkpoint_interval, max_restarts, seed, resume: as for `NetworkTrainer.fit`.
         min_hosts, retries: as for `NetworkTrainer`.
     """
 
@@ -96,11 +96,14 @@ class RunProfile:
         if self.balance is not None:
             Balance(self.balance)
         if options_of(self.task_options) and ":" in self.task:
-            raise ArgumentError(f"task_options are for tasks like digits; {self.task} takes no arguments")
+            raise ArgumentError(
+                f"task_options={self.task_options!r}, but the function {self.task} takes no arguments: leave "
+                "task_options out"
+            )
         self.make_strategy(None)
 
     def make_strategy(self, task: Task | None) -> Strategy:
-        """Return the strategy. Settings that the profile lacks come from the task.
+        """Return the profile's strategy. Settings that the profile lacks come from `task`.
 
         Raises:
             ArgumentError: the strategy or an option is unknown, or the strategy has no interval.
@@ -114,12 +117,17 @@ class RunProfile:
             if any(option.startswith("H=") for option in options):
                 raise ArgumentError(f"communication_interval and strategy={self.strategy!r} both give H: give it once")
             if name.lower() in STRATEGIES and "H" not in inspect.signature(STRATEGIES[name.lower()]).parameters:
-                raise ArgumentError(f"communication_interval: {name} communicates at every step; leave it out")
+                raise ArgumentError(
+                    f"communication_interval={self.communication_interval}: {name} communicates at every step; leave "
+                    "communication_interval out"
+                )
             defaults["H"] = self.communication_interval
         return parse_strategy(self.strategy, **defaults)
 
     def problem(self) -> tuple[torch.nn.Module, Any, Any, Task | None]:
-        """Return (model, train, val, task), with weights drawn from the seed. A user's function has no `task` (None).
+        """Return (model, training set, validation set, task). The seed determines the model's initial weights.
+
+        The task is None if a user's function gives (make_model, train, val) instead of a `Task`.
 
         Raises:
             ArgumentError: the task, module or function is unknown, or the function returns another type.
@@ -147,7 +155,12 @@ class RunProfile:
             return made[0](), made[1], made[2], None
 
     def fit_options(self, task: Task | None, evaluates: bool) -> dict[str, Any]:
-        """Return the options for `NetworkTrainer.fit`, without the strategy. `evaluates`: there is a validation set."""
+        """Return the arguments for `NetworkTrainer.fit`, without the strategy.
+
+        Args:
+            task: gives the settings that the profile lacks; None: defaults.
+            evaluates: True: there is a validation set.
+        """
         steps = self.steps or (task.max_steps if task else DEFAULT_STEPS)
         return {
             "num_nodes": self.nodes, "max_steps": steps,
@@ -162,7 +175,7 @@ class RunProfile:
 
 
 def val_interval(steps: int) -> int:
-    """Return the steps between two evaluations of a profile's run.
+    """Return the number of steps between two evaluations, for a profile's run of `steps` steps.
 
     >>> val_interval(40), val_interval(5)
     (4, 1)
@@ -171,7 +184,7 @@ def val_interval(steps: int) -> int:
 
 
 def evaluations_of(steps: int) -> int:
-    """Return the number of evaluations of a profile's run: at its start, at every interval, and at its end.
+    """Return how often a profile's run of `steps` steps evaluates: at its start, every `val_interval`, and at its end.
 
     >>> evaluations_of(40), evaluations_of(19), evaluations_of(5)
     (11, 20, 6)
@@ -180,7 +193,7 @@ def evaluations_of(steps: int) -> int:
 
 
 def options_of(text: str | None) -> dict[str, Any]:
-    """Read options such as "lora_rank=8, window_s=10". Values are numbers, true, false, none, or texts.
+    """Return the options in a text such as "lora_rank=8, window_s=10". Values are numbers, true, false, none, or texts.
 
     Raises:
         ArgumentError: an option has no value, or occurs twice.
@@ -204,9 +217,10 @@ KNOWN = {field.name: str(field.type) for field in fields(RunProfile) if field.na
 
 
 def load_profile(path: str | os.PathLike[str], name: str, resume: bool = False) -> RunProfile:
-    """Return the profile `[distributed:name]` of a config file, or `[name]`. Missing fields come from `base_profile`.
+    """Return the profile in the section `[distributed:name]` of a config file, or in the section `[name]`.
 
-    A base may be any section. Its unknown fields belong to other programs; a notice names them.
+    Fields that this section lacks come from the section that its field `base_profile` names. That may be any section
+    of the file. Its unknown fields are ignored, because they may belong to other programs; a notice names them.
 
     Raises:
         ArgumentError: the file or profile does not exist, or a field is unknown or wrong.

@@ -1,4 +1,4 @@
-"""A run's results as files: model, history, description and traffic. Nothing is pickled."""
+"""The results of a run as files: model, history, description and traffic. Nothing is pickled."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SEEN = "measured.json"
 
 
 def names(fit: int) -> list[str]:
-    """Return the names of the result files of a script's `fit` number `fit`, in the order of writing.
+    """Return the names of the files with the results of a script's `fit` call number `fit`, in the order of writing.
 
     >>> names(1)
     ['fit_1.model.safetensors', 'fit_1.history.safetensors', 'fit_1.facts.json']
@@ -38,7 +38,7 @@ def names(fit: int) -> list[str]:
 
 @dataclass
 class FitResults:
-    """The attributes of `Trainer` after a fit, without the model."""
+    """What a `Trainer` has recorded after a fit: its history, description and traffic."""
 
     history: History = field(default_factory=History)
     description: dict[str, Any] = field(default_factory=dict)
@@ -55,7 +55,7 @@ def write(folder: Path, fit: int, model: nn.Module, results: FitResults) -> None
 
 
 def run_folder_of(folder: Path, fit: int) -> Path:
-    """Return the run folder of a script's `fit` number `fit`. The first fit uses the launch's own folder.
+    """Return the run folder of a script's `fit` call number `fit`. The first fit uses `folder`, the launch's folder.
 
     >>> run_folder_of(Path("runs/train"), 1).name, run_folder_of(Path("runs/train"), 2).name
     ('train', 'fit_2')
@@ -64,7 +64,7 @@ def run_folder_of(folder: Path, fit: int) -> Path:
 
 
 def make_room(folder: Path) -> None:
-    """Move the records of an earlier start out of `folder`, into a folder beside it."""
+    """Move the records of an earlier start of this run out of `folder`, into a new subfolder (`start_1`, ...)."""
     if found := [folder / name for name in FILES if (folder / name).exists()]:
         aside = next(path for n in itertools.count(1) if not (path := folder / f"start_{n}").exists())
         aside.mkdir()
@@ -76,12 +76,16 @@ def carry_out(
     launcher: SSHLauncher, folder: Path, fit: int, target: str, *words: Any, module: bool, shows_progress: bool,
     save_dir: str | None, mirrors: bool = True,
 ) -> int:  # fmt: skip
-    """Launch a script, wait for the end of its `fit` number `fit`, fetch the results, and return the exit code.
+    """Run a script on the hosts until its `fit` call number `fit` ends, fetch the results, and return the exit code.
 
     Args:
-        folder: the launch's folder.
+        launcher: starts the script on the hosts.
+        folder: the folder on this machine for logs and results.
+        target: the script's path, or with `module=True` a module's name.
+        words: the script's arguments.
+        shows_progress: show the run's progress.
         save_dir: the run's folder for checkpoints.
-        mirrors: fill the run folder here while it is written there.
+        mirrors: True: copy the run folder to this machine while rank 0 writes it on the master.
     """
     code = launcher.launch(
         target, *words, module=module, folder=folder, save_dir=save_dir,
@@ -96,7 +100,7 @@ def carry_out(
 
 
 def bring_run(launcher: SSHLauncher, folder: Path, fit: int) -> None:
-    """Copy the existing part of a fit's run folder from the master, where rank 0 wrote it."""
+    """Copy the existing files of a fit's run folder from the master, where rank 0 wrote them."""
     there = run_folder_of(folder, fit)
     for name in FILES:
         try:
@@ -107,7 +111,7 @@ def bring_run(launcher: SSHLauncher, folder: Path, fit: int) -> None:
 
 
 def bring(launcher: SSHLauncher, folder: Path, fit: int) -> None:
-    """Copy a fit's results to `folder` here, from the first host that has them.
+    """Copy a fit's results to `folder` on this machine, from the first host that has all of them.
 
     Raises:
         ExoGymError: no host has the results.
@@ -127,12 +131,12 @@ def bring(launcher: SSHLauncher, folder: Path, fit: int) -> None:
 
 
 def aside(folder: Path, rank: int) -> Path:
-    """Return the folder for the results of another process than rank 0, in case rank 0's host is lost."""
+    """Return the folder in which process `rank`, not rank 0, saves the results, in case rank 0's host is lost."""
     return folder / f"rank_{rank}"
 
 
 def read(folder: Path, fit: int, model: nn.Module) -> FitResults:
-    """Read the files of `write`, and load the weights into `model`.
+    """Read the results that `write` has saved: return the records, and load the weights into `model`.
 
     Raises:
         ExoGymError: a file is missing, incomplete, or from another model.
@@ -143,7 +147,10 @@ def read(folder: Path, fit: int, model: nn.Module) -> FitResults:
 
 
 def write_seen(folder: Path, description: Mapping[str, Any], hosts: Sequence[str]) -> Path | None:
-    """Write a run's measurements of its hosts, for `Network.of`. Return the file, or None without measurements."""
+    """Write the times that a run measured on its hosts to a file for `Network.of`. Return its path.
+
+    Return None if the run's `description` has no measurements.
+    """
     if (seen := description.get("seen")) is None:
         return None
     write_json(folder / SEEN, seen | {"hosts": list(hosts)})
@@ -151,17 +158,17 @@ def write_seen(folder: Path, description: Mapping[str, Any], hosts: Sequence[str
 
 
 def facts_of(folder: Path, fit: int) -> FitResults:
-    """Read the files of `write`, except the model."""
+    """Read the results that `write` has saved, without the model."""
     _, history_name, facts_name = names(fit)
     try:
         facts = json.loads((folder / facts_name).read_text("utf-8"))
         return FitResults(load_history(folder / history_name), facts["description"], facts["traffic"])
     except Exception as error:
-        raise ExoGymError(f"the results in {folder} cannot be read: {error!r}; run again") from error
+        raise ExoGymError(f"the results in {folder} cannot be read: {error!r}; train again") from error
 
 
 def replay(folder: Path, fit: int, model: nn.Module) -> FitResults:
-    """Load an earlier fit's results from rank 0's host in every process."""
+    """Load an earlier fit's results in every process. Rank 0 reads the files and sends them to the other processes."""
     first, failure = None, None
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
         try:

@@ -1,7 +1,7 @@
 """Run Python on a host through the system's ssh client, or on this machine without ssh.
 
-The host's login shell sees only one fixed line and the quoted path of its Python. The program, from
-`exogym/machines/remote/onhost`, and its arguments follow on stdin as JSON, which no shell reads.
+The host's login shell only gets one fixed line with the quoted path of the host's Python. A program from
+`exogym/machines/remote/onhost` and its arguments then follow on stdin as JSON, which no shell reads.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ NEEDS = {
 
 
 def command(host: Host, words: Sequence[str]) -> list[str]:
-    """Return the command with which this machine runs `words` on `host`.
+    """Return the command with which this machine runs the command `words` on `host`.
 
-    ssh sends one text, which the host's login shell splits. So each word is quoted.
+    ssh sends the command as one text, which the host's login shell splits into words. So each word is quoted.
 
     >>> host = Host("10.0.0.2", "10.0.0.2", user="ann")
     >>> command(host, ["echo", "$(date); it's"])[-5:]
@@ -66,10 +66,10 @@ def command(host: Host, words: Sequence[str]) -> list[str]:
 
 
 def client(host: Host) -> list[str]:
-    """Return ssh with its options for `host`, up to the host's name.
+    """Return the start of an ssh command for `host`: ssh and its options, without the host's name.
 
-    The user's own config, agent, known hosts and jump hosts apply. Host keys are always checked, as strictly as the
-    config says.
+    ssh uses the user's own config, agent, known hosts and jump hosts. It always checks host keys, as strictly as the
+    user's config says.
 
     Raises:
         ArgumentError: this machine has no ssh client.
@@ -83,7 +83,7 @@ def client(host: Host) -> list[str]:
 
 
 def identity(host: Host) -> list[str]:
-    """Return ssh's options for config, key and port."""
+    """Return ssh's options for the config file, key file and port of `host`."""
     words = [] if host.ssh_config is None else ["-F", host.ssh_config]
     words += [] if host.key is None else ["-i", host.key]
     return words if host.port is None else [*words, "-p", str(host.port)]
@@ -102,7 +102,7 @@ def _checks_host_keys(host: Host) -> bool:
 
 
 def python_words(host: Host) -> list[str]:
-    """Return the words that start a program sent by `start`."""
+    """Return the command that starts the host's Python and lets it run the program that `start` sends."""
     python = host.interpreter
     if python.startswith("~/"):  # quoted, so no shell expands ~; commands over ssh start in the home folder
         python = os.path.expanduser(python) if host.is_local else f"./{python[2:]}"
@@ -110,14 +110,15 @@ def python_words(host: Host) -> list[str]:
 
 
 def shown(host: Host) -> str:
-    """Return the command that `start` runs, as one line."""
+    """Return the command that `start` runs on this machine, as one line of text."""
     return shlex.join(command(host, python_words(host)))
 
 
 def start(host: Host, program: str, given: dict[str, Any]) -> subprocess.Popen[bytes]:
-    """Start a program of `onhost` on `host`. Afterward the process's stdin belongs to the program.
+    """Start a program of the folder `onhost` on `host`, and return the process that runs it (ssh, or Python here).
 
-    The process has its own session, so Ctrl-C in the terminal does not reach it.
+    What is later written to the process's stdin goes to the program. The process has its own session, so Ctrl-C in the
+    terminal does not end it.
 
     Raises:
         ExoGymError: ssh, or this machine's Python, cannot be started.
@@ -141,7 +142,7 @@ def start(host: Host, program: str, given: dict[str, Any]) -> subprocess.Popen[b
 
 
 def remote_shell(host: Host) -> str:
-    """Return ssh with its options as one text for rsync. Rsync splits it at spaces outside quotes, without a shell.
+    """Return the start of an ssh command for `host` as one text, quoted for rsync's option `--rsh`.
 
     >>> remote_shell(Host("h", "h", user="ann"))[-15:]
     "'-l' 'ann' '--'"

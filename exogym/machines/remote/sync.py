@@ -39,12 +39,12 @@ STATUSES = {  # rsync's exit statuses, with the usual cause
 
 
 def copies(host: Host, project: str) -> bool:
-    """Return whether the project must be copied to `host`: False if it is this very folder."""
+    """Return whether the project must be copied to `host`: False if the host uses this machine's folder itself."""
     return not (host.is_local and os.path.realpath(os.path.expanduser(host.path or project)) == project)
 
 
 def sync_words(host: Host, project: str) -> list[str]:
-    """Return the rsync command that copies the project's folder to `host`. It deletes nothing there.
+    """Return the rsync command that copies the project's folder to `host`. The command deletes no files on the host.
 
     >>> sync_words(Host("10.0.0.2", "10.0.0.2", path="~/whisper"), "/home/ann/whisper")[-3:]
     ['--', '/home/ann/whisper/', '10.0.0.2:whisper/']
@@ -60,7 +60,7 @@ def sync_words(host: Host, project: str) -> list[str]:
 
 
 def sync_project(config: HostsConfig, project: str, answer_s: float) -> None:
-    """Copy the project's folder to all hosts with another folder.
+    """Copy the project's folder to all hosts, except hosts that use this machine's folder itself.
 
     Raises:
         ArgumentError: this machine has no rsync.
@@ -86,7 +86,7 @@ def _copy(host: Host, project: str, answer_s: float) -> None:
 
 
 def failure(status: int, said: str) -> str:
-    """Describe rsync's exit status, its usual meaning, and rsync's own message.
+    """Return a text with rsync's exit status, the usual cause, and rsync's own message `said`.
 
     >>> failure(11, "")
     "rsync ended with status 11: a file could not be read or written, usually because the host's disk is full"

@@ -1,6 +1,6 @@
-"""Watch a run on all hosts: start their parts, wait, and leave nothing running.
+"""Watch a run: start the processes on all hosts, wait for them, and at the end leave none of them running.
 
-If the run continues without a lost host, that host is started again when it can be reached.
+With `min_hosts`, the run continues without a lost host. This host is started again when it can be reached.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ def pause_s(attempt: int) -> float:
 
 
 class RunWatch:
-    """Runs `orders`.
+    """Runs commands on hosts and waits for them.
 
     Args:
-        orders: one order per host; with `goes_on` also the membership server's.
-        logs: receives the output.
-        board: receives the hosts' states.
-        goes_on: the run continues without a lost host. The host is started again when it can be reached.
+        orders: one command per host; with `goes_on` also a command that starts the membership server.
+        logs: prints and saves the hosts' output.
+        board: records the hosts' states.
+        goes_on: True: the run continues without a lost host, and the host is started again when it can be reached.
 
     Attributes:
-        finished: hosts that have finished without an error.
-        lost: a connection was lost, so another try may succeed.
+        finished: hosts whose command has finished without an error.
+        lost: True: a connection was lost, so a restart of the run may succeed.
     """
 
     def __init__(self, orders: Sequence[HostOrder], logs: Logs, board: Board, goes_on: bool = False):
@@ -63,7 +63,7 @@ class RunWatch:
         self._code, self._deadline = 0, float("inf")
 
     def run(self) -> int:
-        """Run all orders to the end. Return 0, or the exit code of the host that failed first."""
+        """Run all commands to their end. Return 0, or the exit code of the host that failed first."""
         done = threading.Event()
         beats = threading.Thread(target=self._beat, args=(done,), daemon=True)
         try:

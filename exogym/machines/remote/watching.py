@@ -1,9 +1,9 @@
-"""Measure hosts during a run: how long the run's collectives take, and a step on each host.
+"""Measure hosts during a run: the time of the run's collectives, and the time of a step on each host.
 
-Each process times the wire's calls. All processes make the same calls in the same order. The process that comes last
-waits least, so the shortest time of a call is the call's own time. The medians, for the sizes of this run, form a file
-for `Network.of`, like the self-test's. A step is a process's training time without the wire: computing, the strategy's
-own work and the loop.
+Each process times its collectives on the wire. All processes call the same collectives in the same order. The process
+that calls last waits least for the others, so the shortest of the processes' times is the collective's own time. For
+each message size of the run, the median over the calls goes into a file for `Network.of`, as after the self-test. The
+time of a step is a process's training time without the wire: computing, the strategy's own work and the loop.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ AGREEMENT = "agreement"
 
 
 class Stopwatch:
-    """Times the calls of a wire: the first `MOST` of each collective and size.
+    """Times a wire's calls: the first 64 calls for each collective and message size.
 
     Attributes:
-        took_s: seconds of these calls, by "collective bytes". The wire's `waited_s` covers all calls.
+        took_s: {"collective bytes": seconds of each timed call}. The wire's `waited_s` counts the time of all calls.
     """
 
     def __init__(self, wire: ProcessWire):
@@ -82,10 +82,12 @@ class Stopwatch:
             torch.cuda.synchronize(self.wire.device)
 
     def fields(self, step_s: float) -> dict[str, Any] | None:
-        """Return all processes' measurements for `Network.of`, or None if they are too few. All processes call it.
+        """Return all processes' measurements for `Network.of`. All processes must call this method.
+
+        Return None if there are too few measurements, or if a process holds several nodes.
 
         Args:
-            step_s: seconds of a step here, without the wire.
+            step_s: seconds of a step in this process, without the wire.
         """
         seen, steps = gather(self.wire, self.took_s), gather(self.wire, step_s)
         if len(self.wire.owner) != len(self.wire.placement) or len(self.wire.placement) < 2 or min(steps) <= 0:
@@ -113,7 +115,7 @@ class Stopwatch:
 
 
 class Watched:
-    """An engine that measures a trainer's run in a launcher's processes."""
+    """Gives a trainer an engine that measures its run, in processes that a launcher has started."""
 
     def __init__(self, trainer: LocalTrainer):
         self.trainer, self._watches = trainer, list[Stopwatch]()
@@ -126,7 +128,11 @@ class Watched:
         return wire
 
     def describe(self, strategy: Strategy) -> None:
-        """Add measurements to the trainer's description: "seen", "seconds_per_step", "plan". All processes call it."""
+        """Add the measurements to the trainer's description. All processes must call this method.
+
+        The entries are "seen" (the measurements for `Network.of`), "seconds_per_step" and "plan" (what `strategy`
+        sends).
+        """
         description = self.trainer.description
         steps, training_s, own_s = self.trainer.spent
         if (seen := self._watches[-1].fields(own_s / max(1, steps))) is not None:

@@ -1,4 +1,4 @@
-"""A process of a launched run: its settings from the environment, and equal initial weights in all processes."""
+"""A process that `SSHLauncher` has started: its settings from the environment, and equal weights at the start."""
 
 from __future__ import annotations
 
@@ -40,19 +40,20 @@ from exogym.machines.remote.orders import (
 
 @dataclass(frozen=True)
 class LaunchedPart:
-    """This process's settings from `SSHLauncher`.
+    """The settings that `SSHLauncher` has given this process in environment variables.
 
     Attributes:
         rank: this process's rank.
-        fit: number (from 1) of the script's `NetworkTrainer.fit` that the controller waits for; None: no controller.
-        folder: where rank 0 writes the results, or None.
-        device: this host's device.
+        fit: number (from 1) of the `NetworkTrainer.fit` call in the script for whose results the controller waits.
+            None: no controller waits for results.
+        folder: folder in which rank 0 writes the results, or None.
+        device: this host's device in the hosts file.
         progress: show progress.
         restarts: number of restarts so far.
         membership: (address, port) of the membership server if hosts may be lost and come back; None otherwise.
-        slots: processes of each host, if there is a membership server.
+        slots: number of processes on each host.
         local_rank: this process's number on its host.
-        launch: the launch's name, the same after restarts.
+        launch: a random name of this launch, the same after restarts.
     """
 
     rank: int
@@ -92,9 +93,10 @@ class LaunchedPart:
         )
 
     def owns(self, save_dir: str | os.PathLike[str]) -> bool:
-        """Return whether the checkpoints in `save_dir` belong to this launch. Its first start leaves a mark there.
+        """Return whether the checkpoints in `save_dir` belong to this launch.
 
-        Without a mark, a restart after a failure could continue from an earlier run's checkpoints.
+        The launch's first start writes its name into a file there, unless the folder has checkpoints already. So a
+        restart after a failure never continues from an earlier run's checkpoints.
         """
         mark = Path(save_dir) / ".launch"
         with contextlib.suppress(OSError):  # a later check refuses unwritable folders, with a remedy
@@ -106,12 +108,13 @@ class LaunchedPart:
 
 
 def same_start(model: nn.Module) -> None:
-    """Copy rank 0's weights into every process's model. Lazy parameters follow from the seed.
+    """Give every process's model the weights of rank 0's model.
 
-    Checksums tell which tensors differ; only these are sent. Pretrained weights that each host has read are not sent.
+    Only tensors whose checksums differ are sent, so pretrained weights that each host has read itself are not sent.
+    Lazy parameters are not sent either; each process draws them from the seed later.
 
     Raises:
-        ModelError: the script built another model here than on rank 0.
+        ModelError: the script has built another model in this process than on rank 0.
     """
     lazy = (UninitializedParameter, UninitializedBuffer)
     tensors = {name: x for name, x in _tensors(model) if not isinstance(x, lazy)}
@@ -134,7 +137,7 @@ def same_start(model: nn.Module) -> None:
 
 
 def sum_of(x: Tensor) -> str:
-    """Return a checksum of the numbers in `x`."""
+    """Return a checksum of the tensor's values."""
     return hashlib.blake2b(x.detach().cpu().reshape(-1).view(torch.uint8).numpy().data, digest_size=16).hexdigest()
 
 
@@ -144,12 +147,12 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def send(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return rank 0's named `tensors` in every process."""
+    """Send rank 0's named `tensors` to all processes, and return them in every process."""
     return ship(_wire(), {name: x.detach() for name, x in tensors.items()}, 0)
 
 
 def tell(value: Any) -> Any:
-    """Return rank 0's `value` (JSON-able) in every process."""
+    """Send rank 0's `value`, which JSON can represent, to all processes, and return it in every process."""
     return communicator.tell(_wire(), value)
 
 

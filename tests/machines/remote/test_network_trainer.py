@@ -209,7 +209,7 @@ def test_slots_that_make_no_whole_nodes_are_refused(monkeypatch: pytest.MonkeyPa
 
     for hosts, per_host, given, message in (
         (slots(2, 3), 2, {}, "nodes_per_host=2, but the hosts have 2, 3 slots"),
-        (slots(2, 4), 1, {"node": NodeMesh(shard=2)}, "with nodes_per_host=1 nodes have 2, 4 slots"),
+        (slots(2, 4), 1, {"node": NodeMesh(shard=2)}, "with nodes_per_host=1 the nodes have 2, 4 slots"),
         (slots(2, 4), 1, {"node": [NodeMesh(shard=4), NodeMesh(shard=2)]}, r"nodes of \[4, 2\] devices"),
         (slots(1, 2), None, {"node": [NodeMesh(shard=2), NodeMesh()]}, "a node would be on two hosts"),
         (slots(3, 3), 2, {}, "nodes_per_host=2, but the hosts have 3, 3 slots"),
@@ -217,7 +217,7 @@ def test_slots_that_make_no_whole_nodes_are_refused(monkeypatch: pytest.MonkeyPa
             slots(4, 4),
             1,
             {"node": NodeMesh(shard=2)},
-            "node=shard=2 is 2 devices, but with nodes_per_host=1 nodes have 4, 4 slots",
+            "node=shard=2 is 2 devices, but with nodes_per_host=1 the nodes have 4, 4 slots",
         ),
         (slots(3, 3), None, {"node": NodeMesh(shard=2)}, "a node would be on two hosts"),
         (slots(2, 2), 1, {"num_nodes": 1}, "4 processes run this script, and a node of shard=2"),
@@ -533,7 +533,7 @@ def test_what_is_wrong_with_a_profile_is_named(config: Path) -> None:
     wrong("max_restarts=1 needs save_dir", "max_restarts = 1")
     wrong("unknown strategy 'dilco': did you mean 'diloco'?", "strategy = dilco")
     wrong("both give H", "strategy = diloco:H=3\ncommunication_interval = 4")
-    wrong("ddp communicates at every step", "strategy = ddp\ncommunication_interval = 4")
+    wrong("ddp communicates at every step; leave communication_interval out", "strategy = ddp\ncommunication_interval = 4")
     wrong("balance='step' is not one of 'nodes', 'batch', 'steps'", "balance = step")
     wrong("has no task", base="steps = 4")
     with pytest.raises(ArgumentError, match="name one with --config"):

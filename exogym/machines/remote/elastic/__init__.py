@@ -1,1 +1,1 @@
-"""Runs that continue when hosts are lost: membership, and recovery of training."""
+"""Runs that continue when hosts are lost: which processes take part, and how training goes on without the others."""

@@ -1,4 +1,4 @@
-"""The engine for hosts that come and go: each process holds some rows; only a generation's members communicate."""
+"""The engine for runs whose hosts come and go. Each process holds some rows. Only present processes communicate."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from exogym.machines.remote.elastic.wire import ElasticWire
 
 
 class Elastic:
-    """Runs in a process that is a `member`. `NetworkTrainer` gives it to its trainer.
+    """The engine of a process in a run whose hosts may be lost. `NetworkTrainer` sets it in its `LocalTrainer`.
 
     Args:
-        member: this process.
+        member: this process's connection to the membership server.
         size: number of processes in the complete run.
-        generation: the generation joined before training; None: others train already.
+        generation: the members with which this process starts the run. None: the run has already started, and this
+            process joins later.
     """
 
     shares_memory, runs_again, keeps_rows, is_here = False, False, True, True

@@ -1,4 +1,4 @@
-"""A process as a member of a run, and the process group of its generation."""
+"""A process's membership in a run whose hosts may be lost, and its process group with the other members."""
 
 from __future__ import annotations
 
@@ -36,11 +36,14 @@ FOREVER = timedelta(days=30)  # the membership server detects members that wait 
 
 @dataclass(frozen=True)
 class Generation:
-    """The members that train together from `step` on (None: from the start).
+    """A period of a run in which the same processes, the members, train together.
 
     Attributes:
-        members, newcomers: ranks in the run. Newcomers are members without the run's state.
-        source: the member whose state the newcomers copy.
+        number: the generation's number, from 0.
+        members: the members' ranks in the run.
+        step: the step at which the generation begins; None: the start of the run.
+        newcomers: ranks of the members that do not have the run's state yet.
+        source: rank of the member whose state the newcomers copy.
     """
 
     number: int
@@ -51,13 +54,18 @@ class Generation:
 
 
 class Member:
-    """This process's connection, with its rank in the run, to the membership server at `address` and `port`.
+    """This process's connection to the membership server, which decides which processes train together.
+
+    Args:
+        address, port: where the membership server listens.
+        rank: this process's rank in the run.
+        secret: the run's secret.
 
     Attributes:
-        fresh: no training was going on when this process came.
-        again: there had been training before.
-        over: why the run is over, or None.
-        waiting: newcomers wait to join.
+        fresh: no process was training when this process connected.
+        again: some processes had trained in this run before this process connected.
+        over: the reason why the run is over. None: it is not over.
+        waiting: other processes wait to join the run.
 
     Raises:
         WorkerError: the server did not answer within `timeout_s` seconds.
@@ -94,20 +102,22 @@ class Member:
 
     @property
     def lost(self) -> bool:
-        """Whether the current generation has ended because a member was lost."""
+        """Whether the processes that train together have lost one of them, or this process has lost the server."""
         return self.cut is not None or self.group.has_ended
 
     @pulse.waits
     def ready(self, kind: str, anchors: Sequence[int] = (), planned: bool = False) -> Generation:
-        """Wait for the next generation and join its process group; return it.
+        """Wait for the next generation, connect to its other members, and return the generation.
 
         Args:
-            kind: "fresh" (at the start), "alone" (to join others), "member" (of the generation before).
-            anchors: steps to which this process can go back.
-            planned: all members call this at the same step.
+            kind: "fresh": this process starts the run with others. "alone": it joins a run that others train already.
+                "member": it was in the previous generation.
+            anchors: steps whose state this process has saved, so that it can go back to them.
+            planned: True: no member was lost; all members call this at the same step.
 
         Raises:
-            WorkerError: the run is over, the server is lost, or the same members fail to meet repeatedly.
+            WorkerError: the run is over, the membership server is lost, or the same members repeatedly failed to
+                connect to each other.
             SystemExit: the run has finished without this process.
         """
         failed: list[list[int]] = []
@@ -134,15 +144,15 @@ class Member:
             planned = False  # a member was lost meanwhile; all stand where they stood
 
     def training(self) -> None:
-        """Report that training begins."""
+        """Tell the membership server that training begins."""
         self._say({"say": "training"})
 
     def stopped(self) -> None:
-        """Report that the run has stopped on request."""
+        """Tell the membership server that a user or a signal has stopped the run."""
         self._say({"say": "stopped"})
 
     def finished(self) -> None:
-        """Report that the run has finished. All members know it."""
+        """Tell the membership server that the run has finished."""
         self._say({"say": "finished"})
 
     def _heard(self) -> bytes:
@@ -202,11 +212,12 @@ class Member:
 
 @contextlib.contextmanager
 def membership(address: str, port: int, rank: int, secret: str) -> Iterator[Member]:
-    """Join the run inside the block, and leave at its end. End the process if nothing is left to do.
+    """Yield this process's `Member` of the run inside the block, and leave the process group at the block's end.
 
     Raises:
-        WorkerError: the run is over but has not finished.
-        SystemExit: 0: the run has finished; `TRY_AGAIN`: the membership server cannot be reached.
+        WorkerError: the run has ended before its last step.
+        SystemExit: with status 0: the run has finished already. With status `TRY_AGAIN`: the membership server cannot
+            be reached.
     """
     member = None
     try:
@@ -232,10 +243,11 @@ def membership(address: str, port: int, rank: int, secret: str) -> Iterator[Memb
 
 
 class GenerationGroup:
-    """A generation's process group: torch's default group over gloo. Another thread can cut it off.
+    """The process group of the members that train together: torch's default group over gloo.
 
-    Torch cannot end gloo's operations or its meeting (`abort` does not wake waiting calls). So `sever` shuts down the
-    connections opened since the meeting began. Waiting calls then fail at once.
+    Another thread can end waiting calls with `sever`. Torch itself cannot (`abort` does not wake waiting calls). So
+    `sever` shuts down all connections that were opened since the members began to connect. Waiting calls then fail at
+    once.
     """
 
     def __init__(self) -> None:
@@ -247,7 +259,7 @@ class GenerationGroup:
         self._store: LineStore | None = None  # the store where the members meet
 
     def join(self, store: LineStore, generation: Generation, rank: int) -> None:
-        """Connect to the generation's other members.
+        """Connect this process to the generation's other members.
 
         Raises:
             RuntimeError: a member is lost, or cannot be reached within `MEET_S` seconds.
@@ -273,12 +285,12 @@ class GenerationGroup:
             self._own = sockets() - self._before
 
     def hear(self, said: dict[str, Any]) -> None:
-        """Handle the membership server's answers."""
+        """Handle an answer of the membership server to the members' store."""
         if self._store is not None:
             self._store.hear(said)
 
     def leave(self) -> None:
-        """End the group."""
+        """Leave the process group and close its connections."""
         with self._lock:
             self._number = -1
         with contextlib.suppress(RuntimeError):
@@ -286,11 +298,11 @@ class GenerationGroup:
 
     @property
     def has_ended(self) -> bool:
-        """Whether this group's generation has ended."""
+        """Whether the membership server has ended this group, because a member was lost."""
         return 0 <= self._number <= self._ended
 
     def sever(self, number: int) -> None:
-        """Cut this group's connections if its generation is `number` or earlier: these have ended."""
+        """Note that generations up to `number` have ended. Cut this group's connections if it is among them."""
         with self._lock:
             self._ended = max(self._ended, number)
             if not self.has_ended:

@@ -1,8 +1,8 @@
-"""The membership server: decides who takes part in a run whose hosts may be lost and come back.
+"""The membership server decides which processes take part in a run whose hosts may be lost and come back.
 
-`python -m exogym.machines.remote.elastic.membership` runs on the master beside the training processes. Each process,
-named by its rank in the run, keeps one connection to it. The connection came through a `Door`, so both ends belong to
-this run. Both send lines of JSON:
+`python -m exogym.machines.remote.elastic.membership` runs on the master beside the training processes. Each training
+process gives its rank in the run, and keeps one connection to the server. The connection comes through a `Door`, so
+both ends know the run's secret. Both ends send lines of JSON:
 
     rank -> {"say": "hello", "rank"}    {"say": "heartbeat"}
             {"say": "training"}    {"say": "finished"}    {"say": "stopped"}
@@ -11,14 +11,15 @@ this run. Both send lines of JSON:
             {"hear": "generation", "number", "members", "step", "newcomers", "source"}
             {"hear": "lost", "number": of the generation that has ended}    {"hear": "over", "why"}
 
-While a generation's members connect to each other, they also send a `Shelf` requests, with the generation's number.
+A generation is a period in which the same ranks, its members, train together. While the members connect to each other,
+they also send requests to a `Shelf` of the server, with the generation's number.
 
-In a generation the same ranks train together. It ends when a host is lost: its connections close, or are silent for
-`silence_s`. The server then informs all others. They say "ready" with the steps to which they can go back. The next
-generation begins at the last step that all of them know.
+A generation ends when a host is lost: the host's connections close, or are silent for `silence_s` seconds. The server
+then tells all other members. They answer "ready", with the steps whose state they have saved (`anchors`). The next
+generation begins at the last step that all members have saved.
 
-A host that comes back waits until the members are ready by plan, when they all stand at the same step. Only this
-process decides, so two groups can never continue separately. The quorum, `min_hosts`, is the least number of hosts.
+A host that comes back waits until all members say "ready" at the same step with `planned`. Only this server decides who
+takes part, so two groups can never continue separately. The run ends if fewer than `min_hosts` hosts are left.
 """
 
 from __future__ import annotations
@@ -49,12 +50,12 @@ NAME_S = 10.0
 
 @dataclass
 class Membership:
-    """Tracks present and training members, and the messages for each. It uses no sockets.
+    """Decides which processes train together, and collects the messages to them. It uses no sockets.
 
     Args:
-        slots: processes of each host. Ranks count through all hosts.
-        quorum: the run is over with fewer hosts (`min_hosts`).
-        gather_s: seconds that the first generation waits for all.
+        slots: number of processes on each host. The first host has the first ranks, then the second, and so on.
+        quorum: the least number of hosts (`min_hosts`). With fewer hosts the run ends.
+        gather_s: seconds to wait for all processes at the start. Then the run starts if `quorum` hosts are there.
 
     >>> membership = Membership([1, 1], quorum=1, gather_s=300)
     >>> for rank in (0, 1):
@@ -85,14 +86,14 @@ class Membership:
         return len(self.host_of)
 
     def hello(self, rank: int) -> dict[str, Any]:
-        """Note that a rank's process has come. Return its message."""
+        """Note that the process with this rank has connected. Return the welcome message to the process."""
         self.there.add(rank)
         return {"hear": "welcome", "fresh": not self.members, "again": self._trained, "over": self.over}
 
     def leave(self, rank: int) -> list[int]:
-        """Note that a process is gone or silent. Return its host's ranks, which are lost with it.
+        """Remove all processes on the host of `rank`, because this process is gone or silent. Return their ranks.
 
-        A host is lost as a whole: its launcher ends all its processes when one has failed.
+        A host is lost as a whole, because the host's launcher ends all processes when one has failed.
         """
         gone = [other for other in self.there if self.host_of[other] == self.host_of[rank]]
         was_member = bool(self.members & set(gone))
@@ -105,7 +106,7 @@ class Membership:
         return gone
 
     def ready(self, rank: int, said: dict[str, Any], now: float) -> None:
-        """Note that a process waits for the next generation."""
+        """Note that the process with this rank waits for the next generation."""
         if rank not in self.there:
             return
         if self.over is not None:
@@ -124,21 +125,21 @@ class Membership:
             self._tell(self.members, {"hear": "waiting"})
 
     def training(self) -> None:
-        """Record that training has begun. If all members are lost later, new processes are no first start."""
+        """Note that training has begun. If all members are lost later, new processes learn that they start again."""
         self._trained = True
 
     def finished(self) -> None:
-        """Note that the run has finished. Processes that come now, or wait to join, have nothing to do."""
+        """Note that the run has finished. Tell this to all present processes, also to those that wait to join."""
         if self.over is None:
             self._end(DONE)
 
     def stopped(self) -> None:
-        """Note that all members have stopped on request."""
+        """Note that a user or a signal has stopped the run. Tell this to all present processes."""
         if self.over is None:
             self._end("it was stopped")
 
     def look(self, now: float) -> None:
-        """Begin the next generation, if its conditions hold."""
+        """Begin the next generation if all its members are ready. End the run if too few hosts are left."""
         if self.over is not None:
             return
         if not self.members:
@@ -216,10 +217,16 @@ class Membership:
 
 
 class MembershipServer:
-    """Carries messages between `membership` and the processes, on `address` and `port` (0: a free port).
+    """Sends and receives the messages between `membership` and the processes of the run.
+
+    Args:
+        membership: decides which processes train together.
+        address, port: where the server listens; port 0: a free port.
+        secret: the run's secret. Processes without the secret cannot connect.
+        silence_s: a process is lost after this many seconds without a message.
 
     Raises:
-        OSError: it cannot listen at this address and port.
+        OSError: the server cannot listen at this address and port.
     """
 
     def __init__(self, membership: Membership, address: str, port: int, secret: str, silence_s: float = SILENCE_S):
@@ -234,7 +241,7 @@ class MembershipServer:
         self._shelf, self._shelf_of = Shelf[Line](), -1  # the store of that generation
 
     def serve(self) -> None:
-        """Serve until the run has finished or `stopping` is set, and all processes have left."""
+        """Serve until the run has finished or `stopping` is True, and all processes have disconnected."""
         try:
             while self.lines or not (self.stopping or self.membership.over == DONE):
                 for key, _ in self.selector.select(LOOK_S):

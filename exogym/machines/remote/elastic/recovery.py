@@ -1,9 +1,9 @@
 """Training that continues when hosts are lost, and takes back hosts that return.
 
-Every process keeps copies of its nodes' state at the last two anchors: steps where nothing is in flight. When a member
-is lost, the others go back to the last anchor that all of them know. From the next step on, the lost member's nodes are
-absent, as with `Faults`. So a simulation with the recorded outages gives the same run. A host that returns joins at an
-anchor and copies the others' state, as in simulation.
+An anchor is a step at which no message between processes is under way. Every process keeps copies of its nodes' state
+at the last two anchors. When a process is lost, the others go back to the last anchor that all of them have. From the
+next step on, the lost process's nodes are absent, as with `Faults`. So a simulation with the recorded outages gives the
+same run. A host that returns joins at an anchor and copies the other processes' state, as in simulation.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ TRIES = 3  # generations without a step forward, with the same members, before t
 
 
 def check(options: FitOptions) -> None:
-    """Reject runs that cannot continue with fewer hosts.
+    """Reject options with which a run cannot continue after it has lost a host.
 
     Raises:
-        ArgumentError: an option or the strategy does not support it.
+        ArgumentError: an option or the strategy does not support lost hosts.
     """
     combinations.check(options.features() | {"min_hosts": "min_hosts"})
 
@@ -59,10 +59,10 @@ class _Planned(Exception):
 
 
 class Assembly:
-    """Assembles a run for `LocalTrainer` in a process whose peers may come and go.
+    """Assembles a run for `LocalTrainer` in one process, while the other processes may come and go.
 
     Attributes:
-        recovery: carries the run, once it is assembled.
+        recovery: the assembled run, which continues after losses. None before the run is assembled.
     """
 
     def __init__(self, member: Member):
@@ -84,11 +84,11 @@ class Assembly:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process is the first of the processes that finished together."""
+        """Whether this process has the lowest rank of the processes that train together."""
         return self.recovery is not None and self.recovery.wire.is_main
 
     def outages(self) -> dict[str, list[list[int | None]]]:
-        """Return each absent node's outages, by node id, as JSON values."""
+        """Return {node id: its outages} for all nodes that were ever absent, as JSON values."""
         away = {} if self.recovery is None else self.recovery.outages.as_absent()
         return {str(node): [list(span) for span in spans] for node, spans in away.items()}
 
@@ -132,7 +132,7 @@ class Assembly:
 
 
 class Recovery:
-    """Carries `loop` through its run over `wire`, while hosts are lost and come back."""
+    """Runs the training loop `loop`, and continues it when hosts are lost or come back."""
 
     def __init__(self, loop: TrainingLoop, wire: ElasticWire):
         self.loop, self.wire, self.member = loop, wire, wire.member
@@ -144,7 +144,7 @@ class Recovery:
         loop.take_over(self.carry, self.at_rest)
 
     def carry(self, run: Callable[[], bool]) -> bool:
-        """Train to the end, or until a signal stops all. Return whether the run has finished."""
+        """Train to the end, or until a signal stops all processes. Return whether the run has finished."""
         if not self.joined:
             self._anchor()
             self._note_present()
@@ -165,7 +165,9 @@ class Recovery:
                 self._regroup(None)
 
     def at_rest(self) -> None:
-        """Handle an anchor: all members are at the same step, and nothing is in flight."""
+        """Called when all members are at the same step, and no message is under way. Save the state from time to time.
+
+        If other processes wait to join the run, training is interrupted here to let them in.
         loop = self.loop
         if not loop.driver.losses.under_way and set(self.up(loop.step + 1)) != set(self.wire.present):
             self._note_present()  # members that came back in the middle of a stretch
@@ -175,7 +177,7 @@ class Recovery:
                 raise _Planned
 
     def join(self) -> None:
-        """Copy the others' state in the wire's generation, and then in the next ones."""
+        """Copy the run's state from the other members to this process. If a member is lost meanwhile, try again."""
         rows = {rank: _copy(state) for rank, state in snapshot_of(self.loop.standing).rows.items()}
         while True:
             try:
@@ -294,7 +296,7 @@ class Recovery:
         self.loop.driver.meet(stayed)
 
     def up(self, step: int) -> list[int]:
-        """Return the nodes that took part in `step`."""
+        """Return the nodes that are present in `step`."""
         assert self.loop.driver.attendance is not None
         return self.loop.driver.attendance.up(step)
 

@@ -1,4 +1,4 @@
-"""The wire of a run with changing members. Absent members' rows take no part; a lost member ends every call."""
+"""The wire of a run whose processes may come and go. Only the present processes' rows take part in its calls."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ Result = TypeVar("Result")
 
 
 class MemberLost(WorkerError):
-    """A member of the generation can no longer be reached."""
+    """Raised when a process that takes part in the run can no longer be reached."""
 
 
 class ElasticWire(Wire):
-    """A wire over a generation's members. `take_part` changes the generation and keeps the rows here.
+    """A wire between the processes that currently train together, the generation's members.
+
+    Every call raises `MemberLost` if a member cannot be reached. `take_part` then connects this process with the next
+    generation's members. The process keeps its own rows.
 
     Args:
-        member: this process.
+        member: this process's connection to the membership server.
         nodes_of: each rank's node ids.
-        generation: the first generation; None: this process is alone until `take_part`.
+        generation: the first generation; None: this process is alone until it calls `take_part`.
         native: as for `ProcessWire`.
-
-    Every call raises `MemberLost` if a member cannot be reached.
     """
 
     shares_memory = False
@@ -47,11 +48,11 @@ class ElasticWire(Wire):
 
     @property
     def total_rows(self) -> int:
-        """Number of rows in the whole run. A process that joins later is alone at first."""
+        """Number of rows in the whole run, also while this process is not yet connected to the others."""
         return sum(map(len, self.nodes_of))
 
     def take_part(self, generation: Generation) -> None:
-        """Continue as a member of `generation`. Its process group becomes torch's default group."""
+        """Let this wire connect the members of `generation`, whose process group is now torch's default group."""
         self.generation = generation
         self._members = line = ProcessWire([self.nodes_of[rank] for rank in generation.members], native=self.native)
         line.around = self.or_lost
@@ -63,7 +64,7 @@ class ElasticWire(Wire):
 
     @property
     def present(self) -> list[int]:
-        """The members' nodes."""
+        """The ids of all present nodes: the nodes of the processes that currently take part."""
         return sorted(self.owner)
 
     def rows(self, x: Tensor, ids: Sequence[int]) -> Tensor:
@@ -94,15 +95,15 @@ class ElasticWire(Wire):
         return super().carry(given, moves) if self._members is None else self._members.carry(given, moves)
 
     def or_lost(self, call: Callable[[], Result], *about: Any) -> Result:
-        """Make a call that needs all members.
+        """Run `call`, which needs all members, and return its result.
 
         Raises:
-            MemberLost: a member is gone. Torch reports this by various RuntimeErrors.
+            MemberLost: a member cannot be reached. Torch reports this by various RuntimeErrors.
         """
         if self.member.lost:
-            raise MemberLost("a member of the run is lost")
+            raise MemberLost("another process of the run is lost")
         try:
             with pulse.at(pulse.WAITING):
                 return call()
         except RuntimeError as error:
-            raise MemberLost(f"a member of the run cannot be reached: {error}") from error
+            raise MemberLost(f"another process of the run cannot be reached: {error}") from error

@@ -1,1 +1,1 @@
-"""Programs for hosts. They are sent as text, so they use only the standard library of Python 3.7."""
+"""Programs that the controller sends to hosts as text. They use only the standard library of Python 3.7."""

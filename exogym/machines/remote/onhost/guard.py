@@ -1,8 +1,8 @@
 """Run one command on a host. If the connection to the controller is lost, end all processes of the command.
 
-The controller holds the other end of stdin. It writes a byte every few seconds and closes stdin to stop the command. An
-end of file, or silence, ends the command with SIGTERM. Later SIGKILL ends its remaining processes, also in other
-sessions.
+The guard's stdin is the connection to the controller. The controller writes a byte every few seconds, and closes stdin
+to stop the command. If stdin is closed or silent, the guard sends the command SIGTERM. Some time later the guard ends
+all remaining processes of the command with SIGKILL, also processes in other sessions.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ TRY_AGAIN = 75  # EX_TEMPFAIL of sysexits: the connection was lost; a restart ma
 def main(given: dict[str, Any], stream: IO[bytes]) -> int:
     """Run the command that `given` describes. Return its exit status, or 128 + the signal that killed it.
 
-    Returns `TRY_AGAIN` if the command ended because the controller was silent.
+    Return `TRY_AGAIN` if the guard ended the command because the controller was silent.
 
     Args:
-        given: words (for this Python), folder, environment, address and is_loopback (see `interface_of`), silence_s
-            (after which the controller counts as lost), stop_s (from SIGTERM to SIGKILL) and reports (see
-            `HostReports`; None: no reports).
+        given: the settings. words: the command's arguments for this Python. folder, environment: the command's working
+            folder and environment variables. address, is_loopback: see `interface_of`. silence_s: seconds of silence
+            after which the controller counts as lost. stop_s: seconds from SIGTERM to SIGKILL. reports: see
+            `HostReports`; None: no reports.
         stream: the connection to the controller.
     """
     environment = dict(os.environ, **given["environment"])

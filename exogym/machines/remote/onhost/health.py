@@ -1,7 +1,7 @@
 """Report this host's state and its processes' progress to the controller. Rank 0's host also sends the run's files.
 
-Every few seconds it writes a mark and a line of JSON to the stdout of the ranks' output. Values that this system does
-not report are left out.
+Every few seconds a thread writes a mark and a line of JSON to stdout, between the lines of the ranks' output. Values
+that this operating system does not report are left out.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ GPU_WORDS = ["--query-gpu=name,utilization.gpu,memory.used,memory.total", "--for
 
 
 class HostReports:
-    """Reports in a thread, from `start` to `close`.
+    """Sends this host's reports from a thread, from `start` to `close`.
 
     Args:
-        given: mark, every_s, and mirror: None, or folder (below the project's), names of files in it, and the mark of
-            the controller (see `_is_shared`).
-        project: the folder in which the run goes on.
-        interface: which other hosts are reached through.
-        mine: returns the processes of the run here.
+        given: the settings. mark: text before each report. every_s: seconds between two reports. mirror: None, or the
+            run folder to send: its path in the project's folder, its files' names, and a file that shows whether the
+            controller shares this folder, so that nothing needs to be sent.
+        project: the project's folder on this host.
+        interface: network interface through which this host reaches the other hosts.
+        mine: function that returns the ids of the run's processes on this host.
     """
 
     def __init__(self, given: dict[str, Any], project: str, interface: str, mine: Callable[[], Iterable[int]]):
@@ -75,7 +76,7 @@ class HostReports:
     # The host's state
 
     def sample(self) -> dict[str, Any]:
-        """Return the current values. Rates cover the time since the last call."""
+        """Return this host's current load. CPU use and network rates are means over the time since the last call."""
         found: dict[str, Any] = {"cores": os.cpu_count(), "steps": self._steps()}
         with contextlib.suppress(OSError, ValueError, IndexError):
             found["cpu_use"] = self._cpu_use()

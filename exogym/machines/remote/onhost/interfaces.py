@@ -53,12 +53,13 @@ def _family(head: bytes) -> int:
 
 
 def interface_of(address: str, is_loopback: bool = False) -> str:
-    """Return the interface that has `address`, a name or an IP address.
+    """Return the name of this host's network interface that has `address`, a host name or an IP address.
 
-    A name that stands for the loopback on this host alone, as some systems have it, does not count.
+    Without `is_loopback`, loopback addresses do not count. Some systems give their own host name a loopback address,
+    which other hosts cannot reach.
 
     Raises:
-        LookupError: none has it; the message lists those there are.
+        LookupError: no interface has this address. The message lists the host's interfaces and addresses.
     """
     try:
         meant = {str(info[4][0]) for info in socket.getaddrinfo(address, None, type=socket.SOCK_DGRAM)}
@@ -69,4 +70,4 @@ def interface_of(address: str, is_loopback: bool = False) -> str:
         if own in meant and (is_loopback or not (own.startswith("127.") or own == "::1")):
             return interface
     listed = ", ".join(f"{own} ({interface})" for interface, own in there) or "none"
-    raise LookupError(f"no interface of the host has the address {address}; it has {listed}")
+    raise LookupError(f"no interface of the host has the address {address}; the host has {listed}")

@@ -25,7 +25,7 @@ CONNECT_S = 5.0
 
 
 def main(given: dict[str, Any], stream: IO[bytes]) -> int:
-    """Answer until the controller has no more questions."""
+    """Answer the questions in `stream`, one per line, until the controller closes the connection."""
     listening: list[socket.socket] = []
     for line in stream:
         asked = json.loads(line)
@@ -54,7 +54,7 @@ def _python() -> dict[str, Any]:
 
 
 def packages(names: list[str]) -> dict[str, str | None]:
-    """Return each package's version; None: not installed."""
+    """Return {package: its version}, with None for a package that is not installed."""
     from importlib.metadata import PackageNotFoundError, version
 
     found: dict[str, str | None] = {}
@@ -67,7 +67,10 @@ def packages(names: list[str]) -> dict[str, str | None]:
 
 
 def package_sum(name: str, folder: str | None = None) -> str | None:
-    """Return a checksum of the Python files of a package as `python -m` in `folder` finds it; None without one."""
+    """Return a checksum of a package's Python files. None if there is no such package.
+
+    The package is the one that `python -m` finds when it runs in `folder`.
+    """
     before = list(sys.path)
     if folder is not None:
         sys.path[:1] = [os.path.expanduser(folder)]
@@ -85,7 +88,7 @@ def source_sums(folder: str) -> dict[str, str]:
 
     Raises:
         NotADirectoryError: the folder does not exist.
-        ValueError: the folder has too many Python files for a project.
+        ValueError: the folder has more than 20,000 Python files, so it is hardly one project's folder.
     """
     root = os.path.expanduser(folder)
     if not os.path.isdir(root):
