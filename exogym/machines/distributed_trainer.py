@@ -1,4 +1,4 @@
-"""Train one model over several devices, from the parts of a usual script: model, optimizer, data loader."""
+"""Train one model on several devices, with the objects of a usual PyTorch script: model, optimizer, data loader."""
 
 from __future__ import annotations
 
@@ -23,17 +23,18 @@ BACKENDS = ("auto", "nccl", "gloo")
 
 
 class DistributedTrainer:
-    """Trains one model on `num_gpus` devices. It is a `LocalTrainer` with one node of several devices.
+    """Trains one model on `num_gpus` devices, like a `LocalTrainer` with one node of several devices.
 
-    Under `python -m exogym.launch --nproc_per_node K` or torchrun, each process is one device. A single process
-    computes the same result, up to rounding, on one device, and prints a notice. The devices share each batch of the
-    loader: a step is one step on the whole batch, as on one device.
+    Under `python -m exogym.launch --nproc_per_node K` or torchrun, each of the K processes is one device. A single
+    process computes the same result, up to rounding, on one device, and prints a notice. The devices divide each batch
+    of the loader among them. A step is one step on the whole batch, as on one device.
 
     Args:
         model: as for `LocalTrainer`.
-        optimizer: a torch optimizer over this model's parameters, from which class and arguments are taken. Or a name
-            or an `OptimSpec`, as for strategies.
-        num_gpus: number of devices. None: the number of processes that run this script, or of `node`'s devices.
+        optimizer: a torch optimizer over this model's parameters. Only its class and arguments are used. Or an
+            optimizer's name or an `OptimSpec`, as for strategies.
+        num_gpus: number of devices. None: the number of devices of `node`, or without `node` the number of processes
+            that run this script.
         backend: "nccl" or "gloo" connects the processes. "auto": NCCL if each process has a GPU, otherwise gloo. A
             single process ignores it.
         node: how to split the model: a `NodeMesh` or a `PipelineParallel`. None: data parallel, with parameters,
@@ -41,7 +42,7 @@ class DistributedTrainer:
         loss_fn: as for `LocalTrainer`.
 
     Attributes:
-        history: the last `train`'s records.
+        history: the records of the last call of `train`.
 
     Raises:
         ArgumentError: the optimizer has other parameters, several groups or earlier steps; the number of devices
@@ -96,18 +97,19 @@ class DistributedTrainer:
         accumulation_steps: int = 1,
         seed: int = 0,
     ) -> nn.Module:
-        """Train for `epochs` epochs and return the model. In several processes only the main one's has the result.
+        """Train for `epochs` epochs and return the model. With several processes, only the main process has the result.
 
         Args:
-            train_loader: gives data set, batch size, shuffling and workers. The loader itself is not iterated. An
-                epoch's last, short batch is a step, too.
-            val_loader: its data set is evaluated after each epoch.
-            accumulation_steps: batches per step.
-            seed: seed of the order and of the model's random numbers.
+            train_loader: its data set, batch size, shuffling and number of workers are used. The trainer does not
+                iterate over the loader itself. An epoch's last, shorter batch is a step, too.
+            epochs: number of passes over the training data.
+            val_loader: its data set is used for an evaluation after each epoch.
+            accumulation_steps: number of batches per step.
+            seed: seed of the data's order and of the model's random numbers.
 
         Raises:
-            ArgumentError: a loader has its own sampler, has no batch size, or drops batches.
-            The errors of `LocalTrainer.fit`.
+            ArgumentError: a loader has its own sampler, has no batch size, or drops the last batch; or an error of
+                `LocalTrainer.fit`.
         """
         given = _parts_of(train_loader, "train_loader")
         validation = None if val_loader is None else _parts_of(val_loader, "val_loader")["dataset"]
@@ -128,7 +130,7 @@ class DistributedTrainer:
 
 
 def spec_of(optimizer: Optimizer, model: nn.Module) -> OptimSpec:
-    """Return the class and arguments of an optimizer over all trained parameters of `model`.
+    """Return an `OptimSpec` with the class and arguments of an optimizer over all trained parameters of `model`.
 
     Raises:
         ArgumentError: the optimizer has other parameters, several groups, or state.
@@ -164,15 +166,18 @@ def _parts_of(loader: DataLoader[Any], name: str) -> dict[str, Any]:
         raise ArgumentError(f"{name} is a {type(loader).__name__}, wanted a torch.utils.data.DataLoader")
     sampler = loader.sampler
     if loader.batch_size is None or isinstance(loader.dataset, IterableDataset):
-        raise ArgumentError(f"{name} has no batch_size, or its data set has no length: give both")
+        raise ArgumentError(
+            f"{name} has no batch_size, or its data set has no length: give a DataLoader with batch_size over a data "
+            "set with a length"
+        )
     if type(sampler) not in (RandomSampler, SequentialSampler) or getattr(sampler, "replacement", False):
         raise ArgumentError(
-            f"{name} has its own {type(sampler).__name__}, but the trainer deals examples to devices: give "
+            f"{name} has its own {type(sampler).__name__}, but the trainer itself chooses each device's examples: give "
             "shuffle=True or False instead"
         )
     if loader.drop_last and len(loader.dataset) % loader.batch_size:  # type: ignore[arg-type]
         raise ArgumentError(
-            f"{name} drops its last batch, but the trainer takes it as a short step: leave drop_last out"
+            f"{name} drops its last, shorter batch, but the trainer trains on this batch: leave drop_last out"
         )
     kwargs: dict[str, Any] = {} if loader.collate_fn is default_collate else {"collate_fn": loader.collate_fn}
     kwargs |= {"num_workers": loader.num_workers} if loader.num_workers else {}

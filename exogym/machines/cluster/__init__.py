@@ -1,6 +1,7 @@
-"""Job scripts for SLURM, and manifests for Kubernetes. (Ray is an engine.)
+"""Job scripts for SLURM, and manifests for Kubernetes. (For Ray, use `fit(engine="ray")`.)
 
-You can write both on any machine. Commands that ask SLURM need a machine of the cluster:
+You can write job scripts and manifests on any machine. Submitting jobs and asking for their state needs a machine of
+the SLURM cluster:
 
 >>> from pathlib import Path
 >>> job = SlurmJob("train.py", nodes=2, time="01:00:00")

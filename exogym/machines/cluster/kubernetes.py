@@ -1,10 +1,11 @@
-"""Kubernetes: manifests for a run, and a Dockerfile for its image.
+"""Kubernetes: manifests for a run, and a Dockerfile for the run's image.
 
-An indexed Job has one pod per machine. Pods find each other by the names of a headless service. Alternatively the
-training operator's PyTorchJob does the same. Each pod's launcher needs the run's secret, from a Secret that you make.
+The manifests are for an indexed Job with one pod per machine, whose pods find each other by the names of a headless
+service. Or they are for a PyTorchJob of the training operator, which does the same. Each pod's launcher needs the run's
+secret. It comes from a Kubernetes Secret, which you must create.
 
-A preempted pod does not count as a failure. Afterward all pods meet again, and the run resumes if the script calls
-`fit(save_dir=..., resume=True)` with a folder on the volume.
+A preempted pod does not count as a failure. Kubernetes replaces the pod, and all pods start the script again. The run
+resumes if the script calls `fit(save_dir=..., resume=True)` with a folder on the volume.
 """
 
 from __future__ import annotations
@@ -27,20 +28,20 @@ LABEL_WORDS = "small letters, digits and '-', at most 52, as a DNS label"
 
 @dataclass(frozen=True)
 class Pods:
-    """A script and its needs on the cluster.
+    """A script and the resources that it needs on a Kubernetes cluster.
 
     Args:
         script: path of a Python file in the image.
         arguments: the script's arguments.
-        image: the image's name, as the cluster pulls it.
+        image: the image's name, from which the cluster pulls it.
         nodes: number of pods.
-        processes_per_node: processes in each pod; None: one per GPU, or one.
-        name, namespace: name and namespace of the objects.
+        processes_per_node: processes in each pod; None: one per GPU, or one without GPUs.
+        name, namespace: name and namespace of the Kubernetes objects.
         cpus, memory, gpus: each pod's resources, as Kubernetes quantities.
-        claim: the PersistentVolumeClaim for checkpoints, which all pods can use.
-        mount: where the pods mount the claim.
-        grace_s: seconds between SIGTERM, when the run saves, and the end of a pod.
-        restarts: allowed failures. Preempted pods do not count.
+        claim: name of a PersistentVolumeClaim for checkpoints. All pods must be able to write to it.
+        mount: path at which the pods mount the claim.
+        grace_s: seconds from SIGTERM, when the run saves a checkpoint, to the end of a pod.
+        restarts: number of failures after which the Job fails. Preempted pods do not count.
         kind: "job", or "pytorchjob" for the training operator.
 
     Raises:
@@ -88,12 +89,12 @@ class Pods:
 
 
 def manifests(pods: Pods) -> list[dict[str, Any]]:
-    """Return the objects to apply, in order."""
+    """Return the Kubernetes objects for a run, in the order in which to apply them."""
     return list(_operated(pods) if pods.kind == "pytorchjob" else _indexed(pods))
 
 
 def document(objects: Sequence[dict[str, Any]]) -> str:
-    """Return objects as one file for kubectl. It is JSON, which is also YAML, so that text stays text.
+    """Return the text of a file for `kubectl apply` with these objects. JSON is also YAML, and keeps texts as texts.
 
     >>> print(document([{"kind": "Job"}, {"kind": "Service"}]), end="")
     # Written by exogym cluster kubernetes: read it, change it, and apply it with kubectl.
@@ -186,7 +187,7 @@ def _pod(pods: Pods, rank: str, master: str, restart: str | None) -> dict[str, A
 
 
 def dockerfile() -> str:
-    """Return a Dockerfile. Its image holds the wheel in dist/ and the current folder, with the versions used here."""
+    """Return a Dockerfile for an image with the wheel in dist/, the current folder, and this machine's versions."""
     own, python = version("exogym"), ".".join(platform.python_version_tuple()[:2])
     torch = version("torch").partition("+")[0]
     return f"""\

@@ -1,11 +1,11 @@
 """SLURM: write a job script, submit it, and ask for a job's state.
 
-The script starts one launcher per machine (`python -m exogym.launch`), which starts the processes there. Processes must
-know a secret to join. The job draws it and keeps it in its environment only.
+The job script starts one launcher per machine (`python -m exogym.launch`), which starts the processes on this machine.
+Processes need a secret to join the run. The job draws the secret at random and keeps it only in environment variables.
 
 SLURM restarts a preempted job. The run then resumes if the script calls `fit(save_dir=..., resume=True)`. Shortly
-before its time limit, the job tells its processes to save and asks SLURM for a restart. Each given word is quoted for
-the shell, or refused.
+before the time limit, the job tells its processes to save a checkpoint, and asks SLURM for a restart. All given texts
+are quoted for the shell, or refused.
 """
 
 from __future__ import annotations
@@ -57,19 +57,19 @@ exit "$code"
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """A script and its needs on the cluster.
+    """A script and the resources that it needs on a SLURM cluster.
 
     Args:
         script: path of a Python file that all machines can read.
         arguments: the script's arguments.
         nodes: number of machines.
-        processes_per_node: processes on each machine; None: one per GPU, or one.
+        processes_per_node: processes on each machine; None: one per GPU, or one without GPUs.
         name: the job's name.
         folder: the folder in which the script runs.
-        python: the interpreter on the machines.
-        cpus, gpus, memory, time, partition, account, qos: SLURM's options; None: its defaults.
-        before_s: the run saves this many seconds before the time limit.
-        port: port where the machines meet; None: computed from the job's number.
+        python: path of the Python interpreter on the machines.
+        cpus, gpus, memory, time, partition, account, qos: SLURM's options; None: SLURM's defaults.
+        before_s: the run saves a checkpoint this many seconds before the time limit.
+        port: port of the first machine, at which the other machines connect; None: computed from the job's number.
         restarts: how often the job may restart itself.
 
     Raises:
@@ -140,7 +140,7 @@ def job_script(job: SlurmJob) -> str:
 
 
 def submit(script: Path, job: SlurmJob) -> int:
-    """Submit a job script and return the job's number.
+    """Submit a job to SLURM and return its number.
 
     Raises:
         ArgumentError: SLURM rejects the job, for example because of an unknown partition.
@@ -156,7 +156,7 @@ def submit(script: Path, job: SlurmJob) -> int:
 
 
 def status_of(job: int) -> dict[str, str]:
-    """Return SLURM's facts about a job: state, reason, run_time, time_limit, nodes, restarts, exit_code, log."""
+    """Return what SLURM knows about a job: state, reason, run_time, time_limit, nodes, restarts, exit_code, log."""
     facts = _facts(job)
     names = {
         "state": "JobState", "reason": "Reason", "run_time": "RunTime", "time_limit": "TimeLimit", "nodes": "NodeList",
@@ -166,10 +166,10 @@ def status_of(job: int) -> dict[str, str]:
 
 
 def log_of(job: int) -> Path:
-    """Return a job's log file.
+    """Return the path of a job's log file.
 
     Raises:
-        ExoGymError: the file does not exist yet, or not on this machine.
+        ExoGymError: the file does not exist yet, or does not exist on this machine.
     """
     path = Path(_facts(job).get("StdOut", ""))
     if not path.is_file():
@@ -178,7 +178,7 @@ def log_of(job: int) -> Path:
 
 
 def cancel(job: int) -> None:
-    """End a job. SLURM first sends its processes SIGTERM, at which they save."""
+    """End a job. SLURM first sends SIGTERM to the job's processes, which then save a checkpoint."""
     _facts(job)
     done = _slurm("scancel", str(job))
     if done.returncode:
@@ -189,7 +189,7 @@ def _facts(job: int) -> dict[str, str]:
     check_count("job", job)
     done = _slurm("scontrol", "--oneliner", "show", "job", str(job))
     if done.returncode:
-        raise ArgumentError(f"job={job} is unknown to SLURM, or was forgotten after its end: {_said(done)}")
+        raise ArgumentError(f"job={job} is unknown to SLURM, or ended so long ago that SLURM forgot it: {_said(done)}")
     return dict(re.findall(r"(?:^| )([A-Za-z]\w*)=(.*?)(?= [A-Za-z][\w/:]*=|$)", done.stdout.strip()))
 
 

@@ -1,4 +1,4 @@
-"""Check the words that go into job scripts and manifests, so that no word can act as code or an option."""
+"""Check the texts that go into job scripts and manifests, so that no text can act as code or as an option."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ IMAGE = r"[a-z0-9]([a-z0-9._/-]|:\d+/)*(:[A-Za-z0-9_][A-Za-z0-9_.-]{0,127})?(@sh
 
 
 def check_word(name: str, given: str, pattern: str, wanted: str) -> None:
-    """Raise ArgumentError unless `given` matches `pattern`. The message says that it must be `wanted`.
+    """Raise ArgumentError unless the text `given` matches `pattern`.
+
+    Args:
+        name: the argument's name, for the message.
+        wanted: description of a valid text, for the message.
 
     >>> check_word("partition", "gpu; rm -rf ~", NAME, "letters, digits, '.', '_' and '-'")
     Traceback (most recent call last):
@@ -27,7 +31,7 @@ def check_word(name: str, given: str, pattern: str, wanted: str) -> None:
 
 
 def check_arguments(words: tuple[str, ...]) -> None:
-    """Raise ArgumentError if a word contains a zero byte."""
+    """Raise ArgumentError if an argument contains a zero byte."""
     for word in words:
         if "\0" in word:
             raise ArgumentError(

@@ -1,8 +1,8 @@
 """`python -m exogym.launch [options] script.py [script arguments]`.
 
-Options may stand before or after the script. The launcher takes its own options anywhere; all other words after the
-script are the script's, and so is everything after `--`. Exit status: the status of the first process that failed;
-2 for bad input, 1 if the machines did not meet, 130 after Ctrl-C.
+The launcher's own options may come before or after the script's name. All other words after the script's name are the
+script's arguments, and so is everything after `--`. Exit status: 0, or the status of the first process that failed; 2
+for invalid arguments, 1 if the machines could not connect to each other, 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def split(words: Sequence[str]) -> tuple[list[str], str | None, bool, list[str]]:
-    """Return the launcher's own words, the script (None if there is none), whether it is a module, and its arguments.
+    """Split a command line into (the launcher's options, the script or None, whether it is a module, its arguments).
 
     >>> split(["train.py", "--nproc_per_node=4", "--lr", "0.1"])
     (['--nproc_per_node=4'], 'train.py', False, ['--lr', '0.1'])
@@ -108,7 +108,7 @@ def split(words: Sequence[str]) -> tuple[list[str], str | None, bool, list[str]]
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit status. `words`: default, the process's own."""
+    """Run the launcher with the command-line arguments `words` (default: this process's). Return the exit status."""
     fill_in()
     try:
         own, script, module, arguments = split(sys.argv[1:] if words is None else words)

@@ -1,4 +1,4 @@
-"""Preparations before torch's agent starts the processes, at the first attempt and at each restart."""
+"""What the launcher does each time before torch's elastic agent starts, or restarts, the script's processes."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from exogym.machines.launch.stopping import kill_what_is_left
 
 
 class Attempts(DefaultLogsSpecs):
-    """Prepares the ranks' environment. Torch calls `reify` right before it starts the ranks.
+    """Prepares the environment of the script's processes. Torch calls `reify` right before it starts the processes.
 
     Args:
-        folder: folder for the ranks' error files.
-        output: gets the rank of each process on this node.
-        node: gives the attempt's number, which is the same on all nodes.
-        environment: added to each rank's environment.
-        config: the launch's description.
+        folder: folder for the files in which the processes record their errors.
+        output: learns here which rank each process on this machine has.
+        node: this machine in the launch. It has the number of the current attempt, which is the same on all machines.
+        environment: variables to add to each process's environment.
+        config: the launch's settings.
 
     Attributes:
-        record: holds which process of this node failed, once it listens to torch's agent.
+        record: stores which process on this machine failed, when it is set to filter the log of torch's agent.
     """
 
     def __init__(self, folder: Path, output: RankOutput, node: Node, environment: dict[str, str], config: LaunchConfig):

@@ -1,4 +1,4 @@
-"""The communication backends of exogym.distributed, and whether they work on this machine."""
+"""The communication backends of `exogym.distributed`, and whether each backend works on this machine."""
 
 from __future__ import annotations
 

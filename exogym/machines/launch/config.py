@@ -1,4 +1,4 @@
-"""`LaunchConfig`: a launch's processes, machines and restarts."""
+"""`LaunchConfig`: the settings of a launch: its processes, machines and restarts."""
 
 from __future__ import annotations
 
@@ -15,24 +15,27 @@ DEFAULT_PORT = 29500
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """A launch's settings, checked when it is created.
+    """The settings of a launch. Invalid settings raise an error at once.
 
     Args:
-        nproc_per_node: processes to start on this machine.
-        nnodes: machines; the launcher is started once on each.
+        nproc_per_node: number of processes to start on this machine.
+        nnodes: number of machines. You start the launcher once on each machine.
         node_rank: number of this machine, 0 to nnodes - 1. Machine 0 has the first ranks.
-        master_addr: name or address of machine 0, needed with several machines. One machine alone uses its loopback.
-        master_port: port of machine 0 where the machines meet; 29500 with several machines, a free port on one.
-        backend: "gloo" or "nccl", for scripts whose `init_process_group()` names none. None: fits the machine.
-        max_restarts: restarts of all processes after a failure.
-        monitor_interval: seconds between two checks of the processes.
-        start_timeout: whole seconds within which all machines must arrive.
-        log_dir: folder for the output of each rank, appended to `training_rank_{rank}.log`. None: no files.
-        first_rank: number added to the ranks in the output and in those files' names, if this launch is part of a
-            larger run.
+        master_addr: name or address of machine 0. It is needed with several machines. A single machine uses its
+            loopback.
+        master_port: port of machine 0 at which the other machines connect. Default: 29500 with several machines, a free
+            port with one machine.
+        backend: "gloo" or "nccl", for scripts whose `init_process_group()` names no backend. None: the backend that
+            fits the machine.
+        max_restarts: how often all processes may be restarted after a failure.
+        monitor_interval: seconds between two checks whether the processes still run.
+        start_timeout: whole seconds within which the launchers of all machines must connect.
+        log_dir: folder for each rank's output, which is appended to `training_rank_{rank}.log`. None: no files.
+        first_rank: number to add to the ranks in the output and in the names of these files, if this launch is part of
+            a larger run.
 
     Raises:
-        ArgumentError: a value is wrong. The message names it and the allowed values.
+        ArgumentError: a setting is invalid. The message names the setting and its allowed values.
 
     >>> LaunchConfig(nproc_per_node=4).nnodes
     1
@@ -89,12 +92,12 @@ class LaunchConfig:
 
     @property
     def address(self) -> str:
-        """Name or address of machine 0, where the processes meet."""
+        """Name or address of machine 0, to which the other machines connect."""
         return self.master_addr or "localhost"
 
     @property
     def port(self) -> int:
-        """Port of machine 0 where the processes meet; 0: any free port."""
+        """Port of machine 0, to which the other machines connect; 0: any free port."""
         return self.master_port or (DEFAULT_PORT if self.nnodes > 1 else 0)
 
     @property

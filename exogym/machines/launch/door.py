@@ -1,13 +1,14 @@
-"""A listener that checks the run's secret before it reads anything else.
+"""A listening socket, the door, that checks the run's secret before it reads anything else from a new connection.
 
-Both ends prove that they know the secret. Neither sends it:
+Both the door and the connecting process, the guest, prove that they know the secret. Neither sends the secret itself:
 
-    door  -> guest  32 bytes, drawn at random
-    guest -> door   32 bytes, drawn at random; HMAC-SHA256(secret, "guest", service, both draws)
-    door  -> guest  HMAC-SHA256(secret, "door", service, both draws), or 32 zero bytes if the guest's proof is wrong
+    door  -> guest  32 random bytes
+    guest -> door   32 random bytes; HMAC-SHA256(secret, "guest", service, both texts of random bytes)
+    door  -> guest  HMAC-SHA256(secret, "door", service, both texts), or 32 zero bytes if the guest's proof is wrong
 
-A guest has a few seconds for its proof. If too many guests wait, the door closes the oldest connection. A process of
-the run then tries again. It needs the door only for one answer, so strangers cannot keep it out.
+A guest must send its proof within ten seconds. If too many guests wait, the door closes the oldest connection. If this
+guest was a process of the run, it tries again. A correct proof needs only one message, so strangers who fill the door
+with connections cannot keep the run's processes out.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ KEEPALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 8}  # three
 
 
 class WrongSecret(ConnectionError):
-    """The listener has another secret, or none."""
+    """Raised when the other end of a connection does not know the run's secret."""
 
 
 def listen(address: str, port: int = 0) -> socket.socket:
@@ -59,7 +60,13 @@ def listen(address: str, port: int = 0) -> socket.socket:
 
 
 def proof(secret: str, who: str, service: str, drawn: bytes) -> bytes:
-    """Return the proof for both ends' draws. It needs the secret."""
+    """Return the bytes that prove the knowledge of `secret`: an HMAC-SHA256 that cannot be computed without it.
+
+    Args:
+        who: "guest" or "door": who proves it.
+        service: what the guest connects for.
+        drawn: the random bytes that both ends have sent.
+    """
     return hmac.new(secret.encode(), f"exogym {who} {service}\n".encode() + drawn, "sha256").digest()
 
 
@@ -75,11 +82,13 @@ class _Guest:
 
 
 class Door:
-    """Admits connections that know `secret`, in the loop of `selector`. The selector's keys hold the functions to call.
+    """Accepts connections, and hands over those whose other end proves that it knows `secret`.
 
     Args:
-        listener: the listening socket; the door closes it.
-        services: {service: function}. The function gets the connection of each guest with a correct proof.
+        selector: waits for data on the connections. The `data` of each of its keys is the function to call for it.
+        listener: the listening socket, which `close` closes.
+        secret: the run's secret.
+        services: {service: function}. The function gets each connection that has proved the secret for this service.
 
     Attributes:
         port: the listening port.
@@ -99,13 +108,13 @@ class Door:
         selector.register(listener, selectors.EVENT_READ, self._open)
 
     def tidy(self) -> None:
-        """Close connections that have waited too long."""
+        """Close connections that have not proved the secret in time."""
         late = time.monotonic() - NAME_S
         for guest in [guest for guest in self._guests if guest.came < late]:
             self._send_away(guest)
 
     def close(self) -> None:
-        """Stop listening, and close all connections without a proof."""
+        """Stop listening, and close all connections that have not proved the secret."""
         for guest in list(self._guests):
             self._send_away(guest)
         self.selector.unregister(self.listener)
@@ -178,11 +187,11 @@ class Door:
 def knock(address: str, port: int, secret: str, service: str, timeout_s: float) -> socket.socket:
     """Connect to the door at `address` and `port`. Return the connection once both ends have proved the secret.
 
-    Without an answer, or after a lost connection, it tries again until `timeout_s` seconds have passed.
+    If nothing answers or the connection is lost, try again until `timeout_s` seconds have passed.
 
     Raises:
         WrongSecret: one end does not know the secret.
-        ConnectionError: nothing answered in time; the error has the last reason.
+        ConnectionError: no attempt succeeded in time. The message is the last attempt's error.
     """
     deadline = time.monotonic() + timeout_s
     while True:
@@ -223,7 +232,7 @@ def _exactly(connection: socket.socket) -> bytes:
 
 
 def make_lively(connection: socket.socket) -> None:
-    """Send small messages at once, and detect a silently lost peer within minutes."""
+    """Let a connection send small messages at once, and detect within three minutes that the other end is lost."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in KEEPALIVE.items():

@@ -13,10 +13,10 @@ from exogym.core.base.torch_private import failure_of
 
 
 class AgentsRecord(logging.Filter):
-    """Keeps torch's log line about a failed process off the terminal. `tell` describes the failure instead.
+    """A log filter that hides torch's line about a failed process and stores its facts. `tell` describes the failure.
 
     Attributes:
-        failed: (local rank, process id, exit code) of the last failure; None: no process of this node failed.
+        failed: (local rank, process id, exit code) of the last failure. None: no process on this machine has failed.
     """
 
     def __init__(self) -> None:
@@ -40,15 +40,16 @@ def _recorded(failure: ProcessFailure) -> dict[str, str | float]:
 
 
 def is_lost(failure: ProcessFailure) -> bool:
-    """Return whether the rank ended only because another rank, to which it was connected, had ended."""
+    """Return whether a rank failed only because another rank had ended and their connection was lost."""
     return bool(_recorded(failure).get("lost"))
 
 
 def first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
-    """Return (rank, failure) of the failure that caused the others.
+    """Return (rank, failure) of the failure that most likely caused the others.
 
-    The order: ranks that died without a record (killed, crashed), because they cause errors on the others; then the
-    earliest recorded error; then ranks that lost a connection to another rank; then ranks that the launcher stopped.
+    A rank that died without recording an error (killed or crashed) comes first, because its end causes errors on other
+    ranks. Otherwise it is the rank with the earliest recorded error. Ranks that only lost a connection to another rank
+    come after these, and ranks that the launcher stopped come last.
     """
 
     def order(rank: int) -> tuple[int, float, int]:
@@ -62,9 +63,9 @@ def first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessF
 
 
 def exit_code(failure: ProcessFailure) -> int:
-    """Return the launch's exit code, as in a shell: 128 + the signal for a killed rank.
+    """Return the launch's exit code after a rank's failure, as in a shell: 128 + the signal for a killed rank.
 
-    A rank that was stopped while it handled its own error counts as ended by itself: 1.
+    If the launcher stopped the rank while the rank handled its own error, the code is 1, as if it had ended by itself.
     """
     if failure.exitcode == -signal.SIGTERM and _recorded(failure):
         return 1
@@ -72,7 +73,7 @@ def exit_code(failure: ProcessFailure) -> int:
 
 
 def tell(rank: int, failure: ProcessFailure, world_size: int | None = None) -> str:
-    """Describe the failure, for example "rank 1 was killed by signal 9 (SIGKILL)"."""
+    """Return a description of a rank's failure, for example "rank 1 was killed by signal 9 (SIGKILL)"."""
     recorded = _recorded(failure)
     if recorded.get("lost"):
         how = "lost its connection to another rank, which failed first"
@@ -87,7 +88,7 @@ def tell(rank: int, failure: ProcessFailure, world_size: int | None = None) -> s
 
 
 def describe(rank: int, failure: ProcessFailure, world_size: int | None, log_dir: Path | None) -> str:
-    """Describe the failure in one line, and where to read the rank's output."""
+    """Return one line that describes a rank's failure and says where to read the rank's output."""
     where = [f'above, after "[rank {rank}]"']
     if log_dir is not None:
         where.append(f"in {log_dir / f'training_rank_{rank}.log'}")

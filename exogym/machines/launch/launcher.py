@@ -1,4 +1,4 @@
-"""Start a script's processes on this node and watch them, with torch's elastic agent."""
+"""Start a script's processes on this machine and watch them, with torch's elastic agent."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SIGNALS = tuple(s for s in signal.Signals if s.name in ("SIGINT", "SIGTERM", "SI
 
 
 class DistributedLauncher:
-    """Runs a script in the processes that `config` describes.
+    """Runs a script in several processes on this machine, as `config` says.
 
     >>> DistributedLauncher(LaunchConfig(nproc_per_node=2)).config.nproc_per_node
     2
@@ -46,16 +46,17 @@ class DistributedLauncher:
         self.config = config
 
     def launch(self, script: str | os.PathLike[str], *args: Any, module: bool = False) -> int:
-        """Run `script` with `args` in every process of this node, wait, and return the exit code.
+        """Run `script` with `args` in every process on this machine, wait, and return the exit code.
 
         Each process finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and
-        TORCHELASTIC_RESTART_COUNT (0 at first) in its environment. OMP_NUM_THREADS is 1 unless it is set, and
-        EXOGYM_BACKEND is the config's backend. Output goes to the terminal after `[rank N]`. If a process fails, the
-        launcher stops all, and restarts them while `max_restarts` allows.
+        TORCHELASTIC_RESTART_COUNT (0 at first) in its environment. OMP_NUM_THREADS is 1 unless you have set it, and
+        EXOGYM_BACKEND is the config's backend. The processes' output goes to the terminal, each line after `[rank N]`.
+        If a process fails, the launcher stops all processes, and restarts them up to `max_restarts` times.
 
         Args:
             script: path of a Python file, or with `module=True` a module's name, as for `python -m`.
             args: the script's arguments, passed as text.
+            module: True: `script` is a module's name.
 
         Returns:
             0 if all processes ended well; otherwise the exit code of the first failed process, or 128 + the signal that
@@ -63,8 +64,9 @@ class DistributedLauncher:
 
         Raises:
             ArgumentError: the script does not exist, or a port is taken.
-            TrainingError: not all machines arrived within `start_timeout`, or machine 0 was lost.
-            KeyboardInterrupt: Ctrl-C, after all processes have ended. (SIGTERM then has its usual effect, too.)
+            TrainingError: not all machines connected within `start_timeout` seconds, or machine 0 was lost.
+            KeyboardInterrupt: after Ctrl-C, when all processes have ended. (SIGTERM, too, first ends all processes and
+                then has its usual effect.)
         """
         target = os.fspath(script)
         if not module and not os.path.isfile(target):
@@ -209,9 +211,10 @@ def launch_distributed_training(
     log_dir: str | os.PathLike[str] | None = None,
     first_rank: int | None = None,
 ) -> int:
-    """Run `script` with `args` in `nproc_per_node` processes on this node, and return the exit code.
+    """Run `script` with `args` in `nproc_per_node` processes on this machine, and return the exit code.
 
-    Same as `DistributedLauncher(LaunchConfig(...)).launch(script, *args)`, with the options of `LaunchConfig`.
+    This is the same as `DistributedLauncher(LaunchConfig(...)).launch(script, *args)`. See `LaunchConfig` for the other
+    arguments.
     """
     config = LaunchConfig(
         nproc_per_node, nnodes, node_rank, master_addr, master_port, backend, max_restarts, monitor_interval,

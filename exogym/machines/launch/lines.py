@@ -1,4 +1,4 @@
-"""The server's end of a connection that came through a door: it exchanges lines of JSON."""
+"""A server's connection to one of the run's processes, over which both send lines of JSON."""
 
 from __future__ import annotations
 
@@ -17,17 +17,19 @@ CHUNK_BYTES, LONGEST_LINE = 1 << 16, 1 << 20
 
 
 class Line:
-    """A connection to one of the run's processes, in the loop of `selector`.
+    """A server's connection to one of the run's processes.
 
     Args:
-        take: called with this connection and each value it receives. A value that `take` cannot read, or an endless
-            line, closes the connection.
-        lose: called with this connection and the reason, after it is lost and closed.
+        selector: waits for data on the connection. The `data` of each of its keys is the function to call for it.
+        connection: the socket, whose other end has proved the run's secret.
+        take: called with this `Line` and each received value. If `take` cannot read a value, or if a line is longer
+            than 1 MiB, the connection is closed.
+        lose: called with this `Line` and the reason, after the connection is lost and closed.
 
     Attributes:
-        rank: the process's rank, once it has sent it.
-        name: the rank in words.
-        heard: time of the last message, or of the connection.
+        rank: the process's rank; None until the process has sent it.
+        name: a name of the process for messages.
+        heard: time of the last message; before the first message, the time when the process connected.
     """
 
     def __init__(
@@ -44,7 +46,7 @@ class Line:
         selector.register(connection, selectors.EVENT_READ, self._hear)
 
     def say(self, what: dict[str, Any]) -> None:
-        """Send a value to the other end, if it is reachable."""
+        """Send a value to the process. If the process cannot be reached, close the connection."""
         try:
             self.connection.sendall(json.dumps(what).encode() + b"\n")
         except OSError:

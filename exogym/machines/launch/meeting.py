@@ -1,7 +1,8 @@
-"""The meeting of several nodes' launchers: a door on node 0, which also leads the ranks to their store.
+"""How the launchers of several machines find each other, and how all ranks reach one store of torch.
 
-The ranks meet in torch's store. It checks no secret, so it listens only on node 0's loopback. On every other node a
-`Relay` listens on the loopback instead, and carries the ranks' data through the door.
+The launchers connect to a `Door` on machine 0. The ranks find each other through torch's `TCPStore`. This store checks
+no secret, so it listens only on the loopback of machine 0. On every other machine a `Relay` listens on the loopback
+instead, and sends the ranks' data through the door to the store.
 """
 
 from __future__ import annotations
@@ -26,13 +27,17 @@ LOOK_S = 1.0
 
 
 class MeetingPlace:
-    """The meeting on node 0. It listens on `address` and `port` (0: a free port), in a thread, until it is closed.
+    """Machine 0's server for the launchers of all machines. It answers in a thread until it is closed.
+
+    Args:
+        address, port: where the server listens; port 0: a free port.
+        secret: the run's secret. Connections without the secret are refused.
 
     Attributes:
         store_port: port of the ranks' store, on the loopback.
 
     Raises:
-        OSError: it cannot listen at this address and port.
+        OSError: the server cannot listen at this address and port.
     """
 
     def __init__(self, address: str, port: int, secret: str):
@@ -90,14 +95,16 @@ class MeetingPlace:
 
 
 class Link:
-    """A node's connection to the meeting at `address` and `port`.
+    """A launcher's connection to the `MeetingPlace` on machine 0.
 
     Args:
-        rank: this node's rank.
-        timeout_s: seconds to wait for an answer.
+        address, port: where the `MeetingPlace` listens.
+        secret: the run's secret.
+        rank: number of this launcher's machine.
+        timeout_s: seconds to wait until the connection succeeds.
 
     Attributes:
-        store: the launchers' shared values. Calls fail once the connection is lost.
+        store: values that all launchers share. Its calls fail once the connection is lost.
 
     Raises:
         WrongSecret, ConnectionError: see `knock`.
@@ -135,7 +142,9 @@ class Link:
 
 
 class Relay:
-    """Replaces the ranks' store on another node's loopback, at `port`, until it is closed.
+    """Stands in for the ranks' store on the loopback of a machine other than machine 0, at `port`, until it is closed.
+
+    It sends the ranks' data to the store on machine 0.
 
     Args: see `knock`.
     """

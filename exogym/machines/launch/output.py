@@ -1,4 +1,4 @@
-"""The ranks' output: lines go to the terminal after the rank's name, and unchanged to the rank's log file."""
+"""The ranks' output. Each line is printed on the terminal after `[rank N]`, and saved unchanged in a file per rank."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class _RankPipe:
         self.rest = ""
 
     def lines(self, data: bytes, last: bool = False) -> list[str]:
-        """Return the lines that `data` completes. A carriage return ends a line, too (progress bars)."""
+        """Return the lines that the new `data` completes. A carriage return also ends a line (progress bars)."""
         text = self.rest + self.decoder.decode(data, last)
         held = "\r" if text.endswith("\r") and not last else ""  # the "\n" of "\r\n" may follow
         *done, self.rest = LINE_END.split(text.removesuffix(held) if held else text)
@@ -46,7 +46,7 @@ class _RankPipe:
 
 
 class Screens:
-    """Prints lines on terminals. If a terminal closes, printing stops and the ranks continue."""
+    """Prints the ranks' lines on terminals. If a terminal is closed, printing there stops, and the ranks continue."""
 
     def __init__(self) -> None:
         self._deaf: set[int] = set()
@@ -65,7 +65,7 @@ class Screens:
 
 
 class LogFiles:
-    """Appends to files in `folder`. If writing fails (a full disk), training continues without them."""
+    """Appends the ranks' output to files in `folder`. If writing fails (a full disk), training continues."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -90,12 +90,12 @@ class LogFiles:
 
 
 class RankOutput:
-    """Reads the pipes of this node's ranks in a thread.
+    """Receives the output of this machine's ranks through pipes, in a thread, and prints and saves it.
 
     Args:
         folder: folder for the pipes `{local_rank}.out` and `{local_rank}.err`.
-        nproc: number of ranks on this node.
-        log_dir: folder for the files `training_rank_{rank}.log`, which are appended to; None: no files.
+        nproc: number of ranks on this machine.
+        log_dir: folder for the files `training_rank_{rank}.log`, to which the output is appended; None: no files.
     """
 
     def __init__(self, folder: Path, nproc: int, log_dir: Path | None):
@@ -115,7 +115,7 @@ class RankOutput:
         self._thread.start()
 
     def close(self) -> None:
-        """Print the rest of the pipes, and end."""
+        """Print and save the output that is still in the pipes, and end the thread."""
         self._stopping.set()
         self._thread.join()
         for stream in self._streams:

@@ -1,10 +1,10 @@
-"""A rendezvous for torch's elastic agent: the nodes of a launch meet in the order of their node_rank.
+"""A rendezvous handler for torch's elastic agent: it connects the machines of a launch, ordered by their node_rank.
 
-Nothing is unpickled. (Torch's c10d rendezvous unpickles its store's values, and its store checks no secret.) The
-launchers talk through node 0's door (see `exogym.machines.launch.meeting`).
+Unlike torch's c10d rendezvous, this handler unpickles nothing and checks the run's secret. The launchers exchange
+messages through machine 0 (see `exogym.machines.launch.meeting`).
 
-For every attempt, node 0 opens a new store for the ranks on its loopback. So nothing remains from a failed attempt. For
-the same reason the launchers' keys begin with the attempt's number.
+For every attempt (the first start and each restart), machine 0 opens a new store for the ranks on its loopback, and the
+launchers use keys that begin with the attempt's number. So nothing remains from a failed attempt.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ FAREWELL_S = 10
 
 @dataclass
 class Node:
-    """A node in the meeting: its own settings, and the attempt's number, counted from 0."""
+    """One machine of a launch: its node_rank, machine 0's address and port, and the number of the current attempt.
+
+    Attempts are counted from 0; -1: no attempt has begun.
+    """
 
     rank: int
     address: str
@@ -50,11 +53,15 @@ class Node:
 
 
 class OrderedRendezvous(RendezvousHandler):
-    """The meeting of `nnodes` nodes, in the order of `node.rank`.
+    """Connects `nnodes` machines for torch's elastic agent. The machines are ordered by `node.rank`.
+
+    Args:
+        node: this machine.
+        nnodes: number of machines.
 
     Raises:
-        RendezvousConnectionError: node 0 cannot listen, cannot be reached, or has another secret.
-        ArgumentError: two nodes have the same rank. Every node raises it.
+        RendezvousConnectionError: machine 0 cannot listen, cannot be reached, or has another secret.
+        ArgumentError: two machines have the same `node.rank`. Every machine raises this error.
     """
 
     def __init__(self, node: Node, nnodes: int):
@@ -124,14 +131,15 @@ class OrderedRendezvous(RendezvousHandler):
         place = store.add(f"{before}/came", 1) - 1
         if place >= n:
             raise ArgumentError(
-                f"nnodes={n} machines have met already: node_rank={self.node.rank} on this machine is one too many"
+                f"nnodes={n} machines have connected already, so node_rank={self.node.rank} on this machine is one too "
+                "many: start the launcher once per machine, or raise nnodes"
             )
         store.set(f"{before}/claim/{place}", str(self.node.rank))
         all_came = store.later("get", [f"{before}/claim/{i}" for i in range(n)])
         left = store.later("get", [LEFT])
         wait([all_came, left], self.node.start_timeout_s, FIRST_COMPLETED)
         if not all_came.done() and not left.done():
-            raise RendezvousTimeoutError(f"only {store.add(f'{before}/came', 0)} of {n} arrived")
+            raise RendezvousTimeoutError(f"only {store.add(f'{before}/came', 0)} of {n} machines connected")
         if not all_came.done():
             raise RendezvousClosedError(f"{unpacked(_said(left)[0]).decode()} has ended")
         claims = sorted(int(unpacked(text)) for text in _said(all_came))
@@ -185,12 +193,12 @@ def _create(parameters: RendezvousParameters) -> OrderedRendezvous:
 
 
 def register() -> None:
-    """Register the handler with torch's launcher as `NAME`. A second call changes nothing."""
+    """Register `OrderedRendezvous` with torch's launcher under the name "exogym". A second call changes nothing."""
     rendezvous_handler_registry.register(NAME, _create)
 
 
 def check_address(master: str) -> None:
-    """Refuse an address without a machine.
+    """Raise ArgumentError unless `master` is the name or address of a machine.
 
     >>> check_address("127.0.0.1")
 

@@ -1,13 +1,13 @@
 """The process of one rank: `python runner.py FOLDER LAUNCHER_PID script|module TARGET ARGUMENTS...`.
 
-Runs the user's script as `python TARGET ARGUMENTS...` would. It also
+It runs the user's script as `python TARGET ARGUMENTS...` would. It also
     - sends the rank's output to the launcher,
-    - writes an error that ended the script, with its time, to the file that torch's agent reads,
-    - prints one line without a traceback for ExoGym's own errors, and for errors that only follow from another rank's
-      end,
-    - ends when the launcher is gone.
+    - writes the error that ended the script, with its time, to a file that torch's elastic agent reads,
+    - prints only one line, without a traceback, for ExoGym's own errors and for errors that another rank's end caused,
+    - ends if the launcher has ended.
 
-It is run by its path and imports only the standard library, so that the script can still set its environment.
+This file is run by its path and imports only the standard library, so that the user's script can still set environment
+variables before torch is imported.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ def end_with(launcher: int) -> None:
 
 
 def mark_path(folder: str) -> str:
-    """Return the file that marks this process as running, with its own process group."""
+    """Return the path of the file whose existence tells the launcher that this process still runs."""
     return os.path.join(folder, "running", str(os.getpid()))
 
 
 def speak_to_launcher(folder: str) -> None:
-    """Redirect stdout and stderr into this rank's pipes to the launcher."""
+    """Redirect this process's stdout and stderr into the pipes that the launcher reads."""
     for descriptor, name in ((1, "out"), (2, "err")):
         path = os.path.join(folder, f"{os.environ['LOCAL_RANK']}.{name}")
         pipe = os.open(path, os.O_WRONLY | os.O_NONBLOCK)  # without a reader: an error, not a wait
@@ -53,12 +53,12 @@ def speak_to_launcher(folder: str) -> None:
 
 
 def kinds(error: BaseException) -> list[str]:
-    """Return the full names of the error's classes, without importing them."""
+    """Return the full names of the error's class and its base classes, without importing these classes."""
     return [f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__]
 
 
 def is_lost(error: BaseException) -> bool:
-    """Return whether `error` only follows from another rank's end.
+    """Return whether `error` was only caused by the end of another rank.
 
     >>> is_lost(RuntimeError("[1] Connection closed by peer [10.0.0.2]:33421")), is_lost(ValueError("Broken pipe"))
     (True, False)
@@ -70,7 +70,7 @@ def is_lost(error: BaseException) -> bool:
 
 
 def show(error: BaseException) -> None:
-    """Print `error` on stderr."""
+    """Print `error` on stderr: one line for ExoGym's own errors and lost connections, otherwise the traceback."""
     if isinstance(error, KeyboardInterrupt):
         print(f"exogym: stopped by {error}", file=sys.stderr)
     elif is_lost(error):
@@ -83,7 +83,7 @@ def show(error: BaseException) -> None:
 
 
 def record(error: BaseException) -> None:
-    """Write `error` in the format of torch's elastic agent, and add the exact time."""
+    """Write `error` to the error file of torch's elastic agent, with the exact time, and whether `is_lost` is true."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
@@ -95,14 +95,14 @@ def record(error: BaseException) -> None:
 
 
 def own_frames(trace: TracebackType | None) -> TracebackType | None:
-    """Return the user's part of a traceback, without this file and Python's runpy."""
+    """Return a traceback without its first frames, which are in this file or Python's runpy."""
     while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>", runpy.__file__):
         trace = trace.tb_next
     return trace
 
 
 def run(kind: str, target: str, arguments: list[str]) -> None:
-    """Run the script or module as `python` would."""
+    """Run the script or module `target` with its `arguments`, as `python` would."""
     sys.argv = [target, *arguments]
     if not sys.flags.safe_path:
         sys.path[0] = os.path.dirname(os.path.abspath(target)) if kind == "script" else os.getcwd()

@@ -1,4 +1,4 @@
-"""End a launch: handle signals, and kill processes that failed ranks have left running."""
+"""End a launch: handle signals, and kill child processes of failed ranks that still run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 
 
 class Interrupted(BaseException):
-    """A signal that asks this process to end."""
+    """Raised when a signal asks this process to end."""
 
     def __init__(self, number: int):
         super().__init__(number)
@@ -24,10 +24,12 @@ class Interrupted(BaseException):
 
 @dataclass
 class Stop:
-    """Holds the signal that ended a block (0: none), and the handlers before the block.
+    """The state of an `ended_by` block.
 
     Attributes:
-        again: called at a second signal; None: the second signal raises, too.
+        number: the signal that has ended the block; 0: none.
+        again: called when a second signal arrives. None: the second signal also raises `Interrupted`.
+        before: the signals' handlers from before the block, to be restored after the block.
     """
 
     number: int = 0
@@ -35,7 +37,7 @@ class Stop:
     before: dict[signal.Signals, Any] = field(default_factory=dict)
 
     def hold(self) -> None:
-        """Block interruptions while cleaning up."""
+        """Ignore the block's signals from now on, so that they do not interrupt the cleaning up."""
         for number in self.before:
             signal.signal(number, signal.SIG_IGN)
 
@@ -49,7 +51,7 @@ class Stop:
 
 @contextlib.contextmanager
 def ended_by(signals: Sequence[signal.Signals]) -> Iterator[Stop]:
-    """Let each of `signals` raise `Interrupted` inside the block. Afterward the signal has its usual effect."""
+    """Let each of `signals` end the block by raising `Interrupted`. After the block the signal has its usual effect."""
     stop = Stop()
     if threading.current_thread() is not threading.main_thread():
         yield stop  # only the main thread gets signals
@@ -70,7 +72,7 @@ def ended_by(signals: Sequence[signal.Signals]) -> Iterator[Stop]:
 
 
 def kill_what_is_left(folder: Path) -> None:
-    """Kill the process groups of failed ranks, because their child processes may still run."""
+    """Kill the process groups of ranks that have not ended normally. Their child processes may still run."""
     for mark in (folder / "running").iterdir():
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(int(mark.name), signal.SIGKILL)

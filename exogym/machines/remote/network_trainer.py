@@ -169,8 +169,8 @@ class NetworkTrainer(Trainer):
         if not {*itertools.accumulate(slots)} <= {*itertools.accumulate(sizes)}:
             said = f"{node} is {node.size}" if isinstance(node, NodeMesh) else f"nodes of {sizes}"
             raise ArgumentError(
-                f"node={said} devices, but the hosts have {', '.join(map(str, slots))} slots, so a node would be on two "
-                "hosts: give node= so that each host's slots hold whole nodes"
+                f"node={said} devices, but the hosts have {', '.join(map(str, slots))} slots, so a node would be on "
+                "two hosts: give node= so that each host's slots hold whole nodes"
             )
         if given["num_nodes"] is None:
             given["num_nodes"] = len(sizes)

@@ -1,11 +1,12 @@
-"""The plan and the files of `exogym wizard`, for a task on measured hosts.
+"""The plan and the files that `exogym wizard` makes, to train a task on measured hosts.
 
 - `propose` chooses strategy, H and batch size, and estimates the time.
-- `WizardRun` is the folder of such a run; `make_session` writes it.
+- `WizardRun` is the folder of a run that the wizard has prepared; `make_session` writes this folder.
 - `Taken` compares the run's time with the estimate.
 - `hand_over` turns the trained model into files for its user.
 
-`exogym/cli/wizard.py` asks the questions. A plan for two measured computers, and a folder that repeats it:
+`exogym/cli/wizard.py` asks the user the wizard's questions. An example: a plan for two measured computers, and a folder
+with which the run can be repeated:
 
 >>> import tempfile
 >>> from exogym.network import Network

@@ -19,13 +19,14 @@ TOKENS = ("language", "timestamps")
 
 
 def hand_over(task: str, data: str | None, options: Mapping[str, Any], file: Path) -> list[str]:
-    """Return lines for the user of a trained model: how to use it, and whether it got worse elsewhere.
+    """Return lines of text for the user of a trained model: how to use the model, and whether other abilities suffered.
 
-    A model of the task "whisper" is also written to a folder beside `file` for transformers, with its adapters merged
-    and the whole window of 30 s. It is then tested on running speech (`general` of `whisper_task`).
+    A model of the task "whisper" is also saved for the library transformers, in a folder beside `file`, with its
+    adapters merged and the whole window of 30 s. The model is then tested on running speech (`general` of
+    `whisper_task`).
 
     Args:
-        task, data, options: from the run's profile.
+        task, data, options: the task, its data and its options, as in the run's profile.
         file: the run's model file.
 
     Raises:
@@ -75,12 +76,12 @@ def _speech(options: Mapping[str, Any], file: Path) -> list[str]:
 
 
 def lost(before: WhisperModelWrapper, after: WhisperModelWrapper, general: str) -> list[str]:
-    """Return lines on the recognition of running speech before and after training, with a warning if it got worse.
+    """Return lines of text: how well running speech is recognized before and after training, and a warning if worse.
 
     Args:
-        before, after: both models, with the window of 30 s.
-        general: see `exogym.data.speech.general_speech`. Without texts, the words that `before` recognizes count as
-            correct.
+        before, after: the model before and after training, each with the window of 30 s.
+        general: the test recordings (see `exogym.data.speech.general_speech`). For recordings without texts, the words
+            that `before` recognizes count as correct.
     """
     from exogym.data.speech import general_speech
     from exogym.models.whisper import WordErrors

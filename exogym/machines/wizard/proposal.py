@@ -1,4 +1,4 @@
-"""A plan for a task on measured hosts: what to run, how long it should take, and why."""
+"""A plan for training a task on measured hosts: what to run, the predicted time, and the reasons."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ FORWARD = 1 / 3  # assumed time of an evaluation, as a share of a training step 
 
 @dataclass(frozen=True)
 class Proposal:
-    """A plan: what to run, and what to expect.
+    """A plan: what to run, and the predicted times.
 
     Attributes:
-        strategy: as on the command line, with its H.
+        strategy: the strategy with its H, written as on the command line.
         steps, batch_size: each node's steps and batch size.
-        seconds: predicted seconds of training with evaluations, without start and copies.
-        alone_s: predicted seconds of the fastest host alone for as many examples.
-        speedup, speedup_range: predicted speed-up of the steps over the fastest host alone, and its likely range.
+        seconds: predicted seconds of training with evaluations, without the start of the run and the copying of files.
+        alone_s: predicted seconds in which the fastest host alone would train on as many examples.
+        speedup, speedup_range: predicted speed-up of the training steps over the fastest host alone, and the range in
+            which the speed-up probably lies.
         because: reasons for this strategy and batch size.
         hints: further advice from the measurement.
         advice: all compared strategies.
@@ -72,16 +73,17 @@ def propose(
 ) -> Proposal:
     """Return a plan for measured hosts.
 
-    The strategy is the recommendation of `exogym advise`: of all strategies with which the slowest node computes 90 %
-    of its time, it exchanges the whole model most often. If no strategy reaches 90 %, it is the fastest.
+    The strategy is the recommendation of `exogym advise`. Of all strategies with which the slowest node computes at
+    least 90 % of its time, this is the strategy that exchanges the whole model most often. If no strategy reaches 90 %,
+    it is the fastest strategy.
 
     Args:
-        network: a measured network, with each node's step.
+        network: a measured network, with the time of each node's step.
         parameters: trainable parameters of the model.
         steps, batch_size: each node's steps and batch size. The task's learning rate was chosen for its own batch size.
         step_s: seconds of each node's step, instead of the measured values.
-        strategy: use this strategy instead of the recommendation.
-        evaluations, evaluated: number of evaluations on the first host, and examples in each.
+        strategy: use this strategy instead of the recommended strategy.
+        evaluations, evaluated: number of evaluations on the first host, and number of examples in each evaluation.
 
     Raises:
         ArgumentError: the network has no measured steps, or the strategy is unknown.
@@ -95,7 +97,7 @@ def propose(
     nodes = network.num_nodes
     seconds = step_s if step_s is not None or measurement is None else measurement.step_s
     if seconds is None or nodes is None:
-        raise ArgumentError("network= holds no measured step of the task: run exogym doctor --measure --task NAME")
+        raise ArgumentError("network= has no measured step of the task: run exogym doctor --measure --task NAME")
     periods = [H for H in PERIODS if steps // H >= LEAST_ROUNDS]
     compared = [*EVERY_STEP, *(f"diloco:H={H}" for H in periods or [max(1, steps // LEAST_ROUNDS)])]
     if strategy is not None and strategy not in compared:

@@ -1,4 +1,4 @@
-"""The folder of a run that the wizard prepared, with files to repeat the run, and the run's time."""
+"""The folder of a run that `exogym wizard` has prepared, with the files that repeat the run, and the run's time."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ run_script(main)
 
 @dataclass(frozen=True)
 class WizardRun:
-    """A folder with a hosts file, a profile, and a script that trains by the profile.
+    """A run that `exogym wizard` has prepared: a folder with a hosts file, a profile, and a script that trains with it.
 
     Attributes:
-        sync: copy the folder to the hosts before each run.
+        sync: True: copy the folder to the hosts before each run.
     """
 
     folder: Path
@@ -52,18 +52,18 @@ class WizardRun:
 
     @property
     def command(self) -> str:
-        """The command that repeats the run, in the folder."""
+        """The command that repeats the run. Enter it in the run's folder."""
         return f"exogym distributed-train {PROFILE}{' --sync' if self.sync else ''}"
 
 
 def make_session(
     folder: str | os.PathLike[str], fields: dict[str, Any], hosts: dict[str, Any], sync: bool
 ) -> WizardRun:
-    """Write the files of a `WizardRun`, and return it.
+    """Write the folder of a run with its hosts file, profile and script, and return the `WizardRun`.
 
     Args:
-        fields: the profile's fields, without `hosts_config`; values of None are left out.
-        hosts: contents of a hosts file.
+        fields: the profile's fields, without `hosts_config`. Fields whose value is None are left out.
+        hosts: the contents of the hosts file.
 
     Raises:
         ArgumentError: the folder has files of another run, or a field is wrong.
@@ -95,12 +95,12 @@ def make_session(
 
 @dataclass(frozen=True)
 class Taken:
-    """A run's time, from its run folder, and the estimate.
+    """A run's measured time, from its run folder, and the wizard's estimate.
 
     Attributes:
         estimated_s: predicted seconds of training.
-        seconds: seconds of training; after a restart, since the last start.
-        total_s: seconds from the command until the results arrived.
+        seconds: measured seconds of training; if the run was restarted, since the last start.
+        total_s: measured seconds from the start of the command until the results had been fetched.
     """
 
     estimated_s: float
@@ -109,7 +109,7 @@ class Taken:
 
     @classmethod
     def of(cls, folder: Path, estimated_s: float, total_s: float) -> Taken | None:
-        """Read the times of a run folder. None if the folder lacks the start or the end."""
+        """Read a run's times from its run folder. Return None if the run's start or end is not recorded there."""
         at: dict[str, float] = {}
         try:
             for line in (folder / "events.jsonl").read_text("utf-8").splitlines():
