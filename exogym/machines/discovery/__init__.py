@@ -1,12 +1,14 @@
 """Find computers in a network, and pair with them by a short code. Needs the extra `discover`.
 
-- `Agent` waits on a computer, shows a code, and pairs with callers that know it. `announced` announces it by mDNS.
-- `find` lists the announced agents. `pair` pairs with one, by its code.
-- `enrol` prepares a paired computer for runs: a login by key, a known host key, and an entry in the hosts file.
+- `Agent` runs on a computer, shows a code, and pairs with callers that know this code. `announced` announces an agent
+  in the network by mDNS.
+- `find` lists the announced agents. `pair` pairs with an agent, by its code.
+- `enrol` prepares a paired computer for runs: it saves the computer's host key, tests the login by key, and adds the
+  computer to the hosts file.
 
-An announcement alone earns no trust. Without the code an agent tells only its name.
+Announcements are not trusted. Callers without the code only learn the agent's name.
 
-One computer runs an agent; on another computer somebody types the agent's code:
+In this example one computer runs an agent, and on another computer somebody types the agent's code:
 
 >>> import getpass
 >>> def wait_here(name: str, address: str) -> None:

@@ -1,4 +1,4 @@
-"""`Agent`: waits for other computers of the network, tells them its name, and pairs with callers that know the code."""
+"""`Agent`: answers other computers in the network with its name, and pairs with computers that know its code."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ MOST_CALLS, MOST_OF_ONE_ADDRESS = 64, 8
 
 
 class Agent:
-    """Answers callers at `address` until it is closed.
+    """Answers callers: computers that connect to it. It pairs with callers that know its code.
 
     Args:
         name: the agent's name. Callers without the code learn nothing else.
-        address: an address of this computer. The agent listens only there.
+        address: an address of this computer. The agent listens only at this address.
         port: port to listen on; 0: a free port.
-        user, ssh_port: login that paired computers get. The agent reads the SSH server's host keys at once.
-        authorized_keys: file that gets a line for each paired computer.
-        facts: facts about this computer, for paired callers.
-        show: called with each line for the person at this computer.
+        user, ssh_port: this computer's user and SSH port, with which paired computers log in. The agent reads the SSH
+            server's host keys when it is created.
+        authorized_keys: the SSH file that permits logins. The agent adds a line for each paired computer.
+        facts: facts about this computer, which paired callers receive.
+        show: called with each line of text for the person at this computer.
 
     Raises:
         ArgumentError: the port is taken, or no SSH server answers at `ssh_port`.
@@ -59,7 +60,9 @@ class Agent:
         try:
             self._listener = listen(address, port)
         except OSError as error:
-            raise ArgumentError(f"port {port} of {address}: {error.strerror}: give another --port") from None
+            raise ArgumentError(
+                f"port={port} of {address} cannot be used ({error.strerror}): give another --port"
+            ) from None
         self.port: int = self._listener.getsockname()[1]
         self._calls: dict[socket.socket, str] = {}  # open calls, oldest first -> address
         self._lock = threading.Lock()
@@ -81,7 +84,7 @@ class Agent:
             threading.Thread(target=self._answer, args=(connection, str(place[0])), daemon=True).start()
 
     def close(self) -> None:
-        """Stop answering and end all open calls."""
+        """Stop answering, and close the connections of all callers."""
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread in accept
         self._listener.close()

@@ -1,7 +1,7 @@
-"""Announce and find agents by mDNS.
+"""Announce and find agents by mDNS, the protocol by which computers of a local network find each other.
 
-Announcements are not trusted. Only three parts are used: an address in this computer's networks, a port, and a name of
-letters and digits.
+Announcements are not trusted. Only three values of an announcement are used: an address in this computer's networks, a
+port, and a name of letters and digits.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ MDNS_PORT = "allow UDP port 5353"
 
 @dataclass(frozen=True)
 class Found:
-    """An agent that was announced, or found at a given address.
+    """An agent that was announced by mDNS, or found at a given address.
 
     Attributes:
-        name: the name that it gives, without any proof.
-        answers: an agent with this name answered at the address.
+        name: the agent's name. Any computer could claim this name.
+        address, port: where the agent listens.
+        answers: True: an agent with this name answered at the address.
     """
 
     name: str
@@ -46,7 +47,7 @@ class Found:
 
 
 def plain_name(text: str) -> str:
-    """Turn `text` into a name that can be announced.
+    """Return `text` as a name that an agent may have: other characters become "-".
 
     >>> plain_name("Ann's MacBook Pro.local"), plain_name("\\u2028")
     ('Ann-s-MacBook-Pro', 'computer')
@@ -70,10 +71,14 @@ def own_networks() -> list[ipaddress.IPv4Interface]:
 
 
 def own_address(given: str | None = None) -> str:
-    """Return this computer's address for others: the given address, its only one, or the one it uses to reach outside.
+    """Return the address at which other computers should reach this computer.
+
+    This is the address `given`. Without `given`, it is this computer's only address, or the address with which this
+    computer reaches other networks.
 
     Raises:
-        ArgumentError: the given address is not this computer's; or it has no address, or several and no default route.
+        ArgumentError: `given` is not an address of this computer; or this computer has no address; or it has several
+            addresses and no default route.
     """
     addresses = [str(network.ip) for network in own_networks()]
     if given is not None:
@@ -94,7 +99,7 @@ def own_address(given: str | None = None) -> str:
 
 @contextlib.contextmanager
 def announced(name: str, address: str, port: int) -> Iterator[str]:
-    """Announce an agent while the block runs. Yield its name, with a number appended if another agent has the name.
+    """Announce an agent while the block runs. Yield the agent's name, with a number if another agent has this name.
 
     Raises:
         ExoGymError: mDNS does not work at this address.
@@ -117,10 +122,11 @@ def announced(name: str, address: str, port: int) -> Iterator[str]:
 
 
 def find(seconds: float = 3.0, addresses: Iterable[str] | None = None) -> list[Found]:
-    """Return the agents that announce themselves within `seconds`, at most `MOST_FOUND`, by name.
+    """Return the agents that are announced in the network, at most 64, sorted by name.
 
     Args:
-        addresses: this computer's addresses to listen at; None: all except loopback.
+        seconds: how long to listen for announcements.
+        addresses: this computer's addresses at which to listen; None: all except the loopback.
 
     Raises:
         ArgumentError: this computer is in no network.
@@ -167,9 +173,10 @@ def is_name(name: str) -> bool:
 
 
 def place_of(info: Any, networks: Iterable[ipaddress.IPv4Interface]) -> Iterator[tuple[str, str, int]]:
-    """Yield (name, address, port) of an announcement: its first address in this computer's networks, if any.
+    """Yield (name, address, port) of an announced agent, or nothing if its announcement has no usable address.
 
-    Loopback addresses, addresses outside these networks, and ports below 1024 are ignored.
+    The address is the announcement's first address in `networks`. Loopback addresses, addresses outside `networks`, and
+    ports below 1024 are ignored.
     """
     name = str(info.name).removesuffix(f".{SERVICE}")
     for packed in list(info.addresses)[:MOST_FOUND]:
@@ -181,7 +188,11 @@ def place_of(info: Any, networks: Iterable[ipaddress.IPv4Interface]) -> Iterator
 
 
 def asked(place: tuple[str, str, int]) -> Found:
-    """Return whether an agent of that name answers there."""
+    """Ask whether an agent with this name answers at this address and port, and return the answer as a `Found`.
+
+    Args:
+        place: (name, address, port) of an announced agent.
+    """
     name, address, port = place
     try:
         return Found(name, address, port, name_at(address, port) == name)
@@ -194,7 +205,7 @@ def name_at(address: str, port: int, seconds: float = ASK_S) -> str:
 
     Raises:
         OSError: nothing answers.
-        PairingError: the answer is not an agent's, or comes too late.
+        PairingError: the answer is not an agent's answer, or comes too late.
     """
     with socket.create_connection((address, port), timeout=seconds) as connection:
         line = Messages(connection, seconds)

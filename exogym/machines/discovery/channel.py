@@ -8,14 +8,16 @@
     agent -> caller  sealed: the answer, or {"refused": WHY} if the seal is from another code
 
 SPAKE2 (Abdalla and Pointcheval, 2005; the package `spake2`, on Ed25519) turns the code into a key. Both sides get the
-same key only if both had the same code. A listener learns nothing. An impostor can try one code per exchange, and none
-afterward. Side A proves first that it has the key, so the agent sends no secret to a caller without the key.
-HKDF-SHA256 makes a key for each direction. ChaCha20-Poly1305 seals the messages, numbered from 0 (both from the package
-`cryptography`).
+same key only if both had the same code. A computer that only listens learns nothing. An impostor can try one code per
+exchange, and learns nothing with which more codes could be tried afterward. The caller (side A) proves first that it
+has the key, so the agent sends no secret to a caller without the key. HKDF-SHA256 derives one key for each direction
+from SPAKE2's key. ChaCha20-Poly1305 seals the messages (encrypts and authenticates them), with numbers that count from
+0. Both are from the package `cryptography`.
 
-A public key alone proves nothing, because anybody may know it. So the caller signs a statement that names the session.
-The session's name is a third value from HKDF. It follows from the code and both SPAKE2 messages, and is never sent. A
-signature is therefore useless in any other session.
+The caller also sends its public SSH key. Anybody may know this key, so the caller must prove that it owns the private
+key. It signs a statement that contains the public key and the session's name. The session's name is a third value from
+HKDF. It depends on the code and both SPAKE2 messages, and is never sent. So the signature is useless in any other
+session.
 
 Four bytes before each message give its length, at most `MOST_BYTES`. The whole exchange has a deadline.
 """
@@ -63,7 +65,7 @@ def draw_code() -> str:
 
 
 def shown_code(code: str) -> str:
-    """Return a code as people see it.
+    """Return a code in the form in which people see it.
 
     >>> shown_code("012345")
     '012-345'
@@ -72,10 +74,10 @@ def shown_code(code: str) -> str:
 
 
 def typed_code(text: str) -> str:
-    """Return the digits of a typed code.
+    """Return the digits of a code that somebody has typed, without spaces and hyphens.
 
     Raises:
-        ArgumentError: `text` is not a code.
+        ArgumentError: `text` does not have the right number of digits, or has other characters.
 
     >>> typed_code(" 012 345")
     '012345'
@@ -89,10 +91,10 @@ def typed_code(text: str) -> str:
 
 
 class Messages:
-    """Short messages over a connection. All must arrive within `seconds`.
+    """Sends and receives short messages over a connection. All messages must arrive within `seconds`.
 
     Raises (from `send`, `receive`, `tell`, `hear`):
-        ProtocolError: the time is over, the other end is gone, or a message is too long or not JSON.
+        ProtocolError: the time is over, the other computer is gone, or a message is too long or not JSON.
     """
 
     def __init__(self, connection: socket.socket, seconds: float):
@@ -140,7 +142,7 @@ class Messages:
 
 
 def read(message: bytes) -> dict[str, Any]:
-    """Parse a message.
+    """Return the JSON object in a message.
 
     Raises:
         ProtocolError: the message is not a JSON object.
@@ -155,7 +157,9 @@ def read(message: bytes) -> dict[str, Any]:
 
 
 def refusal(message: bytes) -> str | None:
-    """Return the key of `REFUSALS` in an unsealed message, or None. Anybody could have written the message.
+    """Return why a message that is not sealed refuses the pairing: a key of `REFUSALS`. None: it is no such message.
+
+    Any computer could have sent this message.
 
     >>> refusal(b'{"refused": "closed"}'), refusal(b"Ax")
     ('closed', None)
@@ -168,12 +172,14 @@ def refusal(message: bytes) -> str | None:
 
 
 class Exchange:
-    """One side of SPAKE2 over a line: first `meet`, then sealed messages.
+    """One side of the pairing protocol: first `meet` derives the keys by SPAKE2, then sealed messages are exchanged.
 
     Args:
-        side: `CALLER` or `AGENT`.
-        code: this side's digits.
-        name: the agent's name, as sent unsealed. If somebody changed it on the way, the keys differ.
+        line: the messages to and from the other side.
+        side: this side, `CALLER` or `AGENT`.
+        code: the code's digits, as this side knows them.
+        name: the agent's name, which was sent without a seal. If somebody changed it on the way, the sides get
+            different keys.
     """
 
     def __init__(self, line: Messages, side: str, code: str, name: str):
@@ -192,7 +198,7 @@ class Exchange:
         """Exchange the SPAKE2 messages. Afterward both sides have the same key only if both had the same code.
 
         Raises:
-            PairingError: the agent refused, the line failed, or a message is not from SPAKE2.
+            PairingError: the agent refused, the connection failed, or a message is not from SPAKE2.
         """
         from cryptography.hazmat.primitives.hashes import SHA256
         from cryptography.hazmat.primitives.kdf.hkdf import HKDF
@@ -213,15 +219,15 @@ class Exchange:
         self._keys, self._session = {CALLER: made[:32], AGENT: made[32:64]}, made[64:].hex()
 
     def statement(self, public_key: str) -> str:
-        """Return the text that a caller signs to prove that it owns `public_key`'s private key in this session."""
+        """Return the text that a caller signs in this session to prove that it owns the private key of `public_key`."""
         return f"exogym pairing {VERSION}\nsession {self._session}\n{public_key}\n"
 
     def seal(self, value: dict[str, Any]) -> None:
-        """Send `value` so that only the other end can read it."""
+        """Encrypt `value` and send it, so that only the other side can read it."""
         self.line.send(self._cipher(self.side).encrypt(self._nonce(self.side), json.dumps(value).encode(), None))
 
     def open(self, message: bytes) -> dict[str, Any] | None:
-        """Return the other end's sealed value; None: its key differs."""
+        """Return the value in the other side's sealed message. None: the other side has another key."""
         from cryptography.exceptions import InvalidTag
 
         other = AGENT if self.side == CALLER else CALLER

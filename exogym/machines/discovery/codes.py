@@ -1,4 +1,4 @@
-"""The code that an agent shows. It is valid for a few attempts; then a new code follows."""
+"""The code that an agent shows. A code is valid until a computer has paired with it, or for three wrong attempts."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ TRIES, WRONG_IN_A_ROW = 3, 9  # wrong attempts per code; in a row over all codes
 
 
 class Codes:
-    """Holds the current code and counts wrong attempts.
+    """An agent's current code, and the number of wrong attempts to pair.
 
-    An attempt counts when the caller proves, or fails to prove, that it had the code. Before that it learns nothing. So
-    with six digits a guesser gets in with a chance of at most `WRONG_IN_A_ROW` in a million, until somebody restarts
-    the agent. An attacker can use up all attempts; then nobody can pair.
+    An attempt counts when the caller sends its proof that it had the code. Before, the caller learns nothing about the
+    code. Pairing closes after nine wrong attempts in a row, until somebody restarts the agent. So the chance that
+    somebody guesses a code of six digits is at most nine in a million. But an attacker can use up all attempts; then
+    nobody can pair until the agent is restarted.
 
     Args:
         show: called with each new code, and with None when pairing closes.
@@ -34,7 +35,7 @@ class Codes:
     def redeem(self, code: str, proves: Callable[[], bool]) -> bool:
         """Count an attempt that began with `code`. Return whether `code` is still current and `proves()` is true.
 
-        Attempts wait for each other, so simultaneous attempts count one after the other.
+        Simultaneous attempts are checked and counted one after the other.
         """
         with self._lock:
             if code != self.now:

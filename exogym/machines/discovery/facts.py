@@ -19,10 +19,11 @@ SHOWN, MOST = 120, 1e20  # limits for another computer's facts: characters of a 
 
 
 def facts() -> dict[str, Any]:
-    """Return this computer's facts as JSON values, in half a second.
+    """Return facts about this computer as JSON values. This takes about half a second.
 
-    `speed_flops` is the speed of products of 512 x 512 matrices in float32 on `device`, with two operations per
-    multiplication. Use it to compare computers; training is much slower.
+    `speed_flops` is the number of float32 operations per second in products of 512 x 512 matrices on `device`. Each
+    multiplication of two numbers counts as two operations. Use this number to compare computers; training is much
+    slower.
 
     >>> sorted(facts())
     ['cores', 'device', 'exogym', 'memory_bytes', 'python', 'speed_flops', 'system', 'torch']
@@ -42,7 +43,7 @@ def facts() -> dict[str, Any]:
 
 
 def speed_flops(device: str) -> float:
-    """Return operations per second of matrix products on `device`; see `facts`."""
+    """Return the number of operations per second in matrix products on `device`; see `facts`."""
     x = torch.ones(SIZE, SIZE, device=device)
     best_s, begun = float("inf"), time.perf_counter()
     count = 0
@@ -54,7 +55,7 @@ def speed_flops(device: str) -> float:
 
 
 def cleaned(told: Any) -> dict[str, Any]:
-    """Return the facts in another computer's message: numbers, and short printable texts.
+    """Return the valid facts in another computer's message: known names with numbers or short printable texts.
 
     >>> cleaned({"cores": 8, "device": "cpu\\x1b[2J", "memory_bytes": [1], "torch": 3})
     {'device': 'cpu?[2J', 'cores': 8}

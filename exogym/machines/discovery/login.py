@@ -1,4 +1,4 @@
-"""The SSH files that pairing reads and writes: a key pair, `authorized_keys` there, `known_hosts` here."""
+"""The SSH files that pairing uses: this computer's key pair and `known_hosts`, and the agent's `authorized_keys`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def public_key(text: object) -> str:
     """Return a public key as "KIND BASE64", without its comment.
 
     Raises:
-        ArgumentError: `text` is not a public key. Text that could act as another line or option is refused, too.
+        ArgumentError: `text` is not a public key, or it could act as another line or as an option of an SSH file.
 
     >>> public_key("ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA ann@laptop")[:20]
     'ssh-ed25519 AAAAC3Nz'
@@ -53,12 +53,13 @@ def public_key(text: object) -> str:
 
 
 def own_key(path: str) -> str:
-    """Return the public key of the private key file `path`. The file is made if it does not exist.
+    """Return the public key of the private key in the file `path`. If the file does not exist, make a new key.
 
-    A new key has no passphrase, because runs start without asking. It opens only the computers that pairing adds.
+    A new key has no passphrase, so that runs can start without a question. With this key, one can log in only to
+    computers that were paired with it.
 
     Raises:
-        ArgumentError: the file is not a key.
+        ArgumentError: the file is not a private key.
         ExoGymError: ssh-keygen fails.
     """
     file = os.path.abspath(os.path.expanduser(path))
@@ -69,7 +70,7 @@ def own_key(path: str) -> str:
 
 
 def sign(path: str, statement: str) -> str:
-    """Return a signature over `statement` by the private key `path`. Only the key's owner can make it.
+    """Sign `statement` with the private key in the file `path`, and return the signature.
 
     Raises:
         ExoGymError: ssh-keygen cannot sign with this key.
@@ -82,7 +83,7 @@ def sign(path: str, statement: str) -> str:
 
 
 def signed(key: str, statement: str, signature: object) -> bool:
-    """Return whether `signature` is over `statement`, by the private key of the public `key`."""
+    """Return whether `signature` signs `statement` and was made with the private key of the public key `key`."""
     if not isinstance(signature, str) or not signature.isascii():
         return False
     with temporary_folder() as folder:
@@ -94,14 +95,14 @@ def signed(key: str, statement: str, signature: object) -> bool:
 
 
 def authorize(path: str, key: str, address: str, name: str) -> bool:
-    """Let the owner of `key` log in from `address`: write a line of `authorized_keys` that ends in `exogym:NAME`.
+    """Let the owner of `key` log in from `address`: add a line to the file `path`, usually `authorized_keys`.
 
-    The line permits login and commands, but no forwarding, tunnel or terminal. It replaces pairing's earlier lines for
-    this key; no other line changes. If the user's own line admits the key, the file stays as it is.
-    That line limits the key's rights, and another line must neither reduce nor extend them.
+    The line ends in `exogym:NAME`. It permits login and commands, but no forwarding, tunnel or terminal. It replaces
+    the lines that earlier pairings wrote for this key; other lines do not change. If the user has written a line for
+    this key, the file stays as it is, because that line decides the key's rights.
 
     Returns:
-        True if the file has pairing's line now; False if the user's own line admits the key.
+        True if the file now has a line from pairing; False if the user's own line permits the key.
 
     Raises:
         OSError: the file cannot be read or written.
@@ -152,23 +153,26 @@ def host_keys(address: str, port: int) -> list[str]:
 
 
 def known_hosts_of(host: Host) -> Path:
-    """Return the file in which ssh looks for the key of `host`, by the user's own config.
+    """Return the file in which ssh looks for the host key of `host`, according to the user's SSH config.
 
     Raises:
-        ArgumentError: the config names no file.
+        ArgumentError: the SSH config names no such file.
     """
     said = _run("ssh", *ssh.identity(host), "-G", "--", host.ssh_host)
     files = next((line.split()[1:] for line in said.splitlines() if line.startswith("userknownhostsfile ")), [])
     if not files or files[0] in ("none", os.devnull):
-        raise ArgumentError(f"your SSH config keeps no host keys (UserKnownHostsFile {' '.join(files)}): name a file")
+        raise ArgumentError(
+            f"your SSH config stores no host keys (UserKnownHostsFile {' '.join(files)}): name a file there"
+        )
     return Path(os.path.expanduser(files[0]))
 
 
 def remember(host: Host, keys: Sequence[str]) -> bool:
-    """Write the keys of `host` into known_hosts. Return whether they replaced other keys.
+    """Write the host keys of `host` into the user's known_hosts file. Return whether they replaced other keys.
 
     Raises:
-        ArgumentError, OSError: the config names no such file, or the file cannot be written.
+        ArgumentError: the SSH config names no file for host keys.
+        OSError: the file cannot be written.
     """
     file = known_hosts_of(host)
     name = host.ssh_host if host.port in (None, 22) else f"[{host.ssh_host}]:{host.port}"

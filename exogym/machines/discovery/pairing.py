@@ -41,9 +41,9 @@ class Paired:
 
     Attributes:
         name: the agent's name.
-        entry: its entry for a hosts file.
-        host_keys: its SSH server's keys, each "KIND BASE64".
-        facts: see `exogym.machines.discovery.facts`.
+        entry: the computer's entry for a hosts file.
+        host_keys: keys of the computer's SSH server, each "KIND BASE64".
+        facts: the computer's facts (see `exogym.machines.discovery.facts`).
     """
 
     name: str
@@ -53,11 +53,12 @@ class Paired:
 
 
 def pair(address: str, port: int, code: str, key: str, *, name: str | None = None) -> Paired:
-    """Pair with the agent at `address`, which shows `code`. Afterward `key`'s owner may log in there.
+    """Pair with the agent at `address` and `port`. Afterward the owner of `key` may log in to the agent's computer.
 
     Args:
-        key: file of the private key; made if it does not exist. The key signs the session and is not sent.
-        name: this computer's name for the agent. Default: its host name.
+        code: the code that the agent shows.
+        key: file of a private SSH key. It is made if it does not exist. The key signs the session and is not sent.
+        name: the name under which the agent saves this computer. Default: this computer's host name.
 
     Raises:
         ArgumentError: `code` is not a code, or `key` is not a private key.
@@ -103,7 +104,7 @@ def _checked(name: str, address: str, answer: Mapping[str, Any]) -> Paired:
     try:
         HostsConfig.load({"master": entry})
         if not isinstance(keys, list) or not 0 < len(keys) <= MOST_KEYS:
-            raise ArgumentError("it sent no host keys")
+            raise ArgumentError("the agent sent no host keys")
         known = tuple(login.public_key(key) for key in keys)
     except ArgumentError as error:
         raise PairingError(f"{name} at {address} sent unusable data: {error}") from None
@@ -111,13 +112,15 @@ def _checked(name: str, address: str, answer: Mapping[str, Any]) -> Paired:
 
 
 def enrol(paired: Paired, hosts_file: str | os.PathLike[str], key: str, ssh_config: str | None = None) -> Host:
-    """Save a paired computer's host key, test the login, and add the computer to the hosts file.
+    """Save a paired computer's host key, test the login, and add the computer to a hosts file.
 
-    In a new file it becomes the master; in an existing file a worker. It replaces an entry with its address.
+    In a new hosts file the computer becomes the master. In an existing file it becomes a worker, or replaces the entry
+    that has the same address.
 
     Args:
-        key: the private key given to `pair`.
-        ssh_config: a file for `ssh -F` instead of the user's own config.
+        hosts_file: path of the hosts file, which is made if it does not exist.
+        key: file of the private key that `pair` used.
+        ssh_config: config file for `ssh -F`; None: the user's own config.
 
     Raises:
         ExoGymError: the login does not work, or a file cannot be written.
@@ -141,7 +144,7 @@ def _whole(path: str) -> str:
 
 
 def write_entry(path: str | os.PathLike[str], entry: Mapping[str, Any], ssh_config: str | None = None) -> None:
-    """Add an entry to a hosts file, or replace the entry with its address. Nothing else changes.
+    """Add `entry` to a hosts file, or let it replace the entry with the same address. Other entries do not change.
 
     Raises:
         ArgumentError: the file is not a hosts file, or has another `ssh_config_path`.
@@ -153,7 +156,9 @@ def write_entry(path: str | os.PathLike[str], entry: Mapping[str, Any], ssh_conf
     if ssh_config is not None:
         if fields and fields.get("ssh_config_path") != ssh_config:
             there = fields.get("ssh_config_path")
-            raise ArgumentError(f"{os.fspath(path)} has ssh_config_path={there!r}, not {ssh_config!r}: give the file's")
+            raise ArgumentError(
+                f"ssh_config={ssh_config!r}, but {os.fspath(path)} has ssh_config_path={there!r}: give the same path"
+            )
         fields["ssh_config_path"] = ssh_config
     hosts = [fields["master"], *fields.get("workers", [])] if "master" in fields else []
     addresses = [host if isinstance(host, str) else host["address"] for host in hosts]

@@ -15,7 +15,7 @@ from exogym.machines.distributed.probing import PROBED_BYTES, as_line, measure, 
 
 
 def main() -> int:
-    """Run the self-test in the launcher's processes, print the table on rank 0, and return the exit status."""
+    """Run the self-test in every process of the launcher, print its table on rank 0, and return the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m exogym.launch --nproc_per_node N -m exogym.distributed",
         description="Check every collective against the known result, and measure its bandwidth and latency.",
@@ -36,7 +36,7 @@ def main() -> int:
     fields: dict[str, Any] = {}
     try:
         if given.json is None and given.task is not None:
-            raise ArgumentError("--task needs --json: it measures a step for the file")
+            raise ArgumentError("--task needs --json FILE: the measured step is written only to this file")
         step_s, evaluation_s = (
             (None, None) if given.task is None
             else step_seconds(given.task, given.batch_size, given.data, given.task_options)

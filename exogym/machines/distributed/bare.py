@@ -1,7 +1,7 @@
-"""Torch's collectives without checks. `collectives` checks the tensors, then calls these.
+"""Torch's collectives without checks. The module `collectives` checks the tensors, then calls these functions.
 
-Collectives that only move data move bytes, so every dtype works on every backend. Tensors must be contiguous and on the
-backend's device.
+Collectives that only move data treat tensors as bytes, so every dtype works with every backend. Tensors must be
+contiguous and on the backend's device.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ IN_ROWS = {  # reductions over the first dimension, in rank order
 
 
 def device() -> torch.device:
-    """Return the device of the process group's backend."""
+    """Return the device whose tensors the process group's backend can send."""
     if dist.get_backend() == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
@@ -47,13 +47,13 @@ def broadcast_(x: Tensor, src: int) -> Tensor:
 
 
 def all_reduce_(x: Tensor, op: ReduceOp) -> Tensor:
-    """Overwrite `x` with the reduction over all processes."""
+    """Overwrite `x` on every process with the reduction of all processes' `x`."""
     dist.all_reduce(x, SENT_AS[op])
     return _averaged(x, op)
 
 
 def reduce_(x: Tensor, dst: int, op: ReduceOp) -> Tensor:
-    """Overwrite `x` with the reduction on rank `dst`. On other ranks `x` becomes undefined."""
+    """Overwrite `x` on rank `dst` with the reduction of all processes' `x`. On other ranks `x` becomes undefined."""
     dist.reduce(x, dst, SENT_AS[op])
     return _averaged(x, op)
 
@@ -66,22 +66,22 @@ def all_gather_(x: Tensor) -> list[Tensor]:
 
 
 def gather_(parts: list[Tensor] | None, x: Tensor, dst: int) -> list[Tensor] | None:
-    """Overwrite `parts` on rank `dst` with all processes' tensors, in rank order. Other ranks give None."""
+    """Overwrite `parts` on rank `dst` with all processes' `x`, in rank order. Other ranks give `parts=None`."""
     dist.gather(as_bytes(x), None if parts is None else [as_bytes(part) for part in parts], dst)
     return parts
 
 
 def scatter_(out: Tensor, parts: list[Tensor] | None, src: int) -> Tensor:
-    """Overwrite `out` with this rank's part of the parts on rank `src`."""
+    """Overwrite `out` on each rank with this rank's tensor from the list `parts` on rank `src`."""
     dist.scatter(as_bytes(out), None if parts is None else [as_bytes(part) for part in parts], src)
     return out
 
 
 def reduce_scatter_(x: Tensor, op: ReduceOp) -> Tensor:
-    """Return this rank's part of the reduction over all processes, cut along the first dimension.
+    """Return this rank's part of the reduction of all processes' `x`. The first dimension is divided over the ranks.
 
-    NCCL has one call for it. Otherwise every process sends each process its part, and adds up its own parts in rank
-    order. This sends as many bytes as a ring.
+    NCCL does this in one call. With other backends every process sends each other process that process's part of `x`,
+    and reduces the received parts in rank order. This sends as many bytes as a ring.
     """
     size = dist.get_world_size()
     out = torch.empty_like(x[: len(x) // size])

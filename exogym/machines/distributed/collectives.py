@@ -32,7 +32,9 @@ MOST_DIMENSIONS = 15
 
 
 def broadcast(tensor: Tensor, src: int = 0) -> Tensor:
-    """Return the tensor of process `src`. All processes give the same shape and dtype. Received: tensor.nbytes.
+    """Return the tensor of process `src` on every process. All processes must give the same shape and dtype.
+
+    Every process except `src` receives tensor.nbytes bytes.
 
     >>> from exogym.distributed import destroy_process_group, init_process_group
     >>> init_process_group("gloo", world_size=1)
@@ -45,26 +47,32 @@ def broadcast(tensor: Tensor, src: int = 0) -> Tensor:
 
 
 def all_reduce(tensor: Tensor, op: ReduceOp | str = ReduceOp.SUM) -> Tensor:
-    """Return the reduction over all processes, on each process. Sent per process: 2 (n - 1)/n tensor.nbytes (ring)."""
+    """Return, on every process, the reduction of all processes' tensors.
+
+    With a ring, each of the n processes sends 2 (n - 1)/n tensor.nbytes bytes.
+    """
     with _call("all_reduce", tensor, op=op) as note:
         return note.result(bare.all_reduce_(note.copy(), note.operation))
 
 
 def reduce(tensor: Tensor, dst: int = 0, op: ReduceOp | str = ReduceOp.SUM) -> Tensor | None:
-    """Return the reduction over all processes on process `dst`, None elsewhere."""
+    """Return the reduction of all processes' tensors on process `dst`, and None on the other processes."""
     with _call("reduce", tensor, dst, op=op) as note:
         reduced = bare.reduce_(note.copy(), dst, note.operation)
         return note.result(reduced) if note.rank == dst else None
 
 
 def all_gather(tensor: Tensor) -> list[Tensor]:
-    """Return the tensors of all processes in rank order. Received per process: (n - 1) tensor.nbytes."""
+    """Return, on every process, the list of all processes' tensors in rank order.
+
+    Each of the n processes receives (n - 1) tensor.nbytes bytes.
+    """
     with _call("all_gather", tensor) as note:
         return [note.result(part) for part in bare.all_gather_(note.copy())]
 
 
 def gather(tensor: Tensor, dst: int = 0) -> list[Tensor] | None:
-    """Return the tensors of all processes in rank order on process `dst`, None elsewhere."""
+    """Return the list of all processes' tensors, in rank order, on process `dst`, and None on the other processes."""
     with _call("gather", tensor, dst) as note:
         x = note.copy()
         parts = bare.gather_(bare.alike(x) if note.rank == dst else None, x, dst)
@@ -72,7 +80,7 @@ def gather(tensor: Tensor, dst: int = 0) -> list[Tensor] | None:
 
 
 def scatter(tensors: Sequence[Tensor] | None = None, src: int = 0) -> Tensor:
-    """Return this process's tensor from the list on process `src`.
+    """Return, on each process, this process's tensor from the list `tensors` that process `src` gives.
 
     The list has one tensor per process, all with the same shape and dtype. The other processes give None.
     """
@@ -90,12 +98,13 @@ def scatter(tensors: Sequence[Tensor] | None = None, src: int = 0) -> Tensor:
 
 
 def reduce_scatter(tensor: Tensor, op: ReduceOp | str = ReduceOp.SUM) -> Tensor:
-    """Return this process's part of the reduction over all processes, cut evenly along the first dimension.
+    """Return this process's part of the reduction of all processes' tensors.
 
-    Sent per process: (n - 1)/n tensor.nbytes.
+    The first dimension is divided evenly over the processes. Each of the n processes sends (n - 1)/n tensor.nbytes
+    bytes.
 
     Raises:
-        ArgumentError: the first dimension cannot be divided by the world size.
+        ArgumentError: the size of the first dimension is no multiple of the world size.
     """
     with _call("reduce_scatter", tensor, op=op) as note:
         size = note.world_size
@@ -108,7 +117,7 @@ def reduce_scatter(tensor: Tensor, op: ReduceOp | str = ReduceOp.SUM) -> Tensor:
 
 
 def send(tensor: Tensor, dst: int) -> None:
-    """Send a tensor to process `dst`, which calls `recv(src)`. Shape and dtype are sent, too."""
+    """Send a tensor, its shape and its dtype to process `dst`, which must call `recv` with this process's rank."""
     with _call("send", tensor, dst) as note:
         note.check_peer(dst)
         bare.send(note.words(), dst)
@@ -117,7 +126,7 @@ def send(tensor: Tensor, dst: int) -> None:
 
 
 def recv(src: int) -> Tensor:
-    """Return the tensor that process `src` sends with `send(tensor, dst)`, on the backend's device."""
+    """Return the tensor that process `src` sends with `send(tensor, dst)`. It is on the backend's device."""
     with _call("recv", None, src) as note:
         note.check_peer(src)
         words = torch.empty(len(note.words()), dtype=torch.int64, device=bare.device())
@@ -127,7 +136,7 @@ def recv(src: int) -> Tensor:
 
 
 def barrier() -> None:
-    """Wait until all processes have called this."""
+    """Wait until all processes have called `barrier`."""
     with _call("barrier", None):
         pass  # comparing the notes waits for all processes
 
@@ -157,11 +166,11 @@ class _Note:
         return _ready(self.tensor, copy=True)
 
     def result(self, x: Tensor) -> Tensor:
-        """Return `x` on the device of the argument."""
+        """Return the result `x` on the device of the tensor that the caller gave."""
         return x if self.tensor is None else x.to(self.tensor.device)
 
     def words(self) -> Tensor:
-        """Return the note as whole numbers."""
+        """Return the description of this call as a tensor of whole numbers, which the processes exchange."""
         kind = KINDS.index("send" if self.kind == "recv" else self.kind)
         words = [kind, OPERATIONS.index(self.operation), -1 if self.root is None else self.root]
         if self.tensor is None:
@@ -172,14 +181,14 @@ class _Note:
         return torch.tensor(words, dtype=torch.int64, device=bare.device())
 
     def compare(self) -> None:
-        """Raise ArgumentError on all processes unless all make the same call."""
+        """Exchange the descriptions of the call. Raise ArgumentError on all processes if the calls differ."""
         if self.world_size > 1:
             notes = self._notes()
             if any(words != notes[0] for words in notes):
                 self._disagree(notes)
 
     def compare_with_source(self) -> tuple[list[int], torch.dtype]:
-        """Compare when only the source knows the tensor. Return the tensor's shape and dtype."""
+        """Compare the processes' calls if only the sending process has the tensor. Return its shape and dtype."""
         assert self.root is not None
         if self.world_size == 1:
             return _shape_of(self.words().tolist())

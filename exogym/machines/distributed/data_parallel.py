@@ -1,4 +1,4 @@
-"""Data parallel training in your own loop: torch's wrapper and sampler, with extra arguments and checks."""
+"""Data parallel training in your own loop: torch's wrapper for models and its sampler, with more checks."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _DDP = nn.parallel.DistributedDataParallel
 
 
 class DistributedDataParallel(_DDP):
-    """Torch's DistributedDataParallel, which averages gradients in buckets while backward still runs.
+    """Torch's DistributedDataParallel, which averages gradients in buckets while the backward pass still runs.
 
     Args:
         module: the model, on its device.
-        bucket_size_mb: another name for torch's `bucket_cap_mb`: mebibytes of gradients per message (25).
+        bucket_size_mb: another name for torch's `bucket_cap_mb`: mebibytes of gradients per message. Default: 25.
         options: torch's options: `find_unused_parameters`, `gradient_as_bucket_view`, `static_graph`, ...
 
     Raises:
-        ArgumentError: an unknown option, or both names of the same one.
+        ArgumentError: an option is unknown, or both `bucket_size_mb` and `bucket_cap_mb` are given.
     """
 
     def __init__(self, module: nn.Module, *args: Any, bucket_size_mb: float | None = None, **options: Any):
@@ -44,9 +44,9 @@ class DistributedDataParallel(_DDP):
 
 
 def no_sync(model: nn.Module) -> AbstractContextManager[None]:
-    """Accumulate gradients on each process inside `with no_sync(model):`, without averaging.
+    """Inside `with no_sync(model):`, each process adds up its gradients without averaging them over the processes.
 
-    The next backward pass outside averages the whole sum.
+    The first backward pass after the block averages the sum of all these gradients.
 
     Raises:
         ArgumentError: `model` is not wrapped in DistributedDataParallel.
@@ -62,16 +62,17 @@ def no_sync(model: nn.Module) -> AbstractContextManager[None]:
 class DistributedSampler(torch.utils.data.DistributedSampler[Any]):
     """Torch's DistributedSampler. It also accepts a data set's size instead of the data set.
 
-    The indices are torch's. With `shuffle` their order is drawn from (seed, epoch). Processes get them in turn. The
-    order is extended from its start (or cut, with `drop_last`) so that all processes get equally many. Call `set_epoch`
-    before each epoch.
+    It yields the same indices as torch's sampler. With `shuffle`, the order of the indices is drawn from `seed` and the
+    epoch's number; call `set_epoch` before each epoch. The processes take indices in turn. So that all processes get
+    equally many, some indices are repeated at the end (with `drop_last`: the last ones are left out).
 
     Args:
         dataset: the data set. Or leave it out and give `dataset_size`.
-        num_replicas, rank: number of processes, and this process's rank; None: the process group's.
+        dataset_size: number of examples in the data set.
+        num_replicas, rank: number of processes, and this process's rank; None: the process group's values.
 
     Raises:
-        ArgumentError: neither or both of data set and size are given, or the rank is too large.
+        ArgumentError: `dataset` and `dataset_size` are both given or both missing, or `rank` is too large.
         GroupError: `num_replicas` or `rank` is missing, and there is no process group.
 
     >>> list(DistributedSampler(dataset_size=5, num_replicas=2, rank=1, shuffle=False))

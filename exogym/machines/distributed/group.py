@@ -37,14 +37,15 @@ def init_process_group(
     GPU becomes the current device.
 
     Args:
-        backend: "gloo" (CPU), "nccl" (CUDA GPUs) or "mpi" (under mpirun, with a torch built for it). None: the
-            launcher's, or "nccl" if every process on this machine has its own GPU, otherwise "gloo".
-        init_method: where the processes meet: "env://" (MASTER_ADDR and MASTER_PORT, the default), "tcp://host:port" or
-            "file:///path".
-        world_size: number of processes; None: WORLD_SIZE of the environment. 1: this process is alone.
-        rank: this process's rank, 0 to world_size - 1; None: RANK of the environment.
-        timeout_s: a collective fails if not all processes join it within these seconds; None: torch's default.
-        store: a torch store where the processes meet, instead of `init_method`.
+        backend: "gloo" (CPU), "nccl" (CUDA GPUs) or "mpi" (under mpirun, with a torch built for MPI). None: the
+            launcher's backend; if the launcher names none, "nccl" if every process on this machine has its own GPU,
+            otherwise "gloo".
+        init_method: where the processes find each other: "env://" (MASTER_ADDR and MASTER_PORT, the default),
+            "tcp://host:port" or "file:///path".
+        world_size: number of processes; None: the environment variable WORLD_SIZE. 1: this process is alone.
+        rank: this process's rank, 0 to world_size - 1; None: the environment variable RANK.
+        timeout_s: a collective fails if not all processes have called it within these seconds; None: torch's default.
+        store: a torch store through which the processes find each other, instead of `init_method`.
 
     Raises:
         ArgumentError: the backend is unknown or unusable, or a rank or address is missing or wrong.
@@ -113,13 +114,14 @@ def get_distributed_info() -> dict[str, Any]:
     """Describe this process and its process group, if any.
 
     Returns:
-        available: torch has a usable backend.
-        initialized, backend: this process is in a group; the group's backend, or None.
-        backends: backends that work on this machine.
-        world_size, rank, local_rank, local_world_size, node_rank: without a group, the launcher's
-            values, or a single process's.
+        available: True if a backend works on this machine.
+        initialized: True if this process is in a process group.
+        backend: the group's backend; None without a group.
+        backends: the backends that work on this machine.
+        world_size, rank, local_rank, local_world_size, node_rank: this process's numbers. Without a group, they are the
+            launcher's values; without a launcher, the values of a single process.
         device: the backend's device.
-        hostname, pid: this machine and process.
+        hostname, pid: this machine's name and this process's id.
         master_addr, master_port: from the environment, or None.
         restart_count: how often the launcher has restarted the processes.
 
@@ -151,7 +153,7 @@ def get_distributed_info() -> dict[str, Any]:
 
 
 def choose_backend(backend: str | None) -> str:
-    """Return the backend to use for the argument `backend` of `init_process_group`."""
+    """Return the backend that `init_process_group` uses for its argument `backend`, which may be None."""
     if backend is None:
         backend = os.environ.get(BACKEND_VARIABLE)
     if backend is None:

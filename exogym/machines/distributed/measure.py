@@ -25,25 +25,31 @@ TOLERANCE = 1e-6  # relative error of an average; all else is exact
 
 @checked
 def self_test(sizes_bytes: Sequence[int] = DEFAULT_SIZES_BYTES, repeats: int = 5) -> list[Row]:
-    """Check and time every collective. All processes call it, and all get the same rows.
+    """Check and time every collective. All processes must call this function, and all get the same rows.
 
-    Inputs are small whole numbers and powers of two, so the results are exact and known. The test checks every
-    operation at every size, and every root at the smallest size. It times torch's own collective on float32 tensors:
-    the median of `repeats` calls after one untimed call, each as slow as its slowest process.
+    The inputs are small whole numbers and powers of two, so the exact results are known. The test checks every
+    reduction at every size, and every root (sending or receiving process) at the smallest size. It times torch's own
+    collectives on float32 tensors. A time is the median of `repeats` calls after one untimed call. The time of a call
+    is the time of its slowest process.
 
     Args:
-        sizes_bytes: sizes to measure; for gather, all_gather, scatter and reduce_scatter the size of all parts
-            together. Each is rounded up to a multiple of 4 bytes times the number of processes.
-        repeats: timed calls of each size.
+        sizes_bytes: message sizes to measure. For gather, all_gather, scatter and reduce_scatter this is the size of
+            all processes' parts together. Each size is rounded up to a multiple of 4 bytes times the number of
+            processes.
+        repeats: number of timed calls for each size.
 
     Returns:
-        One row per collective and size: `collective`, `size_bytes`, `world_size`, `time_s`, `bytes_per_s` (size over
-        time), `bus_bytes_per_s` (the same times the share that crosses each link under the best algorithm: 2 (n - 1)/n
-        for all_reduce; (n - 1)/n for all_gather, reduce_scatter, gather and scatter; 1 for broadcast, reduce and send),
-        and `latency_s`, the time of the collective's smallest message, 4 bytes per process.
+        One row per collective and size, with
+        `collective`, `size_bytes`, `world_size`, `time_s`;
+        `bytes_per_s`: size divided by time;
+        `bus_bytes_per_s`: bytes_per_s times the share of the message that crosses each link under the best algorithm,
+        which for n processes is 2 (n - 1)/n for all_reduce; (n - 1)/n for all_gather, reduce_scatter, gather and
+        scatter; 1 for broadcast, reduce and send;
+        `latency_s`: the time of the collective's smallest message, 4 bytes per process.
 
     Raises:
-        GroupError: a result is wrong (the message says which, and where), a process was lost, or there is no group.
+        GroupError: a result is wrong (the message says which result, and on which rank), a process was lost, or this
+            process is in no process group.
         ArgumentError: there is only one process.
     """
     require_group("self_test")
@@ -198,7 +204,7 @@ def _time(name: str, count: int, repeats: int) -> float:
 
 
 def seconds_of(call: Callable[[], Any]) -> float:
-    """Return the seconds of a call that all processes start together."""
+    """Return the seconds that a call takes in this process when all processes start it together."""
     dist.barrier()
     start = time.perf_counter()
     call()
@@ -213,7 +219,7 @@ def finish() -> None:
 
 
 def slowest(took: Sequence[float]) -> list[float]:
-    """Return the seconds of the slowest process for each of some calls."""
+    """Return, for each of several calls, the seconds of the slowest process."""
     both = torch.tensor(took, dtype=torch.float64, device=bare.device())
     found: list[float] = bare.all_reduce_(both, ReduceOp.MAX).tolist()
     return found

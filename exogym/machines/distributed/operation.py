@@ -10,7 +10,7 @@ from exogym.errors import ArgumentError, nearest
 
 
 class ReduceOp(StrEnum):
-    """How a reduction combines the tensors of all processes, element by element. Text such as "sum" works, too.
+    """How a reduction combines the tensors of all processes, element by element. Collectives also accept "sum" etc.
 
     >>> ReduceOp.AVERAGE == "average"
     True
@@ -30,7 +30,7 @@ _REDUCIBLE = (  # dtypes that both gloo and NCCL can reduce
 
 
 def check_operation(op: ReduceOp | str, dtype: torch.dtype) -> ReduceOp:
-    """Return `op` as a ReduceOp.
+    """Return `op`, a ReduceOp or a text such as "sum", as a ReduceOp.
 
     Raises:
         ArgumentError: `op` is unknown, or is not defined for tensors of `dtype`.

@@ -1,7 +1,8 @@
-"""Measure a network for predictions: collectives by size, warm and cold, links of pairs, and a step of your model.
+"""Measure a network for predictions: the times of collectives, of messages between pairs, and of your model's step.
 
-The probes use a run's own collectives, with the copies and sums of the wire between processes. They include both kinds
-of all-reduce: the library's (`reduction="native"`) and the exact kind ("exact all_reduce"). `Network.of` reads the
+A collective is timed for several message sizes, over open connections ("warm") and over new connections ("cold"). The
+probes use the same collectives as a run, with the wire's copies and sums between processes. They include both kinds of
+all-reduce: the library's (`reduction="native"`) and the exact kind ("exact all_reduce"). `Network.of` reads the
 result (docs/network.md, "From measurements").
 """
 
@@ -67,32 +68,33 @@ def measure(
     evaluation_s: float | None = None,
     kinds: Sequence[str] = KINDS,
 ) -> tuple[list[Row], dict[str, Any]]:
-    """Check all collectives, time them and probe the links. All processes call it, and all get the same result.
+    """Check and time all collectives, and measure the link between each pair of processes.
 
-    The self-test runs at the smallest size. Then each collective is timed at every size, over open connections. A
-    call takes as long as its slowest process, and a size's time is the median of its calls. The extra time of a first
-    call is measured in a new group of all processes, at the smallest size.
+    All processes must call this function, and all get the same result. First the self-test runs at the smallest size.
+    Then each collective is timed at every size, over open connections. A call takes as long as its slowest process,
+    and a size's time is the median of its calls. The extra time of a first call is measured in a new group of all
+    processes, at the smallest size.
 
-    Pairs take turns. A pair's latency is half the round trip of 4 bytes. Its bandwidth comes from the time of 1 MiB,
-    less the latency.
+    The pairs of processes are measured one after the other. A pair's latency is half the round trip of 4 bytes. The
+    pair's bandwidth is computed from the time of 1 MiB, less the latency.
 
     Other work on the hosts only adds time, and more bytes never take less time. So a probe that took longer than a
     larger probe gets the larger probe's time.
 
     Args:
-        sizes_bytes: sizes to probe. 4 bytes per process are always probed too. For gathers a size counts all parts
-            together. Each size is rounded up to a multiple of 4 bytes times the number of processes.
+        sizes_bytes: message sizes to probe; 4 bytes per process are always probed, too. For gathers a size counts all
+            processes' parts together. Each size is rounded up to a multiple of 4 bytes times the number of processes.
         repeats: largest number of timed calls per size. Slow calls are timed less often, but at least twice.
-        step_s: seconds of a step of your model on this host. Give it on all hosts or on none.
-        task: the model's task.
-        evaluation_s: seconds of an evaluation on the task's validation set. Give it on all hosts or on none.
+        step_s: seconds of a step of your model on this host. Give this value on all hosts or on none.
+        task: the name of the task whose step was measured.
+        evaluation_s: seconds of an evaluation on the task's validation set. Give this value on all hosts or on none.
         kinds: collectives to probe, from `KINDS`.
 
     Returns:
         The rows of the self-test, and the fields of a file for `Network.of`, with one node per process.
 
     Raises:
-        GroupError, ArgumentError: as `self_test`.
+        GroupError, ArgumentError: for the same reasons as in `self_test`.
     """
     require_group("measure")
     for kind in kinds:
@@ -108,14 +110,15 @@ def step_seconds(
 ) -> tuple[float, float | None]:
     """Return the median seconds of a task's step on this machine, and the seconds of an evaluation.
 
-    The evaluation is on the task's validation set; no set gives None. A separate process, outside any group, measures
-    both.
+    The evaluation uses the task's validation set; its seconds are None if the task has no validation set. A separate
+    process, outside any process group, measures both times.
 
     Args:
+        task: the task's name, or `module:function`.
         options: the task's options, as in a profile's `task_options`.
 
     Raises:
-        DataError: the task could not be trained. The message has the process's last line.
+        DataError: the task could not be trained. The message ends with the last line that the process printed.
     """
     world = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     alone = {name: value for name, value in os.environ.items() if name not in world and name[:8] != "EXOGYM_N"}
@@ -129,7 +132,7 @@ def step_seconds(
 
 
 def as_line(fields: dict[str, Any]) -> str:
-    """Return the fields as one line of JSON."""
+    """Return the fields of a measurement as one line of JSON."""
     return json.dumps(fields)
 
 

@@ -84,7 +84,7 @@ class Stopwatch:
     def fields(self, step_s: float) -> dict[str, Any] | None:
         """Return all processes' measurements for `Network.of`. All processes must call this method.
 
-        Return None if there are too few measurements, or if a process holds several nodes.
+        Return None if the measurements are too few, or if a process holds several nodes.
 
         Args:
             step_s: seconds of a step in this process, without the wire.
