@@ -1,11 +1,11 @@
 """Limits for connections that have not sent the token, so that strangers cannot block the page.
 
-A connection is a stranger until it sends the token (see `exogym.ui.guard`). The page closes a stranger after `HEADER_S`
-seconds, whatever it has sent. At most `MOST_OF_ONE_ADDRESS` strangers of one address and `MOST_WAITING` in total may
-wait. If one more connects, the page closes the oldest.
+A stranger is a connection over which no request with the token has come (see `exogym.ui.guard`). The page's server
+closes a stranger after 10 seconds, even if it has sent other data. At most 128 strangers of one address and 256 in
+total may be open. If one more connects, the server closes the oldest.
 
-So a new connection always has room. The owner needs this room for only one request, because a connection with the token
-no longer counts. All connections of one machine share an address, so no address is ever refused.
+So the server can always accept a new connection. The page's owner needs only one request, because a connection that has
+sent the token no longer counts. The server never refuses a whole address, because all users of one machine share it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Place = tuple[str, int]
 
 
 class Gate:
-    """The connections that have not sent the token, oldest first."""
+    """The open connections that have not sent the token, oldest first. It closes those that are too many or too old."""
 
     def __init__(self) -> None:
         self._waiting: dict[Place, Connection] = {}
@@ -51,12 +51,12 @@ class Gate:
             del self._waiting[connection.client]
 
     def know(self, client: Any) -> None:
-        """Forget this client's connection: it has sent the token."""
+        """Stop counting this client's connection, because it has sent the token."""
         if client is not None:
             self._waiting.pop(tuple(client), None)
 
     def send_away_late(self, connection: Connection) -> None:
-        """Close a connection whose time is over, if it is still a stranger."""
+        """Close a connection that has been open for 10 seconds, unless it has sent the token."""
         if connection.client is not None and self._waiting.get(connection.client) is connection:
             self._send_away(connection.client)
 
@@ -65,12 +65,12 @@ class Gate:
         LOG.warning("closed a connection from %s: it did not send the token in time", place[0])
 
     def protocol(self) -> type[H11Protocol]:
-        """Return the protocol class for uvicorn's connections."""
+        """Return the protocol class with which uvicorn creates connections that this `Gate` limits."""
         return type("Connection", (Connection,), {"door": self})
 
 
 class Connection(H11Protocol):
-    """A connection that waits at a `Gate` until it has sent the token."""
+    """A connection of uvicorn that a `Gate` limits until it has sent the token."""
 
     door: Gate
     network = ""
@@ -89,9 +89,9 @@ class Connection(H11Protocol):
 
 
 class Seldom(logging.Filter):
-    """Limits a log to one line per level in `LINE_S` seconds. The next line counts the dropped ones.
+    """A filter that lets a log write one line per level in `line_s` seconds. The next line counts the omitted lines.
 
-    A system error, such as too many open files, has no traceback.
+    For a system error, such as too many open files, it also removes the traceback.
 
     >>> log = logging.getLogger("example")
     >>> with seldom(log):
@@ -117,7 +117,7 @@ class Seldom(logging.Filter):
 
 @contextlib.contextmanager
 def seldom(*logs: logging.Logger) -> Iterator[None]:
-    """Limit these logs to one line per level and minute."""
+    """Inside the block, limit these logs to one line per level and minute."""
     filters = [(log, Seldom()) for log in logs]
     for log, one in filters:
         log.addFilter(one)

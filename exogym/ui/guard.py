@@ -1,12 +1,12 @@
 """Check each request to the page: its host name, its origin and its token.
 
-Another site's page can make a browser send requests here, and can point its own host name at 127.0.0.1. So a request
-must meet three conditions:
+A page of another site can make a browser send requests to this server, and such a site can let its own host name mean
+127.0.0.1. So a request must meet three conditions:
 
-- Its host name is this machine's. Otherwise: status 403.
-- It does not come from another origin. Otherwise: 403.
-- It has the token. Otherwise: 401. The first address contains the token. Later requests send it in a cookie, which
-  scripts cannot read and which browsers do not send for other sites.
+- Its host name is a name of this machine. Otherwise the answer has status 403.
+- It does not come from a page of another origin. Otherwise: 403.
+- It has the token. Otherwise: 401. The address that you open first contains the token. Later requests send the token in
+  a cookie, which scripts cannot read, and which browsers do not send with requests from other sites.
 """
 
 from __future__ import annotations
@@ -36,12 +36,14 @@ App = Callable[[Any, Any, Callable[[Message], Awaitable[None]]], Awaitable[None]
 
 
 class Guard:
-    """Checks each request before an ASGI application gets it.
+    """Checks each request, and passes valid requests to an ASGI application.
 
     Args:
-        host: the address to listen on. A loopback address accepts loopback names only.
+        app: the application.
+        host: the address on which the server listens. If it is a loopback address, only host names of the loopback are
+            accepted.
         token: the secret that a request must have.
-        know: called with the client of each request that has the token.
+        know: called with the client (address and port) of each request that has the token.
     """
 
     def __init__(self, app: App, host: str, token: str, know: Callable[[Any], object] = lambda client: None):
@@ -62,7 +64,10 @@ class Guard:
         await (answer or self.app)(scope, receive, send_with_headers)
 
     def refusal(self, request: Request) -> Response | None:
-        """Return the error response to a refused request; None: the request may pass."""
+        """Return an error response if the request is refused; None if the request may pass.
+
+        A request whose address contains the token gets a redirect that sets the cookie.
+        """
         if len(request.headers.getlist("host")) != 1 or not self.is_here(request.headers["host"]):
             return _error(403, "unknown host name: open the address that exogym ui printed")
         origin = request.headers.get("origin")
@@ -87,7 +92,7 @@ class Guard:
         return None
 
     def is_here(self, host: str) -> bool:
-        """Return whether a Host header names this machine, on the address that the page listens on.
+        """Return whether the Host header `host` is a name of this machine at the address on which the server listens.
 
         >>> Guard(None, "127.0.0.1", "x").is_here("localhost:80"), Guard(None, "127.0.0.1", "x").is_here("site.org")
         (True, False)

@@ -1,6 +1,6 @@
-"""Read a run's records and events in pieces, from the place where the last read ended. Nothing stays in memory.
+"""Read a run's records and events in pieces, each from where the last read ended, without keeping them in memory.
 
-Records are in the order of steps. So a binary search in the file finds the first record after a step.
+Records are ordered by step. So a binary search in the file finds the first record after a step.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Position:
-    """How far a file has been read: the file, the offset, and the last bytes before it."""
+    """How far a file has been read: the file's inode, the offset in bytes, and the last bytes before the offset."""
 
     inode: int = -1
     offset: int = 0
@@ -38,9 +38,10 @@ class Position:
 
 
 def piece_after(path: Path, place: Position) -> tuple[list[bytes], Position, bool, bool]:
-    """Return the whole lines after a position, the new position, whether the file is new, and whether more follow.
+    """Read the complete lines after the position `place`.
 
-    The file counts as new if it is another file, is shorter, or has other bytes before the position.
+    Return (lines, new position, whether the file is new, whether more lines follow). The file counts as new if it is
+    another file, is shorter, or has other bytes before `place` than at the last read; it is then read from its start.
 
     Raises:
         ArgumentError: a line is longer than a run's lines can be.
@@ -69,9 +70,9 @@ def piece_after(path: Path, place: Position) -> tuple[list[bytes], Position, boo
 
 
 def records_after(path: Path, step: int, is_model: bool) -> Iterator[tuple[Row | None, int]]:
-    """Yield the records after a step, each with its end in the file. An incomplete last line is left out.
+    """Yield (record, offset of its end in the file) for each record after a step. Leave out an incomplete last line.
 
-    With `is_model`, yield None for a node's record, without parsing it.
+    With `is_model`, yield None instead of a single node's record, without parsing this record.
 
     Raises:
         ArgumentError: a line is not a valid record.
@@ -112,7 +113,7 @@ def _before(file: IO[bytes], step: int) -> int:
 
 
 def step_reached(path: Path, after: int) -> int:
-    """Return the newest whole record's step, at most `after`. Without a record, return `after`."""
+    """Return the step of the newest complete record, but at most `after`. Without a record, return `after`."""
     for line in _backwards(path):
         if (row := row_of(line, RECORD)) is not None:
             return min(int(row["step"]), after)
@@ -120,7 +121,7 @@ def step_reached(path: Path, after: int) -> int:
 
 
 def newest_events(path: Path, most: int) -> list[Row]:
-    """Return the newest events in the file's last 4 MB, in order, without clock events."""
+    """Return the newest events in the file's last 4 MB, at most `most`, oldest first. Leave out events of the clock."""
     found: list[Row] = []
     for line in _backwards(path):
         if not OF_A_CLOCK.search(line) and (row := row_of(line, EVENT)) is not None:
@@ -151,9 +152,9 @@ def _backwards(path: Path) -> Iterator[bytes]:
 
 
 def as_text(path: Path, after: int, is_model: bool) -> Iterator[str]:
-    """Yield all records after a step as JSON text, in parts, so that few records are in memory at a time.
+    """Yield all records after a step as one JSON text, in parts, so that few records are in memory at a time.
 
-    An invalid record ends the text; `error` then gives the reason.
+    If a record is invalid, the text ends before this record, and its field `error` has the reason.
     """
     last, parts, size, told = None, ['{"records": ['], 0, dict[str, Any]()
     try:
@@ -172,16 +173,19 @@ def as_text(path: Path, after: int, is_model: bool) -> Iterator[str]:
 
 
 def some_of(path: Path, after: int, is_model: bool, most: int, most_bytes: int | None) -> Row:
-    """Return about `most` records after a step: evaluations in up to half of them, the others evenly spread.
+    """Return about `most` of the records after a step. Up to half are evaluations; the rest are evenly spread.
 
     Args:
-        most_bytes: bytes of the file to read, about, and at least a whole step; None: the whole file.
+        after: return records of later steps only.
+        is_model: True: only records of the averaged model, not of single nodes.
+        most_bytes: about how many bytes of the file to read, but at least the records of one step; None: the whole
+            file.
 
     Returns:
-        records: the records.
-        last: the last step read.
-        more: whether later records were not read.
-        file: identifies the file. A run that resumes at an earlier step starts a new file.
+        records: the selected records.
+        last: the last step that was read.
+        more: True if the file has later records, which were not read.
+        file: an identifier of the file. It changes when a run resumes at an earlier step, which starts a new file.
 
     Raises:
         ArgumentError: a line is not a valid record.
@@ -204,7 +208,7 @@ def some_of(path: Path, after: int, is_model: bool, most: int, most_bytes: int |
 
 
 class Thinner:
-    """Keeps about `most` of many rows. Its memory does not grow with the number of rows.
+    """Receives many records one by one and keeps about `most`. Its memory does not grow with their number.
 
     >>> thinner = Thinner(100)
     >>> for k in range(5000):
@@ -237,7 +241,7 @@ class Thinner:
 
 
 def thinned(rows: list[Row], most: int) -> list[Row]:
-    """Return at most about `most` rows: evaluations in up to half of them, the others evenly spread.
+    """Return about `most` of the given records. Up to half are evaluations; the rest are evenly spread.
 
     >>> len(thinned([{"step": k} for k in range(1000)], 100)), thinned([{"step": 1}], 5)
     (100, [{'step': 1}])

@@ -23,7 +23,7 @@ Row = dict[str, Any]
 
 
 def command_of(about: Mapping[str, Any]) -> str:
-    """Return the command line that started a run, quoted for a shell. "" if it is unknown.
+    """Return the command line that started a run, quoted for a shell. Return "" if the command is unknown.
 
     >>> command_of({"command": ["/usr/bin/exogym", "compare", "--strategies", "ddp,diloco:H=5", "--name", "it's"]})
     'exogym compare --strategies ddp,diloco:H=5 --name \\'it\\'"\\'"\\'s\\''
@@ -40,10 +40,10 @@ def command_of(about: Mapping[str, Any]) -> str:
 
 
 def snippet_of(path: Path, about: Mapping[str, Any]) -> str:
-    """Return Python code that repeats the run in a folder. "" if this is not possible.
+    """Return Python code that repeats the run in the folder `path`. Return "" if this is not possible.
 
-    A run of a comparison or sweep becomes a comparison of one strategy with one seed. Any other run is its script, run
-    again.
+    For a run of a comparison or sweep, the code is a comparison of one strategy with one seed. For any other run, the
+    code runs the run's script again.
     """
     kind, above = what_is(path.parent)
     given = above.get("arguments")
@@ -69,7 +69,7 @@ def _words(about: Mapping[str, Any]) -> list[str]:
 
 
 def seeds_of(arguments: Mapping[str, Any]) -> list[int]:
-    """Return the seeds of a comparison or sweep. Its arguments give their number or a list."""
+    """Return the seeds of a comparison or sweep. Its `arguments` have a list of seeds, or the number of seeds."""
     seeds = arguments.get("seeds")
     return list(range(seeds)) if isinstance(seeds, int) else list(seeds or [])
 
@@ -102,7 +102,7 @@ def _comparison(path: Path, kind: str, above: Row, given: Row) -> str:
 
 
 def folder_of(about: Mapping[str, Any]) -> tuple[str, list[str]] | None:
-    """Return the folder and command of the script that started a run. None if the script does not exist."""
+    """Return (folder, command) of the script that started a run. Return None if the script does not exist."""
     words, folder = _words(about), about.get("folder")
     if not words or not isinstance(folder, str) or not words[0].endswith(".py"):
         return None

@@ -1,21 +1,24 @@
-"""The page's server: `serve`, and its addresses.
+"""The web server of the page that shows runs: `serve`. It answers these requests:
 
 GET  /                            the page; its files are in static/
 GET  /api/runs                    all runs, comparisons and sweeps, as from `exogym.runs.list`
 GET  /api/runs/NAME               one run: description, status, summary, events, notes, how to repeat it
-GET  /api/runs/NAME/records       its records; ?after=K: of steps after K, ?node=none: of the averaged model only,
-                                  ?most=N: about N records, and then ?most_bytes=B: from about B bytes of the file
+GET  /api/runs/NAME/records       the run's records; ?after=K: only of steps after K; ?node=none: only of the averaged
+                                  model; ?most=N: about N records; ?most=N&most_bytes=B: about N records from about B
+                                  bytes of the file
 GET  /api/runs/NAME/nodes         each node's losses and shares of time over steps (see `exogym.ui.views`)
-GET  /api/runs/NAME/timeline      the first spans of its timeline
+GET  /api/runs/NAME/timeline      the first spans of the run's timeline
 GET  /api/runs/NAME/grid          a sweep's cells
 GET  /api/runs/NAME/verdict       the verdict and table of a comparison or sweep
-GET  /api/runs/NAME/hosts         the state of its hosts (see `exogym.machines.remote.health`)
+GET  /api/runs/NAME/hosts         the states of the run's hosts (see `exogym.machines.remote.health`)
 GET  /api/hosts                   the newest runs on hosts, with their hosts
 GET  /api/events                  server-sent events: the list of runs, each time it changes
 GET  /api/forms                   the commands that the page may start, with their options
 GET  /api/started                 the commands that the page has started, with their output
 POST /api/start                   start a command
-POST /api/runs/NAME/stop          stop a run; resume: continue it; notes: write its note and tags
+POST /api/runs/NAME/stop          stop a run
+POST /api/runs/NAME/resume        resume a run
+POST /api/runs/NAME/notes         save a run's note and tags
 """
 
 from __future__ import annotations
@@ -80,7 +83,9 @@ def _listening(host: str, port: int) -> socket.socket:
             sock = socket.create_server((host, place), family=family)
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
-                raise ArgumentError(f"{host}, port {place}: {error.strerror or error}: give another --port") from error
+                raise ArgumentError(
+                    f"port={place} of {host} cannot be used ({error.strerror or error}): give another --port"
+                ) from error
             continue
         if place != port:
             notice(f"port {port} is taken: using {place}")
@@ -93,23 +98,25 @@ def serve(
     ready: Callable[[str], object] = print, forms: Callable[[], Mapping[str, Form]] | None = None,
     allow_code: bool = False,
 ) -> None:  # fmt: skip
-    """Serve the page until interrupted.
+    """Serve the page that shows runs, until Ctrl-C or another signal.
 
     Args:
         folder: the folder with the runs. It may be missing.
-        port: 0: any free port. If the port is taken, the next free port of 20; a notice names it.
-        host: the address to listen on. An address that others can reach needs a `token`.
-        token: at least 16 characters; None: a random token.
-        ready: called with the address to open.
-        forms: returns the commands that the page may start, with their options. It loads torch, so it is called only
-            when a form is first needed. None: the page only reads.
-        allow_code: forms may name code and files.
+        port: the port; 0: any free port. If the port is taken, the server uses the first free port of the next 19, and
+            a notice names it.
+        host: the address on which to listen. If other computers can reach this address, give a `token`.
+        token: the secret that every request must have, of at least 16 characters; None: a random token.
+        ready: called with the address to open in a browser.
+        forms: function that returns the commands that the page may start, with their options. The function loads torch,
+            so it is called only when a form is first needed. None: the page cannot start anything.
+        allow_code: True: values in forms may name code and files.
 
     Raises:
-        ArgumentError: no token for an address that others can reach, a short token, or an address that cannot be used.
+        ArgumentError: other computers can reach `host` and there is no token; the token is too short; or the address
+            cannot be used.
     """
     if token is None and not is_loopback(host):
-        raise ArgumentError(f"host={host!r} can be reached by others: give your own token, or leave host out")
+        raise ArgumentError(f"host={host!r} can be reached by other computers: give your own token, or leave host out")
     if token is not None and len(token) < LEAST_TOKEN:
         raise ArgumentError(f"token has {len(token)} characters, which can be guessed: give at least {LEAST_TOKEN}")
     token = token or secrets.token_urlsafe(24)
@@ -163,12 +170,14 @@ def application(
     shelf: RunShelf, host: str, token: str, starter: Starter | None = None, over: threading.Event | None = None,
     know: Callable[[Any], object] = lambda client: None,
 ) -> Any:  # fmt: skip
-    """Return the page as an ASGI application behind a `Guard`.
+    """Return the page as an ASGI application. A `Guard` checks each request.
 
     Args:
-        starter: starts commands; None: the page only reads.
-        over: once this event is set, endless answers end.
-        know: called with the client of each request that has the token.
+        shelf: the runs to show.
+        host, token: see `Guard`.
+        starter: starts commands; None: the page cannot start anything.
+        over: when this event is set, answers that would never end, such as server-sent events, end.
+        know: called with the client (address and port) of each request that has the token.
     """
     is_over = threading.Event() if over is None else over
 

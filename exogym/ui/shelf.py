@@ -1,6 +1,6 @@
-"""The page's view of the runs folder. It is read again when it may have changed; slow folders are read less often.
+"""The runs folder as the page shows it. The folder is read again after a while, and less often if reading it is slow.
 
-No file is read under a lock, so a request never waits for another request's run.
+No file is read under a lock, so a request for one run never waits for a request for another run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Row = dict[str, Any]
 
 
 class RunShelf:
-    """The runs in the folder `top`."""
+    """The runs in the folder `top`, for the page."""
 
     def __init__(self, top: Path):
         self.top = top
@@ -36,7 +36,7 @@ class RunShelf:
         self._pictures: OrderedDict[str, _Followed] = OrderedDict()
 
     def all(self) -> list[Row]:
-        """Return all runs as JSON values. While one thread reads the folder, others may get the last list."""
+        """Return all runs as JSON values. While one thread reads the folder, others may get the previous list."""
         with self._found:
             while self._looking == self._asked or time.monotonic() < self._due:
                 if self._age == self._asked:
@@ -61,12 +61,12 @@ class RunShelf:
         return found
 
     def forget(self) -> None:
-        """Read the folder again at the next request, because the page has changed something."""
+        """Note that the page has changed something, so that the next call of `all` reads the folder again."""
         with self._lock:
             self._asked += 1
 
     def folder(self, name: str) -> Path | None:
-        """Return a run's folder. None if `top` has no such folder, or if the name leads out of `top`.
+        """Return a run's folder. Return None if `top` has no such folder, or if the name leads out of `top`.
 
         >>> RunShelf(Path("runs")).folder("../etc") is None
         True
@@ -79,10 +79,13 @@ class RunShelf:
         return path if inside and path.is_dir() else None
 
     def nodes(self, path: Path, most_bytes: int | None = None) -> Row:
-        """Return the picture of a run's nodes (`NodesPicture`), and `more`: whether its files have unread lines.
+        """Return the data for the picture of a run's nodes (see `nodes_of`), and `more`: whether unread lines are left.
+
+        Each call reads only the lines that earlier calls have not read.
 
         Args:
-            most_bytes: bytes to read now, about; None: everything.
+            path: the run's folder.
+            most_bytes: about how many bytes to read now; None: everything.
 
         Raises:
             ArgumentError: a record or event is not valid.
@@ -113,7 +116,7 @@ class _Followed:
         self._places = {"records.jsonl": Position(), "events.jsonl": Position()}
 
     def advance(self) -> bool:
-        """Read a piece of each file; return whether more follows."""
+        """Read the next piece of each file. Return whether a file has more unread lines."""
         return any([self._read("records.jsonl"), self._read("events.jsonl")])
 
     def _read(self, name: str) -> bool:

@@ -1,7 +1,7 @@
 """Start, stop and resume runs, comparisons and sweeps from the page.
 
-A form's values become arguments of `exogym`, one word each. No shell reads them. Each started process has its own
-session, so it outlives the page. The page finds it again by its folder.
+Each value in a form becomes one argument of the command `exogym`. No shell reads these arguments. Each started process
+has its own session, so it continues when the page's server ends. The page later finds the process by its run folder.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ Form = Sequence[Mapping[str, Any]]  # options, each with name, flag, help, defau
 
 
 class CannotStart(ExoGymError):
-    """The options of `exogym ui` do not allow this start."""
+    """Raised when the options of `exogym ui` do not allow the page to start a command."""
 
 
 @dataclass
 class Starter:
-    """Starts `exogym` commands whose results go into `top`.
+    """Starts `exogym` commands, whose results go into the folder `top`.
 
     Args:
         top: the folder with the runs.
-        read_forms: returns {command: its options}. It is called once, at the first use.
-        allow_code: forms may name code and files to load.
+        read_forms: function that returns {command: its options}. It is called once, when a form is first needed.
+        allow_code: True: values in forms may name code and files to load.
     """
 
     top: Path
@@ -64,7 +64,7 @@ class Starter:
 
         Raises:
             ArgumentError: the command or an option is unknown, or a value is not plain text or a number.
-            CannotStart: a value names code or a file without `allow_code`.
+            CannotStart: a value names code or a file, but `allow_code` is False.
         """
         check_choice("command", command, self.forms)
         words = self.arguments(command, options)
@@ -72,7 +72,7 @@ class Starter:
         return self._start(command, [command, *words, f"--out={out}"])
 
     def arguments(self, command: str, options: Any) -> list[str]:
-        """Return one word --option=value per value, so that no value can be read as an option."""
+        """Return the command's arguments. Each value becomes one word --option=value, so it cannot act as an option."""
         if not isinstance(options, dict):
             raise ArgumentError(f"options={options!r} must be a JSON object {{option: value}}")
         known, words = {option["name"]: option for option in self.forms[command]}, list[str]()
@@ -98,11 +98,14 @@ class Starter:
         return words
 
     def resume(self, path: Path) -> int:
-        """Resume a folder's comparison or sweep, or a run whose script exists. Return the process id.
+        """Resume the comparison, sweep or run in the folder `path`, and return the new process's id.
+
+        A run can be resumed if its script exists.
 
         Raises:
-            ArgumentError: it still runs, has ended, or was started from Python without a script.
-            CannotStart: as in `start`; a script is code, too.
+            ArgumentError: the comparison, sweep or run is still running, has finished, or was started from Python
+                without a script.
+            CannotStart: a script, code or a file is needed, but `allow_code` is False.
         """
         kind, about = what_is(path)
         until = time.monotonic() + (0.0 if about.get("state") == "running" else PATIENCE_S)
@@ -148,22 +151,23 @@ class Starter:
         return self._begin(path.name, words, folder, {RESUME: os.path.realpath(path)})
 
     def stop(self, path: Path) -> int:
-        """Ask the process of a run, comparison or sweep to stop; return its id.
+        """Ask the process of the run, comparison or sweep in the folder `path` to stop. Return the process's id.
 
         Raises:
-            ArgumentError: no such process runs on this machine.
+            ArgumentError: no process of this run, comparison or sweep runs on this machine.
         """
         kind, process = _process(path)
         if process is None or is_alive(process) is not True:
-            raise ArgumentError(f"{path.name} does not run on this machine: there is nothing to stop")
+            raise ArgumentError(f"{path.name} is not running on this machine: there is nothing to stop")
         pid = int(process["pid"])
         os.kill(pid, signal.SIGINT if kind == "sweep" else signal.SIGTERM)
         return pid
 
     def choices(self, path: Path) -> dict[str, str]:
-        """Return the actions that are possible now for a run, comparison or sweep, each with its effect.
+        """Return the actions that are possible now for the run, comparison or sweep in the folder `path`.
 
-        stop, resume: the effect of this action. not_here: why this page cannot resume the run.
+        The result is {action: text}. The text of "stop" and "resume" says what the action does. The text of "not_here"
+        says why this page may not resume the run.
         """
         kind, about = what_is(path)
         if path.parent != self.top:
@@ -184,11 +188,11 @@ class Starter:
         return {"resume": "Resume starts the script again. It continues from the newest checkpoint."}
 
     def output_of(self, pid: Any) -> str:
-        """Return the last output of a process that this page started; "" for any other process."""
+        """Return the end of the output of a process that this server has started; "" for any other process."""
         return next((found["output"] for found in self.started() if found["pid"] == pid), "")
 
     def started(self) -> list[dict[str, Any]]:
-        """Return the commands started since the page runs, newest first, each with the end of its output."""
+        """Return the commands that this server has started, newest first, each with the end of its output."""
         with self._lock:
             return [
                 {

@@ -1,4 +1,4 @@
-"""The page's pictures beside the curves: nodes over steps, timeline, grid. Their data fits on a screen."""
+"""Data for the page's pictures: nodes over steps, a run's timeline, a sweep's cells. Its size is limited."""
 
 from __future__ import annotations
 
@@ -35,10 +35,14 @@ def nodes_of(records: Iterable[Row], events: Iterable[Row]) -> Row:
     """Return each node's losses and shares of time over steps, in at most 300 columns for at most 64 nodes.
 
     Returns:
-        steps, nodes: the columns and rows.
+        steps: the first step of each column.
+        nodes: the shown nodes.
         of: the number of all nodes.
-        loss: a list per node; None where the node was absent.
-        share_steps, shares: for a run with a clock, each part's share of a node's time since the column before.
+        loss: for each shown node, its loss in each column; None where the node has no loss.
+        share_steps, shares: for a run with predicted times, the steps, and for each of "computing", "sending",
+            "waiting" and "down" each node's share of the time since the previous step in `share_steps`.
+        band, worst: with more than 64 nodes, quantiles of all nodes' losses in each column, and the nodes with the
+            largest losses.
     """
     picture = NodesPicture()
     for row in records:
@@ -49,9 +53,10 @@ def nodes_of(records: Iterable[Row], events: Iterable[Row]) -> Row:
 
 
 class NodesPicture:
-    """Builds the result of `nodes_of` from records and events one by one. Its size does not grow with the run.
+    """Collects the result of `nodes_of` from records and events, one by one. Its memory does not grow with the steps.
 
-    It holds up to twice the columns shown. When it is full, each two columns become one, with the later values.
+    It holds at most twice as many columns as are shown. When it is full, it merges each two columns into one, which has
+    the later values.
     """
 
     def __init__(self) -> None:
@@ -72,7 +77,7 @@ class NodesPicture:
 
     @property
     def size_bytes(self) -> int:
-        """Approximate memory in bytes."""
+        """Approximate memory of this object in bytes."""
         return (
             8 * MOST_HELD * (len(self._loss) + 8)
             + 200 * len(self._newest)
@@ -192,13 +197,13 @@ class NodesPicture:
 
 
 def timeline_of(path: Path) -> Row:
-    """Return the first spans of a run's timeline, at most 4,000. {} without a timeline.
+    """Return the first spans of a run's timeline, at most 4,000. Return {} if the run has no timeline.
 
     Returns:
-        nodes: the rows.
+        nodes: the shown nodes.
         spans: lists [node, kind, start_s, end_s, name].
-        until_s, whole_s: predicted time of the last span here, and of the whole run.
-        shares: each kind's share of the whole run.
+        until_s, whole_s: predicted time at the end of the returned spans, and at the end of the run.
+        shares: each kind's share of the run's whole time.
     """
     found = schema.read(path / TIMELINE)
     spans = found.get("spans")
@@ -215,10 +220,11 @@ def timeline_of(path: Path) -> Row:
 
 
 def grid_of(path: Path, listed: Mapping[str, Row]) -> Row:
-    """Return a sweep's cells: options, and mean and spread of the validation loss over finished seeds.
+    """Return a sweep's cells: each cell's options, and the mean and spread of its validation loss over finished seeds.
 
     Args:
-        listed: name (PARENT/CHILD) -> the run's entry in the list.
+        path: the sweep's folder.
+        listed: {name of a run, as PARENT/CHILD: the run's entry in the list of runs}.
 
     Raises:
         ArgumentError: the sweep has more than 100,000 runs.
@@ -231,7 +237,7 @@ def grid_of(path: Path, listed: Mapping[str, Row]) -> Row:
     seeds = seeds_of(sweep.get("arguments") or {})
     if len(cells) * len(seeds) > MOST_RUNS:
         raise ArgumentError(
-            f"sweep.json has {len(cells)} cells of {len(seeds)} seeds: the page shows at most {MOST_RUNS} runs"
+            f"sweep.json has {len(cells)} cells with {len(seeds)} seeds each: the page shows at most {MOST_RUNS} runs"
         )
     for label, options in cells.items():
         inside = [listed.get(f"{path.name}/{folder.child(label, seed).name}") for seed in seeds]
@@ -246,11 +252,12 @@ def grid_of(path: Path, listed: Mapping[str, Row]) -> Row:
 
 
 def verdict_of(path: Path) -> Row:
-    """Return what a comparison or sweep comes to so far; {} for any other folder.
+    """Return the results so far of the comparison or sweep in the folder `path`. Return {} for any other folder.
 
-    rows, verdict, target_loss, target: of `exogym.study.runs.summary`; rows is [] until the first run has ended.
-    members: the name of each run to its strategy's label. colors: a comparison's label to its color, its color on a
-    dark page, and whether its line is dashed.
+    Returns:
+        rows, verdict, target_loss, target: as in `exogym.study.runs.summary`; rows is [] until the first run has ended.
+        members: {name of a run: the label of its strategy or cell}.
+        colors: for a comparison, {label: [color, color on a dark page, whether the line is dashed]}.
     """
     kind, about = runs.what_is(path)
     labels = about.get("cells" if kind == "sweep" else "strategies")
@@ -259,7 +266,8 @@ def verdict_of(path: Path) -> Row:
     seeds = seeds_of(about.get("setting") or {}) or seeds_of(about.get("arguments") or {})
     if len(labels) * len(seeds) > MOST_RUNS:
         raise ArgumentError(
-            f"{path.name}: {len(labels)} strategies of {len(seeds)} seeds: wanted at most {MOST_RUNS} runs"
+            f"{path.name} has {len(labels)} strategies with {len(seeds)} seeds each: the page shows at most "
+            f"{MOST_RUNS} runs"
         )
     folder, found = Folder(path, labels), runs.summary(path)
     members = {f"{path.name}/{folder.child(label, seed).name}": label for label in labels for seed in seeds}

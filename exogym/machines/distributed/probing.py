@@ -110,7 +110,7 @@ def step_seconds(
 ) -> tuple[float, float | None]:
     """Return the median seconds of a task's step on this machine, and the seconds of an evaluation.
 
-    The evaluation uses the task's validation set; its seconds are None if the task has no validation set. A separate
+    The evaluation uses the task's validation set. Without a validation set, the second value is None. A separate
     process, outside any process group, measures both times.
 
     Args:

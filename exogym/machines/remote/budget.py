@@ -17,7 +17,7 @@ LINE_BYTES = 1 << 20  # longest line that is read as one
 
 
 class Budget:
-    """A limit for written bytes: `most_bytes` in total, of which `left` may still be written.
+    """A limit for written bytes: at most `most_bytes` in total. `left` bytes may still be written.
 
     >>> budget = Budget(10)
     >>> budget.take(6), budget.take(6), budget.left, budget.take(4)

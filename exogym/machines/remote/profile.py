@@ -127,7 +127,7 @@ class RunProfile:
     def problem(self) -> tuple[torch.nn.Module, Any, Any, Task | None]:
         """Return (model, training set, validation set, task). The seed determines the model's initial weights.
 
-        The task is None if a user's function gives (make_model, train, val) instead of a `Task`.
+        If a user's function gives (make_model, train, val) instead of a `Task`, the fourth value is None.
 
         Raises:
             ArgumentError: the task, module or function is unknown, or the function returns another type.

@@ -117,8 +117,8 @@ def shown(host: Host) -> str:
 def start(host: Host, program: str, given: dict[str, Any]) -> subprocess.Popen[bytes]:
     """Start a program of the folder `onhost` on `host`, and return the process that runs it (ssh, or Python here).
 
-    What is later written to the process's stdin goes to the program. The process has its own session, so Ctrl-C in the
-    terminal does not end it.
+    The program reads everything that is later written to the process's stdin. The process has its own session, so
+    Ctrl-C in the terminal does not end it.
 
     Raises:
         ExoGymError: ssh, or this machine's Python, cannot be started.

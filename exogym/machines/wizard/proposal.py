@@ -73,9 +73,9 @@ def propose(
 ) -> Proposal:
     """Return a plan for measured hosts.
 
-    The strategy is the recommendation of `exogym advise`. Of all strategies with which the slowest node computes at
-    least 90 % of its time, this is the strategy that exchanges the whole model most often. If no strategy reaches 90 %,
-    it is the fastest strategy.
+    The strategy is the recommendation of `exogym advise`: the strategy that exchanges the whole model most often,
+    among all strategies with which the slowest node computes at least 90 % of its time. If no strategy reaches 90 %,
+    the fastest strategy is recommended.
 
     Args:
         network: a measured network, with the time of each node's step.

@@ -62,7 +62,7 @@ def make_session(
     """Write the folder of a run with its hosts file, profile and script, and return the `WizardRun`.
 
     Args:
-        fields: the profile's fields, without `hosts_config`. Fields whose value is None are left out.
+        fields: the profile's fields, without `hosts_config`. Fields with the value None are left out.
         hosts: the contents of the hosts file.
 
     Raises:

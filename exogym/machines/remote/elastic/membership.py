@@ -55,7 +55,7 @@ class Membership:
     Args:
         slots: number of processes on each host. The first host has the first ranks, then the second, and so on.
         quorum: the least number of hosts (`min_hosts`). With fewer hosts the run ends.
-        gather_s: seconds to wait for all processes at the start. Then the run starts if `quorum` hosts are there.
+        gather_s: seconds to wait for all processes at the start. Then the run starts if at least `quorum` hosts wait.
 
     >>> membership = Membership([1, 1], quorum=1, gather_s=300)
     >>> for rank in (0, 1):

@@ -168,6 +168,7 @@ class Recovery:
         """Called when all members are at the same step, and no message is under way. Save the state from time to time.
 
         If other processes wait to join the run, training is interrupted here to let them in.
+        """
         loop = self.loop
         if not loop.driver.losses.under_way and set(self.up(loop.step + 1)) != set(self.wire.present):
             self._note_present()  # members that came back in the middle of a stretch

@@ -69,7 +69,7 @@ def packages(names: list[str]) -> dict[str, str | None]:
 def package_sum(name: str, folder: str | None = None) -> str | None:
     """Return a checksum of a package's Python files. None if there is no such package.
 
-    The package is the one that `python -m` finds when it runs in `folder`.
+    The function looks for the package as `python -m` does when it runs in `folder`.
     """
     before = list(sys.path)
     if folder is not None:
