@@ -110,8 +110,8 @@ def step_seconds(
 ) -> tuple[float, float | None]:
     """Return the median seconds of a task's step on this machine, and the seconds of an evaluation.
 
-    The evaluation uses the task's validation set. Without a validation set, the second value is None. A separate
-    process, outside any process group, measures both times.
+    The evaluation uses the task's validation set. A task without a validation set gives None as the second value. A
+    separate process, outside any process group, measures both times.
 
     Args:
         task: the task's name, or `module:function`.

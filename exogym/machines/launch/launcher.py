@@ -65,7 +65,7 @@ class DistributedLauncher:
         Raises:
             ArgumentError: the script does not exist, or a port is taken.
             TrainingError: not all machines connected within `start_timeout` seconds, or machine 0 was lost.
-            KeyboardInterrupt: after Ctrl-C, when all processes have ended. (SIGTERM, too, first ends all processes and
+            KeyboardInterrupt: after Ctrl-C, when all processes have ended. (SIGTERM also first ends all processes, and
                 then has its usual effect.)
         """
         target = os.fspath(script)

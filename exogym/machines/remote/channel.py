@@ -1,4 +1,4 @@
-"""The connection to one host during a run. It receives the host's output, and sends the controller's signs of life."""
+"""The connection to one host during a run. It receives the host's output, and shows the host that this machine runs."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Channel:
     """Starts a host's processes of a run over SSH, and receives the host's output and reports.
 
     Args:
-        number: the number of `order` in the launch.
+        number: position of `order` in the list of the run's commands.
         order: the command for the host.
         logs: prints and saves the host's output.
         board: receives the host's reports.

@@ -19,14 +19,14 @@ MOST_SAID = 1 << 16  # characters of a host's error
 
 
 def fetch(host: Host, folder: str, path: str, target: Path, budget: Budget) -> None:
-    """Copy the file `path` in `folder` of `host` to `target` here, completely or not at all.
+    """Copy the file `path` in `folder` on `host` to `target` on this machine, completely or not at all.
 
     Args:
-        budget: the bytes that files from this host may still fill here. Larger files are rejected. If the host sends
-            more bytes than it announced, the rest is not read.
+        budget: the bytes that files from this host may still fill on this machine. Larger files are rejected. If the
+            host sends more bytes than it announced, the rest is not read.
 
     Raises:
-        ExoGymError: the file does not exist, is too large, was damaged on the way, or cannot be written here.
+        ExoGymError: the file does not exist, is too large, was damaged on the way, or cannot be written to `target`.
     """
     inquiry = Inquiry(host, None)
     assert inquiry.process.stdout is not None

@@ -211,7 +211,7 @@ def read_hosts(folder: str | os.PathLike[str]) -> Row:
 
 
 def figures(said: Mapping[str, Any], names: Iterable[str]) -> Row:
-    """Return the entries of `said` that are in `names` and whose value is a finite number.
+    """Return {name: value} for all `names` with a finite number as their value in the report `said`.
 
     >>> figures({"cores": 2, "cpu_use": "<b>", "rx_bps": float("nan"), "more": 1}, ("cores", "cpu_use", "rx_bps"))
     {'cores': 2}

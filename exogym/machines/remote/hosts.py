@@ -96,7 +96,7 @@ class Host:
 
 @dataclass(frozen=True)
 class HostsConfig:
-    """The hosts of a run. The master is the first host. The other hosts connect to it at `master_port`.
+    """The hosts of a run. The master is the first host. The other hosts connect to the master at `master_port`.
 
     >>> config = HostsConfig.load({"master": "10.0.0.1", "workers": [{"address": "10.0.0.2", "slots": 2}]})
     >>> config.slots, config.master.address, config.hosts[1].slots

@@ -131,8 +131,8 @@ class SSHLauncher:
         Raises:
             ArgumentError: the script does not exist, or is outside the project's folder.
             ExoGymError: the hosts are not ready; the message says what to do.
-            KeyboardInterrupt: after Ctrl-C, when the processes on all hosts have ended. (After SIGTERM or SIGHUP these
-                signals then have their usual effect.)
+            KeyboardInterrupt: after Ctrl-C, when the processes on all hosts have ended. (SIGTERM and SIGHUP also first
+                end the processes on all hosts, and then have their usual effect.)
         """
         target = os.fspath(script) if module else self._script(script)
 

@@ -153,7 +153,7 @@ class NetworkTrainer(Trainer):
             if any(count % self.nodes_per_host for count in slots):
                 raise ArgumentError(
                     f"nodes_per_host={self.nodes_per_host}, but the hosts have {', '.join(map(str, slots))} slots: "
-                    "give each host a multiple of nodes_per_host"
+                    "give each host a multiple of nodes_per_host slots"
                 )
             devices = [count // self.nodes_per_host for count in slots for _ in range(self.nodes_per_host)]
             if node is None and max(devices) > 1:
@@ -304,7 +304,7 @@ class NetworkTrainer(Trainer):
                 mirrors=options.run_dir is None,
             )  # fmt: skip
         except KeyboardInterrupt:
-            raise KeyboardInterrupt(f"stopped; the hosts have ended{again}") from None
+            raise KeyboardInterrupt(f"stopped; the processes on all hosts have ended{again}") from None
         if code:
             what = launcher.first_failure or f"the run ended with exit code {code}"
             raise WorkerError(f"{what}; the logs of all ranks are in {self.folder}{again}")

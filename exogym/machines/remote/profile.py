@@ -127,7 +127,8 @@ class RunProfile:
     def problem(self) -> tuple[torch.nn.Module, Any, Any, Task | None]:
         """Return (model, training set, validation set, task). The seed determines the model's initial weights.
 
-        If a user's function gives (make_model, train, val) instead of a `Task`, the fourth value is None.
+        A user's function that gives (make_model, train, val) instead of a `Task` has no task: the fourth value is then
+        None.
 
         Raises:
             ArgumentError: the task, module or function is unknown, or the function returns another type.
@@ -219,8 +220,9 @@ KNOWN = {field.name: str(field.type) for field in fields(RunProfile) if field.na
 def load_profile(path: str | os.PathLike[str], name: str, resume: bool = False) -> RunProfile:
     """Return the profile in the section `[distributed:name]` of a config file, or in the section `[name]`.
 
-    Fields that this section lacks come from the section that its field `base_profile` names. That may be any section
-    of the file. Its unknown fields are ignored, because they may belong to other programs; a notice names them.
+    The section's field `base_profile` may name any other section of the file. Fields that the first section lacks come
+    from there. In a section whose name does not start with `distributed:`, unknown fields may belong to other programs.
+    They are ignored, and a notice names them.
 
     Raises:
         ArgumentError: the file or profile does not exist, or a field is unknown or wrong.

@@ -415,7 +415,7 @@ def test_what_a_run_says_where_stderr_is_no_terminal(tmp_path: Path) -> None:
         assert seen[-1], seen
     run.send_signal(signal.SIGINT)
     err = run.communicate(timeout=300)[1].splitlines()
-    assert err[-1] == "KeyboardInterrupt: stopped; the hosts have ended"
+    assert err[-1] == "KeyboardInterrupt: stopped; the processes on all hosts have ended"
     trace = "\n".join(err[len(err) - 1 - err[::-1].index("Traceback (most recent call last):") :])
     assert "queue.py" not in trace and "threading.py" not in trace and ").fit(" in trace
 

@@ -105,7 +105,7 @@ class Assembly:
         if step and not set(recovery.up(step)) & set(present):
             raise CheckpointError(
                 f"the checkpoint of step {step} holds no rows of the nodes {present}, which were absent then. "
-                "Start the other nodes' hosts too"
+                "Also start the hosts of the other nodes"
             )
         return recovery
 

@@ -1,8 +1,8 @@
 """Run one command on a host. If the connection to the controller is lost, end all processes of the command.
 
-The guard's stdin is the connection to the controller. The controller writes a byte every few seconds, and closes stdin
-to stop the command. If stdin is closed or silent, the guard sends the command SIGTERM. Some time later the guard ends
-all remaining processes of the command with SIGKILL, also processes in other sessions.
+The stdin of this program, the guard, is the connection to the controller. The controller writes a byte every few
+seconds, and closes stdin to stop the command. If stdin is closed or silent, the guard sends SIGTERM to the command.
+Some time later the guard ends all remaining processes of the command with SIGKILL, also processes in other sessions.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Find the network interface of this host that has an address."""
+"""Find the network interface of this host that has a given address."""
 
 from __future__ import annotations
 
