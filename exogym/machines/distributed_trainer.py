@@ -27,7 +27,7 @@ class DistributedTrainer:
 
     Under `python -m exogym.launch --nproc_per_node K` or torchrun, each of the K processes is one device. A single
     process computes the same result, up to rounding, on one device, and prints a notice. The devices divide each batch
-    of the loader among them. A step is one step on the whole batch, as on one device.
+    of the loader among themselves. A step is one step on the whole batch, as on one device.
 
     Args:
         model: as for `LocalTrainer`.

@@ -30,7 +30,7 @@ Place = tuple[str, int]
 
 
 class Gate:
-    """The open connections that have not sent the token, oldest first. It closes those that are too many or too old."""
+    """Holds the open connections that have not sent the token, and closes the oldest if there are too many."""
 
     def __init__(self) -> None:
         self._waiting: dict[Place, Connection] = {}

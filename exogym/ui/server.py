@@ -98,7 +98,7 @@ def serve(
     ready: Callable[[str], object] = print, forms: Callable[[], Mapping[str, Form]] | None = None,
     allow_code: bool = False,
 ) -> None:  # fmt: skip
-    """Serve the page that shows runs, until Ctrl-C or another signal.
+    """Serve the page that shows runs, until a signal such as Ctrl-C ends the server.
 
     Args:
         folder: the folder with the runs. It may be missing.

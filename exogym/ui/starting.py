@@ -72,7 +72,7 @@ class Starter:
         return self._start(command, [command, *words, f"--out={out}"])
 
     def arguments(self, command: str, options: Any) -> list[str]:
-        """Return the command's arguments. Each value becomes one word --option=value, so it cannot act as an option."""
+        """Return the command's arguments. Each is one word --option=value, so that no value can act as an option."""
         if not isinstance(options, dict):
             raise ArgumentError(f"options={options!r} must be a JSON object {{option: value}}")
         known, words = {option["name"]: option for option in self.forms[command]}, list[str]()

@@ -1,4 +1,4 @@
-"""Data for the page's pictures: nodes over steps, a run's timeline, a sweep's cells. Its size is limited."""
+"""Data for the page's pictures: nodes over steps, a run's timeline, a sweep's cells. The amount of data is limited."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def nodes_of(records: Iterable[Row], events: Iterable[Row]) -> Row:
 class NodesPicture:
     """Collects the result of `nodes_of` from records and events, one by one. Its memory does not grow with the steps.
 
-    It holds at most twice as many columns as are shown. When it is full, it merges each two columns into one, which has
-    the later values.
+    It holds at most twice as many columns as are shown. When it is full, it merges every two neighboring columns into
+    one column with the later values.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
 """Kubernetes: manifests for a run, and a Dockerfile for the run's image.
 
-The manifests are for an indexed Job with one pod per machine, whose pods find each other by the names of a headless
-service. Or they are for a PyTorchJob of the training operator, which does the same. Each pod's launcher needs the run's
-secret. It comes from a Kubernetes Secret, which you must create.
+The manifests describe an indexed Job with one pod per machine. Its pods find each other by the names of a headless
+service. With `kind="pytorchjob"` they describe a PyTorchJob of the training operator instead. Each pod's launcher needs
+the run's secret from a Kubernetes Secret, which you must create.
 
 A preempted pod does not count as a failure. Kubernetes replaces the pod, and all pods start the script again. The run
 resumes if the script calls `fit(save_dir=..., resume=True)` with a folder on the volume.

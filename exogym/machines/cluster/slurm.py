@@ -1,6 +1,6 @@
 """SLURM: write a job script, submit it, and ask for a job's state.
 
-The job script starts one launcher per machine (`python -m exogym.launch`), which starts the processes on this machine.
+On each machine, the job script starts a launcher (`python -m exogym.launch`), which starts the processes there.
 Processes need a secret to join the run. The job draws the secret at random and keeps it only in environment variables.
 
 SLURM restarts a preempted job. The run then resumes if the script calls `fit(save_dir=..., resume=True)`. Shortly

@@ -221,5 +221,5 @@ def told_name(answer: dict[str, Any]) -> str:
     """
     name = answer.get("name")
     if not isinstance(name, str) or NAME.fullmatch(name) is None:
-        raise PairingError("this computer runs no exogym agent of the same version: install the same exogym there")
+        raise PairingError("the other computer runs no exogym agent of this version: install the same exogym there")
     return name

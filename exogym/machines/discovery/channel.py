@@ -48,15 +48,15 @@ REFUSALS = {
 
 
 class PairingError(ExoGymError):
-    """Pairing failed; the message says why."""
+    """Raised when pairing fails. The message says why."""
 
 
 class ProtocolError(PairingError):
-    """The other end sent nothing in time, or sent an invalid message."""
+    """Raised when the other computer sent nothing in time, or sent an invalid message."""
 
 
 def draw_code() -> str:
-    """Draw a new code of `DIGITS` digits.
+    """Return a new random code of six digits.
 
     >>> len(draw_code())
     6

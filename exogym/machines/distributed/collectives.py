@@ -47,7 +47,7 @@ def broadcast(tensor: Tensor, src: int = 0) -> Tensor:
 
 
 def all_reduce(tensor: Tensor, op: ReduceOp | str = ReduceOp.SUM) -> Tensor:
-    """Return, on every process, the reduction of all processes' tensors.
+    """Return, on every process, the reduction of all processes' tensors by `op`, such as their sum.
 
     With a ring, each of the n processes sends 2 (n - 1)/n tensor.nbytes bytes.
     """
@@ -56,7 +56,7 @@ def all_reduce(tensor: Tensor, op: ReduceOp | str = ReduceOp.SUM) -> Tensor:
 
 
 def reduce(tensor: Tensor, dst: int = 0, op: ReduceOp | str = ReduceOp.SUM) -> Tensor | None:
-    """Return the reduction of all processes' tensors on process `dst`, and None on the other processes."""
+    """Return the reduction of all processes' tensors by `op` on process `dst`, and None on the other processes."""
     with _call("reduce", tensor, dst, op=op) as note:
         reduced = bare.reduce_(note.copy(), dst, note.operation)
         return note.result(reduced) if note.rank == dst else None
@@ -98,13 +98,13 @@ def scatter(tensors: Sequence[Tensor] | None = None, src: int = 0) -> Tensor:
 
 
 def reduce_scatter(tensor: Tensor, op: ReduceOp | str = ReduceOp.SUM) -> Tensor:
-    """Return this process's part of the reduction of all processes' tensors.
+    """Return this process's part of the reduction of all processes' tensors by `op`, such as their sum.
 
     The first dimension is divided evenly over the processes. Each of the n processes sends (n - 1)/n tensor.nbytes
     bytes.
 
     Raises:
-        ArgumentError: the size of the first dimension is no multiple of the world size.
+        ArgumentError: the size of the first dimension is not a multiple of the world size.
     """
     with _call("reduce_scatter", tensor, op=op) as note:
         size = note.world_size
@@ -242,7 +242,7 @@ def _check_tensor(kind: str, x: Any) -> None:
     if x.layout != torch.strided:
         raise ArgumentError(f"{kind}: got a sparse tensor ({x.layout}), wanted a dense tensor: use .to_dense()")
     if x.dtype not in DTYPES:
-        raise ArgumentError(f"{kind}: tensors of {x.dtype} cannot be sent: convert first, for example with .float()")
+        raise ArgumentError(f"{kind}: tensors of {x.dtype} cannot be sent: convert them, for example with .float()")
     if x.dim() > MOST_DIMENSIONS:
         raise ArgumentError(f"{kind}: got {x.dim()} dimensions, at most {MOST_DIMENSIONS} can be sent: flatten it")
     if dist.get_backend() == "nccl" and x.device.type != "cuda":

@@ -64,7 +64,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[Any]):
 
     It yields the same indices as torch's sampler. With `shuffle`, the order of the indices is drawn from `seed` and the
     epoch's number; call `set_epoch` before each epoch. The processes take indices in turn. So that all processes get
-    equally many, some indices are repeated at the end (with `drop_last`: the last ones are left out).
+    equally many, some indices are repeated at the end. With `drop_last`, the last indices are left out instead.
 
     Args:
         dataset: the data set. Or leave it out and give `dataset_size`.
@@ -102,6 +102,6 @@ class DistributedSampler(torch.utils.data.DistributedSampler[Any]):
         check_count("num_replicas", num_replicas)
         check_count("rank", rank, least=0)
         if rank >= num_replicas:
-            raise ArgumentError(f"rank={rank} is not among num_replicas={num_replicas}: ranks count from 0")
+            raise ArgumentError(f"rank={rank} is too large for num_replicas={num_replicas}: ranks count from 0")
         examples: Any = range(dataset_size) if dataset_size is not None else dataset
         super().__init__(examples, num_replicas, rank, shuffle=shuffle, seed=seed, drop_last=drop_last)

@@ -17,7 +17,7 @@ from exogym.machines.launch.backends import BACKEND_VARIABLE, available_backends
 
 
 class GroupError(ExoGymError, RuntimeError):
-    """The process group is missing, exists already, or has lost a member."""
+    """Raised when the process group is missing, exists already, or has lost a process."""
 
 
 @checked
@@ -67,7 +67,7 @@ def init_process_group(
         return
     world_size, rank = _place(world_size, rank, through_environment=store is None and init_method in (None, "env://"))
     if store is not None and init_method is not None:
-        raise ArgumentError(f"init_method={init_method!r} and store= exclude each other: give only one")
+        raise ArgumentError(f"init_method={init_method!r} and store= cannot be combined: give only one")
     if store is None and init_method in (None, "env://"):
         init_method = "env://"
         if world_size == 1:

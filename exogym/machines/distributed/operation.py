@@ -45,9 +45,9 @@ def check_operation(op: ReduceOp | str, dtype: torch.dtype) -> ReduceOp:
     except ValueError:
         raise ArgumentError(f"op={op!r} is not a reduction: {nearest(str(op), [o.value for o in ReduceOp])}") from None
     if dtype not in _REDUCIBLE:
-        raise ArgumentError(f"tensors of {dtype} cannot be reduced: convert first, for example with .int() or .float()")
+        raise ArgumentError(f"tensors of {dtype} cannot be reduced: convert them, for example with .int() or .float()")
     if operation == ReduceOp.AVERAGE and not (dtype.is_floating_point or dtype.is_complex):
-        raise ArgumentError(f"the average of {dtype} tensors is not always a {dtype}: convert first with .float()")
+        raise ArgumentError(f"the average of {dtype} tensors is not always a {dtype}: convert them with .float()")
     if dtype.is_complex and operation not in (ReduceOp.SUM, ReduceOp.AVERAGE):
         raise ArgumentError(f"op={operation.value!r} is not defined for complex numbers: give 'sum' or 'average'")
     return operation

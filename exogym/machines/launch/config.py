@@ -72,7 +72,7 @@ class LaunchConfig:
         if self.first_rank is not None:
             check_count("first_rank", self.first_rank, least=0)
         if self.node_rank >= self.nnodes:
-            raise ArgumentError(f"node_rank={self.node_rank} is not among nnodes={self.nnodes}: count from 0")
+            raise ArgumentError(f"node_rank={self.node_rank} is too large for nnodes={self.nnodes}: count from 0")
         if self.nnodes > 1 and self.master_addr is None:
             raise ArgumentError(f"nnodes={self.nnodes} needs master_addr=: the name or address of machine 0")
         if self.master_addr is not None and (not isinstance(self.master_addr, str) or not self.master_addr.strip()):

@@ -2,9 +2,9 @@
 
 Both the door and the connecting process, the guest, prove that they know the secret. Neither sends the secret itself:
 
-    door  -> guest  32 random bytes
-    guest -> door   32 random bytes; HMAC-SHA256(secret, "guest", service, both texts of random bytes)
-    door  -> guest  HMAC-SHA256(secret, "door", service, both texts), or 32 zero bytes if the guest's proof is wrong
+    door  -> guest  a: 32 random bytes
+    guest -> door   b: 32 random bytes; the proof HMAC-SHA256(secret, "guest", service, a, b)
+    door  -> guest  the proof HMAC-SHA256(secret, "door", service, a, b), or 32 zero bytes if the guest's proof is wrong
 
 A guest must send its proof within ten seconds. If too many guests wait, the door closes the oldest connection. If this
 guest was a process of the run, it tries again. A correct proof needs only one message, so strangers who fill the door
@@ -63,8 +63,8 @@ def proof(secret: str, who: str, service: str, drawn: bytes) -> bytes:
     """Return the bytes that prove the knowledge of `secret`: an HMAC-SHA256 that cannot be computed without it.
 
     Args:
-        who: "guest" or "door": who proves it.
-        service: what the guest connects for.
+        who: "guest" or "door": the end that proves its knowledge.
+        service: name of the service to which the guest connects.
         drawn: the random bytes that both ends have sent.
     """
     return hmac.new(secret.encode(), f"exogym {who} {service}\n".encode() + drawn, "sha256").digest()
@@ -82,7 +82,7 @@ class _Guest:
 
 
 class Door:
-    """Accepts connections, and hands over those whose other end proves that it knows `secret`.
+    """Accepts connections. A connection is handed over when its other end has proved that it knows `secret`.
 
     Args:
         selector: waits for data on the connections. The `data` of each of its keys is the function to call for it.

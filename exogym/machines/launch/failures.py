@@ -47,9 +47,9 @@ def is_lost(failure: ProcessFailure) -> bool:
 def first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
     """Return (rank, failure) of the failure that most likely caused the others.
 
-    A rank that died without recording an error (killed or crashed) comes first, because its end causes errors on other
-    ranks. Otherwise it is the rank with the earliest recorded error. Ranks that only lost a connection to another rank
-    come after these, and ranks that the launcher stopped come last.
+    This is a rank that died without recording an error (killed or crashed), because its end causes errors on other
+    ranks. Without such a rank, it is the rank with the earliest recorded error. Ranks that only lost a connection to
+    another rank come after these, and ranks that the launcher stopped come last.
     """
 
     def order(rank: int) -> tuple[int, float, int]:

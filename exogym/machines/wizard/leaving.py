@@ -1,4 +1,4 @@
-"""Hand a trained model over to its user: how to use it, and for speech models a folder for transformers."""
+"""Tell the user how to use a trained model, and save a speech model for the library transformers."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ TOKENS = ("language", "timestamps")
 
 
 def hand_over(task: str, data: str | None, options: Mapping[str, Any], file: Path) -> list[str]:
-    """Return lines of text for the user of a trained model: how to use the model, and whether other abilities suffered.
+    """Return lines of text that tell the user how to use a trained model.
 
     A model of the task "whisper" is also saved for the library transformers, in a folder beside `file`, with its
-    adapters merged and the whole window of 30 s. The model is then tested on running speech (`general` of
-    `whisper_task`).
+    adapters merged and the whole window of 30 s. With the option `general` (see `whisper_task`), the model is then
+    tested on running speech, and a line warns if training has made it worse.
 
     Args:
         task, data, options: the task, its data and its options, as in the run's profile.

@@ -608,7 +608,7 @@ def test_the_sampler_shuffles_by_epoch():
         ({"dataset": [1], "dataset_size": 1}, "give either"),
         ({"dataset": 10}, "dataset_size=10"),
         ({"dataset_size": 0}, "dataset_size=0"),
-        ({"dataset_size": 4, "rank": 2}, "rank=2 is not among num_replicas=2"),
+        ({"dataset_size": 4, "rank": 2}, "rank=2 is too large for num_replicas=2"),
         ({"dataset_size": 4, "suffle": True}, "did you mean 'shuffle'"),
     ],
 )

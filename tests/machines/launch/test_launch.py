@@ -637,7 +637,7 @@ def test_help(capsys):
         ({"nproc_node": 2}, "LaunchConfig() has no argument 'nproc_node': did you mean 'nproc_per_node'?"),
         ({"nproc_per_node": True}, "nproc_per_node=True must be a whole number"),
         ({"nnodes": 2}, "nnodes=2 needs master_addr="),
-        ({"node_rank": 1}, "node_rank=1 is not among nnodes=1"),
+        ({"node_rank": 1}, "node_rank=1 is too large for nnodes=1"),
         ({"master_port": 70000}, "master_port=70000 must be a port"),
         ({"master_addr": " "}, "master_addr=' ' must be"),
         ({"max_restarts": -1}, "max_restarts=-1 must be"),
