@@ -39,11 +39,11 @@ LENGTH_BYTES = 4
 DIGITS = 6
 CALLER, AGENT = "caller", "agent"
 REFUSALS = {
-    "code": "the code differs from the code that it shows now: look again, and type that code",
+    "code": "the typed code differs from the code that the agent shows now: look again, and type that code",
     "closed": "too many wrong codes were tried: restart exogym agent there",
     "key": "this computer did not prove that it owns the key that it sent: give another key with --key",
     "address": "addresses are changed between the two computers: pair them in one network, without NAT between",
-    "login": "its authorized_keys could not be written: its agent prints the reason",
+    "login": "the agent could not write authorized_keys: the other computer prints the reason",
 }
 
 

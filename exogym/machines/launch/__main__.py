@@ -20,20 +20,20 @@ from exogym.machines.launch.config import LaunchConfig
 from exogym.machines.launch.launcher import DistributedLauncher
 
 HELP = {
-    "nproc_per_node": (int, "processes on this machine"),
-    "nnodes": (int, "machines; start the launcher once on each"),
+    "nproc_per_node": (int, "number of processes on this machine"),
+    "nnodes": (int, "number of machines; start the launcher once on each machine"),
     "node_rank": (int, "number of this machine, 0 to nnodes - 1"),
-    "master_addr": (str, "name or address of machine 0, needed with several machines"),
+    "master_addr": (str, "name or address of machine 0; needed with several machines"),
     "master_port": (
         int,
-        "port of machine 0 where the machines meet (29500 with several machines, otherwise any free port)",
+        "port of machine 0 at which the other machines connect (29500 with several machines, otherwise any free port)",
     ),
-    "backend": (str, "gloo or nccl, for scripts whose init_process_group() names none"),
-    "max_restarts": (int, "restarts of all processes after a failure"),
-    "monitor_interval": (float, "seconds between two checks of the processes"),
-    "start_timeout": (int, "seconds within which all machines must arrive"),
-    "log_dir": (str, "folder for the output of each rank: training_rank_{rank}.log, appended to"),
-    "first_rank": (int, "number added to the printed ranks, if this launch is part of a larger run"),
+    "backend": (str, "gloo or nccl, for scripts whose init_process_group() names no backend"),
+    "max_restarts": (int, "how often all processes may be restarted after a failure"),
+    "monitor_interval": (float, "seconds between two checks whether the processes still run"),
+    "start_timeout": (int, "seconds within which the launchers of all machines must connect"),
+    "log_dir": (str, "folder for each rank's output, which is appended to training_rank_{rank}.log"),
+    "first_rank": (int, "number to add to the printed ranks, if this launch is part of a larger run"),
 }
 ALIKE = 0.85  # a script's option this similar to a launcher's option counts as a typing error
 
@@ -48,8 +48,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m exogym.launch",
         usage="%(prog)s [options] script.py [script arguments]\n       %(prog)s [options] -m module [arguments]",
         description="Run a script in several processes, on one machine or many.",
-        epilog="Options may stand before or after the script; all words after -- are the script's. Each process finds "
-        "RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in its environment.",
+        epilog="Options may come before or after the script's name; all words after -- belong to the script. Each "
+        "process finds RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in its environment.",
         allow_abbrev=False,
     )
     for field in dataclasses.fields(LaunchConfig):

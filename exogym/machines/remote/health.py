@@ -182,7 +182,7 @@ class Board:
         if size + count <= self.told_bytes:
             return True
         if not self._is_full:
-            notice(f"{self.mirror} has {readable_bytes(size)}: the host's later records come at the end of the run")
+            notice(f"{self.mirror} has {readable_bytes(size)}: later records are copied at the end of the run")
         self._is_full = True
         return False
 

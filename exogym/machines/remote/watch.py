@@ -162,7 +162,7 @@ class RunWatch:
                 for channel in group:
                     if not channel.join(max(0.0, deadline - time.monotonic())):
                         host = channel.order.host
-                        notice(f"{host.address} did not answer the order to stop; it will end by itself")
+                        notice(f"{host.address} did not answer the order to stop; its processes will end by themselves")
         finally:
             for channel in self.channels:
                 if channel.process.poll() is None:

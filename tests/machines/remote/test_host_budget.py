@@ -101,7 +101,7 @@ def test_what_a_host_tells_of_its_run_is_kept_up_to_a_size(tmp_path: Path, capsy
             board.take(order(), json.dumps({"file": name, "at": 100 * k, "text": "x" * 99 + "\n"}))
         board.take(order(), json.dumps({"file": "run.json", "at": 100 * k, "text": "x" * 100, "whole": False}))
     assert 4000 < size_of(tmp_path / "run") < 5100  # with the controller's own mark
-    assert capsys.readouterr().err.count("come at the end of the run") == 1
+    assert capsys.readouterr().err.count("are copied at the end of the run") == 1
     board.take(order(), json.dumps({"file": "records.jsonl", "at": 0, "text": '{"step": 0}\n'}))  # begun anew
     assert (tmp_path / "run" / "records.jsonl").read_text() == '{"step": 0}\n'
 

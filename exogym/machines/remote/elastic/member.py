@@ -223,7 +223,7 @@ def membership(address: str, port: int, rank: int, secret: str) -> Iterator[Memb
     try:
         member = Member(address, port, rank, secret)
         if member.over == DONE:
-            notice("nothing is left to do here: the run has come to its end")
+            notice("the run has finished already: this process has nothing to do")
             raise SystemExit(0)
         if member.over is not None:
             raise WorkerError(f"the run is over: {member.over}")
