@@ -66,7 +66,7 @@ class Guard:
     def refusal(self, request: Request) -> Response | None:
         """Return an error response if the request is refused; None if the request may pass.
 
-        A request whose address contains the token gets a redirect that sets the cookie.
+        When the page is opened with the token in its address, the response is a redirect that sets the cookie.
         """
         if len(request.headers.getlist("host")) != 1 or not self.is_here(request.headers["host"]):
             return _error(403, "unknown host name: open the address that exogym ui printed")

@@ -64,7 +64,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[Any]):
 
     It yields the same indices as torch's sampler. With `shuffle`, the order of the indices is drawn from `seed` and the
     epoch's number; call `set_epoch` before each epoch. The processes take indices in turn. So that all processes get
-    equally many, some indices are repeated at the end. With `drop_last`, the last indices are left out instead.
+    equally many, the first indices are repeated at the end. With `drop_last`, the last indices are left out instead.
 
     Args:
         dataset: the data set. Or leave it out and give `dataset_size`.

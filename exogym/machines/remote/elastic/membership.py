@@ -162,7 +162,7 @@ class Membership:
 
     def _look_for_a_start(self, now: float) -> None:
         alone = {rank for rank, said in self._ready.items() if said["kind"] == "alone"}
-        self._refuse(alone, "the run that this process was to join has ended")
+        self._refuse(alone, "the run that this process wanted to join has ended")
         if not self._ready:
             self._gathering = None
             return
