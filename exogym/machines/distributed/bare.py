@@ -41,7 +41,7 @@ def as_bytes(x: Tensor) -> Tensor:
 
 
 def broadcast_(x: Tensor, src: int) -> Tensor:
-    """Overwrite `x` with the tensor of rank `src`."""
+    """Overwrite `x` on every process with the `x` of rank `src`."""
     dist.broadcast(as_bytes(x), src)
     return x
 
@@ -59,7 +59,7 @@ def reduce_(x: Tensor, dst: int, op: ReduceOp) -> Tensor:
 
 
 def all_gather_(x: Tensor) -> list[Tensor]:
-    """Return all processes' tensors, in rank order."""
+    """Return the list of all processes' `x`, in rank order, on every process."""
     parts = alike(x)
     dist.all_gather([as_bytes(part) for part in parts], as_bytes(x))
     return parts
@@ -78,7 +78,7 @@ def scatter_(out: Tensor, parts: list[Tensor] | None, src: int) -> Tensor:
 
 
 def reduce_scatter_(x: Tensor, op: ReduceOp) -> Tensor:
-    """Return this rank's part of the reduction of all processes' `x`. The first dimension is divided over the ranks.
+    """Return this rank's part of the reduction of all processes' `x`. The first dimension is divided among the ranks.
 
     NCCL does this in one call. With other backends every process sends each other process that process's part of `x`,
     and reduces the received parts in rank order. This sends as many bytes as a ring.

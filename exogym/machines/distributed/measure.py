@@ -213,7 +213,7 @@ def seconds_of(call: Callable[[], Any]) -> float:
 
 
 def finish() -> None:
-    """Wait until a GPU has finished its work."""
+    """Wait until this process's GPU has finished its work. Without a GPU, return at once."""
     if bare.device().type == "cuda":
         torch.cuda.synchronize()
 

@@ -102,5 +102,5 @@ class LaunchConfig:
 
     @property
     def endpoint(self) -> str:
-        """`address` and `port` as one text."""
+        """Machine 0's address and port as one text, such as "10.0.0.1:29500"."""
         return f"[{self.address}]:{self.port}" if ":" in self.address else f"{self.address}:{self.port}"

@@ -20,7 +20,7 @@ MOST_BYTES, MOST_ERRORS = 1 << 24, 1 << 16  # limits for an answer and for stder
 
 
 class Unanswered(Exception):
-    """The host gave no answer; `Inquiry.diagnosis` returns the cause."""
+    """Raised when a host gives no answer. `Inquiry.diagnosis` returns the cause."""
 
 
 class Inquiry:

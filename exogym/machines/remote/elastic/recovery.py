@@ -104,7 +104,7 @@ class Assembly:
         step, present = recovery.loop.step, wire.present
         if step and not set(recovery.up(step)) & set(present):
             raise CheckpointError(
-                f"the checkpoint of step {step} holds no rows of the nodes {present}, which were absent then. "
+                f"the checkpoint of step {step} has no rows of the nodes {present}, which were absent at that step. "
                 "Also start the hosts of the other nodes"
             )
         return recovery
