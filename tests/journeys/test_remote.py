@@ -331,7 +331,7 @@ def test_every_failure_is_named_with_a_remedy(
     expect(8, "project", "train.py (changed)", "copy the project there", path=str(other))
     expect(8, "way to the others", "10.77.0.21", "firewall")  # whose answers do not come back
     expect(9, "reachable", "Connection refused", "start the ssh server")
-    expect(10, "address", "no interface of the host has the address 10.77.0.200; it has", "workers[9].address",
+    expect(10, "address", "no interface of the host has the address 10.77.0.200; the host has", "workers[9].address",
            address="10.77.0.200", ssh_host=hosts[10].address)  # fmt: skip
     expect(11, "way to the others", "10.77.0.18", "firewall")
     expect(12, "device", "cuda:1; torch sees cpu", "workers[11].device", device="cuda:1")

@@ -141,7 +141,7 @@ def test_two_computers_are_found_paired_and_then_known(hosts: Hosts, tmp_path: P
         assert [(one["name"], one["address"]) for one in found] == [("den", "10.77.0.11"), ("studio", "10.77.0.10")]
         assert all(one["answers"] and not one["paired"] and not one["facts"] for one in found)
         wrong = discover("--pair", "den", "--code", other(typed_code(den)), "--key", "key")
-        assert wrong.returncode == 1 and "den at 10.77.0.11 did not pair: the code differs" in wrong.stderr
+        assert wrong.returncode == 1 and "den at 10.77.0.11 did not pair: the typed code differs" in wrong.stderr
         assert not (tmp_path / "hosts.json").exists() and not known.exists()
         for name, code in (("studio", studio), ("den", den)):
             at = ["--at", "10.77.0.11:8422"] if name == "den" else []
@@ -233,7 +233,7 @@ def test_the_code_pairs(hosts: Hosts, waiting: Waiting, key: str) -> None:
 def test_a_wrong_code_does_not_and_codes_run_out(hosts: Hosts, waiting: Waiting, key: str) -> None:
     seen = [waiting.code]
     for number in range(1, WRONG_IN_A_ROW + 1):
-        with hosts.controller.inside(), pytest.raises(PairingError, match="the code differs"):
+        with hosts.controller.inside(), pytest.raises(PairingError, match="the typed code differs"):
             pair(*waiting.place, other(waiting.code), key)
         if waiting.agent.codes.now != seen[-1]:
             seen.append(waiting.agent.codes.now)
@@ -362,7 +362,7 @@ def test_what_was_overheard_pairs_nobody_again(hosts: Hosts, waiting: Waiting, k
 
     thread = threading.Thread(target=answer_again, daemon=True)
     thread.start()
-    with hosts.controller.inside(), pytest.raises(PairingError, match="the code differs"):
+    with hosts.controller.inside(), pytest.raises(PairingError, match="the typed code differs"):
         pair(hosts[1].address, forger.getsockname()[1], code, key)
     thread.join(SECONDS)
 
@@ -489,7 +489,7 @@ def test_an_agent_has_a_plain_name(hosts: Hosts, name: Any) -> None:
 
     thread = threading.Thread(target=forger, daemon=True)
     thread.start()
-    with hosts.controller.inside(), pytest.raises(PairingError, match="no exogym agent of the same version"):
+    with hosts.controller.inside(), pytest.raises(PairingError, match="no exogym agent of this version"):
         name_at(hosts[1].address, listener.getsockname()[1])
     thread.join(SECONDS)
 

@@ -46,7 +46,7 @@ def size_of(folder: Path) -> int:
     [
         ({"size": 1000, "sha256": hashlib.sha256(b"x" * 1000).hexdigest()}, "x", None),
         ({"size": 1000, "sha256": "0"}, "x", "damaged on the way"),
-        ({"size": 10**15, "sha256": "0"}, "x", "here: free some space"),
+        ({"size": 10**15, "sha256": "0"}, "x", "free some space here"),
         ({"size": "many", "sha256": "0"}, "x", "cannot be fetched"),
         ({"size": -1, "sha256": "0"}, "x", "cannot be fetched"),
         ({"size": 10, "sha256": None}, "x", "cannot be fetched"),

@@ -262,7 +262,7 @@ def test_how_rsync_ended_is_said_in_words(
 
 def test_the_interface_of_an_address() -> None:
     assert interface_of("127.0.0.1", is_loopback=True) == interface_of("localhost", is_loopback=True)
-    with pytest.raises(LookupError, match=r"no interface of the host has the address 127\.0\.0\.1; it has"):
+    with pytest.raises(LookupError, match=r"no interface of the host has the address 127\.0\.0\.1; the host has"):
         interface_of("127.0.0.1")  # under a name that means another host elsewhere
     with pytest.raises(LookupError, match=r"has the address 192\.0\.2\.77"):
         interface_of("192.0.2.77")

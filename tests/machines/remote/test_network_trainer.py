@@ -189,7 +189,7 @@ def test_what_cannot_be_is_refused_before_anything_starts(monkeypatch: pytest.Mo
     hosts = {"master": "10.0.0.1", "workers": ["10.0.0.2"]}
     monkeypatch.setattr(network_trainer.SSHLauncher, "launch", lambda *a, **k: pytest.fail("started"))
     for given, message in (
-        ({"num_nodes": 1}, "num_nodes=1 for 2 slots"),
+        ({"num_nodes": 1}, "num_nodes=1, but the hosts file has 2 slots"),
         ({"processes": 4}, "processes=4 with a hosts file of 2 slots"),
         ({"max_restarts": 1}, "max_restarts=1 needs save_dir"),
         ({"max_step": 1}, "did you mean 'max_steps'"),

@@ -426,7 +426,7 @@ def talk(terminal: Terminal, codes: list[str], task: int, steps: int, measures: 
     terminal.answer("What do you want to train?", DOWN * task + ENTER)
     terminal.answer("2 found. Which do you want to use?", ENTER)
     terminal.answer("Code that den at 10.77.0.11 shows:", ("000-001" if codes[1] != "000-001" else "000-002") + ENTER)
-    terminal.until("the code differs")
+    terminal.until("the typed code differs")
     terminal.answer("Code that den at 10.77.0.11 shows:", codes[1] + ENTER)
     terminal.until("paired with den")
     terminal.answer("Code that studio at 10.77.0.10 shows:", codes[0] + ENTER)
