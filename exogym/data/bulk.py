@@ -82,7 +82,7 @@ class TokenWindows(BulkDataset):
 
 
 def bulk_take(dataset: Any) -> Take | None:
-    """Return the function that takes a batch of `dataset` in one operation, or None if the data set has none.
+    """Return the function that reads a batch of `dataset` in one operation; None if the data set has no such function.
 
     A `TensorDataset`, a `BulkDataset` and a `Subset` of one of these have such a function. Subclasses of
     `TensorDataset` and `Subset` don't, because they may change `__getitem__`. The batch equals a DataLoader's batch.

@@ -265,7 +265,7 @@ def _shards(partitioner: Partitioner, shards: Sequence[np.ndarray]) -> list[np.n
 
 
 def shards_of(partitioner: Partitioner, dataset: Any, num_nodes: int, seed: int) -> list[np.ndarray]:
-    """Return each node's shard. Raise DataError for missing, empty or wrong shards."""
+    """Split `dataset` and return each node's shard. Raise DataError for missing, empty or wrong shards."""
     shards = partitioner.split(dataset, num_nodes, seed)
     if len(shards) != num_nodes:
         raise DataError(f"{partitioner!r} made {len(shards)} shards for {num_nodes} nodes")

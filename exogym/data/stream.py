@@ -1,4 +1,4 @@
-"""The examples that node i sees at its own step t. They depend only on (seed, epoch, node, step)."""
+"""The examples that each node sees at each of its steps. These examples depend only on (seed, epoch, node, step)."""
 
 from __future__ import annotations
 

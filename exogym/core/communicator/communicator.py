@@ -456,7 +456,7 @@ def _check_op(op: str, x: Tensor) -> None:
     check_choice("op", op, OPERATIONS)
     if op == "mean" and not (x.is_floating_point() or x.is_complex()):
         raise ArgumentError(
-            f"op='mean' of {x.dtype} numbers is not a whole number: convert with x.float(), or take op='sum'"
+            f"op='mean' of {x.dtype} numbers may be a fraction: convert with x.float(), or take op='sum'"
         )
 
 

@@ -185,9 +185,10 @@ def speech(data: Any, encode: Encode, *, window_s: float | None = None, most_lab
 
 
 def mixed(own: Speech, general: Speech, share: float) -> Speech:
-    """Add training clips of `general` to those in `own`, so that they are the share `share` of all training clips.
+    """Return `own` with clips of `general` added to its training clips.
 
-    The validation clips stay the same. The window is the longer window of `own` and `general`.
+    The added clips are the share `share` of all training clips. The validation clips stay the same. The window is the
+    longer window of `own` and `general`.
 
     Raises:
         DataError: `share` is not between 0 and 1.

@@ -153,7 +153,7 @@ def _room_for(processes: int, need: Mapping[str, float], placement: str) -> Iter
         until = time.monotonic() + ROOM_S
         while not group.wait(1):
             if sum(room(need).values()) < processes:
-                raise Moved("the room on the cluster has changed", begun=False)
+                raise Moved("the cluster's free CPUs or GPUs have changed", begun=False)
             if time.monotonic() > until:
                 raise no_room(need, processes)
         machines = placement_group_table(group)["bundles_to_node_id"]

@@ -36,7 +36,7 @@ SIOCGIFADDR = 0x8915  # Linux's request for an interface's address
 
 
 class Unreachable(WorkerError):
-    """Another process of the run cannot be reached."""
+    """Raised when another process of the run cannot be reached."""
 
 
 @dataclass(frozen=True)
