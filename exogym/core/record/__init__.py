@@ -1,1 +1,1 @@
-"""A run's records: history, metrics, observers, run folder."""
+"""What a run records: the history, metrics, observers (such as loggers), and the run folder."""

@@ -1,7 +1,8 @@
 """A run's history: a sequence of dicts, stored as columns, so that 1,000 nodes x 10,000 steps fit in 40 MB.
 
-A step's first row is the averaged model's (`node=None`). Rows of the nodes that acted follow, by id. Per-node losses
-lie in float32 blocks (nodes, steps), and values of the whole step once in a column. Dicts are made on request.
+A step's first row is the averaged model's (`node=None`). Then follow the rows of the nodes that trained in this step,
+by id. Losses of nodes are stored in float32 blocks (nodes, steps). A value that is equal for all nodes of a step is
+stored once. A row becomes a dict only when somebody reads it.
 """
 
 from __future__ import annotations
@@ -45,10 +46,11 @@ NAMES = LINE.names or ()
 def plain(value: Any) -> Any:
     """Return a number, text or None as a Python value: a tensor or numpy scalar becomes an int, float or bool.
 
-    Lone surrogates (from file names that are not UTF-8) are escaped, since no file could hold them.
+    Lone surrogates (half characters, from file names that are not UTF-8) are escaped, because a UTF-8 file cannot hold
+    them.
 
     Raises:
-        ArgumentError: the value is not one number, text or None.
+        ArgumentError: the value is not a single number, a text or None.
     """
     if getattr(value, "size", None) == 1 or getattr(value, "ndim", None) == 0:
         value = value.item()  # numpy scalars and arrays of one value; tensors of no dimension
@@ -62,17 +64,19 @@ def plain(value: Any) -> Any:
 
 
 class History(Sequence[Row]):
-    """A run's rows in the order of steps. A step's first row is the averaged model's.
+    """A run's records: a sequence of rows in the order of steps. A step's first row is the averaged model's.
 
     Each row is a dict with the keys
 
     - `step`, `epoch`, `node` (None: the averaged model), `lr`, `consensus_distance`;
-    - `train_loss` (averaged model: the mean over the nodes that acted, in float64), `val_loss`, `val_accuracy`;
-    - `payload_bytes`, `tx_bytes`, `rx_bytes`: since the run's start, mean over the nodes, in every row of a step;
+    - `train_loss` (averaged model: the mean over the nodes that trained in this step, in float64), `val_loss`,
+      `val_accuracy`;
+    - `payload_bytes`, `tx_bytes`, `rx_bytes`: the mean over the nodes, since the run's start; the same in all rows of a
+      step;
     - `wall_s` (seconds since the start), `time_s` (predicted seconds, with a virtual clock);
-    - each further metric that was reported.
+    - each further metric, such as `memory_bytes` or a function given as a metric.
 
-    Missing values are `None`. A node that did not act has no row.
+    Missing values are `None`. A node that did not train in a step has no row for it.
 
     >>> history = History()
     >>> history.add_evaluation(0, 0, {"val_loss": 2.5})
@@ -127,17 +131,18 @@ class History(Sequence[Row]):
         Args:
             steps: (S,) the logged steps, ascending; S may be 0.
             epochs: (S,) their epochs.
-            losses: (N, S) float32, NaN where a node did not act. Copied.
+            losses: (N, S) float32, NaN where a node did not train. The history copies the array.
             lr: (S,) learning rates.
-            nodes: the ids of the N nodes.
-            payload_bytes, tx_bytes, rx_bytes: mean per node since the run's start, before this stretch.
-            final_bytes: the same three after the stretch's last step, where communication happens.
-            wall_s: seconds since the run's start, before and after the stretch; linear in between.
-            time_s: predicted seconds, likewise.
+            nodes: the ids of the N nodes in `losses`.
+            payload_bytes, tx_bytes, rx_bytes: mean bytes per node from the run's start to this stretch's start.
+            final_bytes: the same three numbers after the stretch's last step, at which nodes communicate.
+            wall_s: two times in seconds since the run's start: before and after the stretch. Steps between get
+                interpolated times.
+            time_s: predicted seconds, also before and after the stretch. None: without a virtual clock.
             span: first and last step of the stretch. None: the first and last of `steps`.
 
         Raises:
-            ArgumentError: shapes do not fit, or steps do not follow the previous stretch's steps.
+            ArgumentError: the arrays' shapes differ, or the steps do not come after the previous stretch's steps.
         """
         steps, epochs, lr = np.asarray(steps, np.int64), np.asarray(epochs), np.asarray(lr, np.float64)
         losses, ids = np.array(losses, np.float32, order="C"), np.array(nodes, np.int64)
@@ -193,13 +198,14 @@ class History(Sequence[Row]):
             self._buffer["rows"][line] = len(self._nodes(line, self._losses(line)))
 
     def add_evaluation(self, step: int, epoch: int, values: Mapping[str, Any], node: int | None = None) -> None:
-        """Add metrics of the averaged model (or of `node`) after `step`, to its row or in a new row.
+        """Add metrics of the averaged model (or of `node`) after `step`, to an existing row or as a new row.
 
-        A value given here replaces the stretch's value. The averaged model's bytes and seconds count for the whole
-        step, in all its rows. A step without losses has the bytes and seconds known so far.
+        A value in `values` replaces the stretch's value for the same key. The averaged model's bytes and seconds appear
+        in all rows of the step. A step without losses gets the newest bytes and seconds.
 
         Raises:
-            ArgumentError: a value is not one number or text, or `values` has the key `step`, `epoch` or `node`.
+            ArgumentError: a value is not a single number, a text or None, or `values` has the key `step`, `epoch` or
+                `node`.
         """
         if wrong := {"step", "epoch", "node"} & values.keys():
             raise ArgumentError(f"values holds {sorted(wrong)}: give these as arguments")
@@ -287,10 +293,11 @@ class History(Sequence[Row]):
     def last(self) -> Row:
         """The averaged model's newest row, with `None` for unknown values.
 
-        All values are of the same step: the row of an evaluation between two logged steps has no `train_loss`.
+        All values belong to one step. If that step is an evaluation between two logged steps, the row has no
+        `train_loss`.
 
         Raises:
-            ArgumentError: there is no such row yet.
+            ArgumentError: the history has no row of the averaged model yet.
         """
         for line in reversed(range(self._size)):
             for row in self._rows(line, None):
@@ -298,7 +305,7 @@ class History(Sequence[Row]):
         raise ArgumentError("the history has no row of the averaged model yet: fit fills it")
 
     def rows(self, node: int | Literal["all"] | None = "all") -> list[Row]:
-        """Return a list of rows: all, the averaged model's (None) or one node's."""
+        """Return a list of rows: all rows ("all"), the averaged model's rows (None), or one node's rows (its id)."""
         return list(self.rows_after(-1, node))
 
     def rows_after(self, step: int, node: int | Literal["all"] | None = "all") -> Iterator[Row]:
@@ -331,7 +338,7 @@ class History(Sequence[Row]):
         return next(self._rows(line, slice(place, place + 1 or None)))
 
     def column(self, name: str, node: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """Return one column of one node's rows without missing values: steps (K,) as int64, and values (K,).
+        """Return one column of the averaged model or of `node`, without missing values: K steps (int64) and K values.
 
         Raises:
             ArgumentError: the history has no such column.
@@ -371,13 +378,13 @@ class History(Sequence[Row]):
     # ---------------------------------------------------------------- seeing
 
     def plot(self, *columns: str, against: str = "step") -> Figure:
-        """Return a matplotlib figure of the averaged model, with a panel for each of `columns` (the losses share one).
+        """Plot the averaged model's records: a matplotlib figure with a panel per column. All losses share one panel.
 
         A notebook shows the figure; `figure.savefig("loss.png")` writes it.
 
         Args:
-            columns: columns to draw. Default: the losses and the accuracy, as far as the history has them.
-            against: the horizontal axis's column: "step", "tx_bytes", "time_s", ...
+            columns: columns to draw. Default: the losses and the accuracy that the history has.
+            against: the column on the horizontal axis: "step", "tx_bytes", "time_s", ...
 
         Raises:
             ArgumentError: a column does not exist, or holds no numbers.
@@ -394,7 +401,9 @@ class History(Sequence[Row]):
     # ---------------------------------------------------------------- files
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
-        """Write every row to a CSV file with a header. Missing values are empty. The file appears whole or not at all.
+        """Write every row to a CSV file with a header. Missing values are empty.
+
+        The file is written completely or not at all.
 
         Raises:
             ArgumentError: the path cannot be written.
@@ -418,7 +427,7 @@ class History(Sequence[Row]):
         return frame.astype({"step": int, "epoch": int, **kinds})
 
     def state(self) -> dict[str, Any]:
-        """Return the whole history as a flat dict of copied arrays and JSON values, for `from_state`."""
+        """Return the whole history as a flat dict of copied arrays and JSON values, which `from_state` reads."""
         blocks = self._blocks
         return {
             **{f"line_{name}": self._buffer[: self._size][name].copy() for name in NAMES},
@@ -433,10 +442,10 @@ class History(Sequence[Row]):
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> History:
-        """Return the history from the dict of `state()`.
+        """Return the history from a dict that `state` returned.
 
         Raises:
-            ValueError: no history has this state.
+            ValueError: the dict's values do not fit together as a history's state.
         """
         history = cls()
         lines = np.empty(len(state["line_step"]), LINE)

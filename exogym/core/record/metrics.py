@@ -24,13 +24,13 @@ Metric = Callable[[Tensor, Tensor], Any]
 
 
 class Evaluator:
-    """Evaluate parameters on the validation set.
+    """Evaluate a model's parameters on the validation set.
 
     Args:
-        worker: computes the outputs.
-        stream: the validation set in order.
-        metrics: functions by name; `function(predictions, targets)` returns a mean over the batch.
-        limit: evaluate on at most this many examples, the first ones. None: on all.
+        worker: the object that computes the model's outputs.
+        stream: the validation set's examples, in order.
+        metrics: functions by name. Each takes a batch's predictions and targets, and returns a mean over the batch.
+        limit: evaluate on at most this many examples, from the start. None: on all examples.
     """
 
     def __init__(self, worker: Worker, stream: Stream, metrics: dict[str, Metric], limit: int | None = None):
@@ -102,9 +102,12 @@ def _means(sums: dict[str, float], weights: dict[str, float], inside: Inside) ->
 def spread(fleet: Fleet) -> dict[str, float]:
     """Return the present nodes' consensus_distance and correlation.
 
-    consensus_distance = sqrt((1/N) sum_i |x_i - mean|^2). correlation = the Pearson correlation of two nodes'
-    parameters, mean over pairs: (|sum_i z_i|^2 - N) / (N (N-1)) with z_i centered and scaled to length 1.
-    Chunks of columns stay in the cache; sums over chunks are in float64.
+    x_i is the parameter vector of node i, and N the number of present nodes. consensus_distance = sqrt((1/N) sum_i
+    x_i - mean
+    ^2). correlation is the mean, over all pairs of nodes, of the Pearson correlation of their parameters: (
+    sum_i z_i
+    ^2 - N) / (N (N-1)), where z_i is x_i minus the mean of its elements, scaled to length 1. The columns are processed
+    in chunks that fit the cache; sums over chunks are in float64.
     """
     n = len(fleet.there)
     if n == 1:
@@ -140,13 +143,15 @@ def _column_chunks(fleet: Fleet) -> Iterator[Tensor]:
 
 
 def usage(device: torch.device, cpu_s: float, wall_s: float) -> dict[str, float]:
-    """Return memory_bytes (peak of the GPU or of this process) and device_use (CPU seconds per second)."""
+    """Return memory_bytes (the GPU's or this process's peak) and device_use (CPU seconds per second of wall time)."""
     memory = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_memory_bytes()
     return {"memory_bytes": float(memory), "device_use": cpu_s / wall_s if wall_s > 0 else 0.0}
 
 
 def peak_memory_bytes() -> int:
-    """Return this process's peak resident memory (on Linux VmHWM, since `ru_maxrss` survives an exec)."""
+    """Return this process's peak resident memory in bytes.
+
+    On Linux it is VmHWM, because `ru_maxrss` keeps a larger value from before an exec."""
     status = Path("/proc/self/status")
     if status.exists():
         (line,) = (x for x in status.read_text().splitlines() if x.startswith("VmHWM:"))

@@ -1,4 +1,4 @@
-"""Tags and a note that a reader gives a run, in a file of its folder: they are no part of the run.
+"""Tags and a note that a user adds to a run, in a file of the run folder. They do not change the run.
 
 notes.json   tags, note
 """
@@ -21,14 +21,14 @@ MOST_TAGS, LONGEST_TAG, LONGEST_NOTE = 20, 40, 4000
 
 @dataclass(frozen=True)
 class Notes:
-    """What a reader says of a run.
+    """A user's tags and note for a run.
 
     Args:
-        tags: each up to 40 characters, without commas; up to 20, in order and none twice.
-        note: up to 4,000 characters, in lines.
+        tags: up to 20 tags, each up to 40 characters, without commas. They are sorted, and doubles are removed.
+        note: a text of up to 4,000 characters. It may have several lines.
 
     Raises:
-        ArgumentError: longer, more, or what cannot be printed.
+        ArgumentError: too many tags, too many characters, or characters that cannot be printed.
 
     >>> Notes(["slow", " baseline ", "slow"]).tags
     ('baseline', 'slow')
@@ -52,7 +52,7 @@ class Notes:
 
 
 def write_notes(folder: str | os.PathLike[str], notes: Notes) -> None:
-    """Write the tags and the note of a run into its folder; empty ones remove the file."""
+    """Write a run's tags and note into the run folder. If both are empty, remove the file."""
     path = Path(folder) / NAME
     if not notes.tags and not notes.note:
         path.unlink(missing_ok=True)
@@ -61,7 +61,7 @@ def write_notes(folder: str | os.PathLike[str], notes: Notes) -> None:
 
 
 def read_notes(folder: str | os.PathLike[str]) -> Notes:
-    """Return the tags and the note of a run; empty ones where there are none, or none that could have been written."""
+    """Return a run's tags and note. Both are empty if the file is missing or has invalid contents."""
     found: dict[str, Any] = read_object(Path(folder) / NAME)
     try:
         return Notes(found.get("tags", ()), found.get("note", ""))

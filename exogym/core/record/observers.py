@@ -1,7 +1,7 @@
-"""Observers of a run: any number of them receive one stream of records and events.
+"""Observers of a run: objects, such as loggers, that receive the run's records and events.
 
-The history is not an observer: it is the source of the records. Callbacks are not observers either: they may stop a run
-and need all processes.
+The history is not an observer, because records come from it. Callbacks are not observers either, because a callback may
+stop the run and needs all processes.
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ Fields = Mapping[str, Any]
 
 
 class Observer:
-    """Base of observers. A subclass overrides the methods that it needs. All are called in the main process.
+    """Base class of observers. A subclass overrides the methods that it needs. Only the main process calls them.
 
     Attributes:
-        reads_records: whether it needs records.
+        reads_records: whether the observer needs records. If False, `record` is not called.
     """
 
     reads_records = False
 
     def start(self, run: Fields) -> None:
-        """Called before training. `run` describes the run; a resumed run has its step in `run["resumed_step"]`."""
+        """Called before training. `run` describes the run. `run["resumed_step"]` is a resumed run's first step."""
 
     def restore(self, rows: Callable[[], Iterable[Fields]]) -> None:
-        """Called after `start` in a resumed run. `rows()` yields the earlier records, up to `resumed_step`."""
+        """Called after `start`, in a resumed run only. `rows()` yields the records up to step `resumed_step`."""
 
     def record(self, row: Fields) -> None:
-        """Take a record: a row of the history. Records come in the order of steps."""
+        """Receive a record: a row of the history. Records come in the order of steps."""
 
     def event(self, event: Fields) -> None:
-        """Take an event, with its kind in `event["kind"]` and its step in `event["step"]`."""
+        """Receive an event. Its kind is in `event["kind"]`, and its step in `event["step"]`."""
 
     def beat(self, step: int, figures: Fields) -> None:
-        """Called while the run makes progress: `step` steps are done.
+        """Called from time to time while the run makes progress. `step` steps are done.
 
         Args:
             figures: newest loss, val_loss and tx_bytes; often empty.
         """
 
     def finish(self, summary: Fields) -> None:
-        """Called at the end of every run, after an event that says how it ended.
+        """Called at the end of every run, after the event that says how the run ended.
 
         Args:
             summary: the averaged model's last record.
@@ -55,7 +55,7 @@ class Observer:
 
 
 class Observers(Observer):
-    """Several observers as one. If one cannot start, the started ones are finished."""
+    """Call several observers like one. If an observer fails to start, those already started are finished."""
 
     def __init__(self, observers: Sequence[Observer] = ()):
         self.all = list(observers)
@@ -65,7 +65,7 @@ class Observers(Observer):
         return any(observer.reads_records for observer in self.all)
 
     def add(self, observer: Observer) -> None:
-        """Add an observer that has started already."""
+        """Add an observer whose `start` was already called."""
         self.all.append(observer)
 
     def start(self, run: Fields) -> None:
@@ -98,7 +98,7 @@ class Observers(Observer):
 
 
 class Logging(Observer):
-    """Pass records to a `Logger`."""
+    """An observer that passes records to a `Logger`."""
 
     def __init__(self, logger: Logger):
         self.logger, self.reads_records = logger, not logger.is_silent
@@ -117,7 +117,7 @@ class Logging(Observer):
 
 
 class Showing(Observer):
-    """Update a progress bar, which the caller enters and leaves."""
+    """An observer that updates a progress bar. The caller opens and closes the bar."""
 
     def __init__(self, progress: Progress):
         self.progress = progress

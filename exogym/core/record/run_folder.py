@@ -1,4 +1,4 @@
-"""The run folder: a run's options, records, events, status and result, readable without ExoGym.
+"""The run folder: a run's options, records, events, status and result, in files that you can read without ExoGym.
 
     run.json        the description that decides the run, versions, device, command line; enough to repeat it
     status.json     state (running, done, stopped, failed), step of total, process, heartbeat; replaced as a whole
@@ -8,14 +8,14 @@
     checkpoints/    checkpoints, if the run saves without a save_dir
 
 Other modules write notes.json (`exogym.core.record.notes`), timeline.json (`exogym.clock`) and hosts.json
-(`exogym.machines.remote.health`) there. `exogym.core.record.schema` is the table of the fields of each file.
+(`exogym.machines.remote.health`) into the run folder. `exogym.core.record.schema` lists the fields of each file.
 
-A resumed run appends to the events. It rewrites the records up to its first step from the checkpoint's history: a power
-cut may lose the newest records, but a checkpoint on the disk is complete.
+A resumed run appends to the events. It rewrites the records up to its first step from the checkpoint's history, because
+a power cut may lose the newest records, while a checkpoint on the disk is complete.
 
-A running run holds its folder (see `exogym.core.base.locks`), so no two runs write to one folder. A full disk or a lost
-folder does not end the training. The run prints one notice, and writes `trouble` into status.json once that is possible
-again. It appends no record or event after a missing one.
+A running run locks its folder (see `exogym.core.base.locks`), so two runs never write to one folder. A full disk or a
+lost folder does not end the training. The run prints one notice, and writes `trouble` into status.json as soon as it
+can write again. After a record or event is lost, the run appends no further record or event.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ FREE = ("limits", "placement", "chosen", "rounds", "shared")  # description's fi
 
 
 class RunFolder(Observer):
-    """Write a run's folder.
+    """An observer that writes a run's folder.
 
     Args:
-        folder: created if missing. It must hold no run, or the resumed run.
-        total_steps: the run's steps.
-        resume: whether a run in the folder may be resumed.
-        more: further fields of run.json.
+        folder: the run folder, created if missing. It must hold no run, or the run to resume.
+        total_steps: the run's last step.
+        resume: whether a new run may resume the run in the folder.
+        more: further fields for run.json.
 
     Raises:
-        ArgumentError: the folder holds a run and `resume` is False; it holds another run; a live process writes to it;
-            one of its files is not a plain file; or it cannot be written.
+        ArgumentError: the folder holds a run and `resume` is False; the folder holds another run; a live process writes
+            to the folder; one of its files is not a plain file; or the folder cannot be written.
     """
 
     reads_records = True
@@ -231,7 +231,7 @@ class RunFolder(Observer):
 
 
 def read_status(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the status of a folder's run; {} if it has none, or if it cannot be read (see `standing`)."""
+    """Return the status of the run in a folder (see `standing`). {} if the folder has no status, or an invalid one."""
     try:
         return standing(folder)
     except ArgumentError:
@@ -239,9 +239,10 @@ def read_status(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def standing(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the status of a folder's run; {} if it has none.
+    """Return the status of the run in a folder; {} if the folder has no status.
 
-    A "running" run is "lost" if its process is gone or, on another machine, after a minute without a heartbeat.
+    The state "running" becomes "lost" if the run's process has ended. For a run on another machine, it becomes "lost"
+    after a minute without a heartbeat.
 
     Raises:
         ArgumentError: status.json has a field that no run writes.
@@ -258,7 +259,7 @@ def standing(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return the object in a run folder's file; {} if the file is missing or does not fit the schema."""
+    """Return the JSON object in a run folder's file; {} if the file is missing or does not fit the schema."""
     try:
         return schema.read(path)
     except ArgumentError:
@@ -266,7 +267,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions on which a result may depend."""
+    """Return the versions of software on which a run's result may depend."""
     from importlib.metadata import PackageNotFoundError, version
 
     import torch

@@ -1,8 +1,8 @@
-"""The fields of a run folder's files: one table for writing and reading.
+"""The fields of a run folder's files, in one table for writing and reading.
 
-A run folder may come from another machine or program. So every reader checks here the file's size, its UTF-8 and JSON,
-its nesting depth, and the type, length and finiteness of each field used. If something does not fit, an `ArgumentError`
-names the file and the field.
+A run folder may come from another machine or program. So every reader uses this module to check the file's size, UTF-8,
+JSON and nesting depth. It also checks for each field that is used whether its type and length are right and its numbers
+are finite. If a check fails, an `ArgumentError` names the file and the field.
 
 >>> check("status.json", {"state": "running", "step": 3})
 >>> check("status.json", {"state": "running", "started_s": "x"})
@@ -41,7 +41,7 @@ _decoded = json.JSONDecoder(parse_constant=str).decode  # made once: a record ta
 
 @dataclass(frozen=True)
 class Kind:
-    """A field's kind. None means "not known", and always fits."""
+    """A field's kind: the values that are allowed. The value None means "not known", and is always allowed."""
 
     wanted: str
     fits: Callable[[Any], bool]
@@ -189,10 +189,10 @@ def check(name: str, found: Mapping[str, Any]) -> None:
 
 
 def read(path: str | os.PathLike[str]) -> Row:
-    """Return the object in a file of `OBJECTS`; {} if it is missing or not a plain file.
+    """Return the JSON object in one of the files `OBJECTS`; {} if the file is missing or not a plain file.
 
     Raises:
-        ArgumentError: the file cannot be read or does not fit. The message names the field and the wanted kind.
+        ArgumentError: the file cannot be read, or a field has a wrong value. The message names the field and its kind.
     """
     path = Path(path)
     most = OBJECTS[path.name][0]
@@ -216,7 +216,7 @@ def read(path: str | os.PathLike[str]) -> Row:
 
 
 def parsed(data: bytes) -> Any:
-    """Return the value of JSON text. Numbers that JSON lacks become texts of `NOT_FINITE`.
+    """Return the value of a JSON text. The numbers NaN, Infinity and -Infinity become the texts in `NOT_FINITE`.
 
     Raises:
         ValueError: not complete JSON in UTF-8, nested too deep, or with a lone surrogate (half a character).
@@ -238,7 +238,7 @@ def parsed(data: bytes) -> Any:
 
 
 def row_of(line: bytes, kinds: Mapping[str, Kind]) -> Row | None:
-    """Return the object in a line of records (`RECORD`) or events (`EVENT`); None if it is incomplete, as after a kill.
+    """Return the JSON object in a line of records or events. None if the line is incomplete: its writer was killed.
 
     Raises:
         ArgumentError: a field does not fit.
@@ -260,10 +260,10 @@ def row_of(line: bytes, kinds: Mapping[str, Kind]) -> Row | None:
 
 
 def rows_in(path: str | os.PathLike[str], kinds: Mapping[str, Kind]) -> Iterator[Row]:
-    """Yield a file's rows without incomplete lines; nothing if the file is missing or not a plain file.
+    """Yield the objects in a file's lines, without incomplete lines. Yield nothing if there is no such plain file.
 
     Raises:
-        ArgumentError: a line does not fit. The message names it.
+        ArgumentError: a line has a field with a wrong value. The message names the line.
     """
     try:
         with opened_plain(path) as file:
@@ -284,7 +284,7 @@ def rows_in(path: str | os.PathLike[str], kinds: Mapping[str, Kind]) -> Iterator
 
 
 def check_length(line: bytes, name: str) -> None:
-    """Raise ArgumentError for a line longer than a run writes."""
+    """Raise ArgumentError for a line that is longer than any line that a run writes."""
     if len(line) > LINE_BYTES:
         raise ArgumentError(f"{name} has a line of more than {LINE_BYTES} bytes")
 

@@ -1,4 +1,4 @@
-"""How far this process is, for who watches over its host (see `exogym.machines.remote.onhost.health`)."""
+"""Write this process's last step into a file. `exogym.machines.remote.onhost.health` reads it to watch the host."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BEAT_S = 1.0
 
 
 class StepFile(Observer):
-    """Writes the last step, and how often the process was started again, into a file of `folder`."""
+    """An observer that writes the last step, and the number of restarts of its process, into a file in `folder`."""
 
     def __init__(self, folder: str | os.PathLike[str]):
         self.path = Path(folder) / os.environ.get(LOCAL_RANK, "0")

@@ -1,4 +1,4 @@
-"""What a history looks like: a short table for a notebook, and curves."""
+"""Show a history in a notebook: a short table, and curves."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WIDTH_INCHES, PANEL_INCHES = 6.4, 2.6
 
 
 def table_of(history: History) -> str:
-    """Return the averaged model's first and last rows as an HTML table, without columns that are empty there."""
+    """Return the averaged model's first and last rows as an HTML table, without empty columns."""
     rows = history.rows(None)
     shown: list[Any] = rows
     if len(rows) > FIRST_ROWS + LAST_ROWS:
@@ -37,7 +37,7 @@ def table_of(history: History) -> str:
 
 
 def caption_of(history: History) -> str:
-    """Return in a line how much a history holds."""
+    """Return one line of text: the number of the averaged model's rows, the number of all rows, and the last step."""
     rows = history.rows(None)
     return f"the averaged model: {len(rows)} rows of {len(history)}, up to step {rows[-1]['step'] if rows else 0}"
 
@@ -49,7 +49,7 @@ def _cell(value: Any) -> str:
 
 
 def picture(**options: Any) -> Figure:
-    """Return a new figure of matplotlib's that a notebook shows, also where pyplot was never imported.
+    """Return a new matplotlib figure. A notebook shows the figure even if nobody has imported pyplot.
 
     Raises:
         ExoGymError: matplotlib is not installed.
@@ -58,7 +58,7 @@ def picture(**options: Any) -> Figure:
     from matplotlib.figure import Figure
 
     class Picture(Figure):
-        """A figure with a view for notebooks."""
+        """A matplotlib figure that notebooks show as an image."""
 
         def _repr_png_(self) -> bytes:
             file = io.BytesIO()
@@ -69,7 +69,7 @@ def picture(**options: Any) -> Figure:
 
 
 def figure_of(history: History, columns: Sequence[str], against: str) -> Figure:
-    """Return a figure of `columns` of the averaged model against another column; see `History.plot`."""
+    """Return a figure that plots the averaged model's `columns` against another column (see `History.plot`)."""
     panels = _panels(history, columns)
     bottom = dict(zip(*(x.tolist() for x in _numbers(history, against)), strict=True))
     figure = picture(figsize=(WIDTH_INCHES, PANEL_INCHES * len(panels) + 0.4), layout="constrained")

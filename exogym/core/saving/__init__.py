@@ -1,1 +1,1 @@
-"""Saved state: checkpoints, the processes that keep them, exported models."""
+"""Saved state: checkpoints, the processes that write them, and exported models."""

@@ -2,18 +2,19 @@
 
 A checkpoint is a folder `step_<number>` with
 
-    rows-<first>-<last>.safetensors   per node: parameters, buffers, optimizer and strategy state, its step
+    rows-<first>-<last>.safetensors   for each node: parameters, buffers, optimizer and strategy state, step
     shared.safetensors                shared state: outer parameters, byte counts, the history
-    run.json                          the run's description, counters, and SHA-256 of the files and of itself
+    run.json                          the run's description, counters, and SHA-256 of all files, run.json included
 
-Rows are stored by global id. Each process writes its own rows, so another layout can read the rows that it needs. The
-folder is written under another name and then renamed, so a folder with the final name is complete. A checkpoint is
-never replaced: a second one of the same step is `step_<number>_<count>`. Nothing is ever unpickled.
+Rows are stored by node id. Each process writes its own rows. So a run with other processes can read just the rows that
+it needs. A run writes the folder under a temporary name and then renames it, so a folder with the final name is
+complete. A run never replaces a checkpoint: the second checkpoint of a step is `step_<number>_<count>`. ExoGym never
+unpickles anything.
 
-Hosts may share a folder, or each has its own (see `keepers`). A host's own folder holds its processes' rows, the shared
-state, and a run.json that names the files of all hosts. The hosts' folders of one step together equal a shared folder.
-No host renames before all have written, or removes an older checkpoint before all have renamed. If a run is cut off
-between, the next run completes the renaming.
+Hosts may share one folder, or each host has its own (see `keepers`). A host's own folder holds its processes' rows, the
+shared state, and a run.json that names the files of all hosts. Together, the hosts' folders of one step have the same
+contents as a shared folder. A host renames its folder only after all hosts have written theirs, and removes older
+checkpoints only after all have renamed. If a run is killed between two renames, the next run completes the renaming.
 """
 
 from __future__ import annotations
@@ -57,13 +58,15 @@ from exogym.errors import CheckpointError
 def save(
     folder: str | Path, snapshot: Snapshot, keep: int, wire: Wire | None = None, keepers: Keepers | None = None
 ) -> Path:
-    """Write `snapshot` atomically, keep the last `keep` checkpoints up to it, and return its folder.
+    """Write `snapshot` as a checkpoint, and return its folder. Remove all but the newest `keep` checkpoints.
 
-    Later checkpoints are damaged, and do not count. With several processes each one calls this with its own rows. A
-    folder's keeper writes the shared state there, taken from the main process.
+    The checkpoint is written completely or not at all.
+
+    Checkpoints of later steps are damaged, so they do not count. With several processes, each process calls this
+    function with its own rows. In each folder, its keeper writes the main process's shared state.
 
     Raises:
-        CheckpointError: a disk is full or a folder cannot be written. Earlier checkpoints remain.
+        CheckpointError: a disk is full, or the folder cannot be written. Earlier checkpoints remain.
     """
     folder, wire = Path(folder), wire or Wire(sorted(snapshot.rows))
     keepers = keepers or one_keeper(folder, wire)
@@ -189,14 +192,14 @@ def load_newest(
     folder: str | Path, wire: Wire | None = None, keepers: Keepers | None = None,
     refused: Mapping[str, str] | None = None,
 ) -> tuple[Snapshot | None, list[str]]:  # fmt: skip
-    """Return the newest good checkpoint in `folder` (None if there is none), and the errors of newer ones.
+    """Return the newest good checkpoint in `folder`, and the errors of newer checkpoints. None: there are none.
 
-    `refused` holds known errors by name. With several processes each gets its own rows, from a checkpoint that all of
-    them can read in their folders.
+    `refused` holds the names of checkpoints to skip, with their errors. With several processes, each process gets its
+    own rows, from a checkpoint that all processes can read in their folders.
 
     Raises:
-        CheckpointError: there are checkpoints, but none can be read. If rows lie on other hosts, the message says what
-            to do.
+        CheckpointError: the folder has checkpoints, but none can be read. If rows are on other hosts, the message says
+            what to do.
     """
     folder, wire = Path(folder), wire or Wire([])
     keepers = keepers or one_keeper(folder, wire)
@@ -276,7 +279,7 @@ def _advice(name: str, copies: list[tuple[str, str]]) -> str:
 
 
 def differences(saved: dict[str, Any], current: dict[str, Any], path: str = "") -> list[str]:
-    """Return a line for each value in which two run descriptions differ."""
+    """Return one line of text for each value that differs between two run descriptions."""
     lines = []
     for key in sorted(saved.keys() | current.keys()):
         a, b = saved.get(key), current.get(key)
@@ -298,9 +301,9 @@ def _remove(path: Path) -> None:
 
 
 def remove_leftovers(folder: str | Path, wire: Wire | None = None, keepers: Keepers | None = None) -> None:
-    """Remove leftovers in `folder` of a run that was killed while it wrote or removed a checkpoint.
+    """Remove files that a killed run left in `folder` while it wrote or removed a checkpoint.
 
-    If one host had renamed the checkpoint, all had written it: the others rename it now.
+    If one host has already renamed a checkpoint, all hosts have written it: then the other hosts rename it now.
     """
     folder, wire = Path(folder), wire or Wire([])
     keepers = keepers or one_keeper(folder, wire)

@@ -1,8 +1,8 @@
-"""Read one checkpoint's folder, and trust nothing in it before a check.
+"""Read one checkpoint's folder. Its contents are not trusted before they are checked.
 
-Its files must be plain files with known names; a link, a pipe or a device is never opened. Their checksums must equal
-those in run.json, which has a checksum too. Any error is a CheckpointError that names the file. `snapshots` knows the
-run, and checks whether it would save these contents.
+All files must be plain files with known names; this module never opens a link, a pipe or a device. Each file's checksum
+must equal the one in run.json, and run.json contains its own checksum. Every error is a CheckpointError that names the
+file. The module `snapshots` checks afterward whether the contents fit the run.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ WRONG = (
 
 @dataclass
 class Snapshot:
-    """A checkpoint in memory: rows by global id, shared tensors, and JSON-able meta with "step".
+    """A checkpoint in memory: rows by node id, shared tensors, and `meta`, a JSON object with the key "step".
 
-    If a node is several processes, `parts` says which part of the rows' tensors and shared tensors this process has.
-    The history lies in `shared` as `history.*`, and in meta's "history".
+    If a node is several processes, `parts` says which slices of the rows' tensors and of the shared tensors this
+    process has. The history is stored in `shared` under the names `history.*`, and in `meta["history"]`.
     """
 
     rows: dict[int, dict[str, Tensor]]
@@ -53,7 +53,7 @@ class Snapshot:
     parts: Parts | None = None
 
     def file_of(self, rank: int) -> str:
-        """Return the file with node `rank`'s rows, for messages."""
+        """Return the path of the file with node `rank`'s row, for error messages."""
         for name in self.meta.get("sha256", ()):
             if name.startswith("rows-") and ".part-" not in name and rank in span_of(name):
                 return f"{self.path}/{name}"
@@ -61,7 +61,7 @@ class Snapshot:
 
 
 class RowsElsewhere(CheckpointError):
-    """Files with rows that a process needs are missing in its folder."""
+    """A process's checkpoint folder lacks files with rows that the process needs."""
 
     def __init__(self, path: Path, files: list[str]):
         super().__init__(f"{path} lacks {', '.join(files)}, with rows of this process's nodes")
@@ -69,7 +69,7 @@ class RowsElsewhere(CheckpointError):
 
 
 def name_of(path: Path) -> tuple[int, int] | None:
-    """Return (step, count) from a checkpoint folder's name, or None for another name."""
+    """Return (step, count) from a checkpoint folder's name. None if no checkpoint has such a name."""
     found = re.fullmatch(r"step_(\d{1,18})(?:_(\d{1,18}))?", path.name, re.ASCII)
     return (int(found[1]), int(found[2] or 0)) if found else None
 
@@ -85,7 +85,7 @@ def rows_file(ids: Collection[int]) -> str:
 
 
 def span_of(file: str) -> range:
-    """Return the nodes in a file, from its name.
+    """Return the nodes whose rows a file holds, from the file's name.
 
     >>> span_of("rows-2-3.safetensors")
     range(2, 4)
@@ -108,10 +108,10 @@ def sum_of_tensor(x: Tensor) -> str:
 
 
 def load(path: str | Path, ids: Collection[int] | None = None, others: range = range(0)) -> Snapshot:
-    """Read the checkpoint folder `path`: all rows, or the rows of `ids` and `others`. Files without these stay closed.
+    """Read the checkpoint folder `path`: all rows, or only the files with rows of `ids` and `others`.
 
     Raises:
-        CheckpointError: a file is missing, incomplete, altered or not a plain file, or does not belong to a checkpoint.
+        CheckpointError: a file is missing, incomplete, changed, not a plain file, or no file of a checkpoint.
     """
     path = Path(path)
     try:
@@ -198,7 +198,7 @@ def file_sum(file: Path) -> str:
     """Return the SHA-256 of a plain file.
 
     Raises:
-        CheckpointError, OSError: it is not a plain file, or cannot be read.
+        CheckpointError, OSError: the file is not a plain file, or cannot be read.
     """
     with _opened(file) as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()

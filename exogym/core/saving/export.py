@@ -1,4 +1,4 @@
-"""A trained model, or a history, as one safetensors file, and back."""
+"""Write a trained model or a history to one safetensors file, and read it again."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from exogym.errors import ArgumentError, ModelError
 
 
 def save_model(model: nn.Module, path: str | Path) -> Path:
-    """Write the state dict of `model` to the safetensors file `path`, whole or not at all; return the path.
+    """Write the state dict of `model` to the safetensors file `path`, completely or not at all. Return the path.
 
-    Tied tensors are written once for each of their names, so any reader finds every name. Nothing is pickled.
+    A tensor with several names (tied weights) is written once for each name, so any program finds all names. Nothing is
+    pickled.
 
     Raises:
         ArgumentError: the file cannot be written.
@@ -41,11 +42,11 @@ def save_model(model: nn.Module, path: str | Path) -> Path:
 
 
 def load_model(model: nn.Module, path: str | Path) -> nn.Module:
-    """Read the file that `save_model` wrote into `model`, in place; return it.
+    """Load a file that `save_model` wrote into `model`, in place. Return the model.
 
     Raises:
-        ArgumentError: the file is missing, torn or not a safetensors file.
-        ModelError: it holds another model; the message lists what differs, and `model` is left as it was.
+        ArgumentError: the file is missing, incomplete or not a safetensors file.
+        ModelError: the file holds another model. The message lists the differences, and `model` stays as it was.
     """
     try:
         tensors = load_file(str(path))
@@ -67,14 +68,17 @@ def load_model(model: nn.Module, path: str | Path) -> nn.Module:
 
 
 def split_history(history: History) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the state of a history as tensors and as JSON; together they make it again."""
+    """Return a history's state, as tensors and a JSON text. The history can be made again from both together."""
     state = history.state()
     arrays = {name: torch.from_numpy(np.ascontiguousarray(x)) for name, x in state.items() if isinstance(x, np.ndarray)}
     return arrays, {name: x for name, x in state.items() if name not in arrays}
 
 
 def save_history(history: History, path: str | Path) -> None:
-    """Write `history` to the safetensors file `path`, whole or not at all; OSError where it cannot be written.
+    """Write `history` to the safetensors file `path`, completely or not at all.
+
+    Raises:
+        OSError: the file cannot be written.
 
     >>> import tempfile
     >>> history = History()
@@ -90,10 +94,10 @@ def save_history(history: History, path: str | Path) -> None:
 
 
 def load_history(path: str | Path) -> History:
-    """Return the history that `save_history` wrote.
+    """Return the history from a file that `save_history` wrote.
 
     Raises:
-        ArgumentError: the file is missing, torn or holds no history.
+        ArgumentError: the file is missing or incomplete, or holds no history.
     """
     try:
         with safe_open(str(path), framework="pt") as file:

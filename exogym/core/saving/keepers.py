@@ -1,8 +1,8 @@
-"""Keepers of checkpoint folders: a run's hosts may share one folder, or each has its own.
+"""Keepers: the processes that look after a run's checkpoint folders.
 
-All processes get the same `save_dir`, which may be a different folder on each host. A folder's keeper is the first
-process that sees it. The keeper makes, renames and removes there. If all processes see one folder, or are forks of one
-process, the keeper is the main process.
+All processes get the same path `save_dir`. It is one folder that all hosts share, or a different folder on each host. A
+folder's keeper is the process with the lowest number that sees the folder. Only the keeper makes, renames and removes
+files there. If all processes see one folder, or are forks of one process, the keeper is the main process.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Keepers:
-    """The keepers of a run's folders, as one process sees them.
+    """The keepers of a run's folders, as known in one process.
 
     Attributes:
-        of: the keeper of each process's folder.
-        places: the location of each process's folder, `host:path`.
+        of: for each process, the number of its folder's keeper.
+        places: for each process, the location of its folder, as `host:path`.
         here: this process's number.
         run: the run's name.
-        lock: a keeper's lock on its folder; None in other processes.
+        lock: the keeper's lock on its folder. None in a process that is no keeper.
 
     >>> Keepers((0, 0, 2), ("a:/x", "a:/x", "b:/x"), here=1).is_keeper
     False
@@ -54,26 +54,26 @@ class Keepers:
         return len(set(self.of)) == 1
 
     def beat(self) -> None:
-        """Renew the lock's sign of life."""
+        """Write a heartbeat into the lock, if this process is a keeper."""
         if self.lock is not None:
             self.lock.beat()
 
     def check(self) -> None:
-        """Raise OSError if the folder does not belong to this run any more."""
+        """Raise OSError if this run no longer holds the folder's lock."""
         if self.lock is not None:
             self.lock.check()
 
     def release(self) -> None:
-        """Release the folder for other runs."""
+        """Release the lock, so that other runs can use the folder."""
         if self.lock is not None:
             self.lock.release()
 
 
 def check_folder(path: str | Path) -> list[Path]:
-    """Make the folder and test that it can be written. Return the folders that were made, the deepest first.
+    """Make the folder, and test that this process can write there. Return the folders that it made, the deepest first.
 
     Raises:
-        ArgumentError: the folder cannot be written.
+        ArgumentError: this process cannot write in the folder.
     """
     try:
         return make_folder(path)
@@ -82,16 +82,16 @@ def check_folder(path: str | Path) -> list[Path]:
 
 
 def one_keeper(folder: Path, wire: Wire) -> Keepers:
-    """Return keepers in which the main process keeps `folder` for all."""
+    """Return keepers for one `folder` that all processes use: the main process is its keeper."""
     count = len(wire.world.placement)
     return Keepers((0,) * count, (_place(folder),) * count, wire.world.process)
 
 
 def find_keepers(folder: Path, wire: Wire) -> Keepers:
-    """Find the keepers: each process leaves a mark in its existing `folder` for a moment.
+    """Find the keepers of an existing `folder`. Each process briefly puts a file there, and looks for others' files.
 
     Raises:
-        ArgumentError: one process sees another's mark, but the other does not see its mark.
+        ArgumentError: one process sees a second process's file, but the second does not see the first one's file.
     """
     if wire.shares_memory:
         return one_keeper(folder, wire)
@@ -113,10 +113,10 @@ def find_keepers(folder: Path, wire: Wire) -> Keepers:
 
 
 def holding(folder: Path, wire: Wire, keepers: Keepers, before: Keepers | None = None) -> Keepers:
-    """Return `keepers` with locks on their folders. `before`: the same run's keepers until now.
+    """Return `keepers` with locks on their folders. `before`: the keepers that this run had until now.
 
     Raises:
-        ArgumentError: another run holds one of the folders.
+        ArgumentError: another run has locked one of the folders.
     """
     known = [run for run in gather(wire, "" if before is None else before.run) if run]
     run = known[0] if known else tell(wire, secrets.token_hex(8))
@@ -138,10 +138,10 @@ def holding(folder: Path, wire: Wire, keepers: Keepers, before: Keepers | None =
 
 
 def everywhere(wire: Wire, do: Callable[[], T]) -> T:
-    """Run `do` in every process, and return its local result once all have succeeded.
+    """Run `do` in every process. Return this process's result when `do` has succeeded in all processes.
 
     Raises:
-        ExoGymError: it failed in one process; raised in every process.
+        ExoGymError: `do` failed in at least one process. Every process raises the error.
     """
     cause, found = None, []
     try:
@@ -158,10 +158,10 @@ def everywhere(wire: Wire, do: Callable[[], T]) -> T:
 
 
 def on_main(wire: Wire, choose: Callable[[], Any]) -> Any:
-    """Run `choose` in the main process, and return its JSON-able result in every process.
+    """Run `choose` in the main process. Return its result, a JSON value, in every process.
 
     Raises:
-        ExoGymError: it failed there; raised in every process.
+        ExoGymError: `choose` failed. Every process raises the error.
     """
     return tell(wire, everywhere(wire, lambda: choose() if wire.is_main else None))
 

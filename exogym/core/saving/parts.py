@@ -1,9 +1,10 @@
-"""Split tensors in a checkpoint: if a node is several processes, each writes its pieces, and any process can join them.
+"""Split tensors in a checkpoint: each process of a node writes its pieces, and any process can join all pieces.
 
-Beside a file of rows or of shared state lie `<file>.part-<j>.safetensors`, one for each process j of a node, with its
-pieces of the split tensors. A piece has its tensor's name. "cut/<c>" holds the piece's place in the whole: (m, 2)
-ranges of elements of the last axes. The file's metadata says which c belongs to which piece, and these axes' shape.
-Reading joins the pieces, so a run can resume with another split, or without one.
+Beside each file of rows or shared state there are files `<file>.part-<j>.safetensors`, one for each process j of a
+node. Such a file holds the process's pieces of the split tensors. A piece has its tensor's name. The tensor "cut/<c>"
+says where a piece belongs in the whole tensor: (m, 2) holds m ranges of elements of the last axes. The file's metadata
+gives the number c for each piece, and the shape of these axes. Reading joins the pieces, so a run can resume with
+another split, or without a split.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ Cuts = dict[str, Cut]
 
 @dataclass
 class Parts:
-    """This process's parts of a snapshot's tensors. It is process `part` of its node; `is_first`: of the first node."""
+    """The slices of a snapshot's tensors that this process has. `part` is the process's number inside its node.
+
+    `is_first`: whether the node is the first one. `rows` and `shared`: where each slice belongs, by tensor name."""
 
     part: int
     is_first: bool
@@ -46,7 +49,7 @@ def part_file(file: str, part: int) -> str:
 
 
 def as_file(pieces: Mapping[str, tuple[Tensor, Cut]]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the tensors and metadata of a file of pieces."""
+    """Return the tensors and the metadata for a file that holds `pieces`."""
     tensors: dict[str, Tensor] = {}
     seen: dict[tuple[int, tuple[int, ...]], str] = {}
     told = {}
@@ -76,12 +79,13 @@ class _Piece:
 
 
 def joined_pieces(files: Sequence[Path], wanted: Callable[[int], bool]) -> dict[Key, Tensor]:
-    """Return the whole tensors that the pieces in `files` make, by (node, name); node `None`: shared state.
+    """Join the pieces in `files`. Return the whole tensors by (node, name); `None` in place of a node: shared state.
 
-    A tensor is allocated only after a check that its pieces are complete, so no more memory is used than their bytes.
+    A tensor is allocated only after a check that its pieces are complete. So a forged file cannot cause an allocation
+    larger than the pieces.
 
     Raises:
-        CheckpointError: pieces do not make whole tensors. The message names the file.
+        CheckpointError: the pieces do not form whole tensors. The message names the file.
     """
     pieces: dict[Key, list[_Piece]] = {}
     for file in sorted(files):

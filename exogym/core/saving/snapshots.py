@@ -1,8 +1,8 @@
-"""A run's whole state: taken from its loop for a checkpoint, and put back into a loop.
+"""A run's whole state: read it from the training loop for a checkpoint, and load it into a loop.
 
-A checkpoint on disk is trusted only if this run would save the same at the checkpoint's step. Every row and the shared
-state carry a mark: a hash of the step and of all names, shapes and dtypes. After loading, the run must save the same
-names, shapes and dtypes again. So no code needs a list of names.
+A run accepts a checkpoint on disk only if the run itself would save the same tensors at the checkpoint's step. Every
+row and the shared state have a mark: a hash of the step and of all names, shapes and dtypes. After loading, ExoGym
+saves the loop's state again, in memory, and compares names, shapes and dtypes. So no code needs a list of names.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ FREE = ("program.", "callback ")
 
 
 class Resumable(Protocol):
-    """The interface of a run that can be saved and resumed."""
+    """The interface that a training loop needs so that its run can be saved and resumed."""
 
     fleet: Fleet
     history: History
@@ -58,12 +58,12 @@ class Resumable(Protocol):
 
 
 def snapshot_of(loop: Resumable) -> Snapshot:
-    """Return the state of `loop`: this process's rows, the shared state, counters and history."""
+    """Return the state of the run in `loop`: this process's rows, the shared state, counters and history."""
     return _with_history(loop, _without_history(loop))
 
 
 def for_disk(loop: Resumable) -> Snapshot:
-    """Return the state of `loop` for `checkpoint.save`, with marks."""
+    """Return the state of the run in `loop`, with marks, as `checkpoint.save` needs it."""
     found = _without_history(loop)
     found.parts = _parts_of(loop.fleet, found)
     inside = loop.fleet.comm.wire.inside
@@ -164,7 +164,7 @@ def _with_history(loop: Resumable, found: Snapshot) -> Snapshot:
 
 
 def put_back(loop: Resumable, snapshot: Snapshot) -> None:
-    """Put `loop` into the state of `snapshot`. The snapshot may lack the rows of nodes that were absent."""
+    """Load `snapshot` into `loop`. The snapshot may lack rows of nodes that were absent when it was saved."""
     fleet, meta = loop.fleet, snapshot.meta
     if loop.outages is not None:
         loop.outages.load(meta["outages"])
@@ -197,10 +197,10 @@ def _blamed_on(snapshot: Snapshot, rank: int | None) -> Iterator[None]:
 
 
 def restore(loop: Resumable, snapshot: Snapshot) -> None:
-    """Put `loop` into the state of a checkpoint from disk.
+    """Load a checkpoint from disk into `loop`, and check its contents.
 
     Raises:
-        CheckpointError: this run would not save the same at this step. The message names the file.
+        CheckpointError: this run would save other names, shapes or dtypes at this step. The message names the file.
     """
     path, meta = snapshot.path, snapshot.meta
     seats, comes_and_goes = loop.seats, loop.outages is not None
@@ -268,7 +268,7 @@ def _unlike(saved: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> str:
 
 
 def check_counters(snapshot: Snapshot) -> None:
-    """Raise CheckpointError unless run.json's counters are possible for a run."""
+    """Raise CheckpointError if a counter in run.json has a value that no run can have."""
     meta, step = snapshot.meta, snapshot.meta["step"]
     end: Any = meta.get("begun_end")
     wall_s: Any = meta.get("wall_s")

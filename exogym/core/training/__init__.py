@@ -1,1 +1,1 @@
-"""A strategy taken through training: drivers, the loop around them, and how a run is put together."""
+"""Training a strategy: the driver, the training loop, and the code that assembles a run."""

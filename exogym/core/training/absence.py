@@ -17,11 +17,11 @@ from exogym.faults import Attendance
 
 
 class Absence(Around):
-    """Wrap an algorithm so that some nodes take no part, until they copy another node's state.
+    """Wrap an algorithm so that absent and non-finite nodes take no part. They return by copying another node's state.
 
     Args:
-        attendance: the nodes present at each step, if faults are planned. None: all.
-        watch: finds nodes with numbers that are not finite. If it skips them, they count as absent.
+        attendance: the nodes present at each step. None: all nodes, at every step.
+        watch: finds nodes with numbers that are not finite. With `on_nonfinite="skip"` these nodes count as absent.
     """
 
     def __init__(self, inner: Algorithm, attendance: Attendance | None, watch: Watch):
@@ -43,7 +43,7 @@ class Absence(Around):
         return event if self.attendance is None else min(event, self.attendance.next_change(step))
 
     def begin(self, step: int) -> None:
-        """Begin a stretch. Nodes that return after `step` copy the others' state."""
+        """Begin a stretch. Nodes that return after `step` copy the state of one present node."""
         self.inner.begin(step)
         meet(self.fleet, self.up(step + 1))  # also nodes that an evaluation left out
         if self.attendance is None:
@@ -72,7 +72,7 @@ class Absence(Around):
         return [row for row in stepping if fleet.ranks[row] not in self._left_out]
 
     def act(self, step: int, losses: Losses, before_mixing: Callable[[], None]) -> bool:
-        """Let the algorithm act after `step`, with the nodes that are reached and have finite numbers."""
+        """Let the algorithm communicate after `step`, among the nodes that are present, reachable and finite."""
         there = self.up(step)
         spoilt = self.watch.spoilt(there, self._left_out) if self._skips else []
         finite = [i for i in there if i not in spoilt]

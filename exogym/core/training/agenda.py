@@ -17,9 +17,9 @@ class Agenda:
 
     Attributes:
         val_interval: steps between evaluations; None: one after each epoch.
-        evaluates: whether there is a validation set.
-        description: the values that decide the run's result.
-        examples_of: function of some nodes' ids; it returns each node's number of examples per step.
+        evaluates: whether the run has a validation set.
+        description: all values that decide the run's result.
+        examples_of: a function. It takes node ids and returns the number of examples per step of each of these nodes.
 
     >>> agenda = Agenda(total_steps=100, steps_per_epoch=40, evaluates=True)
     >>> [agenda.stretch_end(step, next_event=step + 30) for step in (0, 30, 75)]
@@ -62,7 +62,7 @@ class Agenda:
         return self.save_dir is not None and divides(self.checkpoint_interval, step)
 
     def may_be_evaluated(self, step: int) -> bool:
-        """Return whether an evaluation may follow `step`: one is due, or a callback may end the training."""
+        """Return whether the run may evaluate after `step`: an evaluation is due, or a callback may end training."""
         if step == self.total_steps or self.evaluation_due(step):
             return True
         return any(callback.may_end and divides(callback.steps, step) for callback in self.callbacks)

@@ -1,4 +1,4 @@
-"""A strategy in training, as the driver sees it: what it does with the nodes, and when.
+"""The interface through which the driver trains with a strategy: what the strategy does with the nodes, and when.
 
 A feature that changes which nodes act, or when, is a wrapper around an `Algorithm` (`around`): `absence`, `seating`,
 `clocking`. A run gets only the wrappers that its options need.
@@ -28,14 +28,15 @@ if TYPE_CHECKING:
 
 @dataclass
 class Setting:
-    """A strategy's surroundings: this process's rows, the data, the clock, and the present nodes.
+    """Everything that an `Algorithm` works with: this process's rows, the data, the clock, and the present nodes.
 
     Attributes:
-        how: the way of computing, as `fit(compute=)`.
-        attendance: the nodes present at each step, if faults are planned.
-        timing: the virtual clock, if there is a network.
-        watch: the handling of numbers that are not finite.
-        around: wraps the way of computing, if a feature needs it.
+        how: the way of computing, one of the values of `fit(compute=)`.
+        attendance: the nodes present at each step. None: all nodes, at every step.
+        timing: the virtual clock, if the run has a network.
+        watch: findsnumbers that are not finite, and reacts as
+        `on_nonfinite` says.
+        around: a function that wraps the way of computing, if a feature needs a wrapper.
     """
 
     fleet: Fleet
@@ -51,14 +52,15 @@ class Setting:
     def compute(
         self, inner: Inner | None, bucket_bytes: int | None = None, corrections: Sequence[Correction] = ()
     ) -> Compute:
-        """Return the way of computing, with `inner` as each row's optimizer (None: the caller takes the steps).
+        """Return the object that computes local steps, with `inner` as each row's optimizer.
 
         Args:
-            bucket_bytes: size of gradient buckets that are sent while the rest is computed.
+            inner: the inner optimizer. None: the caller applies the gradients itself.
+            bucket_bytes: size of gradient buckets. A bucket is sent while the other gradients are computed.
             corrections: functions that rewrite a row's own gradients before each inner step.
 
         Raises:
-            ModelError: the model cannot be computed in this way.
+            ModelError: the model does not work with the chosen way of computing.
         """
         optimizer = None if inner is None else InnerOptimizer(inner, self.worker, self.run.total_steps)
         if optimizer is not None:
@@ -68,19 +70,20 @@ class Setting:
 
 
 def meet(fleet: Fleet, nodes: Sequence[int]) -> None:
-    """Let only `nodes` take part in communication from now on. No other code sets this."""
+    """Let only `nodes` take part in communication from now on. No other function may set `fleet.comm.present`."""
     fleet.comm.present = list(nodes)
 
 
 class Algorithm:
-    """Base of the adapters that the driver calls. A subclass implements them for its kind of strategy.
+    """Base class of the adapters between the driver and a strategy. Each kind of strategy has its own subclass.
 
     Attributes:
-        compute: takes the local steps.
-        needs_gradients: nodes take every step together. The driver computes all gradients, `on_gradients` sees them,
-            and then the inner steps are taken.
-        leaves_out: a synchronization can leave out a node whose numbers are not finite. If False, all skip the step.
-        keeps_time: it moves the clock itself.
+        compute: the object that takes the local steps.
+        needs_gradients: whether all nodes take every step together. If so, the driver computes all gradients, calls
+            `on_gradients`, and then takes the inner steps.
+        leaves_out: whether a synchronization can leave out a node whose numbers are not finite. If False, all nodes
+            skip that step.
+        keeps_time: whether the algorithm advances the clock itself.
     """
 
     needs_gradients = False
@@ -93,12 +96,12 @@ class Algorithm:
         self.schedule = strategy.inner.schedule(setting.run.total_steps)
 
     def lr(self, step: int) -> float:
-        """Return the learning rate of the step after `step`."""
+        """Return the learning rate of step `step + 1`."""
         return self.schedule.lr(step)
 
     @property
     def nodes(self) -> Sequence[int]:
-        """The ids of the nodes at work: all, unless there are fewer rows than nodes."""
+        """The ids of the nodes that train now: all nodes, unless rows are fewer than nodes."""
         return range(self.fleet.num_nodes)
 
     def next_event(self, step: int) -> int:
@@ -106,24 +109,24 @@ class Algorithm:
         raise NotImplementedError
 
     def begin(self, step: int) -> None:
-        """A stretch begins after `step`."""
+        """Prepare the stretch that begins after `step`."""
 
     def work(self, first: int, last: int) -> np.ndarray | None:
-        """Return (N,) each node's local steps from the fleet's step `first` to `last`; None: every step.
+        """Return (N,) each node's local steps from the fleet's step `first` to `last`. None: `last - first` for each.
 
         Additive: work(a, b) + work(b, c) == work(a, c).
         """
         return None
 
     def server_round(self, step: int) -> tuple[list[int], float] | None:
-        """Return the clients of the server's round that ends with `step`, and the seconds that it waits for others.
+        """Return the clients in the server's round that ends with `step`, and the seconds for which the server waits.
 
-        None: no round ends with `step`, or the round left out no node. A round ends for all nodes.
+        None: no round ends with `step`, or the round left out no node. A round ends for all nodes at the same time.
         """
         return None
 
     def seated(self, step: int) -> tuple[Sequence[int], Sequence[int]]:
-        """Return the nodes that need a row from `step` on, if rows are fewer than nodes: (next, current) clients."""
+        """Return two lists of clients: those that need a row from `step` on, and those that have a row until `step`."""
         raise NotImplementedError
 
     def spans(self, losses: Losses, counts: Sequence[int]) -> list[Span]:
@@ -147,8 +150,8 @@ class Algorithm:
         """Do the communication due after `step`, among `fleet.comm.present`. Return whether nodes have synchronized.
 
         Args:
-            losses: losses of the stretch that ends here, for local steps that are taken in between.
-            before_mixing: called once before all nodes' parameters change.
+            losses: the losses of the stretch that ends with `step`. Local steps during `act` add theirs.
+            before_mixing: a function. `act` calls it once, before communication changes all nodes' parameters.
 
         Raises:
             TrainingError: the shared state has numbers that are not finite.
@@ -156,29 +159,31 @@ class Algorithm:
         raise NotImplementedError
 
     def rejoin(self, nodes: Sequence[int], source: int, step: int, forget: bool, as_fleet: bool) -> None:
-        """Let `nodes`, which were absent at `step`, copy state from `source`. `fleet.comm.present` includes them again.
+        """Let `nodes`, which were absent at `step`, copy state from node `source`.
+
+        `fleet.comm.present` already includes `nodes`.
 
         Args:
-            forget: they copy the whole state, and keep nothing.
-            as_fleet: copied step counts become the fleet's.
+            forget: the nodes copy the whole state, and keep nothing.
+            as_fleet: the copied step counts become the fleet's step count.
         """
         raise NotImplementedError
 
     def told(self, losses: Losses) -> tuple[Sequence[int], Tensor]:
-        """End the stretch of `losses`. Return the ids of its nodes, and their mean losses (nodes, steps)."""
+        """End the stretch of `losses`. Return its nodes' ids, and (nodes, steps) each node's mean loss in each step."""
         return self.nodes, self.fleet.comm.wire.rows(losses.end(), self.nodes)
 
     def finish(self, step: int) -> None:
-        """Synchronize the remaining steps at the end of training."""
+        """Do the final synchronization, at the end of training."""
 
     def outer(self) -> list[Tensor] | None:
-        """Return the outer model, (P,) per block; None if the model is the mean of the rows."""
+        """Return the outer parameters, (P,) per block. None: the strategy has no outer parameters."""
         return None
 
     def outer_buffers(self) -> dict[str, Tensor] | None:
-        """Return the outer model's buffers by name; None if they are the mean of the rows' buffers."""
+        """Return the outer model's buffers by name. None: the model's buffers are the mean of all rows' buffers."""
         return None
 
     def close(self) -> None:
-        """Free resources."""
+        """Free the memory, threads and files that the training used."""
         self.compute.close()

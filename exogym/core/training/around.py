@@ -1,4 +1,4 @@
-"""The wrapper of an `Algorithm`, from which the features that change who acts, or when, are made."""
+"""A base class for wrappers of an `Algorithm`. Features that change which nodes act, or when, derive from it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from exogym.core.training.algorithm import Algorithm
 
 
 class Around(Algorithm):
-    """Wraps an algorithm, and does all as it does; a feature overrides what it changes."""
+    """Pass every call on to the wrapped algorithm. A subclass overrides the methods that its feature changes."""
 
     def __init__(self, inner: Algorithm):
         self.inner, self.fleet, self.compute = inner, inner.fleet, inner.compute

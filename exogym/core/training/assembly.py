@@ -44,11 +44,12 @@ def assemble(
 ) -> TrainingLoop:
     """Return a run's loop, at its start or at its newest good checkpoint, before any training.
 
-    `wire` says which rows this process holds. From here on the model's parameters point at the fleet, until the loop's
-    `end` gives the model its own memory back.
+    `wire` says which rows this process holds. From this call on, the model's parameters share the fleet's memory. The
+    loop's `end` gives the model its own memory back.
 
     Raises:
-        ArgumentError, DataError, ModelError, StrategyError, CheckpointError: the run is impossible with these.
+        ArgumentError, DataError, ModelError, StrategyError, CheckpointError: the run is impossible with this argument,
+            data set, model, strategy or checkpoint.
     """
     if options.save_dir is None:
         return _assemble(subject, options, device, max_stretch, wire, {})

@@ -1,4 +1,4 @@
-"""A run on an engine elsewhere: no process of it is here, so the subject travels there, and the results come back."""
+"""Runs in an engine's own processes, such as Ray's: ExoGym sends the model and data there, and fetches the results."""
 
 from __future__ import annotations
 
@@ -24,7 +24,12 @@ from exogym.errors import Stopped
 
 @dataclass
 class Left:
-    """What a run elsewhere leaves to the trainer here; `state`: the model's numbers; `callbacks`: their states."""
+    """The results that a run in an engine's own processes (such as Ray's) sends back to the trainer.
+
+    Attributes:
+        state: the model's parameters and buffers, by name.
+        callbacks: each callback's state.
+    """
 
     state: dict[str, Any]
     history: History
@@ -35,7 +40,7 @@ class Left:
 
 
 def send(trainer: Any, options: FitOptions, device: torch.device) -> None:
-    """Train the subject of a `LocalTrainer` on an engine elsewhere; give the trainer the results."""
+    """Train a `LocalTrainer`'s model in the engine's own processes, and store the results in the trainer."""
     engine = None if isinstance(options.engine, str) else options.engine
     body = functools.partial(_train, type(trainer), trainer.subject, trainer.max_stretch)
     try:

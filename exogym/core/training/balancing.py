@@ -1,4 +1,7 @@
-"""balance=: how fast nodes or processes are, measured without a trace in the run, and what they do by it."""
+"""The option `balance`: measure the speeds of nodes or processes, and share the load by speed.
+
+Measuring does not change the run's result.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +33,10 @@ TRIAL_S, LEAST, MOST = 0.3, 4, 64  # steps are timed for so long, so many at lea
 
 
 def step_seconds(worker: Worker, stream: Stream, node: int) -> float:
-    """Return the median seconds of a step of `node` in the first row here: batch, forward and backward pass.
+    """Return the median seconds of a step of `node`: loading a batch, the forward pass and the backward pass.
 
-    The first step does not count. The worker must be bound. Parameters and buffers stay as they are; the step of the
-    inner optimizer, which would change them, is left out.
+    It computes in this process's first row. The worker must be bound to a fleet. The first step does not count.
+    Parameters and buffers stay as they are, because the inner optimizer takes no step.
     """
     fleet = worker.fleet
     taken: list[float] = []
@@ -57,9 +60,9 @@ def step_seconds(worker: Worker, stream: Stream, node: int) -> float:
 
 
 def node_speeds(balance: Balance, wire: Wire, worker: Worker, stream: Stream) -> list[float]:
-    """Return the (N,) speeds that are given, or measure them; the same in every process.
+    """Return the N nodes' speeds: the given ones, or measured ones. All processes get the same speeds.
 
-    A process takes the steps of its nodes one after the other, so a node of k in a process has a k-th of its speed.
+    A process takes its nodes' steps one after the other. So if it holds k nodes, each has 1/k of the process's speed.
     """
     if balance.speeds is not None:
         return balance.speeds
@@ -87,14 +90,14 @@ def _finish(device: torch.device) -> None:
 def share_out(
     weighing: Balance, chosen: dict[str, Any], worker: Worker, stream: Stream, is_fresh: bool
 ) -> tuple[np.ndarray | None, list[Fraction]]:
-    """Let nodes work and weigh as `weighing` says; return what differs from a run without.
+    """Set the nodes' batch sizes or steps, and their weights, by speed, as `weighing` says.
 
-    The speeds stand in `chosen`; a run that begins (`is_fresh`) measures them, where none were given, and notes
-    them there.
+    A new run (`is_fresh`) stores its given or measured speeds in `chosen`. A resumed run reads the speeds from
+    `chosen`.
 
     Returns:
-        (N,) what a step of each node holds, in even ones, None where all are even; and each node's share of the local
-        steps, [] where all take every one.
+        (N,) each node's batch size relative to the normal one, or None unless `weighing` is of the kind "batch"; and
+        each node's share of the local steps, or [] unless the kind is "steps".
     """
     fleet = worker.fleet
     if is_fresh:
@@ -104,7 +107,7 @@ def share_out(
     sizes = balance.counts(stream.num_nodes * stream.batch_size)
     what, weights = "batches of " + ", ".join(map(str, sizes)), None
     if balance.kind == "steps":
-        what = "each takes that share of the local steps"
+        what = "each node takes that share of the local steps"
         weights = torch.tensor([float(share) for share in shares], dtype=torch.float64)
     elif len(set(sizes)) > 1:
         stream.share_out(sizes)
@@ -120,7 +123,7 @@ def share_out(
 def deal_by_speed(
     balance: Balance, engine: Engine, even: EngineOptions, options: FitOptions, subject: Subject
 ) -> tuple[EngineOptions, FitOptions]:
-    """Return the options `even` with the ids of each process, and the options with the speeds."""
+    """Return `even` with each process's nodes dealt by speed, and `options` with the speeds."""
     assert even.placement is not None
     processes, nodes = len(even.placement), sum(map(len, even.placement))
     balance.check_speeds(processes, "processes")

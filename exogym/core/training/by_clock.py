@@ -1,9 +1,10 @@
 """Asynchronous strategies: each node works at its own pace, and a server applies arriving updates.
 
-A step of the fleet is N local steps, each by the node that is next on the virtual clock. It ends just before the first
-local step of the next one, so a push that arrives until then belongs to it. Rounds continue across steps of the fleet.
-Computing is delayed until an arrival or the end of a stretch needs it. A round depends only on the theta that its node
-pulled, so the result is the same for all stretches and numbers of processes, to the bit.
+A step of the fleet is N local steps, each by the node that is next on the virtual clock. The fleet's step lasts until
+the next step's first local step, so it includes every push that arrives before. Rounds continue across steps of the
+fleet. ExoGym computes local steps only when an arrival or the end of a stretch needs them. A round depends only on the
+outer parameters (theta) that its node pulled. So the result has the same bits for all stretches and numbers of
+processes.
 """
 
 from __future__ import annotations
@@ -32,12 +33,13 @@ ARRAYS = ("versions", "computed", "columns", "spoilt")
 class ByClock(Algorithm):
     """A `ClockedStrategy` in training.
 
-    Every process computes the server and the order of events itself. It gets the Delta of each node that arrives.
-    Without a clock all nodes are equally fast, and messages take no time.
+    Every process computes the server's updates and the order of events itself. When a node's update arrives at the
+    server, every process gets that node's Delta (outer gradient). Without a network all nodes are equally fast, and
+    messages take no time.
 
     Raises:
-        ArgumentError: planned faults; compute="vmap"; or measured or zero step times, since the order of events would
-            not repeat.
+        ArgumentError: planned faults, compute="vmap", or step times that are measured or zero. With such step times,
+            the order of events would not repeat.
     """
 
     keeps_time = True
@@ -72,12 +74,12 @@ class ByClock(Algorithm):
     # Called by the driver
 
     def next_event(self, step: int) -> int:
-        """Return the fleet's first step after `step` with a push or a pull in it."""
+        """Return the fleet's first step after `step` in which a node pushes or pulls."""
         local = int(self.order.taken.sum()) + self.order.steps_to_event()
         return max(step + 1, -(-local // self.fleet.num_nodes))
 
     def spans(self, losses: Losses, counts: Sequence[int]) -> list[Span]:
-        """Count the local steps before the next message, where the run may stop. Return the steps left to compute."""
+        """Count the local steps before the next message. Return the steps still to compute; the run may stop there."""
         order, nodes = self.order, self.fleet.num_nodes
         if self.columns.shape[1] != losses.last - losses.first:
             self.columns = np.zeros((nodes, losses.last - losses.first), dtype=np.int64)
@@ -86,7 +88,7 @@ class ByClock(Algorithm):
         return self._behind(losses)
 
     def act(self, step: int, losses: Losses, before_mixing: Callable[[], None]) -> bool:
-        """Carry out the remaining local steps, pushes and pulls up to `step`, in the clock's order."""
+        """Carry out the remaining local steps, pushes and pulls up to `step`, in the order of virtual time."""
         order, goal = self.order, self.fleet.num_nodes * step
         self.computed = order.taken.copy()
         self.before_mixing = before_mixing
@@ -111,7 +113,7 @@ class ByClock(Algorithm):
         return True
 
     def finish(self, step: int) -> None:
-        """Push all remaining updates, apply them in the order of the nodes' clocks, and let these nodes pull."""
+        """Push all remaining updates, apply them in the order of the nodes' clocks, and let the pushing nodes pull."""
         self.before_mixing = lambda: None
         for node in self.order.unfinished():
             if self.order.arrival[node] < 0:
@@ -122,7 +124,7 @@ class ByClock(Algorithm):
         self._pull(self.order.interrupt())
 
     def outer(self) -> list[Tensor]:
-        """Return theta, (P,) per block."""
+        """Return theta, the server's parameters: (P,) per block."""
         return self.server.theta
 
     # Computing

@@ -1,4 +1,4 @@
-"""Callbacks in a run: the interface that they use, and the worker processes' part in their requests."""
+"""Callbacks in a run: the interface that callbacks use, and how the worker processes answer a callback's requests."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 
 class Calling:
-    """The run as a callback sees it (`exogym.callbacks.Running`). It calls the callbacks that are due.
+    """The object through which callbacks use the run (`exogym.callbacks.Running`). It also calls them when due.
 
-    Callbacks run in the main process. Their requests need rows from all processes, so worker processes wait in `_serve`
-    and repeat each of the main process's calls.
+    Callbacks run in the main process. A callback's request may need rows from all processes. So the worker processes
+    wait in `_serve`, and repeat each call that the main process makes.
 
     Attributes:
-        driver, worker, timing: internals beyond `Running`'s interface.
+        driver, worker, timing: internal objects, which are no part of the interface `Running`.
     """
 
     def __init__(self, agenda: Agenda, standing: Standing, models: Models, timing: Timing | None = None):
@@ -57,10 +57,10 @@ class Calling:
         return self.standing.history
 
     def evaluate(self, node: int | None = None) -> dict[str, float]:
-        """Evaluate the averaged (or outer) model, or one node's, on the validation set; {} without one.
+        """Evaluate the averaged (or outer) model, or the model of `node`. Return {} without a validation set.
 
         Raises:
-            ArgumentError: the node does not exist, or has no model because it sits out the round.
+            ArgumentError: the node does not exist, or it has no model because it does not train in this round.
         """
         if self.models.evaluator is None:
             return {}
@@ -69,7 +69,7 @@ class Calling:
         return self.models.evaluate(node)
 
     def measure(self, vectors: list[Tensor], buffers: dict[str, Tensor]) -> dict[str, float]:
-        """Evaluate parameters, (P,) per block, and buffers on the validation set; {} without one."""
+        """Evaluate given parameters, (P,) per block, and buffers. Return {} without a validation set."""
         if self.models.evaluator is None:
             return {}
         if self._wire.devices.parts > 1:
@@ -77,14 +77,14 @@ class Calling:
         return self.models.measure(vectors, buffers)
 
     def average(self) -> Model:
-        """Return the averaged (or outer) model: (P,) per block, and buffers by name. Traffic does not count."""
+        """Return the averaged (or outer) model: (P,) per block, and buffers by name. Its traffic is not counted."""
         self._ask("average")
         return self.models.average()
 
     def rows(self) -> list[Tensor]:
-        """Return all nodes' parameters, (N, P) per block. Traffic does not count.
+        """Return all nodes' parameters, (N, P) per block. Their traffic is not counted.
 
-        With client sampling: the rows of the clients at work, `fleet.comm.present`.
+        With client sampling: the rows of the clients that train now, `fleet.comm.present`.
         """
         self._ask("rows")
         return self.models.rows()
@@ -95,7 +95,7 @@ class Calling:
         return self.standing.save()
 
     def beat(self) -> None:
-        """Report that a long callback is still at work: the time that `hang_s` allows starts anew."""
+        """Report that a long callback is still running. The time limit `hang_s` starts anew."""
         pulse.beat()
 
     # Calling

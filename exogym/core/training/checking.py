@@ -33,7 +33,7 @@ OPTIONAL_COUNTS = ("num_epochs", "max_steps", "minibatch_size", "val_interval", 
 
 
 def checked_options(asked: FitOptions) -> FitOptions:
-    """Return the options with texts turned into values. Each option is checked alone first, then their combinations.
+    """Check each option alone, then the options' combinations. Return the options, with texts turned into values.
 
     Raises:
         ArgumentError: a value has the wrong kind, is out of range, or contradicts another.
@@ -94,10 +94,10 @@ def _check_values(options: FitOptions) -> None:
     for name in SWITCHES:
         check_switch(name, getattr(options, name))
     if not isinstance(options.callbacks, Sequence) or isinstance(options.callbacks, str | bytes):
-        raise ArgumentError(f"callbacks={options.callbacks!r} must be a list of functions of the training loop")
+        raise ArgumentError(f"callbacks={options.callbacks!r} must be a list of functions that take the loop")
     for callback in options.callbacks:
         if not callable(callback):
-            raise ArgumentError(f"callbacks: {callback!r} cannot be called: wanted a function of the training loop")
+            raise ArgumentError(f"callbacks: {callback!r} cannot be called: wanted a function that takes the loop")
 
 
 def _check_numbers(options: FitOptions) -> None:
@@ -115,11 +115,11 @@ def _check_numbers(options: FitOptions) -> None:
         raise ArgumentError(f"seed={options.seed!r} must be a whole number")
     hang_s, usage, memory = options.hang_s, options.max_memory_usage, options.client_state_memory
     if hang_s is not None and not (is_number(hang_s) and 0 < hang_s < math.inf):
-        raise ArgumentError(f"hang_s={hang_s!r} must be seconds over 0, or None for no limit")
+        raise ArgumentError(f"hang_s={hang_s!r} must be a number of seconds above 0, or None for no limit")
     if usage is not None and not (is_number(usage) and 0 < usage <= 1):
         raise ArgumentError(f"max_memory_usage={usage!r} must be a fraction over 0 and at most 1")
     if memory is not None and not (is_number(memory) and 0 <= memory < math.inf):
-        raise ArgumentError(f"client_state_memory={memory!r} must be bytes, at least 0, for example 2e9")
+        raise ArgumentError(f"client_state_memory={memory!r} must be a number of bytes, at least 0, for example 2e9")
 
 
 def _check_counts(options: FitOptions) -> None:
@@ -145,14 +145,19 @@ def _one_each(node: Any, num_nodes: int) -> tuple[NodeMesh, ...]:
 
     found = (node,) * num_nodes if isinstance(node, NodeMesh) else node
     if not isinstance(found, list | tuple) or not all(isinstance(mesh, NodeMesh) for mesh in found):
-        raise ArgumentError(f"node={node!r} must be a NodeMesh, as NodeMesh(shard=2), or a list with one for each node")
+        raise ArgumentError(
+            f"node={node!r} must be a NodeMesh, for example NodeMesh(shard=2), or a list with a NodeMesh for each node"
+        )
     if len(found) != num_nodes:
-        raise ArgumentError(f"node has {len(found)} meshes for {num_nodes} nodes: give one, or one for each node")
+        raise ArgumentError(
+            f"node=[...] has {len(found)} NodeMeshes for {num_nodes} nodes: give one NodeMesh for all nodes, or a list "
+            f"of {num_nodes}"
+        )
     return tuple(found)
 
 
 def folder_of_checkpoints(options: FitOptions) -> str | Path | None:
-    """Return `save_dir`; without it, the checkpoint folder in `run_dir` if options ask for checkpoints."""
+    """Return the checkpoint folder: `save_dir`, or a folder in `run_dir`. None if nothing asks for checkpoints."""
     asked = options.checkpoint_interval or options.resume or options.max_restarts
     if options.save_dir is None and asked and isinstance(options.run_dir, str | os.PathLike):
         return Path(options.run_dir) / "checkpoints"
@@ -160,10 +165,7 @@ def folder_of_checkpoints(options: FitOptions) -> str | Path | None:
 
 
 def asked_to_go_on(options: FitOptions) -> bool:
-    """Return whether this fit resumes: `resume=True`, or EXOGYM_RESUME names its run_dir.
-
-    The variable lets a stopped script resume without changes.
-    """
+    """Return whether this fit resumes: `resume=True`, or the variable EXOGYM_RESUME names its run_dir."""
     if not isinstance(options.run_dir, str | os.PathLike):
         return options.resume
     from exogym.core.record.run_folder import RESUME

@@ -1,4 +1,4 @@
-"""Choices that ExoGym makes before a run, and their checks: micro-batches that fit the memory, a way of computing."""
+"""ExoGym's own choices before a run, and their checks: a micro-batch size that fits the memory, a way of computing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from exogym.errors import ArgumentError
 
 
 def choose(options: FitOptions, worker: Worker, stream: Stream, batch: Any) -> dict[str, Any]:
-    """Make ExoGym's own choices. A run records them, and takes them over on resume."""
+    """Make ExoGym's own choices. A run records the choices, and a resumed run uses the recorded ones."""
     micro = options.micro_batch_size
     if options.max_memory_usage is not None and options.minibatch_size is None:
         row = sum(p.numel() * p.element_size() for p in worker.parameters)
@@ -87,10 +87,10 @@ def _fitting_micro_batch(worker: Worker, batch: Any, limit_bytes: float, residen
 def check_computed_in_parts(
     subject: Subject, options: FitOptions, worker: Worker, stream: Stream, batch: Any, examples: int
 ) -> None:
-    """If a step's `examples` are computed in parts, check that the parts give the whole step's result.
+    """If ExoGym computes a step's `examples` in micro-batches, check that they give the whole step's result.
 
     Raises:
-        ModelError: they do not. Raised in every process.
+        ModelError: the micro-batches give another result. Every process raises the error.
     """
     asked = _parts_asked(options, worker, examples)
     if asked is not None:

@@ -1,4 +1,4 @@
-"""The virtual clock around a run: local steps advance it, and servers' rounds make nodes wait."""
+"""Wrappers that advance the virtual clock: by local steps, and by the time for which nodes wait for a server."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Item = TypeVar("Item", Span, int)
 
 
 class Charged(Around):
-    """Wrap an algorithm: a stretch's local steps take time on the clock before nodes synchronize."""
+    """Wrap an algorithm: advance the clock by a stretch's local steps before the nodes synchronize."""
 
     def __init__(self, inner: Algorithm, timing: Timing):
         super().__init__(inner)
@@ -42,7 +42,7 @@ class Charged(Around):
 
 
 class ServerRounds(Around):
-    """Wrap an algorithm whose server waits for some clients: these send, and all nodes wait for the round's end."""
+    """Wrap an algorithm whose server waits for only some clients. All nodes wait until the server's round ends."""
 
     def __init__(self, inner: Algorithm, timing: Timing):
         super().__init__(inner)
@@ -70,7 +70,7 @@ class ServerRounds(Around):
 
 
 class Measured:
-    """Wrap a way of computing and time its steps: each row separately, or all rows together if computed at once."""
+    """Wrap a way of computing, and measure the seconds of its steps: row by row, or of all rows if computed at once."""
 
     def __init__(self, inner: Compute, timing: Timing):
         self.inner, self.timing = inner, timing

@@ -1,4 +1,4 @@
-"""Strategies that act on rows, compositions of modules: local steps, then the modules on the whole fleet."""
+"""Strategies made of modules: the nodes take local steps, then the modules mix the rows of the whole fleet."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COMPUTING = ("optimizer", "scale")  # beside parameters, what makes the computin
 
 
 class Compositions(Algorithm):
-    """A `CommunicateOptimizeStrategy` in training."""
+    """The adapter through which the driver trains with a `CommunicateOptimizeStrategy`."""
 
     leaves_out = True
 

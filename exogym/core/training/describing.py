@@ -1,4 +1,4 @@
-"""A run's description: everything that decides its result, as a value for checkpoints and the run folder."""
+"""A run's description: everything that decides the run's result. Checkpoints and the run folder store it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _rounds(options: FitOptions, total_steps: int) -> dict[str, Any]:
 
 
 def constants(model: nn.Module, fleet: Fleet) -> dict[str, Tensor]:
-    """Return the shared tensors that no row holds, by name: frozen parameters and constant buffers."""
+    """Return the tensors that all nodes share and no row holds, by name: frozen parameters and constant buffers."""
     frozen = {name: p.detach() for name, p in model.named_parameters() if not p.requires_grad}
     return frozen | {name: x for name, x in model.named_buffers() if name not in fleet.buffers}
 

@@ -1,7 +1,7 @@
-"""The driver: it takes any strategy through training, stretch by stretch.
+"""The driver: it trains the fleet with any strategy, stretch by stretch.
 
-Between two events nodes are independent, so each takes its whole stretch of local steps before the next node does. The
-driver knows a plain run only: absence, seats and timing are wrappers around its `Algorithm`.
+Between two events the nodes are independent. So one node takes all local steps of a stretch, then the next node does.
+The driver has no code for absent nodes, seats and timing: these features are wrappers around its `Algorithm`.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 
 
 class Driver:
-    """Takes an `Algorithm` through training.
+    """Train the fleet with an `Algorithm`.
 
     Args:
-        algorithm: the strategy in training, with its features' wrappers.
-        seats: the nodes that have a row, if rows are fewer than nodes.
+        algorithm: the strategy's adapter, inside its features' wrappers.
+        seats: which nodes have a row, if rows are fewer than nodes. None: every node has one.
 
     Attributes:
         losses: the current stretch's losses.
-        attendance: the nodes present at each step, if faults are planned.
-        before_sync: called in `advance` at its last step, before communication changes parameters. It may be set anew
-            for every stretch.
+        attendance: the nodes present at each step. None: all nodes, at every step.
+        before_sync: a function. `advance` calls it at its last step, before communication changes parameters. The
+            training loop may set another function for every stretch.
     """
 
     def __init__(self, algorithm: Algorithm, setting: Setting, seats: Seats | None = None):
@@ -52,17 +52,17 @@ class Driver:
 
     @property
     def seated(self) -> Sequence[int]:
-        """The ids of the nodes at work: all, unless there are fewer rows than nodes."""
+        """The ids of the nodes that train now: all nodes, unless rows are fewer than nodes."""
         return self.algorithm.nodes
 
     def advance(self, first: int, last: int) -> tuple[Sequence[int], Tensor] | None:
         """Train from step `first` to `last`, at most to the next event, and communicate if `last` is an event.
 
-        A stretch that was stopped in the middle continues where `losses` ends.
+        If a stretch was stopped in the middle, it continues after the last local step whose loss is in `losses`.
 
         Returns:
-            The nodes' ids, and their losses (nodes, last - first): the mean over the local steps that a node took in
-            each of the fleet's steps, NaN if it took none. None: the run must stop before the stretch is done.
+            The nodes' ids, and their losses (nodes, last - first): for each of the fleet's steps, the mean loss of the
+            node's local steps, or NaN if the node took none. None: the run must stop before the stretch ends.
         """
         algorithm, losses = self.algorithm, self.losses
         if not losses.under_way:
@@ -96,7 +96,7 @@ class Driver:
         compute.apply(stepping, overflowed)
 
     def finish(self, step: int) -> None:
-        """Synchronize the remaining steps at the end of training.
+        """Do the final synchronization, at the end of training.
 
         Raises:
             TrainingError: the final model has numbers that are not finite.
@@ -109,7 +109,7 @@ class Driver:
         self.watch.shared(held if final is None else final, "the final model", step)
 
     def consensus(self) -> list[Tensor]:
-        """Return the model to evaluate, (P,) per block: the outer parameters, or the mean if there are none."""
+        """Return the model to evaluate, (P,) per block: the outer parameters, or without them the mean of all rows."""
         outer = self.algorithm.outer()
         return self.fleet.average() if outer is None else [x.clone() for x in outer]
 
@@ -123,12 +123,12 @@ class Driver:
         meet(self.fleet, nodes)
 
     def meet_finite(self) -> None:
-        """After a failure in one process: keep only the present nodes with finite numbers, if there are any."""
+        """After a failure: let only the present nodes with finite numbers take part, if this process has such nodes."""
         fleet = self.fleet
         finite = [rank for row, rank in enumerate(fleet.ranks) if all(is_finite(b.params[row]) for b in fleet.blocks)]
         meet(fleet, [i for i in fleet.comm.present if i in finite] or fleet.comm.present)
 
     def close(self) -> None:
-        """Free resources."""
+        """Free the memory, threads and files that the training used."""
         self.before_sync = None
         self.algorithm.close()

@@ -1,4 +1,4 @@
-"""A run's models (averaged or outer, and each node's), and their evaluation on the validation set."""
+"""A run's models (the averaged or outer model, and each node's model), and their evaluation on the validation set."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Model = tuple[list[Tensor], dict[str, Tensor]]  # (P,) vectors, one per block, a
 
 
 class Models:
-    """The models of a run. Their traffic does not count.
+    """The models of a run. Bytes that processes send each other for these methods do not count as traffic.
 
     Each process holds some of the rows, so all processes must make the same calls in the same order.
     """
@@ -25,7 +25,7 @@ class Models:
         self.evaluator, self.driver, self.fleet, self.wire = evaluator, driver, fleet, fleet.comm.wire
 
     def of(self, node: int | None) -> Model:
-        """Return the averaged (or outer) model, or one node's, in every process."""
+        """Return the averaged (or outer) model, or the model of `node`, in every process."""
         if node is None:
             return self.driver.consensus(), self.driver.consensus_buffers()
         rows = self.wire.rows
@@ -33,16 +33,16 @@ class Models:
         return vectors, {name: rows(x, [node])[0] for name, x in self.fleet.buffers.items()}
 
     def average(self) -> Model:
-        """Return the averaged (or outer) model, whole even if a node is several processes."""
+        """Return the averaged (or outer) model. A model that is split over a node's processes is joined first."""
         vectors, buffers = self.of(None)
         return self.fleet.whole(vectors), buffers
 
     def rows(self) -> list[Tensor]:
-        """Return all nodes' parameters, (N, P) per block; with client sampling, the rows of the clients at work."""
+        """Return all nodes' parameters, (N, P) per block. With client sampling: only the clients that train."""
         return self.fleet.whole([self.wire.rows(block.params, self.driver.seated) for block in self.fleet.blocks])
 
     def left(self) -> Model:
-        """Return the model after a failure: the mean of this process's nodes, without non-finite ones if possible."""
+        """Return the model after a failure: the mean of this process's rows, without non-finite rows if possible."""
         fleet = self.fleet
         if not self.wire.is_shared:
             self.driver.meet_finite()
@@ -55,7 +55,7 @@ class Models:
     # Evaluation
 
     def check_node(self, node: int | None) -> None:
-        """Raise ArgumentError if the node does not exist, or has no model because it sits out the round."""
+        """Raise ArgumentError if the node does not exist, or has no model because it does not train in this round."""
         if node is not None and node not in self.driver.seated:
             raise ArgumentError(
                 f"evaluate({node!r}): wanted a node from 0 to {self.fleet.num_nodes - 1}; with client sampling, one of "
@@ -63,7 +63,7 @@ class Models:
             )
 
     def evaluate(self, node: int | None = None) -> dict[str, float]:
-        """Return losses and metrics of the averaged (or outer) model, or one node's; {} without a validation set."""
+        """Return losses and metrics of the averaged (or outer) model, or of `node`; {} without a validation set."""
         if self.evaluator is None:
             return {}
         vectors, buffers = self.of(node)
@@ -71,7 +71,7 @@ class Models:
         return values if self.wire.shares_memory else tell(self.wire, values)
 
     def measure(self, vectors: list[Tensor] | None, buffers: dict[str, Tensor]) -> dict[str, float]:
-        """Evaluate `vectors`, (P,) per block, with the first node's processes. Only its first process needs them."""
+        """Evaluate parameters, (P,) per block, in the first node's processes. Only process 0 needs `vectors`."""
         if self.wire.process or self.evaluator is None:
             return {}
         inside = self.wire.devices

@@ -1,6 +1,6 @@
-"""The strategy in training, and around it the features that were asked for: the one place where they are put on.
+"""Build a run's driver: the strategy's adapter, and around it a wrapper for each feature that the options need.
 
-A plain run gets none of them, and their files are not loaded.
+A run without such features gets no wrapper, and Python does not import the features' modules.
 """
 
 from __future__ import annotations
@@ -43,10 +43,11 @@ def make_driver(
     options: FitOptions, fleet: Fleet, worker: Worker, stream: Stream, run: Run, compute: str, timing: Timing | None,
     shares: Sequence[Fraction] = (),
 ) -> Driver:  # fmt: skip
-    """Return what takes the strategy, copied so that it starts fresh, through training.
+    """Return the driver for a copy of the strategy, so that the run starts with the strategy's initial state.
 
     Args:
-        compute: the way of computing, chosen; shares: of the local steps that each node takes, where they differ.
+        compute: the chosen way of computing.
+        shares: each node's share of the local steps, if the shares differ.
     """
     strategy = copy.deepcopy(options.strategy)
     watch = Watch(options.on_nonfinite, worker)
@@ -110,7 +111,7 @@ def _seats(options: FitOptions, fleet: Fleet, stream: Stream) -> Seats:
 
 
 def add_figures(loop: TrainingLoop) -> None:
-    """Let evaluations have what devices inside of nodes sent, and the clock's figures."""
+    """Add two things to each evaluation's record: the bytes between the devices of a node, and the clock's values."""
     if loop.worker.insides is not None:
         share = functools.partial(_share_insides, loop.fleet)
         loop.standing.before_saving.append(share)

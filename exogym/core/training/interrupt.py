@@ -1,4 +1,4 @@
-"""Stop a run by signal: SIGINT and SIGTERM take effect at the next step where the run can be saved."""
+"""Stop a run by signal: SIGINT and SIGTERM take effect at the next step at which the run can write a checkpoint."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ TRACE_CHARACTERS = 4000
 
 
 class Interrupt:
-    """A context in which the first of `signals` is only recorded; a second one acts at once.
+    """A context manager that only records the first signal among `signals`. A second signal acts at once.
 
-    With `ONCE` in the environment a second SIGTERM is ignored, since each process gets it twice.
+    If the variable EXOGYM_SIGTERM_ONCE is set, a second SIGTERM is ignored, because each process gets the signal twice.
 
-    A call returns whether this process must stop. Processes that share memory all stop together.
+    Calling the object returns whether this process must stop. Processes that share memory all stop together.
 
     >>> with Interrupt(Wire([0])) as interrupt:
     ...     interrupt()
@@ -67,16 +67,17 @@ class Interrupt:
 
 
 def waiting_signals(wire: Wire, agenda: Agenda) -> list[signal.Signals]:
-    """Return the signals that take effect only between two steps, where the run can end well.
+    """Return the signals that take effect only between two steps.
 
-    Ctrl-C raises KeyboardInterrupt at once, except in a run that saves checkpoints or has several processes.
+    SIGTERM is always among them. Ctrl-C (SIGINT) is among them only if the run saves checkpoints or has several
+    processes; otherwise it raises KeyboardInterrupt at once.
     """
     waits = agenda.save_dir is not None or wire.is_shared
     return [signal.SIGTERM, *([signal.SIGINT] if waits else [])]
 
 
 def say_stopped(wire: Wire, received: signal.Signals | None, step: int, losses: Losses, path: Path | None) -> None:
-    """Print where all nodes stopped, and how to resume the run from the checkpoint at `path`, if there is one."""
+    """Print at which step the nodes stopped, and how to resume the run from the checkpoint at `path`, if one exists."""
     here = losses.counts.sum(1).tolist() if losses.under_way else [0]
     taken = [count for counts in gather(wire, here) for count in counts]
     within = f", {min(taken)} to {max(taken)} local steps into the next stretch" if max(taken) else ""
@@ -89,7 +90,7 @@ def say_stopped(wire: Wire, received: signal.Signals | None, step: int, losses: 
 
 
 def leave(received: signal.Signals | None, step: int) -> None:
-    """Raise the signal's exception, also for a signal that came too late to stop the run."""
+    """Raise the exception that belongs to a received signal, also if the run ended before the signal could stop it."""
     stopped = Stopped(received, step)
     if received is signal.SIGTERM:
         raise SystemExit(128 + signal.SIGTERM) from stopped
@@ -97,7 +98,7 @@ def leave(received: signal.Signals | None, step: int) -> None:
 
 
 def last_lines(error: BaseException) -> str:
-    """Return the last lines of an error's traceback, at most `TRACE_CHARACTERS`.
+    """Return the last lines of an error's traceback, at most 4000 characters.
 
     >>> last_lines(ValueError("why"))
     'ValueError: why'

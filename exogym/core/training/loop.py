@@ -34,19 +34,20 @@ if TYPE_CHECKING:
 
 
 class TrainingLoop:
-    """Train a fleet to the end of its agenda.
+    """Train a fleet to the last step of its schedule.
 
-    With several processes each runs this loop over its own rows. The main process evaluates, records, logs and calls
-    callbacks; the others serve it meanwhile.
+    With several processes, each process runs this loop over its own rows. The main process evaluates, records, logs and
+    calls callbacks. Meanwhile the other processes send it the rows that it needs.
 
     Attributes:
         standing: the run's progress, which checkpoints save and load.
         models: the nodes' models, and their evaluation.
-        call: calls the callbacks that are due: all (True), or only those that follow an evaluation (False).
-        figures: functions that return further values for an evaluation, in the main process.
-        carry: runs the training with recovery, if hosts come and go.
-        at_rest: called before each stretch, when no message is in flight.
-        spent: steps trained after the first stretch, their seconds, and their seconds without the wire.
+        call: a function that calls the callbacks that are due: all of them with True, and with False only the callbacks
+            that follow an evaluation.
+        figures: functions that return further values for an evaluation's record. Only the main process calls them.
+        carry: a function that runs the training and recovers lost hosts. None: hosts cannot leave or join.
+        at_rest: a function that is called before each stretch, while processes send no messages.
+        spent: the number of steps after the first stretch, their seconds, and these seconds without communication.
     """
 
     def __init__(
@@ -94,8 +95,8 @@ class TrainingLoop:
         """Train to the end.
 
         Raises:
-            KeyboardInterrupt, SystemExit: SIGINT (Ctrl-C) or SIGTERM came. With a `save_dir` the run was saved first,
-                with each node's state.
+            KeyboardInterrupt, SystemExit: the process received SIGINT (Ctrl-C) or SIGTERM. With a `save_dir` the run
+                first wrote a checkpoint with each node's state.
         """
         try:
             with self.progress, Interrupt(self.wire, waiting_signals(self.wire, self.agenda)) as interrupt:
@@ -118,9 +119,9 @@ class TrainingLoop:
             self.observers.finish(next(self.history.rows_after(self.step - 1, node=None), {}))
 
     def end(self) -> None:
-        """Give the model its own memory back with the consensus in it, and free the run's resources.
+        """Give the model its own memory back, with the final model's values, and free the run's resources.
 
-        After a failure the other processes may be gone, so the model then holds the average of this process's rows.
+        After a failure the other processes may have ended. Then the model gets the average of this process's rows.
         """
         try:
             with torch.no_grad():
@@ -262,22 +263,24 @@ class TrainingLoop:
     # For runs whose hosts come and go
 
     def take_over(self, carry: Callable[[Callable[[], bool]], bool], at_rest: Callable[[], None]) -> None:
-        """Let `carry` run the training, and call `at_rest` before each stretch, when no message is in flight."""
+        """Let `carry` run the training, and call `at_rest` before each stretch, while processes send no messages."""
         self.carry, self.at_rest = carry, at_rest
 
     def keep_outcome(self) -> None:
-        """Keep the final model now, while all processes that hold it are present."""
+        """Store the final model now, while all processes that hold a share of it are still present."""
         self.standing.outcome = self.models.of(None)
 
     def observe(self, observer: Observer, run: Fields, step: int) -> None:
-        """Add an observer that knows the run's records up to `step`."""
+        """Add an observer that already has the run's records up to `step`."""
         observer.start({**run, "resumed_step": step})
         self.observers.add(observer)
         self.reports.logged = step
         self.reports.restore(self.history)
 
     def save_into(self, folder: Path | None, interval: int | None, keepers: Keepers | None = None) -> None:
-        """Write checkpoints into `folder` from now on. `keepers`: its keepers, if they are known."""
+        """Write checkpoints into `folder` from now on, every `interval` steps.
+
+        `keepers`: the processes that write into the folder. None: the next checkpoint finds them."""
         self.agenda.save_dir, self.agenda.checkpoint_interval = folder, interval
         self.agenda.keepers = keepers
         self.reports.signs[:] = [] if folder is None else [self._keep]

@@ -1,10 +1,10 @@
-"""Node programs that meet at collectives, one program at a time.
+"""Run one program per node, and carry out the collectives that the programs call.
 
-Each program runs in its own thread, but only one thread runs at any moment. It runs until it calls a collective or
-returns; then the next one runs. When all wait at the same collective, it is carried out on the stacked tensors,
-(rows, ...), and each program gets its row back. So a strategy written for one node runs as written,
-deterministically, with one module. Paired calls (send, recv, exchange) are carried out when all programs wait and the
-two partners have called each other.
+Each program has its own thread, but only one thread runs at any moment. A thread runs until its program calls a
+collective or returns; then the next thread runs. When all programs wait at the same collective, ExoGym carries out the
+collective on the stacked tensors, (rows, ...), and gives each program its row. So a strategy written for one node runs
+unchanged, deterministically, with one module. ExoGym carries out paired calls (send, recv, exchange) when all programs
+wait and the two partners have called each other.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ class Meeting:
 
     Args:
         comm: the fleet's communicator.
-        enter, leave: called with the block's index whenever its thread starts or stops running.
-        rows: rows of each block; one each by default.
-        device: device for a node's tensors that come from another process.
+        enter, leave: functions. They get a block's index whenever the block's thread starts (`enter`) or stops
+        (`leave`).
+        rows: the rows of each block. None: one row per block. device: the device for tensors that come from another
+        process's nodes.
 
     Raises:
         StrategyError: the nodes do not make the same calls.
@@ -54,7 +55,9 @@ class Meeting:
         self.before_first: Callable[[], None] | None = None  # called before the next collective that moves tensors
 
     def run(self, functions: Sequence[Callable[[], None] | None]) -> None:
-        """Run `functions[k]` as block k's program, until all have ended. None: the block's nodes are absent."""
+        """Run `functions[k]` as block k's program, until all programs have ended.
+
+        None in place of a function: the block's nodes are absent."""
         for place, function in zip(self.places, functions, strict=True):
             if function is not None:
                 place.begin(function)
@@ -215,7 +218,7 @@ class _Request:
         self.text = f"{kind}({', '.join(given + [f'{name}={value!r}' for name, value in options.items()])})"
 
     def call(self, k: int) -> Stand:
-        """Return the pending call of the node in row `k` of this place."""
+        """Return the pending call of the node in this block's row `k`."""
         if self.kind not in PAIRED:
             return Stand.of(self.kind, self.signature, -1, None)
         peers = self.options[PEER[self.kind]]
@@ -250,7 +253,7 @@ class _Place:
             raise
 
     def abandon(self) -> None:
-        """End a program that still waits at a collective."""
+        """End this thread's program, if it still waits at a collective."""
         if not self.done and self.request is not None:
             self.abandoned = True
             self.move()
@@ -262,7 +265,9 @@ class _Place:
         self.thread.join()
 
     def meet(self, kind: str, tensor: Tensor | None, **options: Any) -> Tensor | None:
-        """Called in the thread: hand over `tensor` and wait for all others, or for the partner of a paired call.
+        """Give `tensor` to the collective, and wait for all other programs, or for a paired call's partner.
+
+        Only this object's own thread may call it.
 
         Raises:
             StrategyError: a paired call does not name a partner for each of this block's nodes.

@@ -1,7 +1,7 @@
 """A user strategy's state as tensors, taken from its attributes without code in the strategy.
 
-Attributes that `exogym.strategy.packing` can pack are saved, but not the model and its parameters: rows are saved
-apart. For other attributes the strategy must define `state_dict()` and `load_state_dict(state)`.
+ExoGym saves all attributes that `exogym.strategy.packing` can pack, except the model and its parameters, which are
+saved as rows. For other attributes the strategy must define `state_dict()` and `load_state_dict(state)`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def object_state(strategy: Any, model: nn.Module) -> dict[str, Tensor]:
     """Return the state of `strategy` as named tensors, without the model's tensors.
 
     Raises:
-        StrategyError: an attribute cannot be saved.
+        StrategyError: ExoGym cannot save an attribute.
     """
     tensors: dict[str, Tensor] = {}
     own = {id(p): index for index, p in enumerate(model.parameters())}
@@ -34,7 +34,7 @@ def object_state(strategy: Any, model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_object_state(strategy: Any, model: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Load the result of `object_state` into `strategy`."""
+    """Set the attributes of `strategy` from a result of `object_state`."""
     own = list(model.parameters())
     skeleton = from_text(tensors[SKELETON])
     if hasattr(strategy, "load_state_dict"):

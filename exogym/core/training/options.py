@@ -1,8 +1,8 @@
-"""A run's options: their names, types, defaults and descriptions, written here once.
+"""A run's options: the one definition of all names, types, defaults and descriptions.
 
-`FitOptions` defines them. A trainer's `fit` takes its signature and its descriptions from there (`takes`). Comparisons
-and sweeps pass `RunOptions` on to each of their runs. The command line takes the types, defaults and descriptions of
-the options that it shares with `fit` (`written_as`, `words_of`).
+`FitOptions` defines all options. A trainer's `fit` takes its signature and descriptions from `FitOptions` (`takes`).
+Comparisons and sweeps pass `RunOptions` on to each of their runs. The command line shares some options with `fit`; it
+takes their types, defaults and descriptions from these classes (`written_as`, `words_of`).
 """
 
 from __future__ import annotations
@@ -53,49 +53,50 @@ def in_full(options: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """Options of `fit` that `compare` and `sweep` take too. They pass them on to each of their runs.
+    """Options of `fit` that `compare` and `sweep` take too. Both functions pass these options on to each of their runs.
 
     Args:
         node: Split each node's model over several devices (see `exogym.NodeMesh`). A list gives each node its own
-            split. Under `python -m exogym.launch` or torchrun each process is one device. One process simulates the
-            devices: the result equals one device per node, computed in the same micro-batches. `inside_bytes` in the
-            history counts what a node's devices would send each other. With several processes only the main process
-            has the final model; in the others its parameters are on the meta device.
-        gradient_accumulation: Batches per step. The step's gradient is the mean of their gradients, whatever the loss.
-            If some targets are negative, a batch weighs as much as it has other targets.
+            split. Under `python -m exogym.launch` or torchrun each process is one device. A single process simulates
+            all devices: the result equals a run with one device per node and the same micro-batches.`inside_bytes` in
+            the history counts what a node's devices would send each other. With several processes only the main process
+            has the final model; in the other processes the model's parameters are on the meta device.
+        gradient_accumulation: Batches per step. The step's gradient is the mean of the batches' gradients, for any
+            loss. If some targets are negative (ignored), a batch's weight in this mean is its number of other targets.
         minibatch_size: Examples computed at once. This saves memory; results change by rounding only. Before training,
-            a test computes a few examples together and in parts. It refuses a loss that is not a mean over examples
-            (a sum, class weights, pairs inside a batch) if the parts differ. Torch's `CrossEntropyLoss` and `NLLLoss`
-            as `loss_fn` may have `weight` and `ignore_index`: a part weighs as much as its classes. BatchNorm's
-            statistics and dropout's draws are per minibatch.
+            ExoGym computes a few examples together and in parts. If the results differ, ExoGym refuses the loss: it is
+            not a mean over examples (a sum, class weights, pairs inside a batch). Torch's `CrossEntropyLoss` and
+            `NLLLoss` as `loss_fn` may have `weight` and `ignore_index`: a part's weight in the mean is then the sum of
+            its targets' class weights. BatchNorm computes statistics, and dropout draws, per minibatch.
         max_memory_usage: Share of the memory to use at most, from 0 to 1. ExoGym finds a minibatch_size that fits and
-            prints it. If it must split batches, it refuses losses as `minibatch_size` does.
+            prints it. If ExoGym must split batches, it tests the loss as for `minibatch_size`.
         shuffle: Deal the examples in random order.
         precision: "fp32", or autocast in "bf16" or "fp16". `autocast=True` is bf16.
         compute: "loop" (one node after another, exact), "vmap" (all rows at once), "compiled" (each step as one graph
-            by torch.compile, for long runs), "graphs" (such steps of many rows as CUDA graphs) or "auto". "auto" tries
-            the first three and prints which ends this run soonest.
+            by torch.compile, for long runs), "graphs" (compiled steps of many rows as CUDA graphs) or "auto". "auto"
+            tries the first three ways, chooses the fastest for this run, and prints its choice.
         reduction: "tree" (exact: the same bits on every layout) or "native" (torch's own all-reduce and sums).
         balance: Share the load by speed (see `exogym.balance`): "nodes" to processes, "batch" sizes or local "steps"
-            to nodes, or a `Balance` with speeds. None: all nodes do the same, placed as evenly as possible.
+            to nodes, or a `Balance` with speeds. None: all nodes do the same work, and each process gets about the same
+                number of nodes.
         faults: Nodes that drop out and return, slow nodes, lost synchronizations (see `exogym.faults`). Each strategy's
             docstring says how it handles them. An absent node has no record in the history.
-        on_nonfinite: Reaction to a gradient or update that is not finite: "raise", "skip" or "ignore". It comes before
-            other nodes see the values. With "skip" the node sends nothing in that round, as if absent. Then it copies a
-            healthy node's whole state. The history has no record of this node for such steps. With "ignore" only
-            losses are checked. Infs that fp16's scaling handles are not errors.
-        final_sync: Synchronize leftover steps at the end, and count the bytes.
+        on_nonfinite: Reaction to a gradient or update that is not finite: "raise", "skip" or "ignore". ExoGym reacts
+            before other nodes see the values. With "skip" the node sends nothing in that round, as if absent, and then
+            copies a healthy node's whole state. The history has no record of this node for such steps. With "ignore"
+            ExoGym checks only losses. Infs that fp16's scaling handles are not errors.
+        final_sync: Synchronize at the end if some steps are not synchronized yet, and count the bytes.
         log_interval: Steps between records.
         max_restarts: Restarts allowed after errors and crashes. All processes start again from the last checkpoint.
-            Under torchrun use its own --max-restarts, and resume=True here.
+            Under torchrun use torchrun's --max-restarts, and give `fit` resume=True.
         hang_s: Seconds that a step may take before its process counts as hung. ExoGym kills such a process and handles
-            it like a crash (`max_restarts`). Only runs with several processes have this limit. If steps are split, it
-            holds for each micro-batch. It is six times as long for the start, the first step, each batch of an
-            evaluation, a checkpoint, and a callback (between two `loop.beat()`). None: no limit, for example while a
-            debugger holds a process.
-        client_state_memory: Bytes of memory, per process, for the saved state of idle sampled clients. The rest of this
-            state (optimizers, control variates) lies in files under `save_dir`. None: all in memory. While a checkpoint
-            is written, all of it is in memory.
+            it like a crash (`max_restarts`). Only runs with several processes have this limit. If steps are split, the
+            limit holds for each micro-batch. The limit is six times as long for the start, the first step, each batch
+            of an evaluation, a checkpoint, and a callback (between two calls of `loop.beat()`). None: no limit, for
+            example while a debugger holds a process.
+        client_state_memory: Bytes of memory, per process, for the saved state of idle sampled clients. State
+            (optimizers, control variates) beyond this limit is in files under `save_dir`. None: all of it stays in
+            memory. While ExoGym writes a checkpoint, all of this state is in memory.
         dataloader_kwargs: Arguments for torch's DataLoader (num_workers, collate_fn, ...).
     """
 
@@ -136,36 +137,39 @@ class FitOptions(RunOptions):
         num_nodes: Number of nodes, N.
         num_epochs, max_steps: Length of the run. Default: one epoch. With `max_steps` only: as many epochs as needed.
             With both: whichever ends first. An epoch is ceil(examples / (N batch_size gradient_accumulation)) steps.
-        batch_size: Examples per node and batch. A node's step consumes `gradient_accumulation` batches. A node with
-            fewer examples takes all it has.
-        partitioner: Which node gets which examples (see `exogym.data`). None: dealt anew each epoch.
+        batch_size: Examples per node and batch. A node's step consumes `gradient_accumulation` batches. A node that has
+            fewer examples uses all its examples.
+        partitioner: Which node gets which examples (see `exogym.data`). None: ExoGym deals the examples to the nodes
+            anew each epoch.
         val_size: Evaluate on at most this many examples.
-        val_interval: Steps between evaluations; None: after each epoch. Also at the start and the end.
+        val_interval: Steps between evaluations; None: after each epoch. ExoGym also evaluates at the start and the end.
         seed: Seed of everything random in the run. The caller's random state stays as it was.
         device: "auto", or a torch device: cpu, cuda, cuda:1, mps. "auto" takes a GPU if there is one (CUDA, then
             Apple's MPS).
-        processes: Processes that share the nodes, or "auto". They are forked from this one (Linux, CPU). The result has
-            the same bits. "auto" runs a short trial, uses the machine's cores if that is faster, and prints its choice.
-            Leave it out under torchrun or `python -m exogym.launch`: there the launched processes share the nodes.
+        processes: Processes that share the nodes, or "auto". ExoGym forks them from this process (Linux, CPU). Their
+            number does not change the result: the same bits."auto" runs a short trial, uses the machine's cores if that
+            is faster, and prints its choice. Do not give this option under torchrun or `python -m exogym.launch`: there
+            the launched processes share the nodes.
         engine: "ray" trains on a Ray cluster, or starts one here, in as many processes as fit. For a cluster's address
             give an `exogym.engine.Ray`. None: this machine, or the machines whose processes run this script together.
         cpus_per_process: Processors that Ray gives to each process.
-        network: Predict the time on this network. Text ("wifi", "100Mbps,20ms") or a `Network` (see `exogym.network`).
-            `time_s` in the history and `trainer.clock` hold the predicted time.
-        step_seconds: Seconds of a node's step on that network. A number, text ("80ms"), one per node or a `StepTime`;
-            None: as measured here. For a `node` of several devices: seconds on one device; the devices share the work.
-        timeline: Record when each node computed, sent and waited, in `trainer.clock.spans`. With `run_dir` also in its
-            timeline.json.
+        network: Predict the time on this network. Give text ("wifi", "100Mbps,20ms") or a `Network` (see
+            `exogym.network`). `time_s` in the history and `trainer.clock` hold the predicted time.
+        step_seconds: Seconds of a node's step, for the predicted time: a number, text ("80ms"), a value per node, or a
+            `StepTime`. None: ExoGym measures the steps on this machine. For a `node` of several devices, give the
+            seconds on one device; ExoGym computes the time that the devices need together.
+        timeline: Record when each node computed, sent and waited, in `trainer.clock.spans`. With `run_dir` also in the
+            folder's timeline.json.
         logger: A logger, several, or callables (see `exogym.logger`).
-        progress: Show a progress bar; None: if stderr is a terminal.
+        progress: Show a progress bar; None: only if stderr is a terminal.
         callbacks: Functions that the training loop calls (see `exogym.callbacks`).
-        save_dir, checkpoint_interval, keep_checkpoints: Folder of the checkpoints, steps between two of them (one more
-            at the end), and how many to keep.
-        resume: Continue from the newest good checkpoint in `save_dir`, or start if there is none. The number of
-            processes may differ.
+        save_dir, checkpoint_interval, keep_checkpoints: Folder for checkpoints, steps between two checkpoints (the run
+            also writes one at its end), and how many checkpoints to keep.
+        resume: Continue from the newest good checkpoint in `save_dir`; without a checkpoint, start a new run. The
+            number of processes may differ.
         run_dir: Write the run's options, records, events and result into this folder (see `core.record.run_folder`). It
-            must be new, or with `resume` the folder of the resumed run. Without `save_dir`, checkpoints go there too
-            if `checkpoint_interval` or `resume` is given.
+            must be new, or with `resume` the folder of the resumed run. Without `save_dir`, this folder also gets the
+            checkpoints if `checkpoint_interval`, `resume` or `max_restarts` is given.
     """
 
     strategy: Strategy
@@ -195,7 +199,7 @@ class FitOptions(RunOptions):
     run_dir: str | Path | None = None
 
     def features(self) -> dict[str, str]:
-        """Return the run's features (names in `exogym.core.refusals.FEATURES`), the strategy's included."""
+        """Return the features that the run and its strategy use. Keys are names in `exogym.core.refusals.FEATURES`."""
         given = {name: getattr(self, name) for name in SAID if getattr(self, name) != getattr(FitOptions, name)}
         found = self.strategy.features() | {name: f"{name}={value!r}" for name, value in given.items()}
         found |= {f"no {name}": f"no {name}" for name in LEFT_OUT if getattr(self, name) is None}
@@ -225,7 +229,7 @@ class FitOptions(RunOptions):
 
     @property
     def may_be_away(self) -> bool:
-        """Whether `faults` may make nodes absent or late. A trace does not count: its strategy reads it itself."""
+        """Whether `faults` may make nodes absent or late. False for a trace, which only the strategy itself reads."""
         return self.faults is not None and self.faults.trace is None
 
     @property
@@ -247,12 +251,12 @@ class FitOptions(RunOptions):
 
     @property
     def shares(self) -> Balance | None:
-        """`balance` as a `Balance`."""
+        """The option `balance` as a `Balance` object; None without this option."""
         return None if self.balance is None else Balance.of(self.balance)
 
     @property
     def weighing(self) -> Balance | None:
-        """The balance, if it changes nodes' work and weights; None for "nodes", which changes placement only."""
+        """The `Balance`, if its kind is "batch" or "steps". None for "nodes", which changes only the placement."""
         return None if self.shares is None or self.shares.kind == "nodes" else self.shares
 
     def total_steps(self, steps_per_epoch: int) -> int:
@@ -284,14 +288,14 @@ T = TypeVar("T")
 
 
 class takes(Generic[P, V]):
-    """Decorate a function of one options object: callers then give the options as keyword arguments.
+    """Decorate a function whose argument is one options object: callers then give the options as keyword arguments.
 
-    Type checkers, editors and Python read names, types and defaults from the options class. A docstring without "Args:"
-    gets that section from the class and its base classes.
+    Type checkers, editors and Python read names, types and defaults from the options class. If the function's docstring
+    has no section "Args:", the decorator adds the sections of the options class and its base classes.
 
     Args:
         options: the options class.
-        defaults: defaults that replace the class's own.
+        defaults: default values that replace the options class's own.
 
     Raises:
         ArgumentError: the decorated function got an unknown option. The message names the nearest one.
@@ -362,7 +366,7 @@ def words_of(name: str) -> str:
 
 @functools.cache
 def written_as(name: str) -> type | None:
-    """Return the type of an option that text can express: int, float, bool or str. None if no text can.
+    """Return the type to which the command line converts an option's text; None if text cannot express the option.
 
     >>> written_as("max_restarts"), written_as("hang_s"), written_as("balance"), written_as("faults")
     (<class 'int'>, <class 'float'>, <class 'str'>, None)
@@ -373,7 +377,7 @@ def written_as(name: str) -> type | None:
 
 
 def describe(value: Any) -> Any:
-    """Return an object as JSON: plain values unchanged, others as class name and constructor arguments."""
+    """Return a value as JSON. Plain values stay unchanged; other objects become their class name and arguments."""
     if isinstance(value, bool | int | float | str) or value is None:
         return value
     if isinstance(value, list | tuple):

@@ -1,8 +1,8 @@
-"""The order of an asynchronous run's local steps, arrivals and pulls on the virtual clock.
+"""The order in virtual time of an asynchronous run's local steps, arrivals at the server, and pulls.
 
-The order depends only on the clock's settings, never on computed values, so every process finds the same one. It sorts
-by (time, kind, node): at the same time arrivals precede steps, and the end of a grace period follows both. The clock
-sets a round's end. Within the round a node's steps count as equally long.
+The order depends only on the clock's settings, never on computed values, so every process computes the same order.
+Events are sorted by (time, kind, node). At the same time, arrivals come before steps, and the end of a grace period
+comes last. The clock determines when a round ends. Within a round, all steps of a node count as equally long.
 """
 
 from __future__ import annotations
@@ -26,18 +26,19 @@ ROWS = ("taken", "start", "end", "done", "arrival")
 
 
 class Order:
-    """All nodes' rounds in one order.
+    """Sort the events of all nodes' rounds by virtual time.
 
     Args:
-        clock: advanced by `advance`, and by recorded pushes and pulls.
-        work: (N,) local steps per round of each node.
-        grace_s: seconds that the server waits for others after `quorum` nodes have arrived.
+        clock: the virtual clock. `advance` moves it, and so does each push and pull that the communicator records.
+        work: (N,) each node's local steps per round. grace_s: after the updates of `quorum` nodes have arrived, the
+        server waits this many seconds for other nodes.
 
     Attributes:
         taken: (N,) local steps of each node so far.
-        queue: heap of (tick, kind, node): each node's next step or arrival, and the end of the grace period.
-        now: tick of the last event.
-        waiting: nodes that have arrived and not pulled yet.
+        queue: a heap of events (tick, kind, node): each node's next step or arrival, and the end of the grace period. A
+        tick is a nanosecond of virtual time.
+        now: the tick of the last event.
+        waiting: nodes whose update has arrived and that have not pulled yet.
     """
 
     def __init__(self, clock: Clock, work: np.ndarray, grace_s: float = 0.0, quorum: int = 1):
@@ -61,7 +62,7 @@ class Order:
         return self.queue[0]
 
     def steps_to_event(self) -> int:
-        """Return how many local steps all nodes take up to the next end of a round, arrival or pull."""
+        """Return the number of local steps, of all nodes together, to the next end of a round, arrival or pull."""
         queue, done = self.queue.copy(), self.done.copy()
         count = 0
         while queue[0][1] == STEP:
@@ -80,7 +81,7 @@ class Order:
     # What happens
 
     def begin(self, nodes: range | list[int]) -> None:
-        """Begin a round of `nodes`, which have just pulled, at their clocks' times."""
+        """Begin a new round for `nodes`, which have just pulled. Each node's round begins at the time on its clock."""
         ids = list(nodes)
         work = np.zeros_like(self.work)
         work[ids] = self.work[ids]
@@ -92,7 +93,7 @@ class Order:
             heapq.heappush(self.queue, self._step_of(node, 1))
 
     def step(self) -> tuple[int, bool]:
-        """Take the next step. Return its node, and whether it ends the round."""
+        """Take the next local step. Return the node that takes it, and whether the step ends the node's round."""
         self.now, _, node = self.next
         self.taken[node] += 1
         self.done[node] += 1
@@ -103,16 +104,16 @@ class Order:
         return node, False
 
     def advance(self) -> None:
-        """Advance the clock by the steps taken."""
+        """Advance the clock by the local steps that were taken since the last call."""
         self.clock.advance(self.taken - self.clock.steps)
 
     def sent(self, node: int) -> None:
-        """Record the arrival of the push of `node`, at the clock's current time."""
+        """Record that the update pushed by `node` arrives at the server at the current time of the node's clock."""
         self.arrival[node] = ticks(self.clock)[node]
         heapq.heappush(self.queue, (int(self.arrival[node]), ARRIVAL, node))
 
     def arrive(self) -> list[int]:
-        """Process the next arrival. Return the nodes that pull now: this node, or all nodes that waited for it."""
+        """Process the next arrival. Return the nodes that pull now. [] if the server waits for further nodes."""
         self.now, _, node = heapq.heappop(self.queue)
         self.arrival[node] = NOBODY
         self.waiting.append(node)
@@ -129,7 +130,7 @@ class Order:
         return []
 
     def close(self) -> list[int]:
-        """End the grace period. Return the nodes that pull now, with their clocks set to this moment."""
+        """End the grace period. Return the nodes that pull now; their clocks advance to the end of the grace period."""
         self.now, *_ = heapq.heappop(self.queue)
         nodes = self._released()
         hold(self.clock, nodes, self.now)
@@ -140,13 +141,13 @@ class Order:
         return nodes
 
     def unfinished(self) -> list[int]:
-        """Return the nodes with steps or a push that the server has not received, in the order of time."""
+        """Return the nodes whose steps or push the server has not received yet, in the order of their clocks."""
         here = ticks(self.clock)
         nodes = [node for node in range(len(self.work)) if self.done[node] and node not in self.waiting]
         return sorted(nodes, key=lambda node: (int(here[node]), node))
 
     def interrupt(self) -> list[int]:
-        """End all rounds early. Return the nodes that pull then: nodes inside a round, or waiting for theta."""
+        """End all rounds early. Return the nodes that then pull: nodes inside a round, and nodes that wait."""
         nodes = sorted([*self.unfinished(), *self.waiting])
         self.queue, self.waiting, self.closes = [], [], NOBODY
         self.arrival[:] = NOBODY
@@ -155,13 +156,13 @@ class Order:
     # State
 
     def state(self) -> dict[str, Tensor]:
-        """Return the state of the order and its clock, as tensors."""
+        """Return the state of this object and its clock, as tensors."""
         rows = {name: torch.from_numpy(getattr(self, name).copy()) for name in ROWS}
         more = {"waiting": torch.tensor(self.waiting, dtype=torch.int64), "at": torch.tensor([self.now, self.closes])}
         return rows | more | {f"clock.{name}": value for name, value in self.clock.state().items()}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Load the tensors of `state`."""
+        """Load tensors that `state` returned."""
         for name in ROWS:
             setattr(self, name, state[name].numpy().copy())
         self.waiting = state["waiting"].tolist()
@@ -198,7 +199,7 @@ def ticks(clock: Clock) -> np.ndarray:
 
 
 def hold(clock: Clock, nodes: list[int], tick: int) -> None:
-    """Let `nodes` wait until `tick`."""
+    """Advance the clocks of `nodes` to `tick` (virtual nanoseconds), as waiting time."""
     state = clock.state()
     pause = (tick - state["ticks"][nodes]).clamp(min=0)
     state["ticks"][nodes] += pause

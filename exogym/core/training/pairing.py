@@ -1,7 +1,7 @@
 """Pair waiting node programs: a send with its receive, an exchange with its partner's exchange.
 
-Each node's program waits at a call. Processes send each other their nodes' calls (`gathered`), which are small. So all
-find the same pairs, or raise the same error.
+Each node's program waits at a call. The processes send each other their nodes' calls (`gathered`), which are small. So
+all processes find the same pairs, or raise the same error.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Stand:
 
     Attributes:
         kind: one of `KINDS`.
-        mark: equal for equal collective calls.
-        peer: a paired call's other node.
+        mark: a number. Collective calls with the same kind, shape and options have equal marks.
+        peer: the partner's id in a paired call.
         shape, dtype, on_cpu: properties of the node's tensor, if it gives one.
     """
 
@@ -46,13 +46,15 @@ class Stand:
 
     @classmethod
     def of(cls, kind: str, signature: Any, peer: int, tensor: Tensor | None) -> Stand:
-        """Return a node's call of a `kind` on its `tensor`. Collective calls with equal `signature` match."""
+        """Return a node's call of a `kind` with its `tensor`. Collective calls match if they have equal `signature`."""
         if kind not in PAIRED:
             return cls(COLLECTIVE, zlib.crc32(repr(signature).encode()))
         if tensor is None:
             return cls(kind, peer=peer)
         if tensor.dim() > MOST_DIMENSIONS:
-            raise StrategyError(f"{kind}() takes {MOST_DIMENSIONS} dimensions, not {tensor.dim()}: flatten the tensor")
+            raise StrategyError(
+                f"{kind}() takes a tensor of at most {MOST_DIMENSIONS} dimensions, not {tensor.dim()}: flatten it"
+            )
         return cls(kind, 0, peer, tuple(tensor.shape), tensor.dtype, tensor.device.type == "cpu")
 
     def numbers(self) -> list[int]:
@@ -66,7 +68,7 @@ class Stand:
 
 
 def gathered(wire: Wire, here: Mapping[int, Stand]) -> dict[int, Stand]:
-    """Return all nodes' calls. `here` are this process's."""
+    """Return all nodes' calls, by node. `here` holds the calls of this process's nodes."""
     if not wire.is_shared:
         return dict(here)
     mine = torch.tensor([here[rank].numbers() for rank in wire.ranks])
@@ -75,7 +77,7 @@ def gathered(wire: Wire, here: Mapping[int, Stand]) -> dict[int, Stand]:
 
 
 def pairs_of(calls: Mapping[int, Stand], blocks: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
-    """Return the pairs of nodes that can continue, ascending: (sender, receiver), or partners with the lower id first.
+    """Return the pairs of nodes that can continue, sorted: (sender, receiver), or two partners, lower id first.
 
     Args:
         calls: all nodes' calls.
@@ -103,8 +105,8 @@ def pairs_of(calls: Mapping[int, Stand], blocks: Sequence[Sequence[int]]) -> lis
             continue
         if call.kind == "exchange" and (call.shape, call.dtype) != (other.shape, other.dtype):
             raise StrategyError(
-                f"{here}: it gives {call.dtype} {call.shape}, and node {call.peer} {other.dtype} {other.shape}; "
-                "partners must give tensors of equal shape and dtype"
+                f"{here}: it gives {call.dtype} {call.shape}, but node {call.peer} gives {other.dtype} "
+                f"{other.shape}; partners must give tensors of equal shape and dtype"
             )
         pairs.append((node, call.peer))
     while True:  # in a group, all nodes must have their partners
@@ -117,12 +119,12 @@ def pairs_of(calls: Mapping[int, Stand], blocks: Sequence[Sequence[int]]) -> lis
 
 
 def disagreement(wire: Wire, here: Mapping[int, str], calls: Mapping[int, Stand]) -> StrategyError:
-    """Return the error for programs that all wait in vain. `here` has the calls of this process's nodes, as text."""
+    """Return the error to raise if no program can continue. `here` holds the calls of this process's nodes, as text."""
     told = gather(wire, list(here.items()))
     waiting = [f"node {node} waits at {text}" for texts in told for node, text in texts]
     ended = [f"node {node} has ended its step" for node, call in calls.items() if call.kind == ENDED]
     lines = [line for some in (waiting, ended) for line in [*some[:NAMED], *(["..."] if len(some) > NAMED else [])]]
     return StrategyError(
         f"no node can continue: {', '.join(lines)}. Every node must make the same collective calls in the same order, "
-        "with equal shapes; a send needs the other node's recv at the same time, and an exchange its partner's exchange"
+        "with equal shapes. A send needs the other node's recv at the same time; an exchange needs a partner's exchange"
     )

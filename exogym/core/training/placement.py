@@ -1,4 +1,4 @@
-"""A run on its engine: how many rows it has, and which processes have them."""
+"""Start a run on its engine: decide how many rows the run has, and which process holds which rows."""
 
 from __future__ import annotations
 
@@ -31,11 +31,12 @@ def run_placed(
     subject: Subject, options: FitOptions, device: torch.device, body: Callable[[FitOptions, Wire], Result],
     engine: Engine | None = None,
 ) -> Result:  # fmt: skip
-    """Run `body` on `engine`, or the first of `exogym.engine.ENGINES` that applies; give back what it gives here.
+    """Run `body` on `engine`, by default the first suitable one in `exogym.engine.ENGINES`. Return its result.
 
     Raises:
-        ArgumentError: a layout that cannot be.
-        WorkerError, or what a process raised: after `max_restarts` new starts from the last checkpoint.
+        ArgumentError: the engine cannot lay out the run's nodes as the options ask.
+        WorkerError, or a process's own error: the run still failed after `max_restarts` restarts from the last
+        checkpoint.
     """
     asked = EngineOptions(
         options.num_nodes, options.processes, device, options.reduction == "native", options.hang_s,
@@ -88,11 +89,12 @@ def _split(options: FitOptions) -> tuple[NodeMesh, ...]:
 
 
 def rows_of_run(options: FitOptions, processes: int, engine: Engine | None = None) -> int:
-    """Return how many rows a run has: N, or fewer where few nodes act at a time and `engine` can seat others in them.
+    """Return how many rows a run has: N, or fewer if only a few sampled clients train at a time (see seats).
 
-    Nodes that may be away, or are left out, or weigh what they have done, all keep their rows; and where one process
-    would need more than half the rows. On how many processes there are it does not depend, as a checkpoint holds seats
-    or all rows, and is of use to any number of processes; but each has a row.
+    The run has N rows if nodes may be absent, if `on_nonfinite="skip"` may leave nodes out, if `balance` sets nodes'
+    weights, if the engine needs all rows, or if the seats of one process would need more than half of the N rows. This
+    choice does not depend on the number of processes, unless there are at least N. So a checkpoint fits any smaller
+    number of processes. Every process has at least one row.
     """
     nodes = options.num_nodes
     split = options.meshes and world_size() > 1  # its devices are processes

@@ -1,7 +1,8 @@
 """A user's strategies: one instance per node, each with an ordinary model and its real rank.
 
-With `stacked = True` one instance holds all rows, its parameters (rows, *shape); before the first training
-step it is compared with one row at a time on random gradients.
+With `stacked = True` one instance trains all rows: its parameters have the shape (rows, *shape). Before the first
+training step, ExoGym tests it on random gradients: training one row at a time must give the same parameters as training
+all rows together.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ TRIAL_STEPS = 3
 
 
 class RowModel(nn.Module):
-    """Stands for the model in a stacked strategy: its parameters are (rows, *shape) and have no forward pass."""
+    """The model that a stacked strategy gets. Its parameters have the shape (rows, *shape); it has no forward pass."""
 
     def __init__(self, named: dict[str, nn.Parameter]):
         super().__init__()
@@ -46,10 +47,10 @@ class RowModel(nn.Module):
 
 
 class Programs(Algorithm):
-    """A user's `Strategy` in training, step by step.
+    """The adapter through which the driver trains with a user's `Strategy`, step by step.
 
     Attributes:
-        strategies: one per node, or a single one for all rows where `stacked`.
+        strategies: one instance per node, or a single instance for all rows if `stacked`.
     """
 
     needs_gradients = True
@@ -119,7 +120,7 @@ class Programs(Algorithm):
         return step + 1
 
     def on_gradients(self, step: int, rows: Sequence[int], skip: bool) -> Sequence[int]:
-        """Hand the gradients to the strategies, which step by themselves. All skip together, as in DDP."""
+        """Give the gradients to the strategies. With `skip` all gradients are zero and no node steps, as in DDP."""
         per_row: list[list[Tensor | None]] = [[None] * len(self.worker.parameters) for _ in range(len(self.fleet))]
         for row in rows:
             per_row[row] = self.fleet.gradients_of(row)
@@ -160,7 +161,7 @@ class Programs(Algorithm):
         return moving
 
     def rejoin(self, nodes: Sequence[int], source: int, step: int, forget: bool, as_fleet: bool) -> None:
-        """Give `nodes` the parameters, the buffers and all that the strategy of `source` keeps but its rank."""
+        """Copy the parameters, buffers and strategy state of node `source` to `nodes`. Each node keeps its own rank."""
         fleet = self.fleet
         self.worker.point(source)
         state = object_state(self.strategies[source], self.worker.model)

@@ -1,4 +1,4 @@
-"""A run's reports to observers while it trains: records, events and signs of life."""
+"""Report a run to its observers while the run trains: records, events and heartbeats."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SIGN_PAUSE_S = 0.05  # between signs of life in a stretch
 
 @dataclass(frozen=True)
 class Totals:
-    """Totals at a moment: a node's mean bytes, traffic by collective, virtual and wall seconds."""
+    """A run's totals so far: mean bytes per node, traffic by collective, virtual and wall seconds."""
 
     payload_tx_rx: tuple[float, float, float]
     sent: dict[str, dict[str, float]]
@@ -36,16 +36,16 @@ class Totals:
 
 
 class Reports:
-    """Report a run to its `observers`.
+    """Report a run to its `observers` (such as loggers).
 
     Args:
-        agenda: the run's agenda.
-        signs: further functions to call now and then between two steps.
-        tells_who: report nodes that leave and return. False if only clients at work have a row.
+        agenda: the run's schedule.
+        signs: further functions to call from time to time between two steps.
+        tells_who: whether to report nodes that leave and return. False if only the clients that train now have a row.
 
     Attributes:
         logged: the last step that observers have received.
-        examples: examples that all nodes have trained on since this process began.
+        examples: the number of examples that all nodes together have used since this process began to train.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Reports:
         self, history: History, steps: tuple[int, int], nodes: Sequence[int], losses: Tensor,
         lr: Callable[[int], float], before: Totals, after: Totals, has_clock: bool,
     ) -> None:  # fmt: skip
-        """Add the losses (nodes, K) of `steps` (first, last) to the history."""
+        """Add a stretch to the history. `steps` is (first, last); `losses` are (nodes, last - first)."""
         first, last = steps
         agenda = self.agenda
         numbers = np.arange(first + 1, last + 1)
@@ -80,7 +80,7 @@ class Reports:
         )  # fmt: skip
 
     def log(self, history: History, last: int) -> None:
-        """Give observers all new records up to step `last`."""
+        """Send observers all new records up to step `last`."""
         if self.observers.reads_records:
             for record in history.rows_after(self.logged):
                 if record["step"] > last:
@@ -89,14 +89,14 @@ class Reports:
         self.logged = last
 
     def restore(self, history: History) -> None:
-        """In a resumed run: give observers the earlier records again, up to `logged`."""
+        """In a resumed run: send observers the earlier records again, up to step `logged`."""
         self.observers.restore(lambda: itertools.takewhile(lambda row: row["step"] <= self.logged, history))
 
     def tell(self, kind: str, step: int, **fields: Any) -> None:
         self.observers.event({"kind": kind, "step": step, **fields})
 
     def sent(self, step: int, before: dict[str, dict[str, float]]) -> None:
-        """Report a stretch's collectives (calls, and bytes over all nodes, by kind) and nodes that left or returned."""
+        """Report a stretch's calls and bytes by collective, over all nodes, and the nodes that left or returned."""
         for name, row in self.comm.ledger.traffic.items():
             old = before.get(name, {})
             since = {key: value - old.get(key, 0.0) for key, value in row.items()}
@@ -109,7 +109,7 @@ class Reports:
         self._there = there
 
     def between_steps(self, interrupt: Callable[[], bool], step: Callable[[], int]) -> Callable[[], bool]:
-        """Return a function for after each local step: it gives signs of life, and returns whether to stop."""
+        """Return a function to call after each local step: it sends heartbeats and returns whether to stop."""
         listen = any(type(observer).beat is not Observer.beat for observer in self.observers.all)
         signs = [lambda: self.observers.beat(step(), {})] if listen else []
         signs += self.signs

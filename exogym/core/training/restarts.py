@@ -1,4 +1,4 @@
-"""New starts from the last checkpoint, around an engine that starts its processes itself."""
+"""Restart a failed run from the last checkpoint, if the engine starts its processes itself."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NOT_CURED = (ArgumentError, CheckpointError, DataError, ModelError, StrategyErro
 
 
 def restarted(model: nn.Module, options: FitOptions, train: Callable[[FitOptions], Result]) -> Result:
-    """Train; where a new start may cure what failed, again from the last checkpoint, `max_restarts` times at most."""
+    """Train. After an error that a restart may cure, restart from the last checkpoint, at most `max_restarts` times."""
     for attempt, given in enumerate(_attempts(model, options)):
         try:
             return _followed(given, train)

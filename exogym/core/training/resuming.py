@@ -1,4 +1,4 @@
-"""Resume: prepare a run's folder, and find the newest checkpoint of the same run in it."""
+"""Resume a run: prepare its checkpoint folder, and find the run's newest good checkpoint in this folder."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Kept:
     """A run's checkpoint folder, and the checkpoint from which it resumes.
 
     Attributes:
-        snapshot: this checkpoint; None: the run starts at step 0.
+        snapshot: the checkpoint from which the run resumes. None: the run starts at step 0.
     """
 
     def __init__(self, options: FitOptions, wire: Wire, undo: contextlib.ExitStack):
@@ -49,17 +49,17 @@ class Kept:
         self._complaints: list[str] = []
 
     def find(self, description: dict[str, Any], refused: Mapping[str, str]) -> None:
-        """If the run may resume, find its newest good checkpoint, and take over the choices recorded there."""
+        """If the run resumes, find its newest good checkpoint, and use the choices that this checkpoint records."""
         if self.options.resume:
             self.snapshot, self._complaints = matching_snapshot(
                 self.folder, description, self.options, self.wire, self.keepers, refused
             )
 
     def put_back(self, loop: TrainingLoop) -> None:
-        """Put the loop into the checkpoint's state, if there is one, and check that the loop can be saved.
+        """Load the checkpoint, if there is one, into the loop. Check that the loop's state can be saved.
 
         Raises:
-            Unfit: the run would not save this checkpoint.
+            Unfit: the checkpoint's contents differ from those that this run would save.
         """
         snapshot = self.snapshot
         if snapshot is not None:
@@ -72,7 +72,7 @@ class Kept:
 
 
 def open_folder(folder: Path, resume: bool, wire: Wire, undo: contextlib.ExitStack) -> Keepers:
-    """Prepare the checkpoint folder, and return its keepers: one, or one per host's folder."""
+    """Prepare the checkpoint folder. Return its keepers: the one process, or one per host, that writes files."""
     made: list[Path] = []
     undo.callback(remove_folders, made)
     everywhere(wire, lambda: made.extend([] if wire.is_hidden else check_folder(folder)))
@@ -101,9 +101,9 @@ def matching_snapshot(
     folder: Path, description: dict[str, Any], options: FitOptions, wire: Wire, keepers: Keepers,
     refused: Mapping[str, str],
 ) -> tuple[Snapshot | None, list[str]]:  # fmt: skip
-    """Return the newest good checkpoint of this run, and the errors of newer ones.
+    """Return this run's newest good checkpoint, and the errors of damaged newer checkpoints.
 
-    Takes over the choices that the run recorded there.
+    ExoGym's own choices (see `choices`) that the checkpoint records replace those in `description`.
     """
     snapshot, complaints = load_newest(folder, wire, keepers, refused)
     if snapshot is None:
@@ -168,14 +168,17 @@ def _check_chosen(snapshot: Snapshot, options: FitOptions) -> None:
     right["speeds"] = right["speeds"] and (speeds is not None) == (options.weighing is not None)
     for name, is_right in right.items():
         if not is_right:
-            raise CheckpointError(f"{snapshot.path}/run.json: this run cannot choose {name} as in chosen={chosen!r}")
+            raise CheckpointError(
+                f"{snapshot.path}/run.json records chosen={chosen!r}, but with its options this run cannot have that "
+                f"{name}: resume with the first run's options"
+            )
 
 
 def agree(wire: Wire, snapshot: Snapshot, check: Callable[[], None]) -> None:
-    """Do `check` in every process.
+    """Call `check` in every process.
 
     Raises:
-        Unfit: it raised CheckpointError in one process.
+        Unfit: `check` raised CheckpointError in at least one process.
     """
     why = None
     try:

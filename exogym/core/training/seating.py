@@ -1,4 +1,4 @@
-"""Sampled clients: only the nodes that act have rows, and they change seats when a round ends."""
+"""Client sampling with seats: only the clients that train now have rows. When a round ends, other clients use them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from exogym.core.training.around import Around
 
 
 class Seating(Around):
-    """An algorithm with fewer rows than nodes, `seats` saying who sits in them."""
+    """Wrap an algorithm with fewer rows than nodes. `seats` assigns the rows to clients."""
 
     def __init__(self, inner: Algorithm, seats: Seats):
         super().__init__(inner)

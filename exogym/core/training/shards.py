@@ -1,13 +1,15 @@
-"""Sampling of data shards: the shard on which a node trains in its next round (arXiv:2401.09135, 4.2).
+"""Sampling of data shards: draw the shard (share of the data) for a node's next round (arXiv:2401.09135, 4.2).
 
 Fast nodes train on more examples. If each node kept one shard, slow nodes' data would count less. So a node draws a
-shard when it begins a round. With |D_i| the examples of shard i, and n_i the examples drawn from it so far,
+shard when it begins a round. |D_i| is the number of examples in shard i, and n_i the number of examples drawn from
+shard i so far. The probability p_i of shard i is
 
-    p_i ~ max(|D_i| / sum_j |D_j| - n_i / sum_j n_j, 0)                       p_i ~ |D_i| if all are even
+    p_i ~ max(|D_i| / sum_j |D_j| - n_i / sum_j n_j, 0)                       p_i ~ |D_i| if all of these are 0
 
-Drawn examples count at once, so nodes that draw the same shard at the same time train on different examples of it. A
-step's learning rate follows its shard's schedule: the k-th step of shard i is at step k sum_j E_j / (N E_i) of T, with
-E_i the steps of an epoch of shard i. So all shards end when the schedule ends.
+Drawn examples count in n_i at once, so nodes that draw the same shard at the same time train on different examples. A
+step's learning rate follows its shard's schedule. The k-th step of shard i has the learning rate of step k sum_j E_j /
+(N E_i) in the schedule of T steps. E_i is the number of steps in an epoch of shard i, and N the number of nodes. So all
+shards end when the schedule ends.
 """
 
 from __future__ import annotations
@@ -24,12 +26,12 @@ from exogym.strategy.strategy import Run
 
 
 class Shards:
-    """The shards that nodes draw, the same in every process.
+    """The shards that nodes draw. Every process draws the same shards.
 
     Attributes:
         handed: (N,) steps drawn from each shard so far.
-        drawn: (N,) the shard of each node's round.
-        first: (N,) the shard's step with which each node's round begins.
+        drawn: (N,) the shard of each node's current round.
+        first: (N,) the step of that shard at which the node's round begins.
 
     >>> stream = Stream(list(range(8)), num_nodes=2, batch_size=2)
     >>> shards = Shards(stream, Run(2, 0, 100, stream.examples, 2))
@@ -48,25 +50,25 @@ class Shards:
         self.handed, self.drawn, self.first = (np.zeros(len(self.sizes), dtype=np.int64) for _ in range(3))
 
     def chances(self) -> np.ndarray:
-        """Return (N,) p, in exact numbers until the division."""
+        """Return (N,) the probability p_i of each shard. Integers until the final division avoid rounding."""
         seen = [int(steps) * b for steps, b in zip(self.handed, self.batch, strict=True)]
         lacking = [max(size * sum(seen) - n * sum(self.sizes), 0) for size, n in zip(self.sizes, seen, strict=True)]
         weights = lacking if any(lacking) else self.sizes
         return np.array([weight / sum(weights) for weight in weights])
 
     def draw(self, node: int, steps: int) -> None:
-        """Draw a shard for a round of `steps` steps of `node`."""
+        """Draw the shard for the next round of `node`, which takes `steps` steps."""
         draws = numpy_generator(self.seed, "data shards", node, int(self.handed.sum()))
         shard = int(draws.choice(len(self.sizes), p=self.chances()))
         self.drawn[node], self.first[node] = shard, self.handed[shard]
         self.handed[shard] += steps
 
     def source(self, node: int, done: int) -> tuple[int, int]:
-        """Return the shard of the node's round, and the shard's step after `done` steps of the round."""
+        """Return the shard of the node's current round, and the shard's step after `done` steps of this round."""
         return int(self.drawn[node]), int(self.first[node]) + done
 
     def rates_at(self, shard: int, first: int, count: int) -> np.ndarray:
-        """Return (count,) the schedule steps for `count` steps of a shard, from its step `first` on."""
+        """Return (count,) the schedule's steps for `count` steps of a shard, from the shard's step `first` on."""
         at = [int(k * self.pace[shard]) for k in range(first, first + count)]
         return np.minimum(at, self.total_steps - 1)
 

@@ -1,4 +1,4 @@
-"""A run's progress: the part of a checkpoint beside the fleet's state."""
+"""A run's progress. A checkpoint stores it beside the fleet's state."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class Standing:
         epoch: the last step's epoch, from 0.
         evaluated_at: step of the last evaluation.
         history: records up to `step`.
-        apart: consensus distance before this step's synchronization, if it was measured.
-        stopped: a callback has ended the training.
-        outcome: the final model, if it is known before the end.
-        before_saving: called in every process before a checkpoint is written.
+        apart: consensus distance before this step's synchronization. None: not measured.
+        stopped: whether a callback has ended the training.
+        outcome: the final model, if it was stored before the end. None: not stored yet.
+        before_saving: functions to call in every process before a checkpoint is written.
     """
 
     def __init__(self, agenda: Agenda, driver: Driver, fleet: Fleet, history: History, reports: Reports):
@@ -54,7 +54,7 @@ class Standing:
 
     @property
     def outages(self) -> Outages | None:
-        """Unplanned absences, by node and step; None if absences are planned or impossible."""
+        """Unplanned absences (lost hosts), by node and step. None if absences are planned or impossible."""
         there = self.driver.attendance
         if there is None:
             return None
@@ -64,26 +64,26 @@ class Standing:
 
     @property
     def seats(self) -> Seats | None:
-        """The nodes that have a row, if rows are fewer than nodes. None: all have one."""
+        """The assignment of rows to nodes, if rows are fewer than nodes. None: every node has a row."""
         return self.driver.seats
 
     def may_be_away(self, node: int, step: int) -> bool:
-        """Return whether a node may have been absent at `step`, so that no process keeps its row."""
+        """Return whether a node was absent at `step`: then perhaps no process holds its row."""
         there = self.driver.attendance
         return there is not None and node not in there.up(step)
 
     # The time
 
     def start_clock(self) -> None:
-        """Start the time measurement: the run trains from now on."""
+        """Start to measure the run's wall time."""
         self._start = time.perf_counter()
 
     def wall_s(self) -> float:
-        """Return the seconds that the run has trained, including the time before a resume."""
+        """Return the seconds that the run has trained, including the seconds before it was resumed."""
         return self._wall_before_s + self.span_s()
 
     def span_s(self) -> float:
-        """Return the seconds that the run has trained in this process."""
+        """Return the seconds that the run has trained since this process called `start_clock`."""
         return time.perf_counter() - self._start if self._start else 0.0
 
     # Saved, and put back
@@ -101,7 +101,7 @@ class Standing:
         return path
 
     def counters(self) -> dict[str, Any]:
-        """Return the run's counters, JSON-able. The fleet's state and the history are saved apart."""
+        """Return the run's counters, as JSON values. Checkpoints store the fleet's state and the history separately."""
         losses = self.driver.losses
         return {
             "step": self.step,
@@ -113,7 +113,7 @@ class Standing:
         }
 
     def stand(self, counters: dict[str, Any]) -> None:
-        """Load `counters`. The caller loads state and history after this."""
+        """Load counters that `counters` returned. The caller then loads the fleet's state and the history."""
         losses, end = self.driver.losses, counters["begun_end"]
         losses.forget()
         if end is not None:
@@ -131,5 +131,5 @@ class Standing:
         self.agenda.description = description
 
     def carry_on(self, wall_s: float) -> None:
-        """After going back to an earlier checkpoint within a run: keep the elapsed time."""
+        """Set the wall time before now to `wall_s`: it must not go back when a run returns to an earlier checkpoint."""
         self._wall_before_s = wall_s

@@ -1,4 +1,4 @@
-"""A run's subject as a value: the model, the data and the loss."""
+"""What a run trains, as one object: the model, the data sets, the loss function and the metrics."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A run's virtual clock: it predicts the time on a given network while the run trains.
 
-A step takes the given seconds, or the seconds measured here for each node. The network gives the collectives' seconds.
-Training does not depend on the clock.
+A step takes the given seconds, or the seconds that ExoGym measures on this machine for each node. The network
+determines the collectives' seconds. Training does not depend on the clock.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ from exogym.core.fleet.state import Shared
 
 
 class Timing:
-    """Advance a `Clock` by the computing and sending of a fleet's nodes.
+    """Advance a `Clock` by the time for which a fleet's nodes compute and send.
 
     In a simulation's clock, averages that arrive late overlap with computing. On hosts, a run waits for them where it
-    sends them. A measured network stands for hosts that run ExoGym. There an all-reduce takes as long as the run's own:
-    the exact one, unless `reduction="native"`.
+    sends them. A measurednetwork predicts hosts that run ExoGym. So an all-reduce takes as long there as ExoGym's exact
+    all-reduce, or torch's with `reduction="native"`.
 
     Args:
-        fleet: the clock counts its communicator's events from here on.
-        network, step_seconds, timeline: as for `Clock`; `step_seconds=None`: measured.
+        fleet: from now on, the clock follows the events of this fleet's communicator.
+        network, step_seconds, timeline: as for `Clock`. With `step_seconds=None` ExoGym measures the steps.
         work: (N,) size of each node's steps relative to `step_seconds`, if sizes differ.
-        spread: for nodes of several devices: (N,) the share of a step's time that they need, and (N,) extra seconds.
+        spread: for nodes of several devices: (N,) the share of one device's step time that the devices together need,
+            and (N,) extra seconds per step.
 
     >>> from exogym.fleet import Fleet
     >>> fleet = Fleet(torch.nn.Linear(2, 1), range(2), 2, torch.device("cpu"))
@@ -67,14 +68,14 @@ class Timing:
         fleet.state.register("clock", Shared(self.clock.state, self.clock.load_state))
 
     def took(self, steps: Sequence[tuple[int, int]], begin: float) -> None:
-        """Record that rows have taken (row, count) `steps` since `begin` (`time.perf_counter`), sharing the time."""
+        """Record `steps`, pairs (row, count), which together took the time since `begin` (`time.perf_counter`)."""
         taken_s = time.perf_counter() - begin
         total = sum(count for _, count in steps)
         for row, count in steps:
             self.taken_s[row] += taken_s * count / total
 
     def computed(self, counts: np.ndarray | int, agreements: int = 0) -> None:
-        """Record that all nodes have taken `counts` steps, (N,) or one number, and then agree `agreements` times."""
+        """Record that the nodes took `counts` steps, (N,) or one number, and then agreed `agreements` times."""
         counts = np.broadcast_to(np.asarray(counts), self.fleet.num_nodes)
         if not self.is_measured:
             self.clock.advance(counts)
@@ -101,15 +102,15 @@ class Timing:
 
     @property
     def time_s(self) -> float:
-        """Predicted seconds so far: the last node's time."""
+        """Predicted seconds of the run so far: the latest time on any node's clock."""
         return self.clock.last_s
 
     def parts(self) -> dict[str, list[float]]:
-        """Return each node's seconds of computing, waiting, sending and outages so far, for the first 64 nodes."""
+        """Return the seconds so far of computing, waiting, sending and outages, for each of the first 64 nodes."""
         return {part: self.clock.seconds(part, slice(MOST_NODES)).round(6).tolist() for part in PARTS}
 
     def values(self, node: int | None = None) -> dict[str, float]:
-        """Return a node's time_s, waiting_share and bandwidth_use. None: the last node's time, and the mean shares."""
+        """Return time_s, waiting_share and bandwidth_use of `node`. None: the largest time, and mean shares."""
         clock = self.clock
         if node is not None:
             return clock.figures(node)
@@ -121,6 +122,6 @@ class Timing:
 
 
 def mean_seconds(step_seconds: Any, num_nodes: int, spread: tuple[np.ndarray, np.ndarray] | None) -> np.ndarray:
-    """Return (N,) the given seconds of each node's step. `spread`: see `Timing`."""
+    """Return (N,) the mean seconds of each node's step, from the option `step_seconds`. `spread`: see `Timing`."""
     time_ = step_seconds if isinstance(step_seconds, StepTime) else StepTime(step_seconds)
     return (time_ if spread is None else time_.for_work(*spread)).mean_s(num_nodes)

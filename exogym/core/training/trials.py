@@ -1,4 +1,4 @@
-"""`processes="auto"`: a short trial says how many processes pay."""
+"""The option `processes="auto"`: choose the number of processes by a short trial."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ TRIAL_S = 0.3
 
 
 def chosen_processes(subject: Subject, options: FitOptions, asked: EngineOptions, rows: int) -> int:
-    """Return how many processes pay, after a short trial with so many `rows` in one; say which and why."""
+    """Return the number of processes with which the run probably ends soonest, and print the choice with its reason.
+
+    A short trial trains `rows` rows in one process and measures the time."""
     from exogym.core.engine.forks import can_fork
     from exogym.core.engine.here import Forked
 
