@@ -1,4 +1,4 @@
-"""`python -m exogym`: the command line, like `exogym`. Ctrl-C ends it with one line, even while it loads."""
+"""`python -m exogym`: the same command line as `exogym`. Ctrl-C ends it with one line, even while it loads."""
 
 import sys
 

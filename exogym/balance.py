@@ -1,11 +1,12 @@
-"""Share the load by speed: fast machines get more nodes, larger batches, or more local steps.
+"""Share the load by speed: fast machines get more nodes, or fast nodes get larger batches or more local steps.
 
     nodes    fast processes hold more nodes: only the placement changes, and the result keeps the same bits
     batch    node i takes b_i examples per step and weighs b_i in every mean; the b_i sum to N b
     steps    node i takes a share v_i / max v of the local steps, and weighs that share in every mean
 
-v_i are the speeds. All wait for the node with the largest c_i / v_i, where c_i >= 1 is its count of nodes or examples.
-`share_out` makes this maximum as small as possible.
+v_i is the speed of process or node i, N the number of nodes, and b the batch size. All processes or nodes wait for the
+one with the largest c_i / v_i, where c_i >= 1 is its number of nodes or examples. `share_out` makes this maximum as
+small as possible.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ class Balance:
 
     Args:
         kind: "nodes" shares the nodes among processes; "batch" or "steps" shares examples or local steps among nodes.
-        speeds: relative speeds over 0, one per process ("nodes") or per node ("batch", "steps"). None: `fit` measures
-            them at its start, by a few training steps in every process.
+        speeds: relative speeds above 0, one per process ("nodes") or one per node ("batch", "steps"). None: `fit`
+            measures them at its start, by a few training steps in every process.
 
     Raises:
         ArgumentError: `kind` is unknown, or a speed is not a positive number.
@@ -47,7 +48,7 @@ class Balance:
 
     @staticmethod
     def of(given: Any) -> Balance:
-        """Return `given` as a Balance. Text is taken as the kind."""
+        """Return `given` as a `Balance`. A text is taken as the kind."""
         if isinstance(given, Balance):
             return given
         if not isinstance(given, str):
@@ -55,7 +56,7 @@ class Balance:
         return Balance(given)
 
     def check_speeds(self, count: int, of: str) -> None:
-        """Raise ArgumentError if speeds were given, but not `count` of them: one for each of the `of` (nodes, ...)."""
+        """Raise ArgumentError if the number of given speeds is not `count`. `of` names the members, such as "nodes"."""
         if self.speeds is not None and len(self.speeds) != count:
             raise ArgumentError(
                 f"balance={self.kind!r} has {len(self.speeds)} speeds for {count} {of}: give one for each, or leave "
@@ -63,22 +64,22 @@ class Balance:
             )
 
     def counts(self, total: int) -> list[int]:
-        """Return whole counts that sum to `total`, shared by the speeds, each at least 1."""
+        """Divide `total` items by the speeds. Return one whole number of at least 1 per speed; their sum is `total`."""
         assert self.speeds is not None
         return share_out(total, self.speeds)
 
     def shares(self) -> list[Fraction]:
-        """Return each speed as a fraction of the largest, exact in the decimals given."""
+        """Return each speed as an exact fraction of the largest speed, computed from the speeds' decimal digits."""
         assert self.speeds is not None
         exact = [Fraction(str(speed)) for speed in self.speeds]
         return [speed / max(exact) for speed in exact]
 
 
 def share_out(total: int, speeds: Sequence[float]) -> list[int]:
-    """Return whole counts of at least 1 that sum to `total`, with the smallest possible maximum of count / speed.
+    """Divide `total` items by speed: return counts of at least 1, with the smallest maximum of count / speed.
 
-    Items are dealt one after another to the member that would finish it first; ties go to the lower index (D'Hondt's
-    rule). With equal speeds the first members get one more.
+    Items are dealt one after another. Each item goes to the member that would finish it first; ties go to the lower
+    index (D'Hondt's rule). With equal speeds, the first members get one item more if `total` cannot be divided evenly.
 
     Raises:
         ArgumentError: `total` is smaller than the number of speeds.
@@ -88,7 +89,7 @@ def share_out(total: int, speeds: Sequence[float]) -> list[int]:
     """
     n = len(speeds)
     if total < n:
-        raise ArgumentError(f"total={total} is too small for {n} speeds: each needs at least one")
+        raise ArgumentError(f"total={total} is too small for {n} speeds: there must be at least one item per speed")
     whole = sum(speeds)
     counts = [max(1, math.floor((total - n) * (speed / whole))) for speed in speeds]  # lower bounds
     queue = [((counts[i] + 1) / speeds[i], i) for i in range(n)]
@@ -101,7 +102,7 @@ def share_out(total: int, speeds: Sequence[float]) -> list[int]:
 
 
 def speeds_of(seconds: Sequence[float]) -> list[float]:
-    """Return speeds relative to the fastest, rounded to three digits, from each one's `seconds` for the same work.
+    """Return each member's speed relative to the fastest one's, rounded to three digits, from `seconds` for equal work.
 
     >>> speeds_of([0.01, 0.03])
     [1.0, 0.333]

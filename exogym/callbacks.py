@@ -1,9 +1,10 @@
 """Callbacks: functions that the training loop calls after evaluations, or every n steps.
 
-A callback is any callable that takes a `Running` training. `fit` calls it after each evaluation; wrapped in `Every(n,
-function)`, after each n-th step. It runs in the main process only, and ends the training by returning True.
+A callback is any callable that takes a `Running` object: the training loop. `fit` calls the callback after each
+evaluation. If you wrap a function in `Every(n, function)`, `fit` calls it after each n-th step. A callback runs in the
+main process only. It can end the training by returning True.
 
-A callback with its own rhythm, and with state that checkpoints keep:
+This callback is called every two steps, and has state that checkpoints save:
 
 >>> import torch
 >>> from exogym import LocalTrainer
@@ -41,12 +42,12 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 class Running(Protocol):
-    """The running training, as a callback sees it.
+    """The object that a callback gets: the training loop of the running training.
 
     Attributes:
-        step: steps done.
+        step: the number of steps done.
         evaluated_at: step of the last evaluation.
-        history: the records; `history.add_evaluation(step, epoch, values, node=None)` adds your own numbers.
+        history: the run's records. `history.add_evaluation(step, epoch, values, node=None)` adds your own numbers.
         fleet: this process's rows: blocks, their layout, buffers.
     """
 
@@ -60,13 +61,13 @@ class Running(Protocol):
         """The epoch of the last step, from 0."""
 
     def rows(self) -> list[Tensor]:
-        """Return all nodes' parameters, (N, P) per block, gathered from all processes. Traffic does not count."""
+        """Return all nodes' parameters, (N, P) per block, from all processes. Their traffic is not counted."""
 
     def average(self) -> tuple[list[Tensor], dict[str, Tensor]]:
         """Return the averaged (or outer) model: a tensor (P,) per block, and the buffers by name."""
 
     def evaluate(self, node: int | None = None) -> dict[str, float]:
-        """Return losses and metrics of a node's model; None: of the averaged model. {} without a validation set."""
+        """Return losses and metrics of the model of `node`, or of the averaged model. {} without a validation set."""
 
     def measure(self, vectors: list[Tensor], buffers: dict[str, Tensor]) -> dict[str, float]:
         """Return losses and metrics of any parameters and buffers, in the form that `average` returns."""
@@ -75,17 +76,18 @@ class Running(Protocol):
         """Write a checkpoint if there is a save_dir, and return its folder."""
 
     def beat(self) -> None:
-        """Report that a long callback is still at work: the time that `hang_s` of `fit` allows starts anew."""
+        """Report that a long callback is still running. The time limit `hang_s` of `fit` starts anew."""
 
 
 class Callback:
-    """A callback with its own rhythm, or with state that checkpoints save.
+    """Base class for callbacks that choose when they are called, or have state that checkpoints save.
 
     Attributes:
-        steps: call it after every step that this number divides. None: not by steps.
-        at_evaluations: call it after each evaluation.
-        may_end: it may end the training by returning True. Then a synchronization at its steps first measures the
-            consensus distance, for the last evaluation. Between hosts that moves all rows twice.
+        steps: call the callback after every step that this number divides. None: do not call it at steps.
+        at_evaluations: whether to call the callback after each evaluation.
+        may_end: whether the callback may end the training by returning True. If so, the run measures the consensus
+            distance before each synchronization at the callback's steps, because it may be needed for the last
+            evaluation. Between hosts this measurement moves all rows twice.
     """
 
     steps: int | None = None
@@ -94,7 +96,7 @@ class Callback:
 
     @staticmethod
     def of(given: Callable[[Running], Any]) -> Callback:
-        """Return `given` as a Callback. A plain function is called after each evaluation."""
+        """Return `given` as a Callback. A plain function becomes a callback that is called after each evaluation."""
         return given if isinstance(given, Callback) else _AtEvaluations(given)
 
     def __call__(self, loop: Running) -> Any:
@@ -105,13 +107,13 @@ class Callback:
         return {}
 
     def load_state(self, state: dict[str, Tensor]) -> None:
-        """Load the tensors of `state`; {} if the run starts, or if the checkpoint has no such callback."""
+        """Load tensors that `state` returned. They are {} in a new run, or if the checkpoint has no such callback."""
 
 
 class Every(Callback):
-    """Call `function(loop)` after every step that `steps` divides. Stretches end there.
+    """Call `function(loop)` after every step that `steps` divides. Each stretch ends at such a step.
 
-    Give `may_end=False` if the function never returns True: it is cheaper between hosts (see `Callback`).
+    Give `may_end=False` if the function never returns True. This saves communication between hosts (see `Callback`).
 
     >>> Every(100, lambda loop: loop.step >= 500).steps
     100
@@ -136,7 +138,7 @@ class _AtEvaluations(Callback):
 
 
 class EvaluateNodes(Callback):
-    """At each evaluation, evaluate each present node too. The history gets a record for each."""
+    """At each evaluation, also evaluate each present node's model. The history gets a record for each node."""
 
     may_end = False
 
@@ -146,24 +148,25 @@ class EvaluateNodes(Callback):
 
 
 class WeightAverage(Callback):
-    """The averaged (or outer) model's average over time: exponential (EMA), or the plain mean (SWA).
+    """Average the averaged (or outer) model over time: exponentially (EMA), or as a plain mean (SWA).
 
-    After every k-th step, with theta the model there and n the number of models so far, this one included:
+    Every k steps, theta (the model after that step) updates the average a. n is the number of models so far:
 
         a <- d a + (1 - d) theta      with `decay` d; the first model is copied
         a <- a + (theta - a) / n      with `decay=None`
 
     For DiLoCo theta is the outer model, which changes at outer steps only. Floating-point buffers (BatchNorm's
-    statistics) are averaged in the same way; other buffers are copied. Nothing is sent, so the nodes' bytes stay the
-    same. Each evaluation evaluates the average too: its values `average_val_loss`, `average_val_accuracy`, ... stand
-    in the averaged model's record. Checkpoints save it. A resumed run whose checkpoint has no average starts a new one.
+    statistics) are averaged in the same way; other buffers are copied. The nodes send nothing for this average, so
+    their bytes stay the same. Each evaluation also evaluates the average. The averaged model's record gets the values
+    `average_val_loss`, `average_val_accuracy`, ... Checkpoints save the average. A resumed run whose checkpoint has no
+    average starts a new average.
 
-    Polyak, Juditsky, SIAM J. Control Optim. 30, 1992; Izmailov et al., arXiv:1803.05407. Memory: P elements in the
-    model's dtype, in the main process.
+    Polyak, Juditsky, SIAM J. Control Optim. 30, 1992; Izmailov et al., arXiv:1803.05407. Memory: one element per
+    parameter in the model's dtype, in the main process.
 
     Args:
-        decay: d, from 0 to under 1. None: the plain mean.
-        steps: k.
+        decay: d, at least 0 and less than 1. None: the plain mean.
+        steps: k, the number of steps between two models of the average.
         start_step: ignore models before this step.
 
     >>> average = WeightAverage(decay=0.99, steps=10)
@@ -215,14 +218,14 @@ class WeightAverage(Callback):
 
     @torch.no_grad()
     def load_into(self, model: Model) -> Model:
-        """Copy the average's parameters and buffers into `model`, and return it.
+        """Copy the average's parameters and buffers into `model`, and return `model`.
 
         Raises:
-            ArgumentError: no model was averaged yet, or `model` has another architecture than the trained model.
+            ArgumentError: there is no average yet, or `model` has another architecture than the trained model.
         """
         if not self.count:
             raise ArgumentError(
-                "no model was averaged: give this to fit(callbacks=[...]), and train past its start_step"
+                "no model was averaged: give this callback to fit(callbacks=[...]), and train past its start_step"
             )
         tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         given = {slot.name: slot.of(self._vectors[b]) for slot, b in self._names} | self._buffers

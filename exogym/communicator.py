@@ -1,4 +1,4 @@
-"""Collectives between nodes, with their bytes counted.
+"""Collectives between nodes. The communicator counts their bytes.
 
 The names are defined in `exogym.core.communicator`.
 """

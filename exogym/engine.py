@@ -1,4 +1,4 @@
-"""Engines: where a run's processes live.
+"""Engines: they start a run's processes, on this machine, on hosts or on Ray.
 
 The names are defined in `exogym.core.engine`.
 """

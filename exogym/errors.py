@@ -9,9 +9,9 @@
     ├── CheckpointError  a checkpoint that is missing, damaged, or from another run
     └── WorkerError      a process of the run is gone (killed, out of memory, cut off)
 
-Each message names the given value, the wanted value, and the remedy.
+Each message names the given value and the wanted value, and says what to do.
 
-Catch an error by its own name, or by a name above it:
+Catch an error by its own class, or by a class above it in the tree:
 
 >>> for kind in (ArgumentError, ModelError, DataError, StrategyError, TrainingError, CheckpointError, WorkerError):
 ...     try:
@@ -43,7 +43,7 @@ from exogym.core.base.streams import BROKEN_PIPE, STDERR, fill_in, is_stdout_gon
 
 
 class ExoGymError(Exception):
-    """The root of the tree: catch this to catch every error that ExoGym raises on purpose."""
+    """The base class of all errors that ExoGym raises on purpose. Catch it to catch every such error."""
 
 
 class ArgumentError(ExoGymError, ValueError, TypeError):
@@ -71,18 +71,18 @@ class CheckpointError(ExoGymError):
 
 
 class WorkerError(ExoGymError):
-    """A process of the run is gone: it was killed, ran out of memory or was cut off."""
+    """A process of the run has ended: it was killed, ran out of memory, or lost its connection."""
 
 
 class Stopped(KeyboardInterrupt):
-    """A signal ended the run. With a `save_dir` the run was saved first. This is not an error, so not in the tree.
+    """A signal ended the run. With a `save_dir` the run first wrote a checkpoint. This class is not an `ExoGymError`.
 
     Args:
-        by: the signal; None: another process got it.
-        step: the steps done.
+        by: the signal. None: another process received the signal.
+        step: the number of steps done.
 
     Attributes:
-        left: the run's result so far, if another process held it.
+        left: the run's results so far, if the run was in other processes (such as Ray's).
     """
 
     def __init__(self, by: signal.Signals | None, step: int):
@@ -92,7 +92,7 @@ class Stopped(KeyboardInterrupt):
 
 
 def nearest(given: str, known: Iterable[str]) -> str:
-    """Return "did you mean 'x'?" for the nearest known name in any case, or a list of the known names.
+    """Return "did you mean 'x'?" with the most similar known name, or a list of the known names. Case does not matter.
 
     A single known name that ends in the given word comes first: for "nodes" this is "num_nodes", not "node".
 
@@ -110,9 +110,10 @@ def nearest(given: str, known: Iterable[str]) -> str:
 
 
 def run_script(main: Callable[[], object]) -> None:
-    """Call `main`. If it fails, print one line and exit: status 1 for an ExoGym error, 130 for Ctrl-C.
+    """Call `main`. If it fails, print one line and exit with a status: 1 for an ExoGym error, 130 for Ctrl-C.
 
-    The status is 141 if nobody reads stdout any more, as behind `| head`.
+    The status is 141 if the reader of stdout has closed it, as `
+     head` does.
 
     >>> run_script(lambda: print("trained"))
     trained
@@ -142,14 +143,14 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def checked(function: F) -> F:
-    """Refuse unknown keyword arguments of `function` with the nearest real name.
+    """Decorate `function`: refuse unknown keyword arguments with an error that suggests the most similar real name.
 
-    It accepts an argument's second name (`ALIASES`). An argument declared as `bool` must be True or False, because the
-    text "no" would count as true.
+    The decorated function also accepts an argument's second name (`ALIASES`). An argument declared as `bool` must be
+    True or False, because the text "no" would count as true.
 
-    Around an `__init__` it also keeps the given arguments in `self.given_arguments`, so that an object can describe
-    itself. A class or function may explain in its dict `not_taken` why it lacks an argument of its relatives; the error
-    then gives this reason instead of a name.
+    For an `__init__` the decorator also stores the given arguments in `self.given_arguments`, so that an object can
+    describe itself. A class or function may have a dict `not_taken`, from an argument that similar classes take to the
+    reason why this one does not. For such an argument the error gives this reason instead of a name.
 
     Raises:
         ArgumentError: `function` does not take an argument, or a required argument is missing.
@@ -189,13 +190,13 @@ def checked(function: F) -> F:
 
 
 def without_aliases(given: dict[str, Any], names: Collection[str], kept: Collection[str] = ()) -> dict[str, Any]:
-    """Return the `given` arguments with first names instead of second names, for a function that takes `names`.
+    """Return the `given` arguments for a function that takes `names`. First names (`ALIASES`) replace second names.
 
     Args:
-        kept: second names that stay, because the signature shows them.
+        kept: second names that are not replaced, because the function's signature has them.
 
     Raises:
-        ArgumentError: the value means nothing under the first name, or contradicts the value given there.
+        ArgumentError: the value is not allowed for the first name, or contradicts the value given for the first name.
     """
     for alias in given.keys() & ALIASES.keys() - set(kept):
         name, values = ALIASES[alias]
@@ -237,7 +238,7 @@ MOST_COUNT = 2**53  # the largest whole number that JSON readers keep exactly
 
 
 def check_count(name: str, given: Any, least: int = 1) -> None:
-    """Raise ArgumentError unless `given` is a whole number of at least `least`, and at most 2^53."""
+    """Raise ArgumentError unless `given` is a whole number from `least` to 2^53."""
     if isinstance(given, bool) or not isinstance(given, int) or not least <= given <= MOST_COUNT:
         high = " and at most 2^53" if isinstance(given, int) and given > MOST_COUNT else ""
         raise ArgumentError(f"{name}={given!r} must be a whole number of at least {least}{high}")
@@ -250,7 +251,7 @@ def check_switch(name: str, given: Any) -> None:
 
 
 def check_port(name: str, given: Any, least: int = 1) -> None:
-    """Raise ArgumentError unless `given` is a port of at least `least`."""
+    """Raise ArgumentError unless `given` is a port number from `least` to 65535."""
     if isinstance(given, bool) or not isinstance(given, int) or not least <= given <= 65535:
         raise ArgumentError(f"{name}={given!r} must be a port, {least} to 65535")
 
@@ -259,7 +260,7 @@ def check_number(
     name: str, given: Any, *, over: float | None = None, least: float | None = None, under: float | None = None,
     most: float | None = None, more: str = "",
 ) -> None:  # fmt: skip
-    """Raise ArgumentError unless `given` is a finite number in a range. The message ends with `more`.
+    """Raise ArgumentError unless `given` is a finite number in a range. The error's message ends with the text `more`.
 
     >>> check_number("decay", 1.5, least=0, under=1, more=", or None")
     Traceback (most recent call last):
@@ -284,7 +285,8 @@ def needs(module: str, extra: str | None = None) -> Any:
     """Import and return a module of an optional package.
 
     Raises:
-        ExoGymError: the package is not installed. The message names the extra that installs it, if there is one.
+        ExoGymError: the package is not installed. The message names the extra of ExoGym that installs the package, if
+            there is such an extra.
 
     >>> needs("surely_not_installed", "whisper")
     Traceback (most recent call last):

@@ -1,4 +1,4 @@
-"""The rows of all nodes: blocks, layout and saved state.
+"""The fleet, a run's rows of all nodes: blocks, layout and saved state.
 
 The names are defined in `exogym.core.fleet`.
 """

@@ -1,4 +1,4 @@
-"""Hosts over SSH: check them and start runs.
+"""Hosts over SSH: check the hosts, and start runs on them.
 
 The names are defined in `exogym.machines.remote`.
 """

@@ -1,9 +1,9 @@
-"""Test any strategy against the laws, and compare models by fingerprints.
+"""Test any strategy against the laws (properties that every strategy must have), and compare models by fingerprints.
 
     from exogym.testing import check_strategy
     check_strategy(lambda: MyStrategy(lr=0.01))
 
-If a law does not hold, `StrategyError` names the law, the observation, and the usual cause.
+If a law does not hold, a `StrategyError` names the law, says what the test observed, and names the usual cause.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LAWS = ("repeatable", "stretches", "stopping", "placement", "single node", "byte
 
 
 def fingerprint(model: nn.Module) -> str:
-    """Return the SHA-256 over the model's state dict, in order: names, dtypes, shapes and bytes.
+    """Return a SHA-256 of the model's state dict: of all tensors' names, dtypes, shapes and bytes, in order.
 
     >>> a, b = nn.Linear(2, 2), nn.Linear(2, 2)
     >>> fingerprint(a) == fingerprint(copy.deepcopy(a)) != fingerprint(b)
@@ -78,16 +78,16 @@ def check_strategy(
     """Test a strategy against the laws.
 
     Args:
-        factory: makes the strategy; called for each run.
-        num_nodes: nodes of each run.
-        steps: steps of each run. Take enough for the strategy to communicate a few times.
-        payload_bytes: function of (parameter bytes P b, steps) that returns the bytes that each node hands over in the
-            whole run. None: the law of bytes is not checked.
-        learning: the validation loss must fall below this share of its first value.
+        factory: a function that makes the strategy. It is called for each run.
+        num_nodes: number of nodes in each run.
+        steps: number of steps in each run. It must be so large that the strategy communicates a few times.
+        payload_bytes: a function of (bytes of the model's parameters, steps). It returns the payload of each node in
+            the whole run, in bytes. None: do not test the law "bytes".
+        learning: the validation loss must fall below `learning` times its first value.
         skip: names of laws to leave out.
 
     Returns:
-        Each law's name -> the observation.
+        A dict from each law's name to the test's observation.
 
     Raises:
         StrategyError: a law does not hold.
@@ -100,11 +100,11 @@ def check_strategy(
     """
     if not callable(factory):
         raise ArgumentError(
-            f"factory={factory!r}: give a function that makes a new one, as lambda: DiLoCoStrategy(H=5)"
+            f"factory={factory!r}: give a function that makes a new strategy, such as lambda: DiLoCoStrategy(H=5)"
         )
     if payload_bytes is not None and not callable(payload_bytes):
         raise ArgumentError(
-            f"payload_bytes={payload_bytes!r}: give a function, as lambda row_bytes, steps: row_bytes * steps"
+            f"payload_bytes={payload_bytes!r}: give a function, such as lambda row_bytes, steps: row_bytes * steps"
         )
     for name in skip:
         check_choice("skip", name, LAWS)
@@ -169,11 +169,13 @@ class _Battery:
                     "number. A strategy for one node may keep tensors and numbers in any attribute"
                 )
             if history.column("payload_bytes")[1][-1] != self.history.column("payload_bytes")[1][-1]:
-                raise StrategyError(f"law 'stopping': stopped after step {stop} and resumed, a run counts other bytes")
+                raise StrategyError(
+                    f"law 'stopping': a run that stopped after step {stop} and resumed counts other bytes"
+                )
         return "stopped and resumed, runs end in the same bits"
 
     def placement(self) -> str:
-        """Compare one block of all rows with one block per row, on random local steps: the same bits."""
+        """Test that one block with all rows and one block per row give the same bits, on random local steps."""
         strategy = self.factory()
         if strategy.driven_by != "rounds":
             return "written for one node, so nodes are always apart"
@@ -205,7 +207,9 @@ class _Battery:
         row = sum(p.numel() * p.element_size() for p in model.parameters())
         wanted = self.payload(row, self.steps)
         if abs(seen - wanted) > 1e-9 * max(1.0, wanted):
-            raise StrategyError(f"law 'bytes': each node handed over {seen:.1f} bytes, the formula says {wanted:.1f}")
+            raise StrategyError(
+                f"law 'bytes': each node handed over {seen:.1f} bytes, but payload_bytes gives {wanted:.1f}"
+            )
         return f"{seen:.0f} bytes per node"
 
     def learns(self) -> str:

@@ -67,7 +67,7 @@ class _Turn:
                 self.lock.release()
 
     def forked(self) -> None:
-        """Reset the lock in a forked process, if another thread held it: only the forking thread lives on there."""
+        """In a forked process: reset the lock if another thread held it. That thread does not exist here."""
         if self.thread != threading.get_ident():
             self.__init__()  # type: ignore[misc]
 
@@ -78,19 +78,20 @@ if hasattr(os, "register_at_fork"):
 
 
 class Trainer(ABC):
-    """Base of all trainers: the model, the data, and the last `fit`'s results.
+    """Base class of all trainers. A trainer holds the model, the data, and the last `fit`'s results.
 
     Args:
-        model: a module. `model(batch)` returns the loss (`exogym.core.compute.outputs`), or predictions if there is a
+        model: a module. `model(batch)` returns the loss (`exogym.core.compute.outputs`), or predictions if you give a
             `loss_fn`.
         train_dataset: a data set, or a factory called as `factory(rank, num_nodes, is_train)`.
-        val_dataset: likewise, or None.
-        loss_fn: `loss_fn(predictions, targets)` for models that return predictions.
-        metrics: functions by name, called as `function(predictions, targets)` and reported as val_<name>.
+        val_dataset: the validation set, in the same form, or None.
+        loss_fn: a function for models that return predictions. `loss_fn(predictions, targets)` returns the loss.
+        metrics: a dict from name to function. `function(predictions, targets)` returns a value, which the history
+            records as val_<name>.
 
     Attributes:
         history: the last fit's `History`, a sequence of dicts.
-        description: the last run's options, as a JSON-able dict.
+        description: the last run's options, as a dict of JSON values.
         clock: the last fit's virtual clock; None without a `network`.
         traffic: the last fit's calls and payload, tx and rx bytes by collective, summed over all nodes.
 
@@ -130,11 +131,11 @@ class Trainer(ABC):
 
     @abstractmethod
     def fit(self, strategy: Strategy) -> nn.Module:
-        """Train the model with `strategy`. Each trainer decides on which machines."""
+        """Train the model with `strategy`. Each trainer class decides on which machines the nodes run."""
 
 
 class LocalTrainer(Trainer):
-    """Train on this machine: N simulated nodes in one process or several, or in torchrun's processes.
+    """Train N simulated nodes on this machine, in one or several processes, or in the processes that torchrun started.
 
     >>> import torch
     >>> from exogym import LocalTrainer
@@ -155,22 +156,23 @@ class LocalTrainer(Trainer):
 
     @takes(FitOptions)
     def fit(self, asked: FitOptions) -> nn.Module:
-        """Train the trainer's model in place, and return it: it holds the final averaged (or outer) parameters.
+        """Train the trainer's model in place, and return it with the final averaged (or outer) parameters.
 
         Raises:
-            ArgumentError, DataError, ModelError, StrategyError: a wrong option, data set, model or strategy. Raised
-                before training if possible. Also if another thread of this process is in `fit`, or if another run
-                holds `save_dir`.
+            ArgumentError, DataError, ModelError, StrategyError: a wrong option, data set, model or strategy. `fit`
+                raises the error before training if possible. It also raises ArgumentError if another thread of this
+                process is in `fit`, or if another run uses `save_dir`.
             TrainingError: a loss, gradient or update is not finite. The message names node, step and tensor.
             CheckpointError: `resume` found a checkpoint of another run, or no readable checkpoint.
-            WorkerError: one of several processes was killed or hung. The message says at which step; the other
-                processes have ended.
-            KeyboardInterrupt, SystemExit: SIGINT (Ctrl-C) or SIGTERM. With `save_dir` the run is saved first, with
-                each node's state. A second signal acts at once.
+            WorkerError: one of several processes was killed or hung. The message says at which step. The other
+                processes have ended too.
+            KeyboardInterrupt, SystemExit: the process received SIGINT (Ctrl-C) or SIGTERM. With `save_dir` the run
+                first writes a checkpoint, with each node's state. A second signal acts at once.
 
         After an error, Ctrl-C or SIGTERM during training, the model holds the average of the nodes' parameters at that
-        moment. With several processes an error leaves the average of this process's nodes. `trainer.history` holds the
-        records so far. After an error with `engine="ray"` model and history are as before `fit`.
+        moment. After an error with several processes, it holds the average of only this process's nodes.
+        `trainer.history` holds the records so far. After an error with `engine="ray"`, model and history are as before
+        `fit`.
         """
         from exogym.core.training.checking import asked_to_go_on, checked_options
 

@@ -1,13 +1,14 @@
-"""Run folders: find runs, see their state, load their curves, export them, and draw several runs together.
+"""Work with run folders: find runs, see their state, load and export their records, and draw several runs together.
 
     runs.list("runs")          each run, comparison and sweep in a folder; a comparison's runs are PARENT/CHILD
     runs.load("runs/digits")   one run: description, records, events, summary
     runs.draw([...], "out")    the curves of any runs in one picture
-    runs.summary("runs/cmp")   a comparison or sweep in short: a row for each strategy or cell, a verdict
+    runs.summary("runs/cmp")   a comparison or sweep in short: a row for each strategy or cell, and a verdict
 
-Everything comes from the files of `exogym.core.record.run_folder`. You may read them at any time: while a run writes
-them, after a kill in the middle of a line, and while a folder is being removed. A folder with contents that no run
-writes (`exogym.core.record.schema`) is listed as "unreadable", with the reason. Other lines stay as they are.
+All data come from the files that `exogym.core.record.run_folder` describes. You may read these files at any time: while
+a run writes them, after a kill in the middle of a line, and while a folder is being removed. If a folder has contents
+that no run writes (`exogym.core.record.schema`), `list` shows it as "unreadable", with the reason. Other folders are
+not affected.
 
 >>> import tempfile
 >>> from pathlib import Path
@@ -78,21 +79,21 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Listed:
-    """A line about a run, comparison or sweep. Unknown values are `None`.
+    """One line of a list of runs: facts about a run, comparison or sweep. Unknown values are `None`.
 
     Attributes:
-        name: its folder below the listed folder, such as "digits" or "comparison/ddp-seed-0".
+        name: the run's folder, relative to the listed folder, such as "digits" or "comparison/ddp-seed-0".
         kind: "run", "comparison" or "sweep".
-        state: running, done, stopped, failed, lost (its files say running, but its process is gone) or unreadable.
-        strategy: its text, or its short name, or its class name.
+        state: running, done, stopped, failed, lost (the files say running, but the process has ended) or unreadable.
+        strategy: the strategy's text, or its short name, or its class name.
         task: the task of the comparison or sweep.
         step, total_steps: the run's steps.
         loss, accuracy: the averaged model's values at its newest evaluation.
         tx_bytes: bytes that a node has sent so far, mean over nodes.
         wall_s, time_s: seconds of training here, and predicted seconds on a network.
-        started_s, heard_s: time of its start and of its last sign of life, in seconds since 1970.
+        started_s, heard_s: times of the run's start and of its last heartbeat, in seconds since 1970.
         tags, note: the user's tags and note.
-        reason: why it is unreadable.
+        reason: why the folder is unreadable.
     """
 
     name: str
@@ -115,13 +116,13 @@ class Listed:
     reason: str | None = None
 
     def to_json(self) -> Row:
-        """Return the line as a dict for JSON."""
+        """Return this line as a dict of JSON values."""
         return asdict(self) | {"path": os.fspath(self.path), "tags": builtins.list(self.tags)}
 
 
 @dataclass(frozen=True)
 class Standing:
-    """A run's folder without its records and events."""
+    """What a run's folder says about the run, without records and events."""
 
     path: Path
     about: Row
@@ -139,15 +140,15 @@ class Standing:
 
 @dataclass(frozen=True)
 class Run(Standing):
-    """A run's folder. Columns have the names in `trainer.history`.
+    """A run, read from its folder. Columns have the same names as in `trainer.history`.
 
     Attributes:
         description: the options that decide the run.
         about: all of run.json.
         status: the state and step; {} if unknown.
         records: rows of the averaged model (`node` is `None`) and of the nodes, in the order of steps.
-        events: what happened, in order.
-        summary: how it ended; {} until then.
+        events: the run's events, in order.
+        summary: the averaged model's last record, and bytes by collective; {} until the run ends.
     """
 
     records: builtins.list[Row]
@@ -155,14 +156,14 @@ class Run(Standing):
 
     @property
     def columns(self) -> builtins.list[str]:
-        """The names of all columns, in the order of their first appearance."""
+        """The names of all columns in the records, in the order of their first appearance."""
         return builtins.list(dict.fromkeys(name for row in self.records for name in row))
 
     def column(self, name: str, node: int | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Return a column's steps (K,) and numbers (K,), for the averaged model or for a node.
 
         Raises:
-            ArgumentError: an unknown column; the message names the nearest one.
+            ArgumentError: no record has the column. The message suggests the most similar name.
         """
         if name not in self.columns:
             raise ArgumentError(f"{self.path} has no column {name!r}: {nearest(name, self.columns)}")
@@ -170,16 +171,16 @@ class Run(Standing):
         return np.array([row["step"] for row in rows], int), np.array([row[name] for row in rows], float)
 
     def to_pandas(self) -> pandas.DataFrame:
-        """Return the records as a table. `node` is empty in the averaged model's rows."""
+        """Return the records as a pandas DataFrame. `node` is empty in the averaged model's rows."""
         frame: pandas.DataFrame = needs("pandas").DataFrame(self.records, columns=self.columns)
         return frame
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
-        """Write the records as CSV. Missing values are empty."""
+        """Write the records to a CSV file. Missing values are empty."""
         write_csv(path, self.columns, self.records)
 
     def to_parquet(self, path: str | os.PathLike[str]) -> None:
-        """Write the records as Parquet, which needs pyarrow."""
+        """Write the records to a Parquet file. This needs pyarrow."""
         needs("pyarrow", "parquet")
         with beside(path) as made:
             self.to_pandas().to_parquet(made, index=False)
@@ -207,7 +208,7 @@ def list(folder: str | os.PathLike[str] = "runs") -> builtins.list[Listed]:
 
 
 def load(path: str | os.PathLike[str]) -> Run:
-    """Return the run in a folder.
+    """Load the run in a folder.
 
     Raises:
         ArgumentError: the folder holds no run. For a comparison or sweep the message names its runs.
@@ -224,7 +225,7 @@ def load(path: str | os.PathLike[str]) -> Run:
 
 
 def stand(path: str | os.PathLike[str]) -> Standing:
-    """Return a run without its records and events, however many there are.
+    """Read a run's folder without its records and events, so the time does not depend on their number.
 
     Raises:
         ArgumentError: as in `load`.
@@ -241,7 +242,7 @@ def stand(path: str | os.PathLike[str]) -> Standing:
     if kind:
         inside = [child.name for child in _children(path)]
         raise ArgumentError(
-            f"{str(path)!r} is a {kind}: name one of its runs, {', '.join(inside[:20]) or 'when it has any'}"
+            f"{str(path)!r} is a {kind}: name one of its runs, {', '.join(inside[:20]) or 'as soon as it has runs'}"
         )
     return Standing(path, about, status, summary)
 
@@ -250,17 +251,17 @@ def read_lines(path: str | os.PathLike[str]) -> Iterator[Row]:
     """Yield the records or events in a file of JSON lines, without incomplete lines. A missing file yields nothing.
 
     Raises:
-        ArgumentError: a line with contents that no run writes (`exogym.core.record.schema`); the message names it.
+        ArgumentError: a line has contents that no run writes (`exogym.core.record.schema`). The message names the line.
     """
     for row in rows_in(path, EVENT if Path(path).name == "events.jsonl" else RECORD):
         yield _numbers(row)
 
 
 def track_of(path: str | os.PathLike[str]) -> Track | None:
-    """Return the evaluations of the run in a folder; None where it has none yet.
+    """Return the evaluations of the run in a folder; None if it has no evaluation yet.
 
     Raises:
-        ArgumentError: a line of its records holds what no run writes.
+        ArgumentError: a line of the run's records has contents that no run writes.
     """
     before = dict[int, float]()
 
@@ -275,10 +276,10 @@ def track_of(path: str | os.PathLike[str]) -> Track | None:
 
 
 def summary(folder: str | os.PathLike[str], target_loss: float | None = None) -> Summary | None:
-    """Return the summary of a comparison's or sweep's runs that have ended well; None without such runs.
+    """Summarize the runs of a comparison or sweep that completed their training. None if there are no such runs.
 
     Args:
-        target_loss: the validation loss to reach; default: the comparison's or sweep's own.
+        target_loss: the validation loss to reach. Default: the target loss of the comparison or sweep.
 
     Raises:
         ArgumentError: the folder holds no comparison or sweep, or has contents that no run writes.
@@ -300,7 +301,7 @@ def summary(folder: str | os.PathLike[str], target_loss: float | None = None) ->
         raise ArgumentError(f"{str(path)!r} cannot be read: {error}") from None
     labels = about.get("cells" if kind == "sweep" else "strategies")
     if not isinstance(labels, dict):
-        raise ArgumentError(f"{str(path)!r} holds no comparison and no sweep: name the folder of one")
+        raise ArgumentError(f"{str(path)!r} holds no comparison and no sweep: name a comparison's or sweep's folder")
     saved = about.get("summary")
     is_whole = about.keys() >= {"target_loss", "target"}
     if target_loss is None and is_whole and isinstance(saved, builtins.list) and about.get("state") == "finished":
@@ -334,7 +335,7 @@ def draw(
     The files are loss_vs_steps.png, loss_vs_bytes.png and, if all runs have predicted seconds, loss_vs_time.png.
 
     Raises:
-        ArgumentError: no runs, or a run without an evaluation.
+        ArgumentError: `runs` is empty, or a run has no evaluation.
     """
     check_matplotlib()
     if not runs:
@@ -356,7 +357,9 @@ def draw(
 def _curve(run: Run, title: str) -> Curve:
     rows = [row for row in run.records if row.get("node") is None and isinstance(row.get("val_loss"), int | float)]
     if not rows:
-        raise ArgumentError(f"{run.path} has no validation loss to draw: give its run a val_set or a val_interval")
+        raise ArgumentError(
+            f"{run.path} has no validation loss to draw: train it with a val_dataset, or with a smaller val_interval"
+        )
     columns = {name: np.array([row.get(name, np.nan) for row in rows], float)
                for name in ("step", "val_loss", "tx_bytes", "time_s")}  # fmt: skip
     timed = np.isfinite(columns["time_s"]).all()
@@ -368,7 +371,9 @@ def _curve(run: Run, title: str) -> Curve:
 
 
 def listed(path: str | os.PathLike[str], name: str, parent: Row | None = None) -> Listed | None:
-    """Return the line about a run's folder; None without a run. `parent` is its comparison's or sweep's description."""
+    """Return the line of the list for a folder; None if it holds no run.
+
+    `parent`: the description of the comparison or sweep to which the run belongs."""
     path = Path(path)
     try:
         return _listed(path, name, parent)
@@ -462,7 +467,7 @@ def _notes(path: Path) -> dict[str, Any]:
 
 
 def short_name(strategy: Any) -> str | None:
-    """Return the `--strategies` name of a described strategy, or its class name.
+    """Return the name by which `--strategies` knows a described strategy, or else its class name.
 
     >>> short_name({"name": "DiLoCoStrategy"}), short_name({"name": "Mine"}), short_name("x")
     ('diloco', 'Mine', None)
@@ -540,13 +545,13 @@ def _numbers(row: Row) -> Row:
 
 
 def age_s(run: Listed) -> float | None:
-    """Return the seconds since a run's last sign of life, or since its start."""
+    """Return the seconds since a run's last heartbeat. Before the first heartbeat: the seconds since its start."""
     at_s = run.heard_s or run.started_s
     return None if at_s is None else max(time.time() - at_s, 0.0)
 
 
 def to_table(runs: Iterable[tuple[str, Run]]) -> tuple[builtins.list[str], builtins.list[builtins.list[Any]]]:
-    """Return a table's headers and rows that show how each run ended: loss, accuracy, steps, bytes, seconds."""
+    """Return the headers and rows of a table with each run's last loss, accuracy, steps, bytes and seconds."""
     headers = ["run", "strategy", "state", "steps", "validation loss", "accuracy", "sent/node", "predicted", "trained"]
     rows = []
     for name, run in runs:

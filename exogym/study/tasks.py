@@ -1,4 +1,4 @@
-"""Ready-made tasks: data, a model and settings that show strategies' differences in a short time.
+"""Ready-made tasks: data, a model and settings with which strategies' differences show after a short training.
 
 >>> digits_task().name, load_task("digits", hidden=8).num_nodes, mnist_task(width=2).batch_size, shakespeare_task().H
 ('digits', 4, 8, 10)
@@ -33,15 +33,17 @@ class Task:
     """A model, its data and default options.
 
     Attributes:
-        name, description: for reports. `origin` names the place where the data were found.
+        name, description: the task's name, and a text about it, for reports.
+        origin: the place where ExoGym found the data.
         train, val: the data sets.
-        build: function that makes a model with torch's generator; see `make_model`.
+        build: a function that makes a model with weights from torch's generator (see `make_model`).
         num_nodes, batch_size, max_steps: number of nodes, examples per node and step, steps of a run.
         inner_optim, lr, lr_scheduler, warmup_steps, max_norm: settings of every strategy's inner optimizer.
         H: inner steps between synchronizations, for strategies with rounds.
-        outer_lr, outer_momentum: settings of DiLoCo's outer optimizer; None: its own default.
-        partitioner: how the data are divided, as on the command line; None deals them anew in each epoch.
-        evaluates: the examples of an evaluation, in words; None: all of `val`, the whole held-out part.
+        outer_lr, outer_momentum: settings of DiLoCo's outer optimizer. None: the optimizer's default.
+        partitioner: how the data are divided among the nodes, in the command line's form. None: the examples are dealt
+            anew in each epoch.
+        evaluates: a text that says which examples an evaluation uses. None: all of `val`.
     """
 
     name: str
@@ -65,7 +67,7 @@ class Task:
     evaluates: str | None = None
 
     def make_model(self, seed: int = 0) -> nn.Module:
-        """Return a new model with weights from `seed`. The caller's random state stays the same."""
+        """Return a new model with weights drawn from `seed`. The caller's random state does not change."""
         cpu = torch.device("cpu")
         with rng.preserved_state(cpu):
             rng.seed_torch(draws.stream_seed(seed, "init"), cpu)
@@ -79,17 +81,17 @@ Data = str | os.PathLike[str] | None
 def load_task(name: str, data: Data = None, **options: Any) -> Task:
     """Return the task `name`: "digits", "mnist", "shakespeare", "cifar10", "whisper", or "module:function".
 
-    The function must return a `Task`. It receives the options, and `data` if given.
+    The function must return a `Task`. ExoGym calls the function with `options`, and with `data` if given.
 
     Args:
-        data: file or folder of the data, if they are not in a place of `exogym.data.sources`.
+        data: file or folder with the data, if they are in none of the places in which `exogym.data.sources` looks.
         options: the task's options: `hidden` (digits), `width` (mnist, cifar10), `block_size`, `n_layer`, `n_head`,
             `n_embd`, `dropout` (shakespeare); the options of `whisper_task` (whisper).
 
     Raises:
-        ArgumentError: an unknown task or option; a missing module or function; a function that does not return a
+        ArgumentError: the task, an option, the module or the function does not exist, or the function does not return a
             `Task`.
-        DataError: the data were not found; the message says how to get them.
+        DataError: the data were not found. The message says how to get them.
 
     >>> task = load_task("digits")
     >>> task.num_nodes, task.partitioner, sum(p.numel() for p in task.make_model(seed=0).parameters())
@@ -124,7 +126,7 @@ def _own_task(name: str, *data: Data, **options: Any) -> Task:
 
 @checked
 def digits_task(data: Data = None, *, hidden: int = 32) -> Task:
-    """8x8 digits and an MLP with one hidden layer. DDP, DiLoCo, FedAvg and one node alone differ within seconds."""
+    """8x8 digits and an MLP with one hidden layer. Within seconds, DDP, DiLoCo, FedAvg and `single` differ."""
     source = digits(data)
     return _task(
         "digits",
@@ -143,7 +145,7 @@ def digits_task(data: Data = None, *, hidden: int = 32) -> Task:
 
 @checked
 def mnist_task(data: Data = None, *, width: int = 8) -> Task:
-    """28x28 digits and a small convolutional network."""
+    """MNIST's 28x28 digits and a small convolutional network."""
     return _task(
         "mnist",
         f"28x28 handwritten digits, CNN of width {width}",
@@ -161,7 +163,7 @@ def mnist_task(data: Data = None, *, width: int = 8) -> Task:
 
 @checked
 def cifar10_task(data: Data = None, *, width: int = 16) -> Task:
-    """32x32 photographs and a small convolutional network. You provide the data."""
+    """CIFAR-10's 32x32 photographs and a small convolutional network. You provide the data."""
     return _task(
         "cifar10",
         f"32x32 photographs of ten kinds, CNN of width {width}",
@@ -186,7 +188,7 @@ def shakespeare_task(
     n_embd: int = 64,
     dropout: float = 0.0,
 ) -> Task:
-    """Shakespeare by characters and a small GPT (0.1M parameters): about a minute per strategy on one core.
+    """Shakespeare's text as characters, and a small GPT (0.1M parameters): about a minute per strategy on one core.
 
     Training windows overlap by half. About 512 validation windows are spread over the last tenth of the text.
     """
@@ -230,15 +232,16 @@ def whisper_task(
     general: Data = "spoken",
     replay: float = 0.0,
 ) -> Task:
-    """Whisper, fine-tuned with LoRA on your recordings, or on lines of Shakespeare that espeak-ng reads aloud.
+    """Fine-tune Whisper with LoRA on your recordings, or on lines of Shakespeare that espeak-ng reads aloud.
 
     `data` and `window_s` are as in `exogym.data.speech.speech`. `weights` and the other options are as in
-    `exogym.models.whisper.WhisperModelWrapper`. `lines` and `held_out` are numbers of lines for espeak-ng. An
-    evaluation transcribes at most `val_clips` held-out clips, spread evenly, because this takes longer than training.
+    `exogym.models.whisper.WhisperModelWrapper`. `lines` and `held_out` are the numbers of lines for espeak-ng to read:
+    for training and for evaluation. An evaluation transcribes at most `val_clips` held-out clips, spread evenly,
+    because this takes longer than training.
 
     `general` is running speech that the model must not forget, as in `exogym.data.speech.general_speech`. A run on
-    hosts tests the trained model with it; None: no test. `replay` is the share of training clips from `general`,
-    which must then be a folder with a manifest.
+    hosts tests the trained model with this speech. None: no test. `replay` is the share of training clips that come
+    from `general`. Then `general` must be a folder with a manifest.
     """
     from exogym.data.speech import find_speech, mixed, speech
     from exogym.models.whisper import WhisperModelWrapper, load_tokens
@@ -250,7 +253,7 @@ def whisper_task(
     source = find_speech(data, encode, window_s=window_s, lines=lines, held_out=held_out)
     if replay:
         if general in (None, "spoken"):
-            raise ArgumentError(f"replay={replay!r} needs general=FOLDER, running speech with a manifest")
+            raise ArgumentError(f"replay={replay!r} needs general=FOLDER, a folder with running speech and a manifest")
         source = mixed(source, speech(general, encode, window_s=window_s), replay)
     val = source.val.thinned(val_clips)
     part = None if len(val) == len(source.val) else f"{len(val)} of the {len(source.val)} held-out clips"

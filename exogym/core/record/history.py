@@ -158,7 +158,7 @@ class History(Sequence[Row]):
         if span[0] <= self._last or np.any(np.diff([span[0] - 1, *steps, span[1] + 1]) <= 0):
             raise ArgumentError(
                 f"steps {steps[:5].tolist()}... of the stretch {span} must ascend within it and come after "
-                f"step {self._last}, the last one recorded: give each step once, in order"
+                f"step {self._last}, the last recorded step: give each step once, in order"
             )
         if np.any(epochs != np.floor(epochs)):
             raise ArgumentError(f"epochs={epochs.tolist()[:5]}... must be whole numbers")
@@ -208,7 +208,7 @@ class History(Sequence[Row]):
                 `node`.
         """
         if wrong := {"step", "epoch", "node"} & values.keys():
-            raise ArgumentError(f"values holds {sorted(wrong)}: give these as arguments")
+            raise ArgumentError(f"values has the keys {sorted(wrong)}: give these as arguments")
         step, node = int(step), None if node is None else int(node)
         clean = {plain(str(name)): plain(value) for name, value in values.items()}
         line = self._line(step)
@@ -302,7 +302,7 @@ class History(Sequence[Row]):
         for line in reversed(range(self._size)):
             for row in self._rows(line, None):
                 return row
-        raise ArgumentError("the history has no row of the averaged model yet: fit fills it")
+        raise ArgumentError("the history has no row of the averaged model yet: call fit first")
 
     def rows(self, node: int | Literal["all"] | None = "all") -> list[Row]:
         """Return a list of rows: all rows ("all"), the averaged model's rows (None), or one node's rows (its id)."""
@@ -465,11 +465,11 @@ class History(Sequence[Row]):
         for step, node, values in state["evaluations"]:
             fits = all(isinstance(x, str | int | float | None) for x in values.values())
             if step not in there or type(node) not in (int, type(None)) or not fits:
-                raise ValueError(f"an evaluation of step {step!r}, node {node!r}: {str(values)[:80]}")
+                raise ValueError(f"the evaluation step={step!r}, node={node!r}, {str(values)[:80]} fits no step")
             history._evaluations.setdefault(step, {})[node] = dict(values)
         extra, totals = state["extra_columns"], state["totals"]
         if type(extra) is not list or set(map(type, extra)) - {str} or [*map(type, totals)] != [float] * 5:
-            raise ValueError(f"extra_columns={extra!r}, totals={totals!r}")
+            raise ValueError(f"extra_columns={extra!r} must be texts, and totals={totals!r} five floats")
         history._extra, history._last, history._totals = [*extra], int(state["last_step"]), [*totals]
         return history
 
@@ -478,9 +478,9 @@ def _check_blocks(lines: np.ndarray, shapes: np.ndarray, ids: int, losses: int) 
     """Raise ValueError unless the numbers of ids and losses fit these block shapes, and the lines refer into them."""
     inside = lines["block"] >= 0
     if np.any(shapes < 0) or shapes[:, 0].sum() != ids or shapes.prod(1).sum() != losses:
-        raise ValueError(f"{ids} nodes and {losses} losses do not fit its blocks")
+        raise ValueError(f"the history has {ids} nodes and {losses} losses, which do not fit the sizes of its blocks")
     blocks = np.repeat(np.arange(len(shapes)), shapes[:, 1])
     positions = np.concatenate([np.empty(0, np.int64), *map(np.arange, shapes[:, 1])])
     fits = np.array_equal(lines["block"][inside], blocks) and np.array_equal(lines["position"][inside], positions)
     if not fits or np.any(np.diff(lines["step"]) <= 0):
-        raise ValueError("its steps do not ascend, or its records and losses do not fit")
+        raise ValueError("the history's steps do not ascend, or its records do not fit its losses")

@@ -210,7 +210,7 @@ def read(path: str | os.PathLike[str]) -> Row:
     except ValueError as error:
         raise ArgumentError(f"{path.name} is not complete JSON in UTF-8 ({error})") from None
     if not isinstance(found, dict):
-        raise ArgumentError(f"{path.name} holds {reprlib.repr(found)}: wanted an object")
+        raise ArgumentError(f"{path.name} holds {reprlib.repr(found)}: wanted a JSON object")
     check(path.name, found)
     return found
 

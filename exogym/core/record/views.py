@@ -91,7 +91,7 @@ def _panels(history: History, columns: Sequence[str]) -> list[list[str]]:
     if not columns:
         columns = [name for name in (*LOSSES, "val_accuracy") if len(history.column(name)[0])]
     if not columns:
-        raise ArgumentError("the history holds no loss to draw yet: fit fills it, or name the columns to draw")
+        raise ArgumentError("the history has no loss to draw yet: call fit first, or name the columns to draw")
     losses = [name for name in columns if name in LOSSES]
     return [*([losses] if losses else []), *([name] for name in columns if name not in LOSSES)]
 

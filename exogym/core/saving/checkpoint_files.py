@@ -170,7 +170,7 @@ def _description(file: Path) -> dict[str, Any]:
 def _check_names(file: Path, sums: Any) -> None:
     """Raise CheckpointError unless `sums` names a checkpoint's files, with each node's rows in exactly one file."""
     if not isinstance(sums, dict) or not all(isinstance(x, str) for x in sums.values()):
-        raise CheckpointError(f"{file} names no files with their checksums")
+        raise CheckpointError(f"{file} lists no files with checksums")
     for name in sums:
         if not NAME.fullmatch(name):
             raise CheckpointError(f"{file} names {name!r}, which is not a checkpoint's file name")

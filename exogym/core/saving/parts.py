@@ -145,8 +145,8 @@ def _check_whole(name: str, pieces: Sequence[_Piece]) -> None:
         if (piece.ahead, piece.shape, piece.dtype) != (first.ahead, first.shape, first.dtype):
             raise CheckpointError(
                 f"{piece.file}: its piece of {name!r} belongs to a tensor {piece.dtype} "
-                f"{(*piece.ahead, *piece.shape)}, but the piece in {first.file.name} to a tensor {first.dtype} "
-                f"{(*first.ahead, *first.shape)}"
+                f"{(*piece.ahead, *piece.shape)}, but the piece in {first.file.name} belongs to a tensor "
+                f"{first.dtype} {(*first.ahead, *first.shape)}"
             )
     end = 0
     for (start, stop), file in sorted((ends, piece.file) for piece in pieces for ends in piece.ranges):

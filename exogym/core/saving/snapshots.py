@@ -98,8 +98,9 @@ def _check_equal(inside: Inside, snapshot: Snapshot, parts: Parts) -> None:
     for other in inside.tell(own):
         if unlike := sorted(name for name in own.keys() & other.keys() if own[name] != other[name]):
             raise CheckpointError(
-                f"{unlike[0]} differs between the node's processes, and no module declares how it is split. Name a "
-                "tensor over a block's columns by the block, as momentum.0, or override cut() in its module"
+                f"{unlike[0]} differs between the node's processes, and no module declares how it is split. If this "
+                "tensor has a block's columns, name it by the block, such as momentum.0. Otherwise override cut() in "
+                "the module that saves it"
             )
 
 
@@ -193,7 +194,7 @@ def _blamed_on(snapshot: Snapshot, rank: int | None) -> Iterator[None]:
             raise
         file = snapshot.path / SHARED if rank is None else snapshot.file_of(rank)
         why = error if isinstance(error, ExoGymError) else repr(error)
-        raise CheckpointError(f"{file} does not hold what this run would save: {why}") from error
+        raise CheckpointError(f"{file} does not fit this run: {why}") from error
 
 
 def restore(loop: Resumable, snapshot: Snapshot) -> None:
@@ -206,7 +207,8 @@ def restore(loop: Resumable, snapshot: Snapshot) -> None:
     seats, comes_and_goes = loop.seats, loop.outages is not None
     wanted = list(loop.fleet.ranks) if seats is None else sorted(snapshot.rows)
     if ("outages" in meta) != comes_and_goes:
-        raise CheckpointError(f"{path}/run.json is from a run {'without' if comes_and_goes else 'with'} min_hosts")
+        how = "without" if comes_and_goes else "with"
+        raise CheckpointError(f"{path}/run.json is from a run {how} min_hosts: resume it {how} min_hosts")
     if comes_and_goes:
         wanted = [rank for rank in wanted if rank in snapshot.rows]  # nodes that were away may have no row
     if lacking := [rank for rank in wanted if rank not in snapshot.rows]:
@@ -218,13 +220,13 @@ def restore(loop: Resumable, snapshot: Snapshot) -> None:
         mark = tensors.get(MARK)
         if mark is None or mark.dtype != torch.uint8 or not torch.equal(mark, _mark(tensors, meta)):
             raise CheckpointError(
-                f"{file} is not as it was saved at step {meta['step']}: {whose} names, shapes or dtypes differ"
+                f"{file} was changed after it was saved at step {meta['step']}: {whose} names, shapes or dtypes differ"
             )
     try:
         snapshot = _cut_down(loop.fleet, snapshot)
         put_back(loop, snapshot)
     except (KeyError, IndexError, TypeError, ValueError, RuntimeError, AttributeError, OverflowError) as error:
-        raise CheckpointError(f"{path} does not hold what this run would save: {error!r}") from error
+        raise CheckpointError(f"{path} does not fit this run: {error!r}") from error
     parts = [
         (file, whose, snapshot.shared if tensors is whole_shared else snapshot.rows[rank])
         for (file, whose, tensors), rank in zip(parts, [*wanted, -1], strict=True)
@@ -237,7 +239,7 @@ def restore(loop: Resumable, snapshot: Snapshot) -> None:
         parts, saved = _node_by_node(snapshot, parts[-1], again)
     for (file, whose, tensors), now in zip(parts, saved, strict=True):
         if unlike := _unlike(tensors, now):
-            raise CheckpointError(f"{file} does not hold what this run would save: {whose} {unlike}")
+            raise CheckpointError(f"{file} does not fit this run: {whose} {unlike}")
 
 
 def _node_by_node(snapshot: Snapshot, shared: Part, again: Snapshot) -> tuple[list[Part], list[Mapping[str, Tensor]]]:
@@ -286,4 +288,4 @@ def check_counters(snapshot: Snapshot) -> None:
     for name, is_right in right.items():
         if not is_right:
             given = f"{name}={meta.get(name)!r}"[:200]
-            raise CheckpointError(f"{snapshot.path}/run.json: {given} is not what a run would save at step {step}")
+            raise CheckpointError(f"{snapshot.path}/run.json: {given} is impossible at step {step}")

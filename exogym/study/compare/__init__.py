@@ -1,7 +1,7 @@
 """Comparisons: the same model, from the same weights, on the same data, with several strategies.
 
-`compare` trains them and returns a `Comparison` (`exogym.study.compare.comparison`). `measured_step_s` and
-`measured_evaluation_s` measure a step and an evaluation on this machine.
+`compare` trains the model with each strategy and returns a `Comparison` (`exogym.study.compare.comparison`).
+`measured_step_s` and `measured_evaluation_s` measure a step and an evaluation on this machine.
 
 >>> seen = []
 >>> def watch(standing: Standing):

@@ -1,4 +1,4 @@
-"""The options of a comparison. A sweep shares the options of single runs, which have the names of `fit`."""
+"""The options of a comparison. A sweep takes some of them too. Options of each run have the same names as in `fit`."""
 
 from __future__ import annotations
 
@@ -43,23 +43,24 @@ NOT_TAKEN = {
 
 @dataclass(frozen=True)
 class StudyOptions(RunOptions):
-    """Options that comparisons and sweeps share: the options of each run, and these.
+    """Options that comparisons and sweeps share: the options of each run (`RunOptions`), and the following.
 
     Args:
-        problem: A `Task`; a task's name ("digits") or your own "module:function", as for `load_task`; or (make_model,
-            train, val), where `make_model()` draws weights from torch's generator, which ExoGym seeds.
+        problem: A `Task`; a task's name ("digits"); your own "module:function" (see `load_task`); or (make_model,
+            train, val): a function and two data sets. `make_model()` returns a model with weights drawn from torch's
+            generator, which ExoGym seeds.
         data: File or folder with the data of a named task.
         num_nodes, max_steps, batch_size, lr: Number of nodes, steps of each node, examples per node and step, inner
-            learning rate. Default: the task's (without a task 4, 300, 32, 0.001).
-        seeds: Number of seeds, from 0, or the seeds themselves. A seed fixes weights, shards, order and all other
-            random choices.
-        partitioner: How to divide the data, as text or `Partitioner`. Default: the task's, or "iid".
-        val_size: The most validation examples of an evaluation, spread evenly. Default: 500.
+            learning rate. Default: the task's values; without a task 4, 300, 32 and 0.001.
+        seeds: Number of seeds (3 means the seeds 0, 1 and 2), or a sequence of seeds. A seed fixes weights, shards,
+            order and all other random choices.
+        partitioner: How to divide the data: text or a `Partitioner`. Default: the task's partitioner, or "iid".
+        val_size: Evaluate on at most this many validation examples, spread evenly over the set. Default: 500.
         val_interval: Steps between evaluations. Default: 10 to 30 evaluations per run.
         device: As in `LocalTrainer.fit`.
         network: Predict the time on this network: a `Network`, or text such as "wifi" or "100Mbps,20ms".
-        step_seconds: Seconds of a node's step on the network: a number, text such as "80ms", one per node, or a
-            `StepTime`. Default, or "measured": `measured_step_s` measures it once, for all strategies.
+        step_seconds: Seconds of a node's step, for the predicted time: a number, text such as "80ms", a value per node,
+            or a `StepTime`. Default, or "measured": `measured_step_s` measures a step once, for all strategies.
         loss_fn, metrics: As in `LocalTrainer`.
     """
 
@@ -90,23 +91,23 @@ class ComparisonOptions(StudyOptions):
     """Options of `compare`.
 
     Args:
-        strategies: Texts for `parse_strategy` or "single", in a sequence or separated by commas; or a dict from name
-            to text or `Strategy`.
-        processes: As in `LocalTrainer.fit`. `single` always has one process, no `faults` and no `balance`.
-        speeds: The nodes' speeds, over 0. At speed 0.5 a step takes twice the step_seconds. `single` is node 0, with
-            its speed.
-        target_loss: The validation loss to reach. The rows show the bytes until then and, with a network, the time.
-            Default: DDP's final validation loss / 0.95 (95 % of its quality); without DDP the highest final loss of
-            any run.
+        strategies: Texts for `parse_strategy`, or "single", in a sequence or separated by commas. Or a dict from your
+            own names to such texts or `Strategy` objects.
+        processes: As in `LocalTrainer.fit`. The run `single` always has one process, no `faults` and no `balance`.
+        speeds: Each node's speed, above 0. At speed 0.5 a step takes twice the step_seconds. The run `single` has the
+            speed of node 0.
+        target_loss: The validation loss to reach. The rows show the bytes that a node sends until then and, with a
+            network, the seconds. Default: DDP's final validation loss / 0.95 (95 % of its quality); without DDP the
+            highest final loss of any run.
         log_x: Use a logarithmic x axis in every picture, also for steps and time.
-        timeline: Also draw each node's work and waiting in the first rounds of each strategy, and write traces.
+        timeline: Also draw when each node works and waits in the first rounds of each strategy, and write trace files.
         out: Folder in which to make `<task>-<time>`. It gets run.json, summary.csv, metrics.csv (each evaluation),
             loss_vs_steps and loss_vs_bytes (.png, .svg). A network adds loss_vs_time. `timeline` adds timeline.png and
-            a trace-<strategy>.json per strategy (for ui.perfetto.dev). A folder for each run appears when the run has
-            ended. None writes nothing.
+            a trace-<strategy>.json per strategy (for ui.perfetto.dev). Each run gets a folder inside. None: write no
+            files.
         resume: Resume an interrupted comparison with the same arguments in the folder `out` itself. The result is the
-            same as without the interruption. An unfinished run continues from its checkpoint, which exists for
-            built-in strategies without a timeline: one per minute, and one at Ctrl-C. Otherwise it starts again.
+            same as without the interruption. An unfinished run continues from its checkpoint, or starts again if it has
+            none. Built-in strategies without a timeline write a checkpoint each minute, and one at Ctrl-C.
         progress: Show progress and the time left; None: in a terminal or a notebook.
         watch: Function that receives a `Standing` after each evaluation.
     """

@@ -1,9 +1,9 @@
-"""One color per strategy, in every picture and on the page: from its name, whatever else a picture shows.
+"""One color per strategy, the same in every picture and on the page. It depends only on the strategy's name.
 
-The palette is Okabe and Ito's (2008), safe for color-blind eyes, without the yellow, which is too pale for a line.
-Known strategies take its colors in a fixed order; any other name has a color that its letters decide. One node alone is
-gray.
-Strategies of the same color in one picture (`diloco:H=5` and `diloco:H=20`) differ by their strokes. No torch needed.
+The palette is Okabe and Ito's (2008), which color-blind readers can distinguish, without yellow, which is too pale for
+a line. Built-in strategies take the colors in a fixed order. For any other name, a hash of the name chooses the color.
+The run `single` is gray. Strategies of the same color in one picture (`diloco:H=5` and `diloco:H=20`) have different
+dashes. This module does not import torch.
 
 >>> [look.color for look in looks_of(["ddp", "diloco:H=5", "diloco:H=20", "single"]).values()]
 ['#0072B2', '#D55E00', '#D55E00', '#7F7F7F']
@@ -36,10 +36,10 @@ ORDER = (
 
 @dataclass(frozen=True)
 class Look:
-    """How the curve of a strategy is drawn.
+    """The color and dashes of a strategy's curve.
 
     Attributes:
-        color, dark: on a light background, and on a dark one.
+        color, dark: the color on a light background, and the color on a dark background.
         dash: lengths of strokes and gaps in line widths; () is a solid line.
     """
 
@@ -55,7 +55,7 @@ GRAYED = Look(GRAY, GRAY)
 
 
 def look_of(label: str) -> Look:
-    """Return the look of a strategy, as written or its short name, where no other has its color.
+    """Return the color of a strategy, with a solid line. `label` is its text with options or its short name.
 
     >>> look_of("DiLoCo:H=20") == look_of("diloco"), look_of("mine") == look_of("mine:x=1")
     (True, True)
@@ -68,13 +68,13 @@ def look_of(label: str) -> Look:
 
 
 def looks_of(labels: Iterable[str]) -> dict[str, Look]:
-    """Return label to look in one picture: a color per strategy; dashes separate strategies with one color."""
+    """Return a dict from label to `Look` for one picture. Strategies with the same color get different dashes."""
     labels = list(labels)
     return dict(zip(labels, each_look(labels), strict=True))
 
 
 def each_look(labels: Iterable[str]) -> list[Look]:
-    """Return the look of each curve in a picture. Labels may repeat."""
+    """Return a `Look` for each curve in a picture. The same label may occur several times."""
     looks, taken = list[Look](), dict[str, int]()
     for label in labels:
         look = look_of(label)

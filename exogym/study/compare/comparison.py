@@ -1,4 +1,4 @@
-"""The result of a comparison: its table, its finding in a sentence, and its files."""
+"""The result of a comparison: its table, its verdict in a few sentences, and its files."""
 
 from __future__ import annotations
 
@@ -50,12 +50,13 @@ class Comparison:
         heading: one line about the training.
         finding: the verdict in one to three sentences: the strategies with the fewest bytes, the least time on the
             network, and the lowest final loss. It names results that the seeds leave undecided.
-        rows: a dict per strategy with the columns of summary.csv; `<name>_std` is the standard deviation over seeds.
-        histories: (strategy as written, seed) to the run's `History`.
-        description: the options and the machine, for JSON: enough to repeat the comparison.
-        folder, paths: the folder and its files; None and () without `out`.
-        target_loss: the target validation loss; the rows have the bytes and, with a network, the time until then.
-        strips: label to the nodes' timeline in the first rounds, with `timeline`.
+        rows: a dict per strategy with the columns of summary.csv. `<name>_std` is a column's standard deviation over
+            seeds.
+        histories: a dict from (strategy as written, seed) to the run's `History`.
+        description: the options and the machine, as JSON values. They are enough to repeat the comparison.
+        folder, paths: the comparison's folder and its files. Without `out` None and ().
+        target_loss: the target validation loss. The rows have the bytes and, with a network, the seconds to reach it.
+        strips: with `timeline`, a dict from each strategy to its nodes' timelines in the first rounds.
     """
 
     heading: str
@@ -77,23 +78,27 @@ class Comparison:
         return "time_s" in self.rows[0]
 
     def plot(self, x: str = "step", log: bool | None = None) -> Figure:
-        """Return a matplotlib figure: the mean validation loss of each strategy, with a band over its seeds.
+        """Plot each strategy's mean validation loss, with a band over its seeds. Return a matplotlib figure.
 
         Args:
-            x: along the bottom: "step"; "bytes" that a node has sent; "time", predicted, with a network; "wall",
-                seconds on this machine.
-            log: whether that axis is logarithmic. None: bytes are, and predicted times that are far apart.
+            x: the horizontal axis: "step"; "bytes" that a node has sent; "time" (predicted seconds, with a network);
+                "wall" (seconds on this machine).
+            log: whether the horizontal axis is logarithmic. None: logarithmic for bytes, and for seconds if the longest
+                run takes at least eight times as long as the shortest.
 
-        Nothing is shown or written: a notebook shows it, and `figure.savefig("loss.svg")` writes it.
+        A notebook shows the figure; `figure.savefig("loss.svg")` writes it to a file.
 
         Raises:
-            ArgumentError: an unknown `x`, or "time" without a network.
+            ArgumentError: `x` is unknown, or it is "time" and the comparison had no network.
             ExoGymError: matplotlib is not installed.
         """
         return figure_of(*_asked(self, x, log, self.description["description"]))
 
     def to_pandas(self) -> pandas.DataFrame:
-        """Return the rows as a table, a line per strategy; ExoGymError without pandas."""
+        """Return `rows` as a pandas DataFrame with one row per strategy.
+
+        Raises:
+            ExoGymError: pandas is not installed."""
         frame: pandas.DataFrame = needs("pandas").DataFrame(self.rows)
         return frame
 
@@ -104,10 +109,10 @@ class Comparison:
         return html_of(self.heading, self.finding, *self.table())
 
     def table(self) -> tuple[list[str], list[list[str]]]:
-        """Return the table's headers and rows as text: mean ± standard deviation over seeds.
+        """Return the table's headers and rows as text. Values are mean ± standard deviation over seeds.
 
-        With a network the last columns are the predicted seconds to the end, the share of waiting, and the seconds to
-        the target loss. They replace this machine's examples per second.
+        With a network the last columns are the predicted seconds to the end, the share of time that nodes wait, and the
+        seconds to the target loss. These columns replace this machine's examples per second.
         """
         headers = ["strategy", "validation loss", "accuracy", "quality", "sent/node", "reduction"]
         to = "" if self.target_loss is None else f" to loss {self.target_loss:.4g}"
@@ -130,12 +135,12 @@ class Comparison:
         return [*headers, "notes"], rows
 
     def to_markdown(self) -> str:
-        """Return heading, verdict and table in Markdown."""
+        """Return a heading, the verdict and the table in Markdown."""
         return "\n".join([self.heading, "", self.finding, "", markdown(*self.table())])
 
 
 def html_of(heading: str, finding: str, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return heading, verdict and table as HTML, for a notebook.
+    """Return a heading, the verdict and the table as HTML, for a notebook.
 
     >>> html_of("one", "1 < 2", ["a"], [["<b>"]])
     '<p>one</p><p><b>1 &lt; 2</b></p><table><tr><th>a</th></tr><tr><td>&lt;b&gt;</td></tr></table>'
@@ -171,11 +176,11 @@ def markdown(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 class ComparisonInterrupted(KeyboardInterrupt):
-    """A comparison was interrupted. Finished runs are kept.
+    """A KeyboardInterrupt stopped a comparison. This exception holds the results of the finished runs.
 
     Attributes:
-        result: results of the runs that ended well; None if none did.
-        folder: folder in which to resume; None without `out`.
+        result: the results of the runs that completed their training. None if no run did.
+        folder: the folder from which you can resume. None without `out`.
     """
 
     def __init__(self, message: str, result: Comparison | None, folder: Path | None) -> None:
@@ -184,7 +189,7 @@ class ComparisonInterrupted(KeyboardInterrupt):
 
 
 def reached_text(row: Mapping[str, Any], name: str, form: Callable[[float], str]) -> str:
-    """Return the bytes or seconds to the target loss as text, or how many runs reached it."""
+    """Return the bytes or seconds to the target loss as text, or how many runs reached it if not all did."""
     if row[name] is None:
         if not row["seeds"]:
             return ""
@@ -205,8 +210,8 @@ def _timed_cells(row: Mapping[str, Any]) -> list[str]:
 def write(result: Comparison, folder: Path, log_x: bool = False) -> list[str]:
     """Write a comparison's files, except run.json, into `folder`. Return the names of all files.
 
-    metrics.csv has the averaged model's row of each evaluation, with strategy and seed. `log_x`: every picture has a
-    logarithmic x axis.
+    metrics.csv has the averaged model's row for each evaluation, with strategy and seed. With `log_x` every picture has
+    a logarithmic x axis.
     """
     write_csv(folder / "summary.csv", list(result.rows[0]), result.rows)
     columns = list(dict.fromkeys(name for history in result.histories.values() for name in history.columns))
@@ -240,7 +245,7 @@ def _asked(result: Comparison, x: str, log: bool | None, heading: str) -> tuple[
 
 
 def plain_name(label: str) -> str:
-    """Return a strategy's text in a form that suits file names.
+    """Return a strategy's text with only characters that are safe in file names.
 
     >>> plain_name("diloco:H=20")
     'diloco-H-20'
@@ -279,7 +284,7 @@ def _curve(label: str, title: str, histories: Histories) -> Curve:
 
 
 def write_csv(path: str | os.PathLike[str], columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write columns of rows as CSV. Missing values are empty."""
+    """Write the named columns of the rows to a CSV file. Missing values are empty."""
     with replacing(path) as file:
         writer = csv.DictWriter(file, columns, restval="", extrasaction="ignore", lineterminator="\n")
         writer.writeheader()

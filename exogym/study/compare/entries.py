@@ -1,4 +1,4 @@
-"""The strategies of a comparison, and the setting that they share."""
+"""The strategies of a comparison, and the settings that all of them share."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OF_SEVERAL_NODES = ("faults", "balance")
 
 @dataclass(frozen=True)
 class Setting:
-    """The setting that all strategies share."""
+    """The settings that all strategies of a comparison share."""
 
     nodes: int
     steps: int
@@ -41,11 +41,11 @@ class Setting:
     outer_momentum: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields. A default outer momentum is left out, as in older comparisons."""
+        """Return the fields as a dict, without a default outer momentum, which older comparisons do not have."""
         return {k: v for k, v in asdict(self).items() if k != "outer_momentum" or v is not None}
 
     def val_interval(self, val_examples: int) -> int:
-        """Return the steps between evaluations with `val_examples` examples."""
+        """Return the number of steps between two evaluations, if an evaluation takes `val_examples` examples."""
         trained = self.steps * self.nodes * max(self.batch_size, STEP_EXAMPLES)
         affordable = round(SHARE * trained / (COST * val_examples))
         return math.ceil(self.steps / min(max(affordable, LEAST_EVALUATIONS), MOST_EVALUATIONS))
@@ -53,7 +53,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Entry:
-    """A strategy to compare, with its title and the table's notes on it."""
+    """A strategy to compare, with its title and its notes for the table."""
 
     strategy: Strategy
     title: str
@@ -62,10 +62,10 @@ class Entry:
 
 
 def split_strategies(strategies: str | Sequence[str] | Mapping[str, str | Strategy]) -> dict[str, str | Strategy]:
-    """Return label to text or strategy. A text is its own label.
+    """Return a dict from label to text or `Strategy`. A strategy given as text has this text as its label.
 
     Raises:
-        ArgumentError: no strategy, or the same one twice.
+        ArgumentError: there is no strategy, or the same strategy is named twice.
     """
     if isinstance(strategies, Mapping):
         return dict(strategies)
@@ -74,13 +74,15 @@ def split_strategies(strategies: str | Sequence[str] | Mapping[str, str | Strate
     for text in texts:
         if not isinstance(text, str):
             kind = getattr(text, "__name__", type(text).__name__)
-            raise ArgumentError(f"strategies: {kind} has no name here: give a dict, as {{'mine': DiLoCoStrategy(H=5)}}")
+            raise ArgumentError(
+                f"strategies: {kind} has no name here: give a dict, such as {{'mine': DiLoCoStrategy(H=5)}}"
+            )
     labels = [text.strip() for text in texts]
     for label in labels:
         if labels.count(label) > 1:
             raise ArgumentError(f"strategies={','.join(labels)!r} names {label!r} twice: name each once")
     if not any(labels):
-        raise ArgumentError(f"strategies={strategies!r} names none: give for example 'ddp,diloco'")
+        raise ArgumentError(f"strategies={strategies!r} names no strategy: give for example 'ddp,diloco'")
     return {label: label for label in labels}
 
 
@@ -96,7 +98,7 @@ def setting_of(task: Task, num_nodes: Any, max_steps: Any, batch_size: Any, seed
         check_count("seeds", seeds)
         seeds = range(seeds)
     if not seeds or len(set(seeds)) < len(seeds) or not all(isinstance(seed, int) for seed in seeds):
-        raise ArgumentError(f"seeds={seeds!r}: give their number, or different whole numbers")
+        raise ArgumentError(f"seeds={seeds!r}: give the number of seeds, or different whole numbers")
     shared = {name: getattr(task, name) for name in DEFAULTS if name != "lr"}
     return Setting(nodes=nodes, steps=steps, batch_size=size, lr=rate, **shared, seeds=tuple(seeds))
 

@@ -1,4 +1,4 @@
-"""A comparison's folder. A kill at any moment loses at most the unfinished run.
+"""A comparison's folder. If the process is killed, at most the unfinished run is lost.
 
 run.json                   the options, from the start; the results, at the end
 diloco-H-20-seed-0/        a run folder (`core.record.run_folder`) for each strategy and seed, with
@@ -36,7 +36,7 @@ MOST_ALIKE = 100  # labels whose folders differ only by a number
 
 @dataclass(frozen=True)
 class Outcome:
-    """A finished run: its history or its error, and its timeline if wanted."""
+    """A finished run's results: its history or its error, and its timeline if the comparison draws timelines."""
 
     history: History | None
     error: str | None
@@ -46,7 +46,7 @@ class Outcome:
 
 
 class Folder:
-    """The folder of a comparison with the strategies `labels`. `lock` keeps other processes out of it."""
+    """The folder of a comparison with the strategies `labels`. While `lock` is held, no other process writes there."""
 
     def __init__(self, path: Path, labels: Iterable[str], made: Iterable[Path] = (), lock: Lock | None = None) -> None:
         self.path, self.lock, self._made, self._names = path, lock, list(made), dict[str, str]()
@@ -57,17 +57,18 @@ class Folder:
                 name, alike = f"{name}-2", alike + 1
                 if alike > MOST_ALIKE:
                     raise ArgumentError(
-                        f"{label[:80]!r}: over {MOST_ALIKE} labels have the same letters: name fewer in one comparison"
+                        f"strategies: more than {MOST_ALIKE} texts such as {label[:80]!r} have the same letters, so their "
+                        "folders would have the same name: compare fewer of these strategies at once"
                     )
             self._names[label] = name
             taken.add(name)
 
     @classmethod
     def new(cls, out: str | os.PathLike[str], name: str, labels: Iterable[str]) -> Folder:
-        """Make `<out>/<name>-<time>`.
+        """Make the folder `<out>/<name>-<time>` for a new comparison.
 
         Raises:
-            ArgumentError: `out` is not writable, or is itself a comparison's folder.
+            ArgumentError: `out` cannot be written, or is itself a comparison's folder.
         """
         if (Path(out) / RUN).exists():
             raise ArgumentError(
@@ -79,11 +80,11 @@ class Folder:
 
     @classmethod
     def of_asked(cls, out: str | os.PathLike[str], asked: dict[str, Any], labels: Iterable[str]) -> Folder:
-        """Return the folder `out` of a comparison with the same options.
+        """Open the folder `out` of an earlier comparison with the same options, to resume it.
 
         Raises:
-            ArgumentError: there is no such comparison, another process writes there, or its options differ; the
-                message lists the differences.
+            ArgumentError: `out` holds no comparison, another process writes there, or the comparison's options differ.
+                The message lists the differences.
         """
         saved = saved_in(out)
         check_same(out, "comparison", saved, asked)
@@ -91,24 +92,24 @@ class Folder:
         return cls(path, labels, lock=lock_of(path))
 
     def beat(self) -> None:
-        """Show that this process still works in the folder."""
+        """Write a heartbeat into the lock: this process still writes into the folder."""
         if self.lock is not None:
             self.lock.beat()
 
     def release(self) -> None:
-        """Allow other processes to work in the folder."""
+        """Release the lock, so that other processes may write into the folder."""
         if self.lock is not None:
             self.lock.release()
 
     def describe(self, description: dict[str, Any]) -> None:
-        """Write the comparison's description."""
+        """Write the comparison's description into run.json."""
         write_json(self.path / RUN, description)
 
     def child(self, label: str, seed: int) -> Path:
         return self.path / f"{self._names[label]}-seed-{seed}"
 
     def run_options(self, label: str, seed: int, saved: bool) -> dict[str, Any]:
-        """Return the options with which `fit` writes the run's folder. With `saved` it resumes; otherwise it is new."""
+        """Return options of `fit` for a run's folder. `saved`: resume the run; otherwise the folder is new."""
         child = self.child(label, seed)
         if saved:
             if read_status(child).get("state") == "done":  # killed before its outcome was written
@@ -120,7 +121,7 @@ class Folder:
         return {"run_dir": child}
 
     def keep(self, label: str, seed: int, outcome: Outcome) -> None:
-        """Write a run's results, and remove its checkpoints."""
+        """Write a finished run's results into its folder, and remove its checkpoints."""
         from exogym.core.saving.export import save_history  # loads torch, which the page over folders does not need
 
         child = self.child(label, seed)
@@ -151,7 +152,7 @@ class Folder:
         return Outcome(history, facts["error"], facts["wall_s"], facts["description"], strip)
 
     def drop_if_empty(self) -> bool:
-        """Remove a new folder and its new parents if no run ended well or was saved. Return whether it was removed."""
+        """Remove a new folder and parents made for it, unless it has a result or checkpoint. Return whether it did."""
         from exogym.core.saving.checkpoint_files import list_checkpoints
 
         kept = any((child / HISTORY).exists() or list_checkpoints(child / CHECKPOINTS) for child in self.path.iterdir())
@@ -165,10 +166,10 @@ class Folder:
 
 
 def check_same(out: str | os.PathLike[str], kind: str, saved: dict[str, Any], asked: dict[str, Any]) -> None:
-    """Check that a folder was made with the same options.
+    """Check that a comparison's folder was made with the same options.
 
     Raises:
-        ArgumentError: options differ; the message lists them.
+        ArgumentError: some options differ. The message lists them.
     """
     from exogym.core.saving.checkpoint import differences
 
@@ -181,10 +182,10 @@ def check_same(out: str | os.PathLike[str], kind: str, saved: dict[str, Any], as
 
 
 def lock_of(path: Path) -> Lock:
-    """Lock the folder `path`, the argument `out`, against other comparisons and sweeps.
+    """Lock the folder `path` (the argument `out`), so that no other comparison or sweep writes there.
 
     Raises:
-        ArgumentError: another process works there, or the folder cannot be written.
+        ArgumentError: another process has locked the folder, or the folder cannot be written.
     """
     return acquire(path, secrets.token_hex(8), "out")
 
@@ -193,7 +194,7 @@ def saved_in(out: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the description in a comparison's folder.
 
     Raises:
-        ArgumentError: it is not a comparison's folder. If it contains some, the message names one.
+        ArgumentError: the folder is not a comparison's. If it contains comparisons' folders, the message names one.
     """
     path = Path(out).expanduser()
     if (path / RUN).exists():

@@ -1,4 +1,4 @@
-"""Virtual time in a comparison: the clock's options for each run, and the measured time of a step."""
+"""Predicted time in a comparison: the virtual clock's options for each run, and a step's measured seconds."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ NO_TRAFFIC = Network("1Gbps")  # for `single`, which never sends: any network wi
 
 @dataclass(frozen=True)
 class Forecast:
-    """The network that predicts a comparison's times, and the seconds of each node's steps on it.
+    """The network for which a comparison predicts times, and the seconds of each node's steps.
 
     Attributes:
         name: the network's name, as the caller gave it.
-        measured_step_s: seconds of a step at speed 1, if measured here. None: the caller gave the seconds.
+        measured_step_s: seconds of a step at speed 1, measured on this machine. None: the caller gave the seconds.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Forecast:
         return self.measured_step_s is not None
 
     def fit_options(self, alone: bool, timeline: bool) -> dict[str, Any]:
-        """Return the options of `fit` for a clock. `alone` is node 0 by itself."""
+        """Return the options of `fit` for a virtual clock. `alone`: for a run of node 0 without other nodes."""
         if not alone:
             return {"network": self.network, "step_seconds": self.step_time, "timeline": timeline}
         fleet = self.step_time
@@ -60,7 +60,7 @@ class Forecast:
         return {"network": NO_TRAFFIC, "step_seconds": first, "timeline": timeline}
 
     def describe(self) -> dict[str, Any]:
-        """Return a description for JSON: enough to predict the same runs again."""
+        """Return a description as JSON values. It is enough to predict the same times again."""
         steps = self.step_time
         drawn = {name: getattr(steps, name) for name in ("sigma", "straggler_share", "straggler_factor", "seed")}
         return {
@@ -70,7 +70,7 @@ class Forecast:
 
     @property
     def title(self) -> str:
-        """The network and the step in a few words."""
+        """A text of a few words that names the network and the seconds of a step."""
         low, high = (readable_seconds(float(s)) for s in (self.step_time.seconds.min(), self.step_time.seconds.max()))
         return f"{self.name}, {low if low == high else f'{low} to {high}'} a step"
 
@@ -82,17 +82,19 @@ class Forecast:
 def forecast_of(
     network: Any, step_seconds: Any, speeds: Sequence[float] | None, nodes: int, measure: Callable[[], float]
 ) -> Forecast:
-    """Return the forecast for the arguments of `compare`. `measure` times a step here and returns its seconds.
+    """Return the forecast for the arguments of `compare`. `measure()` measures a step and returns its seconds.
 
     Raises:
-        ArgumentError: a network, step times or speeds for another number of nodes, or a step that takes no time.
+        ArgumentError: the network, step times or speeds are for another number of nodes, or a step takes no time.
     """
     given, network = network, Network.of(network)
     name = given if isinstance(given, str) else repr(network)
     is_measured = step_seconds is None or (isinstance(step_seconds, str) and step_seconds.strip() == MEASURED)
     if isinstance(step_seconds, StepTime):
         if speeds is not None:
-            raise ArgumentError("speeds beside a StepTime: give it the speeds, as StepTime('20ms', speeds=[1, 0.5])")
+            raise ArgumentError(
+                "speeds beside a StepTime: give the speeds to the StepTime, such as StepTime('20ms', speeds=[1, 0.5])"
+            )
         steps = step_seconds
     else:
         several = speeds if speeds is None else list(speeds)
@@ -100,9 +102,11 @@ def forecast_of(
     counts = {"network": network.num_nodes, "speeds" if speeds is not None else "step_seconds": _count(steps, speeds)}
     for what, count in counts.items():
         if count is not None and count != nodes:
-            raise ArgumentError(f"{what} is for {count} nodes, but there are num_nodes={nodes}: give it for {nodes}")
+            raise ArgumentError(
+                f"{what} is for {count} nodes, but there are num_nodes={nodes}: give {what} for {nodes} nodes"
+            )
     if not steps.seconds.all():
-        raise ArgumentError(f"step_seconds={step_seconds!r}: a step must take time")
+        raise ArgumentError(f"step_seconds={step_seconds!r}: a step must take time, so give more than 0 s")
     if not is_measured:
         return Forecast(name, network, steps)
     measured_s = measure()
@@ -114,10 +118,10 @@ def _count(steps: StepTime, speeds: Sequence[float] | None) -> int | None:
 
 
 def check_timed(network: Any, step_seconds: Any, speeds: Any, target_loss: Any, timeline: Any) -> None:
-    """Check that the target loss is a finite number, and that options for a network come with one.
+    """Check that the target loss is a finite number, and that options for a network are given only with a network.
 
     Raises:
-        ArgumentError: one of these is not so.
+        ArgumentError: one of these checks fails.
     """
     if network is None:
         given = features_of(step_seconds=step_seconds, speeds=speeds, timeline=timeline or None)
@@ -135,18 +139,19 @@ def measured_step_s(
     loss_fn: Callable[..., Tensor] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> float:
-    """Return the median seconds of a node's training step here, from a run of about half a second.
+    """Measure a node's training step on this machine, in a run of about half a second. Return the median seconds.
 
-    A step is the batch, forward, backward and the inner optimizer. It does not include a strategy's communication.
+    A step consists of loading the batch, the forward pass, the backward pass and the inner optimizer. It does not
+    include a strategy's communication.
 
     Args:
-        batch_size: examples of the step; default: the task's.
+        batch_size: examples per step. Default: the task's.
         device, loss_fn: as in `LocalTrainer`.
-        options: further options of `LocalTrainer.fit` that change a step.
+        options: further options of `LocalTrainer.fit` that change how a step is computed.
 
     Raises:
         ArgumentError, DataError, ModelError: the task cannot be trained.
-        TrainingError: its loss is not a number.
+        TrainingError: the task's loss is not a number.
 
     >>> from exogym.tasks import load_task
     >>> 1e-5 < measured_step_s(load_task("digits")) < 1
@@ -175,10 +180,10 @@ def measured_evaluation_s(
     device: str | torch.device = "auto",
     loss_fn: Callable[..., Tensor] | None = None,
 ) -> float:
-    """Return the seconds that an evaluation on the task's whole validation set takes here.
+    """Measure an evaluation on the task's whole validation set on this machine. Return its seconds.
 
-    An evaluation may take much longer than a forward pass: Whisper transcribes speech word by word. A few examples
-    are timed first. All examples are timed only if that takes a second or two.
+    An evaluation may take much longer than a forward pass: Whisper transcribes speech word by word. ExoGym first
+    measures a few examples. It measures all examples only if that takes a second or two.
 
     Args:
         batch_size, device, loss_fn: as in `measured_step_s`.

@@ -1,4 +1,4 @@
-"""The progress of a comparison while it trains: a table in a terminal, lines elsewhere."""
+"""Show a comparison's progress while it trains: a table in a terminal, lines of text elsewhere."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ PAUSE_S = 0.2  # between drawings
 
 
 class LiveTable:
-    """Shows on stderr how far each strategy is, while the context is open.
+    """A context manager that shows each strategy's progress on stderr.
 
-    A terminal gets a table, redrawn at most five times a second. Other outputs get a line for each finished strategy,
-    and a line every 30 seconds. Both show the time left.
+    In a terminal it draws a table, at most five times a second. Otherwise it prints a line for each finished strategy,
+    and a line every 30 seconds. Table and lines show the remaining time.
 
     Args:
         labels: the strategies as written, in order.
@@ -92,7 +92,7 @@ def _line(at: Standing) -> str:
 
 
 def is_shown(progress: bool | None) -> bool:
-    """Say whether to show progress. None: in a terminal or a notebook.
+    """Return whether to show progress. None: show it in a terminal or a notebook.
 
     >>> is_shown(True), is_shown(False)
     (True, False)

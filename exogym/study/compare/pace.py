@@ -1,4 +1,4 @@
-"""The remaining time of runs, from the time that others took."""
+"""Predict the seconds that runs will take, from the seconds that earlier runs took."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from statistics import fmean
 class Pace:
     """Seconds per unit of work for each kind of run, such as a strategy.
 
-    A kind that has run uses only its own time, because strategies' steps differ in cost by several times. A kind that
-    has not run uses `unknown` of its group's times, by default the mean.
+    The steps of one strategy may take several times as long as another's. So if a kind has already run, its estimate
+    uses only its own runs. For a kind that has not run yet, the function `unknown`, by default the mean, combines the
+    seconds per unit of the other kinds in its group.
 
     >>> pace = Pace()
     >>> pace.add("fleet", "ddp", work=10, seconds=20.0)
@@ -25,17 +26,17 @@ class Pace:
         self._spent: dict[str, dict[str, tuple[float, float]]] = {}
 
     def add(self, group: str, kind: str, work: float, seconds: float) -> None:
-        """Record that `work` of a kind took `seconds`."""
+        """Record that a run of this kind took `seconds` for `work` units of work."""
         kinds = self._spent.setdefault(group, {})
         before = kinds.get(kind, (0.0, 0.0))
         kinds[kind] = before[0] + work, before[1] + seconds
 
     def seconds(self, group: str, kind: str, work: float) -> float:
-        """Return the seconds for `work` of a kind; NaN if its group has not run."""
+        """Return the expected seconds for `work` units of a kind of run; NaN if no run of its group is known."""
         kinds = self._spent.get(group, {})
         known = [kinds[kind]] if kind in kinds else list(kinds.values())
         return work * self.unknown(spent / done for done, spent in known) if known else math.nan
 
     def spent(self, group: str) -> float:
-        """Return the total seconds of a group."""
+        """Return the total seconds of all runs in a group."""
         return sum(seconds for _, seconds in self._spent.get(group, {}).values())

@@ -1,4 +1,4 @@
-"""A comparison's pictures: validation loss against steps, bytes and time; timelines of the nodes."""
+"""A comparison's pictures: validation loss against steps, bytes and time, and the nodes' timelines."""
 
 from __future__ import annotations
 
@@ -47,16 +47,16 @@ MOST_LETTERS = 36  # of a title in a picture
 
 @dataclass(frozen=True)
 class Curve:
-    """A strategy's validation loss.
+    """A strategy's validation loss, as a curve of a picture.
 
     Attributes:
-        title: its name in the picture.
-        steps: (K,) steps of the evaluations.
-        losses: (S, K) validation losses of each seed.
-        tx_bytes: (K,) bytes that a node had sent by then, mean over seeds.
-        time_s: (K,) predicted seconds by then, mean over seeds; None without a network.
-        wall_s: (K,) seconds on this machine by then, mean over seeds; None where they are not known.
-        label: the strategy as written, which decides the color; "": the title is it.
+        title: the strategy's name in the picture.
+        steps: (K,) steps of the K evaluations.
+        losses: (S, K) validation losses for S seeds.
+        tx_bytes: (K,) bytes that a node had sent before each evaluation, mean over seeds.
+        time_s: (K,) predicted seconds before each evaluation, mean over seeds. None without a network.
+        wall_s: (K,) seconds on this machine before each evaluation, mean over seeds. None if unknown.
+        label: the strategy as written, which decides the curve's color. "": use the title.
     """
 
     title: str
@@ -69,18 +69,18 @@ class Curve:
 
     @property
     def is_silent(self) -> bool:
-        """Whether the nodes never sent a byte."""
+        """Whether this strategy's nodes send no bytes at all."""
         return not self.tx_bytes.any()
 
 
 @dataclass(frozen=True)
 class Strip:
-    """A strategy's timeline: what its nodes did when.
+    """A strategy's timeline: when each node computed, sent and waited.
 
     Attributes:
-        title: its name in the picture.
-        spans: spans in the order of time.
-        shares: a span's kind to its share of the whole run, mean over nodes.
+        title: the strategy's name in the picture.
+        spans: the nodes' spans in the order of time.
+        shares: a dict from each kind of span to its share of the whole run, mean over nodes.
     """
 
     title: str
@@ -89,24 +89,24 @@ class Strip:
 
     @classmethod
     def of(cls, title: str, clock: Clock) -> Strip:
-        """Return the strip of a clock with a timeline."""
+        """Return the timeline that a virtual clock recorded."""
         parts = {"compute": "computing", "send": "sending", "wait": "waiting", "down": "down"}
         return cls(title, clock.spans, {kind: float(clock.share(part).mean()) for kind, part in parts.items()})
 
     def until(self, end_s: float) -> list[Span]:
-        """Return the spans that begin before `end_s`, cut off at `end_s`."""
+        """Return the spans that begin before `end_s` (seconds). A span that lasts longer ends at `end_s`."""
         return [replace(span, end_s=min(span.end_s, end_s)) for span in self.spans if span.start_s < end_s]
 
     def says(self) -> str:
-        """Return the shares as text, without zeros."""
+        """Return the shares of all kinds of span as text. Shares of zero are left out."""
         return ", ".join(f"{DOING[kind][1]} {share:.0%}" for kind, share in self.shares.items() if share >= 0.005)
 
 
 def first_rounds_s(strips: Iterable[Strip]) -> float:
-    """Return the time at which timelines can stop: every communicating strategy has done so twice.
+    """Return the seconds up to which to draw timelines: until every strategy that communicates has done so twice.
 
-    It is earlier if a node would have more than 60 spans, which nobody can tell apart. If no strategy communicates, it
-    is the end.
+    The time is earlier if a node would otherwise have more than 60 spans, too many to see. If no strategy communicates,
+    it is the end of the longest timeline.
     """
     rounds, ends_of_all, crowded = [], [0.0], [math.inf]
     for strip in strips:
@@ -122,7 +122,7 @@ def first_rounds_s(strips: Iterable[Strip]) -> float:
 
 
 def check_matplotlib() -> None:
-    """Raise ExoGymError if matplotlib, which draws the pictures, is not installed."""
+    """Check that matplotlib is installed, which draws the pictures. If it is not, raise ExoGymError."""
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError:
@@ -141,7 +141,7 @@ def plot_against_bytes(
 ) -> None:
     """Draw mean validation loss against the bytes each node has sent (logarithmic by default), into a PNG file.
 
-    A strategy that sends nothing has no place on a logarithmic axis: a dashed line marks the loss it ends with.
+    A logarithmic axis cannot show a strategy that sends nothing. A dashed line marks this strategy's final loss.
     """
     draw([path], curves, "bytes", log, heading)
 
@@ -152,7 +152,7 @@ def plot_against_time(
 ) -> None:  # fmt: skip
     """Draw mean validation loss against predicted seconds on `network`. A dotted line marks the target loss.
 
-    By default the axis is logarithmic where the longest run takes eight times as long as the shortest, or more.
+    By default the time axis is logarithmic if the longest run takes at least eight times as long as the shortest.
     """
     draw([path], curves, "time", log, heading, network, target_loss)
 
@@ -161,16 +161,18 @@ def figure_of(
     curves: Sequence[Curve], x: str = "step", log: bool | None = None, heading: str = "", network: str = "",
     target_loss: float | None = None,
 ) -> Figure:  # fmt: skip
-    """Return a figure of mean validation loss, with a band from the lowest to the highest seed.
+    """Plot mean validation loss, with a band from the lowest to the highest seed. Return a matplotlib figure.
 
     Args:
-        x: along the bottom: "step"; "bytes" that a node has sent; "time", predicted; "wall", seconds on this machine.
-        log: whether that axis is logarithmic; None: bytes are, and seconds that are far apart.
-        network: what the network is called at the axis of predicted time.
-        target_loss: a dotted line marks it.
+        x: the horizontal axis: "step"; "bytes" that a node has sent; "time" (predicted seconds); "wall" (seconds on
+            this machine).
+        log: whether the horizontal axis is logarithmic. None: logarithmic for bytes, and for seconds if the longest run
+            takes at least eight times as long as the shortest.
+        network: the network's name, for the label of the axis "time".
+        target_loss: the loss to mark with a dotted line.
 
     Raises:
-        ArgumentError: an unknown `x`, or predicted time of runs without a network.
+        ArgumentError: `x` is unknown, or it is "time" and the runs have no network.
     """
     check_choice("x", x, AXES)
     if x == "step":
@@ -184,8 +186,12 @@ def figure_of(
     times = [curve.time_s if x == "time" else curve.wall_s for curve in curves]
     known = [time_s for time_s in times if time_s is not None]
     if len(known) < len(times):
-        what = "no predicted time: give compare a network" if x == "time" else "no seconds"
-        raise ArgumentError(f"x={x!r}: these runs have {what}, or choose another x")
+        what = (
+            "no predicted time: give compare() a network"
+            if x == "time"
+            else "no measured seconds: train the runs again"
+        )
+        raise ArgumentError(f"x={x!r}: some runs have {what}, or choose another x")
     ends = [float(time_s[-1]) for time_s in known]
     unit, unit_s = _unit_of(max(ends, default=1.0))
     label = f"predicted {unit}{network and f' on {network}'}" if x == "time" else f"{unit} on this machine"
@@ -197,7 +203,7 @@ def draw(
     paths: Sequence[str | os.PathLike[str]], curves: Sequence[Curve], x: str, log: bool | None, heading: str,
     network: str = "", target_loss: float | None = None,
 ) -> None:  # fmt: skip
-    """Write the figure of `figure_of` into files, each PNG or SVG by its name."""
+    """Write the figure that `figure_of` returns into files. Each file's name decides its format, PNG or SVG."""
     _draw(paths, curves, x, log, heading, network, target_loss)
 
 
@@ -208,9 +214,9 @@ def _draw(paths: Sequence[str | os.PathLike[str]], *asked: Any) -> None:
 
 
 def save(figure: Figure, path: str | os.PathLike[str]) -> None:
-    """Write a figure into a file, as PNG or SVG by its name. The same figure gives the same bytes.
+    """Write a figure into a PNG or SVG file, by the file's name. The same figure gives the same bytes.
 
-    An SVG is dark where the reader's system asks for dark pages.
+    If the reader's system is set to dark pages, an SVG has dark colors.
     """
     import matplotlib
 
@@ -367,7 +373,7 @@ def _scale(
 def draw_strips(strips: Sequence[Strip], path: str | os.PathLike[str], until_s: float, heading: str = "") -> None:
     """Draw each node's timeline until `until_s` into a PNG file, with one panel per strategy.
 
-    A panel shows the first eight nodes as bars, and the shares of the whole run as text.
+    A panel shows the first eight nodes' spans as bars. A text gives the shares of each kind of span in the whole run.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -1,4 +1,4 @@
-"""A comparison from its arguments to its tables. `session` trains the runs, `folder` keeps them."""
+"""Run a comparison, from its arguments to its tables. The module `session` trains the runs; `folder` stores results."""
 
 from __future__ import annotations
 
@@ -45,18 +45,19 @@ VAL_EXAMPLES = 500  # the default for the most validation examples
 def compare(asked: ComparisonOptions) -> Comparison:
     """Train the same model from the same weights on the same data with several strategies, and compare them.
 
-    Every node keeps one shard of the data throughout. `single` is node 0 of that fleet alone: the same weights, the
-    same shard and batches in the same order, DDP's inner optimizer. It sends nothing and has no faults or balance. All
-    strategies share the inner optimizer and learning rate unless `notes` says otherwise. DeMo has its own rule and
-    learning rate.
+    Every node keeps one shard of the data for the whole run. The strategy `single` trains node 0 without other nodes:
+    the same weights, the same shard and batches in the same order, DDP's inner optimizer. It sends nothing, and ignores
+    the options `faults` and `balance`. All strategies use the same inner optimizer and learning rate, unless the
+    table's `notes` say otherwise. DeMo has its own optimizer and learning rate.
 
-    A run has 10 to 30 evaluations on at most 500 validation examples, spread evenly. Runs whose loss is no longer a
-    finite number are left out, and `notes` says so.
+    A run has 10 to 30 evaluations on at most 500 validation examples, spread evenly over the set. If a run's loss
+    becomes NaN or infinite, the table leaves out the run, and its `notes` say so.
 
     Raises:
-        ArgumentError, DataError: before training; also if `out` is not writable.
+        ArgumentError, DataError: an argument or the data are wrong, or `out` cannot be written; raised before training.
         TrainingError: no run completed its training.
-        ComparisonInterrupted: a KeyboardInterrupt; `result` has the finished runs, and `folder` their folder.
+        ComparisonInterrupted: a KeyboardInterrupt came. The error's `result` has the finished runs, and `folder` their
+            folder.
 
     >>> result = compare("digits", "single,ddp", max_steps=10, seeds=1)
     >>> [row["strategy"] for row in result.rows], result.rows[1]["quality"], result.rows[0]["tx_bytes"]
@@ -65,7 +66,10 @@ def compare(asked: ComparisonOptions) -> Comparison:
     if asked.out is not None:
         check_matplotlib()
     elif asked.resume:
-        raise ArgumentError("resume continues in a folder: give it as out, such as out='runs/digits-20261122-120000'")
+        raise ArgumentError(
+            "resume=True needs the interrupted comparison's folder: give it as out, such as "
+            "out='runs/digits-20261122-120000'"
+        )
     elif given := [name for name in IN_A_FOLDER if name in asked.changed()]:
         raise ArgumentError(f"{given[0]} needs a folder: give it as out, such as out='runs'")
     saved = saved_in(asked.out) if asked.resume and asked.out is not None else {}
@@ -92,10 +96,10 @@ def compare(asked: ComparisonOptions) -> Comparison:
 
 
 def session_of(asked: ComparisonOptions, known_step_s: float | None = None) -> Session:
-    """Return a comparison's checked runs, not trained and without a folder.
+    """Check the arguments and prepare a comparison's runs. This function neither trains nor makes a folder.
 
     Args:
-        known_step_s: seconds of a step that an earlier start measured, if step times are measured.
+        known_step_s: the seconds of a step that an interrupted comparison measured. None: measure a step if necessary.
 
     Raises:
         ArgumentError, DataError: as in `compare`.
@@ -139,9 +143,9 @@ def session_of(asked: ComparisonOptions, known_step_s: float | None = None) -> S
 
 
 def asked_of(session: Session, target_loss: float | None = None) -> dict[str, Any]:
-    """Return the options that decide the results, for JSON. A resumed comparison must have the same.
+    """Return the options that decide the results, as JSON values. A resumed comparison must have the same options.
 
-    Options of runs are left out if they have their defaults. So a new option does not change old comparisons.
+    Options of runs with default values are left out, so that ExoGym can add options and still resume old comparisons.
     """
     task, forecast, timing = session.task, session.forecast, None
     if forecast is not None:
@@ -156,7 +160,7 @@ def asked_of(session: Session, target_loss: float | None = None) -> dict[str, An
 
 
 def decisive_of(options: RunOptions) -> dict[str, Any]:
-    """Return, under "options" for JSON, the options that change results and are not defaults; {} without any.
+    """Return {"options": ...} with the options that change results and differ from their defaults; {} without any.
 
     >>> decisive_of(RunOptions(precision="bf16", hang_s=1.0)), decisive_of(RunOptions())
     ({'options': {'precision': 'bf16'}}, {})
@@ -243,7 +247,7 @@ def _result(session: Session, description: dict[str, Any], asked: ComparisonOpti
 
 
 def heading_of(session: Session) -> str:
-    """Return a line about the training, without the strategies."""
+    """Return one line of text that describes the training, but not the strategies."""
     setting, further = session.setting, RunOptions(**session.passed).changed()
     return (
         f"{session.task.description}. {setting.nodes} nodes, {setting.steps} steps of {setting.batch_size} examples, "
@@ -254,7 +258,7 @@ def heading_of(session: Session) -> str:
 
 
 def said_of(session: Session) -> dict[str, tuple[str, str]]:
-    """Return title and notes of each strategy, by label. The notes also name runs that failed or have not ended."""
+    """Return each strategy's title and notes, by label. The notes also name runs that failed or have not ended."""
     said, seeds = {}, session.setting.seeds
     for label, entry in session.entries.items():
         found = [session.outcomes[label, seed] for seed in seeds if (label, seed) in session.outcomes]
@@ -267,17 +271,19 @@ def said_of(session: Session) -> dict[str, tuple[str, str]]:
 
 
 def task_of(problem: Any, data: Any) -> Task:
-    """Return the task of a problem in the forms that `compare` accepts."""
+    """Return a `Task` for `problem`, in any form that `compare` accepts."""
     if isinstance(problem, str):
         task = load_task(problem, data)
     elif data is not None:
-        raise ArgumentError(f"data={os.fspath(data)!r} needs a named task, such as 'digits': leave it out")
+        raise ArgumentError(
+            f"data={os.fspath(data)!r} needs a named task, such as 'digits': give such a task, or leave data out"
+        )
     elif isinstance(problem, Task):
         task = problem
     elif isinstance(problem, tuple) and len(problem) == 3 and isinstance(problem[0], nn.Module):
         raise ArgumentError(
             "problem: instead of a model give a function that makes a new one, such as "
-            f"lambda: copy.deepcopy({type(problem[0]).__name__.lower()}): all runs start from the same weights"
+            f"lambda: copy.deepcopy({type(problem[0]).__name__.lower()}). All runs start from the same weights"
         )
     elif isinstance(problem, tuple) and len(problem) == 3 and callable(problem[0]):
         build, train, val = problem
@@ -302,7 +308,7 @@ def task_of(problem: Any, data: Any) -> Task:
         )
     if is_factory(task.train) or is_factory(task.val):
         raise ArgumentError(
-            "compare() divides one data set among the nodes: give it instead of a factory, and partitioner="
+            "compare() divides one data set among the nodes: give a data set instead of a factory, and partitioner="
         )
     return task
 

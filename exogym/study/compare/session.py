@@ -1,4 +1,4 @@
-"""The runs of a comparison, one after another: trained, or loaded from the folder of an earlier start."""
+"""Train the runs of a comparison, one after another, or load finished runs from the comparison's folder."""
 
 from __future__ import annotations
 
@@ -33,9 +33,10 @@ SAVE_S = 60.0  # longer runs are saved at this interval, at an evaluation
 
 @dataclass(frozen=True)
 class Standing:
-    """A comparison's progress: run number `run` of `runs` with strategy `label`, after `step` of `steps` steps.
+    """A comparison's progress: strategy `label` is in its run number `run` of `runs`, at `step` of `steps`.
 
-    `left_s` is the remaining seconds of training for all runs, None if unknown. Tables and pictures come after that.
+    `left_s` is the remaining seconds of training for all runs, None if unknown. It does not include the time to write
+    tables and pictures.
     """
 
     label: str
@@ -54,7 +55,7 @@ class Standing:
 
 @dataclass(frozen=True)
 class FirstShard(Partitioner):
-    """Gives one node alone the shard of node 0 in a fleet, in the same order."""
+    """A partitioner for the run `single`: its only node gets the shard of node 0 in the fleet, in the same order."""
 
     whole: Partitioner
     nodes: int
@@ -65,12 +66,12 @@ class FirstShard(Partitioner):
 
 @dataclass
 class Session:
-    """The settings that all runs share, and the finished runs.
+    """The runs of one comparison: the settings that they share, and the finished runs.
 
     Attributes:
         passed: options of `fit` for each run, unchanged.
         callbacks: callbacks of every run, beside the session's own.
-        outcomes: (label, seed) to the outcome, in the order of the runs.
+        outcomes: a dict from (label, seed) to the run's outcome, in the order of the runs.
     """
 
     task: Task
@@ -96,7 +97,7 @@ class Session:
     _starts_s: list[float] = field(default_factory=list)  # seconds from there to the next run's first evaluation
 
     def train_all(self) -> None:
-        """Train every run to its end, except runs that the folder already has."""
+        """Train every run to its end, except runs whose outcome the folder already has."""
         for label in self.entries:
             for number, seed in enumerate(self.setting.seeds, 1):
                 known = self.known(label, seed)
@@ -105,11 +106,11 @@ class Session:
                     self._tell(label, number, self.setting.steps, known.history)
 
     def known(self, label: str, seed: int) -> Outcome | None:
-        """Return a finished run's outcome from the folder, or None."""
+        """Return a finished run's outcome from the folder; None if the folder has no outcome of this run."""
         return None if self.folder is None else self.folder.outcome(label, seed)
 
     def settle(self, label: str, seed: int) -> Outcome:
-        """Train one run to its end, and keep its outcome in the folder if there is one."""
+        """Train one run to its end, write its outcome into the folder, if there is a folder, and return the outcome."""
         with without_notices(GOING_ON):  # the caller's message tells how to continue all runs
             outcome = self._train(label, self.entries[label], self.setting.seeds.index(seed) + 1, seed)
         if self.folder is not None:
@@ -117,18 +118,18 @@ class Session:
         return outcome
 
     def beat(self) -> None:
-        """Show that this process still works in the folder, if there is one."""
+        """Write a heartbeat into the folder's lock, if the comparison has a folder."""
         if self.folder is not None:
             self.folder.beat()
 
     @property
     def histories(self) -> dict[tuple[str, int], History]:
-        """The histories of the runs that ended well."""
+        """The histories of all runs that completed their training, by (label, seed)."""
         return {key: found.history for key, found in self.outcomes.items() if found.history is not None}
 
     @property
     def tracks(self) -> dict[tuple[str, int], Track]:
-        """The evaluations of the runs that ended well."""
+        """The evaluations of all runs that completed their training, by (label, seed)."""
         found = {key: Track.of_history(history) for key, history in self.histories.items()}
         return {key: track for key, track in found.items() if track is not None}
 
@@ -137,7 +138,7 @@ class Session:
         return {label: found.strip for (label, _), found in self.outcomes.items() if found.strip is not None}
 
     def fit_options(self, entry: Entry, timed: bool = False) -> dict[str, Any]:
-        """Return the options with which `fit` trains a strategy, for any seed. `timed`: with a timeline."""
+        """Return the options with which `fit` trains a strategy, for all seeds. `timed`: record a timeline."""
         nodes = self.setting.nodes
         given: dict[str, Any] = {
             **self.passed, "num_nodes": nodes, "max_steps": self.setting.steps, "batch_size": self.setting.batch_size,
@@ -214,7 +215,7 @@ class Session:
         return found_s
 
     def took(self, label: str, steps: int, seconds: float) -> None:
-        """Record the seconds of a strategy's steps, including evaluations."""
+        """Record that `steps` steps of a strategy took `seconds`, including evaluations."""
         self._pace.add(_group(self.entries[label]), label, steps, seconds)
 
     def began(self) -> None:

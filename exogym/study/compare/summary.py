@@ -1,6 +1,6 @@
-"""The summary of several runs: a row per strategy with mean and spread over seeds, and a verdict in a few sentences.
+"""Summarize several runs: a row per strategy with mean and spread over seeds, and a verdict in a few sentences.
 
-It works on runs in memory (`Track.of_history`) and on run folders' records (`Track.of_rows`), without torch.
+The runs may be in memory (`Track.of_history`) or in run folders (`Track.of_rows`). This module does not import torch.
 
 >>> runs = {("ddp", seed): Track.of_rows([
 ...     {"step": 0, "val_loss": 2.0, "tx_bytes": 0.0}, {"step": 10, "val_loss": 0.9 + seed / 100, "tx_bytes": 800.0},
@@ -46,8 +46,9 @@ class Track:
     """A run's evaluations.
 
     Attributes:
-        columns: step, val_loss, tx_bytes, time_s, wall_s: (K,) each; missing values are nan.
-        last: the values at the last evaluated step.
+        columns: the columns step, val_loss, tx_bytes, time_s and wall_s, each (K,) for K evaluations. Missing values
+            are NaN.
+        last: the values at the last evaluation's step.
     """
 
     columns: Mapping[str, np.ndarray]
@@ -55,10 +56,11 @@ class Track:
 
     @classmethod
     def of_rows(cls, rows: Iterable[Mapping[str, Any]], before: Mapping[int, float] | None = None) -> Track | None:
-        """Return the track of the averaged model's rows in the order of steps; None without an evaluation.
+        """Return the `Track` of a run's rows, which are in the order of steps. None if the rows have no evaluation.
 
         Args:
-            before: evaluated step to `wall_s` before its evaluation; `examples_per_s` then leaves evaluations out.
+            before: a dict from each evaluated step to its `wall_s` before the evaluation. If given, the time for
+                evaluations does not count in `examples_per_s`.
         """
         merged: dict[int, Row] = {}
         for row in rows:
@@ -77,18 +79,18 @@ class Track:
 
     @classmethod
     def of_history(cls, history: History) -> Track | None:
-        """Return the track of a run in memory."""
+        """Return the `Track` of a run in memory; None if it has no evaluation."""
         before = dict(zip(*(column.tolist() for column in history.column("wall_s", node=0)), strict=True))
         return cls.of_rows(history.rows_after(-1, None), before)
 
     def has(self, name: str) -> bool:
-        """Return whether each evaluation has a value in a column."""
+        """Return whether every evaluation has a value in the column `name`."""
         return bool(np.isfinite(self.columns[name]).all())
 
     def until(self, target_loss: float, name: str) -> float | None:
-        """Return a column's value (bytes, seconds, steps) when the loss reached the target, or None if it did not.
+        """Return a column's value (bytes, seconds, steps) at which the loss reached the target; None if it did not.
 
-        Between evaluations it takes the loss as linear.
+        Between two evaluations the loss is interpolated linearly.
 
         >>> rows = [{"step": k, "val_loss": 3.0 - k, "time_s": 10.0 * k} for k in range(3)]
         >>> track = Track.of_rows(rows)
@@ -115,10 +117,11 @@ class Summary:
 
     Attributes:
         rows: a dict per strategy: each measure's mean and `<name>_std` over seeds, and `target_runs`, the number of
-            runs that reached the target loss. `target_bytes` and `target_s` need all runs.
+            runs that reached the target loss. `target_bytes` and `target_s` have values only if all runs reached it.
         verdict: one to three sentences: the strategies with the fewest bytes, the least time and the lowest final loss.
         target_loss, target: the target loss, and its meaning in words.
-        values: strategy to measure to values, one per seed; {} for a summary that was read from a file.
+        values: a dict from strategy to a dict from measure to its values, one per seed. {} if the summary was read from
+            a file.
     """
 
     rows: list[Row]
@@ -128,7 +131,7 @@ class Summary:
     values: Mapping[str, Mapping[str, Sequence[float]]] = field(default_factory=dict, repr=False)
 
     def to_json(self) -> Row:
-        """Return the summary's part of run.json."""
+        """Return the fields that run.json stores of this summary."""
         return {"summary": self.rows, "target_loss": self.target_loss, "target": self.target}
 
 
@@ -138,16 +141,17 @@ def summary_of(
 ) -> Summary:  # fmt: skip
     """Return the summary of several strategies' runs.
 
-    For each seed, quality = DDP's val_loss / val_loss and reduction = DDP's tx_bytes / tx_bytes. Without DDP both are
-    missing (None); without bytes reduction is missing. `tx_bytes` and `payload_bytes` are a node's, over all steps.
-    `examples_per_s` is the fleet's rate on this machine during training, without evaluations.
+    For each seed, quality = DDP's val_loss / val_loss and reduction = DDP's tx_bytes / tx_bytes. Without DDP, quality
+    and reduction have the value None. A strategy that sends nothing has no reduction. `tx_bytes` and `payload_bytes`
+    are the mean over nodes, summed over all steps. `examples_per_s` is the number of examples that all nodes together
+    process per second on this machine, without the time for evaluations.
 
     Args:
-        strategies: label to (title, notes).
+        strategies: a dict from label to (title, notes).
         seeds: the requested seeds.
-        tracks: (label, seed) to the track of each run that ended well; at least one.
-        target: the target loss, and its meaning in words; default: `target_of`.
-        network: the network's name in the verdict.
+        tracks: a dict from (label, seed) to the `Track` of each run that completed its training. It needs at least one.
+        target: the target loss, and its meaning in words. Default: the result of `target_of`.
+        network: the network's name for the verdict.
     """
     target_loss, why = target_of(tracks) if target is None else target
     is_timed = any(track.has("time_s") for track in tracks.values())
@@ -180,8 +184,8 @@ def summary_of(
 def target_of(tracks: Tracks, given: float | None = None) -> tuple[float, str]:
     """Return the target loss, and its meaning in words.
 
-    It is `given`; otherwise DDP's mean final loss over seeds / 0.95; without DDP the highest final loss of any run, so
-    that all runs reach it.
+    The target loss is `given`. Without `given`, it is DDP's mean final loss over seeds / 0.95. Without DDP, it is the
+    highest final loss of any run, so that all runs reach it.
     """
     if given is not None:
         return given, "as asked for"
@@ -193,7 +197,7 @@ def target_of(tracks: Tracks, given: float | None = None) -> tuple[float, str]:
 
 
 def target_of_best(tracks: Tracks) -> tuple[float, str]:
-    """Return a sweep's target loss, and its meaning in words: the lowest mean of a cell / 0.95."""
+    """Return a sweep's target loss, and its meaning in words. It is the lowest mean final loss of any cell / 0.95."""
     losses: dict[str, list[float]] = {}
     for (label, _), track in tracks.items():
         losses.setdefault(label, []).append(float(track.last["val_loss"]))
@@ -201,7 +205,7 @@ def target_of_best(tracks: Tracks) -> tuple[float, str]:
 
 
 def are_apart(low: Sequence[float], high: Sequence[float]) -> bool:
-    """Return whether `low` is clearly lower: all of `low` below all of `high`, and means further apart than a spread.
+    """Return whether the values `low` are clearly below `high`: no overlap, and means further apart than either spread.
 
     >>> are_apart([1.0, 1.1], [1.2, 1.3]), are_apart([1.0, 1.2], [1.1, 1.3]), are_apart([1.0, 1.1], [1.11, 1.6])
     (True, False, False)
@@ -211,7 +215,7 @@ def are_apart(low: Sequence[float], high: Sequence[float]) -> bool:
 
 
 def name_of(label: str) -> str:
-    """Return a strategy's name from its text with options."""
+    """Return the strategy's name that is in a text with options, such as "diloco" in "diloco:H=20"."""
     return label.partition(":")[0].strip().lower()
 
 
