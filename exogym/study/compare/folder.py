@@ -57,8 +57,8 @@ class Folder:
                 name, alike = f"{name}-2", alike + 1
                 if alike > MOST_ALIKE:
                     raise ArgumentError(
-                        f"strategies: more than {MOST_ALIKE} texts such as {label[:80]!r} have the same letters, so their "
-                        "folders would have the same name: compare fewer of these strategies at once"
+                        f"strategies: more than {MOST_ALIKE} texts such as {label[:80]!r} have the same letters, so "
+                        "their folders would have the same name: compare fewer of these strategies at once"
                     )
             self._names[label] = name
             taken.add(name)
