@@ -61,7 +61,7 @@ class Running(Protocol):
         """The epoch of the last step, from 0."""
 
     def rows(self) -> list[Tensor]:
-        """Return all nodes' parameters, (N, P) per block, from all processes. Their traffic is not counted."""
+        """Return all nodes' parameters, (N, P) per block, from all processes. Bytes sent for it do not count."""
 
     def average(self) -> tuple[list[Tensor], dict[str, Tensor]]:
         """Return the averaged (or outer) model: a tensor (P,) per block, and the buffers by name."""

@@ -130,7 +130,7 @@ class History(Sequence[Row]):
 
         Args:
             steps: (S,) the logged steps, ascending; S may be 0.
-            epochs: (S,) their epochs.
+            epochs: (S,) the epochs of these steps.
             losses: (N, S) float32, NaN where a node did not train. The history copies the array.
             lr: (S,) learning rates.
             nodes: the ids of the N nodes in `losses`.
@@ -469,7 +469,7 @@ class History(Sequence[Row]):
             history._evaluations.setdefault(step, {})[node] = dict(values)
         extra, totals = state["extra_columns"], state["totals"]
         if type(extra) is not list or set(map(type, extra)) - {str} or [*map(type, totals)] != [float] * 5:
-            raise ValueError(f"extra_columns={extra!r} must be texts, and totals={totals!r} five floats")
+            raise ValueError(f"extra_columns={extra!r} must be texts, and totals={totals!r} must be five floats")
         history._extra, history._last, history._totals = [*extra], int(state["last_step"]), [*totals]
         return history
 

@@ -102,12 +102,11 @@ def _means(sums: dict[str, float], weights: dict[str, float], inside: Inside) ->
 def spread(fleet: Fleet) -> dict[str, float]:
     """Return the present nodes' consensus_distance and correlation.
 
-    x_i is the parameter vector of node i, and N the number of present nodes. consensus_distance = sqrt((1/N) sum_i
-    x_i - mean
-    ^2). correlation is the mean, over all pairs of nodes, of the Pearson correlation of their parameters: (
-    sum_i z_i
-    ^2 - N) / (N (N-1)), where z_i is x_i minus the mean of its elements, scaled to length 1. The columns are processed
-    in chunks that fit the cache; sums over chunks are in float64.
+    x_i is the parameter vector of node i, and N the number of present nodes.
+    consensus_distance = sqrt((1/N) sum_i |x_i - mean|^2). correlation is the mean, over all pairs of nodes, of the
+    Pearson correlation of their parameters: (|sum_i z_i|^2 - N) / (N (N-1)), where z_i is x_i minus the mean of its
+    elements, scaled to length 1. The columns are processed in chunks that fit the cache; sums over chunks are in
+    float64.
     """
     n = len(fleet.there)
     if n == 1:

@@ -182,7 +182,7 @@ def check(name: str, found: Mapping[str, Any]) -> None:
     """Check the fields of the file `name`.
 
     Raises:
-        ArgumentError: a field does not fit.
+        ArgumentError: a field has a wrong value.
     """
     kinds = COMPARISON if name == "run.json" and isinstance(found.get("strategies"), dict) else OBJECTS[name][1]
     _check(name, kinds, found)
@@ -219,7 +219,8 @@ def parsed(data: bytes) -> Any:
     """Return the value of a JSON text. The numbers NaN, Infinity and -Infinity become the texts in `NOT_FINITE`.
 
     Raises:
-        ValueError: not complete JSON in UTF-8, nested too deep, or with a lone surrogate (half a character).
+        ValueError: the text is not complete JSON in UTF-8, is nested too deep, or has a lone surrogate (half a
+            character).
     """
     try:
         found = _decoded(data.decode("utf-8"))
@@ -241,7 +242,7 @@ def row_of(line: bytes, kinds: Mapping[str, Kind]) -> Row | None:
     """Return the JSON object in a line of records or events. None if the line is incomplete: its writer was killed.
 
     Raises:
-        ArgumentError: a field does not fit.
+        ArgumentError: a field has a wrong value.
     """
     try:
         row = parsed(line)

@@ -192,7 +192,7 @@ def load_newest(
     folder: str | Path, wire: Wire | None = None, keepers: Keepers | None = None,
     refused: Mapping[str, str] | None = None,
 ) -> tuple[Snapshot | None, list[str]]:  # fmt: skip
-    """Return the newest good checkpoint in `folder`, and the errors of newer checkpoints. None: there are none.
+    """Return the newest good checkpoint in `folder`, and the errors of newer ones. None: `folder` has no checkpoint.
 
     `refused` holds the names of checkpoints to skip, with their errors. With several processes, each process gets its
     own rows, from a checkpoint that all processes can read in their folders.

@@ -42,7 +42,7 @@ def save_model(model: nn.Module, path: str | Path) -> Path:
 
 
 def load_model(model: nn.Module, path: str | Path) -> nn.Module:
-    """Load a file that `save_model` wrote into `model`, in place. Return the model.
+    """Read a file that `save_model` wrote. Load its values into `model`, in place, and return `model`.
 
     Raises:
         ArgumentError: the file is missing, incomplete or not a safetensors file.

@@ -34,8 +34,7 @@ class Setting:
         how: the way of computing, one of the values of `fit(compute=)`.
         attendance: the nodes present at each step. None: all nodes, at every step.
         timing: the virtual clock, if the run has a network.
-        watch: findsnumbers that are not finite, and reacts as
-        `on_nonfinite` says.
+        watch: finds numbers that are not finite, and reacts as `on_nonfinite` says.
         around: a function that wraps the way of computing, if a feature needs a wrapper.
     """
 
@@ -112,7 +111,7 @@ class Algorithm:
         """Prepare the stretch that begins after `step`."""
 
     def work(self, first: int, last: int) -> np.ndarray | None:
-        """Return (N,) each node's local steps from the fleet's step `first` to `last`. None: `last - first` for each.
+        """Return (N,) each node's local steps from the fleet's step `first` to `last`. None: each takes `last - first`.
 
         Additive: work(a, b) + work(b, c) == work(a, c).
         """
@@ -142,7 +141,8 @@ class Algorithm:
         """Read or rewrite the gradients of `rows` in the fleet's blocks, and return the rows that take the step.
 
         Args:
-            skip: do not use the gradients: one overflowed in fp16, or is not finite and all nodes skip together.
+            skip: do not use the gradients, because a gradient overflowed in fp16, or is not finite and all nodes skip
+                the step.
         """
         raise NotImplementedError
 

@@ -31,7 +31,7 @@ ARRAYS = ("versions", "computed", "columns", "spoilt")
 
 
 class ByClock(Algorithm):
-    """A `ClockedStrategy` in training.
+    """The adapter through which the driver trains with a `ClockedStrategy`.
 
     Every process computes the server's updates and the order of events itself. When a node's update arrives at the
     server, every process gets that node's Delta (outer gradient). Without a network all nodes are equally fast, and
@@ -79,7 +79,9 @@ class ByClock(Algorithm):
         return max(step + 1, -(-local // self.fleet.num_nodes))
 
     def spans(self, losses: Losses, counts: Sequence[int]) -> list[Span]:
-        """Count the local steps before the next message. Return the steps still to compute; the run may stop there."""
+        """Count the local steps before the next message, and return those that are not computed yet.
+
+        The run may stop between these steps."""
         order, nodes = self.order, self.fleet.num_nodes
         if self.columns.shape[1] != losses.last - losses.first:
             self.columns = np.zeros((nodes, losses.last - losses.first), dtype=np.int64)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Calling:
-    """The object through which callbacks use the run (`exogym.callbacks.Running`). It also calls them when due.
+    """The object through which callbacks use the run (`exogym.callbacks.Running`). It also calls the callbacks.
 
     Callbacks run in the main process. A callback's request may need rows from all processes. So the worker processes
     wait in `_serve`, and repeat each call that the main process makes.
@@ -77,12 +77,12 @@ class Calling:
         return self.models.measure(vectors, buffers)
 
     def average(self) -> Model:
-        """Return the averaged (or outer) model: (P,) per block, and buffers by name. Its traffic is not counted."""
+        """Return the averaged (or outer) model: (P,) per block, and buffers by name. Bytes sent for it do not count."""
         self._ask("average")
         return self.models.average()
 
     def rows(self) -> list[Tensor]:
-        """Return all nodes' parameters, (N, P) per block. Their traffic is not counted.
+        """Return all nodes' parameters, (N, P) per block. Bytes sent for this do not count.
 
         With client sampling: the rows of the clients that train now, `fleet.comm.present`.
         """

@@ -94,7 +94,9 @@ def _check_values(options: FitOptions) -> None:
     for name in SWITCHES:
         check_switch(name, getattr(options, name))
     if not isinstance(options.callbacks, Sequence) or isinstance(options.callbacks, str | bytes):
-        raise ArgumentError(f"callbacks={options.callbacks!r} must be a list of functions that take the loop")
+        raise ArgumentError(
+            f"callbacks={options.callbacks!r} must be a list of functions that take one argument, the loop"
+        )
     for callback in options.callbacks:
         if not callable(callback):
             raise ArgumentError(f"callbacks: {callback!r} cannot be called: wanted a function that takes the loop")

@@ -32,9 +32,9 @@ class Meeting:
     Args:
         comm: the fleet's communicator.
         enter, leave: functions. They get a block's index whenever the block's thread starts (`enter`) or stops
-        (`leave`).
-        rows: the rows of each block. None: one row per block. device: the device for tensors that come from another
-        process's nodes.
+            (`leave`).
+        rows: the rows of each block. None: one row per block.
+        device: the device for tensors that come from another process's nodes.
 
     Raises:
         StrategyError: the nodes do not make the same calls.

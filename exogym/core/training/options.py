@@ -58,7 +58,7 @@ class RunOptions:
     Args:
         node: Split each node's model over several devices (see `exogym.NodeMesh`). A list gives each node its own
             split. Under `python -m exogym.launch` or torchrun each process is one device. A single process simulates
-            all devices: the result equals a run with one device per node and the same micro-batches.`inside_bytes` in
+            all devices: the result equals a run with one device per node and the same micro-batches. `inside_bytes` in
             the history counts what a node's devices would send each other. With several processes only the main process
             has the final model; in the other processes the model's parameters are on the meta device.
         gradient_accumulation: Batches per step. The step's gradient is the mean of the batches' gradients, for any
@@ -78,7 +78,7 @@ class RunOptions:
         reduction: "tree" (exact: the same bits on every layout) or "native" (torch's own all-reduce and sums).
         balance: Share the load by speed (see `exogym.balance`): "nodes" to processes, "batch" sizes or local "steps"
             to nodes, or a `Balance` with speeds. None: all nodes do the same work, and each process gets about the same
-                number of nodes.
+            number of nodes.
         faults: Nodes that drop out and return, slow nodes, lost synchronizations (see `exogym.faults`). Each strategy's
             docstring says how it handles them. An absent node has no record in the history.
         on_nonfinite: Reaction to a gradient or update that is not finite: "raise", "skip" or "ignore". ExoGym reacts
@@ -147,9 +147,9 @@ class FitOptions(RunOptions):
         device: "auto", or a torch device: cpu, cuda, cuda:1, mps. "auto" takes a GPU if there is one (CUDA, then
             Apple's MPS).
         processes: Processes that share the nodes, or "auto". ExoGym forks them from this process (Linux, CPU). Their
-            number does not change the result: the same bits."auto" runs a short trial, uses the machine's cores if that
-            is faster, and prints its choice. Do not give this option under torchrun or `python -m exogym.launch`: there
-            the launched processes share the nodes.
+            number does not change the result: the same bits. "auto" runs a short trial, uses the machine's cores if
+            that is faster, and prints its choice. Do not give this option under torchrun or `python -m exogym.launch`:
+            there the launched processes share the nodes.
         engine: "ray" trains on a Ray cluster, or starts one here, in as many processes as fit. For a cluster's address
             give an `exogym.engine.Ray`. None: this machine, or the machines whose processes run this script together.
         cpus_per_process: Processors that Ray gives to each process.

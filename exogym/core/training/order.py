@@ -30,13 +30,13 @@ class Order:
 
     Args:
         clock: the virtual clock. `advance` moves it, and so does each push and pull that the communicator records.
-        work: (N,) each node's local steps per round. grace_s: after the updates of `quorum` nodes have arrived, the
-        server waits this many seconds for other nodes.
+        work: (N,) each node's local steps per round.
+        grace_s: after the updates of `quorum` nodes have arrived, the server waits this many seconds for other nodes.
 
     Attributes:
         taken: (N,) local steps of each node so far.
         queue: a heap of events (tick, kind, node): each node's next step or arrival, and the end of the grace period. A
-        tick is a nanosecond of virtual time.
+            tick is a nanosecond of virtual time.
         now: the tick of the last event.
         waiting: nodes whose update has arrived and that have not pulled yet.
     """

@@ -36,7 +36,7 @@ def run_placed(
     Raises:
         ArgumentError: the engine cannot lay out the run's nodes as the options ask.
         WorkerError, or a process's own error: the run still failed after `max_restarts` restarts from the last
-        checkpoint.
+            checkpoint.
     """
     asked = EngineOptions(
         options.num_nodes, options.processes, device, options.reduction == "native", options.hang_s,

@@ -103,7 +103,7 @@ def matching_snapshot(
 ) -> tuple[Snapshot | None, list[str]]:  # fmt: skip
     """Return this run's newest good checkpoint, and the errors of damaged newer checkpoints.
 
-    ExoGym's own choices (see `choices`) that the checkpoint records replace those in `description`.
+    The choices that the checkpoint records (see the module `choices`) replace the choices in `description`.
     """
     snapshot, complaints = load_newest(folder, wire, keepers, refused)
     if snapshot is None:

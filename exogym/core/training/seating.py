@@ -1,4 +1,4 @@
-"""Client sampling with seats: only the clients that train now have rows. When a round ends, other clients use them."""
+"""Client sampling with seats: only the clients that train now have rows. After a round, other clients use the rows."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Fast nodes train on more examples. If each node kept one shard, slow nodes' data would count less. So a node draws a
 shard when it begins a round. |D_i| is the number of examples in shard i, and n_i the number of examples drawn from
-shard i so far. The probability p_i of shard i is
+shard i so far. The probability p_i of shard i is proportional (~) to this:
 
     p_i ~ max(|D_i| / sum_j |D_j| - n_i / sum_j n_j, 0)                       p_i ~ |D_i| if all of these are 0
 

@@ -26,8 +26,8 @@ class Timing:
     """Advance a `Clock` by the time for which a fleet's nodes compute and send.
 
     In a simulation's clock, averages that arrive late overlap with computing. On hosts, a run waits for them where it
-    sends them. A measurednetwork predicts hosts that run ExoGym. So an all-reduce takes as long there as ExoGym's exact
-    all-reduce, or torch's with `reduction="native"`.
+    sends them. A measured network predicts hosts that run ExoGym. So an all-reduce takes as long there as ExoGym's
+    exact all-reduce, or torch's with `reduction="native"`.
 
     Args:
         fleet: from now on, the clock follows the events of this fleet's communicator.
@@ -75,7 +75,10 @@ class Timing:
             self.taken_s[row] += taken_s * count / total
 
     def computed(self, counts: np.ndarray | int, agreements: int = 0) -> None:
-        """Record that the nodes took `counts` steps, (N,) or one number, and then agreed `agreements` times."""
+        """Record that the nodes took `counts` steps, (N,) or one number.
+
+        `agreements` is the number of times that the nodes' processes agreed after these steps, which also takes
+        time."""
         counts = np.broadcast_to(np.asarray(counts), self.fleet.num_nodes)
         if not self.is_measured:
             self.clock.advance(counts)

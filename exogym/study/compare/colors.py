@@ -55,7 +55,7 @@ GRAYED = Look(GRAY, GRAY)
 
 
 def look_of(label: str) -> Look:
-    """Return the color of a strategy, with a solid line. `label` is its text with options or its short name.
+    """Return a strategy's color, with a solid line. `label`: the strategy's text with options, or its short name.
 
     >>> look_of("DiLoCo:H=20") == look_of("diloco"), look_of("mine") == look_of("mine:x=1")
     (True, True)

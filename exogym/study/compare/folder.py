@@ -72,7 +72,7 @@ class Folder:
         """
         if (Path(out) / RUN).exists():
             raise ArgumentError(
-                f"out={os.fspath(out)!r} holds results: resume them there (--resume), or give another folder"
+                f"out={os.fspath(out)!r} holds results: resume them with resume=True (--resume), or give another folder"
             )
         above = missing_folders(Path(out).expanduser())
         path = new_folder(out, plain_name(name))
@@ -152,7 +152,9 @@ class Folder:
         return Outcome(history, facts["error"], facts["wall_s"], facts["description"], strip)
 
     def drop_if_empty(self) -> bool:
-        """Remove a new folder and parents made for it, unless it has a result or checkpoint. Return whether it did."""
+        """Remove a new folder, and the parents made for it, if it has no result and no checkpoint.
+
+        Return whether the folder was removed."""
         from exogym.core.saving.checkpoint_files import list_checkpoints
 
         kept = any((child / HISTORY).exists() or list_checkpoints(child / CHECKPOINTS) for child in self.path.iterdir())
@@ -208,5 +210,5 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ArgumentError(f"{path} cannot be read ({error}): remove the folder it is in, and train again") from error
+        raise ArgumentError(f"{path} cannot be read ({error}): remove its folder, and train again") from error
     return dict(found)

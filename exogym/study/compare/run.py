@@ -308,7 +308,7 @@ def task_of(problem: Any, data: Any) -> Task:
         )
     if is_factory(task.train) or is_factory(task.val):
         raise ArgumentError(
-            "compare() divides one data set among the nodes: give a data set instead of a factory, and partitioner="
+            "compare() divides one data set among the nodes: give a data set instead of a factory, and a partitioner="
         )
     return task
 
