@@ -78,8 +78,9 @@ class Balance:
 def share_out(total: int, speeds: Sequence[float]) -> list[int]:
     """Divide `total` items by speed: return counts of at least 1, with the smallest maximum of count / speed.
 
-    Items are dealt one after another. Each item goes to the member that would finish it first; ties go to the lower
-    index (D'Hondt's rule). With equal speeds, the first members get one item more if `total` cannot be divided evenly.
+    There is one member (a process or node) per speed. Items are dealt one after another. Each item goes to the member
+    that would finish it first; ties go to the lower index (D'Hondt's rule). With equal speeds, the first members get
+    one item more if `total` cannot be divided evenly.
 
     Raises:
         ArgumentError: `total` is smaller than the number of speeds.
@@ -102,7 +103,7 @@ def share_out(total: int, speeds: Sequence[float]) -> list[int]:
 
 
 def speeds_of(seconds: Sequence[float]) -> list[float]:
-    """Return each member's speed relative to the fastest one's, rounded to three digits, from `seconds` for equal work.
+    """Return speeds relative to the fastest, rounded to three digits. `seconds` is each member's time for equal work.
 
     >>> speeds_of([0.01, 0.03])
     [1.0, 0.333]

@@ -112,8 +112,7 @@ def nearest(given: str, known: Iterable[str]) -> str:
 def run_script(main: Callable[[], object]) -> None:
     """Call `main`. If it fails, print one line and exit with a status: 1 for an ExoGym error, 130 for Ctrl-C.
 
-    The status is 141 if the reader of stdout has closed it, as `
-     head` does.
+    The status is 141 if the reader of stdout has closed it, as `| head` does.
 
     >>> run_script(lambda: print("trained"))
     trained
@@ -149,8 +148,8 @@ def checked(function: F) -> F:
     True or False, because the text "no" would count as true.
 
     For an `__init__` the decorator also stores the given arguments in `self.given_arguments`, so that an object can
-    describe itself. A class or function may have a dict `not_taken`, from an argument that similar classes take to the
-    reason why this one does not. For such an argument the error gives this reason instead of a name.
+    describe itself. A class or function may have a dict `not_taken`. Its keys are arguments that only similar classes
+    take, and its values are the reasons. For such an argument the error gives the reason instead of a name.
 
     Raises:
         ArgumentError: `function` does not take an argument, or a required argument is missing.

@@ -164,7 +164,7 @@ class _Battery:
                     resumed, history = self.run(save_dir=folder, resume=True)
             if resumed != self.reference:
                 raise StrategyError(
-                    f"law 'stopping': stopped after step {stop} and resumed, the run ends in different weights. Keep "
+                    f"law 'stopping': a run that stopped after step {stop} and resumed ends in different weights. Keep "
                     "everything that changes during training in a module's row_state or shared_state, or in a plain "
                     "number. A strategy for one node may keep tensors and numbers in any attribute"
                 )
@@ -219,7 +219,7 @@ class _Battery:
             raise StrategyError(
                 f"law 'learns': in {self.learning_steps} steps the validation loss went from {losses[0]:.4f} to "
                 f"{losses[-1]:.4f}, not below {self.learning} of its first value. Look at the sign of the update and "
-                "the learning rate: for this small model AdamW wants about 0.02"
+                "the learning rate: for this small model AdamW needs about 0.02"
             )
         return f"validation loss from {losses[0]:.4f} to {losses[-1]:.4f}"
 

@@ -69,8 +69,8 @@ def node_speeds(balance: Balance, wire: Wire, worker: Worker, stream: Stream) ->
     nodes = range(stream.num_nodes)
     if not wire.is_shared:
         notice(
-            f"balance={balance.kind!r} changes nothing: one process holds all nodes, so all are equally fast; give "
-            "their speeds to try it here"
+            f"balance={balance.kind!r} changes nothing: one process holds all nodes, so all nodes are equally "
+            "fast. To try it here, give the nodes' speeds: Balance(kind, speeds=[...])"
         )
         return [1.0 for _ in nodes]
     barrier(wire)
@@ -113,7 +113,7 @@ def share_out(
         stream.share_out(sizes)
         weights = torch.from_numpy(np.minimum(stream.batch_sizes, stream.examples).astype(np.float64))
     spelt = ", ".join(f"{float(share):.3g}" for share in shares)
-    say(fleet.comm.wire, f"balance={balance.kind!r}: speeds of the nodes {spelt}; {what}")
+    say(fleet.comm.wire, f"balance={balance.kind!r}: the nodes' speeds are {spelt}; {what}")
     if min(shares) < 1:  # else the bits of a run without
         fleet.comm.weights = weights
     work = stream.batch_sizes / stream.batch_size if balance.kind == "batch" else None

@@ -46,8 +46,8 @@ def chosen_processes(subject: Subject, options: FitOptions, asked: EngineOptions
     shared_s += meetings * MEETING_S + moved_bytes / SHARED_BYTES_PER_S
     chosen = most if shared_s < WORTH_IT * alone_s else 1
     notice(
-        f"processes='auto' chose {chosen} (a step of a node takes {1e3 * step_s:.2f} ms: about {alone_s:.1f} s in one "
-        f"process, {shared_s:.1f} s in {most})"
+        f"processes='auto' chose {chosen} (a step of a node takes {1e3 * step_s:.2f} ms: the run takes about "
+        f"{alone_s:.1f} s in one process, or {shared_s:.1f} s in {most})"
     )
     return chosen
 
