@@ -48,8 +48,8 @@ class _Turn:
             if self.thread != threading.get_ident():
                 raise ArgumentError(
                     "another thread of this process is in fit, and both would draw from the same random generators. "
-                    "Call one fit after the other, or run each fit in its own process. To use more cores for one fit, give "
-                    "this fit processes="
+                    "Call one fit after the other, or run each fit in its own process. To use more cores for one fit, "
+                    "give this fit processes="
                 )
             mine = {id(p) for p in model.parameters()}
             if any(id(p) in mine for outer in self.models for p in outer.parameters()):

@@ -67,7 +67,7 @@ def _assemble(
     subject: Subject, options: FitOptions, device: torch.device, max_stretch: int | None, wire: Wire,
     refused: Mapping[str, str],
 ) -> TrainingLoop:  # fmt: skip
-    """Assemble as `assemble` does. Raises Unfit, after undoing everything, if the run would not save this checkpoint.
+    """Assemble as `assemble` does. If the checkpoint does not fit the run, undo everything and raise Unfit.
 
     The order matters: the data give the run's length, and with it the description that a checkpoint must match. The
     checkpoint holds the run's own choices. The choices decide a step's size, which the clock needs; the strategy needs

@@ -53,7 +53,7 @@ def send(trainer: Any, options: FitOptions, device: torch.device) -> None:
 
 
 def _take(trainer: Any, left: Left | None, options: FitOptions) -> None:
-    """Give the trainer here the results."""
+    """Store the results in the trainer."""
     assert left is not None
     trainer.history, trainer.description = left.history, left.description
     trainer.traffic, trainer.clock = left.traffic, left.clock
@@ -64,7 +64,7 @@ def _take(trainer: Any, left: Left | None, options: FitOptions) -> None:
 
 
 def _train(kind: type[Any], subject: Subject, max_stretch: int | None, options: FitOptions, wire: Wire) -> Left | None:
-    """Train, in a process elsewhere, the rows that `wire` says are there; return the results in process 0."""
+    """In one of the engine's processes, train the rows that `wire` assigns to it. Process 0 returns the results."""
     trainer = kind(subject.model, subject.train_dataset, subject.val_dataset)
     trainer.subject, trainer.max_stretch = subject, max_stretch
     place = resolve_device(options.device)

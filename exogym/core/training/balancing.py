@@ -80,7 +80,7 @@ def node_speeds(balance: Balance, wire: Wire, worker: Worker, stream: Stream) ->
 
 
 def _finish(device: torch.device) -> None:
-    """Wait for what was begun on the device."""
+    """Wait until the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     elif device.type == "mps":
@@ -143,9 +143,9 @@ def deal_by_speed(
 
 
 def _process_seconds(wire: Wire, subject: Subject, options: FitOptions, device: torch.device | None) -> list[float]:
-    """Take a few training steps in each process, at the same time; return what one takes in each, everywhere.
+    """Take a few training steps in all processes at the same time. Return each process's seconds per step.
 
-    `device` None: of another machine, where it is looked for.
+    `device=None`: the process is on another machine, and chooses a device there.
     """
     device = device or resolve_device(options.device)
     with contextlib.ExitStack() as undo:

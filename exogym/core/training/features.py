@@ -86,7 +86,7 @@ def make_driver(
 
 
 def _attendance(options: FitOptions, strategy: Strategy, shares: Sequence[Fraction]) -> Attendance | None:
-    """Return who is there at each step; None: everybody, for every step."""
+    """Return the nodes present at each step. None: all nodes, at every step."""
     faults = options.faults if options.may_be_away else None
     if faults is None and all(share == 1 for share in shares):
         return None
@@ -96,7 +96,7 @@ def _attendance(options: FitOptions, strategy: Strategy, shares: Sequence[Fracti
 
 
 def _seats(options: FitOptions, fleet: Fleet, stream: Stream) -> Seats:
-    """Return who sits in the rows, where there are fewer than nodes; all that is kept is registered by then."""
+    """Return the assignment of rows to nodes, if rows are fewer. Saved state must be registered before."""
     from exogym.core.fleet.seats import Seats
     from exogym.core.fleet.store import Store
 
@@ -121,7 +121,7 @@ def add_figures(loop: TrainingLoop) -> None:
 
 
 def _share_insides(fleet: Fleet) -> dict[str, float]:
-    """Let every process know what each node's devices sent each other, which that node counts; return the mean."""
+    """Tell every process each node's inside bytes, which only the node's own process counts. Return the mean."""
     ledger, wire = fleet.comm.ledger, fleet.comm.wire
     if wire.is_shared:
         ledger.inside_bytes[:] = np.max(gather(wire, ledger.inside_bytes.tolist()), axis=0)

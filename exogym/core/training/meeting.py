@@ -227,7 +227,7 @@ class _Request:
 
 
 class _Place:
-    """A thread, and the baton that lets it run."""
+    """A thread, and the semaphores that let it run or stop it."""
 
     def __init__(self, index: int, has_rows: bool):
         self.index, self.has_rows = index, has_rows

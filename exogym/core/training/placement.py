@@ -76,10 +76,10 @@ def run_placed(
 
 
 def _split(options: FitOptions) -> tuple[NodeMesh, ...]:
-    """Return the split of each node whose devices are processes; () where they are not.
+    """Return each node's split if a node's devices are processes; otherwise ().
 
     Raises:
-        ArgumentError: something that does not go with nodes of several processes.
+        ArgumentError: an option does not work with nodes of several processes.
     """
     if not options.meshes or world_size() == 1:
         return ()
@@ -110,7 +110,7 @@ def rows_of_run(options: FitOptions, processes: int, engine: Engine | None = Non
 
 
 def _say_who_restarts(max_restarts: int) -> None:
-    """Say so where fewer new starts are made than are wanted: in a world its launcher makes them."""
+    """Print a notice if the launcher that started these processes will restart them fewer times than `max_restarts`."""
     made = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
     if made < max_restarts and int(os.environ.get("RANK", 0)) == 0:
         notice(
@@ -122,7 +122,7 @@ def _say_who_restarts(max_restarts: int) -> None:
 def _dealt(
     engine: Engine, asked: EngineOptions, options: FitOptions, subject: Subject
 ) -> tuple[EngineOptions, FitOptions]:
-    """Return what is asked with the ids of each process, and the options with their speeds where they decided."""
+    """Return the engine's options with each process's nodes, and `options` with the speeds if they matter."""
     processes = engine.processes(asked)
     even = replace(asked, placement=place(rows_of_run(options, processes, engine), processes))
     if options.shares is None or options.shares.kind != "nodes" or processes == 1:

@@ -150,7 +150,7 @@ class Programs(Algorithm):
         return True
 
     def _moving(self, rows: Sequence[int]) -> list[Strategy]:
-        """Return the strategies that take the step; with absent nodes they are told who is there."""
+        """Return the strategies that take the step. If nodes are absent, set each strategy's `present`."""
         if self.blocks is not None or len(rows) == len(self.strategies):
             moving = self.strategies
         else:
@@ -184,7 +184,7 @@ class Programs(Algorithm):
             self._meet([call if rank in there else None for rank, call in enumerate(calls)])
 
     def _refuse_standing_still(self, moved: Sequence[Strategy], before: Sequence[int]) -> None:
-        """Raise StrategyError where `step` did not call `super().step()`; their local steps were `before`."""
+        """Raise StrategyError if a strategy's local step is the same as in `before`: its `step` did not call super()."""
         for strategy, step in zip(moved, before, strict=True):
             if strategy.local_step == step:
                 raise StrategyError(
@@ -278,7 +278,7 @@ class Programs(Algorithm):
 
 
 class _ProgramState(Stateful):
-    """What users' strategies keep: each node's own, or of a stacked one (rows, ...) tensors and the rest."""
+    """The saved state of users' strategies: one per node, or a stacked strategy's tensors and other values."""
 
     def __init__(self, programs: Programs):
         self.programs = programs
@@ -309,7 +309,7 @@ class _ProgramState(Stateful):
         load_object_state(programs.strategies[0], programs.models[0], tensors | rows)
 
     def _stacked(self) -> tuple[Tensors, Tensors]:
-        """Return what a stacked strategy keeps: tensors (rows, ...), and the rest, which all rows share."""
+        """Return a stacked strategy's state: tensors (rows, ...), and other values, which all rows share."""
         programs, rows, shared = self.programs, Tensors(), Tensors()
         for name, x in object_state(programs.strategies[0], programs.models[0]).items():
             by_row = not name.endswith(SKELETON) and x.dim() > 0 and len(x) == len(programs.fleet)

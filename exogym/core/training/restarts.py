@@ -34,7 +34,7 @@ def restarted(model: nn.Module, options: FitOptions, train: Callable[[FitOptions
 
 
 def _followed(options: FitOptions, train: Callable[[FitOptions], Result]) -> Result:
-    """Train, in other processes as often as the run moves."""
+    """Train. Each time that the run moves to other processes, train there."""
     while True:
         try:
             return train(options)
@@ -44,10 +44,10 @@ def _followed(options: FitOptions, train: Callable[[FitOptions], Result]) -> Res
 
 
 def _attempts(model: nn.Module, options: FitOptions) -> Iterator[FitOptions]:
-    """Yield the options of the first try, and of each further one with the model as it was at first.
+    """Yield the options for the first try and for each restart. Before a restart, give the model its initial values.
 
     Raises:
-        ArgumentError: a new start from a model that is not there yet.
+        ArgumentError: `max_restarts` with a lazy model, which has no initial values yet.
     """
     if not options.max_restarts:
         yield options

@@ -54,6 +54,6 @@ class Seating(Around):
         return self.nodes, self.fleet.comm.wire.rows(losses.end(), self.nodes)
 
     def _seat(self, step: int) -> None:
-        """Seat those who act next beside those who have come to `step`."""
+        """Give rows to the clients that train next. The clients that trained until `step` still have theirs."""
         self.seats.take(*self.inner.seated(step))
         meet(self.fleet, self.seats.nodes)

@@ -53,9 +53,11 @@ def chosen_processes(subject: Subject, options: FitOptions, asked: EngineOptions
 
 
 def _trial(wire: Wire, subject: Subject, options: FitOptions, device: torch.device, rows: int) -> list[float]:
-    """In the other process train a few steps; return seconds per node-step, meetings, bytes moved there, steps.
+    """Train a few steps in the other process.
 
-    What the run has to say, it says when it is run.
+    Return seconds per step of a node, and the run's synchronizations, their bytes between processes, and steps.
+
+    The trial prints nothing, because the run itself prints the same messages later.
     """
     found = torch.zeros(1, 4, dtype=torch.float64)
     if wire.is_hidden:

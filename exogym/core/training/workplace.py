@@ -70,10 +70,10 @@ def workplace(
 
 
 def _asks_all(options: FitOptions, wire: Wire) -> bool:
-    """Say whether a factory is to make each node's data set for its length, though few nodes act at a time.
+    """Return whether the data set factory must make every node's data set, to know its length.
 
     Raises:
-        ArgumentError: it would have to, and nobody has asked for that.
+        ArgumentError: it must, but the user gave neither `num_epochs` nor `max_steps`.
     """
     if options.num_epochs is None and options.max_steps is None:
         sampled = f"a data set factory for sampled clients of {options.num_nodes:,} nodes"
@@ -85,7 +85,7 @@ def _asks_all(options: FitOptions, wire: Wire) -> bool:
 
 
 def _initialise_lazy(worker: Worker, batch: Any) -> None:
-    """Give lazy modules their shapes and first numbers, which follow from the seed; statistics stay as they start."""
+    """Give lazy modules their shapes and their initial values, drawn from the seed. Statistics do not change."""
     tensors = [*worker.model.parameters(), *worker.model.buffers()]
     lazy = (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer)
     if any(isinstance(x, lazy) for x in tensors):
