@@ -184,7 +184,7 @@ class Programs(Algorithm):
             self._meet([call if rank in there else None for rank, call in enumerate(calls)])
 
     def _refuse_standing_still(self, moved: Sequence[Strategy], before: Sequence[int]) -> None:
-        """Raise StrategyError if a strategy's local step is the same as in `before`: its `step` did not call super()."""
+        """Raise StrategyError if a strategy's local step is still as in `before`: its `step` did not call super()."""
         for strategy, step in zip(moved, before, strict=True):
             if strategy.local_step == step:
                 raise StrategyError(

@@ -246,8 +246,9 @@ def _dark_style() -> str:
 def short_titles(titles: Sequence[str]) -> list[str]:
     """Return titles that fit beside a plot.
 
-    A long title loses the options that all other titles of its name have too, or all titles of the picture if its name
-    is the only one. Then it loses options from its end. Titles that are then equal get numbers.
+    A long title loses the options that it shares with all other titles of the same strategy. If the picture has no
+    other title of this strategy, it loses the options that all titles share. If it is still too long, it loses options
+    from its end. Titles that are then equal get numbers.
 
     >>> long = [f"Streaming DiLoCo (H=20, num_fragments={n}, fragment_sync_delay=2)" for n in (2, 4)]
     >>> short_titles(["DDP", *long])
