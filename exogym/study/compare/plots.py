@@ -187,7 +187,7 @@ def figure_of(
     known = [time_s for time_s in times if time_s is not None]
     if len(known) < len(times):
         what = (
-            "no predicted time: give compare() a network"
+            "no predicted time: give compare a network"
             if x == "time"
             else "no measured seconds: train the runs again"
         )
