@@ -224,7 +224,7 @@ class Attendance:
         return back, stayed[0]
 
     def next_change(self, step: int) -> int:
-        """Return the last step until which the same nodes are present as in step `step + 1`. A stretch ends there."""
+        """Return the last step before the present nodes change, starting from step `step + 1`. A stretch ends there."""
         if self.lockstep and self._loses:
             return step + 1
         self._not_away(step + 1)
@@ -240,7 +240,7 @@ class Attendance:
 
         Args:
             work: `work(first, last)` returns the local steps that the strategy wants of each node, (N,). They must be
-                additive, too. None, as the function or as its result: every step.
+                additive, too. If `work` or its result is missing (None), the strategy wants every step.
         """
         if self.lockstep and self._loses:
             return sum((self._flags(step) for step in range(first + 1, last + 1)), np.zeros(self.num_nodes, np.int64))

@@ -89,7 +89,7 @@ class StepTime:
         """Return the step time of nodes whose steps have more or less work.
 
         Args:
-            work: (N,) each node's work, relative to a step before.
+            work: (N,) each node's work per step, relative to its work until now; 1 changes nothing.
             extra_s: seconds that each step takes in addition; a number or (N,).
         """
         other = copy.copy(self)

@@ -64,9 +64,9 @@ class Quantized(Compressor):
 
     @property
     def share_bytes(self) -> float:
-        """Return the payload bytes if the row is a device's part of a longer row.
+        """The payload bytes of a row that is one device's part of a longer row.
 
-        The codes are then not rounded up to whole bytes, because the parts' codes are packed together.
+        The codes are not rounded up to whole bytes here, because the codes of all parts are packed together.
         """
         return self.count * self.quantizer.bits / 8 + 4 * self.quantizer.table * sum(m for m, _ in self.groups)
 

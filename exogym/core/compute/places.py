@@ -67,7 +67,7 @@ class Places:
     def held(self, slot: Slot, part: int) -> Box:
         """Return the elements of a parameter that device number `part` has between steps, as a range for each axis.
 
-        They are its shard's part of the elements that `computed` returns.
+        They are the elements that `computed` returns, divided over the shards.
         """
         first, *others = self.computed(slot, part)
         return (chunk(first, self.mesh.coordinates(part)["shard"], self.mesh.shard), *others)

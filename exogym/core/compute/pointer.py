@@ -130,7 +130,7 @@ class Pointer:
         self.at = views
 
     def set_buffers(self, buffers: dict[str, Tensor]) -> None:
-        """Put `buffers` into the module in place of the buffers that training changes."""
+        """Replace those buffers of the module that training changes by the tensors in `buffers`."""
         for name, (owner, attribute) in self._buffer_owners.items():
             own_buffers(owner)[attribute] = buffers[name]
 

@@ -1,4 +1,4 @@
-"""Split a model differently from its row, so that nodes with different splits share columns.
+"""Split a model differently from its row, so that nodes with different splits can communicate.
 
 Processes of different nodes communicate if they hold the same columns. So all nodes cut their rows into the same K
 parts, where K is the greatest common divisor of the nodes' numbers of processes. A node of k processes stores its row

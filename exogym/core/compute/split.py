@@ -141,7 +141,12 @@ def as_told(split: Split) -> Tensor:
 
 
 def refuse_ways(told: Tensor, parts: int, mesh: NodeMesh) -> None:
-    """Raise ModelError if the ways of `parts` processes differ. `told` is the sum of `as_told` over these processes."""
+    """Raise ModelError if a node's processes used blocks or gradients in different orders.
+
+    Args:
+        told: the sum of `as_told` over the processes.
+        parts: the number of processes.
+    """
     if int(told[0]) ** 2 != parts * int(told[1]):
         raise other_ways(mesh)
 

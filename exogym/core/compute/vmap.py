@@ -1,7 +1,7 @@
 """`compute="vmap"`: compute the gradients of several rows at once with `torch.func.vmap`.
 
-The results equal `compute="loop"`'s up to rounding. Some models are refused: with dropout, vmap would draw other random
-numbers than `loop`, and vmap does not support buffers that a step changes (BatchNorm).
+The results equal the results of `compute="loop"` up to rounding. Some models are refused: with dropout, vmap would draw
+other random numbers, and vmap does not support buffers that a step changes (BatchNorm).
 """
 
 from __future__ import annotations

@@ -198,7 +198,7 @@ class Worker:
         return self.micro_batch_size is None or self.weights.counts_examples(self.ask, batch)
 
     def own_shares(self, batch: Any) -> list[tuple[Any, float]]:
-        """Return the parts of a batch that this process evaluates, each with its weight times the batch's examples."""
+        """Return the parts of a batch that this process evaluates, each with the number of examples it counts for."""
         total = batch_examples(batch)
         if self.devices is not None:
             bounds = [self.devices.evaluated(total)]
