@@ -33,6 +33,7 @@ import importlib
 import inspect
 import math
 import operator
+import reprlib
 import signal
 import sys
 from collections.abc import Callable, Collection, Iterable
@@ -186,6 +187,19 @@ def checked(function: F) -> F:
         return function(*args, **kwargs)
 
     return call  # type: ignore[return-value]
+
+
+def as_call(made: Any) -> str:
+    """Return an object as the call that made it, with its given arguments: a `__repr__` for checked constructors.
+
+    >>> from exogym.strategy import DiLoCoStrategy
+    >>> DiLoCoStrategy(H=20, lr=0.01)
+    DiLoCoStrategy(H=20, lr=0.01)
+    """
+    given = vars(made).get("given_arguments", {})
+    short = reprlib.Repr()
+    short.maxother = short.maxstring = 60  # letters of a value
+    return f"{type(made).__name__}({', '.join(f'{name}={short.repr(value)}' for name, value in given.items())})"
 
 
 def without_aliases(given: dict[str, Any], names: Collection[str], kept: Collection[str] = ()) -> dict[str, Any]:

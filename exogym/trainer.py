@@ -125,6 +125,11 @@ class Trainer(ABC):
         self.traffic: dict[str, dict[str, float]] = {}
         self.clock: Clock | None = None
 
+    def __repr__(self) -> str:
+        size = sum(parameter.numel() for parameter in self.model.parameters())
+        trained = f", trained to step {self.history.last['step']}" if len(self.history) else ""
+        return f"<{type(self).__name__} of {type(self.model).__name__} with {size:,} parameters{trained}>"
+
     @property
     def model(self) -> nn.Module:
         return self.subject.model

@@ -52,6 +52,10 @@ class Source:
     origin: str
     text: str = ""
 
+    def __repr__(self) -> str:
+        counts = f"{len(self.train):,} to train, {len(self.val):,} to validate"
+        return f"<Source: {counts}, {len(self.classes)} classes, from {self.origin}>"
+
 
 @checked
 def digits(data: str | os.PathLike[str] | None = None, flat: bool = True) -> Source:

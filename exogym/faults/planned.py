@@ -24,7 +24,7 @@ import numpy as np
 
 from exogym.core.base.draws import numpy_generator
 from exogym.core.combinations import check
-from exogym.errors import ArgumentError, check_choice, check_count, check_number, checked
+from exogym.errors import ArgumentError, as_call, check_choice, check_count, check_number, checked
 from exogym.faults.availability import Availability, Trace
 
 NEVER = 2**62  # a step after all others
@@ -128,6 +128,9 @@ class Faults:
             others |= {"drop_rate": drop_rate, "lost_rate": lost_rate, "forget": forget}
             planned = ", ".join(f"{name}={value!r}" for name, value in others.items() if value)
             check({"trace": f"faults with trace={trace!r}"} | ({"planned faults": planned} if planned else {}))
+
+    def __repr__(self) -> str:
+        return as_call(self)
 
     def bad(self, num_nodes: int) -> list[int]:
         """Return the sorted ranks of the bad nodes among `num_nodes` nodes. They are the same in every step.

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from exogym.core.base.torch_private import scale_
 from exogym.core.communicator import ALONE, Inside
 from exogym.core.fleet.layout import hidden_matrices
-from exogym.errors import ArgumentError, StrategyError
+from exogym.errors import ArgumentError, StrategyError, as_call
 from exogym.faults import Availability, Faults
 from exogym.strategy import communicate
 from exogym.strategy.kernels import bare_step
@@ -199,6 +199,9 @@ class Strategy:
     @taking
     def __init__(self, inner_optim: Any = "adamw", **options: Unpack[InnerOptions]):
         self.inner = Inner(inner_optim, **split(options, Inner)[0])
+
+    def __repr__(self) -> str:
+        return as_call(self)
 
     def plan(self, P: float, N: int, b: float) -> Plan:
         """Return the strategy's communication, for `exogym.advise`, with P parameters of b bytes on N nodes.

@@ -154,6 +154,9 @@ class Run(Standing):
     records: builtins.list[Row]
     events: builtins.list[Row]
 
+    def __repr__(self) -> str:
+        return f"<Run {os.fspath(self.path)!r}: {self.state}, {len(self.records)} records, {len(self.events)} events>"
+
     @property
     def columns(self) -> builtins.list[str]:
         """The names of all columns in the records, in the order of their first appearance."""

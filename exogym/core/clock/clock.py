@@ -118,6 +118,10 @@ class Clock:
 
     # Moving the clock
 
+    def __repr__(self) -> str:
+        at = f"{self.steps.max()} steps, {self.time_s.max():.6g} s"
+        return f"<Clock of {self.num_nodes} nodes on {self.network!r}: {at}>"
+
     def advance(self, counts: int | np.ndarray, measured_s: Any = None) -> None:
         """Add the time of every node's next `counts` steps.
 
