@@ -25,7 +25,7 @@ Members = int | Sequence[int]
 # Pages and docstrings repeat this sentence about averages that arrive late; `Pricing.late_overlaps` is its flag.
 LATE = (
     "In a simulation's clock, averages that arrive late overlap with computing. "
-    "On hosts, a run waits for them where it sends them."
+    "On hosts, a run waits for each average right after sending it."
 )
 
 

@@ -164,8 +164,8 @@ class DiLoCoStrategy(CommunicateOptimizeStrategy):
         island_size: s, nodes of an island. None: no islands.
         island_H: steps from one average inside an island to the next, below H; give it with `island_size`.
 
-    In a simulation's clock, averages that arrive late overlap with computing. On hosts, a run waits for them where it
-    sends them.
+    In a simulation's clock, averages that arrive late overlap with computing. On hosts, a run waits for each average
+    right after sending it.
 
     >>> strategy = DiLoCoStrategy(inner_optim='adamw', outer_optim='sgd', H=100, lr=3e-4)
     """

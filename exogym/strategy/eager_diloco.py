@@ -11,8 +11,8 @@ In the first round the others' part is 0. Payload P b bytes per node every H ste
 2 (N-1)/N P b. The nodes' parameters are never equal; the evaluation model is their mean. Averages that are in flight at
 the end of training are not used.
 
-In a simulation's clock, averages that arrive late overlap with computing. On hosts, a run waits for them where it sends
-them.
+In a simulation's clock, averages that arrive late overlap with computing. On hosts, a run waits for each average right
+after sending it.
 
 With absent nodes: the mean is over the n present nodes, and 1/N becomes 1/n. A node that misses a synchronization keeps
 its trained parameters and the average that it has not used yet, and continues. A node that was down takes the

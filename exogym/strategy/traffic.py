@@ -22,7 +22,7 @@ class Traffic:
         members: the number of nodes that take part; None: all.
         algorithm: the collective's algorithm; None: `advise` chooses.
         overlap_steps: steps from sending to arrival, for averages that arrive late. In a simulation's clock, averages
-            that arrive late overlap with computing. On hosts, a run waits for them where it sends them.
+            that arrive late overlap with computing. On hosts, a run waits for each average right after sending it.
         fan: for a mix of neighbors: to how many neighbors a node hands parts of its payload.
     """
 

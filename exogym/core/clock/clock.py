@@ -48,7 +48,7 @@ class Clock:
     latest member's time plus the collective's cost. A collective that overlaps with computing starts with `begin` and
     ends at `wait`. A node's network line carries one collective at a time. If the line is busy, the next collective
     starts later. In a simulation's clock, averages that arrive late overlap with computing. On hosts, a run waits for
-    them where it sends them.
+    each average right after sending it.
 
     Args:
         num_nodes: the number of nodes, N.

@@ -25,9 +25,9 @@ from exogym.core.fleet.state import Shared
 class Timing:
     """Advance a `Clock` by the time for which a fleet's nodes compute and send.
 
-    In a simulation's clock, averages that arrive late overlap with computing. On hosts, a run waits for them where it
-    sends them. A measured network predicts hosts that run ExoGym. So an all-reduce takes as long there as ExoGym's
-    exact all-reduce, or torch's with `reduction="native"`.
+    In a simulation's clock, averages that arrive late overlap with computing. On hosts, a run waits for each average
+    right after sending it. A measured network predicts hosts that run ExoGym. So an all-reduce takes as long there as
+    ExoGym's exact all-reduce, or torch's with `reduction="native"`.
 
     Args:
         fleet: from now on, the clock follows the events of this fleet's communicator.
