@@ -141,11 +141,12 @@ figure.savefig("tutorial_basic.png", dpi=80)
 #
 # ## A question
 #
-# FedAvg averages the nodes' weights every 20 steps, without an outer optimizer. Does it send less than DiLoCo, as much,
-# or more?
+# FedAvg averages the nodes' weights every 20 steps, without an outer optimizer. Does FedAvg send less than DiLoCo, as
+# much, or more?
 #
 # **Answer.** As much. Both send one row of parameters per round. Each node can run the outer optimizer itself, on the
-# average that it received. Count it: `FedAvgStrategy(inner_optim="adamw", lr=3e-3, H=20)` from `exogym.strategy`.
+# average that it received. Count the bytes: train with `FedAvgStrategy(inner_optim="adamw", lr=3e-3, H=20)` from
+# `exogym.strategy`.
 #
 # ## Next
 #

@@ -103,8 +103,9 @@ left.legend(frameon=False, fontsize=8)
 # %% [markdown]
 # ## A pipeline
 #
-# You can also cut a large model into *stages* of layers, one per GPU. The last GPU waits at the start of a step and the
-# first at its end: the *bubble*. With S stages and M micro-batches it takes (S - 1) / (M + S - 1) of the time.
+# You can also cut a large model into *stages* of layers, one per GPU. The last GPU waits at the start of a step and
+# the first at its end: the *bubble*. With S stages and M micro-batches the bubble takes (S - 1) / (M + S - 1) of the
+# time.
 
 # %%
 micro_batches = [4, 8, 16, 32, 64]

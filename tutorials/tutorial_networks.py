@@ -106,8 +106,8 @@ for row in result.rows:
 print(result.finding)
 
 # %% [markdown]
-# SPARTA sends a hundredth of DDP's bytes and waits as long! It averages at every step, and with 2,410 numbers an
-# average is all latency. On Wi-Fi average small models *rarely*, and send *little* of large models.
+# SPARTA sends a hundredth of DDP's bytes and waits as long! It averages at every step, and the time to average 2,410
+# numbers is nearly all latency. On Wi-Fi, average small models *rarely*, and send *little* of large models.
 #
 # ## One slow node
 #
@@ -136,7 +136,8 @@ for speeds in ([1, 1, 1, 1], [1, 1, 1, 0.5]):
 #
 # ## A question
 #
-# In the picture DeMo's curve rises earlier than DiLoCo's with H = 10. How does it move with 64 nodes, and why?
+# In the picture DeMo's curve rises earlier than DiLoCo's with H = 10. How does DeMo's curve move with 64 nodes, and
+# why?
 #
 # **Answer.** DeMo's curve moves to the right, and DiLoCo's stays. DeMo's nodes send packed coefficients, which cannot
 # be summed on the way: each node receives all other nodes' coefficients in an all-gather, whose cost grows with N.

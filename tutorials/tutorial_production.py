@@ -13,8 +13,8 @@
 # %% [markdown]
 # # Runs you can rely on
 #
-# Practice with runs of seconds: stop and resume in the same bits, notice a run's death, lose a node, meet bad numbers,
-# stop early, and pass on the model.
+# Practice with runs that take seconds: stop and resume in the same bits, notice a run's death, lose a node, meet bad
+# numbers, stop early, and pass on the model.
 #
 # [Install](../docs/getting_started.md#install) ExoGym with the extra `[demo]`. Read [Four nodes on your
 # laptop](tutorial_basic.py) first.
@@ -59,7 +59,7 @@ COMMON = {"num_nodes": 4, "batch_size": 8, "val_interval": 10, "partitioner": "s
 # ## Stop and resume
 #
 # Checkpoints go to `save_dir`. First comes an undisturbed run, then a run that ends at step 70. The third call resumes
-# it, as it would in a new process.
+# this run, as it would in a new process.
 
 # %%
 whole = make_trainer().fit(strategy(), max_steps=120, **COMMON)
@@ -114,8 +114,8 @@ print("state:", run.state)
 # > state: lost
 
 # %% [markdown]
-# The file says `running`, but the process no longer exists. `exogym runs list` and `exogym ui` show this for all runs.
-# If you started the script again, it would continue from its last checkpoint, because of `resume=True`.
+# `status.json` says `running`, but the process no longer exists. `exogym runs list` and `exogym ui` show this for all
+# runs. If you started the script again, it would continue from its last checkpoint, because of `resume=True`.
 #
 # ## A lost node, and a node with bad numbers
 #

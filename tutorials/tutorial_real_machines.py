@@ -108,7 +108,7 @@ hosts = {
 Path("hosts.json").write_text(json.dumps(hosts, indent=2))
 
 # %% [markdown]
-# First ask the doctor (`exogym doctor --hosts hosts.json`).
+# First check the hosts, as `exogym doctor --hosts hosts.json` does.
 
 # %%
 checks = check_hosts("hosts.json", code=False)
@@ -158,8 +158,8 @@ print(f"1 MB averaged by two processes here: {1e3 * measured.cost('all_reduce', 
 #
 # ## A second computer
 #
-# It needs SSH from here without a password, the same versions of Python packages, and your script's folder (`sync=True`
-# copies it). Put its address into the hosts file:
+# The second computer needs SSH from here without a password, the same versions of Python packages, and your script's
+# folder (`sync=True` copies it). Put its address into the hosts file:
 #
 # ```
 # {

@@ -125,7 +125,8 @@ print("saved, for example", *sorted(path.name for path in Path("better").iterdir
 # exogym wizard --task whisper --data recordings
 # ```
 #
-# The first command trains on this computer, the second also on others. [Whisper](../docs/whisper.md) has all options.
+# The first command trains on this computer, the second also on other computers. [Whisper](../docs/whisper.md) has all
+# options.
 #
 # ## Change something
 #
