@@ -374,7 +374,7 @@ def _curve(run: Run, title: str) -> Curve:
 
 
 def listed(path: str | os.PathLike[str], name: str, parent: Row | None = None) -> Listed | None:
-    """Return the line of the list for a folder; None if it holds no run.
+    """Return a folder's line in the list of runs; None if the folder holds no run.
 
     `parent`: the description of the comparison or sweep to which the run belongs."""
     path = Path(path)

@@ -88,7 +88,9 @@ def one_keeper(folder: Path, wire: Wire) -> Keepers:
 
 
 def find_keepers(folder: Path, wire: Wire) -> Keepers:
-    """Find the keepers of an existing `folder`. Each process briefly puts a file there, and looks for others' files.
+    """Find the processes that keep an existing `folder`.
+
+    Each process briefly puts a file into its `folder`, and looks there for the files of other processes.
 
     Raises:
         ArgumentError: one process sees a second process's file, but the second does not see the first one's file.

@@ -63,7 +63,7 @@ def snapshot_of(loop: Resumable) -> Snapshot:
 
 
 def for_disk(loop: Resumable) -> Snapshot:
-    """Return the state of the run in `loop`, with marks, as `checkpoint.save` needs it."""
+    """Return the state of the run in `loop` for `checkpoint.save`, with marks (hashes of names, shapes and dtypes)."""
     found = _without_history(loop)
     found.parts = _parts_of(loop.fleet, found)
     inside = loop.fleet.comm.wire.inside

@@ -1,5 +1,7 @@
 """Asynchronous strategies: each node works at its own pace, and a server applies arriving updates.
 
+A push sends a node's update to the server. A pull sends the server's parameters to a node.
+
 A step of the fleet is N local steps, each by the node that is next on the virtual clock. The fleet's step lasts until
 the next step's first local step, so it includes every push that arrives before. Rounds continue across steps of the
 fleet. ExoGym computes local steps only when an arrival or the end of a stretch needs them. A round depends only on the
@@ -74,7 +76,7 @@ class ByClock(Algorithm):
     # Called by the driver
 
     def next_event(self, step: int) -> int:
-        """Return the fleet's first step after `step` in which a node pushes or pulls."""
+        """Return the fleet's first step after `step` in which a node sends to the server or receives from it."""
         local = int(self.order.taken.sum()) + self.order.steps_to_event()
         return max(step + 1, -(-local // self.fleet.num_nodes))
 
@@ -90,7 +92,7 @@ class ByClock(Algorithm):
         return self._behind(losses)
 
     def act(self, step: int, losses: Losses, before_mixing: Callable[[], None]) -> bool:
-        """Carry out the remaining local steps, pushes and pulls up to `step`, in the order of virtual time."""
+        """Carry out local steps, and messages to and from the server, up to `step`, in the order of virtual time."""
         order, goal = self.order, self.fleet.num_nodes * step
         self.computed = order.taken.copy()
         self.before_mixing = before_mixing
@@ -115,7 +117,7 @@ class ByClock(Algorithm):
         return True
 
     def finish(self, step: int) -> None:
-        """Push all remaining updates, apply them in the order of the nodes' clocks, and let the pushing nodes pull."""
+        """Send all remaining updates to the server, apply them in the clocks' order, and send theta to these nodes."""
         self.before_mixing = lambda: None
         for node in self.order.unfinished():
             if self.order.arrival[node] < 0:

@@ -1,4 +1,6 @@
-"""The order in virtual time of an asynchronous run's local steps, arrivals at the server, and pulls.
+"""The order in virtual time of an asynchronous run's events: local steps, arrivals and pulls.
+
+An update arrives at the server. In a pull, a node gets the server's parameters.
 
 The order depends only on the clock's settings, never on computed values, so every process computes the same order.
 Events are sorted by (time, kind, node). At the same time, arrivals come before steps, and the end of a grace period
@@ -38,7 +40,7 @@ class Order:
         queue: a heap of events (tick, kind, node): each node's next step or arrival, and the end of the grace period. A
             tick is a nanosecond of virtual time.
         now: the tick of the last event.
-        waiting: nodes whose update has arrived and that have not pulled yet.
+        waiting: nodes whose update has arrived at the server, and which wait for the server's parameters.
     """
 
     def __init__(self, clock: Clock, work: np.ndarray, grace_s: float = 0.0, quorum: int = 1):
@@ -62,7 +64,7 @@ class Order:
         return self.queue[0]
 
     def steps_to_event(self) -> int:
-        """Return the number of local steps, of all nodes together, to the next end of a round, arrival or pull."""
+        """Return the number of all nodes' local steps until the next end of a round, arrival or pull."""
         queue, done = self.queue.copy(), self.done.copy()
         count = 0
         while queue[0][1] == STEP:
@@ -81,7 +83,7 @@ class Order:
     # What happens
 
     def begin(self, nodes: range | list[int]) -> None:
-        """Begin a new round for `nodes`, which have just pulled. Each node's round begins at the time on its clock."""
+        """Begin a new round, at the time on each node's clock, for `nodes`, which just got the server's parameters."""
         ids = list(nodes)
         work = np.zeros_like(self.work)
         work[ids] = self.work[ids]
@@ -113,7 +115,7 @@ class Order:
         heapq.heappush(self.queue, (int(self.arrival[node]), ARRIVAL, node))
 
     def arrive(self) -> list[int]:
-        """Process the next arrival. Return the nodes that pull now. [] if the server waits for further nodes."""
+        """Process an update's arrival at the server. Return the nodes that now get the server's parameters."""
         self.now, _, node = heapq.heappop(self.queue)
         self.arrival[node] = NOBODY
         self.waiting.append(node)
@@ -130,7 +132,7 @@ class Order:
         return []
 
     def close(self) -> list[int]:
-        """End the grace period. Return the nodes that pull now; their clocks advance to the end of the grace period."""
+        """End the grace period. Return the nodes that now get the server's parameters, and set their clocks."""
         self.now, *_ = heapq.heappop(self.queue)
         nodes = self._released()
         hold(self.clock, nodes, self.now)
@@ -141,13 +143,13 @@ class Order:
         return nodes
 
     def unfinished(self) -> list[int]:
-        """Return the nodes whose steps or push the server has not received yet, in the order of their clocks."""
+        """Return the nodes whose steps or update the server has not received yet, in the order of their clocks."""
         here = ticks(self.clock)
         nodes = [node for node in range(len(self.work)) if self.done[node] and node not in self.waiting]
         return sorted(nodes, key=lambda node: (int(here[node]), node))
 
     def interrupt(self) -> list[int]:
-        """End all rounds early. Return the nodes that then pull: nodes inside a round, and nodes that wait."""
+        """End all rounds early. Return the nodes inside a round or waiting: these get parameters now."""
         nodes = sorted([*self.unfinished(), *self.waiting])
         self.queue, self.waiting, self.closes = [], [], NOBODY
         self.arrival[:] = NOBODY

@@ -2,9 +2,9 @@
 
 run.json                   the options, from the start; the results, at the end
 diloco-H-20-seed-0/        a run folder (`core.record.run_folder`) for each strategy and seed, with
-    history.safetensors    its history
-    timeline.json          what its nodes did when, with `timeline`
-    outcome.json           how it ended, its seconds and its description; it is written last, so it marks a complete run
+    history.safetensors    the run's history
+    timeline.json          when each node computed, sent and waited, with `timeline`
+    outcome.json           the run's state or error, seconds and description; written last, so it marks a complete run
     checkpoints/           only while the run trains
 """
 

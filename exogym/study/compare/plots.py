@@ -187,9 +187,7 @@ def figure_of(
     known = [time_s for time_s in times if time_s is not None]
     if len(known) < len(times):
         what = (
-            "no predicted time: give compare a network"
-            if x == "time"
-            else "no measured seconds: train the runs again"
+            "no predicted time: give compare a network" if x == "time" else "no measured seconds: train the runs again"
         )
         raise ArgumentError(f"x={x!r}: some runs have {what}, or choose another x")
     ends = [float(time_s[-1]) for time_s in known]
