@@ -48,7 +48,14 @@ class ExoGymError(Exception):
 
 
 class ArgumentError(ExoGymError, ValueError, TypeError):
-    """An argument is unknown, misspelled, of the wrong kind or out of range."""
+    """An argument is unknown, misspelled, of the wrong kind or out of range.
+
+    `choices` holds the allowed texts, if the argument is one of a few texts.
+    """
+
+    def __init__(self, *said: object, choices: Iterable[str] = ()):
+        super().__init__(*said)
+        self.choices = tuple(choices)
 
 
 class ModelError(ExoGymError):
@@ -244,7 +251,7 @@ def check_choice(name: str, given: Any, choices: Iterable[str]) -> None:
     if given not in choices:
         near = nearest(str(given), choices)
         more = f": {near}" if near.startswith("did") else ""
-        raise ArgumentError(f"{name}={given!r} is not one of {', '.join(map(repr, choices))}{more}")
+        raise ArgumentError(f"{name}={given!r} is not one of {', '.join(map(repr, choices))}{more}", choices=choices)
 
 
 MOST_COUNT = 2**53  # the largest whole number that JSON readers keep exactly

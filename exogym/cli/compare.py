@@ -24,6 +24,7 @@ from exogym.study.compare import DEFAULT_STRATEGIES, ComparisonInterrupted
 from exogym.study.compare import compare as run_comparison
 from exogym.study.compare.asked import PASSED_AS_TEXT, ComparisonOptions
 from exogym.study.compare.comparison import Comparison
+from exogym.study.compare.estimate import estimate as estimate_of_comparison
 from exogym.study.compare.folder import saved_in
 
 NETWORK_HELP = f"A preset ({', '.join(PRESETS)}), '100Mbps,20ms' (bandwidth, latency), or a .json file."
@@ -49,6 +50,11 @@ NetworkOption = Annotated[str | None, typer.Option(metavar="TEXT", help=f"{words
 StepSecondsOption = Annotated[
     str | None,
     typer.Option(metavar="S", help=f"{words_of('step_seconds')} As 0.08 or 80ms. [default: measured on this machine]"),
+]
+
+
+EstimateOption = Annotated[
+    bool, typer.Option("--estimate", help="Only try each strategy for a second; print the time and memory needed.")
 ]
 
 
@@ -132,6 +138,7 @@ def compare(
         bool,
         typer.Option("--resume", help="Continue an interrupted comparison with its options; --out is its folder."),
     ] = False,
+    estimate: EstimateOption = False,
     debug: Debug = False,
 ) -> None:
     """Train the same model from the same weights on the same data under several strategies, and compare.
@@ -155,6 +162,9 @@ def compare(
         if given[name] not in (None, False) and given["network"] is None:
             raise ArgumentError(f"--{name.replace('_', '-')} needs --network, for example --network wifi")
     check_dataset(given["problem"])
+    if estimate:
+        print(estimate_of_comparison(**given))
+        return
     try:
         result = run_comparison(**given, out=out, resume=resume, progress=True)
     except ComparisonInterrupted as stopped:

@@ -12,6 +12,7 @@ import typer
 from exogym.cli.compare import (
     BatchOption,
     DeviceOption,
+    EstimateOption,
     NetworkOption,
     NodesOption,
     PartitionOption,
@@ -28,6 +29,7 @@ from exogym.core.progress import notice
 from exogym.core.training.options import LONG, FitOptions
 from exogym.study.sweep import SweepInterrupted
 from exogym.study.sweep import sweep as run_sweep
+from exogym.study.sweep.run import estimate as estimate_of_sweep
 
 
 @also_of_runs
@@ -72,6 +74,7 @@ def sweep(
     step_seconds: StepSecondsOption = None,
     search: Annotated[int | None, typer.Option(metavar="N", help="Train only N cells, proposed by optuna.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted sweep with its options.")] = False,
+    estimate: EstimateOption = False,
     debug: Debug = False,
 ) -> None:
     """Train a task with every combination of some options' values, each with several seeds.
@@ -80,14 +83,17 @@ def sweep(
     and each run's folder. --resume with the same options continues an interrupted sweep.
     """
     check_dataset(dataset)
-
+    given = dict(
+        strategy=strategy, data=data, num_nodes=num_nodes, max_steps=max_steps, batch_size=batch_size, seeds=seeds,
+        lr=lr, partitioner=partitioner, val_size=val_size, val_interval=val_interval,
+        processes=processes_of(processes), engine=engine, device=device, network=network, step_seconds=step_seconds,
+        search=search, **options_of_runs(context),
+    )  # fmt: skip
+    if estimate:
+        print(estimate_of_sweep(dataset, _in_full(axes), **given))
+        return
     try:
-        result = run_sweep(
-            dataset, _in_full(axes), strategy=strategy, data=data, num_nodes=num_nodes, max_steps=max_steps,
-            batch_size=batch_size, seeds=seeds, lr=lr, partitioner=partitioner, val_size=val_size,
-            val_interval=val_interval, processes=processes_of(processes), engine=engine, device=device, network=network,
-            step_seconds=step_seconds, search=search, out=out, resume=resume, progress=True, **options_of_runs(context),
-        )  # fmt: skip
+        result = run_sweep(dataset, _in_full(axes), out=out, resume=resume, progress=True, **given)
     except SweepInterrupted as stopped:
         notice(
             f"{stopped}".partition(";")[0]

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import sys
 import webbrowser
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,7 +17,11 @@ from exogym.core.progress import notice
 from exogym.errors import ExoGymError
 
 COMMANDS = ("compare", "sweep")  # commands that the page may start
-OURS = ("out", "resume", "debug", "help")  # their options that the page sets itself
+OURS = ("out", "resume", "estimate", "debug", "help")  # their options that the page sets itself
+BASIC = (
+    *("dataset", "strategies", "strategy", "axes", "num_nodes", "max_steps", "batch_size", "seeds", "lr"),
+    *("partitioner", "network", "device"),
+)  # the form shows these first
 
 
 def ui(
@@ -64,6 +69,18 @@ def ui(
 
 def forms_of(context: typer.Context) -> dict[str, list[dict[str, Any]]]:
     """Return the options of exogym compare and exogym sweep as JSON values, for the forms of the page."""
+    from exogym.cli.values import DATASETS
+    from exogym.core.training.options import FitOptions, written_as
+    from exogym.data.partition import FORMS
+    from exogym.network import PRESETS
+    from exogym.study.compare.asked import PASSED_AS_TEXT
+    from exogym.study.compare.catalog import choices_of
+
+    texts = [name for name, kind in PASSED_AS_TEXT.items() if kind is str]
+    choices = {name: choices_of(name) for name in (*texts, "engine")} | {"dataset": list(DATASETS)}
+    kinds = {field.name: written_as(field.name) for field in fields(FitOptions) if field.name != "_"}
+    examples = {"partitioner": list(FORMS), "network": list(PRESETS), "device": ["auto", "cpu", "cuda", "mps"]}
+    offered = examples | choices
     commands: Any = context.find_root().command
     forms = {}
     for command in COMMANDS:
@@ -74,6 +91,8 @@ def forms_of(context: typer.Context) -> dict[str, list[dict[str, Any]]]:
                 "flag": (option.secondary_opts if option.is_flag and option.default else option.opts)[0],
                 "default": option.default if isinstance(option.default, str | int | float) else None,
                 "required": option.required, "multiple": option.multiple, "is_flag": option.is_flag,
+                "kind": getattr(kinds.get(option.name), "__name__", "str"), "choices": offered.get(option.name, []),
+                "is_open": option.name not in choices, "is_basic": option.name in BASIC,
             }
             for option in options
         ]  # fmt: skip

@@ -298,6 +298,8 @@ _NAMES: dict[str, tuple[Callable[..., Partitioner], Callable[[str], Any], str]] 
     "quantity": (QuantitySkew, float, "quantity:1.0"),
 }
 
+FORMS = tuple(form for _, _, form in _NAMES.values())  # examples of the texts
+
 
 def partitioner_of(given: Any) -> Partitioner:
     """Return the partitioner that `given` describes: a partitioner itself, or text.
@@ -321,9 +323,8 @@ def parse_partitioner(text: str) -> Partitioner:
     Dirichlet(alpha=0.3, min_examples=1)
     """
     name, colon, value = str(text).strip().lower().partition(":")
-    forms = ", ".join(form for _, _, form in _NAMES.values())
     if name not in _NAMES:
-        raise ArgumentError(f"partitioner={text!r} is unknown: {nearest(name, _NAMES)} (forms: {forms})")
+        raise ArgumentError(f"partitioner={text!r} is unknown: {nearest(name, _NAMES)} (forms: {', '.join(FORMS)})")
     kind, read, form = _NAMES[name]
     if not colon and name != "dirichlet":
         return kind()

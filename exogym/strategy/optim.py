@@ -69,7 +69,7 @@ class OptimSpec:
     ):
         if isinstance(cls, str):
             if cls.lower() not in _NAMES:
-                raise ArgumentError(f"unknown optimizer {cls!r}: {nearest(cls.lower(), _NAMES)}")
+                raise ArgumentError(f"unknown optimizer {cls!r}: {nearest(cls.lower(), _NAMES)}", choices=_NAMES)
             cls = _NAMES[cls.lower()]
         if not (inspect.isclass(cls) and issubclass(cls, Optimizer)):
             seen = f"an {type(cls).__name__} that is made already" if isinstance(cls, Optimizer) else repr(cls)

@@ -154,7 +154,7 @@ def check_schedule(
     """
     check_count(names[1], warmup, least=0)
     if isinstance(scheduler, str) and scheduler not in _SHAPES:
-        raise ArgumentError(f"{names[0]}={scheduler!r} is unknown: {nearest(scheduler, _SHAPES)}")
+        raise ArgumentError(f"{names[0]}={scheduler!r} is unknown: {nearest(scheduler, _SHAPES)}", choices=_SHAPES)
     cls = scheduler.func if isinstance(scheduler, functools.partial) else scheduler
     if inspect.isclass(cls) and issubclass(cls, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise ArgumentError(

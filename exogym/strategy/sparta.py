@@ -267,8 +267,8 @@ class SPARTADiLoCoStrategy(CommunicateOptimizeStrategy):
     Absent nodes are handled as in SPARTA and DiLoCo. A node that was down returns with DiLoCo's theta, P b bytes.
 
     Args:
-        p_sparta, sparta_interval, compression_method, quantization_bits, rounding: arguments of SPARTA; see
-            `SparseCommunicator`.
+        p_sparta, compression_method, quantization_bits, rounding: arguments of SPARTA; see `SPARTAStrategy`.
+        sparta_interval: steps from one exchange of SPARTA to the next.
         outer_optim, H, outer_lr, outer_lr_scheduler, outer_warmup_rounds, weighting: arguments of DiLoCo; see
             `DiLoCoStrategy`.
         inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`.

@@ -74,6 +74,21 @@ def seeds_of(arguments: Mapping[str, Any]) -> list[int]:
     return list(range(seeds)) if isinstance(seeds, int) else list(seeds or [])
 
 
+def axes_lines(axes: Any) -> list[str]:
+    """Return a sweep's axes in the form of its command.
+
+    >>> axes_lines({"H": ["5", "10"], "network": ["wifi", "1Gbps,1ms"], "lr": "1e-4..1e-1"})
+    ['H=5,10', 'network=wifi;1Gbps,1ms', 'lr=1e-4..1e-1']
+    """
+    return [f"{name}={_values(values)}" for name, values in (axes or {}).items()]
+
+
+def _values(values: Any) -> str:
+    if isinstance(values, str):
+        return values
+    return (";" if any("," in value for value in values) else ",").join(values)
+
+
 def _comparison(path: Path, kind: str, above: Row, given: Row) -> str:
     """Return Python code that repeats one run of a comparison or sweep. "" if the folder is not its run."""
     entries: Row = above.get("cells" if kind == "sweep" else "strategies") or {}

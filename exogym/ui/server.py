@@ -13,9 +13,13 @@ GET  /api/runs/NAME/verdict       the verdict and table of a comparison or sweep
 GET  /api/runs/NAME/hosts         the states of the run's hosts (see `exogym.machines.remote.health`)
 GET  /api/hosts                   the newest runs on hosts, with their hosts
 GET  /api/events                  server-sent events: the list of runs, each time it changes
+GET  /api/runs/NAME/again         a form with its options (see `exogym.ui.again`)
 GET  /api/forms                   the commands that the page may start, with their options
+GET  /api/strategies              the strategies, with their options
 GET  /api/started                 the commands that the page has started, with their output
 POST /api/start                   start a command
+POST /api/check                   the errors in a command's options, and the runs that it would start
+POST /api/estimate                the time and memory that it needs, from a short trial
 POST /api/runs/NAME/stop          stop a run
 POST /api/runs/NAME/resume        resume a run
 POST /api/runs/NAME/notes         save a run's note and tags
@@ -198,7 +202,7 @@ def application(
         path = _folder(shelf, request)
         if row is not None and row["kind"] != "run":
             inside = [other for other in listed if other.startswith(f"{name}/")]
-            return JSONResponse(row | {"runs": inside, "actions": choices(path)})
+            return JSONResponse(row | {"runs": inside, "actions": choices(path), "may_start": starter is not None})
         try:
             run = runs.stand(path)
         except ArgumentError as error:
@@ -209,8 +213,8 @@ def application(
             "summary": run.summary, "command": command_of(run.about), "versions": run.about.get("versions"),
             "snippet": snippet_of(path, run.about), "strategy": runs.short_name(run.description.get("strategy")),
             "events": newest_events(path / "events.jsonl", MOST_EVENTS),
-            "actions": choices(path), "output": "" if starter is None else starter.output_of(pid),
-            **asdict(read_notes(path)),
+            "actions": choices(path), "may_start": starter is not None,
+            "output": "" if starter is None else starter.output_of(pid), **asdict(read_notes(path)),
         }  # fmt: skip
         return JSONResponse(in_json(found))
 
@@ -255,6 +259,12 @@ def application(
     def all_forms(request: Request) -> Response:
         return JSONResponse({} if starter is None else starter.forms)
 
+    def strategies(request: Request) -> Response:
+        return JSONResponse(_own(starter).strategies)
+
+    def again(request: Request) -> Response:
+        return JSONResponse(in_json(_own(starter).again(_folder(shelf, request))))
+
     def started(request: Request) -> Response:
         return JSONResponse([] if starter is None else starter.started())
 
@@ -277,7 +287,18 @@ def application(
 
     async def start(request: Request) -> Response:
         asked = await told(request)
-        return await run_in_threadpool(change, lambda: _own(starter).start(asked.get("command"), asked.get("options")))
+        words = asked.get("command"), asked.get("options")
+        return await run_in_threadpool(change, lambda: {"pid": _own(starter).start(*words)}, 202)
+
+    async def check(request: Request) -> Response:
+        asked = await told(request)
+        words = asked.get("command"), asked.get("options")
+        return await run_in_threadpool(change, lambda: _own(starter).check(*words), 200)
+
+    async def estimate(request: Request) -> Response:
+        asked = await told(request)
+        words = asked.get("command"), asked.get("options")
+        return await run_in_threadpool(change, lambda: _own(starter).estimate(*words), 200)
 
     async def notes(request: Request) -> Response:
         asked = await told(request)
@@ -300,13 +321,13 @@ def application(
     def acts(what: str) -> Callable[[Request], Response]:
         def act(request: Request) -> Response:
             path, own = _folder(shelf, request), _own(starter)
-            return change(lambda: getattr(own, what)(path))
+            return change(lambda: {"pid": getattr(own, what)(path)}, 202)
 
         return act
 
-    def change(action: Callable[[], int]) -> Response:
+    def change(action: Callable[[], Any], status: int) -> Response:
         try:
-            return JSONResponse({"pid": action()}, 202)
+            return JSONResponse(in_json(action()), status)
         except CannotStart as error:
             raise HTTPException(403, str(error)) from None
         except ArgumentError as error:
@@ -320,11 +341,13 @@ def application(
     routes = [
         Route("/", index), Route("/api/runs", all_runs), Route("/api/events", events),
         Route("/api/forms", all_forms), Route("/api/started", started), Route("/api/start", start, methods=["POST"]),
+        Route("/api/strategies", strategies), Route("/api/check", check, methods=["POST"]),
+        Route("/api/estimate", estimate, methods=["POST"]),
         *(Route(f"/api/runs/{{name:path}}/{what}", acts(what), methods=["POST"]) for what in ("stop", "resume")),
         Route("/api/runs/{name:path}/notes", notes, methods=["POST"]), Route("/api/hosts", all_hosts),
         *(
             Route(f"/api/runs/{{name:path}}/{view.__name__}", view)
-            for view in (records, nodes, timeline, grid, verdict, hosts)
+            for view in (records, nodes, timeline, grid, verdict, hosts, again)
         ),
         Route("/api/runs/{name:path}", one_run),
         Mount("/static", StaticFiles(directory=STATIC)),

@@ -25,14 +25,15 @@ from exogym.core.record.run_folder import RESUME, read_status
 from exogym.core.training.options import in_full
 from exogym.errors import ArgumentError, ExoGymError, check_choice, nearest
 from exogym.study.runs import what_is
-from exogym.ui.repeat import folder_of
+from exogym.ui.repeat import axes_lines, folder_of
 
 LOGS = ".started"  # in the runs folder: outputs of started commands
 TAIL_BYTES = 4096
 PATIENCE_S = 10.0  # seconds to wait for the end of a process that has just stopped
+ESTIMATE_S = 120.0
 MOST_TEXT = 2000  # characters of an option's value
 FILE = re.compile(r"[/\\]|\.[A-Za-z]{2}")  # a path or a file's ending
-Form = Sequence[Mapping[str, Any]]  # options, each with name, flag, help, default, required, multiple, is_flag
+Form = Sequence[Mapping[str, Any]]  # a command's options, as `exogym.cli.ui.forms_of` describes them
 
 
 class CannotStart(ExoGymError):
@@ -54,10 +55,66 @@ class Starter:
     allow_code: bool = False
     _started: list[tuple[str, Path, subprocess.Popen[bytes]]] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
+    _estimating: threading.Lock = field(default_factory=threading.Lock)
 
     @functools.cached_property
     def forms(self) -> Mapping[str, Form]:
         return self.read_forms()
+
+    @functools.cached_property
+    def strategies(self) -> dict[str, Any]:
+        """The strategies with their options (`exogym.study.compare.catalog`). Strategies share `options` by number."""
+        from exogym.study.compare.catalog import catalog  # loads torch
+
+        found, options = catalog(), list[dict[str, Any]]()
+        for about in found.values():
+            options += [option for option in about["options"] if option not in options]
+            about["options"] = [options.index(option) for option in about["options"]]
+        return {"strategies": found, "options": options}
+
+    def check(self, command: Any, options: Any) -> dict[str, Any]:
+        """Return the errors in a command's options, and its plan (`exogym.ui.checking.check`). Start nothing.
+
+        Raises:
+            ArgumentError, CannotStart: as in `start`.
+        """
+        from exogym.ui.checking import check  # loads torch
+
+        check_choice("command", command, self.forms)
+        self.arguments(command, options)
+        flags = {option["name"]: not option["default"] for option in self.forms[command] if option["is_flag"]}
+        given = {name: flags.get(name, value) for name, value in options.items() if name not in flags or value is True}
+        return check(command, given)
+
+    def estimate(self, command: Any, options: Any) -> dict[str, str]:
+        """Return the time and memory that a command needs, as `text`. Another process tries it for some seconds.
+
+        Raises:
+            ArgumentError, CannotStart: as in `start`. Also if a value is wrong, if another estimate is under way, or
+                after `ESTIMATE_S` seconds.
+        """
+        check_choice("command", command, self.forms)
+        words = [command, *self.arguments(command, options), "--estimate", f"--out={self.top}"]
+        if not self._estimating.acquire(blocking=False):
+            raise ArgumentError("another estimate is under way: wait until it has ended")
+        try:
+            done = subprocess.run(
+                [sys.executable, "-m", "exogym", *words], stdin=subprocess.DEVNULL, capture_output=True, text=True,
+                timeout=ESTIMATE_S,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            raise ArgumentError(f"the trial took over {ESTIMATE_S:g} s: lower the nodes or the batch size") from None
+        finally:
+            self._estimating.release()
+        if done.returncode:
+            raise ArgumentError(done.stderr.strip().rpartition("\n")[2] or "the trial ended without an estimate")
+        return {"text": done.stdout}
+
+    def again(self, path: Path) -> dict[str, Any]:
+        """Return a form with a folder's options (`exogym.ui.again.again_of`)."""
+        from exogym.ui.again import again_of  # loads torch
+
+        return again_of(path, self.forms)
 
     def start(self, command: Any, options: Any) -> int:
         """Start a command and return its process id.
@@ -126,7 +183,7 @@ class Starter:
         }
         given["dataset"] = saved.get("problem")
         if kind == "sweep":
-            given["axes"] = [f"{name}={_values(values)}" for name, values in (saved.get("axes") or {}).items()]
+            given["axes"] = axes_lines(saved.get("axes"))
         seeds = given.get("seeds")
         if isinstance(seeds, list) or not isinstance(given["dataset"], str):
             raise ArgumentError(f"{path.name} was started from Python: continue it there with resume=True")
@@ -253,9 +310,3 @@ def _asked_by_command(about: Mapping[str, Any]) -> bool:
 def _has_checkpoint(path: Path, about: Mapping[str, Any]) -> bool:
     folder = about.get("save_dir", path / "checkpoints")
     return isinstance(folder, str | Path) and any(Path(folder).glob("step_*"))
-
-
-def _values(values: Any) -> str:
-    if isinstance(values, str):
-        return values
-    return (";" if any("," in value for value in values) else ",").join(values)

@@ -333,7 +333,7 @@ class takes(Generic[P, V]):
         call.__signature__ = signature  # type: ignore[attr-defined]
         text = inspect.cleandoc(function.__doc__ or "")
         if "\nArgs:" not in text:
-            text = re.sub(r"(?=\nRaises:|\Z)", f"\nArgs:\n{_args_of(self.options)}\n", text, count=1)
+            text = re.sub(r"(?=\nRaises:|\Z)", f"\nArgs:\n{args_of(self.options)}\n", text, count=1)
         call.__doc__ = text
         call.not_taken = getattr(self.options, "not_taken", {})  # type: ignore[attr-defined]
         return checked(call)
@@ -344,7 +344,7 @@ class takes(Generic[P, V]):
         return option.replace(default=default, annotation=option.annotation + " | None" * is_none)
 
 
-def _args_of(options: Any) -> str:
+def args_of(options: Any) -> str:
     """Return the "Args:" sections of a class and its base classes."""
     docs = [inspect.cleandoc(vars(kind).get("__doc__") or "") for kind in options.__mro__]
     found = [re.search(r"^Args:\n((?:    .*\n?|\n(?=    ))*)", doc, re.M) for doc in docs]
@@ -358,7 +358,7 @@ def words_of(name: str) -> str:
     >>> words_of("num_nodes")
     'Number of nodes, N.'
     """
-    text = " " + " ".join(_args_of(FitOptions).split())
+    text = " " + " ".join(args_of(FitOptions).split())
     found = re.search(rf"(?<=[ ,]){name}(?:, \w+)*: (.*?\.)(?= |$)", text)
     assert found is not None, name
     return found[1]

@@ -24,6 +24,7 @@ from exogym.core.training.options import FitOptions, RunOptions, describe, in_fu
 from exogym.errors import ArgumentError, TrainingError, check_choice, check_count
 from exogym.logger import check_writable
 from exogym.study.compare.asked import NOT_TAKEN, ComparisonOptions, StudyOptions
+from exogym.study.compare.estimate import Estimate, estimated
 from exogym.study.compare.folder import Folder, Outcome, check_same, lock_of
 from exogym.study.compare.live import is_shown, left_text
 from exogym.study.compare.plots import check_matplotlib
@@ -39,6 +40,7 @@ from exogym.study.tasks import Task
 
 Carrier = Callable[[Sequence[Job], Callable[[Job], None]], None]
 SWEEP = "sweep.json"
+MOST_TRIALS = 8  # of an estimate
 LEFT_OUT = ("quality", "reduction")  # measures of a comparison that mean nothing between cells
 Cells = dict[str, dict[str, str]]
 
@@ -171,6 +173,27 @@ def sweep(asked: SweepOptions) -> Swept:
             run.describe("failed")
             raise
         return run.result(is_kept=out is not None)
+
+
+@takes(SweepOptions)
+def estimate(asked: SweepOptions) -> Estimate:
+    """Return the time and memory that a sweep would need. It trains some of the cells for about half a second.
+
+    Raises:
+        ArgumentError, DataError: as in `sweep`; also for a search or another engine, which decide while they run.
+        TrainingError: a trial's loss is not a number.
+    """
+    if asked.search is not None or asked.engine is not None:
+        name = "engine" if asked.search is None else "search"
+        raise ArgumentError(f"an estimate is of all cells on this machine: leave {name} out")
+    swept = axes_of(asked.axes)
+    cells = {label_of(cell): cell for cell in grid(swept)}
+    few = list(cells)[:: math.ceil(len(cells) / MOST_TRIALS)]
+    run = _Sweep(asked, task_of(asked.problem, asked.data), swept)
+    run.add({label: cells[label] for label in few})
+    jobs = len(cells) * len(run.seeds)
+    at_once = processes_that_pay(asked.processes, jobs, resolve_device(asked.device))
+    return estimated([(run.sessions[label], label) for label in few], len(cells), min(at_once, jobs))
 
 
 def _as_json(value: Any) -> Any:

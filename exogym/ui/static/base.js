@@ -159,6 +159,12 @@ export function actionsOf(name) {
   } };
 }
 
+// A link to the form with a run's options. It appears where the page may start runs.
+export function againLink(name) {
+  const link = make("a", { id: "again", href: `#/new?again=${encodeURIComponent(name)}`, hidden: true }, "Again, with changes");
+  return { link, show(run) { link.hidden = !run.may_start; } };
+}
+
 // A form with a run's tags and note.
 export function notes(name) {
   const run = find(name) ?? { tags: [], note: "" }, at = make("span", { class: "soft", role: "status" });

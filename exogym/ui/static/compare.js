@@ -1,7 +1,7 @@
 // The curves of several runs in the same charts: of chosen runs, a comparison, or a sweep with its cells.
 
 import {
-  actionsOf, address, bytes, figure, find, followed, get, isNumber, look, make, notes, POLL_MS, seconds, share, store, table,
+  actionsOf, address, againLink, bytes, figure, find, followed, get, isNumber, look, make, notes, POLL_MS, seconds, share, store, table,
   toAddress,
 } from "./base.js";
 import { axisChoice, draw, places } from "./curves.js";
@@ -52,7 +52,7 @@ const RESULTS = [
 
 export function comparePage(main, names) {
   const wanted = new Set(names), { holders, box: charts } = places(Object.keys(TITLES)), body = make("tbody");
-  const at = make("p", { class: "soft", role: "status" }), actions = actionsOf(names[0]);
+  const at = make("p", { class: "soft", role: "status" }), actions = actionsOf(names[0]), again = againLink(names[0]);
   const cells = make("section", { hidden: true }), own = names.length === 1 ? notes(names[0]) : null;
   const verdict = make("p", { id: "verdict", hidden: true }), results = make("section", { hidden: true });
   const differences = make("section", { id: "differences", hidden: true }), finals = new Map();
@@ -60,7 +60,7 @@ export function comparePage(main, names) {
   const keep = () => toAddress("axis", "logx", "logy", "smooth", "group"), described = new Map();
   let members = {}, colors = {}, offered = "";
   main.append(make("h2", {}, names.length === 1 ? names[0] : `Compare ${names.join(", ")}`), at,
-    verdict, results, differences, own ? actions.box : "", make("div", { class: "bar" }, make("label", {}, "Group by ", groups), axisChoice(() => show())),
+    verdict, results, differences, own ? actions.box : "", make("div", { class: "bar" }, make("label", {}, "Group by ", groups), axisChoice(() => show()), own ? again.link : ""),
     charts, cells, table(COLUMNS.map(([, title, , number]) => [title, number]), body), own ?? "");
   const curves = new Map();
   let timer = 0, gone = false;
@@ -152,7 +152,10 @@ export function comparePage(main, names) {
         const found = await known.next().catch(() => ({ more: false }));  // the run's row gives the reason
         curves.set(run.name, { ...known, ...found, state: run.state });
       }
-      if (own !== null) actions.show((await get(`/api/runs/${address(names[0])}`)).actions);
+      if (own !== null) {
+        const found = await get(`/api/runs/${address(names[0])}`);
+        actions.show(found.actions); again.show(found);
+      }
       const all = runs().length, few = all > curves.size ? `, showing curves of the first ${curves.size}` : "";
       const state = own ? find(names[0])?.state : null;
       at.textContent = curves.size ? `${state ? `${state}, ` : ""}${all} runs${few}` : "No runs of this name yet.";

@@ -1,7 +1,7 @@
 // One run, during and after training.
 
 import {
-  actionsOf, address, bytes, copied, figure, find, followed, get, isNumber, look, make, notes, PART_BYTES, POLL_MS, seconds, stateOf,
+  actionsOf, address, againLink, bytes, copied, figure, find, followed, get, isNumber, look, make, notes, PART_BYTES, POLL_MS, seconds, stateOf,
   table,
 } from "./base.js";
 import { axisChoice, draw, places } from "./curves.js";
@@ -17,14 +17,14 @@ const BEFORE_DRAWING_MS = 500;  // time for reading a long run between two drawi
 
 export function runPage(main, name) {
   const at = make("p", { class: "soft", role: "status", id: "standing" });
-  const actions = actionsOf(name), trouble = make("section", { class: "trouble", role: "alert", hidden: true });
+  const actions = actionsOf(name), again = againLink(name), trouble = make("section", { class: "trouble", role: "alert", hidden: true });
   const tiles = make("dl", { class: "tiles" }), folded = make("summary", {}, "Events"), health = make("p", { id: "health" });
   const { holders, box: charts } = places(Object.keys(CHARTS));
   const nodes = nodesPicture(), timeline = timelinePicture(), hosts = make("section", { hidden: true });
   const about = make("section"), events = make("tbody"), own = notes(name), api = `/api/runs/${address(name)}`;
   const link = (text, path, file) => make("a", { href: path, download: file }, text);
   main.append(make("h2", {}, name), trouble, at, tiles, health, actions.box, make("div", { class: "bar" }, axisChoice(() => show()),
-    link("Download records", `${api}/records`, "records.json"), link("Download description", api, "run.json")),
+    link("Download records", `${api}/records`, "records.json"), link("Download description", api, "run.json"), again.link),
     charts, hosts, nodes.box, timeline.box, own, about, make("details", { id: "events" }, folded,
       table([["time", false], ["event", false], ["step", true], ["details", false]], events)));
   const next = followed(name, MOST_POINTS);
@@ -89,6 +89,7 @@ export function runPage(main, name) {
     run = found;
     over = run.state !== "running";
     actions.show(run.actions);
+    again.show(run);
     showTrouble();
     summary();
     folded.textContent = `Events (${run.events.length})`;

@@ -1,0 +1,148 @@
+"""The time and memory of a comparison or sweep, estimated before its start from a short trial of its strategies."""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Any
+
+from exogym.core.base.devices import free_memory_bytes
+from exogym.core.progress import readable_bytes
+from exogym.core.record.metrics import usage
+from exogym.core.training.options import takes
+from exogym.network import readable_seconds
+from exogym.study.compare.asked import ComparisonOptions
+from exogym.study.compare.run import session_of
+from exogym.study.compare.session import Session
+from exogym.trainer import LocalTrainer
+
+TRIAL_S = 0.5  # seconds of a trial's two parts, about; each part has at least one step
+FIRST_STEPS = 2  # of the run that tells how many steps a part has
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The measured seconds of a strategy: of a run's start, a step of all nodes, an evaluation. `run_s`: of a run."""
+
+    label: str
+    start_s: float
+    step_s: float
+    evaluation_s: float
+    run_s: float
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The estimated time and memory of a comparison or sweep.
+
+    Attributes:
+        trials: a trial for each strategy, or for some cells of a sweep.
+        runs: number of runs, all seeds counted. `at_once` of them train at the same time.
+        train_s: seconds of training, without starting Python, tables and pictures.
+        memory_bytes: memory of the process, or of the GPU if the runs use one.
+        free_bytes: free memory there.
+        took_s: seconds that the trials took.
+    """
+
+    trials: tuple[Trial, ...]
+    runs: int
+    at_once: int
+    train_s: float
+    memory_bytes: float
+    free_bytes: float
+    took_s: float
+
+    def __str__(self) -> str:
+        wide = max(len(trial.label) for trial in self.trials)
+        rows = [
+            f"  {trial.label:<{wide}}  {_short(trial.step_s)} a step, {_short(trial.run_s)} a run"
+            for trial in self.trials
+        ]
+        together = f", {self.at_once} at a time" if self.at_once > 1 else ""
+        return "\n".join([
+            f"Time: about {_short(self.train_s)} of training, for {self.runs} runs{together}.",
+            *rows,
+            f"Memory: about {readable_bytes(self.memory_bytes)}; {readable_bytes(self.free_bytes)} are free.",
+            f"Measured in {_short(self.took_s)}, by a short trial of each line on this machine, as busy as it is now. "
+            "Starting, tables and pictures take some seconds more.",
+        ])  # fmt: skip
+
+
+def _short(seconds: float) -> str:
+    return readable_seconds(float(f"{seconds:.2g}"))
+
+
+@takes(ComparisonOptions)
+def estimate(asked: ComparisonOptions) -> Estimate:
+    """Return the time and memory that a comparison would need. It trains each strategy for about half a second.
+
+    Raises:
+        ArgumentError, DataError: as in `compare`.
+        TrainingError: a trial's loss is not a number.
+
+    >>> found = estimate("digits", "single,ddp", max_steps=40, seeds=2)
+    >>> found.runs, [trial.label for trial in found.trials], 0 < found.train_s < 60
+    (4, ['single', 'ddp'], True)
+    """
+    session = session_of(replace(asked, out=None, watch=None))
+    return estimated([(session, label) for label in session.entries], len(session.entries))
+
+
+def estimated(sessions: Sequence[tuple[Session, str]], count: int, at_once: int = 1) -> Estimate:
+    """Return the estimate of `count` strategies or cells, from trials of some of them.
+
+    Args:
+        sessions: the strategies to try, each with its session.
+        at_once: runs that train at the same time, each in its own process.
+    """
+    begun = time.perf_counter()
+    trials = tuple(_tried(session, label) for session, label in sessions)
+    session, _ = sessions[0]
+    seeds = len(session.setting.seeds)
+    train_s = fmean(trial.run_s for trial in trials) * count * seeds / at_once
+    memory = usage(session.place, 0.0, 0.0)["memory_bytes"] * at_once
+    return Estimate(
+        trials, count * seeds, at_once, train_s, memory, float(free_memory_bytes(session.place)),
+        time.perf_counter() - begun,
+    )  # fmt: skip
+
+
+def _tried(session: Session, label: str) -> Trial:
+    """Train one strategy for a short time, and return what its runs would take."""
+    steps, interval = session.setting.steps, session.val_interval
+    few = _parts(session, label, 1, min(FIRST_STEPS, steps))
+    length = min(max(1, math.floor(TRIAL_S / max(few.step_s, 1e-6) / 2)), max(1, steps // 2))
+    found = _parts(session, label, length, steps)
+    run_s = found.start_s + steps * found.step_s + math.ceil(steps / interval) * found.evaluation_s
+    return replace(found, run_s=run_s)
+
+
+def _parts(session: Session, label: str, length: int, steps: int) -> Trial:
+    """Train two parts of `length` steps, each followed by two evaluations, and measure the second part."""
+    entry, seed = session.entries[label], session.setting.seeds[0]
+    trainer = LocalTrainer(
+        session.task.make_model(seed), session.train, session.val, loss_fn=session.loss_fn, metrics=session.metrics
+    )
+    marks: list[tuple[int, float, float]] = []  # step, seconds of an evaluation, time after it
+
+    def mark(loop: Any) -> bool:
+        reached = time.perf_counter()
+        loop.evaluate()
+        now = time.perf_counter()
+        marks.append((loop.step, now - reached, now))
+        return len(marks) > 2  # then one more evaluation follows
+
+    options = session.fit_options(entry) | {"max_steps": steps, "val_interval": length}
+    begun = time.perf_counter()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a run as short as a trial
+        trainer.fit(entry.strategy, seed=seed, callbacks=[mark], **options)
+    (before, _, then), (last, evaluation_s, now) = marks[:3][-2:]
+    part_s = now - then
+    _, first_evaluation_s, first = marks[0]
+    start_s = first - first_evaluation_s - begun + max(0.0, marks[1][2] - first - part_s)  # a first part may compile
+    return Trial(label, start_s, max(part_s - 2 * evaluation_s, 0.0) / (last - before), evaluation_s, 0.0)

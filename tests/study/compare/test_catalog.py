@@ -1,0 +1,63 @@
+"""The strategies as a form offers them: what the constructors say, and nothing else."""
+
+import inspect
+
+import pytest
+
+from exogym.core.training.options import FitOptions
+from exogym.errors import ArgumentError, check_choice
+from exogym.strategy.registry import STRATEGIES, parse_strategy
+from exogym.study.compare.catalog import NO_CHOICE, catalog, choices_of
+
+NOT_TEXT = {"privacy", "local_steps", "offsets", "inner_lr"}  # objects, lists, and a second name
+
+
+def test_each_option_of_each_constructor_is_there_with_its_default_and_its_words() -> None:
+    found = catalog()
+    assert found.keys() == {"single", *STRATEGIES} and next(iter(found)) == "single"
+    for name, kind in STRATEGIES.items():
+        known = inspect.signature(kind).parameters
+        options = {option["name"]: option for option in found[name]["options"]}
+        assert known.keys() - options.keys() <= NOT_TEXT and options.keys() <= known.keys(), name
+        for option in options.values():
+            default = known[option["name"]].default
+            assert option["default"] == ("" if default is None else str(default))
+            assert len(option["help"]) > 10 and "see `" not in option["help"][:5].lower(), (name, option)
+
+
+def test_each_choice_is_taken_and_no_other_text() -> None:
+    for name, about in catalog().items():
+        name = "ddp" if name == "single" else name
+        for option in about["options"]:
+            if not option["choices"] or option["name"] == "inner_optim" or option["name"] == "outer_optim":
+                continue
+            for choice in option["choices"]:
+                try:
+                    parse_strategy(f"{name}:{option['name']}={choice}")
+                except ArgumentError as error:  # it may contradict another option, but it is a choice
+                    assert not error.choices and "is not one of" not in str(error), (name, option["name"], choice)
+            if not option["is_open"]:
+                with pytest.raises(ArgumentError, match=option["name"]):
+                    parse_strategy(f"{name}:{option['name']}={NO_CHOICE}")
+
+
+def test_kinds_and_references() -> None:
+    options = {option["name"]: option for option in catalog()["sparta_diloco"]["options"]}
+    assert options["H"]["kind"] == "int" and options["outer_lr"]["kind"] == "float"
+    assert options["secure_aggregation"]["kind"] == "bool" and options["rounding"]["kind"] == "str"
+    assert options["compression_method"]["choices"] == ["random", "sequential", "partitioned", "topk"]
+    assert options["outer_lr"]["help"].startswith("eta")  # of DiLoCo, to which the docstring refers
+    assert options["tuner"]["is_open"] and not options["transport"]["is_open"]
+    assert options["lr"]["of_all"] and not options["p_sparta"]["of_all"]
+
+
+def test_choices_of_a_run() -> None:
+    assert choices_of("precision") == ["fp32", "bf16", "fp16"] and choices_of("balance") == ["nodes", "batch", "steps"]
+    assert FitOptions.compute in choices_of("compute") and choices_of("val_size") == []
+
+
+def test_an_error_about_choices_has_them() -> None:
+    with pytest.raises(ArgumentError) as caught:
+        check_choice("way", "east", ("left", "right"))
+    assert caught.value.choices == ("left", "right")
+    assert ArgumentError("other").choices == ()

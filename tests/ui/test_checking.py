@@ -1,0 +1,122 @@
+"""What a form's check says: the errors of Python, each at its option or strategy."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from exogym.cli import app
+from exogym.cli.ui import forms_of
+from exogym.errors import ArgumentError
+from exogym.study.compare import compare
+from exogym.study.sweep import sweep
+from exogym.ui.checking import check
+from exogym.ui.starting import CannotStart, Starter
+
+
+@pytest.fixture(scope="module")
+def starter() -> Starter:
+    forms = forms_of(typer.main.get_command(app).make_context("exogym", [], resilient_parsing=True))
+    return Starter(Path("none"), lambda: forms)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"num_nodes": 0}, {"max_steps": 2.5}, {"batch_size": -1}, {"lr": "fast"}, {"hang_s": -1}, {"val_size": 0},
+        {"precision": "bf17"}, {"compute": "lop"}, {"on_nonfinite": "x"}, {"network": "1Gb"}, {"partitioner": "iid:1"},
+        {"partitioner": "nowhere"}, {"device": "abacus"}, {"max_memory_usage": 2}, {"minibatch_size": 0},
+        {"target_loss": "low"}, {"speeds": "1,1"}, {"step_seconds": "10ms"}, {"balance": "cores"}, {"num_nodes": 3000},
+    ],
+)  # fmt: skip
+def test_the_error_is_that_of_compare(given: dict[str, Any]) -> None:
+    """Typed as text, as a form does, it is the same sentence as from Python, and it is at this option."""
+    ((name, value),) = given.items()
+    of_python = [1, 1] if name == "speeds" else value
+    with pytest.raises(Exception) as caught:
+        compare("digits", "ddp", **{name: of_python})
+    (found,) = check("compare", {name: str(value), "strategies": "ddp"})["errors"]
+    assert found == {"error": str(caught.value), "option": name}
+
+
+def test_each_strategy_has_its_own_error() -> None:
+    given = {"strategies": "ddp,diloco:H=0,dilco,ddp:tuner=drift", "num_nodes": "2", "seeds": "1"}
+    errors = check("compare", given)["errors"]
+    assert [found["strategy"] for found in errors] == ["diloco:H=0", "dilco", "ddp:tuner=drift"]
+    assert "did you mean 'diloco'" in errors[1]["error"] and "leave tuner out" in errors[2]["error"]
+    (found,) = check("compare", {"strategies": "ddp,ddp"})["errors"]
+    assert found["option"] == "strategies" and "twice" in found["error"]
+    (found,) = check("compare", {"dataset": "whisper", "strategies": "nothing"})["errors"]  # its data are not loaded
+    assert found["strategy"] == "nothing"
+
+
+def test_several_errors_come_at_once() -> None:
+    errors = check("compare", {"num_nodes": "x", "lr": "-1", "strategies": "ddp:lr=q"})["errors"]
+    assert [found.get("option", "ddp") for found in errors] == ["num_nodes", "lr", "ddp"]
+
+
+def test_a_sweep_is_checked_cell_by_cell() -> None:
+    (found,) = check("sweep", {"axes": ["H=5,0"], "strategy": "diloco"})["errors"]
+    with pytest.raises(ArgumentError) as caught:
+        sweep("digits", ["H=5,0"])
+    assert found == {"error": str(caught.value), "option": "axes"}
+    (found,) = check("sweep", {"axes": ["H"]})["errors"]
+    assert "should look like" in found["error"] and found["option"] == "axes"
+    many = ",".join(map(str, range(1, 101)))
+    (found,) = check("sweep", {"axes": [f"H={many}", f"batch_size={many}", f"lr={many}", f"nodes={many}"]})["errors"]
+    assert "100,000,000 cells" in found["error"]
+
+
+def test_the_plan_counts_the_runs() -> None:
+    assert check("compare", {})["plan"].startswith("18 runs: 6 strategies, 3 seeds. 8x8")
+    plan = check("compare", {"strategies": "ddp", "seeds": "1", "max_steps": "7", "num_nodes": "3"})["plan"]
+    assert plan.startswith("1 run: 1 strategy, 1 seed. ") and "3 nodes, 7 steps" in plan
+    assert check("sweep", {"axes": ["H=2,5", "nodes=2,4"], "seeds": "2"})["plan"].startswith("8 runs: 4 cells, 2 seeds")
+    assert check("compare", {"seeds": str(10**9)})["plan"].startswith("6000000000 runs")  # at once: few are checked
+
+
+def test_what_may_not_start_is_not_checked_either(starter: Starter) -> None:
+    for options in ({"dataset": "os:getcwd"}, {"network": "/etc/passwd"}, {"strategies": "ddp:lr=os.system('x')"}):
+        with pytest.raises(CannotStart, match="--allow-code"):
+            starter.check("compare", options)
+        with pytest.raises(CannotStart, match="--allow-code"):
+            starter.estimate("compare", options)
+    for command, options in (
+        ("doctor", {}),
+        ("compare", {"out": "x"}),
+        ("compare", []),
+        ("compare", {"estimate": True}),
+    ):
+        with pytest.raises(ArgumentError):
+            starter.check(command, options)
+
+
+def test_a_switch_is_checked_as_the_command_takes_it(starter: Starter) -> None:
+    assert starter.check("compare", {"strategies": "ddp", "shuffle": True})["errors"] == []
+    (found,) = starter.check("compare", {"strategies": "ddp", "timeline": True})["errors"]
+    assert found["option"] == "timeline" and "network" in found["error"]
+
+
+def test_forms_have_the_choices_of_python(starter: Starter) -> None:
+    form = {option["name"]: option for option in starter.forms["compare"]}
+    assert form["precision"]["choices"] == ["fp32", "bf16", "fp16"] and not form["precision"]["is_open"]
+    assert "wifi" in form["network"]["choices"] and form["network"]["is_open"]
+    assert form["num_nodes"]["kind"] == "int" and form["num_nodes"]["is_basic"] and not form["hang_s"]["is_basic"]
+    assert not {"out", "resume", "estimate", "debug"} & form.keys()
+    catalog = starter.strategies
+    own = [catalog["options"][k]["name"] for k in catalog["strategies"]["diloco"]["options"]]
+    assert {"H", "outer_lr", "lr", "robust"} <= set(own) and len(own) == len(set(own))
+
+
+@pytest.mark.slow
+def test_an_estimate_is_made_elsewhere_one_at_a_time(starter: Starter) -> None:
+    options = {"strategies": "ddp", "max_steps": 10, "num_nodes": 2, "seeds": 1}
+    assert starter.estimate("compare", options)["text"].startswith("Time: about ")
+    with pytest.raises(ArgumentError, match="H=0 must be"):
+        starter.estimate("compare", options | {"strategies": "diloco:H=0"})
+    starter._estimating.acquire()
+    with pytest.raises(ArgumentError, match="another estimate"):
+        starter.estimate("compare", options)
+    starter._estimating.release()
+    assert not Path("none").exists()
