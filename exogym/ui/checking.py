@@ -49,8 +49,8 @@ def check(command: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
     >>> check("compare", {"strategies": "ddp,diloco:H=0"})["errors"]
     [{'error': "strategy 'diloco:H=0': H=0 must be a whole number of at least 1", 'strategy': 'diloco:H=0'}]
-    >>> check("compare", {"strategies": "ddp", "max_steps": "20"})["plan"][:37]
-    '3 runs: 1 strategy, 3 seeds. 8x8 handw'
+    >>> check("compare", {"strategies": "ddp", "max_steps": "20"})["plan"].partition(". ")[0]
+    '3 runs: 1 strategy, 3 seeds'
     """
     errors: list[Trouble] = []
     options = {name: _value(name, value) for name, value in given.items()}

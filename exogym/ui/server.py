@@ -7,7 +7,7 @@ GET  /api/runs/NAME/records       the run's records; ?after=K: only of steps aft
                                   model; ?most=N: about N records; ?most=N&most_bytes=B: about N records from about B
                                   bytes of the file
 GET  /api/runs/NAME/nodes         each node's losses and shares of time over steps (see `exogym.ui.views`)
-GET  /api/runs/NAME/timeline      the first spans of the run's timeline
+GET  /api/runs/NAME/timeline      the first spans of the run's timeline; ?from_s=A&to_s=B: between these seconds
 GET  /api/runs/NAME/grid          a sweep's cells
 GET  /api/runs/NAME/verdict       the verdict and table of a comparison or sweep
 GET  /api/runs/NAME/hosts         the states of the run's hosts (see `exogym.machines.remote.health`)
@@ -31,6 +31,7 @@ import contextlib
 import errno
 import json
 import logging
+import math
 import secrets
 import socket
 import threading
@@ -231,7 +232,8 @@ def application(
         return JSONResponse(in_json(found | {"health": health_of(found)}))
 
     def timeline(request: Request) -> Response:
-        return JSONResponse(in_json(timeline_of(_folder(shelf, request))))
+        window = {name: _seconds(request, name) for name in ("from_s", "to_s") if name in request.query_params}
+        return JSONResponse(in_json(timeline_of(_folder(shelf, request), **window)))
 
     def grid(request: Request) -> Response:
         return JSONResponse(in_json(grid_of(_folder(shelf, request), {row["name"]: row for row in shelf.all()})))
@@ -393,6 +395,14 @@ def _whole(request: Request, name: str) -> int | None:
         return int(text)
     except ValueError:
         raise HTTPException(400, f"{name}={text!r} must be a whole number") from None
+
+
+def _seconds(request: Request, name: str) -> float:
+    text = request.query_params[name]
+    with contextlib.suppress(ValueError):
+        if math.isfinite(seconds := float(text)):
+            return seconds
+    raise HTTPException(400, f"{name}={text!r} must be a number of seconds")
 
 
 async def _changes(shelf: RunShelf, over: threading.Event) -> AsyncIterator[str]:

@@ -76,12 +76,21 @@ class Starter:
         """Return the errors in a command's options, and its plan (`exogym.ui.checking.check`). Start nothing.
 
         Raises:
-            ArgumentError, CannotStart: as in `start`.
+            ArgumentError: the command is unknown, or the options are not a JSON object.
         """
         from exogym.ui.checking import check  # loads torch
 
         check_choice("command", command, self.forms)
-        self.arguments(command, options)
+        if not isinstance(options, dict):
+            raise ArgumentError(f"options={options!r} must be a JSON object {{option: value}}")
+        errors = []
+        for name, value in options.items():
+            try:
+                self.arguments(command, {name: value})
+            except (ArgumentError, CannotStart) as error:
+                errors.append({"error": str(error), "option": name})
+        if errors:  # what may not start is not looked at
+            return {"errors": errors, "plan": ""}
         flags = {option["name"]: not option["default"] for option in self.forms[command] if option["is_flag"]}
         given = {name: flags.get(name, value) for name, value in options.items() if name not in flags or value is True}
         return check(command, given)

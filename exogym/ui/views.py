@@ -196,13 +196,13 @@ class NodesPicture:
         return {"share_steps": steps, "shares": found if steps else {}}
 
 
-def timeline_of(path: Path) -> Row:
-    """Return the first spans of a run's timeline, at most 4,000. Return {} if the run has no timeline.
+def timeline_of(path: Path, from_s: float = 0.0, to_s: float = math.inf) -> Row:
+    """Return the first spans of a run's timeline in a window, at most 4,000. Return {} if the run has no timeline.
 
     Returns:
         nodes: the shown nodes.
-        spans: lists [node, kind, start_s, end_s, name].
-        until_s, whole_s: predicted time at the end of the returned spans, and at the end of the run.
+        spans: lists [node, kind, start_s, end_s, name], cut at the window.
+        from_s, until_s, whole_s: predicted time at the start and end of the returned spans, and at the end of the run.
         shares: each kind's share of the run's whole time.
     """
     found = schema.read(path / TIMELINE)
@@ -213,10 +213,14 @@ def timeline_of(path: Path) -> Row:
     nodes = sorted({span[0] for span in spans if type(span[0]) is int and span[0] >= 0})[:MOST_NODES]
     spans = sorted((span for span in spans if span[0] in nodes), key=lambda span: span[2])
     whole_s = max((span[3] for span in spans), default=0.0)
-    until_s = spans[MOST_SPANS][2] if len(spans) > MOST_SPANS else whole_s
-    shown = [[*span[:3], min(span[3], until_s), span[4]] for span in spans[:MOST_SPANS]]
+    from_s, to_s = max(0.0, from_s), min(to_s, whole_s)
+    spans = [span for span in spans if span[3] > from_s and span[2] <= to_s]
+    until_s = spans[MOST_SPANS][2] if len(spans) > MOST_SPANS else to_s
+    shown = [[*span[:2], max(span[2], from_s), min(span[3], until_s), span[4]] for span in spans[:MOST_SPANS]]
     shares = {kind: x for kind, x in (found.get("shares") or {}).items() if is_finite(x)}
-    return {"nodes": nodes, "spans": shown, "until_s": until_s, "whole_s": whole_s, "shares": shares}
+    return {
+        "nodes": nodes, "spans": shown, "from_s": from_s, "until_s": until_s, "whole_s": whole_s, "shares": shares,
+    }  # fmt: skip
 
 
 def grid_of(path: Path, listed: Mapping[str, Row]) -> Row:

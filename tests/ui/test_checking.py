@@ -76,20 +76,19 @@ def test_the_plan_counts_the_runs() -> None:
     assert check("compare", {"seeds": str(10**9)})["plan"].startswith("6000000000 runs")  # at once: few are checked
 
 
-def test_what_may_not_start_is_not_checked_either(starter: Starter) -> None:
+def test_what_may_not_start_is_not_checked_either(starter: Starter, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("exogym.ui.checking.session_of", None)
+    monkeypatch.setattr("exogym.ui.checking.load_task", None)
     for options in ({"dataset": "os:getcwd"}, {"network": "/etc/passwd"}, {"strategies": "ddp:lr=os.system('x')"}):
-        with pytest.raises(CannotStart, match="--allow-code"):
-            starter.check("compare", options)
+        (found,) = starter.check("compare", options)["errors"]
+        assert "--allow-code" in found["error"] and found["option"] in options
         with pytest.raises(CannotStart, match="--allow-code"):
             starter.estimate("compare", options)
-    for command, options in (
-        ("doctor", {}),
-        ("compare", {"out": "x"}),
-        ("compare", []),
-        ("compare", {"estimate": True}),
-    ):
+    for options in ({"out": "x"}, {"estimate": True}, {"max_steps": "1\n2"}):
+        assert [each["option"] for each in starter.check("compare", options)["errors"]] == list(options), options
+    for command, given in (("doctor", {}), ("compare", []), ("compare", None)):
         with pytest.raises(ArgumentError):
-            starter.check(command, options)
+            starter.check(command, given)
 
 
 def test_a_switch_is_checked_as_the_command_takes_it(starter: Starter) -> None:

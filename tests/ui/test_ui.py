@@ -72,6 +72,7 @@ def test_the_page_leaves_log_handlers_of_this_process_alone(tmp_path: Path) -> N
     assert not mine.closed
 
 
+WHATS = ("start", "check", "estimate")  # of a form
 VIEWS = ("records", "nodes", "timeline", "grid", "hosts")
 
 
@@ -306,12 +307,14 @@ def test_no_name_leads_out_of_the_folder(name: str, served: Page) -> None:
 
 def test_a_change_needs_to_come_from_the_page(served: Page) -> None:
     own = f"http://127.0.0.1:{served.port}"
-    for path in ("/api/start", "/api/runs/one/stop", "/api/runs/one/resume", "/api/runs/one/notes"):
+    forms = ("/api/start", "/api/check", "/api/estimate")
+    for path in (*forms, "/api/runs/one/stop", "/api/runs/one/resume", "/api/runs/one/notes"):
         assert served.ask(path, "POST")[0] == 403  # nothing tells that the page sends it
         assert served.ask(path, "POST", Origin="https://evil.example")[0] == 403
         assert served.ask(path, "POST", Origin=own, Cookie="")[0] == 401
         assert served.ask(path, Origin=own)[0] in (404, 405)
-    assert served.ask("/api/start", "POST", Origin=own)[0] == 415  # what a form of another site could send
+    for path in forms:
+        assert served.ask(path, "POST", Origin=own)[0] == 415  # what a form of another site could send
     for method in ("POST", "PUT", "DELETE", "PATCH"):
         assert served.ask("/api/runs/one", method, Origin=own)[0] == 405
     assert served.ask("/api/runs/one/stop", "POST", Origin=own)[0] == 400  # nothing of it runs
@@ -366,7 +369,12 @@ def test_a_script_is_not_gone_on_with_unasked(served: Page) -> None:
 
 def test_what_a_form_must_not_ask_for(served: Page) -> None:
     def ask(command: Any, options: Any) -> tuple[int, Any]:
-        return post(served, "/api/start", {"command": command, "options": options})
+        started, checked, tried = (
+            post(served, f"/api/{what}", {"command": command, "options": options}) for what in WHATS
+        )
+        errors = [each["error"] for each in checked[1].get("errors", [checked[1]])]
+        assert tried == started and errors == [started[1]["error"]]  # each says the same, and none does it
+        return started
 
     code = ({"dataset": "os:system"}, {"data": "x"}, {"network": "/etc/x.json"}, {"strategies": "a/b"})
     for options in (*code, {"network": "100Mbps,trace=rates.csv"}):
@@ -431,9 +439,12 @@ def test_read_only_it_starts_nothing(tmp_path: Path) -> None:
             assert process.stdout is not None
             page = Page(process.stdout.readline().strip(), tmp_path)
             assert page.json("/api/forms") == {}
-            status, answer = post(page, "/api/start", {"command": "compare", "options": {}})
-            assert status == 403 and "--read-only" in answer["error"]
+            for what in WHATS:
+                status, answer = post(page, f"/api/{what}", {"command": "compare", "options": {}})
+                assert status == 403 and "--read-only" in answer["error"]
             written(tmp_path / "one")
+            assert page.ask("/api/strategies")[0] == 403 and page.ask("/api/runs/one/again")[0] == 403
+            assert not page.json("/api/runs/one")["may_start"]
             assert post(page, "/api/runs/one/notes", {"tags": ["x"]})[0] == 403
             assert not (tmp_path / "one" / "notes.json").exists()
         finally:

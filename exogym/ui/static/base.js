@@ -2,11 +2,11 @@
 
 export const POLL_MS = 1000, PART_BYTES = 2 ** 20;  // bytes of a run's files, read for one answer
 export const store = { list: [], known: false, chosen: new Set() };  // known: the list has arrived
-export const look = { text: "", state: "", sort: "started_s", down: true, axis: "step", nodes: "loss", inside: false,
+export const look = { text: "", state: "", sort: "started_s", down: true, axis: "step", nodes: "loss", inside: false, columns: "",
   logx: false, logy: false, smooth: 0, group: null };
 
 // The choices on a page stand in its address, after "?", so that a copied address shows the same.
-const IN_ADDRESS = { text: "", state: "", sort: "started_s", down: true, inside: false, axis: "step", logx: false, logy: false,
+const IN_ADDRESS = { text: "", state: "", sort: "started_s", down: true, inside: false, columns: "", axis: "step", logx: false, logy: false,
   smooth: 0, group: null };
 
 // Take the choices from the address, where it has some; return the address without them.
@@ -124,6 +124,10 @@ export async function send(path, body) {
   if (!answer.ok) throw new Error(found.error ?? answer.statusText);
   return found;
 }
+
+// Gray bars where a page's content will be.
+export const skeleton = () => make("div", { class: "skeleton", "aria-hidden": "true" },
+  ...Array.from({ length: 5 }, () => make("span", { class: "bone" })));
 
 // A table in a box that scrolls sideways on narrow screens. heads: [title, is a number].
 export function table(heads, body) {

@@ -28,7 +28,7 @@ export function fieldOf(option, value, attributes) {
   const [, usual] = helpOf(option);
   const choices = option.kind === "bool" ? ["true", "false"] : option.choices;
   if (choices.length && !option.is_open) {
-    const field = make("select", attributes, make("option", { value: "" }, usual));
+    const { oninput: onchange, ...others } = attributes, field = make("select", { ...others, onchange }, make("option", { value: "" }, usual));
     for (const choice of value && !choices.includes(value) ? [...choices, value] : choices) {
       field.append(make("option", { value: choice }, choice));
     }

@@ -1,9 +1,10 @@
 // Pictures on a canvas: nodes over steps, and the timeline.
 
-import { figure, isNumber, look, make, seconds, share } from "./base.js";
+import { figure, get, isNumber, look, make, seconds, share } from "./base.js";
 import { draw, places } from "./curves.js";
 
-const KINDS = { compute: "#0072b2", send: "#d55e00", wait: "#b8b8b8", down: "#7a3e9d" };
+const ABSENT = "#7a3e9d";  // the same for a node that is down in the timeline
+const KINDS = { compute: "#0072b2", send: "#d55e00", wait: "#b8b8b8", down: ABSENT };
 const WORDS = { compute: "computing", send: "sending", wait: "waiting", down: "down" };
 const CROWD = "training loss of all nodes";
 const LEFT = 64, BELOW = 20;
@@ -42,15 +43,12 @@ export function nodesPicture() {
     make("div", { class: "bar" }, make("label", {}, "Show ", choice)), crowd, make("div", {}, canvas), said);
   let found = null, shown = null;
 
+  // The rows of a view. away: whether a node was absent; null where no node has a loss.
   function matrix(view) {
-    if (view === "loss") return { steps: found.steps, rows: found.loss };
-    if (view === "absent") {
-      return { steps: found.steps, rows: found.loss.map((row) => row.map((_, k) => {
-        const there = found.loss.some((other) => other[k] !== null);  // otherwise the column has no losses
-        return there ? Number(row[k] === null) : null;
-      })) };
-    }
-    return { steps: found.share_steps, rows: found.shares[view] };
+    if (view !== "loss" && view !== "absent") return { steps: found.share_steps, rows: found.shares[view], away: [] };
+    const known = found.steps.map((_, k) => found.loss.some((row) => row[k] !== null));
+    const away = found.loss.map((row) => row.map((value, k) => (known[k] ? value === null : null)));
+    return { steps: found.steps, away, rows: view === "loss" ? found.loss : away.map((row) => row.map((gone) => (gone === null ? null : 0))) };
   }
 
   function show() {
@@ -68,7 +66,7 @@ export function nodesPicture() {
       draw(holders[CROWD], CROWD, [{ label: `median of ${found.of} nodes, band from 10 % to 90 %`, x: found.steps, y, low, high }]);
       worst.replaceChildren(...found.worst.map(({ node, loss }) => make("li", {}, `node ${node}: ${figure(loss)}`)));
     }
-    const { steps, rows } = matrix(view);
+    const { steps, rows, away } = matrix(view);
     const values = rows.flat().filter(isNumber), isLoss = view === "loss";
     const level = (value) => (isLoss ? Math.log(Math.max(value, 1e-12)) : value);
     const low = isLoss ? values.reduce((a, b) => Math.min(a, level(b)), Infinity) : 0;
@@ -80,14 +78,16 @@ export function nodesPicture() {
     brush.fillText(last, LEFT + width - brush.measureText(last).width, rows.length * tall + BELOW / 2);
     const wide = width / steps.length;
     rows.forEach((row, k) => row.forEach((value, at) => {
-      if (value === null) return;
-      brush.fillStyle = shade(high > low ? (level(value) - low) / (high - low) : 0.5);
+      const gone = away[k]?.[at];
+      if (value === null && !gone) return;
+      brush.fillStyle = gone ? ABSENT : shade(view === "absent" ? 0 : high > low ? (level(value) - low) / (high - low) : 0.5);
       brush.fillRect(LEFT + at * wide, k * tall, Math.max(wide, 0.5) + 0.3, tall - 1);
     }));
-    shown = { steps, rows, wide, tall, isLoss };
+    shown = { steps, rows, away, wide, tall, isLoss };
     const range = isLoss ? `${figure(Math.exp(low), 3)} to ${figure(Math.exp(high), 3)}` : "0 to 100 %";
     const more = found.of > found.nodes.length ? `. The first ${found.nodes.length} of ${found.of} nodes` : "";
-    said.textContent = view === "absent" ? `Dark: absent${more}.` : `Light is low, dark is high: ${range}. Empty: absent${more}.`;
+    const anyAway = away.flat().some(Boolean), own = isLoss || view === "absent";
+    said.textContent = `${view === "absent" ? "" : `Light is low, dark is high: ${range}. `}${own && !anyAway ? "No node was absent" : own ? "Purple: absent" : "Empty: no value"}${more}.`;
     canvas.setAttribute("aria-label", `${VIEWS[view]} of ${rows.length} nodes over steps, ${range}`);
   }
 
@@ -96,42 +96,85 @@ export function nodesPicture() {
     const row = Math.floor(event.offsetY / shown.tall), at = Math.floor((event.offsetX - LEFT) / shown.wide);
     const value = shown.rows[row]?.[at];
     if (value === undefined) return;
-    const text = value === null ? "absent" : shown.isLoss ? figure(value) : share(value);
+    const gone = shown.away[row]?.[at], number = choice.value === "absent" ? "present" : shown.isLoss ? figure(value) : share(value);
+    const text = gone ? "absent" : value === null ? "no value" : number;
     said.textContent = `node ${found.nodes[row]}, step ${shown.steps[at]}: ${text}`;
   });
   return { box, show(now) { found = now ?? found; show(); } };
 }
 
-// The timeline's section: when each node computed, sent and waited.
-export function timelinePicture() {
-  const canvas = make("canvas", { class: "heat", role: "img" }), said = make("p", { class: "soft" });
-  const legend = make("p", { class: "legend" });
-  const box = make("section", { hidden: true }, make("h2", {}, "Timeline"), legend, make("div", {}, canvas), said);
+// The timeline's section: when each node computed, sent and waited. Drag, or use the buttons, to zoom; new data keep the zoom.
+export function timelinePicture(api) {
+  const canvas = make("canvas", { class: "heat", role: "img", id: "timeline" }), said = make("p", { class: "soft" });
+  const legend = make("p", { class: "legend" }), tools = make("div", { class: "bar tools" });
+  const held = make("div", { class: "plot" }, canvas);
+  const box = make("section", { hidden: true }, make("h2", {}, "Timeline"), legend, held, tools, said);
+  let found = null, window_ = null, from = null, width = 1;  // window_: seconds from and to; null: all
   for (const [kind, word] of Object.entries(WORDS)) {
     const mark = make("span", { class: "mark" });
     mark.style.background = KINDS[kind];
     legend.append(make("span", {}, mark, word));
   }
 
-  function show(found) {
-    box.hidden = !(found?.spans?.length);
+  // Show these seconds; at the ends the window stays as long as it is.
+  function zoom(first, last) {
+    const long = Math.min(Math.max(last - first, 1e-9), found.whole_s), begin = Math.max(0, Math.min(first, found.whole_s - long));
+    window_ = long >= found.whole_s ? null : [begin, begin + long];
+    load();
+  }
+  const scale = (factor) => { const { from_s: a, until_s: b } = found, half = (b - a) * factor / 2; zoom((a + b) / 2 - half, (a + b) / 2 + half); };
+  const move = (part) => { const { from_s: a, until_s: b } = found, by = (b - a) * part; zoom(a + by, b + by); };
+  const button = (text, onclick) => make("button", { type: "button", onclick }, text);
+  const whole = button("Show all", () => { window_ = null; load(); });
+  tools.append(button("Zoom in", () => scale(0.5)), button("Zoom out", () => scale(2)), button("Earlier", () => move(-0.5)),
+    button("Later", () => move(0.5)), whole);
+
+  const mark = make("div", { class: "chosen-part", hidden: true });
+  held.append(mark);
+  const place = (event) => Math.min(Math.max(event.offsetX - LEFT, 0), width);
+  const timeAt = (at) => found.from_s + (found.until_s - found.from_s) * at / width;
+  canvas.addEventListener("pointerdown", (event) => { from = place(event); canvas.setPointerCapture(event.pointerId); });
+  canvas.addEventListener("pointermove", (event) => {
+    if (from === null) return;
+    const to = place(event);
+    mark.hidden = false;
+    mark.style.left = `${LEFT + Math.min(from, to)}px`; mark.style.width = `${Math.abs(to - from)}px`;
+    mark.style.height = `${canvas.clientHeight - BELOW}px`;
+  });
+  const end = (event) => {
+    if (from === null) return;
+    const to = place(event), [a, b] = [Math.min(from, to), Math.max(from, to)];
+    from = null; mark.hidden = true;
+    if (event.type === "pointerup" && b - a > 4) zoom(timeAt(a), timeAt(b));
+  };
+  canvas.addEventListener("pointerup", end);
+  canvas.addEventListener("pointercancel", end);
+  canvas.addEventListener("dblclick", () => { window_ = null; load(); });
+
+  function show() {
+    box.hidden = !(found?.spans && found.nodes.length);
     if (box.hidden) return;
-    const tall = found.nodes.length > 24 ? 8 : 18, { brush, width } = brushOn(canvas, found.nodes.length, tall);
+    const tall = found.nodes.length > 24 ? 8 : 18, painted = brushOn(canvas, found.nodes.length, tall), { brush } = painted;
+    width = painted.width;
     names(brush, found.nodes, tall);
-    const below = found.nodes.length * tall + BELOW / 2, end = seconds(found.until_s);
-    brush.fillText("0 s", LEFT, below);
-    brush.fillText(end, LEFT + width - brush.measureText(end).width, below);
-    const place = new Map(found.nodes.map((node, k) => [node, k]));
-    for (const [node, kind, from, until] of found.spans) {
-      brush.fillStyle = KINDS[kind] ?? "#7a3e9d";
-      const at = LEFT + width * from / found.until_s;
-      brush.fillRect(at, place.get(node) * tall, Math.max(width * (until - from) / found.until_s, 0.5), tall - 2);
+    const below = found.nodes.length * tall + BELOW / 2, last = seconds(found.until_s), long = found.until_s - found.from_s;
+    brush.fillText(seconds(found.from_s), LEFT, below);
+    brush.fillText(last, LEFT + width - brush.measureText(last).width, below);
+    const row = new Map(found.nodes.map((node, k) => [node, k]));
+    for (const [node, kind, first, until] of found.spans) {
+      brush.fillStyle = KINDS[kind] ?? ABSENT;
+      brush.fillRect(LEFT + width * (first - found.from_s) / long, row.get(node) * tall, Math.max(width * (until - first) / long, 0.5), tall - 2);
     }
     const shares = Object.entries(found.shares).filter(([, part]) => part >= 0.005);
     const text = shares.map(([kind, part]) => `${WORDS[kind] ?? kind} ${share(part)}`).join(", ");
-    const cut = found.until_s < found.whole_s ? ` Shown: the first ${seconds(found.until_s)} of ${seconds(found.whole_s)}.` : "";
+    const cut = long < found.whole_s ? ` Shown: ${seconds(found.from_s)} to ${last} of ${seconds(found.whole_s)}.` : " Drag over the picture to zoom.";
     said.textContent = `Predicted time. Shares of the whole run: ${text}.${cut}`;
-    canvas.setAttribute("aria-label", `activities of ${found.nodes.length} nodes over time: ${text}`);
+    whole.hidden = window_ === null;
+    canvas.setAttribute("aria-label", `activities of ${found.nodes.length} nodes from ${seconds(found.from_s)} to ${last}: ${text}`);
   }
-  return { box, show };
+  async function load() {
+    const asked = window_, path = `${api}/timeline${asked ? `?from_s=${asked[0]}&to_s=${asked[1]}` : ""}`, now = await get(path);
+    if (asked === window_) { found = now; show(); }
+  }
+  return { box, load };
 }

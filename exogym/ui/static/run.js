@@ -1,7 +1,7 @@
 // One run, during and after training.
 
 import {
-  actionsOf, address, againLink, bytes, copied, figure, find, followed, get, isNumber, look, make, notes, PART_BYTES, POLL_MS, seconds, stateOf,
+  actionsOf, address, againLink, bytes, copied, figure, find, followed, get, isNumber, look, make, notes, PART_BYTES, POLL_MS, seconds, skeleton, stateOf,
   table,
 } from "./base.js";
 import { axisChoice, draw, places } from "./curves.js";
@@ -18,12 +18,12 @@ const BEFORE_DRAWING_MS = 500;  // time for reading a long run between two drawi
 export function runPage(main, name) {
   const at = make("p", { class: "soft", role: "status", id: "standing" });
   const actions = actionsOf(name), again = againLink(name), trouble = make("section", { class: "trouble", role: "alert", hidden: true });
-  const tiles = make("dl", { class: "tiles" }), folded = make("summary", {}, "Events"), health = make("p", { id: "health" });
+  const bones = skeleton(), tiles = make("dl", { class: "tiles" }), folded = make("summary", {}, "Events"), health = make("p", { id: "health" });
   const { holders, box: charts } = places(Object.keys(CHARTS));
-  const nodes = nodesPicture(), timeline = timelinePicture(), hosts = make("section", { hidden: true });
+  const nodes = nodesPicture(), timeline = timelinePicture(`/api/runs/${address(name)}`), hosts = make("section", { hidden: true });
   const about = make("section"), events = make("tbody"), own = notes(name), api = `/api/runs/${address(name)}`;
   const link = (text, path, file) => make("a", { href: path, download: file }, text);
-  main.append(make("h2", {}, name), trouble, at, tiles, health, actions.box, make("div", { class: "bar" }, axisChoice(() => show()),
+  main.append(make("h2", {}, name), trouble, at, bones, tiles, health, actions.box, make("div", { class: "bar" }, axisChoice(() => show()),
     link("Download records", `${api}/records`, "records.json"), link("Download description", api, "run.json"), again.link),
     charts, hosts, nodes.box, timeline.box, own, about, make("details", { id: "events" }, folded,
       table([["time", false], ["event", false], ["step", true], ["details", false]], events)));
@@ -87,6 +87,7 @@ export function runPage(main, name) {
 
   function describe(found) {
     run = found;
+    bones.remove();
     over = run.state !== "running";
     actions.show(run.actions);
     again.show(run);
@@ -115,7 +116,7 @@ export function runPage(main, name) {
     const told = await get(`${api}/nodes?most_bytes=${PART_BYTES}`);
     nodes.show(told);
     health.textContent = told.health;
-    timeline.show(await get(`${api}/timeline`));
+    await timeline.load();
     const found = await get(`${api}/hosts`);
     hosts.hidden = !found.hosts;
     if (found.hosts) {
@@ -138,7 +139,7 @@ export function runPage(main, name) {
       summary();
       if (over || behind || looks % SELDOM === 0) behind = await pictures();
       looks += 1;
-    } catch (error) { at.textContent = error.message; more = behind = false; }
+    } catch (error) { bones.remove(); at.textContent = error.message; more = behind = false; }
     if (gone) return;
     timer = over && !more && !behind ? 0 : setTimeout(poll, more || behind ? 0 : POLL_MS);
   }

@@ -1,8 +1,8 @@
 // The list of runs.
 
-import { address, ageOf, bytes, figure, look, make, seconds, stateOf, store, toAddress } from "./base.js";
+import { address, ageOf, bytes, figure, look, make, seconds, share, stateOf, store, toAddress } from "./base.js";
 
-const MOST_ROWS = 300;
+const MOST_ROWS = 300, BONES = 8;  // rows at first, and rows of the skeleton
 let most = MOST_ROWS;
 
 export const COLUMNS = [
@@ -16,6 +16,19 @@ export const COLUMNS = [
   ["wall_s", "time", (run) => seconds(run.wall_s), true],
   ["started_s", "age", ageOf, true],
 ];
+
+const FURTHER = [  // columns that a reader may add
+  ["accuracy", "accuracy", (run) => share(run.accuracy), true],
+  ["time_s", "predicted time", (run) => seconds(run.time_s), true],
+  ["kind", "kind", (run) => run.kind],
+  ["note", "note", (run) => run.note],
+];
+
+// The columns that the address names; otherwise the usual ones. The run's name is always there.
+function columns() {
+  const wanted = look.columns.split(",");
+  return look.columns ? [...COLUMNS, ...FURTHER].filter(([key]) => key === "name" || wanted.includes(key)) : COLUMNS;
+}
 
 export function cell(run, [key, , text, number]) {
   if (key === "name") {
@@ -47,14 +60,27 @@ export function runsPage(main) {
   const more = make("button", { type: "button", onclick() { most += MOST_ROWS; show(); } }, "Show more");
   main.append(
     make("div", { class: "bar" }, make("label", {}, "Filter ", filter), make("label", {}, "State ", states),
-      make("label", {}, inside, " Show runs inside comparisons and sweeps"), compare),
+      make("label", {}, inside, " Show runs inside comparisons and sweeps"), compare), chooser(),
     count, make("div", { class: "wide" }, make("table", {}, make("thead", {}, head), body)), more);
 
-  const keep = () => toAddress("text", "state", "sort", "down", "inside");
+  const keep = () => toAddress("text", "state", "sort", "down", "inside", "columns");
+
+  function chooser() {
+    const box = (key, title) => make("label", {}, make("input", { type: "checkbox", id: `column-${key}`,
+      checked: columns().some(([each]) => each === key), onchange({ target }) {
+        const usual = COLUMNS.map(([each]) => each).join(","), now = new Set(columns().map(([each]) => each));
+        if (target.checked) now.add(key); else now.delete(key);
+        const keys = [...COLUMNS, ...FURTHER].map(([each]) => each).filter((each) => now.has(each)).join(",");
+        look.columns = keys === usual ? "" : keys;
+        heads(); show(); keep();
+      } }), ` ${title}`);
+    return make("details", { id: "columns" }, make("summary", { class: "soft" }, "Columns"),
+      make("div", { class: "columns" }, ...[...COLUMNS, ...FURTHER].slice(1).map(([key, title]) => box(key, title))));
+  }
 
   function heads() {
     const focused = head.querySelector(":focus")?.dataset.key;
-    head.replaceChildren(make("th", {}, ""), ...COLUMNS.map(([key, title, , number]) => {
+    head.replaceChildren(make("th", {}, ""), ...columns().map(([key, title, , number]) => {
       const sorted = look.sort === key ? (look.down ? "descending" : "ascending") : "none";
       const button = make("button", { type: "button", "data-key": key, onclick() {
         look.down = look.sort === key ? !look.down : true; look.sort = key; heads(); show(); keep();
@@ -80,14 +106,21 @@ export function runsPage(main) {
     count.textContent = !store.known ? "Loading the list of runs." : !store.list.length
       ? "No runs yet. Runs of exogym compare and fit(run_dir=...) appear here."
       : `${found.length} of ${store.list.length} runs, comparisons and sweeps`;
+    if (!store.known) {
+      const bones = () => make("tr", { "aria-hidden": "true" }, make("td"), ...columns().map(() => make("td", {}, make("span", { class: "bone" }))));
+      body.replaceChildren(...Array.from({ length: BONES }, bones));
+      more.hidden = compare.disabled = true;
+      return;
+    }
     body.replaceChildren(...found.slice(0, most).map((run) => {
       const box = make("input", { type: "checkbox", "aria-label": `select ${run.name}`, onchange(event) {
         if (event.target.checked) store.chosen.add(run.name); else store.chosen.delete(run.name);
         compare.disabled = !store.chosen.size;
       } });
       box.checked = store.chosen.has(run.name);
-      return make("tr", {}, make("td", {}, box), ...COLUMNS.map((column) => cell(run, column)));
+      return make("tr", {}, make("td", {}, box), ...columns().map((column) => cell(run, column)));
     }));
+    if (!performance.getEntriesByName("listed").length) performance.mark("listed");  // the time to the first list
     more.hidden = found.length <= most;
     compare.disabled = !store.chosen.size;
   }

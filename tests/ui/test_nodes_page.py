@@ -1,0 +1,126 @@
+"""A run's nodes in a real browser: absent nodes have their own color, and the timeline zooms."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browsing import CHROMIUM, DRIVER, opened, served, to, until
+
+from exogym.ui.views import timeline_of
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None or DRIVER is None, reason="needs chromium and chromium-driver"),
+]
+SCRIPT = """
+from exogym import LocalTrainer
+from exogym.faults import Faults
+from exogym.strategy import DiLoCoStrategy
+from exogym.testing import small_problem
+import torch
+model, data = small_problem()
+trainer = LocalTrainer(model, data, data, loss_fn=torch.nn.functional.mse_loss)
+trainer.fit(DiLoCoStrategy(lr=0.02, H=5), num_nodes=3, max_steps=100, batch_size=8, val_interval=10, device="cpu",
+            network="10Mbps,20ms", step_seconds=0.01, timeline=True, faults=Faults(absent={2: [(40, 60)]}),
+            run_dir="runs/away")
+"""
+PURPLE = [0x7A, 0x3E, 0x9D]
+# The color in the middle of a node's cell, at a share of the picture's width; names take 64 pixels, a row 16.
+COLOR = (
+    "(() => { const c = document.querySelectorAll('canvas.heat')[0], s = devicePixelRatio || 1,"
+    " wide = c.clientWidth - 64; return [...c.getContext('2d').getImageData(s * (64 + wide * %s),"
+    " s * (%s * 16 + 7), 1, 1).data].slice(0, 3); })()"
+)
+
+
+def is_purple(found: list[int]) -> bool:
+    return all(abs(one - other) < 12 for one, other in zip(found, PURPLE, strict=True))  # edges are blended
+
+
+SAID = "document.getElementById('timeline')?.closest('section').lastElementChild.textContent"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    top = tmp_path_factory.mktemp("nodes")
+    (top / "train.py").write_text(SCRIPT)
+    subprocess.run([sys.executable, "train.py"], cwd=top, check=True, capture_output=True)
+    return top / "runs"
+
+
+@pytest.fixture(scope="module")
+def browser(folder: Path) -> Iterator[Any]:
+    with served(folder) as address, opened(address) as driver:
+        yield driver
+
+
+def test_absent_nodes_have_their_own_color(browser: Any) -> None:
+    to(browser, "#/run/away")
+    until(
+        browser,
+        "[...document.querySelectorAll('canvas.heat')].filter((c) => !c.closest('section').hidden).length === 2",
+    )
+    until(browser, COLOR % (0.5, 2), is_purple)
+    for share, node in ((0.5, 1), (0.2, 2), (0.8, 2)):  # another node then, this node before and after
+        assert not is_purple(browser.execute_script(f"return {COLOR % (share, node)}"))
+    text = "document.querySelectorAll('canvas.heat')[0].closest('section').lastElementChild.textContent"
+    assert "Purple: absent" in until(browser, text)
+    browser.find_element("css selector", "#nodes [value=absent]").click()
+    until(browser, COLOR % (0.5, 2), is_purple)
+    for share, node in ((0.5, 1), (0.2, 2)):
+        assert not is_purple(browser.execute_script(f"return {COLOR % (share, node)}"))
+
+
+def test_the_timeline_zooms(browser: Any, folder: Path) -> None:
+    whole_s = timeline_of(folder / "away")["whole_s"]
+    to(browser, "#/run/away")
+    assert "Drag over the picture" in until(browser, SAID)
+
+    def window() -> list[float]:
+        asked = "performance.getEntriesByType('resource').map(e => e.name).findLast(n => n.includes('/timeline?'))"
+        words = until(browser, asked).partition("?")[2].split("&")
+        return [float(word.partition("=")[2]) for word in words]
+
+    def press(text: str) -> str:
+        script = (
+            "[...document.querySelectorAll('section .tools button')].find(b => b.textContent === arguments[0]).click()"
+        )
+        browser.execute_script(script, text)
+        return until(browser, SAID)
+
+    press("Zoom in")
+    assert "Shown:" in until(browser, SAID, lambda text: "Shown:" in text)
+    assert window() == pytest.approx([whole_s / 4, 3 * whole_s / 4], rel=1e-3)
+    press("Later")
+    until(browser, "1", lambda _: window()[1] > 0.8 * whole_s)
+    assert window() == pytest.approx([whole_s / 2, whole_s], rel=1e-3)  # at the end it stays as long
+    press("Show all")
+    until(browser, SAID, lambda text: "Drag over the picture" in text)
+    canvas = browser.find_element("id", "timeline")
+    from selenium.webdriver.common.action_chains import ActionChains
+
+    wide = canvas.size["width"]
+    browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", canvas)
+    begin = 64 + (wide - 64) // 4 - wide // 2
+    hand = ActionChains(browser).move_to_element_with_offset(canvas, begin, 0).click_and_hold()
+    hand.move_by_offset((wide - 64) // 4, 0).release().perform()
+    until(browser, SAID, lambda text: "Shown:" in text)
+    assert window() == pytest.approx([whole_s / 4, whole_s / 2], rel=0.03)
+
+
+def test_the_server_cuts_the_timeline(folder: Path, tmp_path: Path) -> None:
+    many = [[0, "compute", float(k), k + 1.0, "x"] for k in range(9000)]
+    (tmp_path / "timeline.json").write_text(json.dumps({"spans": many, "shares": {}}))
+    first, late = timeline_of(tmp_path), timeline_of(tmp_path, 8000.5, 8010.25)
+    assert first["until_s"] == 4000.0 and len(first["spans"]) == 4000 and first["from_s"] == 0.0
+    assert late["spans"][0][2:4] == [8000.5, 8001.0] and late["spans"][-1][2:4] == [8010.0, 8010.25]
+    assert (late["from_s"], late["until_s"], late["whole_s"]) == (8000.5, 8010.25, 9000.0)
+    assert timeline_of(tmp_path, -5.0, 1e9)["from_s"] == 0.0
+
+
+def test_the_browser_has_nothing_to_complain_of(browser: Any) -> None:
+    assert [entry["message"] for entry in browser.get_log("browser") if entry["level"] == "SEVERE"] == []
