@@ -35,9 +35,9 @@ the same model from the same weights on the same data.
 - Numbers are mean ± standard deviation over {seeds}.
 
 `{command}` made this page and its results, {results}.
-The command first prints how long it will take. It saves each finished run, so after Ctrl-C the same command continues.
-`exogym benchmark --full` takes hours: all strategies, up to 64 nodes, MNIST, and CIFAR-10 with `--data`. For a quick
-trial, too short for conclusions:
+The command first prints how long it will take. After Ctrl-C the same command continues, because each finished run is
+saved. `exogym benchmark --full` takes hours: all strategies, up to 64 nodes, MNIST, and CIFAR-10 with `--data`. For a
+quick trial, too short for conclusions:
 
 ```bash
 exogym benchmark --short --tasks digits --nodes 2

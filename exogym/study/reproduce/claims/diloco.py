@@ -70,14 +70,14 @@ CLAIMS = [
         "Douillard et al., DiLoCo, arXiv:2311.08105, outer optimizers",
         "At H = 500 Nesterov is the best outer optimizer among SGD (which is FedAvg), SGD with momentum, Nesterov and "
         "Adam.",
-        "H = 50, 1,500 steps (30 rounds), outer rate 0.7: is DiLoCo better than FedAvg in every seed? Both send the "
+        "H = 50, 1,500 steps (30 rounds), outer rate 0.7: is DiLoCo better than FedAvg in every seed? Both strategies send the "
         "same bytes.",
         {
             "DiLoCo": Cell("diloco:H=50:outer_lr=0.7", steps=1500),
             "FedAvg": Cell("fedavg:H=50", steps=1500),
         },
         [lower("DiLoCo", "FedAvg")],
-        notes="After the training we removed a second check, of equal bytes. It always holds, and would have made the "
+        notes="After the training we removed a second check, of equal bytes. That check always holds, and would have made the "
         "verdict 'partly confirmed'. The paper's runs have 128 rounds. We did not try other outer rates at this "
         "H.",
     ),
@@ -155,7 +155,7 @@ CLAIMS = [
             )
         ],
         "curves",
-        "We made the rule stricter after the training. It first used the losses' mean over seeds (best H 10, 10, 10, "
+        "We made the rule stricter after the training. The rule first used the losses' mean over seeds (best H 10, 10, 10, "
         "20, 20), but losses vary more between evaluations than between cells. Now every seed must agree. With the "
         "same outer rate for every H, H = 2 and 5 end no better than H = 10.",
     ),

@@ -59,6 +59,6 @@ CLAIMS = [
         {"streaming": Cell(STREAMING, replicas=True)},
         [late_order("streaming", ["val_loss", "mean_val_loss", "node_val_loss"])],
         "curves",
-        "Outer parameters and the nodes' mean differ by 0.03 %, less than seeds do. One node is worse than both.",
+        "Outer parameters and the nodes' mean differ by 0.03 %, less than the seeds do. One node is worse than both.",
     ),
 ]
