@@ -70,8 +70,8 @@ CLAIMS = [
         "Douillard et al., DiLoCo, arXiv:2311.08105, outer optimizers",
         "At H = 500 Nesterov is the best outer optimizer among SGD (which is FedAvg), SGD with momentum, Nesterov and "
         "Adam.",
-        "H = 50, 1,500 steps (30 rounds), outer rate 0.7: is DiLoCo better than FedAvg in every seed? Both strategies send "
-        "the same bytes.",
+        "H = 50, 1,500 steps (30 rounds), outer rate 0.7: is DiLoCo better than FedAvg in every seed? Both strategies "
+        "send the same bytes.",
         {
             "DiLoCo": Cell("diloco:H=50:outer_lr=0.7", steps=1500),
             "FedAvg": Cell("fedavg:H=50", steps=1500),
