@@ -77,8 +77,8 @@ CLAIMS = [
             "FedAvg": Cell("fedavg:H=50", steps=1500),
         },
         [lower("DiLoCo", "FedAvg")],
-        notes="After the training we removed a second check, of equal bytes. That check always holds, and would have made the "
-        "verdict 'partly confirmed'. The paper's runs have 128 rounds. We did not try other outer rates at this "
+        notes="After the training we removed a second check, of equal bytes. That check always holds, and would have made "
+        "the verdict 'partly confirmed'. The paper's runs have 128 rounds. We did not try other outer rates at this "
         "H.",
     ),
     Claim(
@@ -155,8 +155,8 @@ CLAIMS = [
             )
         ],
         "curves",
-        "We made the rule stricter after the training. The rule first used the losses' mean over seeds (best H 10, 10, 10, "
-        "20, 20), but losses vary more between evaluations than between cells. Now every seed must agree. With the "
+        "We made the rule stricter after the training. The rule first used the losses' mean over seeds (best H 10, 10, "
+        "10, 20, 20), but losses vary more between evaluations than between cells. Now every seed must agree. With the "
         "same outer rate for every H, H = 2 and 5 end no better than H = 10.",
     ),
 ]
