@@ -77,9 +77,9 @@ CLAIMS = [
             "FedAvg": Cell("fedavg:H=50", steps=1500),
         },
         [lower("DiLoCo", "FedAvg")],
-        notes="After the training we removed a second check, of equal bytes. That check always holds, and would have made "
-        "the verdict 'partly confirmed'. The paper's runs have 128 rounds. We did not try other outer rates at this "
-        "H.",
+        notes="After the training we removed a second check, of equal bytes. That check always holds, and would have "
+        "made the verdict 'partly confirmed'. The paper's runs have 128 rounds. We did not try other outer rates at "
+        "this H.",
     ),
     Claim(
         "R15",
