@@ -67,7 +67,9 @@ PAGES: dict[str, tuple[str, str]] = {  # picture to the address, and what is the
     "sweep": ("#/compare/sweep", "document.querySelectorAll('td.filled').length == 12"),
     "hosts": ("#/hosts", "[...document.querySelectorAll('tbody.hosts tr')].filter(r => r.textContent.includes('bit/s'))"
               ".length == 2"),
-    "new": ("#/new", "document.getElementById('option-strategies') !== null"),
+    "new": ("#/new?command=compare&strategies=ddp,diloco:H=20,fedavg&num_nodes=4&max_steps=200&network=wifi",
+            "document.getElementById('plan')?.textContent && "
+            "(document.querySelectorAll('.card > details')[1].open = true)"),
     "dark": ("#/run/digits", "document.querySelectorAll('.chart canvas').length > 4"),
     "phone": ("#/run/digits", "document.querySelectorAll('.chart canvas').length > 4"),
 }  # fmt: skip
