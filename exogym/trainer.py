@@ -181,25 +181,25 @@ class LocalTrainer(Trainer):
         """
         from exogym.core.training.checking import asked_to_go_on, checked_options
 
-        self._place(checked_options(replace(asked, resume=asked_to_go_on(asked))))
+        self._start(checked_options(replace(asked, resume=asked_to_go_on(asked))))
         return self.model
 
-    def _place(self, options: FitOptions) -> None:
+    def _start(self, options: FitOptions) -> None:
         fill_in()
         from exogym.core.engine.world import local_device
         from exogym.core.training.placement import run_placed
 
         # With an engine elsewhere no process runs here: each chooses its own machine's device.
-        place = resolve_device(local_device(options.device)) if options.engine is None else torch.device("cpu")
-        with _turn.taken(self.model), preserved_state(place), OneThread(place):
+        device = resolve_device(local_device(options.device)) if options.engine is None else torch.device("cpu")
+        with _turn.taken(self.model), preserved_state(device), OneThread(device):
             modes = [(module, module.training) for module in self.model.modules()]
             try:
                 if options.engine is None:
-                    run_placed(self.subject, options, place, functools.partial(self._train, place), self.engine)
+                    run_placed(self.subject, options, device, functools.partial(self._train, device), self.engine)
                 else:
                     from exogym.core.training.away import send
 
-                    send(self, options, place)
+                    send(self, options, device)
             finally:
                 for module, training in modes:
                     module.training = training

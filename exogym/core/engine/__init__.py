@@ -1,9 +1,10 @@
 """The engines: each decides which processes hold a run's rows (this process, its forks, torchrun's, a Ray cluster's).
 
-A new engine is one more file here, with a class like `exogym.core.engine.protocol.Engine`, and an entry in `ENGINES`. A
-new engine also needs a wire between its processes. If the processes form a torch process group, use `ProcessWire`.
+A new engine is one more file here, with a class like `exogym.core.engine.protocol.Engine`, and an entry in `ENGINES`.
+If users choose it with `fit(engine=)`, its entry is in `NAMED` instead. A new engine also needs a wire between its
+processes. If the processes form a torch process group, use `ProcessWire`.
 
-The run uses the first engine that applies:
+The run uses the engine that the user names, otherwise the first engine that applies:
 
 >>> import torch
 >>> two = EngineOptions(num_nodes=4, processes=2, device=torch.device("cpu"))
@@ -15,6 +16,7 @@ The run uses the first engine that applies:
 4
 """
 
+import importlib
 from typing import TYPE_CHECKING
 
 from exogym.core.base.lazy import lazily
@@ -29,6 +31,15 @@ else:
 __all__ = ["ENGINES", "Alone", "Engine", "EngineOptions", "Forked", "Group", "Ray", "engine_for"]
 
 ENGINES: list[Engine] = [Group(), Forked(), Alone()]  # the first that applies takes the run
+# The names for `fit(engine=)` -> an engine's module and class, imported when a run needs them.
+NAMED = {"ray": ("exogym.core.engine.ray", "Ray")}
+
+
+def named_engine(name: str) -> type[Engine]:
+    """Return the class of the engine that `fit(engine=name)` runs on."""
+    home, kind = NAMED[name]
+    found: type[Engine] = getattr(importlib.import_module(home), kind)
+    return found
 
 
 def engine_for(options: EngineOptions) -> Engine | None:
@@ -40,8 +51,6 @@ def engine_for(options: EngineOptions) -> Engine | None:
     >>> type(engine_for(EngineOptions(4, 2, torch.device("cpu")))).__name__
     'Forked'
     """
-    if options.engine == "ray":
-        from exogym.core.engine.ray import Ray
-
-        return Ray()
+    if options.engine is not None:
+        return named_engine(options.engine)()
     return next((engine for engine in ENGINES if engine.applies(options)), None)

@@ -24,10 +24,10 @@ class Absence(Around):
         watch: finds nodes with numbers that are not finite. With `on_nonfinite="skip"` these nodes count as absent.
     """
 
-    def __init__(self, inner: Algorithm, attendance: Attendance | None, watch: Watch):
-        super().__init__(inner)
+    def __init__(self, within: Algorithm, attendance: Attendance | None, watch: Watch):
+        super().__init__(within)
         self.attendance, self.watch = attendance, watch
-        self._skips = watch.skips and inner.leaves_out
+        self._skips = watch.skips and within.leaves_out
         self._left_out: list[int] = []  # this process's nodes whose gradient in this step was not finite
 
     def up(self, step: int) -> list[int]:
@@ -39,23 +39,23 @@ class Absence(Around):
         return self.up(step) if self.attendance is None else self.attendance.present(step)
 
     def next_event(self, step: int) -> int:
-        event = self.inner.next_event(step)
+        event = self.within.next_event(step)
         return event if self.attendance is None else min(event, self.attendance.next_change(step))
 
     def begin(self, step: int) -> None:
         """Begin a stretch. Nodes that return after `step` copy the state of one present node."""
-        self.inner.begin(step)
+        self.within.begin(step)
         meet(self.fleet, self.up(step + 1))  # also nodes that an evaluation left out
         if self.attendance is None:
             return
         nodes, source = self.attendance.returning(step + 1)
         if source is not None:
-            self.inner.rejoin(nodes, source, step, self.attendance.faults.forget, as_fleet=True)
+            self.within.rejoin(nodes, source, step, self.attendance.faults.forget, as_fleet=True)
 
     def work(self, first: int, last: int) -> np.ndarray | None:
         if self.attendance is None:
-            return self.inner.work(first, last)
-        return self.attendance.steps_between(first, last, self.inner.work)
+            return self.within.work(first, last)
+        return self.attendance.steps_between(first, last, self.within.work)
 
     def on_gradients(self, step: int, rows: Sequence[int], skip: bool) -> Sequence[int]:
         fleet = self.fleet
@@ -68,7 +68,7 @@ class Absence(Around):
             self._left_out = [rank for rank in everywhere if rank in fleet.ranks]
         elif self.watch.skips and not self.leaves_out:
             skip = fleet.comm.wire.agree(skip or bool(self._left_out))
-        stepping = self.inner.on_gradients(step, rows, skip)
+        stepping = self.within.on_gradients(step, rows, skip)
         return [row for row in stepping if fleet.ranks[row] not in self._left_out]
 
     def act(self, step: int, losses: Losses, before_mixing: Callable[[], None]) -> bool:
@@ -84,22 +84,22 @@ class Absence(Around):
             meet(self.fleet, meeting)
 
         meet(self.fleet, meeting)
-        met = self.inner.act(step, losses, with_all_there)
+        met = self.within.act(step, losses, with_all_there)
         if met and spoilt:
             self._take_in(spoilt, there, step)
         else:
             meet(self.fleet, finite)
         return met
 
-    def told(self, losses: Losses) -> tuple[Sequence[int], Tensor]:
-        nodes, found = self.inner.told(losses)
+    def end_stretch(self, losses: Losses) -> tuple[Sequence[int], Tensor]:
+        nodes, found = self.within.end_stretch(losses)
         return nodes, found.where(found != torch.inf, torch.nan) if self.watch.skips else found
 
     def finish(self, step: int) -> None:
         there = self.up(step)
         spoilt = self.watch.spoilt(there) if self._skips else []
         meet(self.fleet, [i for i in self._reached(step) if i not in spoilt])
-        self.inner.finish(step)
+        self.within.finish(step)
         if spoilt:
             self._take_in(spoilt, there, step)
         meet(self.fleet, there)
@@ -117,4 +117,4 @@ class Absence(Around):
             )
         source = next(iter(self.fleet.comm.present), min(set(there) - set(spoilt)))
         meet(self.fleet, there)
-        self.inner.rejoin(spoilt, source, step, forget=True, as_fleet=self.needs_gradients)
+        self.within.rejoin(spoilt, source, step, forget=True, as_fleet=self.needs_gradients)

@@ -169,18 +169,18 @@ class Algorithm:
         """
         raise NotImplementedError
 
-    def told(self, losses: Losses) -> tuple[Sequence[int], Tensor]:
+    def end_stretch(self, losses: Losses) -> tuple[Sequence[int], Tensor]:
         """End the stretch of `losses`. Return its nodes' ids, and (nodes, steps) each node's mean loss in each step."""
         return self.nodes, self.fleet.comm.wire.rows(losses.end(), self.nodes)
 
     def finish(self, step: int) -> None:
         """Do the final synchronization, at the end of training."""
 
-    def outer(self) -> list[Tensor] | None:
+    def consensus(self) -> list[Tensor] | None:
         """Return the outer parameters, (P,) per block. None: the strategy has no outer parameters."""
         return None
 
-    def outer_buffers(self) -> dict[str, Tensor] | None:
+    def consensus_buffers(self) -> dict[str, Tensor] | None:
         """Return the outer model's buffers by name. None: the model's buffers are the mean of all rows' buffers."""
         return None
 

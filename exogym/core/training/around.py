@@ -12,61 +12,61 @@ from exogym.core.training.algorithm import Algorithm
 
 
 class Around(Algorithm):
-    """Pass every call on to the wrapped algorithm. A subclass overrides the methods that its feature changes."""
+    """Pass every call on to the algorithm `within`. A subclass overrides the methods that its feature changes."""
 
-    def __init__(self, inner: Algorithm):
-        self.inner, self.fleet, self.compute = inner, inner.fleet, inner.compute
+    def __init__(self, within: Algorithm):
+        self.within, self.fleet, self.compute = within, within.fleet, within.compute
         self.needs_gradients, self.leaves_out, self.keeps_time = (
-            inner.needs_gradients,
-            inner.leaves_out,
-            inner.keeps_time,
+            within.needs_gradients,
+            within.leaves_out,
+            within.keeps_time,
         )
 
     @property
     def nodes(self) -> Sequence[int]:
-        return self.inner.nodes
+        return self.within.nodes
 
     def lr(self, step: int) -> float:
-        return self.inner.lr(step)
+        return self.within.lr(step)
 
     def next_event(self, step: int) -> int:
-        return self.inner.next_event(step)
+        return self.within.next_event(step)
 
     def begin(self, step: int) -> None:
-        self.inner.begin(step)
+        self.within.begin(step)
 
     def work(self, first: int, last: int) -> np.ndarray | None:
-        return self.inner.work(first, last)
+        return self.within.work(first, last)
 
     def server_round(self, step: int) -> tuple[list[int], float] | None:
-        return self.inner.server_round(step)
+        return self.within.server_round(step)
 
     def seated(self, step: int) -> tuple[Sequence[int], Sequence[int]]:
-        return self.inner.seated(step)
+        return self.within.seated(step)
 
     def spans(self, losses: Losses, counts: Sequence[int]) -> list[Span]:
-        return self.inner.spans(losses, counts)
+        return self.within.spans(losses, counts)
 
     def on_gradients(self, step: int, rows: Sequence[int], skip: bool) -> Sequence[int]:
-        return self.inner.on_gradients(step, rows, skip)
+        return self.within.on_gradients(step, rows, skip)
 
     def act(self, step: int, losses: Losses, before_mixing: Callable[[], None]) -> bool:
-        return self.inner.act(step, losses, before_mixing)
+        return self.within.act(step, losses, before_mixing)
 
-    def told(self, losses: Losses) -> tuple[Sequence[int], Tensor]:
-        return self.inner.told(losses)
+    def end_stretch(self, losses: Losses) -> tuple[Sequence[int], Tensor]:
+        return self.within.end_stretch(losses)
 
     def rejoin(self, nodes: Sequence[int], source: int, step: int, forget: bool, as_fleet: bool) -> None:
-        self.inner.rejoin(nodes, source, step, forget, as_fleet)
+        self.within.rejoin(nodes, source, step, forget, as_fleet)
 
     def finish(self, step: int) -> None:
-        self.inner.finish(step)
+        self.within.finish(step)
 
-    def outer(self) -> list[Tensor] | None:
-        return self.inner.outer()
+    def consensus(self) -> list[Tensor] | None:
+        return self.within.consensus()
 
-    def outer_buffers(self) -> dict[str, Tensor] | None:
-        return self.inner.outer_buffers()
+    def consensus_buffers(self) -> dict[str, Tensor] | None:
+        return self.within.consensus_buffers()
 
     def close(self) -> None:
-        self.inner.close()
+        self.within.close()

@@ -92,8 +92,8 @@ def _assemble(
             description["chosen"] = _chosen(options, worker, stream, first_batch)
         chosen = description["chosen"]
         worker.micro_batch_size = chosen["micro_batch_size"]
-        run, timing, shares = _run_and_clock(subject, options, worker, stream, first_batch, chosen, is_fresh)
-        driver = make_driver(options, fleet, worker, stream, run, chosen["compute"], timing, shares)
+        run, timing, step_shares = _run_and_clock(subject, options, worker, stream, first_batch, chosen, is_fresh)
+        driver = make_driver(options, fleet, worker, stream, run, chosen["compute"], timing, step_shares)
         undo.callback(driver.close)
         if wire.is_main:
             _warn_if_never(driver, total_steps, options)
@@ -174,12 +174,12 @@ def _run_and_clock(
 
     The clock needs a step's size and its time on a node of several devices, so these come first.
     """
-    work, shares, spread, timing, step_s = None, list[Fraction](), None, None, None
+    work, step_shares, spread, timing, step_s = None, list[Fraction](), None, None, None
     sizes: int | np.ndarray = options.step_examples
     if options.weighing is not None:
         from exogym.core.training.balancing import share_out
 
-        work, shares = share_out(options.weighing, chosen, worker, stream, is_fresh)
+        work, step_shares = share_out(options.weighing, chosen, worker, stream, is_fresh)
         sizes = sizes if work is None else stream.batch_sizes
     if worker.insides is not None:
         worker.insides.count(worker.fleet.comm.ledger, worker.micro_batch_size)
@@ -202,7 +202,7 @@ def _run_and_clock(
         options.num_nodes, options.seed, steps, stream.examples, sizes, step_s, availability, stream.empty,
         options.final_sync,
     )  # fmt: skip
-    return run, timing, shares
+    return run, timing, step_shares
 
 
 def _agenda(

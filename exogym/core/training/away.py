@@ -67,8 +67,8 @@ def _train(kind: type[Any], subject: Subject, max_stretch: int | None, options: 
     """In one of the engine's processes, train the rows that `wire` assigns to it. Process 0 returns the results."""
     trainer = kind(subject.model, subject.train_dataset, subject.val_dataset)
     trainer.subject, trainer.max_stretch = subject, max_stretch
-    place = resolve_device(options.device)
-    check_rows(subject.model, options.strategy, place, num_nodes=options.num_nodes, rows=len(wire.ranks))
+    device = resolve_device(options.device)
+    check_rows(subject.model, options.strategy, device, num_nodes=options.num_nodes, rows=len(wire.ranks))
 
     def left() -> Left | None:
         if not wire.is_main:
@@ -78,9 +78,9 @@ def _train(kind: type[Any], subject: Subject, max_stretch: int | None, options: 
         states = [{name: x.detach().cpu() for name, x in one.items()} for one in kept]
         return Left(state, trainer.history, trainer.description, trainer.traffic, trainer.clock, states)
 
-    with preserved_state(place), OneThread(place):
+    with preserved_state(device), OneThread(device):
         try:
-            trainer._train(place, options, wire)
+            trainer._train(device, options, wire)
         except Stopped as stop:
             stop.left = left()
             raise

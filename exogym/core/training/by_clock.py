@@ -127,7 +127,7 @@ class ByClock(Algorithm):
         self.server.flush()
         self._pull(self.order.interrupt())
 
-    def outer(self) -> list[Tensor]:
+    def consensus(self) -> list[Tensor]:
         """Return theta, the server's parameters: (P,) per block."""
         return self.server.theta
 

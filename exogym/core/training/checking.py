@@ -42,8 +42,8 @@ def checked_options(asked: FitOptions) -> FitOptions:
     _check_numbers(asked)
     _check_values(asked)
     options = replace(
-        asked, save_dir=_placed(asked, folder_of_checkpoints(asked)), run_dir=_placed(asked, asked.run_dir),
-        balance=asked.shares,
+        asked, save_dir=_absolute(asked, folder_of_checkpoints(asked)), run_dir=_absolute(asked, asked.run_dir),
+        balance=asked.sharing,
         network=None if asked.network is None else _network(asked.network),
         node=None if asked.node is None else _one_each(asked.node, asked.num_nodes),
     )  # fmt: skip
@@ -73,12 +73,12 @@ def _check_kinds(options: FitOptions) -> None:
     check_choice("reduction", options.reduction, ("tree", "native"))
     check_choice("on_nonfinite", options.on_nonfinite, POLICIES)
     check_choice("precision", options.precision, AUTOCAST)
-    if isinstance(options.engine, str):
-        check_choice("engine", options.engine, ("ray",))
-    elif options.engine is not None:
-        from exogym.core.engine import Ray
+    if options.engine is not None:
+        from exogym.core.engine import NAMED, named_engine
 
-        if not isinstance(options.engine, Ray):
+        if isinstance(options.engine, str):
+            check_choice("engine", options.engine, NAMED)
+        elif not isinstance(options.engine, tuple(map(named_engine, NAMED))):
             raise ArgumentError(f"engine={options.engine!r} must be 'ray', or an exogym.engine.Ray with its options")
     if not isinstance(options.faults, Faults | None):
         raise ArgumentError(
@@ -136,7 +136,7 @@ def _check_counts(options: FitOptions) -> None:
         mesh.check_batch(options.batch_size)
 
 
-def _placed(options: FitOptions, folder: str | Path | None) -> str | Path | None:
+def _absolute(options: FitOptions, folder: str | Path | None) -> str | Path | None:
     """Return a folder's absolute path if processes elsewhere use it: their current folder may differ."""
     return folder if folder is None or options.engine is None else Path(folder).absolute()
 

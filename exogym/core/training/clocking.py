@@ -22,18 +22,18 @@ Item = TypeVar("Item", Span, int)
 class Charged(Around):
     """Wrap an algorithm: advance the clock by a stretch's local steps before the nodes synchronize."""
 
-    def __init__(self, inner: Algorithm, timing: Timing):
-        super().__init__(inner)
+    def __init__(self, within: Algorithm, timing: Timing):
+        super().__init__(within)
         self.timing = timing
 
     def on_gradients(self, step: int, rows: Sequence[int], skip: bool) -> Sequence[int]:
         self._charge(step - 1, step)
-        return self.inner.on_gradients(step, rows, skip)
+        return self.within.on_gradients(step, rows, skip)
 
     def act(self, step: int, losses: Losses, before_mixing: Callable[[], None]) -> bool:
         if not self.needs_gradients:
             self._charge(losses.first, losses.last)
-        return self.inner.act(step, losses, before_mixing)
+        return self.within.act(step, losses, before_mixing)
 
     def _charge(self, first: int, last: int) -> None:
         """Advance the clock by the steps from `first` to `last`; by (N,) counts if nodes differ."""
@@ -44,21 +44,21 @@ class Charged(Around):
 class ServerRounds(Around):
     """Wrap an algorithm whose server waits for only some clients. All nodes wait until the server's round ends."""
 
-    def __init__(self, inner: Algorithm, timing: Timing):
-        super().__init__(inner)
+    def __init__(self, within: Algorithm, timing: Timing):
+        super().__init__(within)
         self.timing = timing
 
     def act(self, step: int, losses: Losses, before_mixing: Callable[[], None]) -> bool:
         with self._round(step):
-            return self.inner.act(step, losses, before_mixing)
+            return self.within.act(step, losses, before_mixing)
 
     def finish(self, step: int) -> None:
         with self._round(step, waits=False):
-            self.inner.finish(step)
+            self.within.finish(step)
 
     @contextlib.contextmanager
     def _round(self, step: int, waits: bool = True) -> Iterator[None]:
-        round_ = self.inner.server_round(step)
+        round_ = self.within.server_round(step)
         if round_ is None:
             yield
             return
@@ -72,35 +72,35 @@ class ServerRounds(Around):
 class Measured:
     """Wrap a way of computing, and measure the seconds of its steps: row by row, or of all rows if computed at once."""
 
-    def __init__(self, inner: Compute, timing: Timing):
-        self.inner, self.timing = inner, timing
-        self.fleet, self.taken, self.together = inner.fleet, inner.taken, inner.together
+    def __init__(self, within: Compute, timing: Timing):
+        self.within, self.timing = within, timing
+        self.fleet, self.taken, self.together = within.fleet, within.taken, within.together
         self.overflowed, self.spoilt = False, list[int]()
 
     def steps(self, spans: Sequence[Span], losses: Losses, may_stop: bool = True) -> None:
         for part in self._timed(spans):
-            self.inner.steps(part, losses, may_stop)
+            self.within.steps(part, losses, may_stop)
 
     def gradients(self, rows: Sequence[int]) -> Tensor:
         self.overflowed, self.spoilt, found = False, [], []
         for part in self._timed(rows):
-            found.append(self.inner.gradients(part))
-            self.overflowed = self.overflowed or self.inner.overflowed
-            self.spoilt += self.inner.spoilt
+            found.append(self.within.gradients(part))
+            self.overflowed = self.overflowed or self.within.overflowed
+            self.spoilt += self.within.spoilt
         return torch.cat(found)
 
     def apply(self, rows: Sequence[int], skip: bool = False) -> None:
         for part in self._timed(rows):
-            self.inner.apply(part, skip)
+            self.within.apply(part, skip)
 
     def rescale(self, rows: Sequence[int], overflowed: bool) -> None:
-        self.inner.rescale(rows, overflowed)
+        self.within.rescale(rows, overflowed)
 
     def reset(self, row: int) -> None:
-        self.inner.reset(row)
+        self.within.reset(row)
 
     def close(self) -> None:
-        self.inner.close()
+        self.within.close()
 
     def _timed(self, items: Sequence[Item]) -> Iterator[Sequence[Item]]:
         """Yield `items` in parts, and time the caller's work on each part."""

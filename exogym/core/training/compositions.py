@@ -27,39 +27,39 @@ class Compositions(Algorithm):
         self.needs_gradients = strategy.needs_gradients
         corrections = [module.correct for module in strategy.communication_modules if isinstance(module, Corrects)]
         self.compute = setting.compute(strategy.inner, strategy.bucket_bytes, corrections)
-        self.modules = strategy.on(self.fleet, setting.run)
+        self.composition = strategy.on(self.fleet, setting.run)
 
     def next_event(self, step: int) -> int:
-        return self.modules.next_event(step)
+        return self.composition.next_event(step)
 
     def work(self, first: int, last: int) -> np.ndarray | None:
-        return self.modules.clients.local_steps(first, last)
+        return self.composition.clients.local_steps(first, last)
 
     def server_round(self, step: int) -> tuple[list[int], float] | None:
-        return self.modules.clients.server_round(step)
+        return self.composition.clients.server_round(step)
 
     def seated(self, step: int) -> tuple[Sequence[int], Sequence[int]]:
-        return self.modules.clients.seated(step)
+        return self.composition.clients.seated(step)
 
     def on_gradients(self, step: int, rows: Sequence[int], skip: bool) -> Sequence[int]:
         if not skip:
-            self.modules.transform_gradients(step, self.lr(step - 1))
+            self.composition.transform_gradients(step, self.lr(step - 1))
         return rows
 
     def act(self, step: int, losses: Losses, before_mixing: Callable[[], None]) -> bool:
-        if self.modules.is_event(step):
+        if self.composition.is_event(step):
             before_mixing()
-        if self.modules.communicate(step):
+        if self.composition.communicate(step):
             for row in range(len(self.fleet)):
                 self.compute.reset(row)
         meets = self.next_event(step - 1) == step
         if meets:
-            self.watch.shared(self.outer(), "the outer parameters", step)
+            self.watch.shared(self.consensus(), "the outer parameters", step)
         return meets
 
     def rejoin(self, nodes: Sequence[int], source: int, step: int, forget: bool, as_fleet: bool) -> None:
         fleet = self.fleet
-        if not self.modules.bring_back(nodes, source, step + 1, forget):
+        if not self.composition.bring_back(nodes, source, step + 1, forget):
             return
         state = fleet.state.row(fleet.ranks.index(source), COMPUTING) if source in fleet.ranks else None
         taken = take_state(fleet, state, source, nodes, self.worker.device)
@@ -69,10 +69,10 @@ class Compositions(Algorithm):
                 self.compute.taken[row] = step
 
     def finish(self, step: int) -> None:
-        self.modules.finish(step)
+        self.composition.finish(step)
 
-    def outer_buffers(self) -> dict[str, Tensor] | None:
-        return self.modules.consensus_buffers()
+    def consensus_buffers(self) -> dict[str, Tensor] | None:
+        return self.composition.consensus_buffers()
 
-    def outer(self) -> list[Tensor] | None:
-        return self.modules.consensus()
+    def consensus(self) -> list[Tensor] | None:
+        return self.composition.consensus()

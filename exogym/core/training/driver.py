@@ -79,7 +79,7 @@ class Driver:
             self._step_together(last, [row for row, count in enumerate(counts) if count])
         with torch.no_grad():
             algorithm.act(last, losses, lambda: self.before_sync() if self.before_sync is not None else None)
-            return algorithm.told(losses)
+            return algorithm.end_stretch(losses)
 
     def _step_together(self, step: int, rows: Sequence[int]) -> None:
         """Take one step of all nodes together, with communication of their gradients."""
@@ -105,17 +105,17 @@ class Driver:
             self.algorithm.finish(step)
         here = rows_of(self.fleet, self.fleet.comm.present)[:1]
         held = [block.params[row] for row in here for block in self.fleet.blocks] or None
-        final = self.algorithm.outer()
+        final = self.algorithm.consensus()
         self.watch.shared(held if final is None else final, "the final model", step)
 
     def consensus(self) -> list[Tensor]:
         """Return the model to evaluate, (P,) per block: the outer parameters, or without them the mean of all rows."""
-        outer = self.algorithm.outer()
+        outer = self.algorithm.consensus()
         return self.fleet.average() if outer is None else [x.clone() for x in outer]
 
     def consensus_buffers(self) -> dict[str, Tensor]:
         """Return the buffers of the model to evaluate, by name."""
-        outer = self.algorithm.outer_buffers()
+        outer = self.algorithm.consensus_buffers()
         return self.fleet.average_buffers() if outer is None else {name: x.clone() for name, x in outer.items()}
 
     def meet(self, nodes: Sequence[int]) -> None:

@@ -41,17 +41,17 @@ ALGORITHMS = {  # by what a strategy says in `driven_by`: the module and class o
 
 def make_driver(
     options: FitOptions, fleet: Fleet, worker: Worker, stream: Stream, run: Run, compute: str, timing: Timing | None,
-    shares: Sequence[Fraction] = (),
+    step_shares: Sequence[Fraction] = (),
 ) -> Driver:  # fmt: skip
     """Return the driver for a copy of the strategy, so that the run starts with the strategy's initial state.
 
     Args:
         compute: the chosen way of computing.
-        shares: each node's share of the local steps, if the shares differ.
+        step_shares: the share of the local steps that each node takes. Empty: each node takes all.
     """
     strategy = copy.deepcopy(options.strategy)
     watch = Watch(options.on_nonfinite, worker)
-    attendance = _attendance(options, strategy, shares)
+    attendance = _attendance(options, strategy, step_shares)
     if strategy.asks_clients:
         fleet.state.register("empty clients", Shared(stream.state, stream.load_state))
     setting = Setting(fleet, worker, stream, run, compute, attendance, timing, watch)
@@ -85,14 +85,14 @@ def make_driver(
     return Driver(algorithm, setting, seats)
 
 
-def _attendance(options: FitOptions, strategy: Strategy, shares: Sequence[Fraction]) -> Attendance | None:
+def _attendance(options: FitOptions, strategy: Strategy, step_shares: Sequence[Fraction]) -> Attendance | None:
     """Return the nodes present at each step. None: all nodes, at every step."""
     faults = options.faults if options.may_be_away else None
-    if faults is None and all(share == 1 for share in shares):
+    if faults is None and all(share == 1 for share in step_shares):
         return None
     from exogym.faults import Faults
 
-    return (faults or Faults()).bind(options.num_nodes, strategy.needs_gradients, shares)
+    return (faults or Faults()).bind(options.num_nodes, strategy.needs_gradients, step_shares)
 
 
 def _seats(options: FitOptions, fleet: Fleet, stream: Stream) -> Seats:

@@ -1,4 +1,4 @@
-"""The training loop: stretches of independent steps between events, for every layout.
+"""The training loop: stretches of independent steps, for every layout.
 
 A stretch ends at the earliest of the strategy's next event, an evaluation, a checkpoint, a callback, the end
 of an epoch (if it has an evaluation) and the end of training.
@@ -45,7 +45,7 @@ class TrainingLoop:
         call: a function that calls the callbacks that are due: all of them with True, and with False only the callbacks
             that follow an evaluation.
         figures: functions that return further values for an evaluation's record. Only the main process calls them.
-        carry: a function that runs the training and recovers lost hosts. None: hosts cannot leave or join.
+        recovery: a function that runs the training and recovers lost hosts. None: hosts cannot leave or join.
         at_rest: a function that is called before each stretch, while processes send no messages.
         spent: the number of steps after the first stretch, their seconds, and these seconds without communication.
     """
@@ -69,7 +69,7 @@ class TrainingLoop:
 
             self.call = Calling(agenda, self.standing, self.models, timing).call
         self.figures: list[Callable[[], dict[str, float]]] = []
-        self.carry: Callable[[Callable[[], bool]], bool] | None = None
+        self.recovery: Callable[[Callable[[], bool]], bool] | None = None
         self.at_rest: Callable[[], None] = lambda: None
         self.spent = (0, 0.0, 0.0)
         self._together = False  # all processes have reached the end, and may communicate once more
@@ -101,7 +101,7 @@ class TrainingLoop:
         try:
             with self.progress, Interrupt(self.wire, waiting_signals(self.wire, self.agenda)) as interrupt:
                 self.worker.should_stop = self.reports.between_steps(interrupt, lambda: self.step)
-                finished = (self.carry or self._carry)(self._run)
+                finished = (self.recovery or self._without_recovery)(self._run)
                 if not finished:  # if the signal reaches this process only now, record it: it must not kill the process
                     path = None if self.agenda.save_dir is None else self.standing.save()
                     say_stopped(self.wire, interrupt.received, self.step, self.driver.losses, path)
@@ -142,7 +142,7 @@ class TrainingLoop:
                 if self.agenda.keepers is not None:
                     self.agenda.keepers.release()
 
-    def _carry(self, run: Callable[[], bool]) -> bool:
+    def _without_recovery(self, run: Callable[[], bool]) -> bool:
         self.wire.agree(False)  # nobody trains before all can receive a stop
         return run()
 
@@ -175,7 +175,7 @@ class TrainingLoop:
         return True
 
     def _take_stretch(self) -> bool:
-        """Train to the next event, and do everything due there. Return False if a signal stopped it before."""
+        """Train a stretch, and do everything due at its end. Return False if a signal stopped it before."""
         standing, agenda, losses = self.standing, self.agenda, self.driver.losses
         first, before = standing.step, self._totals()
         last = losses.last if losses.under_way else agenda.stretch_end(first, self.driver.next_event(first))
@@ -262,9 +262,9 @@ class TrainingLoop:
 
     # For runs whose hosts come and go
 
-    def take_over(self, carry: Callable[[Callable[[], bool]], bool], at_rest: Callable[[], None]) -> None:
-        """Let `carry` run the training, and call `at_rest` before each stretch, while processes send no messages."""
-        self.carry, self.at_rest = carry, at_rest
+    def take_over(self, recovery: Callable[[Callable[[], bool]], bool], at_rest: Callable[[], None]) -> None:
+        """Let `recovery` run the training, and call `at_rest` before each stretch, while processes send no messages."""
+        self.recovery, self.at_rest = recovery, at_rest
 
     def keep_outcome(self) -> None:
         """Store the final model now, while all processes that hold a share of it are still present."""

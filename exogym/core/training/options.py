@@ -216,11 +216,11 @@ class FitOptions(RunOptions):
             found["stages"] = "node= with stages"
         if self.strategy.driven_by == "programs" and (self.engine is not None or self.processes not in (1, "auto")):
             found["one node's strategy in processes"] = f"{type(self.strategy).__name__} in several processes"
-        if self.shares is not None:
-            what = found["balance"] = f"balance={self.shares.kind!r}"
-            found |= {f'balance="{self.shares.kind}"': what}
+        if self.sharing is not None:
+            what = found["balance"] = f"balance={self.sharing.kind!r}"
+            found |= {f'balance="{self.sharing.kind}"': what}
             found |= {} if self.weighing is None else {'balance="batch" or "steps"': what}
-            found |= {} if self.shares.speeds is not None else {"balance without speeds": what}
+            found |= {} if self.sharing.speeds is not None else {"balance without speeds": what}
         if self.faults is not None:
             kinds = {name: getattr(self.faults, name) for name in ("slow", "bad_nodes", "trace")}
             found["faults"] = "faults="
@@ -250,14 +250,14 @@ class FitOptions(RunOptions):
         return self.minibatch_size
 
     @property
-    def shares(self) -> Balance | None:
+    def sharing(self) -> Balance | None:
         """The option `balance` as a `Balance` object; None without this option."""
         return None if self.balance is None else Balance.of(self.balance)
 
     @property
     def weighing(self) -> Balance | None:
         """The `Balance`, if its kind is "batch" or "steps". None for "nodes", which changes only the placement."""
-        return None if self.shares is None or self.shares.kind == "nodes" else self.shares
+        return None if self.sharing is None or self.sharing.kind == "nodes" else self.sharing
 
     def total_steps(self, steps_per_epoch: int) -> int:
         """Return the number of steps that each node takes."""

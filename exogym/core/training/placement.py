@@ -38,26 +38,27 @@ def run_placed(
         WorkerError, or a process's own error: the run still failed after `max_restarts` restarts from the last
             checkpoint.
     """
-    asked = EngineOptions(
+    engine_options = EngineOptions(
         options.num_nodes, options.processes, device, options.reduction == "native", options.hang_s,
         engine=options.engine if isinstance(options.engine, str) else None, wanted=options.device,
         cpus_per_process=options.cpus_per_process, may_move=options.save_dir is not None,
         meshes=_split(options),
     )  # fmt: skip
-    found = engine or engine_for(asked)
+    found = engine or engine_for(engine_options)
     if found is None or found.is_here:
-        memories = 1 if found is None or found.shares_memory else found.processes(asked)
+        memories = 1 if found is None or found.shares_memory else found.processes(engine_options)
         check_rows(
             subject.model, options.strategy, device, num_nodes=options.num_nodes, processes=memories,
-            rows=rows_of_run(options, memories, found), is_cut=bool(asked.meshes),
+            rows=rows_of_run(options, memories, found), is_cut=bool(engine_options.meshes),
         )  # fmt: skip
     if found is None:  # processes="auto", and nobody else has started others
         from exogym.core.training.trials import chosen_processes
 
-        asked = replace(asked, processes=chosen_processes(subject, options, asked, rows_of_run(options, 1)))
-        found = engine_for(asked)
+        processes = chosen_processes(subject, options, engine_options, rows_of_run(options, 1))
+        engine_options = replace(engine_options, processes=processes)
+        found = engine_for(engine_options)
     assert found is not None
-    dealt, weighed = _dealt(found, asked, options, subject)
+    dealt, weighed = _dealt(found, engine_options, options, subject)
     if not found.runs_again:
         _say_who_restarts(options.max_restarts)
     if not found.runs_again or (found.is_here and not options.max_restarts):
@@ -67,7 +68,7 @@ def run_placed(
     def train(given: FitOptions) -> Result:
         nonlocal dealt
         if next(tries) and not found.is_here:  # there may be room for more processes than there was, or for fewer
-            dealt, _ = _dealt(found, asked, given, subject)
+            dealt, _ = _dealt(found, engine_options, given, subject)
         return found.run(dealt, functools.partial(body, given))
 
     from exogym.core.training.restarts import restarted
@@ -120,13 +121,13 @@ def _say_who_restarts(max_restarts: int) -> None:
 
 
 def _dealt(
-    engine: Engine, asked: EngineOptions, options: FitOptions, subject: Subject
+    engine: Engine, engine_options: EngineOptions, options: FitOptions, subject: Subject
 ) -> tuple[EngineOptions, FitOptions]:
     """Return the engine's options with each process's nodes, and `options` with the speeds if they matter."""
-    processes = engine.processes(asked)
-    even = replace(asked, placement=place(rows_of_run(options, processes, engine), processes))
-    if options.shares is None or options.shares.kind != "nodes" or processes == 1:
+    processes = engine.processes(engine_options)
+    even = replace(engine_options, placement=place(rows_of_run(options, processes, engine), processes))
+    if options.sharing is None or options.sharing.kind != "nodes" or processes == 1:
         return even, options
     from exogym.core.training.balancing import deal_by_speed
 
-    return deal_by_speed(options.shares, engine, even, options, subject)
+    return deal_by_speed(options.sharing, engine, even, options, subject)

@@ -15,10 +15,10 @@ from exogym.core.training.around import Around
 class Seating(Around):
     """Wrap an algorithm with fewer rows than nodes. `seats` assigns the rows to clients."""
 
-    def __init__(self, inner: Algorithm, seats: Seats):
-        super().__init__(inner)
+    def __init__(self, within: Algorithm, seats: Seats):
+        super().__init__(within)
         self.seats = seats
-        self._told: tuple[Sequence[int], Tensor] | None = None
+        self._ended: tuple[Sequence[int], Tensor] | None = None
         self._seat(0)
 
     @property
@@ -28,32 +28,32 @@ class Seating(Around):
     def act(self, step: int, losses: Losses, before_mixing: Callable[[], None]) -> bool:
         def seated() -> None:
             before_mixing()
-            self._told = self._losses(losses)  # before their nodes give up the rows
+            self._ended = self._end(losses)  # before their nodes give up the rows
             self._seat(step)
 
         meet(self.fleet, self.nodes)
-        met = self.inner.act(step, losses, seated)
+        met = self.within.act(step, losses, seated)
         meet(self.fleet, self.nodes)
         return met
 
-    def told(self, losses: Losses) -> tuple[Sequence[int], Tensor]:
-        told, self._told = self._told or self._losses(losses), None
-        return told
+    def end_stretch(self, losses: Losses) -> tuple[Sequence[int], Tensor]:
+        ended, self._ended = self._ended or self._end(losses), None
+        return ended
 
     def finish(self, step: int) -> None:
         meet(self.fleet, self.nodes)
         self._seat(step)
-        self.inner.finish(step)
+        self.within.finish(step)
         meet(self.fleet, self.nodes)
 
     def close(self) -> None:
-        self.inner.close()
+        self.within.close()
         self.seats.store.close()
 
-    def _losses(self, losses: Losses) -> tuple[Sequence[int], Tensor]:
+    def _end(self, losses: Losses) -> tuple[Sequence[int], Tensor]:
         return self.nodes, self.fleet.comm.wire.rows(losses.end(), self.nodes)
 
     def _seat(self, step: int) -> None:
         """Give rows to the clients that train next. The clients that trained until `step` still have theirs."""
-        self.seats.take(*self.inner.seated(step))
+        self.seats.take(*self.within.seated(step))
         meet(self.fleet, self.seats.nodes)

@@ -25,21 +25,23 @@ WORTH_IT = 0.8  # of the time of one process, or less
 TRIAL_S = 0.3
 
 
-def chosen_processes(subject: Subject, options: FitOptions, asked: EngineOptions, rows: int) -> int:
+def chosen_processes(subject: Subject, options: FitOptions, engine_options: EngineOptions, rows: int) -> int:
     """Return the number of processes with which the run probably ends soonest, and print the choice with its reason.
 
     A short trial trains `rows` rows in one process and measures the time."""
     from exogym.core.engine.forks import can_fork
     from exogym.core.engine.here import Forked
 
-    device = asked.device
+    device = engine_options.device
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     most = min(cores, options.num_nodes)
     if most == 1 or device.type != "cpu" or not can_fork():
         notice("processes='auto' chose 1: there is one core or one node, or this system cannot fork safely")
         return 1
     trial = functools.partial(_trial, subject=subject, options=options, device=device, rows=rows)
-    step_s, meetings, moved_bytes, steps = Forked().run(replace(asked, placement=[[0], [1]], native=False), trial)
+    step_s, meetings, moved_bytes, steps = Forked().run(
+        replace(engine_options, placement=[[0], [1]], native=False), trial
+    )
     nodes = options.num_nodes if rows == options.num_nodes else rows // 2
     alone_s = steps * nodes * step_s
     shared_s = START_S + steps * -(-nodes // most) * step_s

@@ -141,9 +141,9 @@ class Recovery:
         self.anchors: dict[int, Snapshot] = {}
         self.joined = False
         self._stood: list[Any] = []  # (step, members) of the last generations without progress
-        loop.take_over(self.carry, self.at_rest)
+        loop.take_over(self.train, self.at_rest)
 
-    def carry(self, run: Callable[[], bool]) -> bool:
+    def train(self, run: Callable[[], bool]) -> bool:
         """Train to the end, or until a signal stops all processes. Return whether the run has finished."""
         if not self.joined:
             self._anchor()
