@@ -55,6 +55,7 @@ class Starter:
     allow_code: bool = False
     _started: list[tuple[str, Path, subprocess.Popen[bytes]]] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
+    _checking: threading.Lock = field(default_factory=threading.Lock)
     _estimating: threading.Lock = field(default_factory=threading.Lock)
 
     @functools.cached_property
@@ -93,7 +94,8 @@ class Starter:
             return {"errors": errors, "plan": ""}
         flags = {option["name"]: not option["default"] for option in self.forms[command] if option["is_flag"]}
         given = {name: flags.get(name, value) for name, value in options.items() if name not in flags or value is True}
-        return check(command, given)
+        with self._checking:  # a check draws weights from torch's one generator
+            return check(command, given)
 
     def estimate(self, command: Any, options: Any) -> dict[str, str]:
         """Return the time and memory that a command needs, as `text`. Another process tries it for some seconds.

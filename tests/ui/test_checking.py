@@ -1,5 +1,6 @@
 """What a form's check says: the errors of Python, each at its option or strategy."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,13 @@ def test_what_may_not_start_is_not_checked_either(starter: Starter, monkeypatch:
     for command, given in (("doctor", {}), ("compare", []), ("compare", None)):
         with pytest.raises(ArgumentError):
             starter.check(command, given)
+
+
+def test_checks_at_the_same_time_do_not_disturb_each_other(starter: Starter) -> None:
+    """Each draws weights from torch's one generator, twice from the same seed."""
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda _: starter.check("compare", {"strategies": "ddp"}), range(64)))
+    assert all(not each["errors"] and each["plan"] for each in found)
 
 
 def test_a_switch_is_checked_as_the_command_takes_it(starter: Starter) -> None:

@@ -171,6 +171,20 @@ def test_the_address_keeps_the_form(browser: Any) -> None:
     assert browser.execute_script("return document.getElementById('more').open")
 
 
+def test_an_estimate_is_of_the_options_that_are_shown(browser: Any, folder: Path) -> None:
+    form(browser, "#/new?command=compare&strategies=ddp,diloco:H=5&num_nodes=2&max_steps=30&seeds=2&device=cpu")
+    before, said = set(folder.iterdir()), "document.getElementById('estimated').textContent"
+    browser.find_element("id", "estimate").click()
+    text = until(browser, said, lambda text: text.startswith("Time: about"))
+    assert "for 4 runs" in text and "diloco:H=5" in text and "Memory: about" in text
+    write(browser, "option-max_steps", "40")
+    until(browser, said, lambda text: text == "")  # it was of other options
+    write(browser, "option-device", "abacus")
+    until(browser, WRONG, lambda found: "device" in found)
+    assert until(browser, SHUT) and browser.execute_script("return document.getElementById('estimate').disabled")
+    assert {path for path in folder.iterdir() if path.name != ".started"} == before - {folder / ".started"}
+
+
 def test_again_with_changes(browser: Any, folder: Path) -> None:
     def again(name: str, kind: str = "run") -> dict[str, Any]:
         to(browser, f"#/{kind}/{name}")

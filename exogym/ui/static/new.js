@@ -15,10 +15,10 @@ export function newPage(main) {
   const guess = make("button", { type: "button", id: "estimate", title: "Trains each strategy for about a second, and prints the time and memory that all runs need.",
     async onclick() {
       const before = JSON.stringify(given()), body = { command: kind.value, options: given() };
-      guess.disabled = true; guessed.textContent = "Trying each strategy for about a second.";
+      trying = guess.disabled = true; guessed.textContent = "Trying each strategy for about a second.";
       const found = await send("/api/estimate", body).catch((error) => ({ text: error.message }));
       guessed.textContent = before === JSON.stringify(given()) ? found.text : "";  // it may be of other options by now
-      guess.disabled = false;
+      trying = false; guess.disabled = button.disabled;
     } }, "Estimate"), guessed = make("pre", { id: "estimated", role: "status" });
   const form = make("form", { onsubmit: async (event) => {
     event.preventDefault();
@@ -28,7 +28,7 @@ export function newPage(main) {
     } catch (error) { at.textContent = error.message; }
   } }, make("label", {}, "Command ", kind), fields, plan, make("div", { class: "bar" }, button, guess), guessed);
   main.append(make("h2", {}, "New run"), note, form, at, started);
-  let forms = {}, catalog = { strategies: {}, options: [] }, chips = null, timer = 0, checking = 0, asked = 0, gone = false;
+  let forms = {}, catalog = { strategies: {}, options: [] }, chips = null, timer = 0, checking = 0, asked = 0, gone = false, trying = false;
 
   // The options that the fields hold, as the server takes them.
   function given() {
@@ -69,7 +69,7 @@ export function newPage(main) {
     const words = new URLSearchParams({ command: kind.value });
     for (const [name, value] of Object.entries(given())) for (const one of [value].flat()) words.append(name, one === true ? "1" : one);
     history.replaceState(null, "", `#/new?${words}`);
-    if (!guess.disabled) guessed.textContent = "";  // it was of other options
+    if (!trying) guessed.textContent = "";  // it was of other options
     clearTimeout(checking);
     checking = setTimeout(check, PAUSE_MS);
   }
@@ -92,8 +92,7 @@ export function newPage(main) {
     plan.className = count ? "wrong" : "soft";
     plan.textContent = rest.length ? rest.map((each) => each.error).join("; ") : count ? `${count} ${count > 1 ? "options need" : "option needs"} another value.`
       : found.plan && `Start trains ${found.plan}.`;
-    button.disabled = count > 0;
-    if (count) guessed.textContent = "";
+    button.disabled = count > 0; guess.disabled = trying || count > 0;
   }
 
   // The form's options that the address holds; "again" names a run whose options to take.
