@@ -59,10 +59,11 @@ def check(command: str, given: Mapping[str, Any]) -> dict[str, Any]:
     if task is None:
         _check_without_data(texts, of_runs, errors)
         return {"errors": errors, "plan": ""}
-    good = _check_options(task, of_runs, errors)
+    swept = _first_of(task, axes, options)
+    good = _check_options(task, of_runs, swept, errors)
     for text in texts:
         with _noted(errors, strategy=text):
-            _session(task, [text], good)
+            _session(task, [text], {**good, **swept})
     plan, session = "", None
     with _noted(errors, option="axes" if command == "sweep" else ""):
         if not errors:
@@ -143,12 +144,26 @@ def _check_without_data(texts: Sequence[str], options: Mapping[str, Any], errors
             read(options[option]) if option in options else None
 
 
-def _check_options(task: Task, options: Mapping[str, Any], errors: list[Trouble]) -> dict[str, Any]:
-    """Return the options that are not wrong by themselves."""
+def _first_of(task: Task, axes: Axes, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the run's options in a sweep's first cell; {} if they are wrong, as the check of the cells will say."""
+    if not axes or "search" in options:
+        return {}
+    with contextlib.suppress(ExoGymError):
+        _, own = arguments_of(grid(axes)[0], "ddp")
+        _session(task, "ddp", own)
+        return own
+    return {}
+
+
+def _check_options(
+    task: Task, options: Mapping[str, Any], swept: Mapping[str, Any], errors: list[Trouble]
+) -> dict[str, Any]:
+    """Return the options that are not wrong by themselves, beside those that are swept."""
     good: dict[str, Any] = {}
     for name in sorted(options, key=lambda name: name not in FIRST):
         with _noted(errors, option=name):
-            _session(task, "ddp", {first: good[first] for first in FIRST if first in good} | {name: options[name]})
+            beside = {first: good[first] for first in FIRST if first in good}
+            _session(task, "ddp", {**beside, **swept, name: options[name]})
             good[name] = options[name]
     return good
 

@@ -122,10 +122,17 @@ class Starter:
         return {"text": done.stdout}
 
     def again(self, path: Path) -> dict[str, Any]:
-        """Return a form with a folder's options (`exogym.ui.again.again_of`)."""
+        """Return a form with a folder's options (`exogym.ui.again.again_of`).
+
+        Raises:
+            ArgumentError: the folder's files hold no options.
+        """
         from exogym.ui.again import again_of  # loads torch
 
-        return again_of(path, self.forms)
+        try:
+            return again_of(path, self.forms)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:  # a stranger may have written them
+            raise ArgumentError(f"{path.name}: its options cannot be read ({error})") from error
 
     def start(self, command: Any, options: Any) -> int:
         """Start a command and return its process id.

@@ -64,6 +64,13 @@ def test_a_sweep_is_checked_cell_by_cell() -> None:
     assert found == {"error": str(caught.value), "option": "axes"}
     (found,) = check("sweep", {"axes": ["H"]})["errors"]
     assert "should look like" in found["error"] and found["option"] == "axes"
+    (found,) = check("sweep", {"axes": ["lr=1e-4..1e-1"]})["errors"]
+    assert "is a range" in found["error"] and found["option"] == "axes"
+    swept = {"axes": ["network=wifi,lan-1g"], "step_seconds": "10ms", "strategy": "diloco"}
+    assert check("sweep", swept)["errors"] == []  # an option that needs a swept option
+    assert [each["option"] for each in check("sweep", {"step_seconds": "10ms", "axes": ["H=5"]})["errors"]] == [
+        "step_seconds"
+    ]
     many = ",".join(map(str, range(1, 101)))
     (found,) = check("sweep", {"axes": [f"H={many}", f"batch_size={many}", f"lr={many}", f"nodes={many}"]})["errors"]
     assert "100,000,000 cells" in found["error"]

@@ -50,7 +50,8 @@ export function newPage(main) {
       field.value = [value ?? []].flat().join("\n");
     } else field = fieldOf(option, value === undefined ? undefined : String(value), attributes);
     if (option.required) (field.matches("[name]") ? field : field.firstChild).setAttribute("required", "");
-    return make("p", {}, make("label", { for: id }, label(option)), field, make("small", {}, helpOf(option)[0]),
+    return make("p", {}, make("label", { for: id }, label(option)), field,
+      make("small", {}, (option.is_flag && option.default ? "Turns this off: " : "") + helpOf(option)[0]),
       make("small", { class: "wrong", role: "status", "data-of": option.name }));
   }
 
