@@ -178,7 +178,7 @@ class _Battery:
         """Test that one block with all rows and one block per row give the same bits, on random local steps."""
         strategy = self.factory()
         if strategy.driven_by != "rounds":
-            return "written for one node, so nodes are always apart"
+            return "no modules act on its rows together, so nodes are always apart"
         whole = _mix_blocks(strategy, [list(range(self.nodes))], self.nodes, self.steps)
         for blocks in ([[i] for i in range(self.nodes)], [list(range(1)), list(range(1, self.nodes))]):
             if not all(blocks):

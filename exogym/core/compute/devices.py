@@ -98,7 +98,7 @@ class NodeDevices:
             if isinstance(probe, nn.Module):
                 check_on(probe, worker.loss, batch, self._passes(worker, batch), self.within, self.mesh)
             self.within.split()
-        self.is_split, self.pointer.places, self.pointer.homes = True, [], []
+        self.is_split, self.pointer.owners, self.pointer.homes = True, [], []
         self.split.let_go()
 
     def point(self, row: int) -> None:

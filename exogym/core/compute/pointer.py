@@ -31,7 +31,7 @@ class Pointer:
         names, parameters: the trainable parameters in fleet order, block after block.
         at: the tensors that `parameters` now point at.
         homes: the tensors that `parameters` pointed at in the beginning.
-        places: (parameter, module, attribute) for each parameter, to check that training does not replace it.
+        owners: (parameter, module, attribute) for each parameter, to check that training does not replace it.
     """
 
     def __init__(self, model: nn.Module, fleet: Fleet, changing: Sequence[str]):
@@ -40,7 +40,7 @@ class Pointer:
         self.names = [slot.name for block in fleet.blocks for slot in block.layout]
         self.parameters = [named[name] for name in self.names]
         self.homes = [p.data for p in self.parameters]
-        self.places = [(p, *owner_of(model, name)) for name, p in named.items()]
+        self.owners = [(p, *owner_of(model, name)) for name, p in named.items()]
         self._buffer_owners = {name: owner_of(model, name) for name in changing}
         buffers = dict(model.named_buffers())
         self._buffer_homes = {name: buffers[name] for name in changing}
@@ -74,7 +74,7 @@ class Pointer:
         Raises:
             ModelError: training replaced a parameter, or moved it to other memory.
         """
-        for p, owner, attribute in self.places:
+        for p, owner, attribute in self.owners:
             if own_parameters(owner).get(attribute) is not p:
                 raise ModelError(
                     f"training replaced parameter {attribute!r} of {type(owner).__name__} by another object; change "

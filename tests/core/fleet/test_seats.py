@@ -141,7 +141,7 @@ def test_a_disk_that_is_full_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyP
         trained(WITH_A_SERVER["scaffold"](), save_dir=tmp_path, client_state_memory=0)
     with pytest.raises(ArgumentError, match=r"client_state_memory=.* needs save_dir"):
         trained(WITH_A_SERVER["scaffold"](), client_state_memory=0)
-    with pytest.raises(ArgumentError, match="client_state_memory=-1 must be bytes"):
+    with pytest.raises(ArgumentError, match="client_state_memory=-1 must be a number of bytes"):
         trained(WITH_A_SERVER["scaffold"](), client_state_memory=-1)
 
 
