@@ -233,7 +233,9 @@ def application(
 
     def timeline(request: Request) -> Response:
         window = {name: _seconds(request, name) for name in ("from_s", "to_s") if name in request.query_params}
-        return JSONResponse(in_json(timeline_of(_folder(shelf, request), **window)))
+        path = _folder(shelf, request)
+        stood = shelf.nodes(path, 0).get("stood", ())  # as far as the nodes' picture has been read
+        return JSONResponse(in_json(timeline_of(path, **window, stood=stood)))
 
     def grid(request: Request) -> Response:
         return JSONResponse(in_json(grid_of(_folder(shelf, request), {row["name"]: row for row in shelf.all()})))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 import statistics
@@ -26,6 +27,7 @@ QUANTILES, WORST = {"low": 0.1, "median": 0.5, "high": 0.9}, 10
 MOST_COLUMNS = 300  # columns of the nodes' picture
 MOST_HELD = 2 * MOST_COLUMNS
 MOST_SPANS = 4000
+EVENT_S = 5e-6  # events round the four parts of a clock to microseconds
 MOST_RUNS = 100_000  # in a grid
 SHARES = ("computing", "sending", "waiting", "down")
 Row = dict[str, Any]
@@ -41,6 +43,7 @@ def nodes_of(records: Iterable[Row], events: Iterable[Row]) -> Row:
         loss: for each shown node, its loss in each column; None where the node has no loss.
         share_steps, shares: for a run with predicted times, the steps, and for each of "computing", "sending",
             "waiting" and "down" each node's share of the time since the previous step in `share_steps`.
+        stood: lists [node, predicted seconds]: there the node's clock stood still while other nodes computed.
         band, worst: with more than 64 nodes, quantiles of all nodes' losses in each column, and the nodes with the
             largest losses.
     """
@@ -184,24 +187,32 @@ class NodesPicture:
             told = [told[k * many // MOST_COLUMNS] for k in range(MOST_COLUMNS)]
         size = min((clock.shape[1] for _, clock in told), default=0)
         found: dict[str, list[list[float | None]]] = {part: [[] for _ in range(size)] for part in SHARES}
+        stood: dict[tuple[int, float], None] = {}
         for (_, before), (_, now) in itertools.pairwise(told):
             with np.errstate(all="ignore"):
                 spent = now[:, :size] - before[:, :size]
                 whole = spent.sum(0)
+                if (spent[SHARES.index("computing")] > 0).any():
+                    still = np.flatnonzero(~spent.any(0)).tolist()
+                    stood |= {(node, float(before[:, node].sum())): None for node in still}
                 shares = np.where(whole > 0, spent / whole, np.nan)
             for part, of_nodes in zip(SHARES, shares.tolist(), strict=True):
                 for node, share in enumerate(of_nodes):
                     found[part][node].append(round(share, 4) if math.isfinite(share) else None)
         steps = [step for step, _ in told[1:]]
-        return {"share_steps": steps, "shares": found if steps else {}}
+        own: Row = {"stood": [list(pair) for pair in stood]} if stood else {}
+        return {"share_steps": steps, "shares": found if steps else {}} | own
 
 
-def timeline_of(path: Path, from_s: float = 0.0, to_s: float = math.inf) -> Row:
+def timeline_of(
+    path: Path, from_s: float = 0.0, to_s: float = math.inf, stood: Iterable[tuple[int, float]] = ()
+) -> Row:
     """Return the first spans of a run's timeline in a window, at most 4,000. Return {} if the run has no timeline.
 
     Returns:
         nodes: the shown nodes.
-        spans: lists [node, kind, start_s, end_s, name], cut at the window.
+        spans: lists [node, kind, start_s, end_s, name], cut at the window. A wait that begins where a node's clock
+            `stood` (see `nodes_of`) has the kind "absent".
         from_s, until_s, whole_s: predicted time at the start and end of the returned spans, and at the end of the run.
         shares: each kind's share of the run's whole time.
     """
@@ -212,6 +223,16 @@ def timeline_of(path: Path, from_s: float = 0.0, to_s: float = math.inf) -> Row:
     spans = [span for span in spans if isinstance(span, list) and len(span) == 5 and all(map(is_finite, span[2:4]))]
     nodes = sorted({span[0] for span in spans if type(span[0]) is int and span[0] >= 0})[:MOST_NODES]
     spans = sorted((span for span in spans if span[0] in nodes), key=lambda span: span[2])
+    away: dict[int, list[float]] = {}
+    for node, second in stood:
+        away.setdefault(node, []).append(second)
+    for times in away.values():
+        times.sort()
+    for k, (node, kind, start_s, end_s, name) in enumerate(spans):
+        times = away.get(node, []) if kind == "wait" else []
+        near = bisect.bisect_left(times, start_s - EVENT_S)
+        if near < len(times) and times[near] <= start_s + EVENT_S:
+            spans[k] = [node, "absent", start_s, end_s, name]
     whole_s = max((span[3] for span in spans), default=0.0)
     from_s, to_s = max(0.0, from_s), min(to_s, whole_s)
     spans = [span for span in spans if span[3] > from_s and span[2] <= to_s]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from browsing import CHROMIUM, DRIVER, opened, served, to, until
 
-from exogym.ui.views import timeline_of
+from exogym.ui.views import nodes_of, timeline_of
 
 pytestmark = [
     pytest.mark.slow,
@@ -25,8 +25,8 @@ import torch
 model, data = small_problem()
 trainer = LocalTrainer(model, data, data, loss_fn=torch.nn.functional.mse_loss)
 trainer.fit(DiLoCoStrategy(lr=0.02, H=5), num_nodes=3, max_steps=100, batch_size=8, val_interval=10, device="cpu",
-            network="10Mbps,20ms", step_seconds=0.01, timeline=True, faults=Faults(absent={2: [(40, 60)]}),
-            run_dir="runs/away")
+            network="10Mbps,20ms", step_seconds=[0.01, 0.01, 0.02], timeline=True,
+            faults=Faults(absent={2: [(40, 60)]}), run_dir="runs/away")
 """
 PURPLE = [0x7A, 0x3E, 0x9D]
 # The color in the middle of a node's cell, at a share of the picture's width; names take 64 pixels, a row 16.
@@ -75,6 +75,28 @@ def test_absent_nodes_have_their_own_color(browser: Any) -> None:
         assert not is_purple(browser.execute_script(f"return {COLOR % (share, node)}"))
 
 
+def test_an_absent_node_has_this_color_in_the_timeline_too(browser: Any) -> None:
+    """Also in a window that begins inside the absence. Other nodes, which only wait, stay gray."""
+    to(browser, "#/none")
+    to(browser, "#/run/away")
+    text = until(browser, SAID, lambda text: text and "Waiting includes absent" in text)
+    assert "Predicted time" in text
+    found = browser.execute_async_script(
+        "const done = arguments[0]; (async () => { const ask = async (words) => (await (await fetch("
+        "'/api/runs/away/timeline' + words)).json()); const all = await ask('');"
+        " const away = all.spans.filter((s) => s[1] === 'absent'), middle = (away[0][2] + away[0][3]) / 2;"
+        " done([all.spans, away, await ask(`?from_s=${middle}&to_s=${all.whole_s}`)]); })()"
+    )
+    spans, away, late = found
+    assert [span[0] for span in away] == [2] and away[0][3] - away[0][2] > 0.1
+    assert [span[0] for span in late["spans"] if span[1] == "absent"] == [2]
+    assert {span[0] for span in spans if span[1] == "wait"} >= {0, 1}
+    share = (away[0][2] + away[0][3]) / 2 / max(span[3] for span in spans)
+    color = COLOR.replace("[0]", "[1]", 1).replace("16 + 7", "18 + 7")
+    until(browser, color % (share, 2), is_purple)
+    assert not is_purple(browser.execute_script(f"return {color % (share, 1)}"))
+
+
 def test_the_timeline_zooms(browser: Any, folder: Path) -> None:
     whole_s = timeline_of(folder / "away")["whole_s"]
     to(browser, "#/run/away")
@@ -110,6 +132,20 @@ def test_the_timeline_zooms(browser: Any, folder: Path) -> None:
     hand.move_by_offset((wide - 64) // 4, 0).release().perform()
     until(browser, SAID, lambda text: "Shown:" in text)
     assert window() == pytest.approx([whole_s / 4, whole_s / 2], rel=0.03)
+
+
+def test_a_clock_that_stands_still_is_found() -> None:
+    """Only while other nodes compute; at the start, and where all have ended, nobody is absent."""
+
+    def event(step: int, *computing: float) -> dict[str, Any]:
+        return {"kind": "clock", "step": step, "computing": list(computing)} | {
+            part: [0.5] * len(computing) for part in ("sending", "waiting", "down")
+        }
+
+    records = [{"step": 1, "node": node, "train_loss": 1.0} for node in range(3)]
+    events = [event(0, 0, 0, 0), event(1, 1, 1, 1), event(2, 2, 1, 2), event(3, 3, 1, 3), event(4, 3, 1, 3)]
+    assert nodes_of(records, events)["stood"] == [[1, 2.5]]
+    assert "stood" not in nodes_of(records, events[:2])
 
 
 def test_the_server_cuts_the_timeline(folder: Path, tmp_path: Path) -> None:

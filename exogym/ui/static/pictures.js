@@ -3,9 +3,9 @@
 import { figure, get, isNumber, look, make, seconds, share } from "./base.js";
 import { draw, places } from "./curves.js";
 
-const ABSENT = "#7a3e9d";  // the same for a node that is down in the timeline
-const KINDS = { compute: "#0072b2", send: "#d55e00", wait: "#b8b8b8", down: ABSENT };
-const WORDS = { compute: "computing", send: "sending", wait: "waiting", down: "down" };
+const ABSENT = "#7a3e9d";
+const KINDS = { compute: "#0072b2", send: "#d55e00", wait: "#b8b8b8", absent: ABSENT, down: "#cc79a7" };
+const WORDS = { compute: "computing", send: "sending", wait: "waiting", absent: "absent", down: "down" };
 const CROWD = "training loss of all nodes";
 const LEFT = 64, BELOW = 20;
 const VIEWS = { loss: "training loss", computing: "share of time computing", sending: "share of time sending",
@@ -162,13 +162,14 @@ export function timelinePicture(api) {
     brush.fillText(last, LEFT + width - brush.measureText(last).width, below);
     const row = new Map(found.nodes.map((node, k) => [node, k]));
     for (const [node, kind, first, until] of found.spans) {
-      brush.fillStyle = KINDS[kind] ?? ABSENT;
+      brush.fillStyle = KINDS[kind] ?? KINDS.down;
       brush.fillRect(LEFT + width * (first - found.from_s) / long, row.get(node) * tall, Math.max(width * (until - first) / long, 0.5), tall - 2);
     }
     const shares = Object.entries(found.shares).filter(([, part]) => part >= 0.005);
     const text = shares.map(([kind, part]) => `${WORDS[kind] ?? kind} ${share(part)}`).join(", ");
     const cut = long < found.whole_s ? ` Shown: ${seconds(found.from_s)} to ${last} of ${seconds(found.whole_s)}.` : " Drag over the picture to zoom.";
-    said.textContent = `Predicted time. Shares of the whole run: ${text}.${cut}`;
+    const away = found.spans.some(([, kind]) => kind === "absent") ? " Waiting includes absent." : "";
+    said.textContent = `Predicted time. Shares of the whole run: ${text}.${away}${cut}`;
     whole.hidden = window_ === null;
     canvas.setAttribute("aria-label", `activities of ${found.nodes.length} nodes from ${seconds(found.from_s)} to ${last}: ${text}`);
   }
