@@ -16,28 +16,29 @@ from exogym.study.compare.summary import SINGLE, spread_text
 
 # Our estimates before measuring: reduction, quality, and the use that each method suits.
 PLANNED = {
-    "ddp": ("1×", "100%", "fast networks"), "diloco": ("10-100×", "95-99%", "moderate limits"),
-    "sparta": ("100-1000×", "90-95%", "severe limits"), "fedavg": ("variable", "85-95%", "private data"),
+    "ddp": ("1×", "100%", "fast networks"), "diloco": ("10-100×", "95-99%", "slow networks"),
+    "sparta": ("100-1000×", "90-95%", "very slow networks"), "fedavg": ("variable", "85-95%", "private data"),
     "demo": ("50-500×", "90-98%", "research"),
 }  # fmt: skip
 TITLES = {"mnist": "MNIST", "cifar10": "CIFAR-10"}
 IN_HARDWARE = (0, 2)  # positions in SHARED
 ABOUT = """\
-Compare the bytes that training methods send, and the loss and time that they cost as nodes are added. All methods train
-the same model from the same weights on the same data.
+Compare training methods: their bytes, losses and times for several numbers of nodes. All methods train the same model
+from the same weights on the same data.
 
 - All nodes together take the same number of examples per step, for every number of nodes. So the tables show what
   splitting the work costs.
-- **Reduction** is DDP's sent bytes divided by the method's.
-- **Quality** is DDP's validation loss divided by the method's, with as many nodes. Above 100 % is better than DDP.
+- **Reduction** is DDP's sent bytes divided by the method's sent bytes.
+- **Quality** is DDP's validation loss divided by the method's, for the same number of nodes. Above 100 % is better than
+  DDP.
 - `single` is one of the nodes alone, with its share of the data.
-- Traffic includes the final synchronization, which dominates SPARTA's traffic in short runs.
+- Sent bytes include the final synchronization. In short runs the final synchronization dominates SPARTA's bytes.
 - Numbers are mean ± standard deviation over {seeds}.
 
 `{command}` made this page and its results, {results}.
 The command first prints how long it will take. After Ctrl-C the same command continues, because each finished run is
-saved. `exogym benchmark --full` takes hours: all strategies, up to 64 nodes, MNIST, and CIFAR-10 with `--data`. For a
-quick trial, too short for conclusions:
+saved. `exogym benchmark --full` takes hours. It trains all strategies, up to 64 nodes, on MNIST too, and on CIFAR-10 if
+you give `--data`. For a quick trial, too short for conclusions:
 
 ```bash
 exogym benchmark --short --tasks digits --nodes 2
@@ -106,7 +107,7 @@ def _hours(tasks: Mapping[str, Sequence[Any]]) -> str:
                 return took
             examples = part["steps"] * part["batch_size"] * (1 if row["strategy"] == SINGLE else part["nodes"])
             steps_s += row["seeds"] * examples / row["examples_per_s"]
-    return f"{took} (steps alone, at the examples per second above: {readable_seconds(steps_s)})"
+    return f"{took}. The steps alone would take {readable_seconds(steps_s)} at the examples per second above"
 
 
 def _methods(tasks: Mapping[str, Sequence[Any]]) -> str:
@@ -117,7 +118,7 @@ def _methods(tasks: Mapping[str, Sequence[Any]]) -> str:
             for row in part["rows"]:
                 rows.setdefault(row["strategy"], []).append((task, row))
     heads = ["method", "estimated reduction", "reduction", "estimated quality", *(f"quality on {t}" for t in tasks)]
-    heads.append("suits")
+    heads.append("suitable for")
     lines = []
     for method, found in rows.items():
         reduction, quality, use = PLANNED.get(method.partition(":")[0], ("", "", ""))
@@ -125,8 +126,8 @@ def _methods(tasks: Mapping[str, Sequence[Any]]) -> str:
         qualities = [_span([row["quality"] for name, row in found if name == task], "{:.0%}") for task in tasks]
         lines.append([f"`{method}`", reduction, cut, quality, *qualities, use])
     nodes = sorted({part["nodes"] for parts in tasks.values() for part in parts})
-    said = f"Ranges are from the lowest to the highest mean over {', '.join(map(str, nodes))} nodes. "
-    said += "We made the estimates before measuring.\n"
+    said = "We made the estimates before measuring. A range goes from the lowest to the highest mean over runs with "
+    said += f"{', '.join(map(str, nodes))} nodes.\n"
     return f"{said}\n{markdown(heads, lines)}\n"
 
 
@@ -168,9 +169,9 @@ def _rates(part: Mapping[str, Any]) -> str:
     ]
     said = (
         f"*Simulated here*: one {part['device']} computes all nodes in turn, without network time. We measured these "
-        f"speeds apart from the training, {part['seeds']} times for each method. *Predicted* (next table): the speed "
-        f"of {part['nodes']} real nodes, each as fast as `single` here, with a model of {part['parameters']:,} "
-        f"parameters on the named network, by the formulas of `exogym advise`.\n"
+        f"speeds apart from the training, {part['seeds']} times for each method. The next table has the speeds that "
+        f"`exogym advise` predicts for {part['nodes']} real nodes on the named networks, with this model of "
+        f"{part['parameters']:,} parameters. Each node is as fast as `single` here.\n"
     )
     return f"{said}\n{markdown(heads, lines)}\n" if lines else ""
 
@@ -178,10 +179,10 @@ def _rates(part: Mapping[str, Any]) -> str:
 def _devices(hardware: Mapping[str, Any]) -> Iterator[str]:
     yield "## Hardware\n"
     yield (
-        "Predicted, not measured: GPT-2 small (124M parameters) on 4 nodes, a step of 8 windows of 1,024 tokens per "
-        "node, devices at 40 % of their peak. Cells are the speed-up over one device alone: "
-        f"{' / '.join(f'`{SHARED[k]}`' for k in IN_HARDWARE)}. Below 1, four nodes are slower than one; 4 is the "
-        "maximum. The table does not predict losses.\n"
+        "These speed-ups over one device alone are predicted, not measured. 4 nodes train GPT-2 small (124M "
+        "parameters) with 8 windows of 1,024 tokens per node and step. Devices reach 40 % of their peak. Each cell has "
+        f"the speed-ups of {' and '.join(f'`{SHARED[k]}`' for k in IN_HARDWARE)}. At most 4 is possible. Below 1, "
+        "four nodes are slower than one. The table does not predict losses.\n"
     )
     lines = [
         [device, readable_seconds(each["step_s"]), *(_pair(each[name]) for name in NETWORKS)]
@@ -197,9 +198,9 @@ def _pair(speedups: Sequence[float]) -> str:
 def _counts(scaling: Mapping[str, Sequence[float]], picture: str) -> Iterator[str]:
     yield "## Many nodes\n"
     yield (
-        f"Predicted speed-up over one node alone, for the same model on `{DEVICE}` with `{WIRE}` between nodes. DDP's "
-        "and DiLoCo's bytes in a ring hardly grow with the number of nodes; the bytes that DeMo's nodes receive do "
-        "grow.\n"
+        f"The table has predicted speed-ups over one node alone, for the same model on `{DEVICE}` with `{WIRE}` "
+        "between nodes. A ring's bytes per node hardly grow with the number of nodes; DDP and DiLoCo use a ring. "
+        "DeMo's nodes receive more bytes if there are more nodes.\n"
     )
     lines = [[f"`{method}`", *(f"{scaling[str(n)][k]:.3g}" for n in COUNTS)] for k, method in enumerate(SHARED)]
     yield markdown(["method", *(f"{n} nodes" for n in COUNTS)], lines) + "\n"

@@ -16,6 +16,12 @@ from exogym.core.progress import readable_bytes
 from exogym.network import Network, readable_seconds
 from exogym.study.reproduce.claim import Check, Found, Run, Seen
 
+# A measure's name in the results, and its words in a sentence.
+WORDS = {
+    "val_loss": "validation loss", "payload_bytes": "payload", "mean_val_loss": "validation loss of the nodes' mean",
+    "node_val_loss": "validation loss of one node",
+}  # fmt: skip
+
 
 def values_of(found: Found, label: str, measure: str = "val_loss") -> dict[int, float]:
     """Return a dict from seed to `measure` after the last step, for the runs of cell `label`."""
@@ -48,11 +54,11 @@ def lower(first: str, second: str, by: float = 0.0, measure: str = "val_loss", t
         a, b = values_of(found, first, measure), values_of(found, second, than or measure)
         seeds = sorted(a.keys() & b.keys())
         wins = sum(a[seed] < b[seed] * (1 - by) for seed in seeds)
-        margin = f" by at least {by:.1%}" if by else ""
-        names = [first if than is None else f"{first}, {measure}", second if than is None else f"{second}, {than}"]
+        margin = f", by at least {by:.0%}," if by else ""
+        other = f"`{second}`" if than is None else f"{WORDS.get(than, than)} of `{second}`"
         says = (
-            f"{names[0]} ({_text(a, measure)}) against {names[1]} ({_text(b, than or measure)}){_change(a, b)}: "
-            f"lower{margin} in {wins} of {len(seeds)} seeds"
+            f"`{first}` has a lower {WORDS.get(measure, measure)} than {other}{margin} in {wins} of {len(seeds)} seeds "
+            f"({_text(a, measure)} against {_text(b, than or measure)}{_change(a, b)})"
         )
         return Seen(says, True if wins == len(seeds) else None if wins else False)
 
@@ -64,8 +70,14 @@ def no_worse(first: str, second: str, within: float) -> Check:
 
     def check(found: Found) -> Seen:
         a, b = values_of(found, first), values_of(found, second)
-        says = f"{first} ({_text(a)}) against {second} ({_text(b)}){_change(a, b)}; claimed: at most {within:.1%} above"
-        return Seen(says, bool(np.mean([*a.values()]) <= np.mean([*b.values()]) * (1 + within)))
+        means = float(np.mean([*a.values()])), float(np.mean([*b.values()]))
+        change = means[0] / means[1] - 1 if math.isfinite(sum(means)) and means[1] else math.nan
+        where = "" if math.isnan(change) else f"{abs(change):.1%} {'above' if change > 0 else 'below'}"
+        says = (
+            f"the mean loss of `{first}` ({_text(a)}) is {where or 'compared with'} the mean loss of `{second}` "
+            f"({_text(b)}); the claim allows {within:.1%} above"
+        )
+        return Seen(says, means[0] <= means[1] * (1 + within))
 
     return check
 
@@ -75,7 +87,7 @@ def bytes_are(first: str, second: str, share: float, within: float = 0.05) -> Ch
 
     def check(found: Found) -> Seen:
         a, b = (float(np.mean([*values_of(found, x, "payload_bytes").values()])) for x in (first, second))
-        says = f"{first} has {a / b:.4g} of the payload of {second}; claimed: {share:.4g} ± {within:.0%}"
+        says = f"`{first}` has {a / b:.4g} of the payload of `{second}`; the claim is {share:.4g} ± {within:.0%}"
         return Seen(says, abs(a / b - share) <= within * share)
 
     return check
@@ -93,9 +105,10 @@ def ascending(labels: Sequence[str], measure: str = "val_loss") -> Check:
         means = [float(np.mean([*values.values()])) for values in runs]
         seeds = sorted(set.intersection(*(set(values) for values in runs)))
         over = sum(runs[0][seed] < runs[-1][seed] for seed in seeds)
-        says = " < ".join(f"{label} ({_text(values)})" for label, values in zip(labels, runs, strict=True))
-        says += f"; the last is above the first in {over} of {len(seeds)} seeds"
         rises = all(x < y for x, y in itertools.pairwise(means))
+        line = " to ".join(f"`{label}` ({_text(values)})" for label, values in zip(labels, runs, strict=True))
+        says = f"the mean loss {'rises' if rises else 'does not always rise'} from {line}; "
+        says += f"`{labels[-1]}` is above `{labels[0]}` in {over} of {len(seeds)} seeds"
         return Seen(says, rises if over == len(seeds) else None if over and rises else False)
 
     return check
@@ -107,8 +120,10 @@ def best_is(labels: Sequence[str], expected: Sequence[str], where: str) -> Check
     def check(found: Found) -> Seen:
         runs = {label: values_of(found, label) for label in labels}
         best = min(labels, key=lambda label: float(np.mean([*runs[label].values()])))
-        says = ", ".join(f"{label} {_text(values)}" for label, values in runs.items())
-        return Seen(f"{where} the best is {best} ({says}); claimed: {' or '.join(expected)}", best in expected)
+        losses = ", ".join(f"`{label}` {_text(values)}" for label, values in runs.items())
+        claimed = " or ".join(f"`{label}`" for label in expected)
+        says = f"{where} the cell `{best}` has the lowest mean loss; the claim is {claimed} ({losses})"
+        return Seen(says, best in expected)
 
     return check
 
@@ -121,7 +136,7 @@ def where_whole(labels: Collection[str], check: Check) -> Check:
 
     def checked(found: Found) -> Seen:
         failed = {label: sum(run.error is not None for run in found[label]) for label in labels}
-        says = ", ".join(f"{label} failed in {n} of {len(found[label])} runs" for label, n in failed.items() if n)
+        says = ", ".join(f"`{label}` failed in {n} of {len(found[label])} runs" for label, n in failed.items() if n)
         return Seen(says, False) if says else check(found)
 
     return checked
@@ -136,7 +151,10 @@ def spread_shrinks(label: str, to: float = 0.5) -> Check:
             apart = np.asarray(run.curves["consensus_distance"])
             shares.append(float(apart[-1] / np.nanmax(apart)))
         holds = [share <= to for share in shares]
-        says = f"{label}: nodes end at {mean_text(shares, '{:.2f}')} of their largest distance; claimed: at most {to:g}"
+        says = (
+            f"the nodes of `{label}` end at {mean_text(shares, '{:.2f}')} of their largest distance; "
+            f"the claim is at most {to:g} in every seed"
+        )
         return Seen(says, True if all(holds) else None if any(holds) else False)
 
     return where_whole([label], check)
@@ -151,7 +169,10 @@ def spread_follows_lr(label: str, at_least: float = 0.9, after: float = 0.15) ->
     def check(found: Found) -> Seen:
         found_r = [_correlation(run, after) for run in found[label]]
         values = ", ".join(f"{r:.3f}" for r in found_r)
-        says = f"{label}: correlation of distance and learning rate {values}; claimed: at least {at_least:g}"
+        says = (
+            f"in `{label}` the nodes' distance and the learning rate have a correlation of {values} (one number per "
+            f"seed); the claim is at least {at_least:g} in every seed"
+        )
         holds = [r >= at_least for r in found_r]
         return Seen(says, True if all(holds) else None if any(holds) else False)
 
@@ -181,9 +202,13 @@ def late_order(label: str, measures: Sequence[str], share: float = 0.25) -> Chec
             levels.append([float(np.mean(run.curves[name][-count:-1])) for name in measures])
         holds = [all(x < y for x, y in itertools.pairwise(level)) for level in levels]
         texts = (
-            f"{name} ({mean_text([*level])})" for name, level in zip(measures, zip(*levels, strict=True), strict=True)
+            f"{WORDS.get(name, name)} ({mean_text([*level])})"
+            for name, level in zip(measures, zip(*levels, strict=True), strict=True)
         )
-        says = f"{label}, late in training: {' < '.join(texts)}, in {sum(holds)} of {len(holds)} seeds"
+        says = (
+            f"late in training, these losses of `{label}` rise in this order in {sum(holds)} of {len(holds)} seeds: "
+            f"{', '.join(texts)}"
+        )
         return Seen(says, True if all(holds) else None if any(holds) else False)
 
     return where_whole([label], check)
@@ -211,11 +236,10 @@ def best_H_grows(cells: Mapping[int, str], bandwidths: Sequence[str], latency_s:
         seeds = zip(*(found[label] for label in cells.values()), strict=True)
         best = [_best_H(dict(zip(cells, runs, strict=True))) for runs in seeds]
         holds = [order == sorted(order) and order[-1] > order[0] for order in best]
-        says = f"best H with {readable_seconds(step_s)} per step, "
-        says += ", ".join(
-            f"at {bandwidth} {' / '.join(str(order[k]) for order in best)}" for k, bandwidth in enumerate(bandwidths)
+        says = f"the best H grows in {sum(holds)} of {len(holds)} seeds with {readable_seconds(step_s)} per step. "
+        says += "The best H, with one number per seed, is " + ", ".join(
+            f"{' / '.join(str(order[k]) for order in best)} at {bandwidth}" for k, bandwidth in enumerate(bandwidths)
         )
-        says += f" (one number per seed): it grows in {sum(holds)} of {len(holds)} seeds"
         return Seen(says, True if all(holds) else None if any(holds) else False)
 
     def _best_H(runs: Mapping[int, Run]) -> list[int]:

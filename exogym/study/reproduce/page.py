@@ -22,14 +22,14 @@ from exogym.study.reproduce.claim import Cell, Claim, Found, Run, Seen, Verdict,
 NO_VERDICT = "too short for a verdict"
 HOLDS = {True: "yes", False: "no", None: "seeds disagree"}
 ABOUT = """\
-We trained papers' claims again at small size, on two cores. Small runs can confirm which method is better, not absolute
-numbers. Each section has the paper's finding, our setting and question with its tolerance, and the results: mean ±
-standard deviation over seeds. Each seed starts alike in all cells. A rule, fixed before training, gives the verdict; a
-section says if we changed its rule later. Lines with "yes" support the claim, lines with "no" contradict it. We report
-claims that fail, and tuned nothing to confirm them.
+We tested papers' claims again in small runs on two cores. Small runs can confirm which method is better. They cannot
+confirm absolute numbers. Each section has the paper's finding, our setting and question, and the results as mean ±
+standard deviation over seeds. All cells of a section start from the same weights in each seed. We fixed the rules of
+each verdict before training; a section says if we changed a rule later. Each rule has a line below the table: "yes"
+supports the claim, and "no" contradicts it. We also report claims that fail, and tuned nothing to confirm a claim.
 
 `exogym reproduce` writes this page from the results in {results}. Each section ends with its
-command, and its time in one process on a busy machine. To list all claims:
+command and the minutes that the command took in one process on a busy machine. To list all claims:
 
 ```bash
 exogym reproduce --list
@@ -126,7 +126,14 @@ class Page:
 
     def _section(self, claim: Claim, found: Found, seen: Sequence[Seen], verdict: str) -> str:
         minutes = sum(run.last["wall_s"] for runs in found.values() for run in runs) / 60
-        heads = ["cell", "strategy", "trained", "validation loss", "accuracy", "payload/node"]
+        heads = [
+            "cell",
+            "strategy",
+            "task, nodes, steps of batch size, data",
+            "validation loss",
+            "accuracy",
+            "payload/node",
+        ]
         lines = [heads, ["---"] * len(heads)]
         for label, runs in found.items():
             cell = claim.cells[label]

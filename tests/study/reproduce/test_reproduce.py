@@ -87,7 +87,7 @@ def test_the_best_H_follows_from_steps_and_bytes() -> None:
     """1 MB among 2 nodes takes 8 s at 1 Mbit/s and 80 ms at 100 Mbit/s; a step 10 ms."""
     check = c.best_H_grows({H: str(H) for H in (1, 10, 100)}, ["100Gbps", "100Mbps", "1Mbps"], 0.0, 0.01, 2)
     seen = check(arrivals(0.2))
-    assert seen.holds and "at 100Gbps 1, at 100Mbps 10, at 1Mbps 100" in seen.says
+    assert seen.holds and "is 1 at 100Gbps, 10 at 100Mbps, 100 at 1Mbps" in seen.says
     assert not check(arrivals(0.0)).holds  # with nothing lost to H, the largest is best everywhere
     back = c.best_H_grows({H: str(H) for H in (1, 10, 100)}, ["1Mbps", "100Mbps", "100Gbps"], 0.0, 0.01, 2)
     assert not back(arrivals(0.2)).holds

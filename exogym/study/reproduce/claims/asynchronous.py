@@ -17,12 +17,13 @@ def unequal(rule: str) -> Cell:
 CLAIMS = [
     Claim(
         "R7",
-        "Naive asynchrony is worse than waiting; delayed Nesterov with dynamic local updates is not",
+        "Waiting beats naive asynchrony, but not delayed Nesterov with dynamic local updates",
         "Liu et al., Asynchronous local-SGD, arXiv:2401.09135",
         "With 20M parameters, H = 50 and 4 workers of very different speeds, the perplexity is 41.35 for synchronous "
         "training, 44.27 for naive asynchrony, and 41.13 for delayed Nesterov with dynamic local updates.",
-        "N = 4 with speeds 1, 0.75, 0.5, 0.25, H = 30, outer rate 0.4, and the same number of local steps in all. Is "
-        "naive worse than both, and is delayed Nesterov with dynamic updates at most 1 % above synchronous?",
+        "Four nodes have speeds 1, 0.75, 0.5 and 0.25, with H = 30 and an outer rate of 0.4. All strategies take the "
+        "same number of local steps in total. Is the naive strategy worse than both others? Is the loss of delayed "
+        "Nesterov with dynamic updates at most 1 % above the synchronous loss?",
         {
             "synchronous": MODERATE,
             "naive": unequal("rule=nesterov"),
@@ -38,8 +39,9 @@ CLAIMS = [
         "R8",
         "Discounting stale updates hardly helps",
         "Liu et al., Asynchronous local-SGD, arXiv:2401.09135",
-        "Discounting updates that are s versions old by (1 + s)^-1/2 does not close naive asynchrony's gap.",
-        "In the setting of R7: is the naive rule's loss at most 1 % above the discounted rule's, and is the "
+        "An update that is s versions old is multiplied by (1 + s)^-1/2. This discount does not close the gap between "
+        "naive asynchrony and waiting.",
+        "We use the setting of R7. Is the naive rule's loss at most 1 % above the discounted rule's loss? Is the "
         "discounted rule still worse than delayed Nesterov with dynamic updates?",
         {
             "naive": unequal("rule=nesterov"),

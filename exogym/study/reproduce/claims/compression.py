@@ -27,22 +27,22 @@ DENSE = {"SparseLoCo": SPARSELOCO, "DiLoCo, 0.7": DILOCO, "DiLoCo, 0.4": MODERAT
 CLAIMS = [
     Claim(
         "R12",
-        "DeMo: the cosine transform matters; few coefficients are as good as all signs",
+        "DeMo needs its cosine transform, and few coefficients are as good as all",
         "Peng, Quesnelle, Kingma, DeMo, arXiv:2411.19870",
         "With OLMo 300M, AdamW sends 636.9 MB a step, DeMo 7.49 MB with k = 8 and 0.93 MB with k = 1. Their HellaSwag "
         "scores are 0.35, 0.38 and 0.35.",
         "DeMo sends k = 4 of up to 4,096 coefficients, with decay 0.999. Is the loss with the transform lower than "
-        "without it in every seed? Is it at most 3 % above the loss with all coefficients (signs of the whole "
-        "momentum), with less than a hundredth of the bytes?",
+        "without the transform in every seed? Is the loss with k = 4 at most 3 % above the loss with all "
+        "coefficients, at less than a hundredth of the bytes?",
         {
             "DCT, k=4": Cell("demo:compression_topk=4"),
             "no transform, k=4": Cell(demo_without_transform),
-            "all signs": Cell("demo:compression_topk=4096"),
+            "all coefficients": Cell("demo:compression_topk=4096"),
         },
         [
             lower("DCT, k=4", "no transform, k=4"),
-            no_worse("DCT, k=4", "all signs", 0.03),
-            lower("DCT, k=4", "all signs", by=0.99, measure="payload_bytes"),
+            no_worse("DCT, k=4", "all coefficients", 0.03),
+            lower("DCT, k=4", "all coefficients", by=0.99, measure="payload_bytes"),
         ],
     ),
     Claim(
@@ -50,24 +50,24 @@ CLAIMS = [
         "SparseLoCo beats DiLoCo",
         "Sarfi et al., SparseLoCo, arXiv:2508.15706",
         "With 512M parameters and H from 15 to 100, sending 1 to 3 % of the values in 2 bits, with error feedback, is "
-        "better than dense DiLoCo.",
-        "N = 4, H = 30, chunks of 4,096, k = 64, 2 bits, default decay: is the loss lower in every seed than DiLoCo's "
-        "with outer rates of 0.7 and 0.4? We do not expect it in such a short run, since error feedback needs many "
-        "rounds.",
+        "better than DiLoCo, which sends all values.",
+        "We use N = 4, H = 30, chunks of 4,096 values, the k = 64 largest of each chunk in 2 bits, and the default "
+        "decay. Is SparseLoCo's loss lower in every seed than DiLoCo's loss with outer rates of 0.7 and 0.4? We did "
+        "not expect a lower loss in such a short run, since error feedback needs many rounds.",
         DENSE,
         [lower("SparseLoCo", "DiLoCo, 0.7"), lower("SparseLoCo", "DiLoCo, 0.4")],
-        notes="33 rounds of 1.6 % send half of all entries once, if no entry is sent twice. The paper's runs are "
-        "longer. We did not try a larger k or more rounds.",
+        notes="In 33 rounds a node sends 1.6 % of the values each time, so at most half of all values. The paper's "
+        "runs are longer. We did not try a larger k or more rounds.",
     ),
     Claim(
         "sparse-bytes",
         "SparseLoCo is near DiLoCo at 1/146 of its bytes",
         "arXiv:2603.08163; Sarfi et al., SparseLoCo, arXiv:2508.15706",
-        "With chunks of 4,096, k = 64, 2-bit values and 12-bit indices, SparseLoCo sends 146 times fewer bytes than "
-        "fp32.",
-        "In the setting of R13: is the loss at most 3 % above DiLoCo's at both rates, with 1/146 of the payload? "
-        "Tensors are small here, so chunks are small too, and k is rounded up in each. The bytes may therefore be 15 "
-        "% off.",
+        "SparseLoCo sends the k = 64 largest of each chunk of 4,096 values, with 2 bits for a value and 12 bits for "
+        "its index. These are 146 times fewer bytes than all values in fp32.",
+        "We use the setting of R13. Is the loss at most 3 % above DiLoCo's loss at both outer rates, with 1/146 of the "
+        "payload? Our tensors and chunks are small, and k is rounded up in each chunk. So we allow 15 % more or fewer "
+        "bytes.",
         DENSE,
         [
             no_worse("SparseLoCo", "DiLoCo, 0.7", 0.03),
@@ -81,7 +81,8 @@ CLAIMS = [
         "SPARTA, openreview stFPf3gzq1",
         "With 124M parameters, averaging 0.05 to 0.5 % of them per step keeps the replicas' correlation above 0.9, "
         "and lowers the loss.",
-        "N = 4, p = 0.5 % and 5 %: is DDP better than SPARTA, and SPARTA better than one node, in every seed?",
+        "We use N = 4, and nodes average a share p of 0.5 % or 5 % of the parameters per step. In every seed, is DDP "
+        "better than SPARTA, and is SPARTA better than one node?",
         {
             "one node": SINGLE,
             "p=0.5%": Cell("sparta:p_sparta=0.005"),

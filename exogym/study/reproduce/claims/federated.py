@@ -51,48 +51,49 @@ PICTURES = _pairs(
 FOUND = (
     "In the DiLoCo paper (150M, H = 500) an outer Nesterov step is better than averaging. In our earlier comparisons "
 )
-FOUND += "FedAvg was as good or better on WikiText by the character and on Fashion-MNIST with label shards."
+FOUND += "FedAvg was as good or better, on WikiText by the character and on Fashion-MNIST with label shards."
 
 CLAIMS = [
     Claim(
         "scaffold",
-        "With sampled clients and skewed labels SCAFFOLD beats FedAvg",
+        "SCAFFOLD beats FedAvg with sampled clients and skewed labels",
         "Karimireddy et al., SCAFFOLD, arXiv:1910.06378",
         "On EMNIST with sorted labels, SCAFFOLD needs fewer rounds than FedAvg. The advantage grows with the local "
         "steps.",
-        "Pictures, 20 clients with two labels each, 5 sampled per round, 10 local steps of SGD with rate 0.05, 60 "
-        "rounds: is SCAFFOLD's loss lower in every seed?",
+        "Each of 20 clients has pictures of two labels. In each of 60 rounds, 5 clients are sampled and take 10 local "
+        "steps of SGD with a rate of 0.05. Is SCAFFOLD's loss lower in every seed?",
         {
             "SCAFFOLD": Cell(f"scaffold:{SAMPLED}", "pictures", nodes=20),
             "FedAvg": Cell(f"fedavg:{SAMPLED}", "pictures", nodes=20),
         },
         [lower("SCAFFOLD", "FedAvg")],
         "curves",
-        "SCAFFOLD diverges at this learning rate, which suits FedAvg. With 5 of 20 clients per round, a client's "
-        "stored gradient is four rounds old on average. An independent SCAFFOLD in 20 lines of plain torch, on the "
+        "SCAFFOLD diverges at this learning rate, which suits FedAvg. A client's stored gradient is four rounds old on "
+        "average, since 5 of 20 clients train in a round. An independent SCAFFOLD in 20 lines of plain torch, on the "
         "same pictures and model, also diverges in 3 of 3 seeds. At rates of 0.02 and 0.01 SCAFFOLD is better than "
         "FedAvg in 3 of 3 seeds.",
     ),
     Claim(
         "momentum-pays-text",
-        "When DiLoCo beats FedAvg: Shakespeare, each speaker on one node",
+        "DiLoCo beats FedAvg on Shakespeare with each speaker on one node",
         "Douillard et al., DiLoCo, arXiv:2311.08105; McMahan et al., arXiv:1602.05629",
         FOUND,
         "We change one factor at a time. The base is AdamW 3e-3 with a cosine schedule, H = 30, outer rate 0.7, 1,000 "
-        "steps, by speaker. Is DiLoCo better in every seed? The claim holds only if every line does.",
+        "steps, and each speaker on one node. Is DiLoCo better in every seed? The claim holds only if all lines say "
+        "yes.",
         CHARACTERS,
         [lower(name, name.replace("DiLoCo", "FedAvg")) for name in CHARACTERS if name.startswith("DiLoCo")],
     ),
     Claim(
         "momentum-pays-pictures",
-        "When DiLoCo beats FedAvg: pictures, two labels a node",
+        "DiLoCo beats FedAvg on pictures with two labels per node",
         "Douillard et al., DiLoCo, arXiv:2311.08105; McMahan et al., arXiv:1602.05629",
         FOUND,
-        "We change one factor at a time. The base is AdamW 2e-3, H = 20, outer rate 0.4, 600 steps, label shards. Is "
-        "DiLoCo better in every seed? The claim holds only if every line does.",
+        "We change one factor at a time. The base is AdamW 2e-3, H = 20, outer rate 0.4, 600 steps, and label "
+        "shards. Is DiLoCo better in every seed? The claim holds only if all lines say yes.",
         PICTURES,
         [lower(name, name.replace("DiLoCo", "FedAvg")) for name in PICTURES if name.startswith("DiLoCo")],
-        notes="In both tasks DiLoCo is better in every seed only with plain SGD as inner optimizer. In runs this "
-        "short AdamW's own momentum seems to leave little for an outer momentum to add.",
+        notes="In both tasks DiLoCo is better in every seed only with plain SGD as inner optimizer. AdamW has "
+        "momentum of its own, so an outer momentum may add little in such short runs.",
     ),
 ]
