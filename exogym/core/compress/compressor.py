@@ -64,9 +64,9 @@ class Quantized(Compressor):
 
     @property
     def share_bytes(self) -> float:
-        """The payload bytes of a row that is one device's part of a longer row.
+        """The payload bytes of a row that is one device's share of a longer row.
 
-        The codes are not rounded up to whole bytes here, because the codes of all parts are packed together.
+        The number can be a fraction, because the codes of all devices are packed together.
         """
         return self.count * self.quantizer.bits / 8 + 4 * self.quantizer.table * sum(m for m, _ in self.groups)
 
@@ -135,9 +135,9 @@ class TopK(Compressor):
 class ChunkTopK(Compressor):
     """Divide each tensor into chunks, and send each chunk's entries with the largest absolute values.
 
-    A chunk is a block of side x side entries, side^2 = chunk, or `chunk` entries of a vector. `Blocks` may cut smaller
-    chunks from a small tensor. A chunk of s entries sends k' = max(1, round(k s / chunk)) entries, as values and as
-    packed indices of ceil(log2 s) bits. Payload of a tensor with c chunks: ceil(c k' ceil(log2 s) / 8) bytes of
+    A chunk is a block of side x side entries with side^2 = chunk, or `chunk` entries of a vector. `Blocks` may cut
+    smaller chunks from a small tensor. A chunk of s entries sends k' = max(1, round(k s / chunk)) entries, as values
+    and as packed indices of ceil(log2 s) bits. Payload of a tensor with c chunks: ceil(c k' ceil(log2 s) / 8) bytes of
     indices, and c k' b bytes of values with b bytes each. With a quantizer the values take ceil(c k' bits / 8) bytes
     and one table.
 
@@ -145,7 +145,8 @@ class ChunkTopK(Compressor):
         layout: the layout of a row.
         k: number of entries that a whole chunk sends.
         chunk: number of entries in a whole chunk, a square number.
-        quantizer: quantizes the sent values, with one table per tensor. None: send them unchanged.
+        quantizer: quantizes the sent values, with one table per tensor. Without `quantizer`, the values are sent
+            unchanged.
     """
 
     def __init__(self, layout: Layout, k: int, chunk: int, quantizer: Quantizer | None):
@@ -201,14 +202,14 @@ def with_feedback(
 ) -> Payload:
     """Compress rows with error feedback, and return the messages.
 
-    With the error e and the compressor C: e <- decay e + x; send C(e); e <- e - C(e). With decay = 1 the sent values
-    and the new error add up to x and the old error.
+    With the error e and the compressor C, a call adds x (e <- decay e + x), sends C(e), and keeps e <- e - C(e). With
+    decay = 1 the sent values and the new error add up to x and the old error.
 
     Args:
         error: e, (rows, count); changed in place.
         x: the rows to send, (rows, count).
         decay: factor of the old error.
-        noise: see `Compressor.encode`.
+        noise: the random numbers that `Compressor.encode` gets.
 
     >>> e = torch.zeros(1, 3)
     >>> sent = TopK(3, 1).decode(*with_feedback(TopK(3, 1), e, torch.tensor([[1.0, -3.0, 0.5]])))

@@ -30,7 +30,7 @@ class Quantizer(ABC):
     def encode(self, x: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the codes, (groups, k) int32, and the tables, (groups, table) fp32, of `x` (groups, k).
 
-        `noise` has the shape of `x`; None: no random rounding.
+        `noise` has the shape of `x`. Without `noise`, rounding is not random.
         """
 
     @abstractmethod
@@ -39,7 +39,7 @@ class Quantizer(ABC):
 
 
 class Absmax(Quantizer):
-    """Evenly spaced codes: scale = max|x| / (2^(bits-1) - 1), code = round(x / scale). `Absmax(8)` gives int8.
+    """Quantize evenly: scale = max|x| / (2^(bits-1) - 1) and code = round(x / scale). `Absmax(8)` gives int8.
 
     The error is at most scale / 2. A group of zeros stays zero. With noise u, code = floor(x / scale + u). Then the
     decoded number's mean over u is x, and the error is below scale.
@@ -65,11 +65,11 @@ class Absmax(Quantizer):
 
 
 class E3M0(Quantizer):
-    """A 4-bit float of one sign and three exponent bits, as in Streaming DiLoCo (arXiv:2501.18512, section 2.4).
+    """Quantize to 4-bit floats with a sign bit and three exponent bits (arXiv:2501.18512, section 2.4).
 
-    With s = max|x| in a group, the decoded values are 0 and +-s 2^(-e) for e = 0, ..., 6. The exponent is rounded, and
-    numbers with |x| < s 2^(-6.5) become 0. The paper does not define the scale, the zero and the rounding; ExoGym chose
-    them. A decoded number that is not 0 is within a factor sqrt(2) of x.
+    Streaming DiLoCo uses this quantizer. With s = max|x| in a group, the decoded values are 0 and +-s 2^(-e) for
+    e = 0, ..., 6. The exponent is rounded, and numbers with |x| < s 2^(-6.5) become 0. The paper does not define the
+    scale, the zero and the rounding; ExoGym chose them. A decoded number that is not 0 is within a factor sqrt(2) of x.
 
     >>> q = E3M0()
     >>> q.decode(*q.encode(torch.tensor([[8.0, -3.0, 1.0, 0.0]]))).tolist()
@@ -91,7 +91,7 @@ class E3M0(Quantizer):
 
 
 class ScaledSign(Quantizer):
-    """One bit per number: the sign, times the mean absolute value of the group.
+    """Keep one bit per number, its sign. The decoded number is this sign times the group's mean absolute value.
 
     A group x of k numbers becomes C(x) = (|x|_1 / k) sign(x), with sign(0) = 1. C is a delta-contraction:
     |x - C(x)|^2 = (1 - |x|_1^2 / (k |x|_2^2)) |x|^2.
@@ -107,7 +107,7 @@ class ScaledSign(Quantizer):
 
 
 class Stochastic(Quantizer):
-    """QSGD's quantizer (arXiv:1610.02132): multiples of the group's 2-norm / s, with random rounding without bias.
+    """Quantize as QSGD (arXiv:1610.02132): round at random, without bias, to multiples of the group's 2-norm / s.
 
     For a number x_j in a group x of k numbers, and s = `levels`: let a = |x_j| s / |x|_2. The level is floor(a), or
     floor(a) + 1 with probability a - floor(a). The decoded number is Q(x_j) = |x|_2 sign(x_j) level / s. So
@@ -136,7 +136,7 @@ class Stochastic(Quantizer):
 
 
 class Statistical(Quantizer):
-    """Bins over 6 standard deviations of a group, as in SparseLoCo (arXiv:2508.15706).
+    """Quantize to bins over 6 standard deviations of a group, as SparseLoCo (arXiv:2508.15706).
 
     With n = 2^bits bins, the group's standard deviation sigma and step = 6 sigma / n, a number x gets the code
     clamp(round((x - mean) / step) + n / 2, 0, n - 1). A group's table has the mean of the numbers in each bin. So the
@@ -172,7 +172,7 @@ def quantize(x: Tensor, bits: int, noise: Tensor | None = None) -> tuple[Tensor,
 
     Args:
         bits: 2 to 8, or 16.
-        noise: (rows, k) fp32 numbers in [0, 1), for random rounding. None: round to the nearest code.
+        noise: (rows, k) fp32 numbers in [0, 1), for random rounding. Without `noise`, round to the nearest code.
 
     Returns:
         (codes, scale): codes (rows, ceil(k bits / 8)) bytes and scale (rows, 1) fp32. A row takes k bits / 8 + 4 bytes.

@@ -55,7 +55,7 @@ class Attributes:
         return {f"{name}.{key}" if name else key for name, keys in named for key in keys}
 
     def differing(self, other: Attributes, tolerance: float) -> list[str]:
-        """Return the paths of the attributes whose values differ from `other`'s.
+        """Return the paths of the attributes whose values differ between this copy and the copy `other`.
 
         Floats differ if their relative difference is above `tolerance`.
         """
@@ -65,7 +65,10 @@ class Attributes:
 
     @torch.no_grad()
     def put_back(self, paths: Iterable[str]) -> None:
-        """Set the attributes at `paths` back to the copied values, in place if they changed in place."""
+        """Set the attributes at `paths` back to their copied values.
+
+        Objects that changed in place are restored in place.
+        """
         for path in paths:
             name, _, key = path.rpartition(".")
             if path in self.kept:

@@ -1,8 +1,8 @@
 """`compute="auto"`: time each way of computing for a few steps, and choose the fastest way for this run.
 
-Compiling takes seconds to a minute. So "compiled" is tried only if compiling would take at most a tenth of the run's
-time, estimated from the number of operations. It is chosen only if all steps, and loading the compiled code in each
-process, would then take less time.
+Compiling takes seconds to a minute. So ExoGym tries "compiled" only if compiling would take at most a tenth of the
+run's time, estimated from the number of operations. ExoGym chooses "compiled" only if all steps would then take less
+time than with the other ways. This time includes loading the compiled code in each process.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class _Trial:
         return best
 
     def compile_s(self, why: list[str]) -> float:
-        """Return an estimate of the seconds to compile. If compiling is impossible, return 0 and add why to `why`."""
+        """Estimate the seconds to compile. If compiling is impossible, return 0 and add the reason to `why`."""
         try:
             found = Stretches(self.worker, self.stream, self._optimizer())
             return LEAST_COMPILE_S + OPERATION_S * found.operations * found.most

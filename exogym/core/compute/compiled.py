@@ -1,10 +1,10 @@
 """`compute="compiled"`: compile a row's local steps, from forward pass to inner step, with `torch.compile`.
 
 After a stretch in fp32 each parameter differs from its value under `compute="loop"` by at most 1e-5 of its norm
-(`tests/core/compute/test_compiled.py`). There is one graph for up to `STEPS` steps and one for a single step. A run
-compiles a graph when it first needs it. Compiling takes seconds to a minute; a later run loads the graph from
-inductor's cache on disk in a few seconds. Only the number of remaining steps decides which graphs take them. So
-stopping a run, or placing rows on other processes, changes no bits of the result.
+(`tests/core/compute/test_compiled.py`). There is one graph for several steps (at most 5) and one for a single step. A
+run compiles a graph when it first needs the graph. Compiling takes seconds to a minute; a later run loads the graph
+from inductor's cache on disk in a few seconds. Only the number of remaining steps decides which graphs take these
+steps. So stopping a run, or placing rows on other processes, changes no bits of the result.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ class Maker:
     Attributes:
         how: the method's name in `compute=`.
         doing, done: the method as a verb in messages, such as "compiling" and "compiled".
-        often: text for messages: how often the method is needed.
-        build: (graph, example inputs, whether the graph draws random numbers) -> a faster function with the same
-            result.
+        often: a text about how often a graph is made, for messages.
+        build: a function of (graph, example inputs, whether the graph draws random numbers). It returns a faster
+            function with the same result.
     """
 
     how: str
@@ -144,7 +144,7 @@ class GraphNode:
 
 
 class Stretches:
-    """The graphs that take a row's steps, and the code that passes a row's tensors to them and back.
+    """Take a row's steps with graphs: pass the row's tensors to the graphs, and store the results in the row.
 
     Only SGD, Adam and AdamW step inside a graph. With another optimizer, or a strategy that corrects gradients, the
     graph ends with the gradients. The row's own optimizer then takes the step.
@@ -222,7 +222,7 @@ class Stretches:
     def run(self, key: Any, trace: Callable[[], Callable[..., Any]], steps: int, inputs: tuple[Any, ...]) -> Any:
         """Run the graph stored under `key`, and return its results.
 
-        The first call makes the graph and compares its results with the results of its single operations.
+        The first call makes the graph. It also runs the graph's operations one by one, and compares the results.
 
         Args:
             trace: returns the graph's operations, which are then compiled or captured.
@@ -295,9 +295,9 @@ class Stretches:
     # The inner optimizer
 
     def stepping(self, steps: int) -> tuple[Any, Stepping | None]:
-        """Return the key and the `Stepping` of the graph that takes `steps` steps of the current row.
+        """Return the key of the graph that takes `steps` steps of the current row, and the graph's `Stepping`.
 
-        Instead of the `Stepping`, return None if the row's optimizer takes its steps outside the graph.
+        Return None instead of the `Stepping` if the row's optimizer takes its steps outside the graph.
         """
         assert self.inner is not None
         key = (steps, *map(settings, self.inner.optimizer.param_groups))
@@ -328,9 +328,10 @@ class Stretches:
         return Stepping(updates, clock, inner.max_norm)
 
     def numbers(self, stepping: Stepping, at: np.ndarray) -> Tensor | None:
-        """Return the numbers, such as learning rates, that a graph needs for K steps: (K, groups, SCALARS).
+        """Return the numbers that a graph needs for K steps, such as learning rates: a tensor (K, groups, SCALARS).
 
-        Return None if the parameters of one group have taken different numbers of steps.
+        The second axis is for the optimizer's parameter groups. Return None if the parameters of one group have taken
+        different numbers of steps.
 
         Args:
             at: (K,) step numbers for the learning rate's schedule.
@@ -358,7 +359,7 @@ class Stretches:
         return torch.from_numpy(numbers).to(self.worker.device, number_dtype(self.worker.parameters))
 
     def kept(self, stepping: Stepping) -> list[State]:
-        """Return the current row's optimizer state for each parameter; zeros before the row's first step."""
+        """Return the current row's optimizer state for each parameter. Before the row's first step it is zero."""
         assert self.inner is not None
         states = self.inner.optimizer.state
         kept: list[State] = []
@@ -369,7 +370,7 @@ class Stretches:
         return kept
 
     def keep(self, stepping: Stepping, kept: Sequence[State], steps: int) -> None:
-        """Store `kept`, the optimizer state after a graph of `steps` steps, in the current row's optimizer."""
+        """Store the optimizer state `kept`, which a graph of `steps` steps returned, in the current row's optimizer."""
         assert self.inner is not None
         states = self.inner.optimizer.state
         for p, update, tensors in zip(self.worker.parameters, stepping.updates, kept, strict=True):
@@ -387,7 +388,7 @@ class Stretches:
         return map_tensors(self.worker.to_device(batch), lambda x: x)
 
     def fits(self, batch: Any) -> bool:
-        """Return whether a graph can take this batch: its shapes are the graph's, and all examples weigh the same."""
+        """Return whether a graph can take this batch: it has the graph's shapes, and all examples weigh the same."""
         return signature(batch) == self.kind and self.worker.counts_examples(batch)
 
     def say_unlike(self, batch: Any) -> None:

@@ -40,8 +40,9 @@ class NodeDevices:
         split: divides the row over the node's processes.
         within: divides the model over the node's processes. It is another object than `split` only if the nodes have
             different meshes.
-        stream: numbers in the name of this process's random stream. They give shards and stages other random numbers.
-        should_stop: whether to stop. The processes agree on it in each gradient, so they stop at the same step.
+        stream: numbers in the name of this process's random stream, so that shards and stages draw different random
+            numbers.
+        should_stop: whether the processes stop after this step. In each gradient they agree on the answer.
 
     Raises:
         ModelError: the model cannot be split over this mesh.

@@ -34,8 +34,8 @@ class Watch:
 
     Attributes:
         raises, skips: whether the policy is "raise" or "skip".
-        at_once: True on the CPU: check each loss immediately. False on a GPU, where a check would wait for the device:
-            check the losses of a stretch together.
+        at_once: whether each loss is checked immediately, as on the CPU. On a GPU a check would wait for the device, so
+            the losses of a stretch are checked together.
     """
 
     def __init__(self, policy: str, worker: Worker):
@@ -134,7 +134,7 @@ class Watch:
         """Check parameters that the strategy changes, such as outer parameters, after step `step` of the run.
 
         Args:
-            vectors: the parameters, a tensor per block. None: nothing to check.
+            vectors: the parameters, a tensor per block. Without `vectors`, nothing is checked.
             what: the parameters' name for the message, such as "the outer parameters".
 
         Raises:

@@ -23,11 +23,11 @@ def look(worker: Worker, batch: Any, another: Callable[[], Any] | None = None) -
     """Take a training step on `batch`, undo it, and refuse models that cannot be trained.
 
     Set the worker's `changing`, `draws_torch` and `draws_python` to the buffers that the step changes and the random
-    generators that it uses. Buffers that the first step makes or resizes remain. A second step then checks that it
-    does not change them.
+    generators that it uses. Buffers that the first step makes or resizes remain. A second step then checks that later
+    steps do not change these buffers.
 
     Args:
-        another: returns another batch like `batch`; None: use `batch` again.
+        another: returns another batch like `batch`. Without `another`, the second step uses `batch` again.
 
     Raises:
         ModelError: the model returns no loss; the loss depends on no trainable parameter; a gradient is sparse; or the

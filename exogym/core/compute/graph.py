@@ -26,11 +26,12 @@ Signature = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Stepping:
-    """How the optimizer steps a row's parameters inside a graph.
+    """Describe how the optimizer steps a row's parameters inside a graph.
 
     Attributes:
-        updates: each parameter's update; None for a parameter without a gradient, which stays unchanged.
-        clock: each parameter's column in the steps' numbers (`Update.scalars`): the number of its parameter group.
+        updates: each parameter's update. A parameter without a gradient has None, and stays unchanged.
+        clock: the number of each parameter's parameter group. `Update.scalars` computes a step's numbers for each
+            group.
         max_norm: the norm at which gradients are clipped.
     """
 
@@ -52,7 +53,7 @@ class Tracer:
     def gradient(self, batch: Any) -> Callable[..., Any]:
         """Return the graph of one gradient: (params, buffers, batch) -> (gradients, buffers, loss).
 
-        Where the loss does not depend on a parameter, the list of gradients has None.
+        A parameter has the gradient None if the loss does not depend on the parameter.
         """
 
         def gradient(params: list[Tensor], buffers: list[Tensor], batch: Any) -> Any:
@@ -63,7 +64,8 @@ class Tracer:
     def stretch(self, batches: Sequence[Any], stepping: Stepping, kept: Sequence[State]) -> Callable[..., Any]:
         """Return the graph of a step on each of K `batches`.
 
-        The graph is a function (params, kept, buffers, numbers, batches) -> (params, kept, buffers, losses (K,)).
+        The graph is a function (params, kept, buffers, numbers, batches) -> (params, kept, buffers, losses (K,)). Its
+        `numbers` hold each step's learning rate and similar numbers (`Update.scalars`).
 
         Args:
             stepping: how the optimizer steps inside the graph.
@@ -142,7 +144,10 @@ def refusal(how: str, why: str) -> ModelError:
 
 
 def first_line(error: BaseException) -> str:
-    """Return an error's type and its message's first line. If a compiler's error wraps another error, use that one."""
+    """Return an error's type and its message's first line.
+
+    If a compiler's error wraps another error, the inner error is used.
+    """
     error = getattr(error, "inner_exception", error)
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
 
@@ -156,7 +161,7 @@ def number_dtype(params: Sequence[Tensor]) -> torch.dtype:
 
 
 def signature(batch: Any) -> Signature | None:
-    """Return the keys, shapes, strides and dtypes of a batch; None if the batch has other things than tensors."""
+    """Return the keys, shapes, strides and dtypes of a batch, or None if the batch holds more than tensors."""
     if isinstance(batch, Tensor):
         return (tuple(batch.shape), batch.stride(), batch.dtype)
     if isinstance(batch, Mapping):

@@ -2,7 +2,8 @@
 
 A stretch becomes a function of nested tensors that never reads a tensor's value. So the GPU runs the whole stretch
 without commands from the CPU. Rows with the same number of steps run together, with `torch.func.vmap`. If vmap does not
-support the model's operations, the rows run one after the other. Without a GPU tests cover everything but `captured`.
+support the model's operations, the rows run one after the other. Tests without a GPU cover everything except
+`captured`.
 """
 
 from __future__ import annotations
@@ -54,14 +55,14 @@ def captured(body: Body) -> Captured:
 
 
 class Replay:
-    """A captured function of nested tensors.
+    """Capture a function of nested tensors once, and replay it at each call.
 
     A call copies its arguments into the captured inputs, replays the function, and returns copies of the results.
 
     Args:
         function: the function to capture.
         inputs: example inputs. Copies of them become the captured inputs.
-        capture: captures a function without arguments, like `captured`.
+        capture: a function like `captured`, which captures a function without arguments.
 
     >>> def again(body):
     ...     results = body()

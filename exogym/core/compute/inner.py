@@ -1,4 +1,4 @@
-"""Inner optimizers: each row has its own optimizer, and all of them step the same module's parameters."""
+"""Inner optimizers: each row has its own optimizer, and all these optimizers step the same module's parameters."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Correction = Callable[[int, Sequence[Tensor], Sequence[Tensor | None]], None]
 
 
 class InnerOptimizer(Stateful):
-    """One torch optimizer per row. All of them are built on the parameters of the one module.
+    """Keep one torch optimizer per row. All these optimizers are built on the parameters of the one module.
 
     The worker points these parameters at one row after another, and then the row's optimizer steps. So every row has
     its own optimizer state, wherever the optimizer stores it. `enter` builds a row's optimizer at its first call.
@@ -113,7 +113,10 @@ class InnerOptimizer(Stateful):
             self._spare.append(old)
 
     def row(self, row: int) -> Tensors:
-        """Return the state of the row's optimizer, in the form of `optimizer_state`; {} before the first `enter`."""
+        """Return the state of the row's optimizer, in the form of `optimizer_state`.
+
+        Before the first `enter` the result is {}.
+        """
         if row not in self.optimizers:
             return {}
         forget_rates(self.optimizers[row])
@@ -121,7 +124,7 @@ class InnerOptimizer(Stateful):
         return found if whole is None else whole.renamed(found, whole.own, whole.order)
 
     def load_row(self, row: int, tensors: Tensors) -> None:
-        """Replace the state of the row's optimizer with `tensors`, which `row` returned."""
+        """Replace the state of the row's optimizer with `tensors`, a result of the method `row`."""
         self.reset(row)
         if self._whole is not None:
             tensors = self._whole.renamed(tensors, self._whole.order, self._whole.own)

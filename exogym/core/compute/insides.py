@@ -15,7 +15,7 @@ from exogym.core.mesh.traffic import Facts, InsideCost, watched
 
 
 class Insides:
-    """The simulated devices of each node: the bytes that they would send each other, and the time of a step.
+    """Compute the bytes that a node's simulated devices would send each other, and the time of a step.
 
     Args:
         model: the model that all nodes train.
@@ -44,7 +44,8 @@ class Insides:
         """From now on add inside bytes to `ledger`.
 
         Args:
-            at_once: the most examples that a node computes at once (micro-batches). None: the whole batch.
+            at_once: the most examples that a node computes at once (micro-batches). Without `at_once`, a node
+                computes the whole batch at once.
         """
         costs = {mesh: InsideCost(mesh, facts, at_once) for mesh, facts in self._facts.items()}
         self._costs, self._ledger = [costs[mesh] for mesh in self.meshes], ledger

@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
 
 class TrainNode:
-    """One node: its row of the fleet, its share of the data, its optimizer state.
+    """Train one node, with its row of the fleet, its share of the data and its optimizer state.
 
     Args:
         row: the node's row in this process.
-        worker, stream, inner, watch: objects that all nodes of this process share. inner=None: the strategy's own
-            `step` method steps the optimizer.
+        worker, stream, inner, watch: objects that all nodes of this process share. Without `inner`, the strategy's
+            own `step` method steps the optimizer.
         taken: (rows,) each row's number of local steps. The node updates its own number.
 
-    A run makes a `TrainNode` for each of its rows. A callback can read them:
+    A run makes a `TrainNode` for each of its rows. A callback can read these objects:
 
     >>> from exogym import LocalTrainer
     >>> from exogym.strategy import DiLoCoStrategy
@@ -68,8 +68,10 @@ class TrainNode:
         the missing steps.
 
         Args:
-            at: (count,) step numbers for the learning rate's schedule; None: the node's own step numbers.
-            source: (node, step): use this node's batches, from this step on. None: this node's own next batches.
+            at: (count,) step numbers for the learning rate's schedule. Without `at`, the node's own step numbers
+                count.
+            source: a pair (node, step). The batches are that node's, from that step on. Without `source`, the
+                batches are this node's own next ones.
 
         Raises:
             TrainingError: a loss or an update is not finite; the message names node, step and tensor.
@@ -129,7 +131,7 @@ class TrainNode:
 
 
 class Together(Protocol):
-    """An object that computes several rows of a `Loop` at once. The methods get this loop as `plain`."""
+    """Compute several rows of a `Loop` at once. The methods get this loop as `plain`."""
 
     def steps(self, plain: Loop, spans: Sequence[Span], losses: Losses, may_stop: bool) -> Sequence[Span]:
         """Take steps of `spans`. Return spans with the remaining steps, which the loop then takes row by row."""
@@ -149,11 +151,12 @@ class Loop:
 
     Args:
         worker: must be bound to its fleet.
-        inner: the rows' inner optimizers; None: the strategy's own `step` method steps the optimizers.
-        bucket_bytes: send gradients during the backward pass, in buckets of this size. This needs one row in the
-            process and a wire that can overlap. None: send gradients after the backward pass.
+        inner: the rows' inner optimizers. Without `inner`, the strategy's own `step` method steps the optimizers.
+        bucket_bytes: send gradients during the backward pass, in buckets of this size. A size needs one row in the
+            process and a wire that can overlap. Without `bucket_bytes`, gradients are sent after the backward pass.
         node: makes an object that trains one row, like `TrainNode`.
-        at_once: computes several rows at once. Its remaining steps are computed row by row. None: no such object.
+        at_once: computes several rows at once. The loop takes the steps that `at_once` leaves. Without `at_once`, the
+            loop takes all steps.
     """
 
     def __init__(

@@ -30,12 +30,12 @@ def check_rows(
 
     The check counts parameters, gradients, optimizer state, buffers, strategy state and Python objects. It does not
     count activations, data and histories. The check itself needs little memory: the optimizer steps small parameters
-    with the same number of axes, and the strategy starts on torch's meta device. If that fails, the state is not
-    counted. If the run needs only a small part of the free memory, the check ends early.
+    with the same number of axes, and the strategy starts on torch's meta device. If the optimizer or the strategy fails
+    here, its state is not counted. If the run needs only a small part of the free memory, the check ends early.
 
     Args:
         num_nodes: the number of nodes, N.
-        rows: the run's rows; fewer than N if only some nodes act at a time.
+        rows: the number of the run's rows. It is below N if only some nodes act at a time.
         processes: number of processes that divide the rows. Each has its own memory.
         is_cut: whether a node is several processes, each with a part of a row.
         buffer_bytes: bytes per row of the buffers that training changes.

@@ -21,7 +21,7 @@ WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.b
 def explain(
     error: Exception, model: nn.Module, loss_fn: Callable[..., Any] | None, batch: Any, out: Any = MISSING
 ) -> ExoGymError | None:
-    """Return an error that explains `error`: it names the wrong value and the line to change.
+    """Return an error that explains `error`, and names the wrong value and the line to change.
 
     Return None if ExoGym does not know this kind of error.
 

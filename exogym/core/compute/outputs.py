@@ -26,12 +26,12 @@ from exogym.errors import DataError, ModelError
 
 @dataclass
 class Output:
-    """The results of one batch.
+    """Hold the results of one batch.
 
     Attributes:
         loss: a scalar.
-        predictions: the model's predictions; None: unknown.
-        targets: the batch's targets; None: unknown.
+        predictions: the model's predictions, or None if they are unknown.
+        targets: the batch's targets, or None if they are unknown.
         metrics: further scalars that the model returned, by name.
     """
 
@@ -46,7 +46,8 @@ class Loss:
 
     Args:
         model: the user's module.
-        loss_fn: `loss_fn(predictions, targets)`; None: the model returns its own loss.
+        loss_fn: computes the loss, as `loss_fn(predictions, targets)`. Without `loss_fn`, the model returns its own
+            loss.
 
     Raises:
         ModelError: the output holds no scalar loss. The message describes the output.
@@ -140,7 +141,7 @@ class Loss:
     def explain(self, error: Exception, batch: Any, out: Any = MISSING) -> None:
         """Raise an error that explains `error`, which the model or `loss_fn` raised for `batch`.
 
-        Return if ExoGym knows no explanation.
+        Return without an error if ExoGym knows no explanation.
 
         Args:
             out: the model's output, or `MISSING` if the model raised `error`.

@@ -30,8 +30,9 @@ def check_parts(worker: Worker, batches: Iterable[Any], size: int, option: str) 
     """Refuse micro-batches of `size` examples if their gradients do not add up to the whole batch's gradient.
 
     The test runs in evaluation mode, so that dropout and batch statistics change nothing. It uses at most 16 examples
-    and computes each twice. At most 8 examples, or two micro-batches if these have fewer, are in memory at once. The
-    test can miss a wrong loss: with class weights, for example, if all its examples have the same class.
+    and computes each twice. At most 8 examples are in memory at once, or two micro-batches if these have fewer
+    examples. The test can miss a wrong loss. For example, it misses class weights if all its examples have the same
+    class.
 
     Args:
         batches: the examples come from the first batch. If all its targets are equal, they come from all batches.

@@ -18,7 +18,7 @@ from exogym.core.mesh import NodeMesh
 
 
 class Places:
-    """The places of a model's parameters on the devices of a node.
+    """Find which elements of a model's parameters each device of a node computes with, and which it stores.
 
     Args:
         mesh: the node's mesh.
@@ -93,7 +93,7 @@ def places_in(model: nn.Module, named: Mapping[str, nn.Parameter]) -> dict[tuple
 
 
 def even_part(layout: Layout, part: int, parts: int) -> Layout:
-    """Return part number `part` of `parts` equal parts of a layout: a range of each parameter's first axis.
+    """Divide a layout into `parts` equal parts along each parameter's first axis; return part number `part`.
 
     >>> from exogym.core.fleet.layout import layouts_of
     >>> (layout,) = layouts_of(nn.Linear(3, 5))
@@ -112,7 +112,7 @@ def box_shape(box: Box) -> torch.Size:
 
 
 def chunk(ends: tuple[int, int], at: int, parts: int) -> tuple[int, int]:
-    """Return the part of the range `ends` that torch gives to device number `at` when it shards over `parts` devices.
+    """Return the range that torch gives to device number `at` when it shards the range `ends` over `parts` devices.
 
     >>> [chunk((0, 5), k, 4) for k in range(4)]
     [(0, 2), (2, 4), (4, 5), (5, 5)]

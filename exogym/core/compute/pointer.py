@@ -69,7 +69,7 @@ class Pointer:
         self._set(views, buffers)
 
     def check(self, row: int) -> None:
-        """Check that the module's parameters still point at `row`, and save re-assigned buffers into it.
+        """Check that the module's parameters still point at `row`, and save re-assigned buffers into this row.
 
         Raises:
             ModelError: training replaced a parameter, or moved it to other memory.
@@ -130,7 +130,7 @@ class Pointer:
         self.at = views
 
     def set_buffers(self, buffers: dict[str, Tensor]) -> None:
-        """Replace those buffers of the module that training changes by the tensors in `buffers`."""
+        """Put the tensors in `buffers` into the module, in place of the buffers that training changes."""
         for name, (owner, attribute) in self._buffer_owners.items():
             own_buffers(owner)[attribute] = buffers[name]
 

@@ -26,10 +26,10 @@ def check_split(split: Split, loss: Loss, batch: Any, passes: Passes, what: obje
     processes of the node must call this function together.
 
     Args:
-        split: a split that has not been made yet.
+        split: a `Split` whose model is still whole.
         loss: computes the loss of a batch.
         passes: this process's parts of the batch, for each pass. A part has its share of the batch as its weight.
-        what: the split, for messages.
+        what: the split's name in messages.
 
     Raises:
         ModelError: the gradients differ, or the split model fails. The model is then whole again.
@@ -92,7 +92,7 @@ def check_on(
     like: Split,
     what: object,
 ) -> None:
-    """Run `check_split` on a copy of `model`, a smaller model of the same kind, split in the same way as `like`."""
+    """Run `check_split` on a copy of the small model `model`, split in the same way as `like`."""
     other = copy.deepcopy(model).to(like.device)
     split = type(like)(other, like.mesh, like.inside, like.device)
     check_split(split, Loss(other, loss.loss_fn), batch, passes, what)

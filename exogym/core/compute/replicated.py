@@ -37,10 +37,11 @@ class Replicated(Split):
     """A `Split` whose processes gather their parameters once for each gradient.
 
     Args:
-        stages: {parameter's name: the stages that hold it} in a pipeline (`compute.staged`); None: no pipeline.
+        stages: {parameter's name: the stages that hold it} in a pipeline (`compute.staged`), or None without a
+            pipeline.
 
     Attributes:
-        handles: the parameters of the split model, in the row's order. Their indices here are the parameters' numbers.
+        handles: the parameters of the split model, in the row's order. A parameter's number is its index in this list.
         kinds: ranges of parameter numbers, one for each dtype.
         here: numbers of the parameters with which this process computes.
         first: for each parameter, the stage whose row holds it.
@@ -167,7 +168,7 @@ class Replicated(Split):
     def hand_on(
         self, axis: str, tensors: dict[int, Tensor], gives: Numbers, takes: Numbers, these: range
     ) -> Iterator[tuple[int, Tensor]]:
-        """Exchange parameters with the other processes on a mesh axis; yield (number, tensor) for those received.
+        """Exchange parameters with the other processes on a mesh axis; yield (number, tensor) for each received one.
 
         Args:
             tensors: this process's tensors, by the parameter's number.

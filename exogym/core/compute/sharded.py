@@ -1,9 +1,9 @@
 """Shard a model over a node's devices: each device holds a part of every parameter.
 
-The axis "shard" uses torch's `fully_shard` (ZeRO-3, Rajbhandari et al., arXiv:1910.02054). The
-processes gather a block's parameters before its forward pass and again before its backward pass. They free them after
-each pass. Each process receives the summed gradients for its own columns. On the axis "tensor" the devices compute each
-layer together (`compute.tensors`).
+The axis "shard" uses torch's `fully_shard` (ZeRO-3, Rajbhandari et al., arXiv:1910.02054). The processes gather the
+parameters of a block of layers before its forward pass and again before its backward pass. After each pass they free
+the gathered parameters. Each process receives the summed gradients for its own columns. On the axis "tensor" the
+devices compute each layer together (`compute.tensors`).
 
 The model's parameters in a process are views of its row, so the model sees every change of the row. Several processes
 on the axis "tensor" may need the same elements (norms, embeddings). Then one process stores these elements in its row,
@@ -11,7 +11,7 @@ and sends them to the other processes before the step.
 
 In each step a process sends (k-1)/k b (P + P_blocks) bytes to gather parameters, and (k-1)/k b P bytes of gradients.
 Here k is the number of shards, P the number of parameters, and b the bytes per parameter. P_blocks is the number of
-parameters inside blocks, which are gathered twice.
+parameters inside blocks of layers, which are gathered twice.
 """
 
 from __future__ import annotations

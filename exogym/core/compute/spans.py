@@ -24,9 +24,10 @@ class Span:
 
     Attributes:
         row: the row's number in this process.
-        columns: (K,) for each of the K steps, the column of `Losses` that gets its loss.
-        at: (K,) step numbers for the learning rate's schedule; None: count the row's own steps.
-        source: (node, step): use this node's batches, from this step on. None: the row's own next batches.
+        columns: (K,) the columns of `Losses` that get the losses of the K steps.
+        at: (K,) step numbers for the learning rate's schedule. Without `at`, the row's own step numbers count.
+        source: a pair (node, step). The batches are that node's, from that step on. Without `source`, the batches
+            are the row's own next ones.
     """
 
     row: int
@@ -36,7 +37,7 @@ class Span:
 
 
 class Losses(Stateful):
-    """The losses of the current stretch.
+    """Collect the losses of the current stretch.
 
     In one step of the run, a row may take several local steps, or none. So a sum of losses and a count of local steps
     are kept for each row and step.
@@ -119,7 +120,7 @@ class Compute(Protocol):
     Attributes:
         fleet: the fleet of this process's rows.
         taken: (rows,) each row's number of local steps so far. It decides the row's next batch and learning rate.
-        together: whether several rows are computed at once. If not, the caller can time each row alone.
+        together: whether several rows are computed at once. Otherwise the caller can time each row alone.
         overflowed: whether a gradient of the last `gradients` call overflowed in fp16.
         spoilt: rows whose gradient was not finite in the last `gradients` call.
     """

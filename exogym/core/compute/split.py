@@ -33,8 +33,8 @@ class Split:
         device: the model's device.
 
     Attributes:
-        parts: each process's layouts, one per block of the fleet. A parameter that only another process's row stores
-            has an empty box.
+        parts: each process's layouts, one per block of the fleet. A process's layout has no elements of a parameter if
+            only other processes' rows store this parameter.
         way: a number that identifies the order in which this process used blocks and gradients since the last
             `refresh`. If processes gather parameters during a pass, all of them must have the same number.
     """
@@ -62,7 +62,7 @@ class Split:
         return range(self.size)
 
     def walk(self, loss: Loss, parts: Sequence[Part]) -> None:
-        """Compute `parts` with the whole model, before the split, to set `way`.
+        """Set `way`: compute `parts` with the whole model, before the split.
 
         Do nothing if the processes do not gather parameters during a pass.
         """
@@ -88,7 +88,7 @@ class Split:
         raise NotImplementedError
 
     def refresh(self) -> None:
-        """Fetch the columns that the node's other processes hold. Call it once before each gradient."""
+        """Fetch the columns that the node's other processes hold. Call this method once before each gradient."""
         raise NotImplementedError
 
     def compute(self, loss: Loss, parts: Sequence[Part], scale: float, context: Context) -> Tensor:

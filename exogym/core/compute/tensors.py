@@ -1,4 +1,4 @@
-"""Split layers over several devices of a node (tensor parallelism), and find the cut axes."""
+"""Split layers over several devices of a node (tensor parallelism), and find the axes of the cuts."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def torchs_refusals(mesh: NodeMesh) -> Iterator[None]:
 
 
 def cut_axes(model: nn.Module, mesh: NodeMesh, devices: DeviceMesh) -> dict[str, int]:
-    """Return {name: axis} for the parameters that the mesh axis "tensor" cuts. It splits a copy on the meta device.
+    """Split a copy on the meta device; return {name: axis} for the parameters that the mesh axis "tensor" cuts.
 
     Raises:
         ModelError: torch cannot split the model, or a parameter's part is not a range of one axis.

@@ -29,7 +29,7 @@ _KERNELS = (
 
 
 class Update(ABC):
-    """An optimizer's step for the parameters of one parameter group.
+    """Compute an optimizer's step for the parameters of one parameter group.
 
     Args:
         group: the parameter group, an entry of the optimizer's `param_groups`.
@@ -67,7 +67,7 @@ class Update(ABC):
 
 
 class SGD(Update):
-    """A step of torch's SGD: b <- mu b + (1 - d) g, then p <- p - lr b.
+    """Compute a step of torch's SGD: b <- mu b + (1 - d) g, then p <- p - lr b.
 
     Here p is the parameter, g its gradient plus weight decay, lr the learning rate, mu the momentum, d the dampening
     and b the momentum buffer. In the first step b = g. With Nesterov's momentum, p <- p - lr (g + mu b). Without
@@ -92,7 +92,7 @@ class SGD(Update):
 
 
 class Adam(Update):
-    """A step of torch's Adam or AdamW.
+    """Compute a step of torch's Adam or AdamW.
 
         m <- b1 m + (1 - b1) g
         v <- b2 v + (1 - b2) g^2

@@ -1,8 +1,8 @@
 """Weight the parts of a batch in its mean loss, by their examples or by their counted targets.
 
 A loss is a mean over examples, or over the targets that are not below 0. Losses ignore targets below 0 with torch's
-`ignore_index` or Hugging Face's -100. A batch does not show the kind of mean. So a test computes the loss of two
-examples together and alone. torch's own class losses need no test: each target counts with its class weight.
+`ignore_index` or Hugging Face's -100. A batch does not show which mean its loss is. So a test computes the loss of two
+examples together, and of each alone. torch's own class losses need no test: each target counts with its class weight.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Weights:
 
     Args:
         close: two losses count as equal up to this relative difference.
-        counting: a function from targets to their weights; None: find the kind of mean with tests.
+        counting: a function from targets to their weights. Without `counting`, tests find the kind of mean.
 
     The methods' argument `ask` is a function that computes a batch's loss, without gradients and in evaluation mode.
     """

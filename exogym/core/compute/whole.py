@@ -1,8 +1,8 @@
 """Run inner optimizers that need whole tensors, when each process of a node has a part of every parameter.
 
-Before a step each process receives some whole parameters and their gradients; in every step the same parameters. The
-process's optimizer steps these parameters, and the process sends the results back. With k processes and P parameters of
-b bytes, a process sends about (k-1)/k^2 b P bytes three times per step.
+Before a step each process receives some whole parameters and their gradients. Which parameters a process receives never
+changes. The process's optimizer steps these parameters, and the process sends the results back. With k processes and P
+parameters of b bytes, a process sends about (k-1)/k^2 b P bytes three times per step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from exogym.strategy.packing import remember_as_built
 
 
 class WholeTensors:
-    """The whole parameters that this process's optimizers step.
+    """Move whole parameters to the processes whose optimizers step them, and the results back.
 
     Attributes:
         named: this process's whole parameters, by name.
@@ -63,7 +63,7 @@ class WholeTensors:
         Args:
             row: the row that steps.
             parameters: this process's parts of all parameters, with their gradients.
-            take: steps the whole parameters; None: this process steps no parameter.
+            take: a function that steps the whole parameters, or None if this process steps no parameter.
         """
         (block,) = self.fleet.blocks
         rows = block.params[row : row + 1]

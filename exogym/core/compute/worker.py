@@ -44,7 +44,8 @@ class Worker:
         micro_batch_size: examples computed at once. A larger batch is split, and `Weights` weights the losses.
 
     Attributes:
-        insides: the simulated devices of each node; they limit the examples computed at once. None: one device each.
+        insides: the simulated devices of each node, which limit the examples computed at once, or None if each node has
+            one device.
         parameters: the trainable parameters in fleet order, block after block.
         draws_torch: whether a training step draws random numbers from torch.
         draws_python: whether a training step draws random numbers from Python or numpy.
@@ -198,7 +199,7 @@ class Worker:
         return self.micro_batch_size is None or self.weights.counts_examples(self.ask, batch)
 
     def own_shares(self, batch: Any) -> list[tuple[Any, float]]:
-        """Return the parts of a batch that this process evaluates, each with the number of examples it counts for."""
+        """Return the parts of a batch that this process evaluates, each with its number of examples."""
         total = batch_examples(batch)
         if self.devices is not None:
             bounds = [self.devices.evaluated(total)]
@@ -232,7 +233,7 @@ class Worker:
 
 
 class Scaling(Stateful):
-    """Each row's loss scale in fp16, as in torch's GradScaler, and the number of steps since the scale last changed.
+    """Keep each row's fp16 loss scale, as in torch's GradScaler, and the number of steps since the scale last changed.
 
     Attributes:
         scales: (rows,) loss scales.
