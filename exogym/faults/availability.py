@@ -42,7 +42,7 @@ class There(NamedTuple):
 
 
 class Availability:
-    """When clients are available. Subclasses implement `at`. Its result must depend only on its arguments."""
+    """Compute when clients are available. Subclasses implement `at`, whose result must depend only on its arguments."""
 
     def check(self, num_nodes: int) -> None:
         """Raise ArgumentError or DataError if these times are not for a fleet of `num_nodes` nodes."""
@@ -53,12 +53,12 @@ class Availability:
 
 
 class Trace(Availability):
-    """Intervals from a CSV file with the columns client, from, to, speed, or from a Parquet file with these columns.
+    """Read clients' intervals from a CSV or Parquet file with the columns client, from, to, speed.
 
     Args:
         file: one row for each interval in which a client is available: `from` and `to` in seconds, and `speed`, over 0.
             Clients are numbers from 0. Without a column `speed` all clients have speed 1.
-        repeat_s: repeat the intervals after this many seconds; None: no client is available after the last `to`.
+        repeat_s: repeat the intervals after this many seconds. Default: no client is available after the last `to`.
 
     Raises:
         DataError: the file does not exist, or a row is impossible, or two intervals of a client overlap. The message
@@ -97,7 +97,7 @@ class Trace(Availability):
             one, other = order[k], order[k + 1]
             raise DataError(
                 f"{_row(self.file, other)}: client {self.client[other]} is available from {self.begin[other]:g}, but "
-                f"row {one + 2} says until {self.end[one]:g}: give times that do not overlap"
+                f"also from row {one + 2}, until {self.end[one]:g}: give times that do not overlap"
             )
         if repeat_s is not None and self.end.max(initial=0) > repeat_s:
             raise DataError(
@@ -107,8 +107,8 @@ class Trace(Availability):
     def check(self, num_nodes: int) -> None:
         for k in np.flatnonzero(self.client >= num_nodes)[:1]:
             raise DataError(
-                f"{_row(self.file, k)}: client {self.client[k]}, but num_nodes={num_nodes}: clients are 0 to "
-                f"{num_nodes - 1}"
+                f"{_row(self.file, k)}: client {self.client[k]} does not exist with num_nodes={num_nodes}: "
+                f"clients are 0 to {num_nodes - 1}"
             )
 
     def at(self, time_s: float, num_nodes: int) -> There:

@@ -1,7 +1,7 @@
 """Planned faults: nodes that drop out and return, slow nodes, lost synchronizations.
 
-Whether a node is present depends only on (step, node). So it does not change with the placement or after a resume.
-Steps are the run's steps, counted from 1.
+Whether a node is present depends only on (step, node). So a node's presence does not change with the placement or after
+a resume. Steps are the run's steps, counted from 1.
 
     absent  the node neither computes nor communicates; when it returns, it copies another node's parameters
     lost    the node misses the synchronization after this step: it keeps its own parameters and continues
@@ -36,25 +36,24 @@ class Faults:
     """Planned faults of nodes: a schedule, random faults with a seed, or both.
 
     Args:
-        absent: {node: [(first, last), ...]}: the node's outages. The node is absent from step `first` on, and present
-            again at step `last`. With last=None it does not return.
+        absent: {node: [(first, last), ...]}, each node's outages. The node is absent from step `first` on, and present
+            again at step `last`. With last=None the node does not return.
         drop_rate: probability per step that a present node drops out. Nodes drop out independently. On average a node
             is absent in a share drop_rate m / (1 + drop_rate m) of the steps, with m = `mean_outage_steps`.
         mean_outage_steps: mean length of the random outages in steps, at least 1. Lengths are geometric.
-        lost: {node: steps}: the steps whose synchronization the node misses.
+        lost: {node: steps}, the steps whose synchronization the node misses.
         lost_rate: probability that a node misses a synchronization.
-        slow: {node: share}: the share of its local steps that the node takes, over 0 and at most 1. The node takes
+        slow: {node: share}, the share of its local steps that the node takes, over 0 and at most 1. The node takes
             floor(share * n) of the first n steps in which it is present.
-        forget: True: a returning node has restarted and lost its state. So it copies parameters, the inner optimizer's
-            state and the strategy's state from another node. False: the node was only unreachable, and copies only
-            parameters.
+        forget: if True, a returning node has restarted and lost its state. So it copies parameters, the inner
+            optimizer's state and the strategy's state from another node. If False, the node was only unreachable, and
+            copies only parameters.
         seed: seed of the random faults, of the choice of bad nodes, and of bad nodes' noise.
-        bad_nodes: a list of the nodes that send wrong updates; or their share of all nodes, a number below 1. ExoGym
-            rounds the share to whole nodes and draws these nodes with the seed.
+        bad_nodes: a list of the nodes that send wrong updates, or the share of all nodes that do so, a number below 1.
+            ExoGym rounds the share to whole nodes and draws these nodes with the seed.
         attack: the kind of wrong updates: "sign_flip", "noise" or "scale".
-        trace: when clients are available for a round, and how fast each client is: a file, or a `Trace`, `Diurnal` or
-            `Devices` (`exogym.faults.availability`). Only for strategies that sample clients, and without planned
-            faults.
+        trace: a file, or a `Trace`, `Diurnal` or `Devices` (`exogym.faults.availability`), which says when each client
+            is available and how fast it is. A trace needs a strategy that samples clients, and excludes planned faults.
         attack_factor: a factor c over 0. The wrong update is the correct update times -c ("sign_flip"), noise with c
             times the correct update's norm ("noise"), or the correct update times c ("scale"). Default: 1 for
             "sign_flip", 10 for "noise" and "scale".
@@ -152,8 +151,8 @@ class Faults:
 
         Args:
             shares: the share of the steps that each node takes. A share in `slow` multiplies it.
-            lockstep: all nodes take every step together, because the strategy averages gradients in every step. Then a
-                node that loses a synchronization misses this step, and no node can be slow.
+            lockstep: whether all nodes take every step together, because the strategy averages gradients in every step.
+                Then a node that loses a synchronization misses this step, and no node can be slow.
 
         Raises:
             ArgumentError: a node does not exist, or a node is slow in lockstep.
@@ -168,7 +167,7 @@ class Faults:
 
 
 class Attendance:
-    """Which nodes are present at each step of a run. `Faults.bind` makes this object.
+    """Compute which nodes are present at each step of a run. `Faults.bind` makes this object.
 
     Every method's result depends only on its arguments; stored values are a cache.
     """
@@ -210,11 +209,11 @@ class Attendance:
         return [node for node in nodes if node not in lost]
 
     def returning(self, step: int) -> tuple[list[int], int | None]:
-        """Return the nodes that return at step `step`, and the node whose state they copy; ([], None): no node returns.
+        """Return the nodes that return at step `step`, and the node whose state these nodes copy.
 
-        They copy the state of the lowest rank that was also present in the step before. If there is no such node, they
-        copy the state of the present node that was absent for the shortest time, or of the lowest rank among several
-        such nodes. This node is then itself a returning node.
+        Returning nodes copy the state of the lowest rank that was also present in the step before. If there is no such
+        node, they copy the state of the present node that was absent for the shortest time, or of the lowest rank among
+        several such nodes. This node is then itself a returning node. If no node returns, the result is ([], None).
         """
         now, before = self.up(step), set(self.up(step - 1))
         back = [node for node in now if node not in before]
@@ -227,7 +226,7 @@ class Attendance:
         return back, stayed[0]
 
     def next_change(self, step: int) -> int:
-        """Return the last step before the present nodes change, starting from step `step + 1`. A stretch ends there."""
+        """Return the last step up to which the same nodes are present as at `step + 1`. A stretch ends there."""
         if self.lockstep and self._loses:
             return step + 1
         self._not_away(step + 1)
@@ -242,8 +241,8 @@ class Attendance:
         steps_between(a, b) + steps_between(b, c) == steps_between(a, c).
 
         Args:
-            work: `work(first, last)` returns the local steps that the strategy wants of each node, (N,). They must be
-                additive, too. If `work` or its result is missing (None), the strategy wants every step.
+            work: `work(first, last)` returns the local steps that the strategy wants of each node, (N,). These numbers
+                must be additive, too. If `work` or its result is missing (None), the strategy wants every step.
         """
         if self.lockstep and self._loses:
             return sum((self._flags(step) for step in range(first + 1, last + 1)), np.zeros(self.num_nodes, np.int64))
@@ -297,9 +296,9 @@ class Attendance:
 
 
 class Outages(Faults):
-    """A run's unplanned outages, recorded as they happen.
+    """Record a run's unplanned outages as they happen.
 
-    A simulation with `Faults(absent=outages.as_absent(), forget=True)` repeats them.
+    A simulation with `Faults(absent=outages.as_absent(), forget=True)` repeats these outages.
 
     >>> outages = Outages()
     >>> attendance = outages.bind(num_nodes=3)
@@ -367,9 +366,9 @@ class _NodeOutages:
         self._learn(FIRST_HORIZON)
 
     def state(self, step: int) -> tuple[bool, int, int]:
-        """Return whether the node is absent at `step`, and the steps (first, end) between which that does not change.
+        """Return whether the node is absent at `step`, and the period (first, end) of this answer.
 
-        The state lasts from step `first` to step `end - 1`.
+        The answer holds from step `first` to step `end - 1`.
         """
         while True:
             self._learn(step)

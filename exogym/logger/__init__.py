@@ -1,9 +1,9 @@
 """Loggers receive a run's records while it trains: CSV, JSON lines, W&B, Trackio, TensorBoard, or your own.
 
-A record is a row of the history (`exogym.core.record.history`): a dict with `step`, `node` (None: the averaged model),
-`train_loss` and other values, or None in place of missing values. Records come in the order of steps. In each step the
-averaged model's record comes first. Your own logger is a function that takes a record, or an object with the method
-`log` and, if needed, `start` and `finish`:
+A record is a row of the history (`exogym.core.record.history`): a dict with `step`, `node` (a rank, or None for the
+averaged model), `train_loss` and other values, or None in place of missing values. Records come in the order of steps.
+In each step the averaged model's record comes first. Your own logger is a function that takes a record, or an object
+with the method `log` and, if needed, `start` and `finish`:
 
 >>> records = []
 >>> logger = combine([records.append, JSONLinesLogger("runs/metrics.jsonl")])

@@ -39,7 +39,7 @@ class Logger:
         """
 
     def restore(self, records: Callable[[], Iterable[Record]]) -> None:
-        """Replace all earlier records of this run by `records()`. The run continues after them.
+        """Replace all earlier records of this run by `records()`. The run continues after these records.
 
         A resumed run calls this method after `start`, with the checkpoint's records up to `run["resumed_step"]`. A run
         that lost a host and returns to a checkpoint also calls it. The method of the base class does nothing.

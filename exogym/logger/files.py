@@ -21,7 +21,7 @@ _encode = json.JSONEncoder(allow_nan=False, check_circular=False).encode  # made
 
 
 class OnDisk(Logger):
-    """A logger that writes files. If a write fails, it prints one message and stops writing; training continues."""
+    """A logger that writes files. If a write fails, it prints one message and stops; training continues."""
 
     _given_up = False
 
@@ -95,7 +95,7 @@ class FileLogger(OnDisk):
     _keep: Any  # function of a step: drop the records after it
 
     def restore(self, records: Callable[[], Iterable[Record]]) -> None:
-        """Replace the file's records by `records()`. After a power cut, a checkpoint may have more records."""
+        """Replace the file's records by `records()`. After a power cut, they may be more than the file has."""
         with self._writing(self.path):
             self._close()  # it is open if the run went back
             if not self._given_up:

@@ -31,7 +31,7 @@ class _ByStep(Logger):
         self._shared: Record = {}
 
     def log(self, record: Record) -> None:
-        """Receive one record. The first record of a new step first writes the values collected for the step before."""
+        """Receive one record. If it begins a new step, first write the values collected for the step before."""
         if record["step"] != self._step:
             self._flush()
             self._step = record["step"]

@@ -50,7 +50,7 @@ def test_parquet_is_read_alike(tmp_path: Path) -> None:
     [
         (
             "0,0,10,1\n0,5,20,1\n",
-            r"row 3: client 0 is available from 5, but row 2 says until 10: give times that do not",
+            r"row 3: client 0 is available from 5, but also from row 2, until 10: give times that do not",
         ),
         ("0,10,10,1\n", "row 2: from=10, to=10: wanted a .from. of at least 0"),
         ("0,0,10,0\n", "row 2: speed 0 must be over 0"),
@@ -75,7 +75,7 @@ def test_what_else_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match=r"trace=.* with drop_rate=0.1: both decide which nodes are absent"):
         Faults(trace=Diurnal(), drop_rate=0.1)
     unknown = trace(tmp_path, f"{CLIENTS},0,10,1\n")
-    with pytest.raises(DataError, match=f"row 2: client {CLIENTS}, but num_nodes={CLIENTS}"):
+    with pytest.raises(DataError, match=f"row 2: client {CLIENTS} does not exist with num_nodes={CLIENTS}"):
         trained(WITH_A_SERVER["fedavg"](), faults=Faults(trace=unknown), step_seconds=1)
     with pytest.raises(ArgumentError, match="peak_s=nan must be a number that is finite: seconds of a day"):
         Diurnal(peak_s=float("nan"))

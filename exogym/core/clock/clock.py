@@ -5,7 +5,8 @@ time as one call of ten steps. For each node
 
     time = computing + waiting + sending + down
 
-"waiting" is waiting for other nodes; "sending" is time in a collective; "down" is an outage.
+Here "waiting" is the time in which the node waits for other nodes. "sending" is its time in collectives, and "down" is
+the time of its outages.
 """
 
 from __future__ import annotations
@@ -42,13 +43,13 @@ class _Flight:
 
 
 class Clock:
-    """Each node's virtual time.
+    """Keep each node's virtual time.
 
     `advance` adds the time of local steps. `event` carries out a collective of the communicator: its members end at the
     latest member's time plus the collective's cost. A collective that overlaps with computing starts with `begin` and
     ends at `wait`. A node's network line carries one collective at a time. If the line is busy, the next collective
-    starts later. In a simulation's clock, averages that arrive late overlap with computing. On hosts, a run waits for
-    each average right after sending it.
+    starts later. In a simulation, averages with a delay overlap with computing. On hosts, a run waits for each average
+    right after sending it.
 
     Args:
         num_nodes: the number of nodes, N.
@@ -58,7 +59,8 @@ class Clock:
             as {"all_reduce": "halving_doubling"}. Collectives through a server do not change.
         outages: a list of (node, start, end), with times in seconds or as text. During an outage the node does nothing,
             and collectives with this node start after it.
-        timeline: keep `spans` (when each node computed, sent and waited) for `save_trace` and `draw_timeline`.
+        timeline: whether to keep `spans` (when each node computed, sent and waited) for `save_trace` and
+            `draw_timeline`.
 
     Attributes:
         steps: (N,) steps of each node so far.
@@ -202,10 +204,10 @@ class Clock:
             self._arrive(_Flight(ALL, cost, int(self._ticks.max()) + cost, "agreement"))
 
     def meet(self, until_s: float = 0.0, nodes: Sequence[int] | None = None) -> None:
-        """Make `nodes` (all by default) wait for the last of all nodes, and at least until `until_s`.
+        """Make `nodes` (by default all) wait until the latest node's time, and at least until `until_s`.
 
-        This ends a server's round also for nodes that did not take part, because no node gets the next parameters
-        earlier.
+        A server's round ends in this way. Nodes that did not take part wait, too, because they get the next parameters
+        only after the round.
 
         >>> clock = Clock(2, "1Gbps", 0.01)
         >>> clock.advance(np.array([5, 0]))
@@ -261,7 +263,7 @@ class Clock:
 
         Args:
             part: "computing", "waiting" (for other nodes), "sending" or "down".
-            of: which nodes: a number, a slice or an array of numbers. Default: all nodes.
+            of: the nodes, as a number, a slice or an array of numbers. Default: all nodes.
         """
         if part not in PARTS:
             raise ArgumentError(f"part={part!r} is not one of {', '.join(map(repr, PARTS))}: {nearest(part, PARTS)}")
@@ -292,7 +294,7 @@ class Clock:
 
     @property
     def spans(self) -> list[Span]:
-        """The spans in which each node computed, sent, waited or was down. They need `timeline=True`.
+        """The spans in which each node computed, sent, waited or was down. The clock needs `timeline=True`.
 
         Raises:
             ArgumentError: the clock keeps no timeline.
@@ -436,7 +438,9 @@ def _checked_outages(outages: Sequence[Outage], num_nodes: int) -> dict[int, lis
 
 def _checked_algorithms(given: str | Mapping[str, str] | None) -> str | Mapping[str, str] | None:
     if isinstance(given, str) and given != "cheapest":
-        raise ArgumentError(f"algorithms={given!r} must be 'cheapest', or by kind, as {{'all_reduce': 'tree'}}")
+        raise ArgumentError(
+            f"algorithms={given!r} must be 'cheapest', or map kinds to algorithms, as {{'all_reduce': 'tree'}}"
+        )
     if isinstance(given, Mapping):
         for kind, algorithm in given.items():
             names = algorithms_of(kind)

@@ -1,4 +1,4 @@
-"""How long a step takes: always the same, different for each node, random, or sometimes much longer (stragglers).
+"""Compute how long a step takes: the same time for all steps, a time for each node, or a random time with stragglers.
 
 Node i's step t takes
 
@@ -24,7 +24,7 @@ MOST_DRAWS = 1 << 20  # at a time, to bound the memory
 
 
 class StepTime:
-    """The time of each step of each node.
+    """Compute the time of each node's steps.
 
     Args:
         seconds: seconds of a step: a number, text such as "80ms", or one of these per node.
@@ -77,7 +77,7 @@ class StepTime:
 
     @property
     def num_nodes(self) -> int | None:
-        """The number of nodes that these times are for; None: any number."""
+        """The number of nodes to which these times apply, or None for any number."""
         return len(self.seconds) if len(self.seconds) > 1 else None
 
     @property
@@ -89,7 +89,7 @@ class StepTime:
         """Return the step time of nodes whose steps have more or less work.
 
         Args:
-            work: (N,) each node's work per step, relative to its work until now; 1 changes nothing.
+            work: (N,) each node's new work per step, divided by its old work. A 1 changes nothing.
             extra_s: seconds that each step takes in addition; a number or (N,).
         """
         other = copy.copy(self)

@@ -39,7 +39,7 @@ class Span:
 
 
 class Timeline:
-    """Collect spans. If a node computes without interruption, all these steps are one span."""
+    """Collect spans. Steps that a node computes without interruption become one span."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
@@ -94,7 +94,7 @@ def save_trace(spans: Sequence[Span], path: str | os.PathLike[str]) -> None:
 
 
 def save_spans(clock: Any, path: str | os.PathLike[str]) -> None:
-    """Write a clock's spans, and the mean share of each kind over nodes, as JSON. The clock must keep a timeline."""
+    """Write a clock's spans, and each kind's mean share of the time, as JSON. The clock must keep a timeline."""
     spans = [[span.node, span.kind, span.start_s, span.end_s, span.name] for span in clock.spans]
     shares = {kind: float(clock.share(part).mean()) for kind, part in PARTS.items()}
     write_json(path, {"title": "", "spans": spans, "shares": shares}, indent=None)

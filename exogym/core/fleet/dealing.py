@@ -62,10 +62,10 @@ class Dealing:
         All processes of the node must enter the context. Each process records the traffic of its columns.
 
         Args:
-            gradients: the module changes gradients; False: it changes parameters.
+            gradients: whether the module changes gradients. Otherwise it changes parameters.
 
         Yields:
-            fleet: the fleet with whole tensors; None: this process has no columns for the module.
+            fleet: the fleet with whole tensors, or None if this process has no columns for the module.
         """
         (block,), (dealt,) = self.fleet.blocks, self.view.blocks
         dealt.params = self.deal(block.params)

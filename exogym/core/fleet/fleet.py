@@ -34,13 +34,13 @@ def row_matrix(rows: int, width: int, dtype: torch.dtype, device: torch.device, 
 
 
 class Block:
-    """The columns of one dtype, for all rows of this process.
+    """Hold the columns of one dtype, for all rows of this process.
 
     Attributes:
         layout: where each parameter lies in a row.
         params: (rows, P) parameters, the matrix X of the equations.
-        grads: (rows, P) gradients. None: the strategy does not need them. After an average, one row that is expanded
-            to all rows (stride 0).
+        grads: (rows, P) gradients, or None if the strategy needs no gradients. After an average, all rows are the same
+            memory (stride 0).
         has_grad: (rows, parameters) bool: whether the step gave the parameter a gradient.
     """
 
@@ -69,13 +69,13 @@ class Block:
             yield slot, slot.of(rows)
 
     def zeros(self, rows: int | None = None) -> Tensor:
-        """Return a matrix of zeros like `params`, with `rows` rows; None: with as many rows as `params`."""
+        """Return a matrix of zeros like `params`, with `rows` rows (default: as many rows as `params`)."""
         n = len(self.params) if rows is None else rows
         return row_matrix(n, self.layout.numel, self.layout.dtype, self.params.device).zero_()
 
 
 class Fleet:
-    """The rows that a process holds, their buffers, and the communicator between all nodes.
+    """Hold a process's rows, the rows' buffers, and the communicator between all nodes.
 
     Attributes:
         blocks: one `Block` per dtype of trainable parameters.
@@ -83,9 +83,9 @@ class Fleet:
         ranks: the rank of the node in each row.
         num_nodes: number of nodes in all processes together.
         comm: the `Communicator`.
-        hidden: names of the parameters that turn one hidden vector into another, for Muon.
+        hidden: names of the matrices that turn one hidden vector into another. The optimizer Muon needs these names.
         state: everything that a checkpoint saves: rows, byte counts and the state of other objects. See `State`.
-        parts: `parts[k][b]` is the layout of block b in process k of a node.
+        parts: the layouts in all processes of one node. `parts[k][b]` is the layout of block b in the node's process k.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Fleet:
 
     @property
     def there(self) -> list[int]:
-        """The ranks of the present nodes. If no node is present: the ranks of all nodes with a row."""
+        """The ranks of the present nodes, or of all nodes with a row if no node is present."""
         return self.comm.present or sorted(i for ids in self.comm.wire.placement for i in ids)
 
     @property
@@ -130,7 +130,7 @@ class Fleet:
         return found
 
     def wholes(self, vectors: Sequence[Tensor]) -> Iterator[Tensor]:
-        """Collect whole parameters from the processes of a node, and yield each, (..., *shape).
+        """Collect whole parameters from the processes of a node, and yield each parameter, (..., *shape).
 
         All processes of the node must call this together.
 
@@ -175,7 +175,7 @@ class Fleet:
     def average_buffers(self) -> dict[str, Tensor]:
         """Return one value for each buffer that training changes, without recording traffic.
 
-        It is the mean over the present nodes for a floating-point buffer, and otherwise the lowest rank's value.
+        A floating-point buffer's value is the mean over the present nodes. Other buffers have the lowest rank's value.
         """
         wire, everyone = self.comm.wire, self.there
         result = {}
@@ -194,7 +194,7 @@ class Fleet:
         are recorded as buffer traffic, apart from the parameters' traffic.
 
         Args:
-            groups: lists of ranks; None: one group of all present nodes.
+            groups: lists of ranks. Default: one group of all present nodes.
         """
         with self.comm.counted_as("buffers"):
             for rows in self.buffers.values():

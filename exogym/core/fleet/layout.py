@@ -27,7 +27,8 @@ class Slot:
     """The place of one parameter in a row: columns `start` to `stop`, seen as a tensor of shape `shape`.
 
     Attributes:
-        box: the elements of the parameter in this row, as a range (start, stop) for each axis; None: all elements.
+        box: the elements of the parameter in this row, as a range (start, stop) for each axis, or None for all
+            elements.
     """
 
     name: str
@@ -54,7 +55,7 @@ class Layout:
     """The columns of one block: all trainable parameters of one dtype, or a part of them.
 
     Attributes:
-        whole: if this layout is one process's part, the layout of the whole row; None: this layout is whole.
+        whole: the layout of the whole row if this layout is one process's part, otherwise None.
         room: number of elements after a row's end that torch may read.
 
     >>> layout, = layouts_of(nn.Linear(3, 2))
@@ -87,9 +88,9 @@ class Layout:
         return torch.cat(found) if found else torch.empty(0, dtype=torch.int64)
 
     def here(self, indices: Tensor) -> Tensor:
-        """Return the positions in this part of those `indices` that this part has, in ascending order.
+        """Find columns of the whole row in this part; return their positions in this part, in ascending order.
 
-        `indices` are ascending column numbers of the whole row.
+        `indices` are the columns' numbers in the whole row, ascending. Columns that this part lacks are ignored.
         """
         if self.whole is None:
             return indices
@@ -250,6 +251,6 @@ def _refuse_unpointable(parameters: dict[str, nn.Parameter]) -> None:
     for (_, end, first), (start, _, second) in itertools.pairwise(extents):
         if start < end:
             raise ModelError(
-                f"parameters {first!r} and {second!r} overlap in memory but are not the same parameter, so a copy of "
-                "one would no longer follow the other: tie them as one nn.Parameter, or clone one of them"
+                f"parameters {first!r} and {second!r} overlap in memory but are not the same parameter. In a row "
+                "they would not overlap: tie them as one nn.Parameter, or clone one of them"
             )

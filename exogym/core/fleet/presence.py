@@ -34,17 +34,17 @@ def where_present(fleet: Fleet, new: Tensor, old: Tensor) -> Tensor:
 
 
 def shared_row(fleet: Fleet, result: Tensor) -> Tensor:
-    """Return, in every process, the row (1, ...) of `result` that all present nodes have after a collective."""
+    """In every process, return the row (1, ...) of `result` that all present nodes have after a collective."""
     return result[:1] if all_present(fleet) else fleet.comm.wire.rows(result, fleet.comm.present[:1])
 
 
 def take_rows(fleet: Fleet, x: Tensor, source: int, nodes: Sequence[int], given: Tensor | None = None) -> None:
     """Let the node `source` send its row of `x` (rows, ...) to `nodes`, which overwrite their own rows of `x`.
 
-    It is recorded as a broadcast among these nodes, with the row's bytes as payload.
+    The transfer is recorded as a broadcast among these nodes, with the row's bytes as payload.
 
     Args:
-        given: the row (1, ...) to send; None: the row of `source` in `x`.
+        given: the row (1, ...) to send. Default: the row of `source` in `x`.
     """
     sent = x if given is None else given.expand_as(x)
     taken = fleet.comm.broadcast(sent, source, members=sorted({source, *nodes}))
@@ -55,7 +55,7 @@ def take_rows(fleet: Fleet, x: Tensor, source: int, nodes: Sequence[int], given:
 def give_shared(fleet: Fleet, tensors: Iterable[Tensor], nodes: Sequence[int]) -> None:
     """Record the traffic by which returning `nodes` get `tensors` that all nodes share.
 
-    It is recorded as broadcasts from a node that was present all the time.
+    The traffic is recorded as broadcasts from a node that was present all the time.
     """
     stayed = [rank for rank in fleet.comm.present if rank not in nodes]
     for x in tensors if stayed else ():

@@ -44,11 +44,11 @@ class Seats:
         arrived: called with the nodes that get a row in this process for the first time in the run.
 
     Attributes:
-        nodes: the sorted ranks of the nodes that need a row now, over all processes. All of them have one.
-        working: the sorted ranks of the nodes among `nodes` that act next.
+        nodes: the sorted ranks of the nodes that need a row now, over all processes. All these nodes have a row.
+        working: the sorted ranks of the nodes that act next. They are among `nodes`.
 
     Raises:
-        StrategyError: the rows begin with different state. A node that gets a row later could not know its own.
+        StrategyError: the rows begin with different state. A node that gets a row later could not know its own state.
     """
 
     def __init__(self, fleet: Fleet, store: Store, arrived: Callable[[Sequence[int]], None] | None = None):
@@ -222,7 +222,7 @@ class Seats:
 
 
 class Packs:
-    """Pack the state of many nodes into few tensors. Their number does not depend on the number of nodes.
+    """Pack the state of many nodes into few tensors. The number of tensors does not depend on the number of nodes.
 
     If nodes have tensors with the same names, shapes and dtypes, these become the rows of one tensor per name.
     """
@@ -258,7 +258,7 @@ def unpacked(tensors: Tensors) -> dict[int, Tensors]:
 
 
 def by_node(rows: Mapping[int, Tensors]) -> tuple[dict[int, Tensors], dict[int, Tensors]]:
-    """Return the state of working nodes, {rank: tensors}, and the same for other nodes, given `Seats.rows`' result."""
+    """Return two dicts {rank: tensors}, for working nodes and for other nodes, given the result of `Seats.rows`."""
     working: dict[int, Tensors] = {}
     kept: dict[int, Tensors] = {}
     for tensors in rows.values():

@@ -40,7 +40,7 @@ class Stateful:
         """
 
     def cut(self, name: str, shape: Sequence[int]) -> Cut | None:
-        """Return which part of the tensor `name` this process has, if a node has several processes.
+        """Return the `Cut` that gives this process its part of the tensor `name`, if a node has several processes.
 
         Return None if every process has the whole tensor.
 
@@ -58,14 +58,14 @@ class Stateful:
 
 
 class Shared(Stateful):
-    """State that is equal for all nodes, given by a function that returns it and a function that loads it."""
+    """Save state that is equal for all nodes, with a function that returns the state and a function that loads it."""
 
     def __init__(self, save: Callable[[], Tensors], load: Callable[[Tensors], None]):
         self.shared, self.load_shared = save, load  # type: ignore[assignment, method-assign]
 
 
 class State:
-    """The registered objects of a run, by name, in the order of registration.
+    """Hold a run's registered objects by name, in the order of registration, and return or set their state.
 
     >>> import torch
     >>> class Momentum(Stateful):
@@ -86,22 +86,29 @@ class State:
         self.parts: dict[str, Stateful] = {}
 
     def register(self, name: str, part: Stateful) -> None:
-        """Register `part`: save its state under `name` from now on.
+        """Register the object `part`. From now on its state is saved under `name`.
 
         Raises:
-            StrategyError: another part has this name, or the name contains a dot. A dot separates a part's name from a
-                tensor's name.
+            StrategyError: another object has this name, or the name contains a dot. A dot separates an object's name
+                from a tensor's name.
         """
         if name in self.parts or "." in name:
             raise StrategyError(
-                f"{type(part).__name__} wants to keep its state as {name!r}, "
-                + ("which has a dot in it" if "." in name else f"as {type(self.parts[name]).__name__} does already")
+                f"{type(part).__name__} registers its state as {name!r}, "
+                + (
+                    "but a dot is not allowed"
+                    if "." in name
+                    else f"but {type(self.parts[name]).__name__} has this name"
+                )
                 + ": give it another name"
             )
         self.parts[name] = part
 
     def row(self, row: int, names: Iterable[str] | None = None) -> Tensors:
-        """Return the state of the node in `row`, named "<part>.<tensor>", from all parts or from the parts `names`."""
+        """Return the state of the node in `row` from all registered objects, or from the objects `names`.
+
+        A tensor's name is "<object>.<tensor>".
+        """
         chosen = self.parts if names is None else names
         return {f"{name}.{key}": x for name in chosen for key, x in self.parts[name].row(row).items()}
 
@@ -111,16 +118,16 @@ class State:
             self.parts[name].load_row(row, below(f"{name}.", tensors))
 
     def cut(self, name: str, shape: Sequence[int]) -> Cut | None:
-        """Return which part of the tensor "<part>.<tensor>" this process has (see `Stateful.cut`)."""
+        """Return the `Cut` of the tensor "<object>.<tensor>" in this process (see `Stateful.cut`)."""
         part, _, rest = name.partition(".")
         return self.parts[part].cut(rest, shape)
 
     def shared(self) -> Tensors:
-        """Return the state that is equal for all nodes, from all registered parts, named "<part>.<tensor>"."""
+        """Return the state that is equal for all nodes. A tensor's name is "<object>.<tensor>"."""
         return {f"{name}.{key}": x for name, part in self.parts.items() for key, x in part.shared().items()}
 
     def figures(self) -> dict[str, float]:
-        """Return the numbers of all registered parts for the history (see `Stateful.figures`)."""
+        """Return the numbers of all registered objects for the history (see `Stateful.figures`)."""
         return {name: x for part in self.parts.values() for name, x in part.figures().items()}
 
     def load_shared(self, tensors: Tensors) -> None:

@@ -15,11 +15,11 @@ from exogym.errors import TrainingError
 
 
 class Store:
-    """Store each node's named tensors. If the tensors take more than `limit_bytes`, the oldest go to files.
+    """Store each node's named tensors. If the tensors take more than `limit_bytes`, the oldest tensors go to files.
 
     Args:
-        limit_bytes: most bytes of tensors in memory; None: no limit.
-        folder: the folder for the files. It is made when needed, and `close` removes it. Required with a limit.
+        limit_bytes: most bytes of tensors in memory. Default: no limit.
+        folder: the folder for the files. It is made when needed, and `close` removes it. A limit needs a folder.
 
     >>> import torch
     >>> store = Store()
