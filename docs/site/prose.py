@@ -51,7 +51,7 @@ VICES = [
     ("passive riddle", r"\b(?:is|are|was|were|be|been|being) told\b", "say who tells whom: 'the log shows ...'"),
     ("passive riddle", r"\b(?:is|are|was|were) to be\b", "'must be', 'will be', or an active verb"),
     ("riddle", r"\b(?:costs?|is|are|has|have|needs?) nothing but\b", "say what it costs or is: 'only'"),
-    ("riddle", r"(?<!there )\b(?:is|are) none\b(?! of\b)", "say it positively: 'ignore ...', 'no ...'"),
+    ("riddle", r"(?<!there )\b(?:is|are) (?-i:none)\b(?! of\b)", "say it positively: 'ignore ...', 'no ...'"),
     ("riddle", r"\b(?:is|are|was|were) (?:not )?there\b(?! (?:a|an|any|no|is|are|was|were)\b)(?!.*\?)",
      "'exists', 'is installed', 'takes part'"),
     ("riddle", r"\bleft a word\b", "say it plainly"),

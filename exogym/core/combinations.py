@@ -3,9 +3,9 @@
 A feature is a property of a run, under the name that a user writes: an option (`privacy`), an option with a value
 (`compute="vmap"`), a strategy's behavior ("packed values"), or a missing option ("no network"). Modules, strategies and
 `fit`'s options list their features (`features()`). If a run has both features of a row in the table, `check` raises an
-error for the first such row. A strategy is checked when it is made, and the whole run before it trains. Some features
-become known in between: the launcher, and properties of the model and the data. Each of these features is checked as
-soon as it is known.
+error for the first such row. A strategy is checked when it is made, and the whole run before it trains. Some features,
+such as the launcher and properties of the model and the data, become known between these two checks. Each of these
+features is checked as soon as it is known.
 
 To refuse another pair, add a row to its group in `GROUPS`. If its feature is new, add a line to `FEATURES` and to the
 `features()` of the class that has it. A limit between two numbers is not a pair of features: check it in the code that
@@ -29,7 +29,7 @@ __all__ = ["FEATURES", "GROUPS", "REFUSED", "Refused", "check", "features_of", "
 
 
 def features_of(**options: Any) -> dict[str, str]:
-    """Return the given options as features, each with its text. None and False count as not given.
+    """Return the given options as features, each with its text. An option that is None or False counts as not given.
 
     >>> features_of(delay=3, eager=False, island_H=None)
     {'delay': 'delay=3'}

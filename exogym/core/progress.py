@@ -29,7 +29,7 @@ _silent: list[str | None] = []
 
 @contextlib.contextmanager
 def without_notices(about: str | None = None) -> Iterator[None]:
-    """A context that suppresses notices: all notices, or only those with the subject `about`.
+    """A context that suppresses notices: all notices, or only notices with the subject `about`.
 
     >>> with without_notices():
     ...     notice("going on from step 1")

@@ -1,7 +1,7 @@
 """What communication costs: links with bandwidth and latency, and the time that a collective takes on them.
 
 `Network` holds the links and predicts times. `costs` has the algorithms and their sources. `presets` names some
-networks. `layerwise` computes which share of the time a node computes if communication overlaps with computing.
+networks. `layerwise` predicts for what share of the time a node computes, if communication overlaps with computing.
 
 >>> PRESETS["wifi"].source != "", Preset({"bandwidth": "1Gbps", "latency": "1ms"}, "assumed").settings["latency"]
 (True, '1ms')

@@ -74,7 +74,7 @@ class MessageRound:
     Attributes:
         bytes_: bytes of each message.
         pairs: function of n, the number of members, that returns the positions of the senders and of the receivers
-            among the members. None: all pairs; the slowest pair counts.
+            among the members. None means all pairs. Then the slowest pair counts.
         fan_out, fan_in: the number of messages that share a sender's line, and a receiver's line.
         hops: how many latencies the round takes; 0 if it follows the previous round without a gap.
     """
@@ -255,10 +255,10 @@ def _slowest_pair(r: MessageRound, links: Links, ids: np.ndarray) -> tuple[float
 
 
 def price_server(links: Links, members: Any, size: float, server_bps: float | None, ways: Sequence[str]) -> Cost:
-    """Return the cost if every member sends `size` bytes to a server ("up") or receives them from it ("down").
+    """Return the cost if every member sends `size` bytes to a server ("up") or receives `size` bytes from it ("down").
 
-    All bytes share the server's line, with the rate `server_bps` in each direction. None: the rate of the fastest
-    member's line.
+    All bytes share the server's line, with the rate `server_bps` in each direction. If `server_bps` is None, the
+    server's line is as fast as the fastest member's line.
     """
     n = len(members)
     up, down, alpha = links.outside(members if isinstance(links, UniformLinks) else np.asarray(members))

@@ -1,4 +1,4 @@
-"""Compute utilization if each layer is sent as early as possible and needed as late as possible.
+"""Compute a replica's utilization, if each layer is sent as early as possible and needed as late as possible.
 
 This is the simulator of Douillard et al., Streaming DiLoCo, arXiv:2501.18512, section 3.1, built from its description.
 
@@ -11,7 +11,7 @@ waits for the reduction. H is the number of steps between two sends, and F the n
     method       a layer is sent                                  and needed
     ddp          at every step                                    at the next step
     diloco       at every H-th step                               at the next step
-    streaming    at every H-th step, fragment p of F = L/layers   tau steps later than the next step
+    streaming    at every H-th step, fragment p of F              tau steps later than the next step
                  at steps round((p+1) H/F), layers p, p+F, ...
 
 Utilization is computing time divided by total time, once the pattern repeats. A reduction of m bytes among N replicas

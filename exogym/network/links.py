@@ -3,10 +3,10 @@
 Each kind of links has the same methods. They take one id or an array of ids:
 
 - `link(i, j)`: the link from i to j.
-- `crowd(i, j)`: how many of the messages from i to j, all sent at once, share the narrowest part of their route.
+- `crowd(i, j)`: if all messages from i to j start at the same time, how many of them share a message's narrowest line.
 - `line(i)`: node i's own connection (its line), which all its messages share.
 - `outside(i)`: the link to a server, which is not a node.
-- `slowest(ids)`: the slowest link, if each of these nodes sends to another of them at the same time.
+- `slowest(ids)`: the slowest link, if each of these nodes sends to another one of these nodes at the same time.
 
 Bandwidths are in bits per second, latencies in seconds one way.
 """
@@ -28,7 +28,7 @@ Pair = tuple[Any, Any]  # bandwidth_bps and latency_s: numbers, or arrays of the
 class Links(Protocol):
     """The methods that every kind of links has.
 
-    `size` is the number of nodes. None: the links fit any number of nodes.
+    `size` is the number of nodes. If it is None, the links fit any number of nodes.
     """
 
     @property
@@ -42,7 +42,7 @@ class Links(Protocol):
 
 @dataclass(frozen=True)
 class UniformLinks:
-    """Every node has the same line, `up_bps` and `down_bps`. Two nodes communicate at the slower of the two rates."""
+    """Links of nodes with equal lines, `up_bps` and `down_bps`. Two nodes communicate at the slower of both rates."""
 
     up_bps: float
     down_bps: float
@@ -70,7 +70,7 @@ class UniformLinks:
 
 
 class MatrixLinks:
-    """Each ordered pair has its own link: `bandwidth_bps[i, j]` and `latency_s[i, j]` from i to j.
+    """One link for each ordered pair of nodes: `bandwidth_bps[i, j]` and `latency_s[i, j]` from i to j.
 
     Diagonals are unused. A node's line is as fast as its fastest link. The latency between a node and a server is the
     node's largest latency to or from another node.
@@ -112,11 +112,11 @@ class MatrixLinks:
 
 
 class GroupLinks:
-    """Islands: pairs inside island g use `inside[g]`; other pairs use `between`, whose nodes are the islands.
+    """Links of islands: two nodes of island g use `inside[g]`. Other pairs use `between`, whose nodes are the islands.
 
-    `shared=True`: an island has one line to the other islands, and all its messages share this line. (If `between` has
-    different links, the island has a line to each other island.) False: each node has its own line to the other
-    islands. A node's line is as fast as its faster kind of link. Nodes reach a server over `between`.
+    If `shared` is True, an island has one line to the other islands, and all its messages share this line. (If
+    `between` has different links, the island has a line to each other island.) Otherwise each node has its own line to
+    the other islands. A node's line is as fast as its faster kind of link. Nodes reach a server over `between`.
     """
 
     def __init__(self, groups: Sequence[Any], inside: Sequence[UniformLinks], between: Links, shared: bool = True):
@@ -226,7 +226,7 @@ def _membership(groups: Sequence[Any]) -> np.ndarray:
 
 
 def without_diagonal(tables: dict[str, list[list[float]]]) -> dict[str, list[list[float]]]:
-    """Return the matrices, by name, with zeros on their diagonals, which nothing uses."""
+    """Return the matrices by name. Nothing uses their diagonals, so the diagonals are zero."""
     return {
         name: [[0.0 if i == j else value for j, value in enumerate(row)] for i, row in enumerate(rows)]
         for name, rows in tables.items()

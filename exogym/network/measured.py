@@ -66,7 +66,7 @@ class Measurement:
         self._first = {kind: positive_s(s, f"first of {kind}") for kind, s in (first or {}).items()}
         unprobed = sorted(self._first.keys() - tables.keys())
         if unprobed:
-            raise ArgumentError(f"first has {unprobed[0]}, but it has no probes: give probes of {unprobed[0]}, too")
+            raise ArgumentError(f"first has {unprobed[0]}, which has no probes: give probes of {unprobed[0]}, too")
         self.probes = {name: self._probes(name, *table) for name, table in tables.items()}
         self._by_way = {kind_and_way(name): probes for name, probes in self.probes.items()}
         if len(self._by_way) < len(self.probes):

@@ -39,9 +39,9 @@ class Network(Pricing):
         seed: seed of the jitter.
         server: bandwidth of a parameter server's line; default: the fastest line of the members that it serves.
         trace: the lines' rates over (virtual) time: a CSV file or rows (time_s, who, rate). See `exogym.network.trace`.
-        tcp: True: idle connections start slowly, see `exogym.network.overheads`.
-        memory: a host's memory speed, such as "10GB/s". The exact reduction's copies and sums then take time. None:
-            they take no time. torch's own reduction (`reduction="native"`) copies less.
+        tcp: whether idle connections start slowly (see `exogym.network.overheads`).
+        memory: a host's memory speed, such as "10GB/s". The exact reduction's copies and sums then take time. If it is
+            None, they take no time. torch's own reduction (`reduction="native"`) copies less.
 
     Raises:
         ArgumentError: an unknown unit; a bandwidth that is not over 0; a negative latency, jitter or loss.
@@ -98,7 +98,7 @@ class Network(Pricing):
             jitter, loss, seed, server, trace, tcp, memory: as in `Network`.
 
         Raises:
-            ArgumentError: matrices that are not square or differ in size, or a pair that cannot reach each other.
+            ArgumentError: matrices that are not square or differ in size, or two nodes that cannot reach each other.
 
         >>> network = Network.matrix([[0, "1Gbps"], ["20Mbps", 0]], "10ms")
         >>> network.link(1, 0)
@@ -121,10 +121,11 @@ class Network(Pricing):
 
         Args:
             groups: the islands' sizes, such as [4, 4], or lists of ids that name each node once.
-            inside: the network inside an island, or one per island: a `Network`, or text or settings for `Network.of`.
+            inside: the network inside every island, or a list with one network per island. A network is a `Network`, or
+                text or settings for `Network.of`.
             between: the network between nodes of different islands; a matrix has one row per island.
-            shared: True: an island has one line to the other islands, which its simultaneous messages share. False:
-                each node has its own line to the other islands.
+            shared: whether an island has one line to the other islands, which all its simultaneous messages share.
+                Otherwise each node has its own line to the other islands.
             jitter, loss, seed, server, trace, tcp, memory: as in `Network`, for all links.
 
         Raises:

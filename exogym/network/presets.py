@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Preset:
-    """Settings of `Network`, and their source."""
+    """A network with a name: its settings for `Network`, and the settings' source."""
 
     settings: dict[str, Any]
     source: str

@@ -36,8 +36,8 @@ class Pricing:
 
     Attributes:
         links: the links at the beginning of a run.
-        trace: how the links change. None: the links do not change.
-        measurement: measured times, which replace formulas; None: formulas only.
+        trace: how the links change, or None if they do not change.
+        measurement: measured times, which replace formulas, or None.
         jitter_s, loss, seed, server_bps, tcp, memory_bps: see `Network`.
     """
 
@@ -54,20 +54,22 @@ class Pricing:
 
     @property
     def num_nodes(self) -> int | None:
-        """The number of nodes in the network. None: it fits any number of nodes."""
+        """The number of nodes in the network, or None if the network fits any number of nodes."""
         return self.links.size if self.measurement is None else self.measurement.num_nodes
 
     @property
     def lines_differ(self) -> bool:
-        """Whether the links, or a trace of their rates, may give nodes different lines.
+        """Whether nodes may have different lines, by the links or by a trace of their rates.
 
-        Then it matters which nodes send.
+        If so, a cost depends on which nodes send.
         """
         return self.num_nodes is not None or not isinstance(self.links, UniformLinks)
 
     @property
     def late_overlaps(self) -> bool:
-        """Whether averages that arrive late overlap with computing. On measured hosts they don't (see `LATE`)."""
+        """Whether averages that arrive late overlap with computing. On measured hosts, such averages do not overlap
+        (see `LATE`).
+        """
         return self.measurement is None
 
     def at(self, time_s: float) -> Self:
@@ -92,8 +94,8 @@ class Pricing:
         """Return how many seconds a communicator's event takes once its last member is ready.
 
         Args:
-            draw: the event's number, which picks its jitter. Event 0 also sets connections up. None: the mean jitter,
-                without setting up.
+            draw: the event's number, which picks its jitter. Event 0 also sets connections up. None means the mean
+                jitter, without setting connections up.
             algorithm: an algorithm to use instead of the event's own.
             start_s: time at which the last member is ready; it matters if links change.
             idle_s: seconds that the members' lines were idle until then; it matters if connections start slowly.
@@ -125,7 +127,7 @@ class Pricing:
         return price([messages], self.links, self._members(event.members))
 
     def duration_s(self, cost: Cost, draw: int | None = None) -> float:
-        """Return the seconds of `cost` with loss and jitter. `draw` is the event's number; None: the mean jitter."""
+        """Return the seconds of `cost` with loss and jitter: the mean jitter, or the jitter of event number `draw`."""
         late = 0.0
         if self.jitter_s and cost.hops:
             late = cost.hops * self.jitter_s
@@ -148,7 +150,7 @@ class Pricing:
         Args:
             kind: the communicator's name for the collective: "all_reduce", "all_gather", ...
             payload_bytes: bytes that each giver hands over.
-            members: the members' ids; or the number of members, which are then the first nodes.
+            members: the members' ids, or their number n. With a number, nodes 0 to n - 1 are the members.
             algorithm: the algorithm's name in ExoGym, NCCL or gloo; default: the first of `algorithms_of(kind)`.
             root: the root of a broadcast, reduce, gather or scatter; default: the first member.
             fan: for a mix, the largest number of messages that a node sends, and that a node receives; default: one for
@@ -173,7 +175,7 @@ class Pricing:
         return cost
 
     def cheapest(self, kind: str, payload_bytes: float, members: Members) -> tuple[str, float]:
-        """Return the name of the fastest algorithm for a collective, without servers, and its mean seconds."""
+        """Return the name of the fastest algorithm for a collective, and its mean seconds. Servers do not count."""
         names = [name for name in algorithms_of(kind) if name != "server" or kind in ("push", "pull")]
         among = len(self._members(members))
         measured = [name for name in names if self._measured(kind, name, among) is not None]

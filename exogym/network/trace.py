@@ -30,7 +30,7 @@ Row = tuple[float, str, float]
 
 
 class TracedLinks:
-    """The links `base`, but some lines have other rates.
+    """Links that are the same as `base`, except that some lines have other rates.
 
     `rates` has these rates by "*" (all lines), by a node ("3"), or by a pair ("0-3", from 0 to 3).
 
@@ -82,7 +82,7 @@ class TracedLinks:
 
 
 class RateTrace:
-    """Rates over time. `links(k)` returns the links of interval k, which ends at `ends_s[k]`.
+    """Changes a network's links over time. `links(k)` returns the links of interval k, which ends at `ends_s[k]`.
 
     Args:
         base: the links without the trace.

@@ -268,7 +268,7 @@ def test_wrong_probes_are_refused(probes, message):
         ({"message_s": 0}, "message_s=0 must be over 0"),
         ({"collectives": {}, "pairs": None, "first": {}}, "needs a probe"),
         ({"first": {"all_reduce": 0.2}}, "contradict each other: the first all_reduce took 0.2 s"),
-        ({"first": {"gather": 0.2}}, "first has gather, but it has no probes"),
+        ({"first": {"gather": 0.2}}, "first has gather, which has no probes"),
         ({"first": 0.5}, "must name each collective"),
         ({"step_s": [0.1, None, 0.1]}, "step_s of host 1 is missing"),
         ({"step_s": [0.1, -1, 0.1]}, "step_s of host 1=-1 must be"),

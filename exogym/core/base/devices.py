@@ -61,7 +61,7 @@ class OneThread:
 
 
 def free_memory_bytes(device: torch.device) -> int:
-    """Return the bytes of free memory on the GPU; for the CPU, the machine's free memory and swap.
+    """Return how many bytes of memory are free: on a GPU, the GPU's memory; on the CPU, the machine's memory and swap.
 
     For the CPU, the result is never above the memory that the process's control groups (cgroups) still allow.
 
@@ -104,7 +104,7 @@ def _numbers(path: Path) -> dict[str, int]:
 
 
 def total_memory_bytes(device: torch.device) -> int:
-    """Return the GPU's total memory in bytes; for the CPU, the machine's total memory."""
+    """Return how many bytes of memory the device has: on a GPU, the GPU's memory; on the CPU, the machine's memory."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,4 +1,4 @@
-"""Random streams: every random choice is a function of (seed, purpose, ids), never of history.
+"""Random streams: every random choice is a function of (seed, purpose, ids), never of earlier choices.
 
 A stream is named by the run's seed, the purpose ("shuffle", "dropout", "sparta", ...) and whole numbers such as step
 and node. Two processes that ask for the same stream get the same numbers. So nodes can make the same random choice

@@ -19,7 +19,7 @@ SHORT_BYTES = 1 << 20  # largest file that a person writes
 
 @contextlib.contextmanager
 def beside(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A context that yields a temporary path. Its file replaces `path` if the block succeeds.
+    """A context that yields a temporary path. If the block succeeds, the file at this temporary path replaces `path`.
 
     If the block fails, the temporary file is removed.
     """
@@ -72,7 +72,7 @@ def opened_plain(path: str | os.PathLike[str]) -> Any:
 
 
 def end_of(path: str | os.PathLike[str], most_bytes: int) -> bytes:
-    """Return the last bytes of a file, at most `most_bytes`; b"" if the file is missing or not a plain file."""
+    """Return the last bytes of a file, at most `most_bytes`. Return b"" if the file is missing or not a plain file."""
     try:
         with opened_plain(path) as file:
             file.seek(max(file.seek(0, os.SEEK_END) - most_bytes, 0))
@@ -132,8 +132,8 @@ def make_folder(path: str | os.PathLike[str]) -> list[Path]:
     """Make a folder if it is missing, and test that it can be written. Return the new folders, the deepest first.
 
     Raises:
-        OSError, ValueError, RecursionError: the folder cannot be made or written (ValueError: an impossible name). The
-            new folders are removed again.
+        OSError, ValueError, RecursionError: the folder cannot be made or written. A ValueError means that its name is
+            impossible. The new folders are removed again.
     """
     folder, made = Path(path), []
     try:

@@ -107,7 +107,7 @@ class Lock:
 
 
 def acquire(folder: Path, run: str, what: str = "save_dir") -> Lock:
-    """Lock `folder` for the run `run`. A lock that a dead process or the same run holds is replaced.
+    """Lock `folder` for the run `run`. If a dead process or the same run holds a lock, the new lock replaces it.
 
     `what` is the name of the user's argument, for error messages.
 

@@ -146,9 +146,9 @@ def is_stopped(pid: int) -> bool:
 
 
 def stacks_of(pid: int, file: int, start: int = 0) -> str:
-    """Let the process `pid` write its threads' stacks to `file`, from byte `start`, and return the stacks.
+    """Let the process `pid` write its threads' stacks to `file`, from byte `start`. Return these stacks.
 
-    Returns "" if the process cannot write them.
+    Return "" if the process cannot write its stacks.
     """
     if is_stopped(pid):
         return ""

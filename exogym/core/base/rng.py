@@ -18,7 +18,7 @@ def generator(seed: int, purpose: str, *ids: int) -> torch.Generator:
 
 
 def seed_torch(seed: int, device: torch.device) -> None:
-    """Seed torch's default generators of the CPU and of `device` (1 us; `torch.manual_seed` takes 87 us)."""
+    """Seed torch's default generators of the CPU and of `device`. This takes 1 us (`torch.manual_seed` takes 87 us)."""
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.default_generators[device.index or 0].manual_seed(seed)

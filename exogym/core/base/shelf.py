@@ -41,10 +41,10 @@ class Shelf(Generic[Who]):
         self._waiting: list[tuple[Who, int, list[str]]] = []
 
     def take(self, who: Who, said: dict[str, Any]) -> list[tuple[Who, dict[str, Any]]]:
-        """Process the request `said` from `who`. Return the answers to send now, as (receiver, answer).
+        """Process the request `said` from the sender `who`. Return the answers to send now, as (receiver, answer).
 
         Raises:
-            one of SENSELESS: the request is malformed.
+            an exception listed in SENSELESS: the request is malformed.
         """
         number, keys = int(said["id"]), [str(key) for key in said["keys"]]
         if said["do"] == "get":
@@ -61,7 +61,7 @@ class Shelf(Generic[Who]):
         return answered
 
     def leave(self, who: Who) -> None:
-        """Drop the unanswered requests of `who`."""
+        """Drop the unanswered requests of the sender `who`."""
         self._waiting = [entry for entry in self._waiting if entry[0] != who]
 
     def _do(self, do: str, keys: list[str], said: dict[str, Any]) -> Any:
@@ -99,7 +99,7 @@ def unpacked(text: str) -> bytes:
 
 
 class LineStore(dist.Store):
-    """torch's `Store` interface to a `Shelf` in another process.
+    """A torch `Store` that keeps its keys and values in a `Shelf` in another process.
 
     Args:
         say: function that sends a request to the other process. Another thread passes each answer to `hear`.

@@ -131,7 +131,7 @@ class FusedSGD(torch.optim.SGD):
 
 
 def bare_step(optimizer: Optimizer) -> Callable[[], Any] | None:
-    """Return an optimizer's step without torch's wrappers; None if hooks or a scheduler's counter need the wrappers.
+    """Return an optimizer's step without torch's wrappers, or None if hooks or a scheduler's counter need the wrappers.
 
     The outer wrapper calls hooks and the profiler (11 us a call). The inner wrapper switches gradients off; the
     returned step does so too. The inner wrapper also imports torch's compiler, only to switch the compiler off. This
@@ -170,7 +170,7 @@ _NO_GRAPH = _use_grad_for_differentiable(lambda optimizer: None).__code__  # the
 def without_compiler() -> Iterator[None]:
     """A context in which making an optimizer does not import torch's compiler.
 
-    That import takes as long as importing torch.
+    Importing the compiler takes as long as importing torch.
 
     Torch imports the compiler only to exclude `add_param_group` from compilation. Without the import, torch compiles
     nothing anyway.
@@ -187,7 +187,7 @@ def without_compiler() -> Iterator[None]:
 
 
 def is_of_every_optimizer(attribute: str) -> bool:
-    """Return whether torch itself sets `attribute` on every optimizer. Then it is no particular optimizer's state."""
+    """Return whether torch itself sets `attribute` on every optimizer. If so, it is not an optimizer's own state."""
     return attribute in _OF_OPTIMIZERS or attribute.startswith("_optimizer_")
 
 
@@ -221,7 +221,7 @@ FAILURE_LOGGER = "torch.distributed.elastic.multiprocessing.api"
 
 
 def failure_of(record: logging.LogRecord) -> tuple[int, int, int] | None:
-    """Return (local rank, process id, exit code) if torch's agent reports a failed process with `record`."""
+    """Return (local rank, process id, exit code) if torch's agent reports a failed process in `record`, or None."""
     if not str(record.msg).startswith("failed (exitcode") or not isinstance(record.args, tuple):
         return None
     exitcode, local_rank, pid = record.args[:3]
@@ -336,7 +336,7 @@ def held_local(parameter: nn.Parameter) -> Tensor:
 
 
 def take_gradient(parameter: nn.Parameter) -> Tensor | None:
-    """Return this process's part of a parameter's gradient, and remove the gradient. Both may be DTensors."""
+    """Return this process's part of a parameter's gradient, and remove the gradient. The gradient may be a DTensor."""
     from torch.distributed.tensor import DTensor
 
     found, parameter.grad = parameter.grad, None
@@ -366,8 +366,8 @@ class Hollow(TorchDispatchMode):
     A forward pass in this context takes almost no time.
 
     Raises:
-        ModelError: the pass reads a value of such a tensor. With `watches=True`: after a call of `cut`, the pass uses a
-            tensor from before this call.
+        ModelError: the pass reads a value of such a tensor. With `watches=True`, the error is also raised if the pass
+            uses, after a call of `cut`, a tensor from before this call.
     """
 
     def __init__(self, model: nn.Module, watches: bool = False):

@@ -1,8 +1,9 @@
-"""Inside a node: the processes that hold the parts of its row.
+"""Communication inside a node, between the processes that hold the parts of the node's row.
 
-A node may be several devices, each a process with some columns of the node's row. Between nodes, the processes with the
-same columns form a separate world, in which the strategy runs. A number of the whole row, such as a gradient's norm or
-a payload's bytes, needs all processes of the node. They compute it together by the methods of `Inside`.
+A node may have several devices. Each device is a process that holds some columns of the node's row. The processes of
+all nodes that hold the same columns form a group, and the strategy runs in each of these groups. Some numbers, such as
+a gradient's norm or a payload's bytes, depend on the whole row. The node's processes compute these numbers together, by
+the methods of `Inside`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Inside:
     part, parts = 0, 1
 
     def sum(self, x: Tensor) -> Tensor:
-        """Return the sum of `x` over the node's processes, the same bits in each. May overwrite `x`."""
+        """Return the sum of `x` over the node's processes, the same bits in every process. May overwrite `x`."""
         return x
 
     def maximum(self, x: Tensor) -> Tensor:
@@ -34,7 +35,7 @@ class Inside:
         return x
 
     def gather(self, x: Tensor, sizes: list[int]) -> list[Tensor]:
-        """Return the tensors `x` of all processes of the node, in each process.
+        """Return the tensors `x` of all processes of the node, in every process.
 
         Process j's tensor has `sizes[j]` elements.
         """
@@ -48,7 +49,7 @@ class Inside:
         return outgoing
 
     def tell(self, value: Any) -> list[Any]:
-        """Return the values of all processes of the node, in each process. A `value` must be JSON-able."""
+        """Return the values of all processes of the node, in every process. A `value` must be JSON-able."""
         return [value]
 
     def mesh(self, axes: dict[str, int]) -> Any:
@@ -63,7 +64,7 @@ class Inside:
         raise NotImplementedError
 
     def total(self, number: int) -> int:
-        """Return the exact sum of the whole number `number` over the node's processes."""
+        """Return the exact sum of `number`, a whole number, over the node's processes."""
         return number if self.parts == 1 else int(self.sum(torch.tensor([number], dtype=torch.int64)).item())
 
     def any(self, flag: bool) -> bool:
@@ -71,7 +72,7 @@ class Inside:
         return flag if self.parts == 1 else bool(self.total(int(flag)))
 
     def norms(self, x: Tensor) -> Tensor:
-        """Return the 2-norms of the node's whole rows. `x`, (rows,) or (), has the norms of this process's parts."""
+        """Return the 2-norms of the node's whole rows. `x`, (rows,) or (), has the norms of this process's columns."""
         return x if self.parts == 1 else self.sum(x.square()).sqrt()
 
 

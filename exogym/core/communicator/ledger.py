@@ -23,13 +23,13 @@ class Event:
         kind: the collective ("all_reduce").
         algorithm: the algorithm of the collective ("ring").
         members: global ids that took part.
-        payload_bytes: bytes that each giver handed over. In a mix: the bytes for one neighbor.
-        givers: the members that hand something over: all, or the root of a broadcast or scatter.
+        payload_bytes: bytes that each giver handed over. In a mix, these are the bytes for one neighbor.
+        givers: the members that hand something over. In a broadcast or scatter, only the root does so.
         tx_bytes, rx_bytes: (members,) bytes that each member sent and received.
         tag: "parameters" or "buffers". Their bytes are counted separately.
-        flight: a number that identifies collectives during which the members continue computing. None: the members wait
-            for the collective. An event of kind "arrive" sends nothing: from then on, the members wait for the
-            collectives with this number.
+        flight: a number that identifies collectives during which the members continue computing. If it is None, the
+            members wait for the collective. An event of kind "arrive" sends nothing. After this event, the members wait
+            for the collectives with this number.
         links: in a mix, the (giver, taker) pair of each message. A member waits only for its givers.
     """
 
@@ -52,13 +52,14 @@ class Event:
 
     @property
     def handed_bytes(self) -> np.ndarray:
-        """(givers,) bytes that each giver handed over, to all neighbors together."""
+        """Bytes that each giver handed over, to all its neighbors together: an array (givers,)."""
         return self.tx_bytes if self.links else np.full(len(self.givers), self.payload_bytes)
 
 
 @dataclass
 class Ledger:
-    """Running totals of bytes: per node, (num_nodes,) each; and per collective, over all nodes, in `traffic`.
+    """Adds up the bytes of all events: per node, in arrays (num_nodes,), and per collective over all nodes, in
+    `traffic`.
 
     `inside_bytes` counts the bytes between a node's devices. No other total contains these bytes.
     """
@@ -172,7 +173,9 @@ def children(position: int, n: int) -> int:
 
 
 def tree_factors(n: int) -> np.ndarray:
-    """Return how many payloads each of n members sends in a tree all-reduce, (n,). Each member receives as many.
+    """Return an array (n,): how many payloads each of n members sends in a tree all-reduce.
+
+    Each member receives as many payloads as it sends.
 
     A member exchanges one payload with its parent, and one with each child.
 

@@ -20,7 +20,9 @@ Described = list[tuple[str, str, list[int]]]  # name, dtype, shape
 
 
 def tell(wire: Wire, value: Any, process: int | None = None) -> Any:
-    """Return the `value` (JSON-able) of process number `process` in every process; None: the main process's value.
+    """Return the `value` (JSON-able) of one process, in every process.
+
+    The process has the number `process`. If `process` is None, it is the main process.
 
     If nodes have several processes each and `process` is not None, only processes with the same columns get the value.
     """
@@ -48,7 +50,7 @@ def _told(wire: Wire, value: Any, processes: Sequence[int]) -> list[Any]:
 def say(wire: Wire, text: str, about: str | None = None) -> None:
     """Let the main process print a line for the user.
 
-    `about` is its subject (see `exogym.core.progress.without_notices`).
+    `about` is the line's subject (see `exogym.core.progress.without_notices`).
     """
     if wire.is_main:
         notice(text, about)
@@ -66,8 +68,8 @@ def hand_over(wire: Wire, given: Mapping[int, Tensor], parcels: Sequence[Parcel]
 
     Args:
         given: the tensors that this process's nodes give, by node number.
-        parcels: the parcels of all processes, in the same order in every process. A node gives at most one tensor and
-            takes at most one tensor.
+        parcels: all tensors that nodes give to nodes. Every process passes the same list. A node gives at most one
+            tensor and takes at most one tensor.
     """
     own = [p.giver for p in parcels if p.giver == p.taker and p.giver in wire.row_of]
     got = {node: given[node] for node in own}
@@ -103,9 +105,9 @@ def ship(
 ) -> dict[str, Tensor]:
     """Send the named tensors of the process that holds node `source`, and return them in the receiving processes.
 
-    The receivers are the processes that hold the nodes `takers`; None: all processes. Every process must make this
-    call, but only the `tensors` of the source's process count. No traffic is recorded. Tensors travel one by one, so
-    that the process never copies all tensors at once.
+    The receivers are the processes that hold the nodes `takers`. If `takers` is None, all processes receive the
+    tensors. Every process must make this call, but only the `tensors` of the source's process count. No traffic is
+    recorded. Tensors travel one by one, so that the process never copies all tensors at once.
     """
     sender = next(k for k, ids in enumerate(wire.placement) if source in ids)
     what = tell(wire, described(tensors), sender)

@@ -18,11 +18,11 @@ Groups = Sequence[Sequence[int]]
 class Recorder:
     """Records each collective in `ledger`.
 
-    Each collective has a tag ("parameters" or "buffers"). It may have a flight: a number that identifies collectives
-    during which the members continue computing.
+    Each collective has a tag ("parameters" or "buffers"). A collective may also have a flight: a number that identifies
+    collectives during which the members continue computing.
 
     Args:
-        wire: carries the rows.
+        wire: carries the rows between processes.
         num_nodes: nodes in the whole fleet.
     """
 
@@ -48,18 +48,18 @@ class Recorder:
     # Collectives during which their members continue computing
 
     def new_flight(self) -> int:
-        """Return the number of a new flight, for `on_its_way`.
+        """Return a new flight for `on_its_way`: a number for collectives during which members continue computing.
 
-        It is the same in every process, and in a resumed run.
+        The number is the same in every process, and in a resumed run.
         """
         self._numbers += 1
         return self._numbers
 
     @contextlib.contextmanager
     def on_its_way(self, flight: int | None) -> Iterator[None]:
-        """A context in which members continue during collectives, in virtual time, until `arrive(flight)`.
+        """A context in which members continue computing during collectives, in virtual time, until `arrive(flight)`.
 
-        Without a `flight`, members wait for each collective.
+        If `flight` is None, members wait for each collective.
         """
         before, self._flight = self._flight, flight
         try:
@@ -68,14 +68,14 @@ class Recorder:
             self._flight = before
 
     def arrive(self, flight: int) -> None:
-        """From now on, the members of the collectives with the number `flight` wait for these collectives."""
+        """Let the members of the collectives with the number `flight` wait for these collectives, from now on."""
         nothing = np.zeros(0)
         event = Event("arrive", "", (), 0.0, nothing, nothing, self._tag, (), flight=flight)
         self.ledger.tell(event) if self._held is None else self._held.append(event)
 
     @contextlib.contextmanager
     def of_nodes(self) -> Iterator[None]:
-        """A context for values that all processes of a node hold whole: each collective counts once per node."""
+        """A context for values that each of a node's processes holds whole. Each collective counts once per node."""
         before, self._alone = self._alone, True
         try:
             yield
@@ -88,7 +88,7 @@ class Recorder:
     def apart(self) -> Iterator[None]:
         """A context in which each process of a node sends some whole tensors for the node.
 
-        At the end, the events of all its processes become the node's events. Every process of the node must enter the
+        At the end, the events of all these processes become the node's events. Every process of the node must enter the
         context, even if it sends no tensor.
         """
         self._alone, self._held = True, []
@@ -131,7 +131,7 @@ class Recorder:
         return rank
 
     def record(self, kind: str, algorithm: str, members: Sequence[int], size: float) -> None:
-        """Record a collective in which each of `members` hands over `size` bytes, or receives them ("pull")."""
+        """Record a collective in which each of `members` hands over `size` bytes. In a "pull", each receives them."""
         check_choice("algorithm", algorithm, [name for known, name in FACTORS if known == kind])
         n = len(members)
         if kind in ("push", "pull"):

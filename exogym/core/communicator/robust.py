@@ -40,7 +40,7 @@ CHUNK = 1 << 20  # elements whose distances are summed at once
 
 @dataclass(frozen=True)
 class Rule:
-    """A robust mean. A rule that treats each column alone defines `trimmed`.
+    """A rule that replaces a mean over nodes. A rule that treats each column alone overrides `trimmed`.
 
     Attributes:
         collective: kind and algorithm of the collective that computes the rule, if no server does.
@@ -165,7 +165,9 @@ def rule_of(given: str | Rule) -> Rule:
 
 
 def distances(members: Tensor, inside: Inside = ALONE) -> Tensor:
-    """Return the (n, n) squared distances of `members` (n, F), in float64; infinite for members that are not finite.
+    """Return the (n, n) squared distances between the rows of `members` (n, F), in float64.
+
+    A distance is infinite if one of its two rows has a value that is not finite.
 
     The distances include the columns of all processes of `inside`. Each pair's difference is computed alone, so the
     bits do not depend on which process holds which row.

@@ -8,7 +8,7 @@ secret. u and v are members, PRG is a pseudo-random generator, and g generates a
     shares    u sends every other v an encrypted Shamir share of s_u, and of a random seed b_u
     masked    u sends y_u = x_u + PRG(b_u) + sum_{v > u} PRG(s_uv) - sum_{v < u} PRG(s_uv),  s_uv = g^(s_u s_v)
     unmask    each member that came through sends, for each other v, a share of b_v if v came through, otherwise of s_v
-    server    sum_u y_u - sum_{u came through} PRG(b_u) - (the masks that they share with v, for each v that did not)
+    server    sum_u y_u - sum_{u came through} PRG(b_u) - (the masks that these u share with v, for each other v)
 
 x_u is member u's value x in fixed point, times its weight w_u: round(w_u x 2^f) in the integers modulo 2^bits. So masks
 cancel exactly, and the result is the mean of the rounded values for any keys. The rounding error is at most 2^-(f+1)
@@ -18,9 +18,9 @@ ExoGym draws the secrets from the run's seed, and uses a group that is too small
 and that the masks cancel, but it hides nothing from this process.
 
 Bytes of a member, for F elements of S bytes in all. A member sends 2 keys of 32 bytes each, n-1 encrypted pairs of
-shares of 80 bytes (2 shares of 32 and 16 for the encryption), F bits/8 for y_u, and n-1 shares of 32. It receives n-1
-pairs of keys of 64 bytes, n-1 encrypted pairs of shares of 80, and S. Lists of present members do not count. Members
-that drop out count no bytes.
+shares of 80 bytes each (2 shares of 32 bytes, and 16 bytes for the encryption), F bits/8 bytes for y_u, and n-1 shares
+of 32 bytes each. It receives n-1 pairs of keys of 64 bytes each, n-1 encrypted pairs of shares of 80 bytes each, and
+the mean (S bytes). Lists of present members do not count. A member that drops out counts no bytes.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class SecureAggregation:
 
     Args:
         bits: bits of each element that a member sends: 32 or 64.
-        fraction_bits: f, how many of these bits are for fractions. None: 16 of 32 bits, or 40 of 64 bits. With n
+        fraction_bits: f, how many of these bits are for fractions. None means 16 of 32 bits, or 40 of 64 bits. With n
             members, values must stay under 2^(bits - 1 - f) / n.
         seed: seed of the keys.
 
@@ -89,11 +89,12 @@ class SecureAggregation:
     def mean(
         self, wire: Wire, x: Tensor, came: Sequence[int], members: Sequence[int], share: Tensor | None, call: int
     ) -> Tensor:
-        """Return the (F,) mean of the rows `came` of `x` (rows, F), weighted by `share`.
+        """Return the (F,) mean of the rows `came` of `x` (rows, F).
 
         Args:
             came: ids of the members that finished the protocol.
             members: ids of the members that started the protocol.
+            share: (len(came),) weights of the rows. None means equal weights.
             call: number of this aggregation. Each aggregation draws new keys.
 
         Raises:
@@ -123,8 +124,8 @@ class SecureAggregation:
         most = 2.0 ** (self.bits - 1) / self.scale / n
         if not largest < most:
             raise ArgumentError(
-                f"secure aggregation: a value of {largest:.3g} does not fit. The sum of {n} in {self.bits} bits holds "
-                f"values under {most:.3g}: take more bits, or fewer fraction_bits, as SecureAggregation(bits=64)"
+                f"secure aggregation: a value of {largest:.3g} does not fit. A sum of {n} values in {self.bits} bits "
+                f"needs values under {most:.3g}: take more bits, as SecureAggregation(bits=64), or fewer fraction_bits"
             )
 
     def _masks(self, seeds: Seeds, u: int, width: int) -> Tensor:
@@ -158,7 +159,7 @@ class SecureAggregation:
 class Seeds:
     """The secrets of the members of one aggregation.
 
-    Each method uses only values that its member knows in the protocol.
+    Each method uses only values that the member `u` knows in the protocol.
     """
 
     def __init__(self, seed: int, call: int, members: Sequence[int]):

@@ -1,4 +1,4 @@
-"""The engines: each decides which processes hold a run's rows (this process, its forks, torchrun's, a Ray cluster's).
+"""The engines. An engine decides which processes hold a run's rows: for example, this process and its forks.
 
 A new engine is one more file here, with a class like `exogym.core.engine.protocol.Engine`, and an entry in `ENGINES`.
 If users choose it with `fit(engine=)`, its entry is in `NAMED` instead. A new engine also needs a wire between its

@@ -64,7 +64,7 @@ def run_forked(
 ) -> Result:  # fmt: skip
     """Run `body(wire)` here and in a forked process for each other block of rows. Return the result of this process.
 
-    A process hangs if its pulse stands still for `hang_s` seconds (see `exogym.core.base.pulse`); None: no limit.
+    A process hangs if its pulse stands still for `hang_s` seconds (see `exogym.core.base.pulse`). None means no limit.
 
     Raises:
         WorkerError: a process was killed or hung. The message names the process, its nodes, and the signal or stacks.
@@ -106,8 +106,8 @@ def run_forked(
 def fork() -> int:
     """Fork this process. Return the child's process id, or 0 in the child.
 
-    Python's garbage collector in the child ignores the caller's objects. Otherwise a process group among them would
-    wait in its destructor for threads that a fork does not copy.
+    Python's garbage collector in the child ignores the caller's objects. Otherwise the destructor of a process group
+    would wait for threads that a fork does not copy.
     """
     collects = gc.isenabled()
     gc.disable()
@@ -175,8 +175,8 @@ def _ends_if_it_hangs(run: _Run) -> Iterator[None]:
         run.memory[MAIN_KNOWS] = 1
         stacks = os.pread(run.stacks, 1 << 16, 0).decode("utf-8", "replace").strip()
         raise WorkerError(
-            f"the main process hung (hang_s={run.hang_s:g}; None: no limit), and its worker processes have ended. "
-            f"Checkpoints are valid. Its stacks:\n{stacks}"
+            f"the main process hung (hang_s={run.hang_s:g}), and its worker processes have ended. hang_s=None sets no "
+            f"limit. Checkpoints are valid. The main process's stacks:\n{stacks}"
         )
 
     if run.hang_s is None or threading.current_thread() is not threading.main_thread():

@@ -1,8 +1,8 @@
 """Find hung processes, show their stacks, and kill them.
 
 Forked processes watch each other while they wait for each other (see `SharedWire`). Processes of a launcher wait inside
-torch, where they cannot watch others. So each of them has a small watcher process, which kills it if it hangs. Torch's
-elastic agent, the launcher and the membership server then see a crash.
+torch, where they cannot watch others. So each such process has a small watcher process, which kills the process if it
+hangs. Torch's elastic agent, the launcher and the membership server then see a crash.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from exogym.core.base import pulse
 def shows_stacks(file: int, chain: bool = False) -> Iterator[None]:
     """A context in which `pulse.SIGNAL` makes this process write its stacks into `file`.
 
-    This also works if the process hangs in C code, because the signal's handler runs no Python code. If `chain`, the
-    handler then calls the previous handler.
+    This also works if the process hangs in C code, because the signal's handler runs no Python code. If `chain` is
+    True, the handler then calls the previous handler.
     """
     faulthandler.register(pulse.SIGNAL, file=file, all_threads=True, chain=chain)
     try:
@@ -38,10 +38,10 @@ def watched(hang_s: float | None, rank: int, or_others: str = "") -> Iterator[No
     """A context in which a watcher process kills this process if it hangs (see `exogym.core.base.pulse`).
 
     Args:
-        hang_s: seconds without progress; None: no watcher.
+        hang_s: seconds without progress after which a process counts as hung. None means no watcher.
         rank: this process's rank, for the message.
-        or_others: text after the rank in the message. It names other processes that may be the hung processes, because
-            this process may wait for them inside a step, where the watcher cannot see that it waits.
+        or_others: text after the rank in the message. It names other processes that may be hung instead. This process
+            may wait for these processes inside a step, and the watcher does not see such waiting.
     """
     if hang_s is None:
         yield

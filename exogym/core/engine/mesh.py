@@ -1,15 +1,16 @@
 """The wire for nodes of several processes each, and the communication inside such a node.
 
-With k processes per node, process r holds part r % k of the rows of node group r // k. There are three kinds of process
-groups:
+With k processes per node, the run's processes form teams of k processes. A team holds the rows of one node, or of
+several nodes. Process r is in team r // k, and holds part r % k of each of the team's rows. There are three kinds of
+process groups:
 
-- processes with the same part carry their columns between nodes;
-- processes of one node group communicate inside the node;
+- the processes that hold the same part of different nodes carry columns between nodes;
+- the processes of a team communicate inside a node;
 - all processes of the run agree on flags, such as whether to stop.
 
-If nodes have different sizes, every node cuts its rows into K parts; K is the sizes' greatest common divisor. Only a
-node's first K processes communicate with other nodes. Each other process is a copy of one of these and receives its
-results.
+If nodes have different numbers of processes, every node cuts its rows into K parts. K is the greatest common divisor of
+these numbers. Only a node's first K processes communicate with other nodes. Each other process holds the same columns
+as one of the first K processes, and receives that process's results.
 """
 
 from __future__ import annotations

@@ -23,18 +23,21 @@ class EngineOptions:
     """A run's properties that an engine needs.
 
     Attributes:
-        num_nodes: number of rows: one per node. If only some clients act at a time: one per acting client.
-        processes: number of processes that share the rows. "auto": the fastest number, or all that exist.
+        num_nodes: number of rows. Each node has a row. If only some clients act at a time, each acting client has a
+            row.
+        processes: number of processes that share the rows. "auto" means the fastest number, or all processes that
+            exist.
         device: this process's device.
         native: sum with torch's own operations instead of the exact tree.
-        hang_s: seconds after which a process counts as hung; None: never.
+        hang_s: seconds without progress after which a process counts as hung. None means no limit.
         placement: ids of each process's rows. `run` needs it, with an entry for each process that
             `Engine.processes` counted.
-        engine: name of the engine that the user chose. None: the user chose no engine.
+        engine: name of the engine that the user chose, or None.
         wanted: the user's `device` option, for processes on other machines.
         cpus_per_process: CPUs for each process of a Ray cluster.
-        may_move: the run can save itself and continue in other processes.
-        meshes: each node's split, if a node has several processes. Then `processes` counts groups of such processes.
+        may_move: whether the run can save itself and continue in other processes.
+        meshes: each node's split, if a node has several processes. In this case `processes` counts groups: a group is
+            the processes that hold the same nodes.
     """
 
     num_nodes: int
@@ -55,7 +58,7 @@ class Moved(Exception):
 
     Args:
         why: the reason, as text.
-        begun: True: the run has begun, has written a checkpoint, and continues from it.
+        begun: whether the run has begun. If so, the run has written a checkpoint and continues from this checkpoint.
     """
 
     def __init__(self, why: str, begun: bool):
@@ -69,11 +72,13 @@ class Engine(Protocol):
     `run` may be called several times, for example to time steps before the training.
 
     Attributes:
-        shares_memory: all processes are on this machine and share its memory.
-        runs_again: `run` may be called again after a failure. If False, the launcher must start the processes again.
-        keeps_rows: each row belongs to the same node during the whole run. If False, `Wire.place` may give a row to
-            another node.
-        is_here: this process holds rows. If False, `body` and its result are pickled, because other processes run it.
+        shares_memory: whether all processes are on this machine and share its memory.
+        runs_again: whether `run` may be called again after a failure. If False, the launcher must start the processes
+            again.
+        keeps_rows: whether each row belongs to the same node during the whole run. If False, `Wire.place` may give a
+            row to another node.
+        is_here: whether this process holds rows. If False, `body` and its result are pickled, because other processes
+            run it.
     """
 
     shares_memory: bool
@@ -105,7 +110,8 @@ class Engine(Protocol):
 def place(num_nodes: int, processes: int, speeds: Sequence[float] | None = None) -> list[list[int]]:
     """Divide the nodes' ids among processes. Return each process's ids, which are contiguous.
 
-    The numbers of nodes are proportional to the processes' `speeds`; None: as equal as possible.
+    The numbers of nodes are proportional to the processes' `speeds`. If `speeds` is None, they are as equal as
+    possible.
 
     >>> place(5, 2), place(5, 2, speeds=[1, 4])
     ([[0, 1, 2], [3, 4]], [[0], [1, 2, 3, 4]])

@@ -53,7 +53,7 @@ class SharedWire(Wire):
         pipes: (read, write) pairs. The main process has a pair for each other process. Each other process has one pair,
             to the main process.
         native: sum each process's rows first, then these sums. This needs fewer copies, but rounds differently.
-        hang_s: seconds that another process's pulse may stand still; None: no limit.
+        hang_s: seconds that another process's pulse may stand still. None means no limit.
     """
 
     def __init__(

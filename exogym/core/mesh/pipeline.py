@@ -14,7 +14,8 @@ class Stage:
 
     Args:
         layers: modules of the model (the same objects, not copies).
-        device: number of the pipeline's device that holds the stage, from 0. None: the next device.
+        device: number of the pipeline's device that holds the stage, from 0. If no stage gives a device, stage k is on
+            device k.
 
     Attributes:
         module: the layers as one module, with the same parameters.
@@ -51,7 +52,8 @@ class PipelineParallel:
     Args:
         stages: `Stage`s or modules of the trained model, which together hold all its parameters. A stage's output is
             the next stage's input.
-        micro_batch_size: examples per micro-batch. None: `NodeMesh(microbatches=)` sets their number.
+        micro_batch_size: examples per micro-batch. If it is None, `NodeMesh(microbatches=)` sets the number of
+            micro-batches.
 
     Attributes:
         devices: (stages,) each stage's device. A device may hold several stages, as interleaved schedules need.

@@ -21,7 +21,8 @@ def squares(dense: Mapping[str, Tensor | None], split: Mapping[str, Tensor | Non
     """Return (len(dense), 2): |split - dense|^2 and |dense|^2 of each parameter's gradient, in the order of `dense`.
 
     `dense` has the whole model's gradients by name, `split` has the split model's gradients. Each process of a node may
-    pass only its own parts of the gradients; the results of all processes then add up. None counts as a gradient of 0.
+    pass only its own parts of the gradients; the results of all processes then add up. A gradient that is None counts
+    as 0.
 
     Raises:
         ModelError: `split` has a parameter that `dense` lacks, or a gradient with another shape than in `dense`.
@@ -82,8 +83,8 @@ def unlike(names: list[str], sums: Tensor, eps: float = 0.0) -> str:
 
     Args:
         sums: (parameters, 2), from `squares`.
-        eps: relative rounding error of one operation. The two limits of `check_gradients` become at least 16 eps
-            (instead of 1 %) and at least eps (instead of 1e-5).
+        eps: relative rounding error of one operation. A gradient passes within max(1 %, 16 eps) of its norm, or within
+            max(1e-5, eps) of the norm of all gradients together.
     """
     off, norms = sums.sqrt().unbind(1)
     limits = (max(TOLERANCE, 16 * eps) * norms).clamp(min=max(ROUNDING, eps) * float(norms.square().sum().sqrt()))

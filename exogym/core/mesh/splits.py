@@ -1,4 +1,4 @@
-"""Where a model can be split: its repeated blocks, its layers' plan, and the places where it can be cut.
+"""Find out how a model can be split: by its repeated blocks, by a plan for its layers, or by cuts between modules.
 
 A model's class may define `tensor_plan` (styles by module name) and `cut_points` (a pattern of module names). A `*` in
 a name stands for a number. Hugging Face's models have their own plan, and ExoGym uses it.
@@ -80,7 +80,7 @@ def _plan_of_hugging_face(model: nn.Module) -> dict[str, str]:
 def cuts(model: nn.Module, stages: int) -> list[str]:
     """Return the names of the modules after which the model is cut into `stages` of about equal size.
 
-    Returns [] if no place to cut the model is known. An `nn.Sequential` can be cut after each of its modules; other
+    Return [] if no place to cut the model is known. An `nn.Sequential` can be cut after each of its modules; other
     models can be cut at their `cut_points`.
     """
     pattern = "*" if isinstance(model, nn.Sequential) else getattr(model, "cut_points", None)

@@ -14,18 +14,19 @@ zero=1 and zero=2, gradients are not padded. In a pipeline, each stage's shards 
 zero=2, for any number of micro-batches.
 
 **Tensor split.** t devices compute each layer together. A layer has inputs of x and outputs of y bytes. "colwise" sums
-the inputs' gradients, an all-reduce of x. "colwise_rep" also gathers its outputs, an all-gather of y/t. "rowwise" sums
-its outputs, an all-reduce of y. "rowwise_rep" also gathers the inputs' gradients, an all-gather of x/t. All t devices
-hold the parameters that the plan does not cut, such as norms and embeddings. One device owns such a parameter, and
-sends it to the t - 1 other devices before a step.
+the inputs' gradients by an all-reduce of x bytes. "colwise_rep" also gathers its outputs by an all-gather of y/t bytes.
+"rowwise" sums its outputs by an all-reduce of y bytes. "rowwise_rep" also gathers the inputs' gradients by an
+all-gather of x/t bytes. All t devices hold the parameters that the plan does not cut, such as norms and embeddings. One
+device owns such a parameter, and sends it to the t - 1 other devices before a step.
 
 **Pipeline.** At each cut, the stage before sends each micro-batch's activations, and the stage after sends their
 gradients back. Each message has the size of the largest micro-batch. If two stages hold the same parameter, the first
 stage sends it to the other before a step, and the other sends its gradient back.
 
 The formulas leave out evaluations, and the few numbers that devices exchange in a step (the loss, a gradient's norm).
-They also leave out the traffic of strategies and optimizers that need whole tensors (`exogym.core.fleet.dealing`): each
-device sends and receives (k-1)/k of these tensors' columns. The split alone does not determine which tensors.
+They also leave out the traffic of strategies and optimizers that need whole tensors (`exogym.core.fleet.dealing`),
+because the split alone does not determine which tensors these are. Each device sends and receives (k-1)/k of these
+tensors' columns.
 """
 
 from __future__ import annotations
@@ -83,7 +84,8 @@ class Parameter:
         stages: pipeline stages that hold the parameter; two stages if it is tied.
         block: name of the parameter's block, or "" if it is in no block. Blocks are gathered one at a time, twice in a
             pass.
-        is_cut: True: a tensor split gives each device a part. False: each device has the whole parameter.
+        is_cut: whether a tensor split gives each device a part of the parameter. Otherwise each device has the whole
+            parameter.
     """
 
     shape: tuple[int, ...]
@@ -123,7 +125,7 @@ class Facts:
 def watched(model: nn.Module, mesh: NodeMesh) -> Iterator[Facts]:
     """A context that yields the `Facts` of `model`.
 
-    In it, each batch that passes through the model sets the facts' `flows`.
+    In the context, each batch that passes through the model sets the facts' `flows`.
 
     Traffic from a user's function `parallelize` is unknown, so it does not count.
     """
@@ -183,7 +185,7 @@ class Talk:
 def talk_of_layers(mesh: NodeMesh, parameters: float, layers: int, activation_bytes: float, examples: int) -> Talk:
     """Return the traffic inside a node for a transformer, given its size only.
 
-    All parameters count as 4 bytes each, and as parts of the layers.
+    Each parameter counts as 4 bytes, and as a parameter of a layer.
 
     Args:
         parameters: the number of parameters.
@@ -213,12 +215,12 @@ def talk_of_layers(mesh: NodeMesh, parameters: float, layers: int, activation_by
 
 
 class InsideCost:
-    """The cost of the traffic between a node's devices in a step.
+    """Computes the traffic between a node's devices in a step.
 
     Args:
         mesh: the node's split.
         facts: the model's facts.
-        at_once: the largest number of examples that the node computes at once. None: all examples of a step.
+        at_once: the largest number of examples that the node computes at once. None means all examples of a step.
     """
 
     def __init__(self, mesh: NodeMesh, facts: Facts, at_once: int | None = None):

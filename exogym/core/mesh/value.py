@@ -31,26 +31,28 @@ class NodeMesh:
             what else they share.
         tensor: devices that each compute a part of every layer, on the same examples.
         stages: devices of a pipeline, each with some layers; or a `PipelineParallel` with your own stages.
-        microbatches: parts of a device's batch in a pipeline, at least as many as stages. None: 4 per stage, or one per
-            example if there are fewer examples. This option needs `stages`.
+        microbatches: parts of a device's batch in a pipeline, at least as many as stages. None means 4 per stage, or
+            one per example if there are fewer examples. This option needs `stages`.
         parallelize: called as `parallelize(model, mesh)` with torch's `DeviceMesh`, whose axes have the names and sizes
             of `axes`. It splits the model in place, by `fully_shard` or `parallelize_module`. A run in one process does
-            not call it. None: split by the model's known plan.
-        network: link between two devices of a node, as `exogym.network` reads it ("nvlink", "pcie"). None: traffic
-            inside a node takes no time. This time counts only in a fit with `network=`, the link between nodes.
-        zero: what `shard` shares. 3: parameters, gradients and optimizer state (`fully_shard`); 2: gradients and
-            optimizer state; 1: optimizer state only. With stages, 3 gathers the parameters once a step and frees them
-            after the step.
+            not call it. If it is None, ExoGym splits the model by the model's known plan.
+        network: link between two devices of a node, as `exogym.network` reads it ("nvlink", "pcie"). None means that
+            traffic inside a node takes no time. The time counts only in a fit with `network=`, the network between
+            nodes.
+        zero: what the `shard` devices share. 3 shares parameters, gradients and optimizer state (`fully_shard`); 2
+            shares gradients and optimizer state; 1 shares the optimizer state only. In a pipeline, 3 gathers the
+            parameters once a step and frees them after the step.
         schedule: order of a pipeline's work: "gpipe", "1f1b", "interleaved" (two stages or more on each device) or
             "zero_bubble".
-        probe: True: compare the first batch's gradients with the whole model's gradients, and refuse a split with other
-            gradients. A module: compare on this smaller model of the same kind. False: trust the split.
+        probe: True compares the first batch's gradients with the whole model's gradients, and refuses a split with
+            other gradients. A smaller model of the same kind, given instead, is compared in the same way. False trusts
+            the split.
 
     Attributes:
         size: devices of a node.
         axes: sizes by name, outermost first: stages, shard, tensor. The devices of a node are numbered like the
             elements of an array of that shape (see `coordinates`).
-        depth: the number of devices on the stages axis. It is `stages`, if `stages` is a number.
+        depth: the number of the pipeline's devices. It is `stages`, if `stages` is a number.
         pipeline: the `PipelineParallel` with your own stages, or None.
 
     Raises:
@@ -84,7 +86,7 @@ class NodeMesh:
         if isinstance(self.zero, bool) or self.zero not in (1, 2, 3):
             raise ArgumentError(f"zero={self.zero!r} must be 1, 2 or 3 (see NodeMesh)")
         if self.zero != 3 and self.shard == 1:
-            raise ArgumentError(f"zero={self.zero} needs shard= over 1, because zero= sets what the shards share")
+            raise ArgumentError(f"zero={self.zero} has no effect with shard=1: give shard= over 1, or leave zero out")
         check_choice("schedule", str(self.schedule).lower(), SCHEDULES)
         object.__setattr__(self, "schedule", str(self.schedule).lower())
         if self.parallelize is not None and not callable(self.parallelize):
@@ -163,7 +165,7 @@ class NodeMesh:
         }
 
     def shares(self, examples: int) -> tuple[int, ...]:
-        """Return (shard,) how many of a node's `examples` examples each shard computes.
+        """Return how many of a node's `examples` examples each shard computes, as a list of `shard` numbers.
 
         If `examples` is not a multiple of `shard`, the first shards get one example more. A mean over the batch weights
         the shards by these numbers.
@@ -183,9 +185,9 @@ class NodeMesh:
         return max(self.micro_batches(max(self.shares(examples))))
 
     def bubble(self, examples: int) -> float:
-        """Return the share of a step in which a device waits for the pipeline to fill and drain: (S-1)/(M+S-1).
+        """Return the share of a step in which a device waits for the pipeline to fill and drain.
 
-        This is GPipe's and 1F1B's share for S stages and M micro-batches of equal length (Huang et al.,
+        GPipe and 1F1B have the share (S-1)/(M+S-1), for S stages and M micro-batches of equal length (Huang et al.,
         arXiv:1811.06965). Interleaved schedules with V stages on each device count as V M micro-batches, each with 1/V
         of the work (Narayanan et al., arXiv:2104.04473). A zero-bubble schedule counts as its lower bound, 0 (Qi et
         al., arXiv:2401.10241).
@@ -198,7 +200,7 @@ class NodeMesh:
     def compute_share(self, examples: int) -> float:
         """Return a node's step time divided by one device's step time, without communication.
 
-        The result is 1 / (size (1 - bubble)), with the share `bubble(examples)`.
+        The result is 1 / (size (1 - b)), where b is `bubble(examples)`.
         """
         return 1 / (self.size * (1 - self.bubble(examples)))
 
@@ -235,7 +237,7 @@ class NodeMesh:
     def describe(self) -> dict[str, Any]:
         """Return the options that decide a run's result, as a JSON object.
 
-        Options that change only its time are left out.
+        Options that change only the run's time are left out.
         """
         told: dict[str, Any] = {**self.axes}
         if self.shard > 1:

@@ -126,7 +126,7 @@ class History(Sequence[Row]):
         span: tuple[int, int] | None = None,
         time_s: tuple[float, float] | None = None,
     ) -> None:
-        """Add a stretch: the steps between two communications.
+        """Add the records of a stretch: the steps between two communications.
 
         Args:
             steps: (S,) the logged steps, ascending; S may be 0.
@@ -138,8 +138,8 @@ class History(Sequence[Row]):
             final_bytes: the same three numbers after the stretch's last step, at which nodes communicate.
             wall_s: two times in seconds since the run's start: before and after the stretch. Steps between get
                 interpolated times.
-            time_s: predicted seconds, also before and after the stretch. None: without a virtual clock.
-            span: first and last step of the stretch. None: the first and last of `steps`.
+            time_s: predicted seconds, also before and after the stretch. None if the run has no virtual clock.
+            span: first and last step of the stretch. None means the first and last of `steps`.
 
         Raises:
             ArgumentError: the arrays' shapes differ, or the steps do not come after the previous stretch's steps.

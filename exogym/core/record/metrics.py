@@ -24,13 +24,13 @@ Metric = Callable[[Tensor, Tensor], Any]
 
 
 class Evaluator:
-    """Evaluate a model's parameters on the validation set.
+    """Evaluates a model's parameters on the validation set.
 
     Args:
         worker: the object that computes the model's outputs.
         stream: the validation set's examples, in order.
         metrics: functions by name. Each takes a batch's predictions and targets, and returns a mean over the batch.
-        limit: evaluate on at most this many examples, from the start. None: on all examples.
+        limit: evaluate on at most this many examples, from the start. None means all examples.
     """
 
     def __init__(self, worker: Worker, stream: Stream, metrics: dict[str, Metric], limit: int | None = None):

@@ -24,7 +24,7 @@ class Notes:
     """A user's tags and note for a run.
 
     Args:
-        tags: up to 20 tags, each up to 40 characters, without commas. They are sorted, and doubles are removed.
+        tags: up to 20 tags, each up to 40 characters, without commas. They are sorted, and duplicates are removed.
         note: a text of up to 4,000 characters. It may have several lines.
 
     Raises:

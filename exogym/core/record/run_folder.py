@@ -241,8 +241,8 @@ def read_status(folder: str | os.PathLike[str]) -> dict[str, Any]:
 def standing(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the status of the run in a folder; {} if the folder has no status.
 
-    The state "running" becomes "lost" if the run's process has ended. For a run on another machine, it becomes "lost"
-    after a minute without a heartbeat.
+    The state "running" becomes "lost" if the run's process has ended. If the run is on another machine, its state
+    becomes "lost" after a minute without a heartbeat.
 
     Raises:
         ArgumentError: status.json has a field that no run writes.

@@ -239,7 +239,7 @@ def parsed(data: bytes) -> Any:
 
 
 def row_of(line: bytes, kinds: Mapping[str, Kind]) -> Row | None:
-    """Return the JSON object in a line of records or events. None if the line is incomplete: its writer was killed.
+    """Return the JSON object in a line of records or events. Return None if its writer was killed inside the line.
 
     Raises:
         ArgumentError: a field has a wrong value.

@@ -15,7 +15,7 @@ BEAT_S = 1.0
 
 
 class StepFile(Observer):
-    """An observer that writes the last step, and the number of restarts of its process, into a file in `folder`."""
+    """An observer that writes its process's last step and number of restarts into a file in `folder`."""
 
     def __init__(self, folder: str | os.PathLike[str]):
         self.path = Path(folder) / os.environ.get(LOCAL_RANK, "0")

@@ -62,8 +62,9 @@ def save(
 
     The checkpoint is written completely or not at all.
 
-    Checkpoints of later steps are damaged, so they do not count. With several processes, each process calls this
-    function with its own rows. In each folder, its keeper writes the main process's shared state.
+    Checkpoints of later steps do not count among the newest, because the run could not resume from them. With several
+    processes, each process calls this function with its own rows. Each folder's keeper writes the main process's shared
+    state there.
 
     Raises:
         CheckpointError: a disk is full, or the folder cannot be written. Earlier checkpoints remain.
@@ -192,7 +193,9 @@ def load_newest(
     folder: str | Path, wire: Wire | None = None, keepers: Keepers | None = None,
     refused: Mapping[str, str] | None = None,
 ) -> tuple[Snapshot | None, list[str]]:  # fmt: skip
-    """Return the newest good checkpoint in `folder`, and the errors of newer ones. None: `folder` has no checkpoint.
+    """Return the newest good checkpoint in `folder`, and the errors of newer checkpoints.
+
+    Return None if `folder` has no checkpoint.
 
     `refused` holds the names of checkpoints to skip, with their errors. With several processes, each process gets its
     own rows, from a checkpoint that all processes can read in their folders.
@@ -303,7 +306,7 @@ def _remove(path: Path) -> None:
 def remove_leftovers(folder: str | Path, wire: Wire | None = None, keepers: Keepers | None = None) -> None:
     """Remove files that a killed run left in `folder` while it wrote or removed a checkpoint.
 
-    If one host has already renamed a checkpoint, all hosts have written it: then the other hosts rename it now.
+    If one host has already renamed a checkpoint, all hosts have written it. In this case the other hosts rename it now.
     """
     folder, wire = Path(folder), wire or Wire([])
     keepers = keepers or one_keeper(folder, wire)

@@ -42,7 +42,7 @@ WRONG = (
 class Snapshot:
     """A checkpoint in memory: rows by node id, shared tensors, and `meta`, a JSON object with the key "step".
 
-    If a node is several processes, `parts` says which slices of the rows' tensors and of the shared tensors this
+    If a node has several processes, `parts` says which slices of the rows' tensors and of the shared tensors this
     process has. The history is stored in `shared` under the names `history.*`, and in `meta["history"]`.
     """
 
@@ -69,7 +69,7 @@ class RowsElsewhere(CheckpointError):
 
 
 def name_of(path: Path) -> tuple[int, int] | None:
-    """Return (step, count) from a checkpoint folder's name. None if no checkpoint has such a name."""
+    """Return (step, count) from a checkpoint folder's name, or None if it is not a checkpoint's name."""
     found = re.fullmatch(r"step_(\d{1,18})(?:_(\d{1,18}))?", path.name, re.ASCII)
     return (int(found[1]), int(found[2] or 0)) if found else None
 

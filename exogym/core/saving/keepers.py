@@ -115,7 +115,7 @@ def find_keepers(folder: Path, wire: Wire) -> Keepers:
 
 
 def holding(folder: Path, wire: Wire, keepers: Keepers, before: Keepers | None = None) -> Keepers:
-    """Return `keepers` with locks on their folders. `before`: the keepers that this run had until now.
+    """Return `keepers` with locks on their folders. `before` holds the keepers that this run had until now.
 
     Raises:
         ArgumentError: another run has locked one of the folders.

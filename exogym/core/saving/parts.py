@@ -1,10 +1,10 @@
 """Split tensors in a checkpoint: each process of a node writes its pieces, and any process can join all pieces.
 
 Beside each file of rows or shared state there are files `<file>.part-<j>.safetensors`, one for each process j of a
-node. Such a file holds the process's pieces of the split tensors. A piece has its tensor's name. The tensor "cut/<c>"
-says where a piece belongs in the whole tensor: (m, 2) holds m ranges of elements of the last axes. The file's metadata
-gives the number c for each piece, and the shape of these axes. Reading joins the pieces, so a run can resume with
-another split, or without a split.
+node. Such a file holds the process's pieces of the split tensors. A piece has its tensor's name. The tensor "cut/<c>",
+of shape (m, 2), says where a piece belongs in the whole tensor: it holds m ranges of elements of the last axes. The
+file's metadata gives the number c for each piece, and the shape of these axes. Reading joins the pieces, so a run can
+resume with another split, or without a split.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ Cuts = dict[str, Cut]
 class Parts:
     """The slices of a snapshot's tensors that this process has. `part` is the process's number inside its node.
 
-    `is_first`: whether the node is the first one. `rows` and `shared`: where each slice belongs, by tensor name."""
+    `is_first` says whether the node is the first. `rows` and `shared` say, by tensor name, where each slice belongs.
+    """
 
     part: int
     is_first: bool
@@ -79,7 +80,7 @@ class _Piece:
 
 
 def joined_pieces(files: Sequence[Path], wanted: Callable[[int], bool]) -> dict[Key, Tensor]:
-    """Join the pieces in `files`. Return the whole tensors by (node, name); `None` in place of a node: shared state.
+    """Join the pieces in `files`. Return the whole tensors by (node, name). For shared state, the node is None.
 
     A tensor is allocated only after a check that its pieces are complete. So a forged file cannot cause an allocation
     larger than the pieces.

@@ -115,7 +115,7 @@ def test_bytes(n: int, bits: int, width: int) -> None:
 
 def test_values_that_do_not_fit_are_refused() -> None:
     x = torch.full((4, 2), 9000.0)
-    with pytest.raises(ArgumentError, match=r"a value of 9e\+03 does not fit. The sum of 4 in 32 bits"):
+    with pytest.raises(ArgumentError, match=r"a value of 9e\+03 does not fit. A sum of 4 values in 32 bits"):
         secure(4, bits=32).all_reduce(x)
     assert secure(4).all_reduce(x)[0, 0] == secure(4, bits=32, fraction_bits=8).all_reduce(x)[0, 0] == 9000
     for bad in (math.nan, math.inf):

@@ -31,8 +31,8 @@ def connect(address: str | None, runtime_env: Mapping[str, Any] | None) -> None:
     """Connect this process to a cluster. If no address is known, start a cluster on the loopback interface.
 
     Args:
-        address: "auto" (this machine's cluster), "host:port", or None: the address in RAY_ADDRESS, or a new cluster. If
-            the script has connected to Ray already, this connection is used.
+        address: "auto" (this machine's cluster), "host:port", or None. None means the address in RAY_ADDRESS, or a new
+            cluster if RAY_ADDRESS is not set. If the script has connected to Ray already, ExoGym uses this connection.
         runtime_env: code, data and environment of the cluster's processes, as in Ray's `runtime_env`.
 
     Raises:
@@ -182,7 +182,7 @@ def looker() -> Callable[[], dict[str, str | None]]:
 def check_machines(places: Sequence[tuple[str, Any]]) -> None:
     """Check that the machines have the same versions of Python, torch and ExoGym as this process.
 
-    `places` has (machine, Ray's scheduling strategy for a process on it).
+    `places` has pairs (machine, Ray's scheduling strategy for a process on this machine).
 
     Raises:
         ArgumentError: versions differ, or a runtime environment failed.
@@ -235,7 +235,7 @@ def check_versions(found: Mapping[str, Mapping[str, str | None]]) -> None:
 
 
 def machines() -> list[tuple[str, Any]]:
-    """Return (machine, Ray's scheduling strategy for a process on it) for each living machine with CPUs."""
+    """Return (machine, Ray's scheduling strategy for a process on this machine) for each living machine with CPUs."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

@@ -31,7 +31,7 @@ BACK_S = 10.0  # seconds until this run's room is free again
 
 
 class Ray:
-    """Runs on a Ray cluster: `fit(engine="ray")` is `fit(engine=Ray())`.
+    """Runs the training on a Ray cluster. `fit(engine="ray")` is the same as `fit(engine=Ray())`.
 
     ExoGym starts as many processes as the cluster has room for, but at most one per node; `processes=P` sets the
     number. Each process takes `cpus_per_process` CPUs, and one GPU if the run uses GPUs. Ray's own pickle carries
@@ -39,8 +39,9 @@ class Ray:
     folders that all machines share.
 
     Args:
-        address: "auto" (this machine's cluster), "host:port", or None: the address in RAY_ADDRESS, or a new cluster
-            here. A new cluster listens on the loopback only and ends with the script.
+        address: "auto" (this machine's cluster), "host:port", or None. None means the address in RAY_ADDRESS, or a new
+            cluster here if RAY_ADDRESS is not set. A new cluster listens on the loopback interface only and ends with
+            the script.
         placement: "pack" the processes onto few machines, or "spread" them over many.
         runtime_env: code, packages and environment of the processes, as in Ray's `runtime_env` (working_dir,
             py_modules, pip, env_vars).

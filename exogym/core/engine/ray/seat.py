@@ -46,8 +46,8 @@ class SeatPlan:
     Attributes:
         placement: the node ids of each process.
         on_gpu: whether each process has its own GPU.
-        folder: the script's current folder. A process changes to this folder if its machine has it. None: Ray's
-            runtime environment sets the folder.
+        folder: the script's current folder. A process changes to this folder if the process's machine has it. If
+            `folder` is None, Ray's runtime environment sets the folder.
     """
 
     placement: Sequence[Sequence[int]]
@@ -65,7 +65,7 @@ def _or_lost(call: Callable[[], Result], *about: Any) -> Result:
 
 
 class Seat:
-    """A Ray actor: one process of a run.
+    """A Ray actor that is one process of a run.
 
     `train` runs in one thread; `stop` and `ask` run in other threads meanwhile.
     """
@@ -153,7 +153,7 @@ def _group(process: int, seating: SeatPlan, first: Any) -> Any:
 
 
 def interface_of(address: str) -> str | None:
-    """Return the network interface with this IPv4 address; None: not found.
+    """Return the network interface with this IPv4 address, or None if no interface has it.
 
     >>> interface_of("127.0.0.1"), interface_of("192.0.2.77")
     ('lo', None)
