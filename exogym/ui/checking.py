@@ -31,6 +31,7 @@ QUICK = ("digits", "mnist", "shakespeare", "cifar10")  # tasks that load in less
 MOST_NODES = 10_000  # among more nodes it takes long to divide the data
 MOST_CELLS, MOST_SEEDS = 16, 2  # checked
 FIRST = ("num_nodes", "network")  # other options are checked beside these
+PARAMETERS = 1e6  # any number
 TEXTS = ("network", "step_seconds", "partitioner", "device")  # options that stay text, even "8"
 NOT_OF_RUNS = ("dataset", "data", "strategies", "strategy", "axes", "log_x", "search", "engine")
 Trouble = dict[str, str]  # an error, and the option or strategy that it is about
@@ -63,7 +64,7 @@ def check(command: str, given: Mapping[str, Any]) -> dict[str, Any]:
     good = _check_options(task, of_runs, swept, errors)
     for text in texts:
         with _noted(errors, strategy=text):
-            _session(task, [text], {**good, **swept})
+            _check_nodes(_session(task, [text], {**good, **swept}))
     plan, session = "", None
     with _noted(errors, option="axes" if command == "sweep" else ""):
         if not errors:
@@ -173,6 +174,13 @@ def _session(task: Task, strategies: Any, options: Mapping[str, Any]) -> Session
     seeds = options.get("seeds", 3)
     few = min(seeds, MOST_SEEDS) if type(seeds) is int else seeds
     return session_of(ComparisonOptions(task, strategies, **{**options, "seeds": few}), known_step_s=1.0)
+
+
+def _check_nodes(session: Session) -> None:
+    """Raise ArgumentError if a strategy cannot work among so few nodes. Its formulas of traffic know."""
+    for entry in session.entries.values():
+        if not entry.alone and entry.strategy.driven_by != "programs":  # these have no formulas
+            entry.strategy.plan(PARAMETERS, session.setting.nodes, 4.0)
 
 
 def _cells(

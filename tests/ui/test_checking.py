@@ -10,6 +10,7 @@ import typer
 from exogym.cli import app
 from exogym.cli.ui import forms_of
 from exogym.errors import ArgumentError
+from exogym.strategy.registry import STRATEGIES
 from exogym.study.compare import compare
 from exogym.study.sweep import sweep
 from exogym.ui.checking import check
@@ -46,6 +47,13 @@ def test_each_strategy_has_its_own_error() -> None:
     errors = check("compare", given)["errors"]
     assert [found["strategy"] for found in errors] == ["diloco:H=0", "dilco", "ddp:tuner=drift"]
     assert "did you mean 'diloco'" in errors[1]["error"] and "leave tuner out" in errors[2]["error"]
+    few = {"num_nodes": "2", "strategies": "fedavg:robust=krum,decoupled_diloco:quorum=9"}
+    krum, quorum = check("compare", few)["errors"]
+    assert "robust='krum' needs 5 nodes" in krum["error"] and "quorum=9 is more than the 2 nodes" in quorum["error"]
+    assert check("compare", few | {"num_nodes": "9"})["errors"] == []
+    everything = ",".join(["single", *sorted(STRATEGIES)])
+    for nodes in ("1", "2", "3"):
+        assert check("compare", {"num_nodes": nodes, "seeds": "1", "strategies": everything})["errors"] == []
     (found,) = check("compare", {"strategies": "ddp,ddp"})["errors"]
     assert found["option"] == "strategies" and "twice" in found["error"]
     (found,) = check("compare", {"dataset": "whisper", "strategies": "nothing"})["errors"]  # its data are not loaded
