@@ -31,22 +31,22 @@ class DistributedTrainer:
 
     Args:
         model: as for `LocalTrainer`.
-        optimizer: a torch optimizer over this model's parameters. Only its class and arguments are used. Or an
-            optimizer's name or an `OptimSpec`, as for strategies.
-        num_gpus: number of devices. None: the number of devices of `node`, or without `node` the number of processes
-            that run this script.
-        backend: "nccl" or "gloo" connects the processes. "auto": NCCL if each process has a GPU, otherwise gloo. A
-            single process ignores it.
-        node: how to split the model: a `NodeMesh` or a `PipelineParallel`. None: data parallel, with parameters,
-            gradients and optimizer state sharded.
+        optimizer: a torch optimizer over this model's parameters. Only its class and arguments are used. You can also
+            give an optimizer's name or an `OptimSpec`, as for strategies.
+        num_gpus: number of devices. If `num_gpus` is None, the trainer uses the number of devices of `node`, or without
+            `node` the number of processes that run this script.
+        backend: "nccl" or "gloo" connects the processes. "auto" means NCCL if each process has a GPU, otherwise gloo. A
+            single process ignores `backend`.
+        node: how to split the model: a `NodeMesh` or a `PipelineParallel`. If `node` is None, training is data
+            parallel, with parameters, gradients and optimizer state sharded.
         loss_fn: as for `LocalTrainer`.
 
     Attributes:
         history: the records of the last call of `train`.
 
     Raises:
-        ArgumentError: the optimizer has other parameters, several groups or earlier steps; the number of devices
-            differs from the number of processes or from `node`; or the backend is not available.
+        ArgumentError: the optimizer has other parameters or several groups, or it has taken steps already; the number
+            of devices differs from the number of processes or from `node`; or the backend is not available.
 
     >>> x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
     >>> loader = DataLoader(torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True)), batch_size=8, shuffle=True)
@@ -100,10 +100,10 @@ class DistributedTrainer:
         """Train for `epochs` epochs and return the model. With several processes, only the main process has the result.
 
         Args:
-            train_loader: its data set, batch size, shuffling and number of workers are used. The trainer does not
-                iterate over the loader itself. An epoch's last, shorter batch is a step, too.
+            train_loader: a loader. The trainer uses the loader's data set, batch size, shuffling and number of workers,
+                but does not iterate over the loader itself. An epoch's last, shorter batch is a step, too.
             epochs: number of passes over the training data.
-            val_loader: its data set is used for an evaluation after each epoch.
+            val_loader: a loader whose data set is used for an evaluation after each epoch.
             accumulation_steps: number of batches per step.
             seed: seed of the data's order and of the model's random numbers.
 

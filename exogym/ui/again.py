@@ -28,7 +28,7 @@ def again_of(path: Path, forms: Mapping[str, Form]) -> dict[str, Any]:
 
     Returns:
         command, options: as `Starter.start` takes them.
-        note: what the form cannot repeat; "" if nothing.
+        note: a text that says what the form cannot repeat, or "".
     """
     kind, about = what_is(path)
     parent, above = what_is(path.parent)

@@ -45,8 +45,9 @@ def check(command: str, given: Mapping[str, Any]) -> dict[str, Any]:
         given: options as a form sends them: numbers, text, or lists of text.
 
     Returns:
-        errors: each has `error`, and `option` (its name) or `strategy` (its text) if it is about one of them.
-        plan: the runs in words; "" if there are errors, or if the task is not loaded here.
+        errors: dicts, each with the message as `error`. An error about an option also has the option's name as
+            `option`; an error about a strategy has the strategy's text as `strategy`.
+        plan: a description of the runs, or "" if there are errors or the task is not loaded here.
 
     >>> check("compare", {"strategies": "ddp,diloco:H=0"})["errors"]
     [{'error': "strategy 'diloco:H=0': H=0 must be a whole number of at least 1", 'strategy': 'diloco:H=0'}]
@@ -130,7 +131,9 @@ def _axes_of(options: Mapping[str, Any], errors: list[Trouble]) -> Axes:
         axes = axes_of([LONG.get(name.strip(), name) + equals + values for name, equals, values in lines])
         count = math.prod(len(values) for values in axes.values() if isinstance(values, list))
         if count > schema.MOST_CELLS:
-            raise ArgumentError(f"the sweep has {count:,} cells, and {schema.MOST_CELLS:,} fit: sweep fewer values")
+            raise ArgumentError(
+                f"the sweep has {count:,} cells, but at most {schema.MOST_CELLS:,} may run: sweep fewer values"
+            )
         return axes
     return {}
 

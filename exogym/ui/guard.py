@@ -1,12 +1,13 @@
 """Check each request to the page: its host name, its origin and its token.
 
-A page of another site can make a browser send requests to this server, and such a site can let its own host name mean
+A page of another site can make a browser send requests to this server, and such a site can point its own host name to
 127.0.0.1. So a request must meet three conditions:
 
 - Its host name is a name of this machine. Otherwise the answer has status 403.
-- It does not come from a page of another origin. Otherwise: 403.
-- It has the token. Otherwise: 401. The address that you open first contains the token. Later requests send the token in
-  a cookie, which scripts cannot read, and which browsers do not send with requests from other sites.
+- It does not come from a page of another origin. Otherwise the answer has status 403.
+- It has the token. Otherwise the answer has status 401. The address that you open first contains the token. Later
+  requests send the token in a cookie, which scripts cannot read, and which browsers do not send with requests from
+  other sites.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class Guard:
         await (answer or self.app)(scope, receive, send_with_headers)
 
     def refusal(self, request: Request) -> Response | None:
-        """Return an error response if the request is refused; None if the request may pass.
+        """Return an error response if the request is refused, or None if the request may pass.
 
         When the page is opened with the token in its address, the response is a redirect that sets the cookie.
         """

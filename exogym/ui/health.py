@@ -1,4 +1,4 @@
-"""Which node needs attention, in a sentence, from the nodes' picture."""
+"""Say which nodes need attention, from the data of the picture of a run's nodes."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ MOST_NAMED = 3
 def health_of(found: dict[str, Any]) -> str:
     """Return sentences that name the absent, slow and bad nodes, from the result of `nodes_of`.
 
-    A node is absent if others have a newer loss. It is slow if it computes 1.5 times as much of the time as the median
-    node while that waits. Its loss is high at three times the nodes' median. Losses are means over the newest quarter
-    of the steps.
+    A node is absent if others have a newer loss. A node is slow if its share of computing time is over 1.5 times the
+    median node's share, and the median node waits more than 10 % of the time. A node's loss is high if it is over three
+    times the nodes' median loss. Losses are means over the newest quarter of the steps.
 
     >>> alike = {"nodes": [0, 1, 2], "of": 3, "steps": [1, 2], "loss": [[1.0, 0.9]] * 3, "shares": {}}
     >>> health_of(alike)

@@ -1,4 +1,4 @@
-"""Read a run's records and events in pieces, each from where the last read ended, without keeping them in memory.
+"""Read a run's records and events in pieces, without keeping them in memory. A read starts where the last read ended.
 
 Records are ordered by step. So a binary search in the file finds the first record after a step.
 """
@@ -40,8 +40,9 @@ class Position:
 def piece_after(path: Path, place: Position) -> tuple[list[bytes], Position, bool, bool]:
     """Read the complete lines after the position `place`.
 
-    Return (lines, new position, whether the file is new, whether more lines follow). The file counts as new if it is
-    another file, is shorter, or has other bytes before `place` than at the last read; it is then read from its start.
+    Return (lines, new position, whether the file is new, whether more lines follow). The file counts as new if another
+    file has replaced it, if it is shorter, or if the bytes before `place` have changed since the last read. A new file
+    is read from its start.
 
     Raises:
         ArgumentError: a line is longer than a run's lines can be.
@@ -121,7 +122,7 @@ def step_reached(path: Path, after: int) -> int:
 
 
 def newest_events(path: Path, most: int) -> list[Row]:
-    """Return the newest events in the file's last 4 MB, at most `most`, oldest first. Leave out events of the clock."""
+    """Return the newest events in the file's last 4 MB, at most `most`, oldest first. Leave out predicted times."""
     found: list[Row] = []
     for line in _backwards(path):
         if not OF_A_CLOCK.search(line) and (row := row_of(line, EVENT)) is not None:
@@ -177,15 +178,16 @@ def some_of(path: Path, after: int, is_model: bool, most: int, most_bytes: int |
 
     Args:
         after: return records of later steps only.
-        is_model: True: only records of the averaged model, not of single nodes.
-        most_bytes: about how many bytes of the file to read, but at least the records of one step; None: the whole
-            file.
+        is_model: True to return only records of the averaged model, not of single nodes.
+        most_bytes: about how many bytes of the file to read. The records of at least one step are always read. If
+            `most_bytes` is None, the whole file is read.
 
     Returns:
         records: the selected records.
         last: the last step that was read.
         more: True if the file has later records, which were not read.
-        file: an identifier of the file. It changes when a run resumes at an earlier step, which starts a new file.
+        file: an identifier of the file. When a run resumes at an earlier step, it starts a new file with another
+            identifier.
 
     Raises:
         ArgumentError: a line is not a valid record.

@@ -13,13 +13,13 @@ GET  /api/runs/NAME/verdict       the verdict and table of a comparison or sweep
 GET  /api/runs/NAME/hosts         the states of the run's hosts (see `exogym.machines.remote.health`)
 GET  /api/hosts                   the newest runs on hosts, with their hosts
 GET  /api/events                  server-sent events: the list of runs, each time it changes
-GET  /api/runs/NAME/again         a form with its options (see `exogym.ui.again`)
+GET  /api/runs/NAME/again         a form with the run's options (see `exogym.ui.again`)
 GET  /api/forms                   the commands that the page may start, with their options
 GET  /api/strategies              the strategies, with their options
 GET  /api/started                 the commands that the page has started, with their output
 POST /api/start                   start a command
 POST /api/check                   the errors in a command's options, and the runs that it would start
-POST /api/estimate                the time and memory that it needs, from a short trial
+POST /api/estimate                the time and memory that a command needs, from a short trial
 POST /api/runs/NAME/stop          stop a run
 POST /api/runs/NAME/resume        resume a run
 POST /api/runs/NAME/notes         save a run's note and tags
@@ -107,14 +107,15 @@ def serve(
 
     Args:
         folder: the folder with the runs. It may be missing.
-        port: the port; 0: any free port. If the port is taken, the server uses the first free port of the next 19, and
-            a notice names it.
+        port: the port. With `port=0` the server uses any free port. If the port is taken, the server uses the first
+            free port of the next 19, and a notice names it.
         host: the address on which to listen. If other computers can reach this address, give a `token`.
-        token: the secret that every request must have, of at least 16 characters; None: a random token.
+        token: the secret that every request must have, of at least 16 characters. If `token` is None, the token is
+            random.
         ready: called with the address to open in a browser.
         forms: function that returns the commands that the page may start, with their options. The function loads torch,
-            so it is called only when a form is first needed. None: the page cannot start anything.
-        allow_code: True: values in forms may name code and files.
+            so it is called only when a form is first needed. If `forms` is None, the page cannot start anything.
+        allow_code: True if values in forms may name code and files.
 
     Raises:
         ArgumentError: other computers can reach `host` and there is no token; the token is too short; or the address
@@ -180,7 +181,7 @@ def application(
     Args:
         shelf: the runs to show.
         host, token: see `Guard`.
-        starter: starts commands; None: the page cannot start anything.
+        starter: starts commands. If `starter` is None, the page cannot start anything.
         over: when this event is set, answers that would never end, such as server-sent events, end.
         know: called with the client (address and port) of each request that has the token.
     """

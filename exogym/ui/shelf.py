@@ -85,7 +85,7 @@ class RunShelf:
 
         Args:
             path: the run's folder.
-            most_bytes: about how many bytes to read now; None: everything.
+            most_bytes: about how many bytes to read now. If `most_bytes` is None, everything is read.
 
         Raises:
             ArgumentError: a record or event is not valid.

@@ -47,7 +47,7 @@ class Starter:
     Args:
         top: the folder with the runs.
         read_forms: function that returns {command: its options}. It is called once, when a form is first needed.
-        allow_code: True: values in forms may name code and files to load.
+        allow_code: True if values in forms may name code and files to load.
     """
 
     top: Path
@@ -64,7 +64,7 @@ class Starter:
 
     @functools.cached_property
     def strategies(self) -> dict[str, Any]:
-        """The strategies with their options (`exogym.study.compare.catalog`). Strategies share `options` by number."""
+        """All strategies and their options (`exogym.study.compare.catalog`). A strategy has its options' numbers."""
         from exogym.study.compare.catalog import catalog  # loads torch
 
         found, options = catalog(), list[dict[str, Any]]()
@@ -101,8 +101,8 @@ class Starter:
         """Return the time and memory that a command needs, as `text`. Another process tries it for some seconds.
 
         Raises:
-            ArgumentError, CannotStart: as in `start`. Also if a value is wrong, if another estimate is under way, or
-                after `ESTIMATE_S` seconds.
+            ArgumentError, CannotStart: the reason is as in `start`, or a value is wrong, another estimate is under way,
+                or the trial took over `ESTIMATE_S` seconds.
         """
         check_choice("command", command, self.forms)
         words = [command, *self.arguments(command, options), "--estimate", f"--out={self.top}"]
@@ -204,7 +204,7 @@ class Starter:
             given["axes"] = axes_lines(saved.get("axes"))
         seeds = given.get("seeds")
         if isinstance(seeds, list) or not isinstance(given["dataset"], str):
-            raise ArgumentError(f"{path.name} was started from Python: continue it there with resume=True")
+            raise ArgumentError(f"{path.name} was started from Python: continue it in Python with resume=True")
         if isinstance(given.get("speeds"), list):
             given["speeds"] = ",".join(map(str, given["speeds"]))
         return self._start(command, [command, *self.arguments(command, given), f"--out={path}", "--resume"])
@@ -263,7 +263,7 @@ class Starter:
         return {"resume": "Resume starts the script again. It continues from the newest checkpoint."}
 
     def output_of(self, pid: Any) -> str:
-        """Return the end of the output of a process that this server has started; "" for any other process."""
+        """Return the end of the output of a process that this server has started, or "" for any other process."""
         return next((found["output"] for found in self.started() if found["pid"] == pid), "")
 
     def started(self) -> list[dict[str, Any]]:

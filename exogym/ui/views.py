@@ -40,12 +40,12 @@ def nodes_of(records: Iterable[Row], events: Iterable[Row]) -> Row:
         steps: the first step of each column.
         nodes: the shown nodes.
         of: the number of all nodes.
-        loss: for each shown node, its loss in each column; None where the node has no loss.
-        share_steps, shares: for a run with predicted times, the steps, and for each of "computing", "sending",
-            "waiting" and "down" each node's share of the time since the previous step in `share_steps`.
-        stood: lists [node, predicted seconds]: there the node's clock stood still while other nodes computed.
-        band, worst: with more than 64 nodes, quantiles of all nodes' losses in each column, and the nodes with the
-            largest losses.
+        loss: for each shown node, its loss in each column, or None where the node has no loss.
+        share_steps, shares: the time of a run with predicted times. For each of "computing", "sending", "waiting" and
+            "down", `shares` has each node's share of the time since the previous step in `share_steps`.
+        stood: lists [node, predicted seconds]. At this time the node's clock stood still while other nodes computed.
+        band, worst: quantiles of all nodes' losses in each column, and the nodes with the largest losses. Both fields
+            exist only with more than 64 nodes.
     """
     picture = NodesPicture()
     for row in records:
@@ -207,7 +207,7 @@ class NodesPicture:
 def timeline_of(
     path: Path, from_s: float = 0.0, to_s: float = math.inf, stood: Iterable[tuple[int, float]] = ()
 ) -> Row:
-    """Return the first spans of a run's timeline in a window, at most 4,000. Return {} if the run has no timeline.
+    """Return the first 4,000 spans of a run's timeline in a window of time, or {} if the run has no timeline.
 
     Returns:
         nodes: the shown nodes.
@@ -280,7 +280,8 @@ def verdict_of(path: Path) -> Row:
     """Return the results so far of the comparison or sweep in the folder `path`. Return {} for any other folder.
 
     Returns:
-        rows, verdict, target_loss, target: as in `exogym.study.runs.summary`; rows is [] until the first run has ended.
+        rows, verdict, target_loss, target: as in `exogym.study.runs.summary`; `rows` is [] until the first run has
+            ended.
         members: {name of a run: the label of its strategy or cell}.
         colors: for a comparison, {label: [color, color on a dark page, whether the line is dashed]}.
     """

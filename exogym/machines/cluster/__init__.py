@@ -1,6 +1,6 @@
 """Job scripts for SLURM, and manifests for Kubernetes. (For Ray, use `fit(engine="ray")`.)
 
-You can write job scripts and manifests on any machine. Submitting jobs and asking for their state needs a machine of
+You can write job scripts and manifests on any machine. To submit jobs and ask for a job's state, you need a machine of
 the SLURM cluster:
 
 >>> from pathlib import Path

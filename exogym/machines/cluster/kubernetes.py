@@ -1,8 +1,8 @@
-"""Kubernetes: manifests for a run, and a Dockerfile for the run's image.
+"""Make Kubernetes manifests for a run, and a Dockerfile for the run's image.
 
 The manifests describe an indexed Job with one pod per machine. Its pods find each other by the names of a headless
-service. With `kind="pytorchjob"` they describe a PyTorchJob of the training operator instead. Each pod's launcher needs
-the run's secret from a Kubernetes Secret, which you must create.
+service. With `kind="pytorchjob"` the manifests describe a PyTorchJob of the training operator instead. Each pod's
+launcher needs the run's secret from a Kubernetes Secret, which you must create.
 
 A preempted pod does not count as a failure. Kubernetes replaces the pod, and all pods start the script again. The run
 resumes if the script calls `fit(save_dir=..., resume=True)` with a folder on the volume.
@@ -35,14 +35,15 @@ class Pods:
         arguments: the script's arguments.
         image: the image's name, from which the cluster pulls it.
         nodes: number of pods.
-        processes_per_node: processes in each pod; None: one per GPU, or one without GPUs.
+        processes_per_node: processes in each pod. If `processes_per_node` is None, a pod has one process per GPU, or
+            one process without GPUs.
         name, namespace: name and namespace of the Kubernetes objects.
         cpus, memory, gpus: each pod's resources, as Kubernetes quantities.
         claim: name of a PersistentVolumeClaim for checkpoints. All pods must be able to write to it.
         mount: path at which the pods mount the claim.
-        grace_s: seconds from SIGTERM, when the run saves a checkpoint, to the end of a pod.
+        grace_s: seconds between SIGTERM and the end of a pod. The run saves a checkpoint when it gets SIGTERM.
         restarts: number of failures after which the Job fails. Preempted pods do not count.
-        kind: "job", or "pytorchjob" for the training operator.
+        kind: "job" for a Kubernetes Job, or "pytorchjob" for the training operator's PyTorchJob.
 
     Raises:
         ArgumentError: a value is not valid in a manifest.
@@ -94,7 +95,7 @@ def manifests(pods: Pods) -> list[dict[str, Any]]:
 
 
 def document(objects: Sequence[dict[str, Any]]) -> str:
-    """Return the text of a file for `kubectl apply` with these objects. JSON is also YAML, and keeps texts as texts.
+    """Return the text of a file for `kubectl apply` with these objects. The objects are written as JSON, which is YAML.
 
     >>> print(document([{"kind": "Job"}, {"kind": "Service"}]), end="")
     # Written by exogym cluster kubernetes: read it, change it, and apply it with kubectl.
@@ -187,7 +188,7 @@ def _pod(pods: Pods, rank: str, master: str, restart: str | None) -> dict[str, A
 
 
 def dockerfile() -> str:
-    """Return a Dockerfile for an image with the wheel in dist/, the current folder, and this machine's versions."""
+    """Return a Dockerfile for an image with the wheel in dist/, the current folder, and this machine's torch."""
     own, python = version("exogym"), ".".join(platform.python_version_tuple()[:2])
     torch = version("torch").partition("+")[0]
     return f"""\

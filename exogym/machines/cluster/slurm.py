@@ -1,11 +1,11 @@
-"""SLURM: write a job script, submit it, and ask for a job's state.
+"""Write a job script for SLURM, submit it, and ask for a job's state.
 
-On each machine, the job script starts a launcher (`python -m exogym.launch`), which starts the processes there.
+On each machine, the job script starts a launcher (`python -m exogym.launch`), which starts the machine's processes.
 Processes need a secret to join the run. The job draws the secret at random and keeps it only in environment variables.
 
 SLURM restarts a preempted job. The run then resumes if the script calls `fit(save_dir=..., resume=True)`. Shortly
 before the time limit, the job tells its processes to save a checkpoint, and asks SLURM for a restart. All given texts
-are quoted for the shell, or refused.
+are quoted for the shell. Invalid texts are refused.
 """
 
 from __future__ import annotations
@@ -63,13 +63,16 @@ class SlurmJob:
         script: path of a Python file that all machines can read.
         arguments: the script's arguments.
         nodes: number of machines.
-        processes_per_node: processes on each machine; None: one per GPU, or one without GPUs.
+        processes_per_node: processes on each machine. If `processes_per_node` is None, a machine has one process per
+            GPU, or one process without GPUs.
         name: the job's name.
         folder: the folder in which the script runs.
         python: path of the Python interpreter on the machines.
-        cpus, gpus, memory, time, partition, account, qos: SLURM's options; None: SLURM's defaults.
+        cpus, gpus, memory, time, partition, account, qos: SLURM's options. An option that is None keeps SLURM's
+            default.
         before_s: the run saves a checkpoint this many seconds before the time limit.
-        port: port of the first machine, at which the other machines connect; None: computed from the job's number.
+        port: port of the first machine, at which the other machines connect. If `port` is None, the job computes a port
+            from its number.
         restarts: how often the job may restart itself.
 
     Raises:
@@ -156,7 +159,7 @@ def submit(script: Path, job: SlurmJob) -> int:
 
 
 def status_of(job: int) -> dict[str, str]:
-    """Return what SLURM knows about a job: state, reason, run_time, time_limit, nodes, restarts, exit_code, log."""
+    """Return SLURM's facts about a job: state, reason, run_time, time_limit, nodes, restarts, exit_code, log."""
     facts = _facts(job)
     names = {
         "state": "JobState", "reason": "Reason", "run_time": "RunTime", "time_limit": "TimeLimit", "nodes": "NodeList",

@@ -1,7 +1,7 @@
 """Find computers in a network, and pair with them by a short code. Needs the extra `discover`.
 
-- `Agent` runs on a computer, shows a code, and pairs with callers that know this code. `announced` announces an agent
-  in the network by mDNS.
+- `Agent` runs on a computer, shows a code, and pairs with callers (other computers) that know this code. `announced`
+  announces an agent in the network by mDNS.
 - `find` lists the announced agents. `pair` pairs with an agent, by its code.
 - `enrol` prepares a paired computer for runs: it saves the computer's host key, tests the login by key, and adds the
   computer to the hosts file.

@@ -1,4 +1,4 @@
-"""`Agent`: answers other computers in the network with its name, and pairs with computers that know its code."""
+"""An `Agent` tells other computers in the network its name, and pairs with computers that know its code."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ MOST_CALLS, MOST_OF_ONE_ADDRESS = 64, 8
 
 
 class Agent:
-    """Answers callers: computers that connect to it. It pairs with callers that know its code.
+    """Answers callers, the computers that connect to this agent. The agent pairs with callers that know its code.
 
     Args:
         name: the agent's name. Callers without the code learn nothing else.
         address: an address of this computer. The agent listens only at this address.
-        port: port to listen on; 0: a free port.
+        port: port to listen on. With `port=0` the agent chooses a free port.
         user, ssh_port: this computer's user and SSH port, with which paired computers log in. The agent reads the SSH
             server's host keys when it is created.
         authorized_keys: the SSH file that permits logins. The agent adds a line for each paired computer.

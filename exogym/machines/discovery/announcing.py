@@ -37,7 +37,7 @@ class Found:
     Attributes:
         name: the agent's name. Any computer could claim this name.
         address, port: where the agent listens.
-        answers: True: an agent with this name answered at the address.
+        answers: True if an agent with this name answered at the address.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Found:
 
 
 def plain_name(text: str) -> str:
-    """Return `text` as a name that an agent may have: other characters become "-".
+    """Return `text` as a valid name for an agent. Every character that is not allowed becomes "-".
 
     >>> plain_name("Ann's MacBook Pro.local"), plain_name("\\u2028")
     ('Ann-s-MacBook-Pro', 'computer')
@@ -73,8 +73,8 @@ def own_networks() -> list[ipaddress.IPv4Interface]:
 def own_address(given: str | None = None) -> str:
     """Return the address at which other computers should reach this computer.
 
-    This is the address `given`. Without `given`, it is this computer's only address, or the address with which this
-    computer reaches other networks.
+    The result is `given` if this is not None. Otherwise the function returns this computer's only address, or the
+    address with which this computer reaches other networks.
 
     Raises:
         ArgumentError: `given` is not an address of this computer; or this computer has no address; or it has several
@@ -87,7 +87,7 @@ def own_address(given: str | None = None) -> str:
             raise ArgumentError(f"--address={given!r} is not an address of this computer; its addresses: {known}")
         return given
     if not addresses:
-        raise ArgumentError("this computer has no address in any network: connect it to one")
+        raise ArgumentError("this computer has no address in any network: connect it to a network")
     if len(addresses) > 1:
         with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect(("192.0.2.1", 9))  # sends nothing; only selects the outgoing address
@@ -126,7 +126,8 @@ def find(seconds: float = 3.0, addresses: Iterable[str] | None = None) -> list[F
 
     Args:
         seconds: how long to listen for announcements.
-        addresses: this computer's addresses at which to listen; None: all except the loopback.
+        addresses: this computer's addresses at which to listen. If `addresses` is None, the function listens at all
+            addresses except the loopback.
 
     Raises:
         ArgumentError: this computer is in no network.
@@ -137,7 +138,7 @@ def find(seconds: float = 3.0, addresses: Iterable[str] | None = None) -> list[F
     networks = own_networks()
     here = [str(network.ip) for network in networks] if addresses is None else list(addresses)
     if not here:
-        raise ArgumentError("this computer has no address in any network: connect it to one")
+        raise ArgumentError("this computer has no address in any network: connect it to a network")
     names: dict[str, None] = {}
     lock = threading.Lock()
 

@@ -4,15 +4,15 @@
     agent -> caller  {"name": NAME}; after "name" the exchange ends here
     caller -> agent  SPAKE2's message of side A
     agent -> caller  SPAKE2's message of side B
-    caller -> agent  sealed: the request, with a public key, and a signature over the session made with its private key
+    caller -> agent  sealed: the request, a public key, and the session signed with the private key
     agent -> caller  sealed: the answer, or {"refused": WHY} if the seal is from another code
 
 SPAKE2 (Abdalla and Pointcheval, 2005; the package `spake2`, on Ed25519) turns the code into a key. Both sides get the
-same key only if both had the same code. A computer that only listens learns nothing. An impostor can try one code per
-exchange, and learns nothing with which more codes could be tried afterward. The caller (side A) proves first that it
-has the key, so the agent sends no secret to a caller without the key. HKDF-SHA256 derives one key for each direction
-from SPAKE2's key. ChaCha20-Poly1305 seals the messages (encrypts and authenticates them), with numbers that count from
-0. Both are from the package `cryptography`.
+same key only if both had the same code. A computer that only listens learns nothing. An impostor can try only one code
+per exchange. The exchange gives the impostor no data with which to test other codes later. The caller (side A) proves
+first that it has the key, so the agent sends no secret to a caller without the key. HKDF-SHA256 derives one key for
+each direction from SPAKE2's key. ChaCha20-Poly1305 seals (encrypts and authenticates) the messages, which are numbered
+from 0. The package `cryptography` has HKDF and ChaCha20-Poly1305.
 
 The caller also sends its public SSH key. Anybody may know this key, so the caller must prove that it owns the private
 key. It signs a statement that contains the public key and the session's name. The session's name is a third value from
@@ -91,7 +91,7 @@ def typed_code(text: str) -> str:
 
 
 class Messages:
-    """Sends and receives short messages over a connection. All messages must arrive within `seconds`.
+    """Sends and receives short messages over a connection. The whole exchange may take `seconds` seconds.
 
     Raises (from `send`, `receive`, `tell`, `hear`):
         ProtocolError: the time is over, the other computer is gone, or a message is too long or not JSON.
@@ -157,7 +157,7 @@ def read(message: bytes) -> dict[str, Any]:
 
 
 def refusal(message: bytes) -> str | None:
-    """Return why a message that is not sealed refuses the pairing: a key of `REFUSALS`. None: it is no such message.
+    """Return the reason if an unsealed message refuses the pairing: a key of `REFUSALS`. Return None otherwise.
 
     Any computer could have sent this message.
 
@@ -172,10 +172,10 @@ def refusal(message: bytes) -> str | None:
 
 
 class Exchange:
-    """One side of the pairing protocol: first `meet` derives the keys by SPAKE2, then sealed messages are exchanged.
+    """One side of the pairing protocol. `meet` derives the keys by SPAKE2; then the sides exchange sealed messages.
 
     Args:
-        line: the messages to and from the other side.
+        line: sends messages to the other side, and receives messages from it.
         side: this side, `CALLER` or `AGENT`.
         code: the code's digits, as this side knows them.
         name: the agent's name, which was sent without a seal. If somebody changed it on the way, the sides get
@@ -227,7 +227,7 @@ class Exchange:
         self.line.send(self._cipher(self.side).encrypt(self._nonce(self.side), json.dumps(value).encode(), None))
 
     def open(self, message: bytes) -> dict[str, Any] | None:
-        """Return the value in the other side's sealed message. None: the other side has another key."""
+        """Return the value in the other side's sealed message. Return None if the other side has another key."""
         from cryptography.exceptions import InvalidTag
 
         other = AGENT if self.side == CALLER else CALLER

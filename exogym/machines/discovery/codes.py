@@ -1,4 +1,4 @@
-"""The code that an agent shows. A code is valid until a computer has paired with it, or for three wrong attempts."""
+"""The code that an agent shows. A code is valid until a pairing succeeds, or until the third wrong attempt."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ TRIES, WRONG_IN_A_ROW = 3, 9  # wrong attempts per code; in a row over all codes
 
 
 class Codes:
-    """An agent's current code, and the number of wrong attempts to pair.
+    """Holds an agent's current code, and counts wrong attempts to pair.
 
-    An attempt counts when the caller sends its proof that it had the code. Before, the caller learns nothing about the
-    code. Pairing closes after nine wrong attempts in a row, until somebody restarts the agent. So the chance that
-    somebody guesses a code of six digits is at most nine in a million. But an attacker can use up all attempts; then
-    nobody can pair until the agent is restarted.
+    An attempt counts when the caller sends its proof that it had the code. Before this proof, the caller learns nothing
+    about the code. Pairing closes after nine wrong attempts in a row, until somebody restarts the agent. So the chance
+    that somebody guesses a code of six digits is at most nine in a million. But an attacker can use up all attempts.
+    Then nobody can pair until the agent is restarted.
 
     Args:
         show: called with each new code, and with None when pairing closes.
 
     Attributes:
-        now: the current code; None: pairing is closed.
+        now: the current code, or None if pairing is closed.
     """
 
     def __init__(self, show: Callable[[str | None], None]):

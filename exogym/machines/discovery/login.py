@@ -55,8 +55,8 @@ def public_key(text: object) -> str:
 def own_key(path: str) -> str:
     """Return the public key of the private key in the file `path`. If the file does not exist, make a new key.
 
-    A new key has no passphrase, so that runs can start without a question. With this key, one can log in only to
-    computers that were paired with it.
+    A new key has no passphrase, so that runs can start without a question. This key permits logins only to computers
+    that were paired with the key.
 
     Raises:
         ArgumentError: the file is not a private key.
@@ -99,7 +99,7 @@ def authorize(path: str, key: str, address: str, name: str) -> bool:
 
     The line ends in `exogym:NAME`. It permits login and commands, but no forwarding, tunnel or terminal. It replaces
     the lines that earlier pairings wrote for this key; other lines do not change. If the user has written a line for
-    this key, the file stays as it is, because that line decides the key's rights.
+    this key, the file does not change: the user's line decides the key's rights.
 
     Returns:
         True if the file now has a line from pairing; False if the user's own line permits the key.

@@ -1,4 +1,4 @@
-"""Pair with an agent by its code, and add its computer to a hosts file."""
+"""Pair with an agent by its code, and add the agent's computer to a hosts file."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ def pair(address: str, port: int, code: str, key: str, *, name: str | None = Non
 
     Args:
         code: the code that the agent shows.
-        key: file of a private SSH key. It is made if it does not exist. The key signs the session and is not sent.
+        key: file of a private SSH key. If the file does not exist, a new key is made. The private key is not sent; it
+            signs the session.
         name: the name under which the agent saves this computer. Default: this computer's host name.
 
     Raises:
@@ -120,7 +121,7 @@ def enrol(paired: Paired, hosts_file: str | os.PathLike[str], key: str, ssh_conf
     Args:
         hosts_file: path of the hosts file, which is made if it does not exist.
         key: file of the private key that `pair` used.
-        ssh_config: config file for `ssh -F`; None: the user's own config.
+        ssh_config: config file for `ssh -F`. If `ssh_config` is None, ssh reads the user's own config.
 
     Raises:
         ExoGymError: the login does not work, or a file cannot be written.

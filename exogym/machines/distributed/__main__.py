@@ -1,4 +1,4 @@
-"""The self-test as a command: `python -m exogym.launch --nproc_per_node 2 -m exogym.distributed`."""
+"""Run the self-test as a command: `python -m exogym.launch --nproc_per_node 2 -m exogym.distributed`."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Collectives that return their result and do not change their argument.
 
 All processes must make the same calls in the same order. Before each call they exchange a description of it (160 bytes
-per process). So a wrong call is an error on all processes, not a hang or wrong numbers.
+per process). So a wrong call raises an error on all processes, instead of a hang or wrong numbers.
 
-Results have no gradient. With gloo and MPI, tensors of other devices go through the CPU; NCCL needs CUDA tensors.
+Results have no gradient. With gloo and MPI, tensors on a GPU are copied through the CPU. NCCL needs CUDA tensors.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def send(tensor: Tensor, dst: int) -> None:
 
 
 def recv(src: int) -> Tensor:
-    """Return the tensor that process `src` sends with `send(tensor, dst)`. It is on the backend's device."""
+    """Return the tensor that process `src` sends with `send(tensor, dst)`. The result is on the backend's device."""
     with _call("recv", None, src) as note:
         note.check_peer(src)
         words = torch.empty(len(note.words()), dtype=torch.int64, device=bare.device())
@@ -188,7 +188,7 @@ class _Note:
                 self._disagree(notes)
 
     def compare_with_source(self) -> tuple[list[int], torch.dtype]:
-        """Compare the processes' calls if only the sending process has the tensor. Return its shape and dtype."""
+        """Compare the processes' calls if only the sender has the tensor. Return the tensor's shape and dtype."""
         assert self.root is not None
         if self.world_size == 1:
             return _shape_of(self.words().tolist())

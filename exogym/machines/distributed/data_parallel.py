@@ -63,13 +63,15 @@ class DistributedSampler(torch.utils.data.DistributedSampler[Any]):
     """Torch's DistributedSampler. It also accepts a data set's size instead of the data set.
 
     It yields the same indices as torch's sampler. With `shuffle`, the order of the indices is drawn from `seed` and the
-    epoch's number; call `set_epoch` before each epoch. The processes take indices in turn. So that all processes get
-    equally many, the first indices are repeated at the end. With `drop_last`, the last indices are left out instead.
+    epoch's number; call `set_epoch` before each epoch. The processes take indices in turn. The sampler repeats the
+    first indices at the end, so that all processes get equally many indices. With `drop_last`, it leaves out the last
+    indices instead.
 
     Args:
-        dataset: the data set. Or leave it out and give `dataset_size`.
+        dataset: the data set. You can give `dataset_size` instead.
         dataset_size: number of examples in the data set.
-        num_replicas, rank: number of processes, and this process's rank; None: the process group's values.
+        num_replicas, rank: number of processes, and this process's rank. If they are None, the process group's values
+            are used.
 
     Raises:
         ArgumentError: `dataset` and `dataset_size` are both given or both missing, or `rank` is too large.

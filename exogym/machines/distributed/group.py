@@ -37,14 +37,16 @@ def init_process_group(
     GPU becomes the current device.
 
     Args:
-        backend: "gloo" (CPU), "nccl" (CUDA GPUs) or "mpi" (under mpirun, with a torch built for MPI). None: the
-            launcher's backend; if the launcher names none, "nccl" if every process on this machine has its own GPU,
-            otherwise "gloo".
+        backend: "gloo" (CPU), "nccl" (CUDA GPUs) or "mpi" (under mpirun, with a torch built for MPI). If `backend` is
+            None, the launcher's backend is used. If the launcher names no backend, the default is "nccl" if every
+            process on this machine has its own GPU, otherwise "gloo".
         init_method: where the processes find each other: "env://" (MASTER_ADDR and MASTER_PORT, the default),
             "tcp://host:port" or "file:///path".
-        world_size: number of processes; None: the environment variable WORLD_SIZE. 1: this process is alone.
-        rank: this process's rank, 0 to world_size - 1; None: the environment variable RANK.
-        timeout_s: a collective fails if not all processes have called it within these seconds; None: torch's default.
+        world_size: number of processes. If `world_size` is None, the environment variable WORLD_SIZE is used. With
+            `world_size=1` this process is alone.
+        rank: this process's rank, 0 to world_size - 1. If `rank` is None, the environment variable RANK is used.
+        timeout_s: a collective fails if not all processes have called it within this many seconds. If `timeout_s` is
+            None, torch's default applies.
         store: a torch store through which the processes find each other, instead of `init_method`.
 
     Raises:
@@ -116,13 +118,13 @@ def get_distributed_info() -> dict[str, Any]:
     Returns:
         available: True if a backend works on this machine.
         initialized: True if this process is in a process group.
-        backend: the group's backend; None without a group.
+        backend: the group's backend, or None without a group.
         backends: the backends that work on this machine.
-        world_size, rank, local_rank, local_world_size, node_rank: this process's numbers. Without a group, they are the
-            launcher's values; without a launcher, the values of a single process.
+        world_size, rank, local_rank, local_world_size, node_rank: this process's numbers. Without a group, the
+            launcher's values are returned; without a launcher, the values of a single process.
         device: the backend's device.
         hostname, pid: this machine's name and this process's id.
-        master_addr, master_port: from the environment, or None.
+        master_addr, master_port: the environment's values, or None.
         restart_count: how often the launcher has restarted the processes.
 
     >>> info = get_distributed_info()
@@ -184,8 +186,8 @@ def _place(world_size: int | None, rank: int | None, through_environment: bool) 
         for name, given, said in (("world_size", world_size, said_size), ("rank", rank, said_rank)):
             if given is not None and said is not None and given != said:
                 raise ArgumentError(
-                    f"{name}={given}, but the launcher has set {said}: leave {name}= out (or, to meet elsewhere, give "
-                    "init_method= or store=)"
+                    f"{name}={given}, but the launcher has set {said}: leave {name}= out (or, to join another "
+                    "group, give init_method= or store=)"
                 )
     if world_size == 1 and rank is None:
         rank = 0
@@ -198,7 +200,10 @@ def _place(world_size: int | None, rank: int | None, through_environment: bool) 
     rank = said_rank if rank is None else rank
     if world_size is None or rank is None:
         name = "world_size" if world_size is None else "rank"
-        raise ArgumentError(f"{name}= is missing, and the environment has no {name.upper()}: give both or neither")
+        raise ArgumentError(
+            f"{name}= is missing, and the environment has no {name.upper()}: give both world_size= and rank=, or "
+            "neither"
+        )
     if rank >= world_size:
         raise ArgumentError(f"rank={rank} is too large for world_size={world_size}: ranks count from 0")
     return world_size, rank

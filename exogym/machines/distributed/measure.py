@@ -33,8 +33,8 @@ def self_test(sizes_bytes: Sequence[int] = DEFAULT_SIZES_BYTES, repeats: int = 5
     is the time of its slowest process.
 
     Args:
-        sizes_bytes: message sizes to measure. For gather, all_gather, scatter and reduce_scatter this is the size of
-            all processes' parts together. Each size is rounded up to a multiple of 4 bytes times the number of
+        sizes_bytes: message sizes to measure. For gather, all_gather, scatter and reduce_scatter, a message size is the
+            size of all processes' parts together. Each size is rounded up to a multiple of 4 bytes times the number of
             processes.
         repeats: number of timed calls for each size.
 

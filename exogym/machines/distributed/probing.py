@@ -1,9 +1,9 @@
 """Measure a network for predictions: the times of collectives, of messages between pairs, and of your model's step.
 
-A collective is timed for several message sizes, over open connections ("warm") and over new connections ("cold"). The
-probes use the same collectives as a run, with the wire's copies and sums between processes. They include both kinds of
-all-reduce: the library's (`reduction="native"`) and the exact kind ("exact all_reduce"). `Network.of` reads the
-result (docs/network.md, "From measurements").
+A collective is timed for several message sizes. It is timed over open connections ("warm") and over new connections
+("cold"). The probes use the same collectives as a run, with the wire's copies and sums between processes. Both kinds of
+all-reduce are probed: torch's own (`reduction="native"`), and ExoGym's exact sum ("exact all_reduce"). `Network.of`
+reads the result (docs/network.md, "From measurements").
 """
 
 from __future__ import annotations
@@ -78,12 +78,13 @@ def measure(
     The pairs of processes are measured one after the other. A pair's latency is half the round trip of 4 bytes. The
     pair's bandwidth is computed from the time of 1 MiB, less the latency.
 
-    Other work on the hosts only adds time, and more bytes never take less time. So a probe that took longer than a
-    larger probe gets the larger probe's time.
+    Other work on the hosts only adds time, and more bytes never take less time. So if a probe took longer than a probe
+    of a larger message, it gets the time of the larger message.
 
     Args:
-        sizes_bytes: message sizes to probe; 4 bytes per process are always probed, too. For gathers a size counts all
-            processes' parts together. Each size is rounded up to a multiple of 4 bytes times the number of processes.
+        sizes_bytes: message sizes to probe; 4 bytes per process are always probed, too. For gathers, a size is the size
+            of all processes' parts together. Each size is rounded up to a multiple of 4 bytes times the number of
+            processes.
         repeats: largest number of timed calls per size. Slow calls are timed less often, but at least twice.
         step_s: seconds of a step of your model on this host. Give this value on all hosts or on none.
         task: the name of the task whose step was measured.

@@ -1,8 +1,8 @@
 """`python -m exogym.launch [options] script.py [script arguments]`.
 
 The launcher's own options may come before or after the script's name. All other words after the script's name are the
-script's arguments, and so is everything after `--`. Exit status: 0, or the status of the first process that failed; 2
-for invalid arguments, 1 if the machines could not connect to each other, 130 after Ctrl-C.
+script's arguments, and so is everything after `--`. The exit status is 0, or the status of the first process that
+failed; 2 for invalid arguments, 1 if the machines could not connect to each other, 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def split(words: Sequence[str]) -> tuple[list[str], str | None, bool, list[str]]:
-    """Split a command line into (the launcher's options, the script or None, whether it is a module, its arguments).
+    """Split a command line into (launcher's options, script or None, whether it is a module, the script's arguments).
 
     >>> split(["train.py", "--nproc_per_node=4", "--lr", "0.1"])
     (['--nproc_per_node=4'], 'train.py', False, ['--lr', '0.1'])
@@ -115,7 +115,7 @@ def main(words: Sequence[str] | None = None) -> int:
         options = vars(_parser().parse_args(own))
         del options["module"]
         if script is None:
-            raise ArgumentError("no script: give one, as in python -m exogym.launch --nproc_per_node 2 script.py")
+            raise ArgumentError("no script: name a script, as in python -m exogym.launch --nproc_per_node 2 script.py")
         return DistributedLauncher(LaunchConfig(**options)).launch(script, *arguments, module=module)
     except KeyboardInterrupt:
         print("exogym.launch: interrupted", file=STDERR)

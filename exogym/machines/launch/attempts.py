@@ -1,4 +1,4 @@
-"""What the launcher does each time before torch's elastic agent starts, or restarts, the script's processes."""
+"""Prepare the script's processes each time before torch's elastic agent starts or restarts them."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class Attempts(DefaultLogsSpecs):
 
     Args:
         folder: folder for the files in which the processes record their errors.
-        output: learns here which rank each process on this machine has.
-        node: this machine in the launch. It has the number of the current attempt, which is the same on all machines.
+        output: the ranks' output. Before each start, it gets the rank of each process on this machine.
+        node: this machine in the launch, with the current attempt's number. The number is the same on all machines.
         environment: variables to add to each process's environment.
         config: the launch's settings.
 
     Attributes:
-        record: stores which process on this machine failed, when it is set to filter the log of torch's agent.
+        record: a filter for the log of torch's agent. It stores which process on this machine failed.
     """
 
     def __init__(self, folder: Path, output: RankOutput, node: Node, environment: dict[str, str], config: LaunchConfig):

@@ -1,4 +1,4 @@
-"""`LaunchConfig`: the settings of a launch: its processes, machines and restarts."""
+"""The class `LaunchConfig` holds the settings of a launch: its processes, machines and restarts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DEFAULT_PORT = 29500
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """The settings of a launch. Invalid settings raise an error at once.
+    """The settings of a launch. Invalid settings raise an error when the object is made.
 
     Args:
         nproc_per_node: number of processes to start on this machine.
@@ -25,14 +25,15 @@ class LaunchConfig:
             loopback.
         master_port: port of machine 0 at which the other machines connect. Default: 29500 with several machines, a free
             port with one machine.
-        backend: "gloo" or "nccl", for scripts whose `init_process_group()` names no backend. None: the backend that
-            fits the machine.
+        backend: "gloo" or "nccl", for scripts whose `init_process_group()` names no backend. If `backend` is None,
+            ExoGym chooses a backend that fits the machine.
         max_restarts: how often all processes may be restarted after a failure.
         monitor_interval: seconds between two checks whether the processes still run.
         start_timeout: whole seconds within which the launchers of all machines must connect.
-        log_dir: folder for each rank's output, which is appended to `training_rank_{rank}.log`. None: no files.
-        first_rank: number to add to the ranks in the output and in the names of these files, if this launch is part of
-            a larger run.
+        log_dir: folder for each rank's output, which is appended to `training_rank_{rank}.log`. If `log_dir` is None,
+            no files are written.
+        first_rank: number to add to the ranks in the output and in the names of the log files. Needed if this launch is
+            part of a larger run.
 
     Raises:
         ArgumentError: a setting is invalid. The message names the setting and its allowed values.
@@ -97,7 +98,7 @@ class LaunchConfig:
 
     @property
     def port(self) -> int:
-        """Port of machine 0, to which the other machines connect; 0: any free port."""
+        """Port of machine 0, to which the other machines connect. The value 0 means any free port."""
         return self.master_port or (DEFAULT_PORT if self.nnodes > 1 else 0)
 
     @property

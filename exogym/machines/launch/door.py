@@ -6,7 +6,7 @@ Both the door and the connecting process, the guest, prove that they know the se
     guest -> door   b: 32 random bytes; the proof HMAC-SHA256(secret, "guest", service, a, b)
     door  -> guest  the proof HMAC-SHA256(secret, "door", service, a, b), or 32 zero bytes if the guest's proof is wrong
 
-A guest must send its proof within ten seconds. If too many guests wait, the door closes the oldest connection. If this
+A guest must send its proof within ten seconds. If too many guests wait, the door closes the oldest connection. If that
 guest was a process of the run, it tries again. A correct proof needs only one message, so strangers who fill the door
 with connections cannot keep the run's processes out.
 """
@@ -38,7 +38,7 @@ class WrongSecret(ConnectionError):
 
 
 def listen(address: str, port: int = 0) -> socket.socket:
-    """Return a socket that listens only on `address`, at `port` (0: a free port).
+    """Return a socket that listens only on `address`, at `port` (0 means a free port).
 
     >>> with listen("127.0.0.1") as listener:
     ...     listener.getsockname()[0]
@@ -82,10 +82,11 @@ class _Guest:
 
 
 class Door:
-    """Accepts connections. A connection is handed over when its other end has proved that it knows `secret`.
+    """Accepts connections. A service gets a connection after the other end has proved that it knows `secret`.
 
     Args:
-        selector: waits for data on the connections. The `data` of each of its keys is the function to call for it.
+        selector: waits for data on the connections. A selector key's `data` is the function to call when the connection
+            has data.
         listener: the listening socket, which `close` closes.
         secret: the run's secret.
         services: {service: function}. The function gets each connection that has proved the secret for this service.

@@ -13,10 +13,11 @@ from exogym.core.base.torch_private import failure_of
 
 
 class AgentsRecord(logging.Filter):
-    """A log filter that hides torch's line about a failed process and stores its facts. `tell` describes the failure.
+    """A log filter that hides torch's line about a failed process and stores the facts. `tell` describes the failure.
 
     Attributes:
-        failed: (local rank, process id, exit code) of the last failure. None: no process on this machine has failed.
+        failed: (local rank, process id, exit code) of the last failure, or None if no process on this machine has
+            failed.
     """
 
     def __init__(self) -> None:
@@ -47,9 +48,9 @@ def is_lost(failure: ProcessFailure) -> bool:
 def first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
     """Return (rank, failure) of the failure that most likely caused the others.
 
-    This is a rank that died without recording an error (killed or crashed), because its end causes errors on other
-    ranks. Without such a rank, it is the rank with the earliest recorded error. Ranks that only lost a connection to
-    another rank come after these, and ranks that the launcher stopped come last.
+    A rank that died without recording an error (killed or crashed) comes first, because such an end causes errors on
+    other ranks. Ranks with a recorded error follow, from the earliest error to the latest. Then come ranks that only
+    lost a connection to another rank. Ranks that the launcher stopped come last.
     """
 
     def order(rank: int) -> tuple[int, float, int]:
@@ -65,7 +66,8 @@ def first_failure(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessF
 def exit_code(failure: ProcessFailure) -> int:
     """Return the launch's exit code after a rank's failure, as in a shell: 128 + the signal for a killed rank.
 
-    If the launcher stopped the rank while the rank handled its own error, the code is 1, as if it had ended by itself.
+    If the launcher stopped the rank while the rank handled its own error, the code is 1, as if the rank had ended by
+    itself.
     """
     if failure.exitcode == -signal.SIGTERM and _recorded(failure):
         return 1

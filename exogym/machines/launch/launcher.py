@@ -56,7 +56,7 @@ class DistributedLauncher:
         Args:
             script: path of a Python file, or with `module=True` a module's name, as for `python -m`.
             args: the script's arguments, passed as text.
-            module: True: `script` is a module's name.
+            module: True if `script` is a module's name.
 
         Returns:
             0 if all processes ended well; otherwise the exit code of the first failed process, or 128 + the signal that

@@ -20,14 +20,15 @@ class Line:
     """A server's connection to one of the run's processes.
 
     Args:
-        selector: waits for data on the connection. The `data` of each of its keys is the function to call for it.
+        selector: waits for data on the connection. A selector key's `data` is the function to call when the connection
+            has data.
         connection: the socket, whose other end has proved the run's secret.
         take: called with this `Line` and each received value. If `take` cannot read a value, or if a line is longer
             than 1 MiB, the connection is closed.
         lose: called with this `Line` and the reason, after the connection is lost and closed.
 
     Attributes:
-        rank: the process's rank; None until the process has sent it.
+        rank: the process's rank, or None until the process has sent its rank.
         name: a name of the process for messages.
         heard: time of the last message; before the first message, the time when the process connected.
     """

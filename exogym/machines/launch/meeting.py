@@ -1,4 +1,4 @@
-"""How the launchers of several machines find each other, and how all ranks reach one store of torch.
+"""Connect the launchers of several machines, and let all ranks reach the same torch store.
 
 The launchers connect to a `Door` on machine 0. The ranks find each other through torch's `TCPStore`. This store checks
 no secret, so it listens only on the loopback of machine 0. On every other machine a `Relay` listens on the loopback
@@ -30,7 +30,7 @@ class MeetingPlace:
     """Machine 0's server for the launchers of all machines. It answers in a thread until it is closed.
 
     Args:
-        address, port: where the server listens; port 0: a free port.
+        address, port: where the server listens. With `port=0` it chooses a free port.
         secret: the run's secret. Connections without the secret are refused.
 
     Attributes:
@@ -104,7 +104,7 @@ class Link:
         timeout_s: seconds to wait until the connection succeeds.
 
     Attributes:
-        store: values that all launchers share. Its calls fail once the connection is lost.
+        store: values that all launchers share. Its calls fail after the connection is lost.
 
     Raises:
         WrongSecret, ConnectionError: see `knock`.
@@ -142,9 +142,9 @@ class Link:
 
 
 class Relay:
-    """Stands in for the ranks' store on the loopback of a machine other than machine 0, at `port`, until it is closed.
+    """Stands in for the ranks' store on a machine other than machine 0, until it is closed.
 
-    It sends the ranks' data to the store on machine 0.
+    It listens on the machine's loopback, at its attribute `port`, and sends the ranks' data to the store on machine 0.
 
     Args: see `knock`.
     """

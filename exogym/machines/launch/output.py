@@ -95,7 +95,8 @@ class RankOutput:
     Args:
         folder: folder for the pipes `{local_rank}.out` and `{local_rank}.err`.
         nproc: number of ranks on this machine.
-        log_dir: folder for the files `training_rank_{rank}.log`, to which the output is appended; None: no files.
+        log_dir: folder for the files `training_rank_{rank}.log`, to which the output is appended. If `log_dir` is None,
+            no files are written.
     """
 
     def __init__(self, folder: Path, nproc: int, log_dir: Path | None):

@@ -42,7 +42,7 @@ FAREWELL_S = 10
 class Node:
     """One machine of a launch: its node_rank, machine 0's address and port, and the number of the current attempt.
 
-    Attempts are counted from 0; -1: no attempt has begun.
+    Attempts are counted from 0. The number is -1 before the first attempt.
     """
 
     rank: int

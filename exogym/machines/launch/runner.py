@@ -83,7 +83,7 @@ def show(error: BaseException) -> None:
 
 
 def record(error: BaseException) -> None:
-    """Write `error` to the error file of torch's elastic agent, with the exact time, and whether `is_lost` is true."""
+    """Write `error` to the error file of torch's elastic agent, with the exact time and the result of `is_lost`."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return

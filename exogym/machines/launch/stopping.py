@@ -27,8 +27,8 @@ class Stop:
     """The state of an `ended_by` block.
 
     Attributes:
-        number: the signal that has ended the block; 0: none.
-        again: called when a second signal arrives. None: the second signal also raises `Interrupted`.
+        number: the signal that has ended the block, or 0 if no signal has ended it.
+        again: called when a second signal arrives. If `again` is None, the second signal also raises `Interrupted`.
         before: the signals' handlers from before the block, to be restored after the block.
     """
 

@@ -1,4 +1,4 @@
-"""The connection to one host during a run. It receives the host's output, and shows the host that this machine runs."""
+"""The connection to one host during a run. It receives the host's output, and sends signs of life to the host."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class Logs:
     Args:
         folder: folder for `training_rank_{rank}.log` (a rank's output) and `host_{number}.log` (output of the host's
             launcher or ssh). At most `most_bytes` are saved for each host.
-        echo: True: also print the output on this machine's terminal.
+        echo: True to also print the output on this machine's terminal.
 
     Attributes:
-        first: the first failure: the number of the failed rank's host, and the launcher's line about this rank. None:
-            no rank has failed.
+        first: (number of the failed rank's host, the launcher's line about this rank) for the first failure. None if no
+            rank has failed.
     """
 
     def __init__(self, folder: Path, echo: bool = True, most_bytes: int = PRINTED_BYTES):

@@ -37,14 +37,14 @@ Row = dict[str, Any]
 
 
 class Board:
-    """The states of a run's hosts, from the hosts' reports. Saves the states in `hosts.json`.
+    """Collects the states of a run's hosts from the hosts' reports, and saves the states in `hosts.json`.
 
     Args:
         folder: the folder of the run's logs on the controller.
-        mirror: the controller's copy of the run folder, inside `folder`. Rank 0's host sends its files while the run
-            trains. None: the run folder is not copied.
+        mirror: the controller's copy of the run folder, inside `folder`. Rank 0's host sends the files while the run
+            trains. If `mirror` is None, the run folder is not copied.
         host_mirror: path of the run folder on rank 0's host, relative to the project's folder.
-        told_bytes: largest size of all files in `mirror` together.
+        told_bytes: largest total size of the files in `mirror`.
 
     Attributes:
         mark: text at the start of each output line that is a report.
@@ -65,7 +65,7 @@ class Board:
             (mirror / TOKEN).write_text(self.mark)
 
     def asked_of(self, order: HostOrder) -> Row | None:
-        """Return the settings of the reports that the host of `order` sends. None: it sends no reports."""
+        """Return the settings for reports from the host of the command `order`, or None if it sends no reports."""
         if not order.ranks:
             return None
         sends = self.mirror is not None and order.ranks[0] == 0
@@ -73,7 +73,7 @@ class Board:
         return {"mark": self.mark, "every_s": EVERY_S, "mirror": mirror if sends else None}
 
     def started(self, order: HostOrder) -> None:
-        """Note that the host of `order` starts its processes, for the first time or again."""
+        """Note that the host of the command `order` starts its processes, for the first time or again."""
         if not order.ranks:
             return
         address = order.host.address
@@ -87,7 +87,7 @@ class Board:
             self._event("started" if before is None else "started again", address)
 
     def take(self, order: HostOrder, text: str) -> None:
-        """Read a report from the host of `order`. `text` is the report's line without its mark."""
+        """Read a report from the host of the command `order`. `text` is the report's line without its mark."""
         try:
             said = json.loads(text)
         except (ValueError, RecursionError):
@@ -101,7 +101,7 @@ class Board:
             self._keep(said)
 
     def ended(self, order: HostOrder, state: str, why: str | None = None) -> None:
-        """Note that the processes on the host of `order` have ended, with the state "done", "failed" or "lost"."""
+        """Note that the command `order` has ended on its host, with the state "done", "failed" or "lost"."""
         host = self._hosts.get(order.ranks[0]) if order.ranks else None
         if host is None:
             return
@@ -211,7 +211,7 @@ def read_hosts(folder: str | os.PathLike[str]) -> Row:
 
 
 def figures(said: Mapping[str, Any], names: Iterable[str]) -> Row:
-    """Return {name: value} for all `names` with a finite number as their value in the report `said`.
+    """Return {name: value} for each of `names` whose value in the report `said` is a finite number.
 
     >>> figures({"cores": 2, "cpu_use": "<b>", "rx_bps": float("nan"), "more": 1}, ("cores", "cpu_use", "rx_bps"))
     {'cores': 2}

@@ -52,12 +52,14 @@ class Host:
         address: name or IP address at which the other hosts reach this host. One of the host's network interfaces must
             have this address.
         ssh_host: the host's name for ssh: the address, or an alias in the user's ssh config.
-        user, key, port: user name, file of the private key, and port for ssh; None: from the user's ssh config.
-        python: path of the host's Python; None: see `interpreter`.
-        path: the project's folder on the host; None: the same path as on the controller.
+        user, key, port: user name, file of the private key, and port for ssh. A value that is None comes from the
+            user's ssh config.
+        python: path of the host's Python. If `python` is None, see `interpreter`.
+        path: the project's folder on the host. If `path` is None, the host uses the same path as the controller.
         device: device for the host's processes: "auto", "cpu", "cuda", "cuda:0" or "mps".
         slots: number of processes on the host.
-        ssh_config: file that ssh reads instead of the user's config; None: the user's config.
+        ssh_config: file that ssh reads instead of the user's config. If `ssh_config` is None, ssh reads the user's
+            config.
     """
 
     address: str
@@ -73,7 +75,10 @@ class Host:
 
     @property
     def interpreter(self) -> str:
-        """The host's Python: `python`, if given. Otherwise this process's Python on this machine, python3 elsewhere."""
+        """Path of the host's Python. This is `python` if it is given.
+
+        Otherwise this machine uses this process's Python, and other hosts use python3.
+        """
         return self.python or (sys.executable if self.is_local else "python3")
 
     @property
@@ -121,7 +126,7 @@ class HostsConfig:
 
     @property
     def addresses(self) -> list[str]:
-        """For each rank, the address of its host."""
+        """The addresses of the ranks' hosts, in rank order."""
         return [host.address for host in self.hosts for _ in range(host.slots)]
 
     def ranks(self, index: int) -> range:

@@ -28,7 +28,8 @@ class Inquiry:
 
     Args:
         host: the host to ask.
-        answer_s: seconds to wait for each answer; None: no limit, so only ssh detects a lost host.
+        answer_s: seconds to wait for each answer. If `answer_s` is None, there is no limit, and only ssh detects a lost
+            host.
     """
 
     def __init__(self, host: Host, answer_s: float | None):
@@ -78,7 +79,7 @@ class Inquiry:
             pass
 
     def end(self, wait_s: float | None = None) -> None:
-        """End the connection to the host. If this takes `wait_s` seconds (None: `answer_s`), cut the connection."""
+        """End the connection to the host. Cut it after `wait_s` seconds (default: `answer_s`)."""
         process = self.process
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None
         with contextlib.suppress(OSError):

@@ -40,7 +40,7 @@ class Check:
 
 
 class Controller:
-    """This machine's versions of torch and exogym, and checksums of the project's files. The hosts' must be equal.
+    """This machine's versions of torch and exogym, and checksums of the project's files. All hosts must have the same.
 
     Args: see `check_hosts`.
     """
@@ -69,7 +69,7 @@ class Inspection:
 
     Attributes:
         checks: the results so far.
-        place: address and port at which the other hosts should reach this host; None: unknown.
+        place: address and port at which the other hosts should reach this host, or None if they are unknown.
     """
 
     def __init__(self, config: HostsConfig, index: int, here: Controller, answer_s: float):

@@ -36,23 +36,23 @@ class SSHLauncher:
 
     Args:
         hosts_config: a hosts file or a dict (see `HostsConfig.load`).
-        sync: True: first copy the project's folder to the hosts, with rsync.
+        sync: True to copy the project's folder to the hosts first, with rsync.
         max_restarts: how often all processes may be restarted after a failure.
         min_hosts: continue the run while at least this many hosts are left, and take back hosts that return. Each host
-            then has its own `max_restarts`. The script's training must support lost hosts (see `NetworkTrainer`).
-            None: the run needs all hosts.
+            then has its own `max_restarts`. The script's training must support lost hosts (see `NetworkTrainer`). If
+            `min_hosts` is None, the run needs all hosts.
         retries: how often the whole run may be restarted on all hosts after a host was lost, with longer and longer
             pauses. After such a restart the processes find the number of restarts in EXOGYM_NETWORK_RETRY.
         project: the project's folder on this machine. Default: the current folder.
         out: folder in which each run gets a new folder for its logs.
         start_timeout_s: seconds within which the launchers of all hosts must connect to each other.
         answer_s: seconds to wait for each of a host's answers in the checks before the run.
-        echo: print the processes' output on this machine.
+        echo: True to print the processes' output on this machine.
 
     Attributes:
         folder: the last run's folder.
         finished: hosts that finished the last run without an error.
-        first_failure: description of the last run's first failure; None: unknown.
+        first_failure: description of the last run's first failure, or None if it is unknown.
 
     >>> launcher = SSHLauncher({"master": "localhost"}, max_restarts=1)
     >>> launcher.config.slots
@@ -116,14 +116,15 @@ class SSHLauncher:
         Args:
             script: the path of a Python file in the project's folder, or with `module=True` the name of a module.
             args: the script's arguments, passed as text.
-            module: True: `script` is a module's name.
+            module: True if `script` is a module's name.
             environment: variables to add to the environment on all hosts.
-            save_dir: folder in which the script saves checkpoints. It may be shared by all hosts, or each host has its
-                own folder at this path.
-            dry_run: True: print every command and run nothing.
-            folder: folder for the logs. None: a new folder in `out`.
-            mirror: a copy, at or below `folder`, of the run folder that rank 0 writes on the master (`runs/...` in the
-                project's folder there). New records are copied while the run trains. None: no copy.
+            save_dir: folder in which the script saves checkpoints. The hosts may share this folder, or each host has
+                its own folder at this path.
+            dry_run: True to print every command and run nothing.
+            folder: folder for the logs. If `folder` is None, the logs go to a new folder in `out`.
+            mirror: path, at or below `folder`, for a copy of the run folder. Rank 0 writes the run folder on the master
+                (`runs/...` in the project's folder). New records are copied while the run trains. If `mirror` is None,
+                nothing is copied.
 
         Returns:
             0, or the exit code of the host that failed first.
@@ -184,7 +185,7 @@ class SSHLauncher:
         fetch(host, host.path or self.project, path, target, budget)
 
     def shown(self, parts: Sequence[HostOrder]) -> list[str]:
-        """Return, as text, every command that a run with these `parts` would start from this machine."""
+        """Return, as text, every command that this machine would start for a run. `parts` has the hosts' commands."""
         lines = []
         for host in self.config.hosts:
             lines += [f"# {host.address}: onhost/probe.py on stdin, to check the host"]
@@ -248,7 +249,7 @@ class SSHLauncher:
 
 
 def from_here(folder: Path) -> Path:
-    """Return `folder` relative to the current folder, if it is inside it.
+    """Return `folder` relative to the current folder, or unchanged if it is outside the current folder.
 
     >>> from_here(Path.cwd() / "runs" / "train"), from_here(Path("/tmp/train"))
     (PosixPath('runs/train'), PosixPath('/tmp/train'))

@@ -33,15 +33,15 @@ def measure_hosts(
 ) -> Network:
     """Measure the network between the hosts, write the result to `file`, and return the measured `Network`.
 
-    On the hosts, every collective and the link of every pair of processes is timed; with a task also a training step.
-    The file lists each host's address in the hosts file once per slot.
+    The hosts time every collective, and the link of every pair of processes. With `task`, they also time a training
+    step. For each slot, the file lists the address of the slot's host.
 
     Args:
         hosts_config, sync, project: as for `SSHLauncher`.
-        task: a task's name, or `module:function` of the project. None: no training step is timed.
-        data, batch_size, task_options: the task's data, batch size and options, as in a profile; None: the task's
-            defaults.
-        sizes_bytes: message sizes to probe; None: the self-test's sizes.
+        task: a task's name, or `module:function` of the project. If `task` is None, no training step is timed.
+        data, batch_size, task_options: the task's data, batch size and options, as in a profile. A value that is None
+            means the task's default.
+        sizes_bytes: message sizes to probe. If `sizes_bytes` is None, the self-test's sizes are used.
 
     Raises:
         ExoGymError: the hosts are not ready, or the self-test failed on them. The message says why.

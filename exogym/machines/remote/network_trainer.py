@@ -47,27 +47,28 @@ class NetworkTrainer(Trainer):
     waits, fetches the final model and the history, and returns. In a process on a host, `fit` trains like
     `LocalTrainer` under torchrun and then ends the process. So code before `fit` runs everywhere, and code after `fit`
     runs on the controller only. Every host reads the data itself, and nothing is unpickled. Rank 0, on the master,
-    gives the initial weights. A script may call `fit` several times. Each call starts the script on the hosts again;
-    there, earlier calls do not train but return their recorded results.
+    gives the initial weights. A script may call `fit` several times. Each call starts the script on the hosts again. On
+    the hosts, earlier calls then do not train but return their recorded results.
 
     Under plain torchrun, `NetworkTrainer` acts as a `LocalTrainer`.
 
     Args:
         hosts_config: a hosts file, or a dict (see `HostsConfig.load`).
         model, train_dataset, val_dataset, loss_fn, metrics: see `Trainer`.
-        sync: True: first copy the project's folder (the current folder) to the hosts, with rsync.
-        min_hosts: continue without lost hosts while at least this many are left, and take back hosts that return (see
-            `exogym.machines.remote.elastic`). The nodes of lost hosts are absent meanwhile, as with
-            `Faults(absent=...)`. Only for strategies of communication modules. None: the run needs all hosts.
+        sync: True to copy the project's folder (the current folder) to the hosts first, with rsync.
+        min_hosts: continue without lost hosts while at least this many hosts are left, and take back hosts that return
+            (see `exogym.machines.remote.elastic`). The nodes of lost hosts are absent meanwhile, as with
+            `Faults(absent=...)`. Only for strategies of communication modules. If `min_hosts` is None, the run needs
+            all hosts.
         nodes_per_host: number of nodes on each host. A host's slots are divided evenly among its nodes, and each slot
-            is a device of its node. A node's devices share the model as `fit(node=)` says; default `NodeMesh(shard=)`,
-            larger on a host with more slots. None: with `fit(node=)`, each node takes as many slots of a host as the
-            node has devices; otherwise a node has one device.
+            is a device of its node. A node's devices share the model as `fit(node=)` says. The default is a
+            `NodeMesh(shard=)` over all devices of the node. If `nodes_per_host` is None, `fit(node=)` sets each node's
+            number of devices; without `node`, a node has one device.
         retries: how often the whole run may be restarted after a host was lost (with `min_hosts`: after too few hosts
             are left), with longer and longer pauses. With `save_dir`, the run continues from the last checkpoint.
 
     Attributes:
-        hosts: a `HostsConfig`; None in a process on a host, which needs no hosts file.
+        hosts: a `HostsConfig`, or None in a process on a host, which needs no hosts file.
         folder: the last run's folder, with its records, logs of all ranks, final model, history, and measured.json for
             `exogym advise --network` (see `exogym.machines.remote.watching`).
         outages: with `min_hosts`, the steps at which nodes were absent in the last run, by node.
@@ -108,17 +109,17 @@ class NetworkTrainer(Trainer):
         """Train on the hosts and return the final model, which is the model that was passed in, updated.
 
         Args:
-            num_nodes: number of nodes. None: one node for each slot of the hosts file, or, if `node` gives a node
-                several devices, one for each group of slots. More nodes are divided over the slots as evenly as
-                possible.
-            device: "auto": each host's device in the hosts file.
+            num_nodes: number of nodes. If `num_nodes` is None, each slot of the hosts file has one node, or with `node`
+                each group of slots for one node's devices. More nodes are divided over the slots as evenly as possible.
+            device: "auto" means each host's device in the hosts file.
             processes, engine, cpus_per_process: leave these out; the slots in the hosts file set the number of
                 processes.
             logger, callbacks: run in rank 0, on the master. Files that they write stay on the master.
-            save_dir: folder for checkpoints. It may be shared by all hosts, or each host has its own folder at this
+            save_dir: folder for checkpoints. The hosts may share this folder, or each host has its own folder at this
                 path. A relative path starts in the project's folder.
-            run_dir: the run folder. Rank 0 writes it on the master. A relative path starts in the project's folder.
-                None: a folder that is copied to the controller with the results (see `exogym.core.record.run_folder`).
+            run_dir: the run folder. Rank 0 writes it on the master. A relative path starts in the project's folder. If
+                `run_dir` is None, the run uses a folder that is copied to the controller with the results (see
+                `exogym.core.record.run_folder`).
             max_restarts: how often all processes may be restarted after a failure, from the last checkpoint.
             strategy and the other arguments: as for `LocalTrainer.fit`.
 

@@ -32,12 +32,12 @@ class HostOrder:
 
     Attributes:
         host: the host.
-        ranks: ranks of the processes that the command starts. Empty if it starts the membership server (see
-            `exogym.machines.remote.elastic`).
+        ranks: ranks of the processes that the command starts. The list is empty if the command starts the membership
+            server (see `exogym.machines.remote.elastic`).
         words: the arguments of the host's Python, such as `-m exogym.launch ...`.
         folder: the command's working folder; `~` is the host's home folder.
         environment: variables to add to the host's environment.
-        alone: True: the run has only this host, so the processes use the loopback.
+        alone: True if the run has only this host. The processes then use the loopback.
     """
 
     host: Host
@@ -51,7 +51,8 @@ class HostOrder:
         """Return the settings for `onhost/guard.py`, which runs the command on the host.
 
         Args:
-            reports: settings of the host's reports (see `Board.asked_of`); None: no reports.
+            reports: settings of the host's reports (see `Board.asked_of`). If `reports` is None, the host sends no
+                reports.
         """
         return {
             "words": self.words, "folder": self.folder, "environment": self.environment,
@@ -101,7 +102,7 @@ def orders(
         config: the hosts.
         script: path of a script in the project's folder, or a module's name.
         args: the script's arguments.
-        module: True: `script` is a module's name.
+        module: True if `script` is a module's name.
         project: the project's folder on this machine, and on hosts without their own `path`.
         environment: variables to add to the environment on all hosts.
         max_restarts, start_timeout_s, min_hosts: as for `SSHLauncher`.
@@ -135,7 +136,7 @@ def orders(
 
 
 def inside(project: str, script: str | os.PathLike[str]) -> str:
-    """Return the path of `script` relative to the project's folder. It is the same on all hosts.
+    """Return the path of `script` relative to the project's folder. This path is the same on all hosts.
 
     >>> inside("/home/ann/whisper", "/home/ann/whisper/train.py")
     './train.py'

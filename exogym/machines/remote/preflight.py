@@ -32,10 +32,10 @@ def check_hosts(
     Args:
         hosts_config: see `HostsConfig.load`.
         project: the project's folder on this machine. Default: the current folder.
-        sync: True: the project will be copied to the hosts, so check for rsync instead of the project's files.
+        sync: True if the project will be copied to the hosts. Then check for rsync instead of the project's files.
         save_dir: folder for checkpoints. Check that every host can write to this folder, and whether the hosts share
-            it. None: no such check.
-        code: check that the project's Python files on the hosts equal the files on this machine.
+            it. If `save_dir` is None, this check is left out.
+        code: True to check that the project's Python files on the hosts equal the files on this machine.
         answer_s: seconds to wait for each of a host's answers.
 
     Raises:

@@ -53,9 +53,11 @@ class RunProfile:
         strategy: the strategy, written as on the command line.
         communication_interval: the strategy's H.
         hosts_config: path of the hosts file, relative to the config file's folder.
-        balance: what faster hosts get more of: "nodes", "batch" (examples per batch) or "steps"; None: all are equal.
-        nodes: number of nodes; None: one per slot.
-        steps, batch_size, lr: number of steps, batch size and learning rate; None: the task's values.
+        balance: the quantity that faster hosts get more of, "nodes", "batch" (examples per batch) or "steps". If
+            `balance` is None, all hosts get the same.
+        nodes: number of nodes. If `nodes` is None, each slot has one node.
+        steps, batch_size, lr: number of steps, batch size and learning rate. A value that is None means the task's
+            value.
         save_dir, checkpoint_interval, max_restarts, seed, resume: as for `NetworkTrainer.fit`.
         min_hosts, retries: as for `NetworkTrainer`.
     """
@@ -127,8 +129,7 @@ class RunProfile:
     def problem(self) -> tuple[torch.nn.Module, Any, Any, Task | None]:
         """Return (model, training set, validation set, task). The seed determines the model's initial weights.
 
-        A user's function that gives (make_model, train, val) instead of a `Task` has no task: the fourth value is then
-        None.
+        If the user's function returns (make_model, train, val) instead of a `Task`, the fourth value is None.
 
         Raises:
             ArgumentError: the task, module or function is unknown, or the function returns another type.
@@ -159,8 +160,8 @@ class RunProfile:
         """Return the arguments for `NetworkTrainer.fit`, without the strategy.
 
         Args:
-            task: gives the settings that the profile lacks; None: defaults.
-            evaluates: True: there is a validation set.
+            task: gives the settings that the profile lacks. If `task` is None, defaults are used.
+            evaluates: True if there is a validation set.
         """
         steps = self.steps or (task.max_steps if task else DEFAULT_STEPS)
         return {

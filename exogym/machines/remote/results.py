@@ -38,7 +38,7 @@ def names(fit: int) -> list[str]:
 
 @dataclass
 class FitResults:
-    """What a `Trainer` has recorded after a fit: its history, description and traffic."""
+    """A `Trainer`'s records after a fit: its history, description and traffic."""
 
     history: History = field(default_factory=History)
     description: dict[str, Any] = field(default_factory=dict)
@@ -83,9 +83,9 @@ def carry_out(
         folder: the folder on this machine for logs and results.
         target: the script's path, or with `module=True` a module's name.
         words: the script's arguments.
-        shows_progress: show the run's progress.
+        shows_progress: True to show the run's progress.
         save_dir: the run's folder for checkpoints.
-        mirrors: True: copy the run folder to this machine while rank 0 writes it on the master.
+        mirrors: True to copy the run folder to this machine while rank 0 writes it on the master.
     """
     code = launcher.launch(
         target, *words, module=module, folder=folder, save_dir=save_dir,
@@ -131,12 +131,12 @@ def bring(launcher: SSHLauncher, folder: Path, fit: int) -> None:
 
 
 def aside(folder: Path, rank: int) -> Path:
-    """Return the folder in which process `rank`, not rank 0, saves the results, in case rank 0's host is lost."""
+    """Return the folder in which a process saves the results in case rank 0's host is lost. Its own `rank` is not 0."""
     return folder / f"rank_{rank}"
 
 
 def read(folder: Path, fit: int, model: nn.Module) -> FitResults:
-    """Read the results that `write` has saved: return the records, and load the weights into `model`.
+    """Read the results that `write` has saved. Return the records, and load the weights into `model`.
 
     Raises:
         ExoGymError: a file is missing, incomplete, or from another model.

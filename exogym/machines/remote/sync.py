@@ -39,7 +39,7 @@ STATUSES = {  # rsync's exit statuses, with the usual cause
 
 
 def copies(host: Host, project: str) -> bool:
-    """Return whether the project must be copied to `host`: False if the host uses this machine's folder itself."""
+    """Return True if the project must be copied to `host`, and False if the host uses this machine's folder itself."""
     return not (host.is_local and os.path.realpath(os.path.expanduser(host.path or project)) == project)
 
 

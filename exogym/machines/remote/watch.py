@@ -43,11 +43,11 @@ class RunWatch:
         orders: one command per host; with `goes_on` also a command that starts the membership server.
         logs: prints and saves the hosts' output.
         board: records the hosts' states.
-        goes_on: True: the run continues without a lost host, and the host is started again when it can be reached.
+        goes_on: True if the run continues without a lost host, and the host is started again when it can be reached.
 
     Attributes:
         finished: hosts whose command has finished without an error.
-        lost: True: a connection was lost, so a restart of the run may succeed.
+        lost: True if a connection was lost. Then a restart of the run may succeed.
     """
 
     def __init__(self, orders: Sequence[HostOrder], logs: Logs, board: Board, goes_on: bool = False):

@@ -44,13 +44,13 @@ class LaunchedPart:
 
     Attributes:
         rank: this process's rank.
-        fit: number (from 1) of the `NetworkTrainer.fit` call in the script for whose results the controller waits.
-            None: no controller waits for results.
+        fit: number (from 1) of the `NetworkTrainer.fit` call in the script for whose results the controller waits. None
+            if no controller waits for results.
         folder: folder in which rank 0 writes the results, or None.
         device: this host's device in the hosts file.
-        progress: show progress.
+        progress: True to show progress.
         restarts: number of restarts so far.
-        membership: (address, port) of the membership server if hosts may be lost and come back; None otherwise.
+        membership: (address, port) of the membership server, or None if the run needs all hosts.
         slots: number of processes on each host.
         local_rank: this process's number on its host.
         launch: a random name of this launch, the same after restarts.
@@ -95,8 +95,8 @@ class LaunchedPart:
     def owns(self, save_dir: str | os.PathLike[str]) -> bool:
         """Return whether the checkpoints in `save_dir` belong to this launch.
 
-        The launch's first start writes its name into a file there, unless the folder has checkpoints already. So a
-        restart after a failure never continues from an earlier run's checkpoints.
+        The launch's first start writes the launch's name into a file in `save_dir`, unless the folder has checkpoints
+        already. So a restart after a failure never continues from an earlier run's checkpoints.
         """
         mark = Path(save_dir) / ".launch"
         with contextlib.suppress(OSError):  # a later check refuses unwritable folders, with a remedy

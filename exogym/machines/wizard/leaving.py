@@ -76,7 +76,7 @@ def _speech(options: Mapping[str, Any], file: Path) -> list[str]:
 
 
 def lost(before: WhisperModelWrapper, after: WhisperModelWrapper, general: str) -> list[str]:
-    """Return lines of text: how well running speech is recognized before and after training, and a warning if worse.
+    """Return lines of text that compare how well running speech is recognized before and after training.
 
     Args:
         before, after: the model before and after training, each with the window of 30 s.

@@ -73,8 +73,8 @@ def propose(
 ) -> Proposal:
     """Return a plan for measured hosts.
 
-    The strategy is the recommendation of `exogym advise`: the strategy that exchanges the whole model most often,
-    among all strategies with which the slowest node computes at least 90 % of its time. If no strategy reaches 90 %,
+    The plan uses the strategy that `exogym advise` recommends. Among the strategies with which the slowest node
+    computes at least 90 % of its time, this strategy exchanges the whole model most often. If no strategy reaches 90 %,
     the fastest strategy is recommended.
 
     Args:

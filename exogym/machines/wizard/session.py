@@ -42,7 +42,7 @@ class WizardRun:
     """A run that `exogym wizard` has prepared: a folder with a hosts file, a profile, and a script that trains with it.
 
     Attributes:
-        sync: True: copy the folder to the hosts before each run.
+        sync: True to copy the folder to the hosts before each run.
     """
 
     folder: Path
@@ -95,11 +95,11 @@ def make_session(
 
 @dataclass(frozen=True)
 class Taken:
-    """A run's measured time, from its run folder, and the wizard's estimate.
+    """A run's measured time, read from its run folder, beside the wizard's estimate of the time.
 
     Attributes:
         estimated_s: predicted seconds of training.
-        seconds: measured seconds of training; if the run was restarted, since the last start.
+        seconds: measured seconds of training. If the run was restarted, this time begins at the last start.
         total_s: measured seconds from the start of the command until the results had been fetched.
     """
 

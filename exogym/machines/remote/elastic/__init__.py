@@ -1,1 +1,1 @@
-"""Runs that continue when hosts are lost: which processes take part, and how training goes on without the others."""
+"""Runs that continue when hosts are lost. A server decides which processes take part in training."""

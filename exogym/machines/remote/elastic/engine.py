@@ -13,12 +13,12 @@ from exogym.machines.remote.elastic.wire import ElasticWire
 
 
 class Elastic:
-    """The engine of a process in a run whose hosts may be lost. `NetworkTrainer` sets it in its `LocalTrainer`.
+    """The engine of a process in a run whose hosts may be lost. `NetworkTrainer` gives it to its `LocalTrainer`.
 
     Args:
         member: this process's connection to the membership server.
         size: number of processes in the complete run.
-        generation: the members with which this process starts the run. None: the run has already started, and this
+        generation: the members with which this process starts the run. None if the run has already started and this
             process joins later.
     """
 

@@ -41,7 +41,7 @@ class Generation:
     Attributes:
         number: the generation's number, from 0.
         members: the members' ranks in the run.
-        step: the step at which the generation begins; None: the start of the run.
+        step: the step at which the generation begins, or None at the start of the run.
         newcomers: ranks of the members that do not have the run's state yet.
         source: rank of the member whose state the newcomers copy.
     """
@@ -62,10 +62,10 @@ class Member:
         secret: the run's secret.
 
     Attributes:
-        fresh: no process was training when this process connected.
-        again: some processes had trained in this run before this process connected.
-        over: the reason why the run is over. None: it is not over.
-        waiting: other processes wait to join the run.
+        fresh: True if no process was training when this process connected.
+        again: True if some processes had trained in this run before this process connected.
+        over: the reason why the run is over, or None if the run continues.
+        waiting: True while other processes wait to join the run.
 
     Raises:
         WorkerError: the server did not answer within `timeout_s` seconds.
@@ -102,7 +102,7 @@ class Member:
 
     @property
     def lost(self) -> bool:
-        """Whether the processes that train together have lost one of them, or this process has lost the server."""
+        """Whether a process of those that train together is lost, or this process has lost the membership server."""
         return self.cut is not None or self.group.has_ended
 
     @pulse.waits
@@ -110,10 +110,10 @@ class Member:
         """Wait for the next generation, connect to its other members, and return the generation.
 
         Args:
-            kind: "fresh": this process starts the run with others. "alone": it joins a run that others train already.
-                "member": it was in the previous generation.
+            kind: "fresh" if this process starts the run with others, "alone" if it joins a run that others train
+                already, "member" if it was in the previous generation.
             anchors: steps whose state this process has saved, so that it can go back to them.
-            planned: True: no member was lost; all members call this at the same step.
+            planned: True if no member was lost. Then all members call this method at the same step.
 
         Raises:
             WorkerError: the run is over, the membership server is lost, or the same members repeatedly failed to
@@ -216,8 +216,8 @@ def membership(address: str, port: int, rank: int, secret: str) -> Iterator[Memb
 
     Raises:
         WorkerError: the run has ended before its last step.
-        SystemExit: with status 0: the run has finished already. With status `TRY_AGAIN`: the membership server cannot
-            be reached.
+        SystemExit: with status 0 if the run has finished already, and with status `TRY_AGAIN` if the membership server
+            cannot be reached.
     """
     member = None
     try:
@@ -245,9 +245,9 @@ def membership(address: str, port: int, rank: int, secret: str) -> Iterator[Memb
 class GenerationGroup:
     """The process group of the members that train together: torch's default group over gloo.
 
-    Another thread can end waiting calls with `sever`. Torch itself cannot (`abort` does not wake waiting calls). So
-    `sever` shuts down all connections that were opened since the members began to connect. Waiting calls then fail at
-    once.
+    Another thread can end waiting calls with `sever`. Torch itself cannot end waiting calls: `abort` does not wake
+    them. So `sever` shuts down all connections that were opened since the members began to connect. Waiting calls then
+    fail at once.
     """
 
     def __init__(self) -> None:
@@ -285,7 +285,7 @@ class GenerationGroup:
             self._own = sockets() - self._before
 
     def hear(self, said: dict[str, Any]) -> None:
-        """Handle an answer of the membership server to the members' store."""
+        """Handle the membership server's answer to a request of the members' store."""
         if self._store is not None:
             self._store.hear(said)
 
@@ -302,7 +302,7 @@ class GenerationGroup:
         return 0 <= self._number <= self._ended
 
     def sever(self, number: int) -> None:
-        """Note that generations up to `number` have ended. Cut this group's connections if it is among them."""
+        """Note that generations up to `number` have ended. Cut this group's connections if its generation has ended."""
         with self._lock:
             self._ended = max(self._ended, number)
             if not self.has_ended:

@@ -50,7 +50,7 @@ NAME_S = 10.0
 
 @dataclass
 class Membership:
-    """Decides which processes train together, and collects the messages to them. It uses no sockets.
+    """Decides which processes train together, and collects the messages to these processes. It uses no sockets.
 
     Args:
         slots: number of processes on each host. The first host has the first ranks, then the second, and so on.
@@ -125,7 +125,7 @@ class Membership:
             self._tell(self.members, {"hear": "waiting"})
 
     def training(self) -> None:
-        """Note that training has begun. If all members are lost later, new processes learn that they start again."""
+        """Note that training has begun. If all members are lost later, new processes learn that this is a restart."""
         self._trained = True
 
     def finished(self) -> None:
@@ -221,7 +221,7 @@ class MembershipServer:
 
     Args:
         membership: decides which processes train together.
-        address, port: where the server listens; port 0: a free port.
+        address, port: where the server listens. With `port=0` it chooses a free port.
         secret: the run's secret. Processes without the secret cannot connect.
         silence_s: a process is lost after this many seconds without a message.
 

@@ -165,9 +165,9 @@ class Recovery:
                 self._regroup(None)
 
     def at_rest(self) -> None:
-        """Called when all members are at the same step, and no message is under way. Save the state from time to time.
+        """Save the state if the last anchor is many steps ago. Interrupt training if processes wait to join the run.
 
-        If other processes wait to join the run, training is interrupted here to let them in.
+        Training calls this method when all members are at the same step and no message is under way.
         """
         loop = self.loop
         if not loop.driver.losses.under_way and set(self.up(loop.step + 1)) != set(self.wire.present):

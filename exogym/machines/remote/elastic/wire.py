@@ -30,7 +30,7 @@ class ElasticWire(Wire):
     Args:
         member: this process's connection to the membership server.
         nodes_of: each rank's node ids.
-        generation: the first generation; None: this process is alone until it calls `take_part`.
+        generation: the first generation. If `generation` is None, this process is alone until it calls `take_part`.
         native: as for `ProcessWire`.
     """
 

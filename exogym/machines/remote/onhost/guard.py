@@ -34,10 +34,10 @@ def main(given: dict[str, Any], stream: IO[bytes]) -> int:
     Return `TRY_AGAIN` if the guard ended the command because the controller was silent.
 
     Args:
-        given: the settings. words: the command's arguments for this Python. folder, environment: the command's working
-            folder and environment variables. address, is_loopback: see `interface_of`. silence_s: seconds of silence
-            after which the controller counts as lost. stop_s: seconds from SIGTERM to SIGKILL. reports: see
-            `HostReports`; None: no reports.
+        given: a dict of settings. `words` has the command's arguments for this Python; `folder` and `environment` are
+            the command's working folder and environment variables. `address` and `is_loopback` are for `interface_of`.
+            The controller counts as lost after `silence_s` seconds of silence. SIGKILL follows `stop_s` seconds after
+            SIGTERM. `reports` is for `HostReports`; with None, the host sends no reports.
         stream: the connection to the controller.
     """
     environment = dict(os.environ, **given["environment"])

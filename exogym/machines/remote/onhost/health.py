@@ -28,9 +28,10 @@ class HostReports:
     """Sends this host's reports from a thread, from `start` to `close`.
 
     Args:
-        given: the settings. mark: text before each report. every_s: seconds between two reports. mirror: None, or the
-            run folder to send: its path in the project's folder, its files' names, and a file that shows whether the
-            controller shares this folder, so that nothing needs to be sent.
+        given: a dict of settings. `mark` is the text before each report; `every_s` is the number of seconds between two
+            reports. `mirror` describes the run folder to send, or is None. It has the folder's path in the project's
+            folder, the names of the files, and the name of a file that shows whether the controller shares this folder.
+            A shared folder is not sent.
         project: the project's folder on this host.
         interface: network interface through which this host reaches the other hosts.
         mine: function that returns the ids of the run's processes on this host.

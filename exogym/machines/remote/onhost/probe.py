@@ -67,7 +67,7 @@ def packages(names: list[str]) -> dict[str, str | None]:
 
 
 def package_sum(name: str, folder: str | None = None) -> str | None:
-    """Return a checksum of a package's Python files. None if there is no such package.
+    """Return a checksum of a package's Python files. Return None if there is no such package.
 
     The function looks for the package as `python -m` does when it runs in `folder`.
     """
