@@ -72,11 +72,11 @@ OF_EACH_KIND = (  # fused or not, in parts, with state on the object, rounded, r
 )
 ROUNDED = ("SOAP", "Kron")  # matrix factorisations, which round differently at another place in memory
 REASONS = {  # of refusals: words of the message, and what the page says
-    "a closure that evaluates": "needs a closure",
-    "several times per step": "needs a closure",
-    "sparse gradients": "needs sparse gradients",
-    "without a closure or a graph": "needs a closure or the graph",
-    "draws random numbers": "draws random numbers",
+    "a closure that evaluates": "the optimizer needs a closure",
+    "several times per step": "the optimizer needs a closure",
+    "sparse gradients": "the optimizer needs sparse gradients",
+    "without a closure or a graph": "the optimizer needs a closure or the gradients' graph",
+    "draws random numbers": "the optimizer draws random numbers",
 }
 
 
@@ -220,7 +220,7 @@ def compared(name: str, precision: str, build: Callable[[OptimSpec], Strategy], 
             torch.testing.assert_close(a, b, rtol=3e-2 if dtype != torch.float32 else 1e-5, atol=1e-3)
         else:
             assert torch.equal(a, b), f"{name} differs in {precision} by {float((a - b).abs().max()):.3g}"
-    return "equal, rounded" if name in ROUNDED else "equal"
+    return "equal up to rounding" if name in ROUNDED else "the same bits"
 
 
 @functools.cache
@@ -248,10 +248,10 @@ def found(name: str) -> str:
     if result.startswith("refused"):
         return result
     outer = compared(name, "fp32", outside, plain_outer)
-    return result if outer == result else f"{result}; as outer {outer}"
+    return result if outer == result else f"{result}; as outer optimizer {outer}"
 
 
-HEADER = ["| result | optimizers |", "| --- | --- |"]
+HEADER = ["| result of the test | optimizers |", "| --- | --- |"]
 
 
 def table() -> dict[str, list[tuple[str, str]]]:

@@ -146,7 +146,7 @@ CLAIMS = [
         "H = 100, and 9.1 with H = 300. The loss grows slowly with H.",
         "Four nodes train 1,500 steps on pictures in label shards, with H = 2, 5, 10, 20 and 50 and an outer rate of "
         "0.4. We predict each run's time from its steps and bytes, for steps of 20 ms and a ring with 0.5 ms of "
-        "latency. The best H is the one that first reaches a common loss. Does the best H grow in every seed?",
+        "latency. The best H reaches a common loss first. Does the best H grow in every seed?",
         {f"H={H}": Cell(f"diloco:H={H}:outer_lr=0.4", "pictures", steps=1500) for H in (2, 5, 10, 20, 50)},
         [
             best_H_grows(

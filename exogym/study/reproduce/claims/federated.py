@@ -94,6 +94,6 @@ CLAIMS = [
         PICTURES,
         [lower(name, name.replace("DiLoCo", "FedAvg")) for name in PICTURES if name.startswith("DiLoCo")],
         notes="In both tasks DiLoCo is better in every seed only with plain SGD as inner optimizer. AdamW has "
-        "momentum of its own, so an outer momentum may add little in such short runs.",
+        "its own momentum, so an outer momentum may add little in such short runs.",
     ),
 ]
