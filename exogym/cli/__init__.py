@@ -1,6 +1,6 @@
-"""The command line: `exogym COMMAND`. Each command has its own file. An error is one line on stderr.
+"""The command line: `exogym COMMAND`. Each command has its own file. Errors are printed as one line on stderr.
 
-Exit status: 0 done, 1 failed, 2 bad input, 130 interrupted, 141 stdout is closed.
+Exit status: 0 if all is done, 1 if something failed, 2 for bad input, 130 after Ctrl-C, 141 if stdout is closed.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit status.
 
     Args:
-        arguments: the command and its options. None: the process's own arguments.
+        arguments: the command and its options. None means the process's own arguments.
     """
     given = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     fill_in()

@@ -173,8 +173,8 @@ def advise(
     """Recommend a strategy for a network.
 
     Ranks strategies by predicted time per step. Formulas need --parameters, --nodes and --step-seconds or --flops. With
-    --dataset, the task brings the model and ExoGym measures a step. With --simulate, ExoGym also trains each strategy
-    for some steps and ranks by predicted time to a validation loss.
+    --dataset, ExoGym takes the model from the task and measures a step. With --simulate, ExoGym also trains each
+    strategy for some steps and ranks by predicted time to a validation loss.
 
     --network takes a preset, a bandwidth and a latency, or a file from exogym doctor --measure or the self-test. With
     --hosts, ExoGym measures the hosts first. If the file or this measurement has the time of a step, ExoGym uses it.

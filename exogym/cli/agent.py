@@ -1,4 +1,4 @@
-"""`exogym agent`: let other computers of the network find this computer, and pair with it by a code."""
+"""`exogym agent`: let other computers of the network find this computer and pair with it, by a code."""
 
 from __future__ import annotations
 

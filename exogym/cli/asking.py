@@ -28,7 +28,7 @@ def say(text: str) -> None:
 
 
 class Asker:
-    """Asks the questions that no option has answered. Without a terminal, takes the default and prints it.
+    """Asks the questions that no option has answered. Without a terminal, prints and returns the default.
 
     Raises (from each question):
         ArgumentError: there is no terminal and no default; the message names the option.

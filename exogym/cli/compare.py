@@ -150,7 +150,7 @@ def compare(
     With --network the table also predicts the total time, the share of this time spent waiting, and the time to the
     target loss. The command then also draws loss_vs_time.
 
-    Each finished run has its own folder. Ctrl-C or a crash loses only the current run; --resume continues.
+    Each finished run has its own folder. Ctrl-C or a crash loses only the current run; --resume continues. --dataset
     MODULE:FUNCTION names your function that returns an exogym.tasks.Task. The module may be in the current folder.
     """
     known = {field.name for field in fields(ComparisonOptions)} - {"out", "resume"}

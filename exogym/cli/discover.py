@@ -92,7 +92,7 @@ def _row(found: Found, host: Host | None) -> dict[str, Any]:
 
 
 def agents(seconds: float, places: Sequence[str]) -> list[Found]:
-    """Return the computers that run exogym agent: at `places`, or all that announce themselves in the network.
+    """Return the computers at `places` that run exogym agent, or all that announce themselves in the network.
 
     Args:
         seconds: how long to listen for announcements, if `places` is empty.

@@ -50,8 +50,8 @@ def distributed_train(
 ) -> None:
     """Train on several hosts over SSH.
 
-    Prints the output of all ranks, and fetches the final model into a new folder in runs/. If exogym doctor --measure
-    was run before, the last line compares the predicted time of a step with this run's time. The folder's measured.json
+    Prints the output of all ranks, and fetches the final model into a new folder in runs/. After exogym doctor
+    --measure, the last line compares the predicted time of a step with this run's time. The folder's measured.json
     holds this run's own measurement. Exit status: 0, or the status of the first host that failed.
     """
     run = load_profile(config, profile, resume=resume)
@@ -90,14 +90,14 @@ def train(
     sync: bool,
     watching: Callable[[Path], contextlib.AbstractContextManager[object]] | None = None,
 ) -> tuple[Path, FitResults]:
-    """Train a profile on hosts, from the current folder. Return the new folder in runs/ and the results in it.
+    """Train on hosts with a profile's options, from the current folder. Return the new folder in runs/ and its results.
 
     Args:
         name: the profile's name.
         run: the profile.
         sync: whether to copy the current folder to the hosts first.
-        watching: a function that gets the new folder and returns a context manager, which shows the run. None: print
-            the output of all ranks.
+        watching: a function that gets the new folder and returns a context manager, which shows the run. If None, the
+            output of all ranks is printed.
 
     Raises:
         typer.Exit: a host failed. The exit status is the host's.

@@ -52,8 +52,9 @@ def reproduce(
 ) -> None:
     """Test claims of papers in small runs with three seeds, and write which claims hold.
 
-    The command first prints the number of runs and how long they will take. Each finished run is saved, and claims
-    share equal runs. After Ctrl-C the same command continues and trains no finished run again.
+    The command first prints the number of runs and how long they will take. Each finished run is saved. If several
+    claims need the same run, it is trained once. After Ctrl-C the same command continues and trains no finished run
+    again.
     """
     if listed:
         for claim in CLAIMS.values():

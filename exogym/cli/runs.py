@@ -137,7 +137,7 @@ def compare(
 ) -> None:
     """Draw the validation losses of runs, and print their results.
 
-    Draws losses over steps, bytes and predicted time. The name of a comparison or sweep stands for all its runs.
+    Draws losses over steps, bytes and predicted time. For the name of a comparison or sweep, draws all its runs.
     """
     wanted = _with_children(where, names)
     loaded = [(name, _load(where, name)) for name in wanted]
@@ -178,7 +178,7 @@ def remove(
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Remove the folders of runs, comparisons or sweeps with all files. Refuses if one of them is running."""
+    """Remove the folders of runs, comparisons or sweeps with all files. If one of them is running, remove nothing."""
     known = {run.name: run for run in runs.list(where)}
     for name in names:
         if name not in known:

@@ -50,7 +50,7 @@ def numbers_of(option: str, text: str | None) -> list[float] | None:
     """Read numbers such as "1,1,0.5". Without a text, return None.
 
     Raises:
-        ArgumentError: a part is not a number.
+        ArgumentError: a text between commas is not a number.
     """
     if text is None:
         return None

@@ -104,8 +104,8 @@ def wizard(
     """Train on the computers of your network, after a few questions.
 
     Finds computers that run exogym agent, or reads a hosts file. Checks these computers, and measures the network and a
-    step. Then it proposes strategy, H, batch size and time, and trains if you agree. Every question has an option, so
-    the command also runs without a terminal; --yes agrees.
+    step. Then it proposes a strategy, H, a batch size and a time, and trains if you agree. Every question can be
+    answered by an option, so the command also runs without a terminal. --yes agrees to training.
     """
     needs("questionary", "wizard")
     asker = Asker()
@@ -148,7 +148,7 @@ def _steps(asker: Asker, task: Task) -> int:
 
 
 def general_of(options: str | None) -> Path | None:
-    """Return the path that a task's option `general` names: a file or folder with running speech. None: no path.
+    """Return the file or folder with running speech that a task's option `general` names, or None if it names none.
 
     Raises:
         ArgumentError: this computer has no such file or folder.
@@ -174,9 +174,10 @@ class RunPlace:
     Attributes:
         folder: the run's folder.
         hosts: the hosts file's contents.
-        data: the task's data, which is copied into the folder; None: the data is in the usual places.
+        data: the task's data, which is copied into the folder. None means that each host has the data in the usual
+            places.
         general: the file or folder with running speech that the task's options name, which is also copied into the
-            folder; None: the options name no path.
+            folder, or None if the options name no path.
     """
 
     folder: Path
@@ -188,7 +189,7 @@ class RunPlace:
     def of(
         cls, folder: Path, there: str | None, hosts_file: Path, data: Path | None, general: Path | None = None
     ) -> RunPlace:
-        """Return the place of a run, with the contents of the hosts file.
+        """Return the `RunPlace` for a run in `folder`, with the contents of the hosts file.
 
         Raises:
             ArgumentError: the hosts file is wrong or names only one computer.
@@ -235,13 +236,13 @@ class Preparing:
     Args:
         asker: asks the questions.
         profile: the run's options so far.
-        strategy: the strategy to use; None: choose a strategy that suits the network.
+        strategy: the strategy to use. If None, ExoGym chooses a strategy that suits the network.
         task: the task to train.
         place: the run's folder and hosts.
-        yes: start without asking.
+        yes: whether to start without asking.
 
     Attributes:
-        starts: True: the user agreed to train. False: the user wants no training, at most files.
+        starts: whether the user agreed to train. If False, the user wants no training, at most files.
     """
 
     def __init__(self, asker: Asker, profile: RunProfile, strategy: str | None, task: Task, place: RunPlace, yes: bool):
@@ -379,8 +380,8 @@ def carry_out(session: WizardRun, plan: Proposal, watched: bool, evaluates: str 
     Args:
         session: the run's folder, profile and hosts.
         plan: the plan that the user agreed to.
-        watched: show a live view in the terminal.
-        evaluates: see `exogym.tasks.Task`.
+        watched: whether to show a live view in the terminal.
+        evaluates: the task's `evaluates`; see `exogym.tasks.Task`.
 
     Raises:
         typer.Exit: a host failed.

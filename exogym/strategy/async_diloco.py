@@ -1,12 +1,12 @@
-"""Asynchronous DiLoCo with dynamic local updates, delayed Nesterov, and three other rules to compare it with.
+"""Asynchronous DiLoCo with dynamic local updates; its server has delayed Nesterov and three other rules.
 
 Liu et al., Asynchronous Local-SGD Training for Language Modeling, arXiv:2401.09135. No node waits for another. Node w
 
-    pulls theta, takes H_w inner steps to theta_w, pushes Delta = theta_pulled - theta_w, pulls again,
+    pulls theta, takes H_w inner steps to theta_w, pushes Delta = theta_pulled - theta_w, pulls again.
 
-and a server applies each Delta when it arrives, by one of the rules below. eta is the outer learning rate, beta the
-outer momentum, K the period (N by default), c the `activation`, and t the number of arrivals so far. The momentum m and
-the buffer A start at 0.
+A server applies each Delta on arrival, by one of the rules below. eta is the outer learning rate, beta the outer
+momentum, K the period (the number of nodes N by default), c the activation, and t the number of arrivals so far. The
+momentum m and the buffer A start at 0.
 
     delayed_nesterov   A <- A + Delta
                        if (t+1) mod K = 0:  m <- beta m + A/K;  theta <- theta - eta ((1 - cK + c) beta m + Delta/K);  A <- 0
@@ -16,8 +16,8 @@ the buffer A start at 0.
     fedbuff            A <- A + Delta;  at every K-th arrival: as nesterov, with g = A/K; A <- 0      (arXiv:2106.06639)
 
 Every rule divides by K, so that K arrivals weigh as much as one outer step of DiLoCo, and eta means the same in every
-rule. `nesterov` with K = 1 takes DiLoCo's outer step at every arrival. If K = N, c = 0 and all Delta start from the
-same theta, `delayed_nesterov` and `fedbuff` are DiLoCo.
+rule. `nesterov` with K = 1 takes DiLoCo's outer step at every arrival. If K = N, c = 0 and all nodes pulled the same
+theta, `delayed_nesterov` and `fedbuff` are DiLoCo.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -37,15 +37,17 @@ from exogym.strategy.strategy import InnerOptions
 
 
 class RuleServer:
-    """Asynchronous DiLoCo's server. It holds the outer parameters theta and applies each Delta on arrival, by one rule.
+    """Asynchronous DiLoCo's server, which holds the outer parameters theta and applies each node's Delta on arrival.
+
+    A node's Delta is the theta that it pulled, minus its parameters after its round.
 
     Args:
         theta: the initial outer parameters, (P,) per block; the server copies them.
-        rule, K, c: the rule's name, the period and the activation.
+        rule, K, c: the rule's name, the period and the activation; see `exogym.strategy.async_diloco`.
         eta, beta: outer learning rate and outer momentum.
 
     Attributes:
-        theta, m, A: outer parameters, momentum and sum of waiting Delta, (P,) per block.
+        theta, m, A: outer parameters, momentum, and the sum of the Delta that wait, (P,) per block.
         t: number of arrivals so far.
         version: number of updates of theta.
 
@@ -76,7 +78,7 @@ class RuleServer:
         """Do nothing, because this server applies each Delta on arrival."""
 
     def flush(self) -> None:
-        """If fewer than K Delta wait under `fedbuff`, update theta with them now; each still has the weight 1/K."""
+        """Update theta with the Delta that still wait under the rule "fedbuff", each with the weight 1 / period."""
         waiting = self.t % self.K if self.rule is _fedbuff else 0
         for b, A in enumerate(self.A if waiting else []):
             self.outer_step(b, A.div_(self.K))
@@ -150,45 +152,48 @@ class AsyncDiLoCoStrategy(ClockedStrategy):
 
         A <- A + Delta;   every K-th arrival: m <- beta m + A/K and a step of theta along m;   A <- 0
 
-    Delta is the outer parameters theta that a node pulled, minus its parameters after its round.
+    Delta is the outer parameters theta that a node pulled, minus its parameters after its round. A is the sum of the
+    arrived Delta, m the momentum, beta the momentum's decay and K the period.
 
-    Bytes: P b up and P b down for each round of a node. Over T_w local steps node w has T_w / H_w rounds, each with the
-    payload P b. Memory: each node needs one more row, for the theta that it pulled. The evaluation model is theta.
+    Bytes: P b up and P b down for each round of a node, for P parameters of b bytes. Over T_w local steps node w has
+    T_w / H_w rounds, each with the payload P b. Memory: each node needs one more row, for the theta that it pulled. The
+    evaluation model is theta.
 
     Args:
         inner_optim: inner optimizer; each node keeps its optimizer state between rounds.
-        H: inner steps of a node's round; with `dylu`, of the fastest node's round.
+        H: inner steps of a node's round, or with `dylu` of the fastest node's round.
         outer_lr, outer_momentum: eta and beta of the outer step.
-        rule: "delayed_nesterov", "nesterov" (naive), "discount" or "fedbuff"; see the top of this file.
+        rule: "delayed_nesterov", "nesterov" (naive), "discount" or "fedbuff"; see `exogym.strategy.async_diloco`.
         dylu: dynamic local updates. Node w takes H_w = max(1, floor(v_w / max v * H)) steps in a round, where v_w is
             its mean number of steps per second. So all nodes return at about the same time.
         shard_sampling: for each round a node draws a shard of the data. The probability of shard i is proportional to
             max(|D_i| / sum_j |D_j| - n_i / sum_j n_j, 0), where |D_i| is the shard's size, and n_i counts the examples
             taken from it so far. So all shards are used evenly although some nodes are faster.
         grace_s: virtual seconds that the server waits for more nodes after an arrival. Then the server applies all
-            arrived Delta one after the other, and the nodes pull the same theta. 0: no waiting. math.inf: the server
-            waits for all nodes.
-        period: K, the number of arrivals that weigh as much as one outer step of DiLoCo. None: N.
+            arrived Delta one after the other, and the nodes pull the same theta. With 0 the server does not wait. With
+            math.inf it waits for all nodes.
+        period: K, the number of arrivals that weigh as much as one outer step of DiLoCo. None means the number of
+            nodes.
         activation: c, the share of the momentum that `delayed_nesterov` applies at an arrival within a period, from 0
             to 1/K. With c > 0 the strategy differs from DiLoCo, even if all nodes are equally fast.
         delay_compensation: lambda. The server applies Delta + lambda Delta * Delta * (theta - theta_pulled),
-            elementwise, instead of Delta (arXiv:1609.08326). 0: no compensation.
+            elementwise, instead of Delta (arXiv:1609.08326). With 0 there is no compensation.
         max_staleness: the server drops a Delta if theta was updated more than this number of times between the node's
-            pull and its push. None: the server drops no Delta.
+            pull and its push. If None, the server drops no Delta.
         lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`. A learning rate schedule follows the fleet's
-            step, so it ends at the same time for fast and slow nodes. With `shard_sampling` it follows the shard's
-            steps.
+            step, so the schedule ends at the same time for fast and slow nodes. With `shard_sampling` each shard has
+            its own schedule, which follows the steps taken on this shard.
 
-    One step of the fleet is N local steps, whichever nodes take them. Every node draws from its own share of the data,
-    so a fast node uses more of its share. With `shard_sampling` every node must be able to read every share; the bytes
-    of these data are not counted.
+    One step of the fleet is N local steps, whichever nodes take them. Every node draws examples from its own share of
+    the data, so a fast node goes through its share faster. With `shard_sampling` every node must be able to read every
+    share; the bytes of these data are not counted.
 
-    At the end of training each node pushes the steps since its last push (`final_sync`). Only nodes that push then also
-    pull once more, so as many bytes go up as down. If fewer than K pushes then wait under `fedbuff`, the server takes a
-    step with g = A/K. These last rounds are shorter than H steps. If such a round completes a period, the server still
-    takes the whole step along the momentum, so the loss may jump there. Nodes also send buffers that training changes:
-    if n nodes pull together, the server's buffers move by n/N toward the mean of these nodes' buffers. Planned faults
-    (`fit(faults=...)`) and compute="vmap" are refused.
+    At the end of training each node pushes the steps since its last push (`final_sync`). Each node that pushes then
+    also pulls once more, so as many bytes go up as down. If fewer than K Delta then wait with rule="fedbuff", the
+    server takes a step along A/K. These last rounds are shorter than H steps. If such a round completes a period, the
+    server still takes the whole step along the momentum, so the loss may jump. Nodes also send buffers that training
+    changes. If n of N nodes pull together, the server's buffers move n/N of the way toward the mean of these nodes'
+    buffers. Planned faults (`fit(faults=...)`) and compute="vmap" are refused.
 
     >>> strategy = AsyncDiLoCoStrategy(inner_optim='adamw', H=50, lr=3e-4, dylu=True)
     >>> naive = AsyncDiLoCoStrategy(inner_optim='adamw', H=50, lr=3e-4, rule='nesterov', outer_lr=0.1)

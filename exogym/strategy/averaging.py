@@ -1,10 +1,10 @@
-"""Averaging options. Every strategy that averages accepts them, and needs no code for them.
+"""Averaging options. Every strategy that averages accepts these options, and needs no code for them.
 
 `transport` chooses the algorithm of all-reduces. All algorithms give the same bits. With payload S and n members:
 
     ring      each member sends and receives 2(n-1)/n S
     tree      sums go up a binomial tree to the node with the lowest id, and the result goes down. Each member sends
-              and receives 2(n-1)/n S on average: ceil(log2 n) S at the root, S at a leaf
+              and receives 2(n-1)/n S on average; the root ceil(log2 n) S, a leaf S
     server    each member sends and receives S; the server sends and receives n S, and is not a member
 
 `exogym.network.costs` gives each algorithm's time on a network.
@@ -37,8 +37,8 @@ class NormCap:
     """Scale down updates whose 2-norm is over a cap, then take the mean.
 
     Args:
-        norm: the cap. None: the median of the norms of all sent updates (for an even number, the lower middle value).
-            To find the median, nodes exchange their norms by an all-gather with a payload of 8 bytes.
+        norm: the cap. If None, the cap is the median of the norms of all sent updates (for an even number, the lower
+            middle value). To find the median, nodes exchange their norms by an all-gather with a payload of 8 bytes.
 
     Raises:
         ArgumentError: `norm` is not a number over 0.
@@ -57,9 +57,9 @@ class Averaging:
     """A strategy's averaging options: transport, robust rule and secure aggregation.
 
     Args:
-        transport: "ring", "tree" or "server". None: the strategy's own choice.
+        transport: "ring", "tree" or "server". None means the strategy's own choice.
         robust: "median", "trimmed_mean", "krum", "norm_cap", or a `Median`, `TrimmedMean`, `Krum` or `NormCap` with
-            your arguments. None: the mean.
+            your arguments. None means the mean.
         secure_aggregation: True, or a `SecureAggregation` with your arguments.
 
     Raises:
@@ -85,18 +85,18 @@ class Averaging:
 
     @property
     def rule(self) -> Rule | None:
-        """The robust rule that replaces the mean; None: nodes take means."""
+        """The robust rule that replaces the mean, or None if nodes take means."""
         return None if self.robust in (None, "norm_cap") or isinstance(self.robust, NormCap) else rule_of(self.robust)
 
     @property
     def secure(self) -> SecureAggregation | None:
-        """The settings of secure aggregation; None: it is off."""
+        """The settings of secure aggregation, or None if secure aggregation is off."""
         given = self.secure_aggregation
         return SecureAggregation() if given is True else given or None
 
     @property
     def cap(self) -> NormCap | None:
-        """The cap on the norms of updates; None: no cap."""
+        """The cap on the norms of updates, or None if updates have no cap."""
         return NormCap() if self.robust == "norm_cap" else self.robust if isinstance(self.robust, NormCap) else None
 
     def features(self) -> dict[str, str]:
@@ -115,7 +115,7 @@ class Averaging:
     def check_members(self, name: str, traffic: Iterable[Traffic], N: int) -> None:
         """Raise ArgumentError if the robust rule needs more nodes to tolerate a bad node.
 
-        Strategy `name` averages over as many of the N nodes as its `traffic` says.
+        `traffic` says over how many of the N nodes strategy `name` averages.
         """
         if (rule := self.rule) is None:
             return
@@ -149,7 +149,9 @@ class Averaging:
         return replace(t, algorithm=algorithm)
 
     def bind(self, comm: Communicator, weighs: bool, seed: int = 0) -> None:
-        """Make `comm` average by these options. `weighs`: whether means have weights; `seed`: the run's seed.
+        """Make the communicator `comm` average by these options.
+
+        `weighs` says whether means have weights, and `seed` is the run's seed.
 
         Raises:
             ArgumentError: means have weights, but the robust rule cannot use weights.
@@ -161,7 +163,7 @@ class Averaging:
 
 
 class AveragingOptions(InnerOptions, total=False):
-    """Options of every `CommunicateOptimizeStrategy`: of its inner optimizer, of `Averaging`, and a tuner."""
+    """Options of every `CommunicateOptimizeStrategy`: arguments of the inner optimizer and `Averaging`, and `tuner`."""
 
     transport: str | None
     robust: str | Rule | NormCap | None
@@ -170,7 +172,7 @@ class AveragingOptions(InnerOptions, total=False):
 
 
 def tuned(tuner: str | float | Tuner | None = None) -> Tuner | None:
-    """Return the `Tuner` of the option `tuner`, which is a `Tuner` or its name. None: the run has no tuner."""
+    """Return the `Tuner` that the option `tuner` is or names, or None without a tuner."""
     return None if tuner is None else tuner_of(tuner)
 
 

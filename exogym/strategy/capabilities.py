@@ -20,15 +20,15 @@ from exogym.strategy.traffic import AskedRounds
 
 
 class Corrects(ABC):
-    """Capability to rewrite each node's own gradients at every local step; excludes gradient modules."""
+    """Capability to rewrite each node's own gradients at every local step, in a strategy without gradient modules."""
 
     @abstractmethod
     def correct(self, row: int, parameters: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
         """Rewrite the gradients `grads` of the node in `row`, in place. Called at every local step, before clipping.
 
-        Strategies that change local steps need it, for example to add a proximal term or a control variate. This method
-        may read the module's state of this row, but not of other rows. `parameters` are the node's parameters in the
-        fleet's order. `grads` has None for a parameter without a gradient.
+        Strategies that change local steps override this method, for example to add a proximal term or a control
+        variate. This method may read the module's state of this row, but not of other rows. `parameters` are the node's
+        parameters in the fleet's order. `grads` has None for a parameter without a gradient.
         """
 
 
@@ -37,15 +37,15 @@ class HasOuterModel(ABC):
 
     @abstractmethod
     def consensus(self, fleet: Fleet) -> list[Tensor] | None:
-        """Return the outer parameters, (P,) per block. None: the evaluation model is the mean of the rows."""
+        """Return the outer parameters, (P,) per block, or None if the evaluation model is the mean of the rows."""
 
     def consensus_buffers(self, fleet: Fleet) -> dict[str, Tensor] | None:
-        """Return the evaluation model's buffers, by name. None: the evaluation uses the mean of the rows' buffers."""
+        """Return the evaluation model's buffers by name, or None if these are the mean of the rows' buffers."""
         return None
 
 
 class Tunable(ABC):
-    """Capability to let a tuner change an argument. H and the outer learning rate can be tuned without it."""
+    """Capability to let a tuner change an argument. A tuner can change H and the outer learning rate without it."""
 
     @abstractmethod
     def tune(self, name: str, value: float) -> bool:
@@ -63,34 +63,35 @@ class ChoosesClients(ABC):  # noqa: B024 (a module overrides what it needs)
     asks_clients = asks_all_lengths = False
 
     def local_steps(self, first: int, last: int) -> np.ndarray | None:
-        """Return (N,), each node's number of inner steps while the fleet goes from step `first` to step `last`.
+        """Return each node's number of inner steps, (N,), while the fleet goes from step `first` to step `last`.
 
-        None: every node takes all these steps.
+        Return None if every node takes all these steps.
         """
         return None
 
     def joining(self, nodes: list[int], step: int) -> list[int]:
-        """Return the nodes that receive parameters before step `step`, among the returning `nodes`; by default all."""
+        """Among the returning `nodes`, return those that receive parameters before step `step` (by default all)."""
         return nodes
 
     def server_round(self, step: int) -> tuple[list[int], float] | None:
         """Return the clients whose reports count in the server's round that ends with `step`, and extra seconds.
 
-        The server waits these seconds after the slowest of the clients has computed. Then it ends the round for all
-        nodes: on the virtual clock no node begins the next round earlier. None: the strategy has no such server, or no
-        round ends with `step`.
+        The server waits these seconds after the slowest of the clients has computed. Then the server ends the round,
+        and no node begins the next round before that time on the virtual clock. Return None if the strategy has no such
+        server, or if no round ends with `step`.
         """
         return None
 
     def rounds_among(self, N: int) -> AskedRounds | None:
-        """Return a function that yields each round's clients, for `Plan.rounds`. None: all N nodes are clients."""
+        """Return a function that yields each round's clients, for `Plan.rounds`, or None if all N nodes are clients."""
         return None
 
     def seats(self, num_nodes: int) -> int | None:
-        """Return the largest number of nodes that act in a round. None (default): each node always needs its own row.
+        """Return the largest number of nodes that act in a round, or None (default) if all nodes need a row.
 
         A module may return a number if it gives a round's nodes their parameters when the round begins, and never reads
-        other nodes. Then only the round's nodes have rows, and at the round's end also the next round's nodes.
+        other nodes' rows. Then only the round's nodes have rows. At the round's end the next round's nodes have rows,
+        too.
         """
         return None
 

@@ -1,6 +1,6 @@
 """The random draws of federated rounds: the clients that take part, their islands, and the clients that a server asks.
 
-All draws depend only on (seed, round). So every process computes them itself, and no node has to send them.
+All draws depend only on (seed, round). So every process computes the draws itself, and no node sends them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ class ClientDraws:
     """Draws a round's clients and islands. `AveragingCommunicator` describes the other arguments.
 
     Args:
-        by_chance: draw each node as a client with probability `client_fraction`, independently; `privacy` needs this.
+        by_chance: whether each node is a client with probability `client_fraction`, independently. `privacy` needs
+            True.
 
     Raises:
         ArgumentError: a number is out of range.
@@ -71,7 +72,7 @@ class ClientDraws:
         return H * rounds * N / clients
 
     def seats(self, N: int) -> int | None:
-        """Return the largest number of nodes that act in a round. None: all N nodes act, or islands have no server."""
+        """Return the largest number of nodes that act in a round; None if all N nodes act or islands have no server."""
         clients, island = self.sizes(N)
         if island < clients:
             return None
@@ -106,7 +107,7 @@ class ClientDraws:
         )  # fmt: skip
 
     def rounds_among(self, N: int, H: int) -> AskedRounds | None:
-        """Return a function that yields each round's clients, for `Plan.rounds`. None: all N nodes are clients."""
+        """Return a function that yields each round's clients, for `Plan.rounds`, or None if all N nodes are clients."""
         if self.client_fraction == 1 or N == 1:
             return None
 

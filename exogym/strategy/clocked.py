@@ -49,18 +49,18 @@ class ParameterServer(Protocol):
 
 
 class ClockedStrategy(Strategy):
-    """Base class of strategies with a server whose nodes train in their own rounds, ordered by virtual clocks.
+    """Base class of strategies with a server, in which each node trains at its own pace on a virtual clock.
 
     A node pulls theta from the server, trains, and pushes Delta: theta_pulled minus its parameters.
 
     Attributes:
-        H: local steps of a node's round; with `dylu`, of the fastest node's round.
+        H: local steps of a node's round, or with `dylu` of the fastest node's round.
         grace_s: virtual seconds that the server waits for more nodes once enough nodes have arrived.
         max_staleness: the server drops a Delta if theta was updated more than this number of times between the node's
-            pull and its push. None: the server drops no Delta.
+            pull and its push. If None, the server drops no Delta.
         shard_sampling: whether nodes draw a shard of the data for each round (`exogym.core.training.shards`).
         delay_compensation: lambda. The server applies Delta + lambda Delta * Delta * (theta - theta_pulled),
-            elementwise, instead of Delta. 0: no compensation.
+            elementwise, instead of Delta. With 0 there is no compensation.
     """
 
     driven_by = "clock"
@@ -114,7 +114,7 @@ class ClockedStrategy(Strategy):
 
 
 def check_numbers(*given: tuple[str, Any, float]) -> None:
-    """Check each given (name, value, most): raise ArgumentError if the value is not a number from 0 to `most`."""
+    """Raise ArgumentError if a value in the given (name, value, most) is not a number from 0 to `most`."""
     for name, value, most in given:
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
             limit = "" if math.isinf(most) else f" to {most:g}"

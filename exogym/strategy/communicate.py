@@ -4,8 +4,8 @@ Each collective waits until all present nodes make the same call; `send`, `recv`
 `all_reduce` and `broadcast` change the tensor in place, as in torch, and return it. Call collectives only inside
 `Strategy.step` and `Strategy._init_node`. Bytes are counted as `exogym.communicator` describes.
 
-This example calls all collectives in one step on three nodes. Each returns what `torch.distributed` would return on
-that rank:
+This example calls all collectives in one step on three nodes. Each collective returns what `torch.distributed` would
+return on that rank:
 
 >>> from exogym import LocalTrainer
 >>> from exogym.strategy import Strategy
@@ -53,7 +53,7 @@ OPERATIONS = ("sum", "mean", "max", "min")
 
 
 class Place(Protocol):
-    """A running node. A strategy calls `meet` to take part in a collective with the other nodes."""
+    """A running node, which takes part in a collective with the other nodes when `meet` is called."""
 
     def meet(self, kind: str, tensor: Tensor | None, **options: Any) -> Tensor | None: ...
 
@@ -144,8 +144,8 @@ def exchange(tensor: Tensor, partner: int | Tensor) -> Tensor:
     """Swap tensors of equal shape with node `partner`, and return the partner's tensor. Other nodes don't wait.
 
     The partner must call `exchange` with this node's rank. Each of the two nodes sends and receives `tensor.nbytes`
-    bytes. A node that names itself sends nothing and gets a copy of `tensor`. In a strategy with `stacked = True`,
-    `partner` is (rows,): the partner of each row.
+    bytes. A node whose `partner` is itself sends nothing and gets a copy of `tensor`. In a strategy with `stacked =
+    True`, `partner` is (rows,): the partner of each row.
     """
     return _meet("exchange", tensor, partner=partner)
 

@@ -8,9 +8,9 @@ One step of every node, in order:
 
 A module uses only the fleet and its communicator. Every tensor is (rows, ...).
 
-With absent nodes (`exogym.faults`): before these three parts the driver sets `fleet.comm.present` to the ids of the
-present nodes. A module reads and writes only these nodes' rows. If no node is present, the modules do not communicate,
-and they do not catch up later.
+With absent nodes (`exogym.faults`): before these three parts ExoGym sets `fleet.comm.present` to the ids of the present
+nodes. A module reads and writes only these nodes' rows. If no node is present, the modules do not communicate, and they
+do not catch up later.
 
 >>> issubclass(PeriodicModule, CommunicationModule), issubclass(CommunicationModule, Module)
 (True, True)
@@ -56,7 +56,7 @@ __all__ = [
 
 
 class CommunicateOptimizeStrategy(Strategy):
-    """Compose a strategy from communication modules, gradient modules and an inner optimizer.
+    """A strategy composed of communication modules, gradient modules and an inner optimizer.
 
     The strategy's bytes are the sum of its modules' bytes.
 
@@ -205,8 +205,8 @@ class CommunicateOptimizeStrategy(Strategy):
     def bucket_bytes(self) -> int | None:
         """Bytes of a bucket of gradients whose all-reduce may begin during the backward pass.
 
-        The first gradient module sets this number. None: gradients have no buckets, or clipping, a norm cap, a robust
-        rule or secure aggregation needs whole gradients first.
+        The first gradient module sets this number. Return None if gradients have no buckets, or if clipping, a
+        norm cap, a robust rule or secure aggregation needs whole gradients first.
         """
         first = self.gradient_modules[:1]
         one_by_one = bool(self.updates or self.averaging.rule or self.averaging.secure)
@@ -250,7 +250,7 @@ class CommunicateOptimizeStrategy(Strategy):
         return {name: said for module in self.modules for name, said in _of_parts(module).items()}
 
     def seats(self, num_nodes: int) -> int | None:
-        """Return the largest number of nodes that act in a round. None: every node always needs its own row."""
+        """Return the largest number of nodes that act in a round, or None if every node always needs its own row."""
         if self.gradient_modules or self.updates is not None or self.tuning is not None:
             return None
         return self.clients.seats(num_nodes)

@@ -1,7 +1,7 @@
 """Runs a strategy's modules on a fleet: decides when each module acts, and does the work before and after.
 
-Code for bad nodes and norm caps (`updates`), a tuner (`tuning`), and nodes of several processes (`Dealing`) runs only
-if the run has them.
+Code for bad nodes and norm caps (`updates`), a tuner (`tuning`), and nodes that several processes hold (`Dealing`) runs
+only if the run has them.
 """
 
 from __future__ import annotations
@@ -150,11 +150,12 @@ class Composition:
         take the buffers of `source`, and each module repairs its own state of these nodes. With `forget` the nodes also
         take the modules' state from `source`.
 
-        `source` broadcasts a payload of P b bytes to `nodes`; the bytes of buffers are counted apart.
+        `source` broadcasts a payload of P b bytes to `nodes`, for P parameters of b bytes; the bytes of buffers are
+        counted apart.
 
         Returns:
             Whether the caller must also give the nodes the inner optimizer state of `source` and the fleet's step. This
-            is needed with `forget`, or if gradients are averaged at every step, so that replicas are equal again.
+            is needed with `forget`, or if gradients are averaged at every step, so that all nodes are equal again.
             Otherwise the nodes keep their inner optimizer states and step counts.
         """
         fleet, joining = self.fleet, list(nodes)
@@ -188,7 +189,7 @@ class Composition:
             self.last_events[m] = step
 
     def consensus(self) -> list[Tensor] | None:
-        """Return the outer parameters, (P,) per block. None: the evaluation model is the mean of the rows."""
+        """Return the outer parameters, (P,) per block, or None if the evaluation model is the mean of the rows."""
         for module in reversed(self.communications):
             if not isinstance(module, HasOuterModel):
                 continue
@@ -202,7 +203,7 @@ class Composition:
         return None
 
     def consensus_buffers(self) -> dict[str, Tensor] | None:
-        """Return the evaluation model's buffers, by name. None: the evaluation uses the mean of the rows' buffers."""
+        """Return the evaluation model's buffers by name, or None if these are the mean of the rows' buffers."""
         shared = [module for module in reversed(self.communications) if isinstance(module, HasOuterModel)]
         found = (module.consensus_buffers(self.fleet) for module in shared)
         return next((buffers for buffers in found if buffers is not None), None)

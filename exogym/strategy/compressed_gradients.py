@@ -5,8 +5,8 @@ Node i has the gradient g_i and the error e_i. With a compressor C, the step's l
 
     p_i = gamma g_i + e_i;   send C(p_i);   e_i <- p_i - C(p_i);   g = (1 / gamma) mean_i C(p_i)
 
-Without error feedback g = mean_i C(g_i). The inner optimizer steps with g. The messages of all steps t and the error
-that is left add up to the gradients: sum_t C(p_i) + e_i = sum_t gamma g_i. If gamma is 0, nodes send nothing and e_i
+Without error feedback g = mean_i C(g_i). The inner optimizer steps with g. The messages of all steps t and the
+remaining error add up to the gradients: sum_t C(p_i) + e_i = sum_t gamma g_i. If gamma is 0, nodes send nothing and e_i
 does not change.
 
 With absent nodes: only the n present nodes send and step. An absent node's error e_i does not change. A returning node

@@ -9,8 +9,8 @@ set M, with the outer learning rate eta and the outer momentum beta:
     g = sum_M weight_w Delta_w / sum_M weight_w
     m <- beta m + g;  theta <- theta - eta (g + beta m)
 
-Then the nodes of M pull theta. The server does not wait for the other nodes. Their Delta come later, and start from the
-older theta that these nodes pulled.
+Then the nodes of M pull theta. The server does not wait for the other nodes. Their Delta arrive later, and are
+differences from the older theta that they pulled.
 
 In the paper fragments are synchronized one after the other while nodes continue, and the grace window adapts to the
 remaining time. Here nodes send the whole model at once and wait for theta, and the window is constant. The paper's
@@ -91,25 +91,27 @@ class DecoupledDiLoCoStrategy(ClockedStrategy):
         g = sum_M weight_w Delta_w / sum_M weight_w;   m <- beta m + g;   theta <- theta - eta (g + beta m)
 
     M is the set of arrived nodes. Delta_w is the theta that node w pulled minus its parameters after its round, and
-    weight_w is the squared number of the round's tokens divided by the round's steps.
+    weight_w is the squared number of the round's tokens divided by the round's steps. m is the momentum.
 
-    Bytes: P b up and P b down for each round of a node; payload P b / H per step of the node. Memory: each node needs
-    one more row, for the theta that it pulled. The evaluation model is theta.
+    Bytes: P b up and P b down for each round of a node, for P parameters of b bytes; payload P b / H per step of the
+    node. Memory: each node needs one more row, for the theta that it pulled. The evaluation model is theta.
 
     Args:
         inner_optim: inner optimizer; each node keeps its optimizer state between rounds.
         H: inner steps of a round.
-        quorum: Q, the number of nodes that must have arrived. None: more than half of the nodes.
-        grace_s: virtual seconds that the server waits for more nodes after the Q-th arrival. 0: nodes join only if they
-            arrive at the same moment as the Q-th node and Q is over 1. math.inf: the server waits for all nodes.
+        quorum: Q, the number of nodes that must have arrived. None means more than half of the nodes.
+        grace_s: virtual seconds that the server waits for more nodes after the Q-th arrival. With 0 another node is
+            only included if it arrives at the same moment as the Q-th node and Q is over 1. With math.inf the server
+            waits for all nodes.
         outer_lr, outer_momentum: eta and beta of the outer step.
         lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`. A learning rate schedule follows the fleet's
             step.
 
     One step of the fleet is N local steps, whichever nodes take them. However late a node arrives, the server uses its
-    Delta. At the end of training nodes push their unfinished rounds, and the server merges them (`final_sync`). Q = N
-    is DiLoCo, up to the order of a sum. Q = 1 without grace is asynchronous DiLoCo's naive rule with period 1. Planned
-    faults (`fit(faults=...)`) and compute="vmap" are refused.
+    Delta. At the end of training nodes push their unfinished rounds, and the server merges these rounds' Delta
+    (`final_sync`). With Q = N the strategy is DiLoCo, up to the order of a sum. With Q = 1 and `grace_s` = 0 it is
+    asynchronous DiLoCo with rule="nesterov" and period 1. Planned faults (`fit(faults=...)`) and compute="vmap" are
+    refused.
 
     Raises:
         ArgumentError: the quorum is larger than the number of nodes.

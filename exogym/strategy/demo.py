@@ -10,9 +10,9 @@ learning rate, lambda the weight decay and beta the momentum's decay:
     q     <- each coefficient's mean over the nodes that sent it
     theta <- theta - gamma sign(IDCT(q))
 
-Payload per node and step: chunks * k * (4-byte value + index), all-gather, tx = rx = (N-1) payload. An index takes 1
-byte if a chunk has up to 256 coefficients, 2 bytes up to 32768, otherwise 4. (The published code sends 8-byte indices:
-12 bytes for each coefficient.)
+Payload per node and step: (number of chunks) * k * (4-byte value + index), all-gather, tx = rx = (N-1) payload. An
+index takes 1 byte if a chunk has up to 256 coefficients, 2 bytes up to 32768, otherwise 4. (The published code sends
+8-byte indices: 12 bytes for each coefficient.)
 
 With absent nodes: only the n present nodes send and step, tx = rx = (n-1) payload. An absent node's momentum e_i does
 not change. A returning node starts with e_i = 0, because its momentum belongs to old parameters. A node that stayed
@@ -47,7 +47,7 @@ class DCTMomentum(GradientModule):
     Args:
         decay: beta, the share of the momentum that a step keeps.
         topk: k, the coefficients that a node sends of each chunk (all coefficients, if a chunk has fewer than k).
-        chunk: largest side of a chunk: a chunk is a block of at most `chunk` x `chunk` values.
+        chunk: largest side of a chunk. A chunk is a block of at most `chunk` x `chunk` values.
 
     State: the residual momentum e of each node, (rows, P). Clipping acts on each node's own gradient, before the
     momentum.
@@ -103,7 +103,7 @@ class DCTMomentum(GradientModule):
             payload += [indices.to(_index_dtype(t.size)), values]
 
         def decode(*parts: Tensor) -> Tensor:
-            """Return (rows, 2, P): each node's coefficients, and 1 where the node sent one, otherwise 0."""
+            """Return (rows, 2, P): each node's coefficients, and 1 where the node sent a coefficient, otherwise 0."""
             dense = [_scatter(i.long(), v, t.size) for i, v, t in zip(parts[::2], parts[1::2], transforms, strict=True)]
             return torch.cat(dense, dim=-1)
 
@@ -136,13 +136,13 @@ class DeMoStrategy(CommunicateOptimizeStrategy):
 
     e_i is node i's residual momentum, g_i its gradient, and mean the nodes' mean of the sent coefficients.
 
-    Payload: chunks * k * (value + index) bytes per node and step. The rule equals the published rule. All nodes'
-    parameters stay identical.
+    Payload: (number of chunks) * k * (value + index) bytes per node and step. The rule equals the published rule. All
+    nodes' parameters stay identical.
 
     Args:
         compression_decay: beta, the share of the residual momentum that a step keeps.
         compression_topk: k, the coefficients that a node sends of each chunk.
-        compression_chunk: largest side of a chunk: a chunk has up to `compression_chunk`² coefficients.
+        compression_chunk: largest side of a chunk. A chunk has up to `compression_chunk`² coefficients.
         weight_decay: lambda, the decoupled weight decay.
         lr, inner_lr: gamma, the learning rate (default 1e-3).
         max_norm: largest 2-norm of a node's own gradient; a longer gradient is clipped.

@@ -7,19 +7,19 @@ with first moments u_i and second moments v_i, and
     u_i     <- (1/N) sum_j u_j          after steps that H_u divides
     v_i     <- (1/N) sum_j v_j          after steps that H_v divides
 
-Local Adam averages all three every H steps. Moments change more slowly than parameters, so they need fewer averages: by
-default H_u = H_v = 3 H. Second moments change slowest, and the paper averages them half as often as first moments,
-H_v = 6 H. H_v = 6 H suits dense gradients only: a node that has seen almost no gradient of a parameter takes the other
-nodes' u_i and divides it by its own sqrt(v_i), which is near 0. If second moments are averaged whenever first moments
-are averaged (H_v divides H_u), |u| stays within Adam's multiple of sqrt(v).
+Local Adam averages all three kinds of values every H steps. Moments change more slowly than parameters, so they need
+fewer averages: by default H_u = H_v = 3 H. Second moments change slowest, and the paper averages them half as often as
+first moments, H_v = 6 H. H_v = 6 H suits dense gradients only: a node that has seen almost no gradient of a parameter
+takes the other nodes' u_i and divides it by its own sqrt(v_i), which is near 0. If second moments are averaged whenever
+first moments are averaged (H_v divides H_u), |u| stays within Adam's multiple of sqrt(v).
 
 If H_u and H_v exceed the number of steps, DES-LOC is local SGD (FedAvg) with Adam. With H = H_u = 1 and SGD with
 momentum, DES-LOC is DDP. With Adam, averaging gradients at every step would be a different method, because the mean of
 squares is not the square of the mean.
 
-Payload P b (1/H + 1/H_u + 1/H_v) bytes per node and step; ring all-reduces, tx = rx = 2 (N-1)/N times the payload.
-Nodes send moments in the precision of their parameters. At the end of training, unsynchronized parameters are averaged
-once more; moments are not.
+Payload P b (1/H + 1/H_u + 1/H_v) bytes per node and step, for P parameters of b bytes; ring all-reduces, tx = rx = 2
+(N-1)/N times the payload. Nodes send moments in the precision of their parameters. At the end of training,
+unsynchronized parameters are averaged once more; moments are not.
 
 With absent nodes: means are over the present nodes. A returning node takes parameters and keeps its moments.
 """
@@ -67,15 +67,16 @@ class DESLOCStrategy(CommunicateOptimizeStrategy):
 
         theta_i <- mean_j theta_j every H steps;   u_i <- mean_j u_j every H_u;   v_i <- mean_j v_j every H_v
 
-    Payload: P b (1/H + 1/H_u + 1/H_v) bytes per node and step.
+    theta_i are the parameters of node i. Payload: P b (1/H + 1/H_u + 1/H_v) bytes per node and step, for P parameters
+    of b bytes.
 
     Args:
         inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`. The optimizer must keep
             moments: "adamw", "adam", or SGD with momentum.
         H: steps between averages of the parameters.
-        H_u: steps between averages of the first moments ("exp_avg", SGD's "momentum_buffer"). None: 3 H.
-        H_v: steps between averages of the second moments ("exp_avg_sq"), if the optimizer has such moments. None: H_u.
-            The paper has 6 H.
+        H_u: steps between averages of the first moments ("exp_avg", SGD's "momentum_buffer"). None means 3 H.
+        H_v: steps between averages of the second moments ("exp_avg_sq"), if the optimizer has such moments. None means
+            H_u. The paper has 6 H.
 
     >>> strategy = DESLOCStrategy(H=32, lr=3e-4)
     """

@@ -17,9 +17,9 @@ For averages that arrive late see `exogym.strategy.delayed_diloco` (`delay`) and
 s nodes each: (0, ..., s-1), (s, ..., 2s-1), .... Nodes also average their parameters inside their island after every
 H_island steps, except right before an outer step (`exogym.strategy.island`).
 
-Each node keeps its inner optimizer state and does not send it. Payload P b bytes per node every H steps; ring
-all-reduce, tx = rx = 2 (N-1)/N P b. Islands: P b more every H_island steps, tx = rx = 2 (s-1)/s P b. With outer
-SGD(lr=1), no momentum and the same weighting, DiLoCo is FedAvg.
+Each node keeps its inner optimizer state and does not send it. Payload P b bytes per node every H steps, for P
+parameters of b bytes; ring all-reduce, tx = rx = 2 (N-1)/N P b. With islands, P b bytes more every H_island steps, tx =
+rx = 2 (s-1)/s P b. With outer SGD(lr=1), no momentum and the same weighting, DiLoCo is FedAvg.
 
 With absent nodes: Delta is the mean over the n present nodes, and each sends 2 (n-1)/n P b bytes. If a single node is
 present, it sends nothing and takes the outer step with its own Delta_i. If no node is present, no outer step happens. A
@@ -72,8 +72,8 @@ class DiLoCoCommunicator(PeriodicModule, HasOuterModel):
             outer_restarts: see `OuterRule`.
         weighting: "uniform", or "examples" to weight outer gradients by each node's examples (non-IID, section 6.1).
 
-    State: the outer parameters theta and the outer optimizer's state, one copy for all nodes. An older theta is kept,
-    too, if a node has not received a newer one.
+    State: the outer parameters theta and the outer optimizer's state, one copy for all nodes. The module also keeps an
+    older theta as long as a node has not received a newer theta.
     """
 
     weighted_means = True
@@ -147,22 +147,23 @@ class DiLoCoStrategy(CommunicateOptimizeStrategy):
         Delta = mean_i (theta - theta_i);   theta <- OuterOpt(theta, Delta);   theta_i <- theta
 
     theta are the outer parameters, theta_i node i's parameters. The evaluation model is theta. Payload: P b bytes per
-    node every H steps. N=1 is valid: a single node with an outer momentum.
+    node every H steps, for P parameters of b bytes. A single node (N=1) also takes outer steps.
 
     Args:
         inner_optim: inner optimizer; the paper has AdamW.
         outer_optim: outer optimizer; 'sgd' is Nesterov's SGD with lr 0.7 and momentum 0.9.
         H: inner steps between two outer steps: a number, or a pure function of the round (from 0).
-        lr, inner_lr, max_norm, lr_scheduler, warmup_steps: of the inner optimizer; see `Strategy`.
+        lr, inner_lr, max_norm, lr_scheduler, warmup_steps: arguments of the inner optimizer; see `Strategy`.
         outer_lr: eta, the outer learning rate. The best value grows with N and H (arXiv:2503.09799: 0.4 to 0.8).
         outer_lr_scheduler, outer_warmup_rounds, outer_momentum, outer_momentum_scheduler, outer_restarts: see
-            `OuterRule`. By default rate and momentum are constant, without restarts.
+            `OuterRule`. By default the outer rate and momentum are constant, without restarts.
         weighting: "uniform", or "examples" to weight outer gradients by each node's number of examples.
         delay: d, the number of steps by which the average arrives late, from 0 to H.
-        eager: True: use `EagerCommunicator`. The other nodes' part of the average arrives a whole round late, but each
-            node uses its own part at once.
-        island_size: s, nodes of an island. None: no islands.
-        island_H: steps from one average inside an island to the next, below H; give it with `island_size`.
+        eager: whether to use `EagerCommunicator`. The other nodes' share of the average then arrives a whole round
+            late, but each node uses its own share at once.
+        island_size: s, the number of nodes in an island. None means no islands.
+        island_H: steps from one average inside an island to the next, below H. Give `island_size` and `island_H`
+            together.
 
     In a simulation's clock, averages that arrive late overlap with computing. On hosts, a run waits for each average
     right after sending it.
@@ -206,8 +207,8 @@ class DiLoCoStrategy(CommunicateOptimizeStrategy):
         modules: list[PeriodicModule] = [outer]
         if (island_size is None) != (island_H is None):
             raise ArgumentError(
-                f"island_size={island_size} and island_H={island_H} must be given together: the nodes of an island, "
-                "and the steps between two averages inside it"
+                f"island_size={island_size} and island_H={island_H} must be given together: give the nodes of an "
+                "island, and the steps between two averages inside an island"
             )
         if island_size is not None and island_H is not None:
             check(outer.features() | features_of(island_H=island_H))

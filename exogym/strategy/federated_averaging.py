@@ -5,22 +5,22 @@ McMahan et al., arXiv:1602.05629; local SGD, Stich, arXiv:1805.09767. Round r, w
     theta_i <- H_i local steps from theta            for i in S_r
     theta   <- sum_{i in S_r} (n_i / n_S) theta_i,   n_S = sum_{i in S_r} n_i
 
-theta are the shared parameters, theta_i client i's parameters, and n_i is client i's number of examples. Islands: the
-round's nodes are shuffled into groups of s, and each group takes its own average.
+theta are the shared parameters, theta_i client i's parameters, and n_i is client i's number of examples. With islands,
+the round's nodes are shuffled into groups of s, and each group takes its own average.
 
-Payload P b bytes per sampled client every H steps. If all nodes are clients, they average by a ring all-reduce: tx = rx
-= 2 (n-1)/n P b, where n is the number of nodes in an island (N without islands). Sampled clients send through the
-server: tx = rx = P b for each client, and 0 for other nodes.
+Payload P b bytes per sampled client every H steps, for P parameters of b bytes. If all nodes are clients, they average
+by a ring all-reduce: tx = rx = 2 (n-1)/n P b, where n is the number of nodes in an island (N without islands). Sampled
+clients send through the server: tx = rx = P b for each client, and 0 for other nodes.
 
 With absent nodes: clients and islands are drawn among all nodes. Drawn nodes that are present at the round's end
-average. They send the bytes above, where n counts only these nodes: a node alone in an island sends nothing, and a
-single sampled client sends P b. If no client is present, theta does not change.
+average. These nodes send the bytes above, where n counts only these nodes. A node alone in an island sends nothing, and
+a single sampled client sends P b bytes. If no client is present, theta does not change.
 
 A node that missed the synchronization keeps theta_i and continues from theta_i, even if it is a client that should have
 received theta. A node that was down receives parameters from a node that stayed, which broadcasts P b bytes. If clients
-are sampled, only clients of the current round receive parameters: theta, also P b bytes. Other nodes keep their
-parameters until they next take part. Islands of sampled clients have no theta, so all returning nodes keep their
-parameters.
+are sampled, only returning clients of the current round receive parameters: they receive theta, which also takes P b
+bytes. Other nodes keep their parameters until they next take part. Islands of sampled clients share no theta, so all
+returning nodes keep their parameters.
 
 With `privacy` each node takes part in a round with probability C (`client_fraction`), independently. The server divides
 the sum of clipped updates by C N and adds noise: see `exogym.strategy.privacy`.
@@ -58,25 +58,25 @@ class AveragingCommunicator(PeriodicModule, ChoosesClients, HasOuterModel):
     Args:
         H: steps of a round: a number, or a pure function of the round (from 0). A client takes at most H local steps in
             a round.
-        island_size: s, nodes of an island. None: one average over all. If s does not divide N, the last island is
-            smaller. Each round draws its islands from (seed, round), so no bytes are needed.
+        island_size: s, the number of nodes in an island. None means one average over all nodes. If s does not divide N,
+            the last island is smaller. Each round draws its islands from (seed, round), so no bytes are needed.
         client_fraction: C, the share of the N nodes that are clients in a round. Each round samples max(ceil(C N), 1)
             clients without replacement. Other nodes do nothing and receive theta when they next take part.
-        weighting: "examples", as in the paper: weights are the numbers of examples n_i; or "uniform".
+        weighting: "examples" to weight clients by their numbers of examples n_i, as in the paper, or "uniform".
         local_steps: H_i per node, each from 1 to H, for clients with different amounts of work.
         local_epochs: E, epochs of a client's round: H_i = E ceil(n_i / B) steps with the batch size B. H becomes the
             largest H_i.
-        keep_inner_state: False starts every round with a fresh inner optimizer, as stateless clients do.
+        keep_inner_state: if False, each client starts every round with a fresh inner optimizer.
         privacy: a `DifferentialPrivacy`; the history then records the `epsilon` spent. It cannot be combined with
             islands, with weights by examples that differ, or with buffers that training changes (averages of buffers
             are not private).
-        over_sampling: additional share of clients that the server asks (0.3: 30 % more than it needs).
+        over_sampling: additional share of clients that the server asks (0.3 means 30 % more than the server needs).
         deadline_s: seconds that the server waits for reports, on the clock of `fit(step_seconds=)`. The server uses the
             first reports.
         min_reports: the server gives a round up if fewer reports than this number arrived.
-            `exogym.strategy.participation` describes such rounds; `fit(faults=Faults(trace=...))` says when clients are
-            available. The history then has `server_time_s`, `failed_rounds`, and the last round's `asked` and
-            `reports`.
+            `exogym.strategy.participation` describes such rounds; give `fit(faults=Faults(trace=...))` the times at
+            which clients are available. The history then has `server_time_s`, `failed_rounds`, and the last round's
+            `asked` and `reports`.
 
     An average with equal weights does not change the mean over nodes. The evaluation model is the mean of the present
     nodes' rows. With client sampling the evaluation model is theta, with the buffers that clients last sent.
@@ -142,7 +142,8 @@ class AveragingCommunicator(PeriodicModule, ChoosesClients, HasOuterModel):
     def traffic(self, P: float, N: int, b: float) -> list[Traffic]:
         if self.local_epochs is not None and self.work is None:  # a run's start sets `work`
             raise ArgumentError(
-                f"local_epochs={self.local_epochs}: the number of steps depends on the data: give H instead"
+                f"local_epochs={self.local_epochs} has no formula, because the number of steps depends on the data: "
+                "give H instead"
             )
         island = self.draws.sizes(N)[1]
         way = "server" if N > 1 and self.samples else None
@@ -254,7 +255,7 @@ class AveragingCommunicator(PeriodicModule, ChoosesClients, HasOuterModel):
         return steps
 
     def weights_among(self, nodes: Sequence[int]) -> Tensor | None:
-        """Return (N,) weights by examples for a mean over `nodes`. None: the weights of `nodes` are equal."""
+        """Return (N,) weights by examples for a mean over `nodes`, or None if the weights of `nodes` are equal."""
         if self.weights is None or (self.samples and len(set(self.weights[list(nodes)].tolist())) == 1):
             return None
         return self.weights
@@ -334,7 +335,8 @@ class FedAvgStrategy(CommunicateOptimizeStrategy):
 
         theta <- sum_i n_i theta_i / sum_i n_i          over the clients i of the round, with n_i examples
 
-    Payload: P b bytes per client every H steps.
+    theta are the shared parameters and theta_i client i's parameters. Payload: P b bytes per client every H steps, for
+    P parameters of b bytes.
 
     Args:
         island_size, H, client_fraction, weighting, local_steps, local_epochs, keep_inner_state, privacy, over_sampling,

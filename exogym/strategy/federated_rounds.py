@@ -1,7 +1,8 @@
 """Base class of federated modules that act at the end of an `AveragingCommunicator`'s rounds.
 
 The `AveragingCommunicator` decides when rounds end, which clients take part, how many steps each client takes, and the
-weights. A module before it in the strategy's list sees the clients' results; a module after it sees the mean.
+weights. A module before the `AveragingCommunicator` in the strategy's list sees the clients' results; a module after it
+sees the mean.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class RoundModule(CommunicationModule, ChoosesClients):
     def all_reduce(self, fleet: Fleet, x: Tensor, op: str, members: list[int], weights: Tensor | None = None) -> Tensor:
         """Reduce `x`, (rows, ...), over the nodes `members`. Return the result, (1, ...), in every process.
 
-        If clients are sampled, the reduction runs through the server, otherwise as a ring.
+        If clients are sampled, they send to the server, otherwise nodes use a ring.
         """
         comm, way = fleet.comm, "server" if self.average.samples else "ring"
         if members == comm.present:  # every process has the result

@@ -30,7 +30,7 @@ class Server:
         return named | {f"buffer.{name}": rows for name, rows in self.buffers.items()}
 
     def serve(self, fleet: Fleet, round_: int, came: list[int], clients: list[int], following: list[int]) -> None:
-        """End round `round_`: update theta from the mean that reporting clients hold, and give it to the next clients.
+        """End round `round_`: update theta from the reporting clients' mean, and give theta to the next clients.
 
         With `privacy` the server adds noise to the new theta.
 

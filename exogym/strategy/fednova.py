@@ -1,8 +1,8 @@
 """FedNova: FedAvg that does not favor clients with more steps.
 
-Wang et al., arXiv:2007.07481. In a round client i's parameters change by -gamma (the learning rate) times a weighted
-sum of the round's gradients. a_i is the sum of these weights (the 1-norm of the paper's vector a_i). With FedAvg's
-weights w_i over the round's clients
+Wang et al., arXiv:2007.07481. theta are the server's parameters, theta_i client i's parameters and gamma the learning
+rate. In a round theta_i changes by -gamma times a weighted sum of the round's gradients. a_i is the sum of these
+weights (the 1-norm of the paper's vector a_i). With FedAvg's weights w_i over the round's clients
 
     d_i = (theta - theta_i) / a_i;   tau = sum_i w_i a_i;   theta <- theta - tau sum_i w_i d_i
 
@@ -12,18 +12,18 @@ So each client moves to theta - (tau / a_i) (theta - theta_i) before the mean. F
     SGD with momentum rho     a_i = (t - rho (1 - rho^t) / (1 - rho)) / (1 - rho)
     SGD, proximal term mu     a_i = (1 - (1 - gamma mu)^t) / (gamma mu)
 
-This code adds the weights up step by step and gets these sums. With momentum, c starts at 0, and each step sets
-c <- rho c + 1, a_i <- a_i + c (Nesterov: a_i + 1 + rho c). With a proximal term: a_i <- |1 - gamma mu| a_i + 1. With a
-learning rate schedule, step k counts gamma_k / gamma instead of 1, where gamma_k is the step's rate and gamma the rate
-at the schedule's factor 1. t counts the steps that a client really took, not the planned steps. Weight decay is part of
-the gradient.
+This code adds the weights up step by step and gets these sums. With momentum, a number c starts at 0, and each step
+sets c <- rho c + 1, a_i <- a_i + c (Nesterov: a_i + 1 + rho c). With a proximal term: a_i <- |1 - gamma mu| a_i + 1.
+With a learning rate schedule, step k counts gamma_k / gamma instead of 1, where gamma_k is the step's rate and gamma
+the rate at the schedule's factor 1. t counts the steps that a client really took, not the planned steps. Weight decay
+is part of the gradient.
 
 The sums cover one round's gradients, so momentum begins each round at zero (`keep_inner_state=False`), as in the
-published code. For other optimizers, dampening, and momentum with a proximal term the paper gives no a_i. With a
-proximal term, clipping would also cut this term. ExoGym refuses all these combinations.
+published code. The paper gives no a_i for other optimizers, for dampening, and for momentum with a proximal term.
+Clipping would also cut a proximal term. ExoGym refuses all these combinations.
 
-Payload P b + 8 bytes per client every H steps: 8 bytes for a_i. With absent nodes: as FedAvg. If a node missed a
-synchronization, a_i counts all of its steps since its last synchronization.
+Payload P b + 8 bytes per client every H steps, for P parameters of b bytes; 8 bytes are for a_i. Absent nodes are
+handled as in FedAvg. If a node missed a synchronization, a_i counts all of its steps since its last synchronization.
 """
 
 from __future__ import annotations
@@ -54,14 +54,16 @@ from exogym.strategy.traffic import Traffic
 class EqualisedWork(RoundModule, Corrects):
     """Scale each client's change by tau / a_i before the averaging.
 
-    a_i is the sum of client i's gradient weights in the round, and tau the clients' weighted mean of a_i.
+    a_i is the sum of the weights with which client i's gradients add up in the round, and tau is the clients' weighted
+    mean of a_i.
 
     Args:
         inner: the strategy's inner optimizer.
         mu: weight of the proximal term.
 
     State: each client's parameters at the round's beginning, (rows, P), and a_i, (rows, 1). With momentum also the
-    weight c of the next summand; with a schedule also the client's steps since the run began; (rows, 1) each.
+    number c from which the next gradient's weight follows; with a schedule also the client's steps since the run began;
+    (rows, 1) each.
 
     Raises:
         ArgumentError: the paper gives no a_i for the clients' optimizer.
@@ -143,14 +145,16 @@ class FedNovaStrategy(CommunicateOptimizeStrategy):
 
         theta <- theta - (sum_i w_i a_i) sum_i w_i (theta - theta_i) / a_i
 
-    w_i is client i's weight in FedAvg, and a_i the sum of its gradient weights: for plain SGD, its number of steps.
-    Payload: P b + 8 bytes per client every H steps.
+    theta are the server's parameters, theta_i client i's parameters, and w_i is client i's weight in FedAvg. a_i is the
+    sum of the weights with which the round's gradients add up; for plain SGD a_i is the number of steps. Payload: P b +
+    8 bytes per client every H steps, for P parameters of b bytes.
 
     Args:
         H, client_fraction, weighting, local_steps, local_epochs, keep_inner_state, over_sampling,
             deadline_s, min_reports: see `AveragingCommunicator`. Without `local_steps`, `local_epochs` or slow nodes
             all clients take the same number of steps, and FedNova is FedAvg.
-        mu: weight of a proximal term mu (theta_i - theta) in every local gradient, as in FedProx; 0: no term.
+        mu: weight of a proximal term mu (theta_i - theta) in every local gradient, as in FedProx. With 0 there is no
+            such term.
         inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: options of the clients' steps; see `Strategy`.
             The optimizer is SGD, without momentum, or with momentum and keep_inner_state=False.
 

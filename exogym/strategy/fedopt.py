@@ -1,7 +1,7 @@
 """FedOpt: FedAvg whose server takes an optimizer's step along the mean change (FedAvgM, FedAdagrad, FedAdam, FedYogi).
 
-Reddi et al., arXiv:2003.00295; FedAvgM: Hsu, Qi, Brown, arXiv:1909.06335. After each round, with x the (weighted) mean
-of the round's clients and D = x - theta:
+Reddi et al., arXiv:2003.00295; FedAvgM: Hsu, Qi, Brown, arXiv:1909.06335. After each round, x is the (weighted) mean of
+the parameters of the round's clients, and D = x - theta:
 
     momentum:  m <- beta1 m + D;                  theta <- theta + eta m
     the others: m <- beta1 m + (1 - beta1) D;     theta <- theta + eta m / (sqrt(v) + tau)
@@ -12,12 +12,13 @@ v = tau^2 at first. As in the paper, the bias of m and v is not corrected. With 
 divide m by 1 - beta1^r and v by 1 - beta2^r in round r, as `torch.optim.Adam` does. (The library Flower has r + 1
 instead of r, and treats tau differently.)
 
-Payload P b bytes per client every H steps, as FedAvg. The server sends theta instead of the mean; without sampling
-every node computes the server's step itself. With absent nodes: as FedAvg. If none of a round's clients is present,
-the server takes no step.
+Payload P b bytes per client every H steps, for P parameters of b bytes, as in FedAvg. The server sends theta instead of
+the mean. Without sampling every node computes the server's step itself. Absent nodes are handled as in FedAvg. If none
+of a round's clients is present, the server takes no step.
 
-With `privacy` D is (the sum of clipped updates + noise) / (C N) in every round, as in FedAvg
-(`exogym.strategy.privacy`). This includes rounds without clients. The server's step does not change the epsilon.
+With `privacy` D is (the sum of clipped updates + noise) / (C N) in every round, also in rounds without clients, as in
+FedAvg (`exogym.strategy.privacy`). C is the share of the N nodes that are clients. The server's step does not change
+the epsilon.
 """
 
 from __future__ import annotations
@@ -125,17 +126,18 @@ class FedOptStrategy(CommunicateOptimizeStrategy):
 
         D = mean_i theta_i - theta;   theta <- theta + eta m / (sqrt(v) + tau)
 
-    theta are the server's parameters, theta_i client i's parameters, and m and v the first and second moment of D.
-    Payload: P b bytes per client every H steps. The evaluation model is theta.
+    theta are the server's parameters, theta_i client i's parameters, m and v the first and second moment of D, eta is
+    the server's learning rate and tau a small number. Payload: P b bytes per client every H steps, for P parameters of
+    b bytes. The evaluation model is theta.
 
     Args:
         server_optim: "adam", "yogi", "adagrad" or "momentum" (FedAvgM).
-        server_lr: eta, the server's learning rate. None: 0.1 for adam and adagrad, 0.01 for yogi, 1 for momentum.
-        beta1: decay of m. None: 0.9, but 0 for adagrad.
+        server_lr: eta, the server's learning rate. None means 0.1 for adam and adagrad, 0.01 for yogi, 1 for momentum.
+        beta1: decay of m. None means 0.9, but 0 for adagrad.
         beta2: decay of v.
         tau: number added to sqrt(v). The smaller tau, the more adaptive is the server's step.
-        initial_v: v before the first round. None: tau^2.
-        bias_correction: correct the bias of adam and yogi, as `torch.optim.Adam` does.
+        initial_v: v before the first round. None means tau^2.
+        bias_correction: whether to correct the bias of adam and yogi, as `torch.optim.Adam` does.
         H, client_fraction, weighting, local_steps, local_epochs, keep_inner_state, privacy, over_sampling,
             deadline_s, min_reports: see `AveragingCommunicator`.
         inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: options of the clients' steps; see `Strategy`.

@@ -9,10 +9,11 @@ theta are the parameters that it last received:
 n_i is client i's number of examples, and g_i its gradient. Clients may take different numbers of steps, and the server
 averages all clients. The proximal term is part of the gradient, so Adam's moments contain it; decoupled weight decay
 does not. If a parameter has no gradient in a step, it gets no proximal term. Clients are sampled as in FedAvg and
-weighted by `weighting` (in the paper: sampled in proportion to n_i, with equal weights).
+weighted by `weighting` (the paper samples clients in proportion to n_i and gives them equal weights).
 
-Payload P b bytes per client every H steps, as FedAvg; each client keeps a copy of theta. With absent nodes: as FedAvg.
-A node that missed the synchronization stays near the theta that it last received.
+Payload P b bytes per client every H steps, for P parameters of b bytes, as in FedAvg; each client keeps a copy of
+theta. Absent nodes are handled as in FedAvg. A node that missed the synchronization stays near the theta that it last
+received.
 """
 
 from __future__ import annotations
@@ -39,7 +40,10 @@ from exogym.strategy.strategy import Run
 
 
 class ProximalTerm(RoundModule, Corrects):
-    """Add mu (w - theta) to every local gradient, where w are the node's parameters; runs after the averaging.
+    """Add the proximal term mu (w - theta) to every local gradient.
+
+    w are the node's parameters, and theta the parameters that the node last received. In the list of modules, this
+    module stands after the averaging.
 
     State: the theta that each node last received, (rows, P).
     """
@@ -80,7 +84,7 @@ class FedProxStrategy(CommunicateOptimizeStrategy):
         g_i <- g_i + mu (theta_i - theta) at every local step;   theta <- sum_i n_i theta_i / sum_i n_i
 
     theta are the server's parameters, theta_i client i's parameters, g_i its gradient and n_i its number of examples.
-    Payload: P b bytes per client every H steps.
+    Payload: P b bytes per client every H steps, for P parameters of b bytes.
 
     Args:
         mu: weight of the proximal term. The paper has 0.001 to 1. With 0 the strategy is FedAvg.

@@ -1,6 +1,6 @@
 """Fragments: parts of the model that are synchronized at different times.
 
-A fragment holds whole parameters, as a list with a `Piece` for each block of the fleet. The pattern "strided" deals
+A fragment is a list with a `Piece` for each block of the fleet, and holds whole parameters. The pattern "strided" deals
 layers out in turn: with F fragments of layers, layer l belongs to fragment l mod F. "sequential" puts neighboring
 layers into the same fragment. Parameters outside of layers (embeddings, the last norm, the head) are a separate
 fragment.

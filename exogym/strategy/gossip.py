@@ -6,12 +6,12 @@ by H
 
     theta_i <- sum_j W_ij theta_j                       # adapt, then combine: after the inner step
 
-theta_i are node i's parameters. In the paper's order theta_i <- sum_j W_ij theta_j - gamma g_i(theta_i), with the
-learning rate gamma and the gradient g_i at theta_i before the mix. Optimizer moments stay local. The evaluation model
-is the mean of all nodes; mixing with W does not change this mean.
+theta_i are node i's parameters. The paper's order is theta_i <- sum_j W_ij theta_j - gamma g_i(theta_i), where gamma is
+the learning rate and g_i the gradient at theta_i before the mix. Optimizer moments stay local. The evaluation model is
+the mean of all nodes; mixing with W does not change this mean.
 
-Payload deg P b bytes every H steps for a node with deg neighbors: tx = rx = deg P b, a message to each neighbor. A node
-waits only for its neighbors.
+Payload deg P b bytes every H steps for a node with deg neighbors, for P parameters of b bytes: tx = rx = deg P b,
+because the node sends a message to each neighbor. A node waits only for its neighbors.
 
 With absent nodes: W is computed on the graph between the present nodes. A node without present neighbors trains alone.
 """
@@ -110,7 +110,7 @@ class GossipCommunicator(PeriodicModule):
 class GossipBeforeStep(GradientModule):
     """Mix neighbors' parameters at every step divisible by H, after the gradient and before the inner step.
 
-    This is the order in the paper.
+    The paper mixes in this order.
     """
 
     def __init__(self, graph: Any, H: int):
@@ -138,7 +138,8 @@ class GossipStrategy(CommunicateOptimizeStrategy):
 
         theta_i <- sum_j W_ij theta_j          W: Metropolis's weights on the graph
 
-    Payload: deg P b bytes per node every H steps, with deg neighbors. The evaluation model is the nodes' mean.
+    theta_i are the parameters of node i. Payload: deg P b bytes every H steps for a node with deg neighbors, for P
+    parameters of b bytes. The evaluation model is the nodes' mean.
 
     Args:
         inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`. Clipping acts on each node's

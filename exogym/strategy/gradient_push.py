@@ -1,8 +1,8 @@
 """Stochastic gradient push: gossip along a directed graph, with weights that undo its bias.
 
-Assran et al., Stochastic gradient push for distributed deep learning, arXiv:1811.10792. Node i has x_i and a weight
-w_i, 1 at first; it trains z_i = x_i / w_i. The matrix (P_ij) has columns that sum to 1. After every step that H
-divides,
+Assran et al., Stochastic gradient push for distributed deep learning, arXiv:1811.10792. Node i has a vector x_i and a
+weight w_i, which is 1 at first. Node i trains z_i = x_i / w_i. The matrix (P_ij) has columns that sum to 1. After every
+step that H divides,
 
     x_i <- sum_j P_ij x_j,   w_i <- sum_j P_ij w_j,   z_i <- x_i / w_i
 
@@ -19,9 +19,9 @@ that z_i moves at 1 / w_i of the learning rate. With quadratic losses and an une
 from the optimum and diverged at lower learning rates.
 
 Payload P b + 8 bytes per node and taker every H steps, where P is the number of parameters; w_i needs 8 bytes. tx is
-the payload, and a node receives (rx) the same from each giver. By default node i has one taker in turn t, the node
-i + 2^(t mod ceil(log2 N)). After ceil(log2 N) turns without training all N = 2^k nodes hold the exact mean. A node
-waits only for its givers. The paper's overlap of several steps is not implemented.
+the payload, and rx the same number for each giver, a node that sends to this node. By default node i has one taker in
+turn t, the node i + 2^(t mod ceil(log2 N)). After ceil(log2 N) turns without training all N = 2^k nodes hold the exact
+mean. A node waits only for its givers. The paper's overlap of several steps is not implemented.
 
 With absent nodes: absent nodes keep x_i and w_i, and no node sends to them. A returning node takes z from a node that
 stayed, and keeps its own weight. A node that starts anew (`forget`) also takes the other node's weight.
@@ -96,8 +96,8 @@ class GradientPushStrategy(CommunicateOptimizeStrategy):
 
         x_i <- sum_j P_ij x_j;   w_i <- sum_j P_ij w_j;   z_i <- x_i / w_i
 
-    Node i trains z_i. P_ij is the share of node j's values that node i receives, and w_i is the weight of node i.
-    Payload: P b + 8 bytes per node and taker every H steps, for P parameters.
+    Node i holds the vector x_i and trains z_i. P_ij is the share of node j's values that node i receives, and w_i is
+    the weight of node i. Payload: P b + 8 bytes per node and taker every H steps, for P parameters of b bytes.
 
     Args:
         inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`. Clipping acts on each node's

@@ -108,9 +108,9 @@ def _hops(n: int) -> list[int]:
 def metropolis(edges: Edges, present: tuple[int, ...], num_nodes: int) -> Tensor:
     """Return Metropolis's mixing weights W, (N, N), for the edges between present nodes.
 
-    W_ij = 1 / (1 + max(d_i, d_j)) on such an edge, where d_i is the number of node i's present neighbors. W_ii is 1
-    minus the other weights in row i. W is symmetric and its rows sum to 1, so mixing does not change the mean. If all
-    nodes have the same degree d, all weights on edges are 1 / (d + 1).
+    W_ij = 1 / (1 + max(d_i, d_j)) if such an edge connects i and j, where d_i is the number of node i's present
+    neighbors. W_ii is 1 minus the other weights in row i. W is symmetric and its rows sum to 1, so mixing does not
+    change the mean. If all nodes have the same degree d, all weights on edges are 1 / (d + 1).
 
     >>> metropolis(edges_of("complete", 4), (0, 1, 3), 4)[0]
     tensor([0.3333, 0.3333, 0.0000, 0.3333], dtype=torch.float64)
@@ -128,8 +128,8 @@ def takers_of(graph: Any, num_nodes: int, turn: int = 0) -> list[list[int]]:
     """Return each node's takers at `turn`: the nodes to which it sends on a directed graph.
 
     Args:
-        graph: "exponential": node i has the one taker i + 2^(turn mod ceil(log2 N)). "ring": i + 1. "complete": all
-            others. Or a networkx graph of the nodes 0, 1, ...
+        graph: "exponential": node i has the one taker i + 2^(turn mod ceil(log2 N)). "ring": node i + 1. "complete":
+            all other nodes. Or a networkx graph of the nodes 0, 1, ...
 
     >>> takers_of("exponential", 5, turn=1)
     [[2], [3], [4], [0], [1]]

@@ -14,7 +14,8 @@ class IslandCommunicator(PeriodicModule):
     """Average the parameters inside fixed islands of consecutive nodes, except if `above` acts after the same step.
 
     Args:
-        island_size: s; if s does not divide N, the last island is smaller.
+        island_size: the number of nodes in an island. If it does not divide the number of all nodes, the last island is
+            smaller.
         H: steps from one average to the next.
         above: the module that averages over all islands. It also synchronizes the last steps at the end of training.
     """

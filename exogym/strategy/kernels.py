@@ -30,8 +30,8 @@ def can_fuse(parameters: Iterable[Tensor]) -> bool:
 def bare_step(optimizer: Optimizer) -> Callable[[], Any]:
     """Return the optimizer's step function, without torch's wrappers if the optimizer is torch's or ExoGym's.
 
-    The wrappers take 11 us in each call. They also call hooks. So they stay if this optimizer or the class `Optimizer`
-    has hooks.
+    The wrappers take 11 us in each call. The wrappers also call hooks, so they stay if this optimizer or the class
+    `Optimizer` has hooks.
     """
     bare = torch_private.bare_step(optimizer) if is_torchs(type(optimizer)) else None
     return optimizer.step if bare is None else bare

@@ -35,18 +35,19 @@ class Module(Stateful, ABC):
     other state overrides `row`, `load_row`, `save_state` and `load_state`.
 
     Attributes:
-        acts_on: how much of a node's row the module must see, if a node has several processes. "elements": any columns.
-            "tensors": whole parameters. "row": the whole row. Your own module must set `acts_on` for such runs.
+        acts_on: how much of a node's row the module must see at once, if several processes share the row. "elements"
+            means any columns, "tensors" whole parameters, and "row" the whole row. Your own module must set `acts_on`
+            for such runs.
         row_state: name -> (rows, ...) tensor; each row belongs to a node and moves with this node.
         shared_state: name -> tensor that is the same for all nodes.
         counters: names of attributes with plain numbers that change during a run, such as a count of rounds. They are
-            saved with the shared state. If another plain number changes, saving the run fails.
+            saved with the shared state. If a plain number changes that `counters` does not name, saving the run fails.
         layouts: the layouts of this process's blocks; `start` sets them.
-        name: the name of the module's state in checkpoints. None: the class name.
+        name: the name of the module's state in checkpoints. None means the class name.
         weighted_means: whether all averages of the module are the communicator's means (`op="mean"`), which weight
             nodes by their work. If False, balance="batch" and balance="steps" are refused.
-        only_means: whether the module averages only parts of a mean (a shard, a factor), which no robust rule can
-            replace.
+        only_means: whether each average of the module is only a piece of a mean (a shard, a factor), which no robust
+            rule can replace.
         right_in_mean: whether only the mean of the nodes' messages is right, not each message alone. Examples: sparse
             entries, values rounded at random, or values that are only partly sent (error feedback). No robust rule can
             replace such a mean: the median of sparse entries is zero, and the sent values would be lost.
@@ -104,7 +105,7 @@ class Module(Stateful, ABC):
     # Its state, for `fleet.state`
 
     def cut(self, name: str, shape: Sequence[int]) -> Cut | None:
-        """Return how a node's processes divide the state tensor `name`. None: each process has the whole tensor.
+        """Return how a node's processes divide the state tensor `name`, or None if each process has the whole tensor.
 
         If `name` ends in a block's number, the tensor is divided like this block's columns.
         """
@@ -159,7 +160,8 @@ class GradientModule(Module):
     """Base class of modules that rewrite the gradients of all rows at every step, before the inner optimizer.
 
     Attributes:
-        clip_first: True: each node's own gradient is clipped, before the module. False: the module's result is clipped.
+        clip_first: whether each node's own gradient is clipped before the module acts. If False, the module's result is
+            clipped.
     """
 
     clip_first = False
@@ -171,7 +173,7 @@ class GradientModule(Module):
 
 
 class CommunicationModule(Module):
-    """Base class of modules that mix rows after the inner step: `next_event` says at which step, `communicate` mixes.
+    """Base class of modules that mix rows after the inner step: `next_event` gives the step, `communicate` mixes.
 
     For rarer abilities a module also inherits a capability: `Corrects`, `HasOuterModel`, `ChoosesClients` or `Tunable`
     (`exogym.strategy.capabilities`).
@@ -195,7 +197,7 @@ class CommunicationModule(Module):
         """Mix rows after inner step number `step` (from 1)."""
 
     def finish(self, fleet: Fleet, step: int, since: int) -> None:
-        """Synchronize the last steps at the end of training: `since` steps after this module last acted."""
+        """Synchronize the last steps at the end of training. `since` counts the steps since this module last acted."""
         if since:
             self.communicate(fleet, step)
 
@@ -278,9 +280,9 @@ def known_traffic(modules: Sequence[Module], N: int) -> tuple[list[Traffic], boo
 
 
 def example_weights(run: Run, weighting: str) -> Tensor | None:
-    """Return (N,), the nodes' numbers of examples, as the weights of a mean.
+    """Return the nodes' numbers of examples, (N,), as the weights of a mean.
 
-    None: `weighting` is "uniform", or all nodes have the same number of examples. Then the plain mean is exact.
+    Return None if `weighting` is "uniform" or all nodes have the same number of examples. Then the plain mean is exact.
 
     >>> import numpy as np
     >>> run = Run(num_nodes=2, seed=0, total_steps=10, examples=np.array([30, 10]), batch_size=8)

@@ -18,7 +18,7 @@ Kind = tuple[str, ...]
 
 
 class Moments:
-    """The moments of the optimizers that `spec` builds: state tensors in the shapes of their parameters.
+    """The moments of the optimizers that `spec` builds. Moments are state tensors in the shapes of their parameters.
 
     Attributes:
         kinds: the kinds of moments, in the order first, second, others. Each kind is a tuple of the names that torch's

@@ -5,9 +5,9 @@ for the hidden matrices and AdamW for the rest (`exogym.strategy.muon`, torch's 
 
     Delta = (1/N) sum_i (theta - theta_i),  v <- mu v + Delta,  theta <- theta - eta (Delta + mu v),  theta_i <- theta
 
-as in DiLoCo, with a larger outer learning rate eta and a smaller outer momentum mu. Payload, traffic and absent nodes:
-as in DiLoCo. One node is a valid setting (the paper's K = 1: eta 0.7, mu 0.6). The paper's compressed variants are not
-implemented.
+as in DiLoCo, with a larger outer learning rate eta and a smaller outer momentum mu. Payload, traffic and absent nodes
+are as in DiLoCo. A single node is allowed (the paper's K = 1, with eta 0.7 and mu 0.6). The paper's compressed variants
+are not implemented.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class MuLoCoStrategy(CommunicateOptimizeStrategy):
         Delta = mean_i (theta - theta_i);   v <- mu v + Delta;   theta <- theta - eta (Delta + mu v);   theta_i <- theta
 
     theta are the outer parameters, theta_i node i's parameters, and v is the buffer of the outer momentum mu. Payload:
-    P b bytes per node every H steps.
+    P b bytes per node every H steps, for P parameters of b bytes.
 
     Args:
         inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`. Give a learning rate as for

@@ -1,8 +1,8 @@
 """Muon for a model's hidden matrices, AdamW for the rest.
 
 Jordan et al., Muon: an optimizer for hidden layers in neural networks, 2024; with the learning rate of Liu et al., Muon
-is scalable for LLM training, arXiv:2502.16982. A hidden matrix W (m, n) has the gradient G. With the momentum mu, the
-learning rate gamma and the weight decay lambda:
+is scalable for LLM training, arXiv:2502.16982. A hidden matrix W (m, n) has the gradient G. mu is the momentum, gamma
+the learning rate and lambda the weight decay:
 
     B <- mu B + (1 - mu) G                              # Nesterov: the next line takes (1 - mu) G + mu B instead of B
     O <- five steps of Newton and Schulz from B / |B|   # about U V^T of the singular value decomposition U S V^T
@@ -27,15 +27,15 @@ class MuonAdamW(Optimizer):
 
     Under the name "muon", Muon trains a model's hidden matrices: parameters with two dimensions, both over 1, except
     embeddings (a tied head counts as an embedding) and the head (`fleet.layout.hidden_matrices`). AdamW trains all
-    other parameters: embeddings, head, norms, biases, and parameters of more dimensions, such as convolutions. Groups
-    can overrule this: `OptimSpec("muon", groups=[("*.gate.weight", {"use_muon": False})])`.
+    other parameters: embeddings, head, norms, biases, and parameters of more dimensions, such as convolutions.
+    Parameter groups can overrule this choice: `OptimSpec("muon", groups=[("*.gate.weight", {"use_muon": False})])`.
 
     Args:
         params: parameters, or groups; each group may have its own `use_muon` and its own value of every argument below.
         lr, weight_decay: learning rate and decoupled weight decay of both Muon and AdamW.
         momentum, nesterov, ns_steps: arguments of `torch.optim.Muon`.
-        adjust_lr_fn: how `torch.optim.Muon` scales the update of a matrix (m, n). "match_rms_adamw": to the size of
-            AdamW's updates. "original": by sqrt(max(1, m / n)), for learning rates near 0.02.
+        adjust_lr_fn: how `torch.optim.Muon` scales the update of a matrix (m, n). "match_rms_adamw" scales to the size
+            of AdamW's updates. "original" scales by sqrt(max(1, m / n)), for learning rates near 0.02.
         betas, eps: arguments of AdamW.
 
     State: Muon's and AdamW's state, per parameter.

@@ -1,20 +1,21 @@
 """NoLoCo: outer steps in small groups that change, without any all-reduce over all nodes.
 
-Kolehmainen et al., NoLoCo: no-all-reduce low communication training, arXiv:2506.10911. Node i has slow weights phi_i
-and a momentum delta_i. After every H inner steps nodes are drawn into groups G of n, and with D_i = theta_i - phi_i
+Kolehmainen et al., NoLoCo: no-all-reduce low communication training, arXiv:2506.10911. Node i has the parameters
+theta_i, slow weights phi_i and a momentum delta_i. alpha, beta and gamma are factors. After every H inner steps nodes
+are drawn into groups G of n, and with D_i = theta_i - phi_i
 
     delta_i <- alpha delta_i + beta mean_G(D) + gamma (mean_G(phi) - phi_i)
     phi_i   <- phi_i + delta_i,   theta_i <- phi_i
 
-mean_G is the mean over the node's group. For Delta = theta - phi the paper prints beta with the opposite sign, which
-would move phi_i away from the trained parameters; the published code adds, as here. The paper calls the momentum
-Nesterov's, but the momentum is a heavy ball. The paper's appendix finds the method stable for
-sqrt(n / (2 (n-1))) alpha < gamma and beta > alpha. So the method is stable for gamma = beta = 0.7 and alpha = 0.5.
+mean_G is the mean over the node's group. For the same difference theta - phi the paper prints beta with the opposite
+sign, which would move phi_i away from the trained parameters. The published code adds, as here. The paper calls the
+momentum Nesterov's, but the momentum is a heavy ball. The paper's appendix finds the method stable for sqrt(n / (2
+(n-1))) alpha < gamma and beta > alpha. So the method is stable for gamma = beta = 0.7 and alpha = 0.5.
 
-Payload 2 P b bytes per node every H steps, for D and phi. Pairs exchange D and phi, tx = rx = 2 P b; larger groups use
-a ring all-reduce, tx = rx = 4 (n-1)/n P b. The groups follow from (seed, round), so nodes do not send them. The nodes'
-parameters are never equal; the evaluation model is their mean. The distance between nodes follows the inner learning
-rate, so let the learning rate decay.
+Payload 2 P b bytes per node every H steps, for D and phi of P parameters of b bytes. Pairs exchange D and phi, tx = rx
+= 2 P b; larger groups use a ring all-reduce, tx = rx = 4 (n-1)/n P b. The groups follow from (seed, round), so nodes do
+not send them. The nodes' parameters are never equal; the evaluation model is their mean. The distance between nodes
+follows the inner learning rate, so let the learning rate decay.
 
 With absent nodes: groups are drawn among the present nodes. A leftover node is its own group: its outer step uses its
 own D, and it sends nothing. A node that was down takes the parameters of a node that stayed as its phi_i, and its
@@ -48,7 +49,8 @@ class NoLoCoCommunicator(PeriodicModule):
         group_size: n, the number of nodes in a group.
         alpha: share of the momentum that an outer step keeps.
         beta: factor of the group's mean change during the round.
-        gamma: factor of the pull toward the mean of the group's slow weights. None: beta, as in the published code.
+        gamma: factor of the pull toward the mean of the group's slow weights. None means beta, as in the published
+            code.
 
     State: the slow weights phi_i and the momentum delta_i of each node.
     """
@@ -118,7 +120,8 @@ class NoLoCoStrategy(CommunicateOptimizeStrategy):
         delta_i <- alpha delta_i + beta mean_G(theta - phi) + gamma (mean_G(phi) - phi_i);   phi_i <- phi_i + delta_i
 
     phi_i are node i's slow weights, delta_i its momentum, and theta its parameters after the local steps. mean_G is the
-    mean over the group. Payload: 2 P b bytes per node every H steps. The evaluation model is the nodes' mean.
+    mean over the group. Payload: 2 P b bytes per node every H steps, for P parameters of b bytes. The evaluation model
+    is the nodes' mean.
 
     Args:
         inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`. The paper has Adam with

@@ -54,8 +54,9 @@ class OptimSpec:
         **kwargs: the optimizer's own arguments. Their names must be arguments of `cls`.
 
     Raises:
-        ArgumentError: the optimizer or an argument is unknown, or the optimizer needs more than gradients. When a node
-            builds the optimizer: a pattern matches no parameter, or the optimizer lacks an option of `groups`.
+        ArgumentError: the optimizer or an argument is unknown, or the optimizer needs more than gradients. The error
+            comes when a node builds the optimizer, if a pattern matches no parameter or the optimizer lacks an option
+            of `groups`.
 
     >>> OptimSpec("sgd", lr=0.1, momentum=0.9)
     OptimSpec(SGD, lr=0.1, momentum=0.9)
@@ -201,7 +202,7 @@ class OptimSpec:
     def try_out(self, named: Mapping[str, nn.Parameter], hidden: Collection[str] = ()) -> bool:
         """Take trial steps on copies of the parameters, unless the optimizer is torch's own.
 
-        Return whether a step draws random numbers (for torch's own optimizers False).
+        Return whether a step draws random numbers. For torch's own optimizers the result is False.
 
         Raises:
             ArgumentError: a step needs more than gradients or replaces the parameters' tensors, or the state cannot be
@@ -272,8 +273,8 @@ class OptimSpec:
         if self.cls is MuonAdamW and not any(group["use_muon"] for group in found.values()):
             raise ArgumentError(
                 "muon finds no hidden matrix in this model (a two-dimensional weight that is neither embedding nor "
-                "head). A stacked strategy cannot use muon, because its tensors have a row axis. Take 'adamw', or name "
-                "the matrices: OptimSpec('muon', groups=[('*.weight', {'use_muon': True})])"
+                "head). A strategy with stacked = True cannot use muon, because its tensors have a row axis. Take "
+                "'adamw', or name the matrices: OptimSpec('muon', groups=[('*.weight', {'use_muon': True})])"
             )
         return list(found.values())
 

@@ -36,7 +36,7 @@ _OPTIONS: dict[str, inspect.Parameter] = {}  # by name
 
 
 def defined(kind: type, *uses: Callable[..., Any]) -> None:
-    """Record the defaults of a typed dict's options: the defaults of the same arguments in `uses`.
+    """Record the defaults of a typed dict's options, which are the defaults of the same arguments in `uses`.
 
     Options that are already known stay unchanged. An alias has the default of the argument for which it stands.
 

@@ -26,8 +26,8 @@ def outer_spec(outer_optim: Any, outer_lr: float | None, outer_momentum: float |
     Args:
         outer_optim: a name, an optimizer class or an `OptimSpec`. 'sgd' is SGD with Nesterov momentum, as in the DiLoCo
             paper.
-        outer_lr: the outer learning rate. None: 0.7 for 'sgd', otherwise the optimizer's default.
-        outer_momentum: the outer momentum. None: 0.9 for 'sgd', otherwise the optimizer's default.
+        outer_lr: the outer learning rate. None means 0.7 for 'sgd', otherwise the optimizer's default.
+        outer_momentum: the outer momentum. None means 0.9 for 'sgd', otherwise the optimizer's default.
 
     Raises:
         ArgumentError: the learning rate or momentum is not a number, or out of range.
@@ -51,16 +51,15 @@ class OuterRule:
     Args:
         outer_optim: a name, an optimizer class or an `OptimSpec`. 'sgd' is SGD with Nesterov momentum, as in the DiLoCo
             paper.
-        outer_lr: eta, the outer learning rate. None: 0.7 for 'sgd', otherwise the optimizer's default.
+        outer_lr: eta, the outer learning rate. None means 0.7 for 'sgd', otherwise the optimizer's default.
         outer_lr_scheduler: changes the outer learning rate over outer rounds, as `lr_scheduler` changes the inner rate
             over steps: "constant", "cosine", "linear", a torch scheduler class, or a callable from the round to a
             factor on eta.
         outer_warmup_rounds: number of outer rounds of linear warm-up.
-        outer_momentum: mu, the outer momentum. None: 0.9 for 'sgd', otherwise the optimizer's default.
+        outer_momentum: mu, the outer momentum. None means 0.9 for 'sgd', otherwise the optimizer's default.
         outer_momentum_scheduler: changes the outer momentum in the same way, by a factor on mu. If the optimizer has
             betas, the factor applies to the first beta.
-        outer_restarts: K, the rounds between two resets of the outer optimizer's state: it is reset before the rounds
-            K, 2 K, ... None: no resets.
+        outer_restarts: K. The outer optimizer's state is reset before the rounds K, 2 K, .... None means no resets.
     """
 
     def __init__(
@@ -135,7 +134,7 @@ class OuterOptimizer:
             raise ArgumentError(f"outer_momentum_scheduler: {rule.spec!r} has no momentum: take outer_optim='sgd'")
 
     def step(self, gradients: Sequence[Tensor], round_: int) -> None:
-        """Take the step of outer round `round_` (from 0), with one gradient for each outer parameter tensor."""
+        """Take the outer step of round `round_` (from 0), with one gradient for each outer parameter tensor."""
         if self.rule.restarts is not None and round_ > 0 and round_ % self.rule.restarts == 0:
             load_optimizer_state(self.optimizer, {})
         for p, g in zip(self.parameters, gradients, strict=True):
@@ -167,7 +166,7 @@ class OuterOptimizer:
         load_optimizer_state(self.optimizer, tensors)
 
     def cut(self, name: str, shape: Sequence[int], slots: Sequence[tuple[Layout, Slot]]) -> Cut | None:
-        """Return which part of the state tensor `name` this process holds; None: all of it.
+        """Return which slice of the state tensor `name` this process holds, or None if it holds all of it.
 
         Args:
             shape: the tensor's shape.
@@ -207,7 +206,7 @@ class Received:
 
         Args:
             fleet: the fleet, which knows the present nodes.
-            k: the number of the theta tensor.
+            k: the number of the tensor of theta.
             x: the nodes' parameters, (rows, p).
             out: where to write, (rows, p).
         """

@@ -37,7 +37,7 @@ def pack(
         path: the value's name, such as "state.0". The names of its tensors begin with it.
         tensors: the dict that receives the tensors.
         own: a dict from a parameter's id to its number, for parameters that are saved elsewhere.
-        constant: further types whose values need not be saved.
+        constant: further types, whose values need not be saved.
 
     Raises:
         StrategyError: a value has a type that cannot be saved.
@@ -208,9 +208,10 @@ def optimizer_cut(
     optimizer: Optimizer, parameters: Sequence[nn.Parameter], slots: Sequence[tuple[Layout, Slot]], name: str,
     shape: Sequence[int],
 ) -> Cut | None:  # fmt: skip
-    """Return which part of the tensor `name` of `optimizer_state` this process holds; None: all of it.
+    """Return which slice of the tensor `name` of `optimizer_state` this process holds, or None if it holds all of it.
 
-    An entry with its parameter's shape is split between processes like the parameter. All other entries are whole.
+    An entry with its parameter's shape is split between processes like the parameter. Each process holds all other
+    entries whole.
 
     Args:
         parameters: the optimizer's parameters.

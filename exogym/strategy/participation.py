@@ -7,7 +7,7 @@ round up. Client i takes t_i seconds for its local steps. Round r begins at T_r:
     asked      ceil(k (1 + over_sampling)) of the clients available at T_r, drawn without replacement
     t_i        = (local steps) step_seconds / speed_i
     reports    of asked clients with t_i <= deadline_s that stay available until T_r + t_i; the first k count
-    T_r+1      = T_r + the time of the k-th report; with fewer reports the deadline (if none is set: the last report)
+    T_r+1      = T_r + t_i of the k-th report; with fewer reports T_r + deadline_s (or, if None, t_i of the last)
 
 The seed, the round's number, the step times and the trace of availability determine all values. So runs repeat exactly,
 and checkpoints need not save anything.
@@ -45,14 +45,14 @@ class Round:
 
     @property
     def clients(self) -> list[int]:
-        """Return the clients whose reports the server uses: no clients if it gave the round up."""
+        """Return the clients whose reports the server uses, or no clients if it gave the round up."""
         return self.reported if self.holds else []
 
     def record(self, fleet: Fleet) -> None:
-        """Record the bytes of wasted transfers.
+        """Record the bytes of transfers that the server does not use.
 
-        These are parameters for asked clients whose reports do not count, and reports of a round that the server gave
-        up.
+        The server does not use the parameters sent to asked clients whose reports do not count, nor the reports of a
+        round that it gave up.
         """
         counted = set(self.clients)
         in_vain = [i for i in self.asked if i not in counted]
@@ -73,9 +73,10 @@ class Participation:
         wanted: k, reports that the server needs in a round.
         work: a function from a round's number to each client's local steps: (N,), or a number for all clients.
         step_s: seconds of a step at speed 1: (N,), or a number for all clients.
-        availability: when clients are available, and their speeds. None: always, at speed 1.
+        availability: when clients are available, and their speeds. None means that all clients are always available, at
+            speed 1.
         over_sampling: the server asks ceil(k (1 + over_sampling)) clients.
-        deadline_s: seconds after which reports do not count. None: no deadline.
+        deadline_s: seconds after which reports do not count. None means no deadline.
         min_reports: the server gives a round up if fewer reports came.
 
     >>> rounds = Participation(seed=0, num_nodes=10, wanted=2, work=lambda r: 5, step_s=0.1, over_sampling=0.5)
@@ -131,7 +132,7 @@ class Participation:
         return found | {"failed_rounds": self.failed(ended)}
 
     def slack_s(self, number: int, clients: Sequence[int]) -> float:
-        """Return by how many seconds round `number` lasts longer than the slowest of `clients` computes at speed 1."""
+        """Return by how many seconds round `number` exceeds the slowest client's computing at speed 1."""
         work_s = np.broadcast_to(np.asarray(self.work(number)) * self.step_s, self.num_nodes)
         held = self.of(number)
         return max(0.0, held.end_s - held.begin_s - max((float(work_s[i]) for i in clients), default=0.0))

@@ -1,7 +1,7 @@
 """Post-local SGD: averaged gradients first, local steps later.
 
 Lin et al., Don't use large mini-batches, use local SGD, arXiv:1808.07217. N nodes have the parameters theta_i and the
-gradients g_i, and Opt is the inner optimizer. With a switch after step t0:
+gradients g_i, and Opt is the inner optimizer. Nodes switch from the first line to the second after step t0:
 
     t <= t0:  g = (1/N) sum_i g_i,  theta_i <- Opt(theta_i, clip(g))     # DDP
     t >  t0:  theta_i <- Opt(theta_i, clip(g_i)), and after steps divisible by H: theta_i <- (1/N) sum_j theta_j
@@ -11,7 +11,7 @@ The switch keeps the inner optimizers' states. Nodes never average these states.
 Payload: P b bytes per node and step up to t0, then P b every H steps, for P parameters of b bytes; ring all-reduce, tx
 = rx = 2 (N-1)/N P b. If t0 is at least the run's number of steps, the method is DDP. With t0 = 0, H = 1 and plain SGD
 it equals DDP, too. torch's version (`post_localSGD_hook` and `PeriodicModelAverager`) counts H from its warm-up
-instead. It can also continue to average gradients inside a machine.
+instead. torch's version can also continue to average gradients inside a machine.
 
 Absent nodes are handled as in DDP up to t0, and as in local SGD later.
 """

@@ -1,8 +1,8 @@
 """PowerSGD: nodes average each matrix's gradient as a product of two thin matrices, by a step of power iteration.
 
 Vogels, Karimireddy, Jaggi, arXiv:1905.13727. A tensor of several dimensions is taken as an n x m matrix, where n is its
-first dimension. For each matrix, node i has the gradient G_i and the error E_i, which its earlier messages left out.
-With rank r, as torch's `powerSGD_hook`:
+first dimension. For each matrix, node i has the gradient G_i and the error E_i, which its earlier messages left out. r
+is the rank. As in torch's `powerSGD_hook`:
 
     M_i = G_i + E_i;   Q <- orth(Q);   P <- orth(mean_i M_i Q);   Q <- mean_i M_i^T P
     G = P Q^T;   E_i = M_i - G;   theta <- Opt(theta, clip(G)) for all i
@@ -14,8 +14,8 @@ G + mean_i E_i = sum_t mean_i G_i. A matrix is compressed if (n + m) r min_rate 
 travel uncompressed, in the first of a step's two all-reduces.
 
 Payload per step, in two all-reduces, with b bytes per element: r (n + m) b bytes for each compressed matrix, and b
-bytes for each other element. In the first `start_step` steps nodes send all gradients uncompressed: P b bytes for P
-parameters. `advise` assumes that all parameters are in matrices of 1024 x 1024: 2 r P b / 1024 bytes.
+bytes for each other element. In the first `start_step` steps nodes send all gradients uncompressed: b bytes for each
+parameter. `advise` assumes that all parameters are in matrices of 1024 x 1024: 2 r b / 1024 bytes for each parameter.
 
 With absent nodes: means are over the present nodes. An absent node's error stays as it is, and becomes zero when the
 node returns. The returning node continues at the fleet's step. It receives parameters, buffers, inner optimizer state
@@ -71,7 +71,7 @@ class LowRankMean(GradientModule):
         return [Traffic("all_reduce", self.rank * P * b / SIDE), Traffic("all_reduce", self.rank * P * b / SIDE)]
 
     def shape(self, slot: Slot) -> tuple[int, int, int] | None:
-        """Return n, m and the rank of a parameter, taken as an n x m matrix; None if it travels uncompressed."""
+        """Return n, m and the rank of a parameter, taken as an n x m matrix, or None if not compressed."""
         if not slot.shape:
             return None
         n, m = slot.shape[0], slot.numel // slot.shape[0]
@@ -164,7 +164,7 @@ class PowerSGDStrategy(CommunicateOptimizeStrategy):
         P <- orth(mean_i (G_i + E_i) Q);   Q <- mean_i (G_i + E_i)^T P;   G = P Q^T;   E_i <- G_i + E_i - G
 
     For an n x m matrix of parameters, node i has the gradient G_i and the error E_i, which its earlier messages left
-    out. All nodes step along G. orth makes columns orthonormal, and Q starts from the last step's Q.
+    out. All nodes step along G. orth makes columns orthonormal, and each step starts from the last step's Q.
 
     Payload: r (n + m) b bytes per matrix, node and step, and b bytes per element of other parameters.
 

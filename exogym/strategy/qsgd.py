@@ -1,7 +1,7 @@
 """QSGD: nodes round their gradients to a few levels at random, so that the expected value stays exact.
 
-Alistarh et al., arXiv:1610.02132. The gradient g of a node is cut into buckets of d numbers. In each bucket, with s
-levels, an entry g_j becomes Q(g_j). All nodes then step with the mean over the N nodes, where Opt is the inner
+Alistarh et al., arXiv:1610.02132. The gradient g of a node is cut into buckets of d numbers. In each bucket an entry
+g_j becomes Q(g_j), which is one of s levels, or 0. All nodes then step with the mean over the N nodes. Opt is the inner
 optimizer:
 
     a_j = |g_j| s / |g|_2;   level_j = floor(a_j), or one more with probability a_j - floor(a_j)

@@ -7,11 +7,11 @@ is x, encoded and decoded. The gradient g_i of node i is cut into N shards, and 
     shard k of all nodes -> node k:  m_k = mean_i Q(g_i)_k in fp32;   all gather Q(m_k);   g = (Q(m_1), ..., Q(m_N))
     theta <- Opt(theta, clip(g))
 
-Each entry is rounded twice, for every N (a ring would round N times). All nodes end with the same bits.
+Each entry is rounded twice, whatever N is (a ring would round N times). All nodes end with the same bits.
 
-Payload for P parameters, with w = ceil(P / N): S = N (ceil(w bits / 8) + 4 ceil(w / bucket)) bytes in an all-to-all,
-then S / N bytes in an all-gather; tx = rx = 2 (N-1)/N S. Absent nodes are handled as in DDP, and each present node has
-one shard.
+Payload for P parameters in codes of `bits` bits, with a scale for each `bucket` entries and w = ceil(P / N): S = N
+(ceil(w bits / 8) + 4 ceil(w / bucket)) bytes in an all-to-all, then S / N bytes in an all-gather; tx = rx = 2 (N-1)/N
+S. Absent nodes are handled as in DDP, and each present node has one shard.
 """
 
 from __future__ import annotations

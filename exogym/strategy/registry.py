@@ -34,8 +34,8 @@ def parse_strategy(text: str, **defaults: Any) -> Strategy:
     """Return the strategy that a text describes: `name`, or `name:option=value:option=value`.
 
     Args:
-        text: a name in `STRATEGIES`, then arguments of its class. A value is read as a whole number, a number, `true`,
-            `false` or `none` if possible, otherwise as text.
+        text: a name in `STRATEGIES`, then arguments of its class. A value is read as a whole number, another number,
+            `true`, `false` or `none` if possible, otherwise as text.
         **defaults: values for arguments named in `DEFAULTS`. A default applies if the class takes the argument and the
             text does not set it. `outer_lr` applies only if the text does not set `outer_optim`; `outer_momentum` only
             if the text sets neither `outer_optim` nor `outer_lr`; `lr` only if the text does not set `inner_lr`.

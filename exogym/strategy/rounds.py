@@ -1,4 +1,4 @@
-"""Rounds: after which steps nodes synchronize. The steps of a round, H, are a number or a function of the round."""
+"""Rounds of H steps, after which nodes synchronize. H is a number or a function of the round's number."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Rounds:
 
     Raises:
         ArgumentError: H is anything else, or two calls of the function for a round return different numbers. A function
-            may also fail later, when the round begins.
+            may also cause this error later, when a round begins.
 
     Attributes:
         foreseen: whether the lengths of future rounds are known.

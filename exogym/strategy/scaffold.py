@@ -1,7 +1,8 @@
 """SCAFFOLD: FedAvg whose clients correct their gradients for the difference between their data and everyone's.
 
 Karimireddy et al., arXiv:1910.06378. The server has the parameters theta and the control variate c, client i has the
-control variate c_i; c and c_i are zero at first. In a round, client i starts with y_i = theta:
+control variate c_i; c and c_i are zero at first. K is the number of a round's local steps. In a round, client i starts
+with y_i = theta:
 
     y_i <- y_i - eta_l (g_i(y_i) - c_i + c)                  # K local steps from theta
     c_i+ = (1/K) sum of the round's g_i(y_i)                 # SGD: option II, c_i - c + (theta - y_i) / (K eta_l)
@@ -9,7 +10,7 @@ control variate c_i; c and c_i are zero at first. In a round, client i starts wi
 
 eta_l is the clients' learning rate and eta_g the server's; g_i is client i's gradient. N counts all clients, S are the
 round's clients. With SGD the paper's option II equals the mean of the round's local gradients. This code computes the
-mean, so it also works for any other inner optimizer and schedule. The gradients in the mean are the loss's, before
+mean, so it also works for any other inner optimizer and schedule. The mean is over gradients of the loss, before
 clipping and without the inner optimizer's weight decay.
 
 Payload: 2 P b bytes per client every H steps, for P parameters of b bytes: y_i and c_i+ - c_i, each sent as in FedAvg.

@@ -1,4 +1,4 @@
-"""Learning-rate schedules as pure functions of a node's own step. So schedules have no state."""
+"""Learning-rate schedules: pure functions of a node's own step, without state."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Schedule:
 
     Args:
         scheduler: "constant", "cosine", "linear"; a `torch.optim.lr_scheduler` class, or a `functools.partial` of such
-            a class with its arguments; or a callable from the step to a factor. None is constant. If a torch class
+            a class with its arguments; or a callable from the step to a factor. None means constant. If a torch class
             takes T_max, total_steps or total_iters, the default is T - W. Only the learning rate follows the schedule,
             so OneCycleLR does not cycle the momentum.
         warmup_steps: W, steps of linear warm-up.
@@ -63,7 +63,7 @@ class Schedule:
     def lr(self, step: int, base_lr: float | None = None) -> float:
         """Return the learning rate at a node's step `step`, counted from 0.
 
-        `base_lr` is the base rate of a parameter group; None: the schedule's own base rate.
+        `base_lr` is the base rate of a parameter group. None means the schedule's own base rate.
         """
         base = self.base_lr if base_lr is None else base_lr
         if step < self.warmup_steps:
@@ -95,7 +95,7 @@ BASE, GIVEN = "exogym_base_lr", "exogym_lr"  # in a parameter group: its base ra
 
 
 def set_rates(optimizer: Optimizer, schedule: Any, step: int) -> None:
-    """Set the learning rate of each parameter group for a node's step `step`: the group's base rate, scaled.
+    """Set the learning rate of each parameter group for a node's step `step`, by scaling the group's base rate.
 
     A group's first rate is its base rate, and `schedule` gives the factor. If a group's rate differs from the rate that
     this function last set, then the user, a torch scheduler or the optimizer has changed it. This function leaves such
@@ -135,7 +135,7 @@ def forget_rates(optimizer: Optimizer) -> None:
 
 
 def is_torch_scheduler(scheduler: Any) -> bool:
-    """Tell whether `scheduler` is a torch scheduler class or a `functools.partial` of such a class."""
+    """Return whether `scheduler` is a torch scheduler class or a `functools.partial` of such a class."""
     cls = scheduler.func if isinstance(scheduler, functools.partial) else scheduler
     return inspect.isclass(cls) and issubclass(cls, LRScheduler)
 

@@ -5,8 +5,8 @@ inner optimizer SGD(gamma):
 
     theta <- theta - gamma sign(sum_i sign(g_i))
 
-A tie in the vote gives 0. A node's one bit cannot say zero: if an entry of its gradient is exactly zero at step t, node
-i votes up if t + i is even, otherwise down. Payload: ceil(P / 8) bytes per step for P parameters.
+A tie in the vote gives 0. One bit cannot stand for zero. If an entry of node i's gradient is exactly zero at step t,
+node i votes up if t + i is even, otherwise down. Payload: ceil(P / 8) bytes per step for P parameters.
 
 EF-signSGD, Karimireddy et al., arXiv:1901.09847, for each tensor of d entries, with node i's error e_i (see
 `compressed_gradients`):
@@ -72,8 +72,8 @@ class SignSGDStrategy(CommunicateOptimizeStrategy):
     Payload: P / 8 bytes per node and step, for P parameters.
 
     Args:
-        error_feedback: True: nodes send the scaled signs of gradient plus error, and average them (EF-signSGD). False:
-            majority vote.
+        error_feedback: whether nodes send the scaled signs of gradient plus error, and average these messages
+            (EF-signSGD). If False, nodes take a majority vote.
         inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`. A vote moves every parameter by
             the learning rate, so start at 1e-3 or below. With error feedback take SGD's usual rate; clipping acts on
             each node's own gradient.

@@ -8,18 +8,18 @@ the error's decay and eta the outer learning rate. Every H inner steps:
     e_i <- e_i - scatter(I_i, V_i)                        # Q's error stays in e_i, too
     theta <- theta - eta mean_i scatter(I_i, V_i);   theta_i <- theta
 
-I_i are indices and V_i the values there; scatter puts the values back between zeros. Chunks are 64 x 64 blocks of a
-matrix, or 4096 entries of a vector. A smaller chunk sends the same share of its entries, at least one. Q puts values
-into 4 bins over 6 standard deviations and sends the mean of each bin's members (`Statistical`).
+I_i are indices and V_i the values at these indices; scatter puts the values back between zeros. Chunks are 64 x 64
+blocks of a matrix, or 4096 entries of a vector. A smaller chunk sends the same share of its entries, at least one. Q
+puts values into 4 bins over 6 standard deviations and sends the mean of each bin's members (`Statistical`).
 
 The mean is over all N nodes. The published code divides by the number of nodes that sent an entry
 (aggregation="contributors"), and it multiplies by eta twice; this code multiplies once. SparseLoCo has no outer
 momentum. With beta < 1 it forgets old errors on purpose.
 
-Payload per round, if all chunks are whole, for P parameters: P k/chunk entries of bits + ceil(log2 chunk) bits. With
-the defaults this is P 64/4096 14/8 bytes, 1/146 of fp32. An index into a smaller chunk of s entries has ceil(log2 s)
-bits. A tensor's indices fill whole bytes, and so do its values. Q's tables add 4 2^bits bytes per tensor, 16 by
-default. All-gather, tx = rx = (N-1) payload.
+Payload per round, if all chunks are whole, for P parameters: P k/chunk entries, each of bits + ceil(log2 chunk) bits.
+With the defaults this is P 64/4096 14/8 bytes, 1/146 of fp32. An index into a smaller chunk of s entries has ceil(log2
+s) bits. A tensor's indices fill whole bytes, and its values fill whole bytes. Q's tables add 4 2^bits bytes per tensor,
+16 by default. All-gather, tx = rx = (N-1) payload.
 
 With absent nodes: means are over the present nodes. A node that missed the synchronization keeps theta_i and e_i and
 continues. In its next difference theta - theta_i, theta is the theta that this node last received. A node that was down
@@ -146,8 +146,8 @@ class SparseLoCoStrategy(CommunicateOptimizeStrategy):
         bits: bits per sent value, 1 to 8; 32 sends the exact values.
         error_decay: beta, the share of the error that a round keeps.
         outer_lr: eta, the outer learning rate.
-        aggregation: "mean": each entry's sum is divided by the number of nodes. "contributors": it is divided by the
-            number of nodes that sent the entry.
+        aggregation: "mean" divides each entry's sum by the number of nodes. "contributors" divides by the number of
+            nodes that sent the entry.
         lr, inner_lr, max_norm, lr_scheduler, warmup_steps: arguments of the inner optimizer; see `Strategy`.
 
     >>> strategy = SparseLoCoStrategy(inner_optim='adamw', H=30, topk=64, lr=4e-4)

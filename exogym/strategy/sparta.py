@@ -8,14 +8,14 @@ set I_t that all nodes share:
 
 I_t has a share p of the P parameters, of b bytes each. All nodes draw the same index set from (seed, step), so no index
 is sent. Payload: p P b bytes per node and step, ring all-reduce. Quantized to q bits: p P q / 8 + 4 bytes, all-gather
-(nodes cannot add packed values on the way). Stochastic rounding costs no bytes. Top-k: one node announces k 4-byte
+(nodes cannot add packed values on the way). Stochastic rounding costs no bytes. With top-k, one node announces k 4-byte
 indices (broadcast), then all nodes send k values as above.
 
 With absent nodes: the mean is over the n present nodes. In a ring, tx = rx = 2 (n-1)/n of the payload; quantized, n-1
 times the payload. Absent nodes keep their values, and draw the same index sets after their return. A single present
-node changes and sends nothing. Top-k: a present node announces. A node that was down returns with the parameters of a
-node that stayed (P b bytes, broadcast) and keeps its inner optimizer state. A node that missed an average keeps its own
-values.
+node changes and sends nothing. With top-k, a present node announces the indices. A node that was down returns with the
+parameters of a node that stayed (P b bytes, broadcast) and keeps its inner optimizer state. A node that missed an
+average keeps its own values.
 """
 
 from __future__ import annotations
@@ -79,12 +79,12 @@ class SparseCommunicator(PeriodicModule, Tunable):
             "partitioned": as sequential, with a new permutation after each full cycle.
             "topk": the nodes take turns. One node announces the k = max(1, round(p P)) of P indices at which its
                 parameters moved furthest from their last averaged values. Then all nodes average these indices.
-        quantization_bits: None or 32: full precision. 2 to 8, or 16: nodes send absmax codes of this many bits, packed
-            into bytes. The average of the decoded values is within scale / 2 of the exact average, where scale is the
-            distance between two codes.
-        rounding: how values are rounded to codes. "nearest" undoes every move under scale / 2, forever if p is near 1.
-            "stochastic" rounds up or down so that the expected value is exact; its error is below scale. Each node
-            draws its own random numbers from (seed, step, node).
+        quantization_bits: with None or 32 nodes send full precision. With 2 to 8, or 16, nodes send absmax codes of
+            this many bits, packed into bytes. The average of the decoded values is within scale / 2 of the exact
+            average, where scale is the distance between two codes.
+        rounding: how values are rounded to codes. "nearest" undoes every move of a parameter under scale / 2; if p is
+            near 1, such a parameter never moves. "stochastic" rounds up or down so that the expected value is exact;
+            its error is below scale. Each node draws its own random numbers from (seed, step, node).
         interval: steps between averages.
         final_average: average all parameters once at the end of training (`final_sync`). The payload is P b bytes, for
             P parameters of b bytes.
@@ -253,7 +253,7 @@ class SPARTADiLoCoOptions(OuterRates, AveragingOptions, total=False):
 
 
 class SPARTADiLoCoStrategy(CommunicateOptimizeStrategy):
-    """SPARTA between DiLoCo's outer steps: nodes average a few parameters after each inner step, and all every H steps.
+    """SPARTA between DiLoCo's outer steps: nodes average some parameters after each step, and all every H steps.
 
         theta_i[I_t] <- mean_j theta_j[I_t] at each step;   theta <- OuterOpt(theta, mean_i (theta - theta_i)) every H
 

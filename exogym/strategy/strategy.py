@@ -40,10 +40,10 @@ class Run:
         seed: the run's seed, which determines the random choices that nodes share.
         total_steps: T, the steps that each node takes.
         examples: (N,) the number of training examples of each node.
-        batch_size: examples per step of a node; (N,) if nodes differ.
-        step_s: (N,) seconds that a step of each node takes. None: unknown.
-        availability: which clients a server can ask for a round. None: all clients, always.
-        empty: nodes known to have no examples. They take part in nothing.
+        batch_size: examples per step of a node, or (N,) if nodes differ.
+        step_s: (N,) seconds that a step of each node takes, or None if unknown.
+        availability: which clients a server can ask for a round. None means all clients in every round.
+        empty: nodes known to have no examples. These nodes never take part.
         final_sync: whether nodes synchronize at the end of the run, if the last steps are not yet synchronized.
     """
 
@@ -97,12 +97,12 @@ defined(InnerOptions, Inner)
 
 
 class Strategy:
-    """A strategy written for one node. Subclass it and override `step`.
+    """Base class of strategies written for one node. A subclass overrides `step`.
 
     Args:
         inner_optim: a name, an optimizer class or an `OptimSpec`; "muon" is `exogym.strategy.muon.MuonAdamW`.
-        lr, inner_lr: two names for the inner optimizer's learning rate. None: the optimizer's default.
-        max_norm: the largest 2-norm of a gradient. A longer gradient is scaled down before each step. None: no
+        lr, inner_lr: two names for the inner optimizer's learning rate. None means the optimizer's default.
+        max_norm: the largest 2-norm of a gradient. A longer gradient is scaled down before each step. None means no
             clipping.
         lr_scheduler: "constant", "cosine", "linear", a torch scheduler class or a callable from the step to a factor on
             the learning rate.
@@ -126,30 +126,30 @@ class Strategy:
     step.
 
     With batches of different sizes (`exogym.balance`), every collective with `op="mean"` weights nodes by their
-    batches, and so does `communicate_gradients`. Set `weighted_means = True` if your strategy takes all its averages in
-    this way; otherwise ExoGym refuses `balance="batch"`.
+    batches, and so does `communicate_gradients`. Set `weighted_means = True` if your strategy takes all its averages by
+    these calls; otherwise ExoGym refuses `balance="batch"`.
 
-    A class describes itself by these attributes, so that other code never checks for a class:
+    These attributes describe a strategy class to other code:
 
     Attributes:
         name: the strategy's name on the command line, in lower case. A class with a name enters `STRATEGIES`: `exogym
             compare` and `advise` know it, and a comparison saves its runs. Subclasses do not inherit the name.
-        title, paper, equation: for tables (`exogym.strategy.registry.table`).
-        payload: for tables: a formula for the bytes that a node hands over per step, such as "P b / H". It uses P, N
+        title, paper, equation: texts for tables (`exogym.strategy.registry.table`).
+        payload: a formula, for tables, of the bytes that a node hands over per step, such as "P b / H". It uses P, N
             and b as in `plan`, and the constructor's arguments.
-        needs: for tables: what the strategy needs from the network.
-        identities: for tables: methods that the strategy equals for certain arguments, such as "p=0 = diloco". Tests
-            check each identity.
-        driven_by: how ExoGym runs the nodes. "programs": one instance for each node, and all nodes step together.
-            "rounds": a `CommunicateOptimizeStrategy`, whose nodes are independent between events, so hosts may be lost
-            for good (`min_hosts`). "clock": each node trains at its own pace, in the order of a virtual clock, and no
-            node waits.
+        needs: text for tables about what the strategy needs from the network.
+        identities: text for tables with the methods that the strategy equals for certain arguments, such as "p=0 =
+            diloco". Tests check each identity.
+        driven_by: how ExoGym runs the nodes. With "programs" each node has its own instance, and all nodes step
+            together. With "rounds" the strategy is a `CommunicateOptimizeStrategy`, whose nodes are independent between
+            synchronizations, so hosts may be lost for good (`min_hosts`). With "clock" each node trains at its own pace
+            on a virtual clock, and no node waits.
         needs_gradients: whether nodes take every step together, because they average gradients.
         own_rule: whether the strategy has its own update rule, independent of the inner optimizer that other strategies
             get.
-        only_inner: names of the inner optimizers for which the strategy's equation holds; empty: any. If the task's
-            optimizer has another name, `exogym compare` uses the strategy's default.
-        not_taken: arguments of other strategies that this strategy does not take -> the reason.
+        only_inner: names of the inner optimizers for which the strategy's equation holds. An empty tuple means any
+            optimizer. If the task's optimizer has another name, `exogym compare` uses the strategy's default.
+        not_taken: a dict from arguments of other strategies, which this strategy does not take, to the reasons.
 
     >>> class MyStrategy(Strategy):
     ...     def step(self):
@@ -215,7 +215,7 @@ class Strategy:
         )
 
     def seats(self, num_nodes: int) -> int | None:
-        """Return the largest number of nodes that act in a round, if no other node needs a row. None: all need one."""
+        """Return the largest number of nodes that act in a round, or None if every node always needs its own row."""
         return None
 
     @property
@@ -240,7 +240,7 @@ class Strategy:
         return self
 
     def features(self) -> dict[str, str]:
-        """Return this strategy's features: names from `exogym.core.combinations.FEATURES` -> texts for messages."""
+        """Return this strategy's features: a dict from names in `exogym.core.combinations.FEATURES` to texts."""
         name = type(self).__name__
         found = {"its own clock": name} if self.driven_by == "clock" else {}
         found |= {"no modules": f"{name}, which has no modules"} if self.driven_by != "rounds" else {}
@@ -322,7 +322,7 @@ class Strategy:
 def clip_rows(grads: list[torch.Tensor], max_norm: float, stacked: bool, inside: Inside = ALONE) -> None:
     """Scale gradients in place so that each node's 2-norm over all tensors is at most `max_norm` (torch's rule).
 
-    A norm that is NaN scales nothing. So the NaN stays in its tensor, where messages can name it.
+    If a norm is NaN, nothing is scaled. So the NaN stays in its tensor, and messages can name this tensor.
 
     Args:
         stacked: whether each tensor is (rows, *shape). Then every row has its own norm.

@@ -34,7 +34,7 @@ class TopKStrategy(CommunicateOptimizeStrategy):
 
     Args:
         density: k / P, the share of the entries that a node sends, over 0 and at most 1.
-        error_feedback: True: keep the unsent entries for later. False: most of the gradient is lost.
+        error_feedback: whether a node keeps the unsent entries for later. If False, most of the gradient is lost.
         inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`. With error feedback, clipping
             acts on each node's own gradient.
 

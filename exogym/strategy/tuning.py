@@ -1,17 +1,17 @@
-"""Self-tuning: a run's own figures decide how often nodes meet, how much they send, or how far an outer step goes.
+"""Self-tuning: a run's own figures decide how often nodes synchronize, how much they send, or how far outer steps go.
 
-Nodes meet when they synchronize. A tuner chooses an argument's next value after each meeting.
+A tuner chooses an argument's next value after each synchronization.
 
 ByteBudget chooses H (or SPARTA's share p) so that B bytes per node last to the end of the run. After each round, t
-steps are left and a node has sent s bytes. A meeting takes c bytes, and each step takes d bytes for any H or p:
+steps are left and a node has sent s bytes. A synchronization takes c bytes, and each step takes d bytes for any H or p:
 
     H <- ceil(t / floor((B - s - d t) / c));   p <- (B - s - d t - w - m) / (w' t)
 
 w are the bytes of the last synchronization, w' the bytes of a step with p = 1. The margin m = 4 w' sqrt(p/P), for P
 parameters and averages at every step, stays unspent, because the number of drawn indices is random. c, d and w follow
-from the strategy's formula. If a meeting took more than c, the largest measured value replaces c.
+from the strategy's formula. If a synchronization took more than c, the largest measured value replaces c.
 
-Drift chooses H by the nodes' disagreement rho. With u_i the change of node i since it last met the others:
+Drift chooses H by the nodes' disagreement rho. u_i is the change of node i since its last synchronization:
 
     rho = mean_i |u_i - mean u|^2 / mean_i |u_i|^2,  from 0 (all alike) to 1, with the weights of the mean
     H <- floor(H / 2) if rho > target, otherwise H + max(1, floor(H / 4))
@@ -25,8 +25,8 @@ ByteBudget and Drift are ExoGym's own rules. Drift and Autocorrelation stay with
 all processes and follow from the run so far. Checkpoints save them, so neither placement nor a stop changes a choice.
 
 Bytes: Drift sums two numbers per node in each round, a ring all-reduce of 16 bytes. The other tuners send nothing.
-State: where rounds ended, and the choices. Drift also keeps each node's values at its last meeting, (rows, P);
-Autocorrelation keeps the last Delta, (P,).
+State: the steps at which rounds ended, and the choices. Drift also keeps each node's values at its last
+synchronization, (rows, P); Autocorrelation keeps the last Delta, (P,).
 """
 
 from __future__ import annotations
@@ -78,10 +78,10 @@ class Sight:
     Attributes:
         value: the current value of the tuned argument.
         steps_left: steps until the end of the run.
-        sent, last: bytes that a node has sent on average: since the run began, and in this round.
+        sent, last: bytes that a node has sent on average, since the run began (`sent`) and in this round (`last`).
         drift: the nodes' disagreement rho, from 0 to 1; nan if the tuner does not use it.
-        correlation: the cosine between the last two outer gradients; nan before there are two.
-        costs: the costs of the rest of the run, for a tuner that sees "bytes".
+        correlation: the cosine between the last two outer gradients; nan before the second outer gradient.
+        costs: the bytes that the rest of the run costs, for a tuner that sees "bytes".
     """
 
     value: float
@@ -184,7 +184,7 @@ class Drift(Tuner):
     Args:
         target: the disagreement rho above which nodes synchronize more often, over 0 and under 1. rho is 0 if all nodes
             move alike. For N nodes that move at random it is (N-1)/N.
-        least, most: bounds of H, the steps of a round. `most=None`: no upper bound.
+        least, most: bounds of H, the steps of a round. `most=None` means no upper bound.
 
     >>> [Drift(0.5).choose("H", Sight(value=10, steps_left=80, sent=0, last=0, drift=rho)) for rho in (0.4, 0.6)]
     [12, 5]
@@ -211,7 +211,8 @@ class Drift(Tuner):
 
 @dataclass(frozen=True)
 class Autocorrelation(Tuner):
-    """Raise the outer learning rate while outer gradients agree from round to round, and lower it when they turn.
+    """Raise the outer learning rate while outer gradients keep their direction, and lower it when they change
+    direction.
 
     Args:
         target: the cosine between successive outer gradients at which the rate does not change, from -1 to 1.
@@ -266,7 +267,7 @@ def tuner_of(given: Any) -> Tuner:
 
 
 class TunedRounds(Rounds):
-    """Rounds whose length a tuner chooses during the run. Ended rounds stay; all later rounds take the last choice."""
+    """Rounds whose length a tuner chooses during the run. Ended rounds keep their length."""
 
     foreseen = False
 
@@ -312,7 +313,7 @@ class Tuning(Stateful):
         self._sent = 0.0
 
     def features(self) -> dict[str, str]:
-        """Return the tuner's features: a name from `exogym.core.combinations.FEATURES` -> text."""
+        """Return the tuner's features, as a dict from names in `exogym.core.combinations.FEATURES` to texts."""
         given = f"tuner={self.tuner!r}"
         sees = {"drift": 'tuner="drift"', "correlation": 'tuner="autocorrelation"'}.get(self.tuner.sees)
         return {"tuner": given} | ({} if sees is None else {sees: given})
@@ -325,8 +326,8 @@ class Tuning(Stateful):
         """Prepare for a run, before training.
 
         Args:
-            costs: the bytes of the run, by the strategy's formula. None: the strategy has no formula, or the tuner
-                needs no costs.
+            costs: the bytes of the run, by the strategy's formula. None means that the strategy has no formula, or that
+                the tuner needs no costs.
 
         Raises:
             ArgumentError: the tuner cannot work with these costs, such as a budget that is too small.

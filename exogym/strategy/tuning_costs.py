@@ -25,12 +25,12 @@ def costs_of(
     fleet: Fleet,
     run: Run,
 ) -> Costs | None:
-    """Return the costs of the rest of a run, by the formulas of `modules`. None: a module has no formula.
+    """Return the costs of the rest of a run, by the formulas of `modules`, or None if a module has no formula.
 
     Args:
         modules: the strategy's modules.
         tuned: the modules whose argument the tuner changes.
-        rounds: the rounds whose length the tuner chooses; None: it does not choose H.
+        rounds: the rounds whose length the tuner chooses, or None if the tuner does not choose H.
         averaging: the strategy's averaging options.
     """
     P = sum(block.layout.total for block in fleet.blocks)

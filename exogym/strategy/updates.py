@@ -1,8 +1,8 @@
 """Nodes' updates since their last synchronization, and how attacks and norm caps change these updates before sending.
 
-If nodes average gradients, the update u_i of node i is its gradient. Otherwise u_i is the node's parameters theta_i
-minus their value after its last synchronization. Rows are changed before the strategy's modules see them, so strategies
-need no code for this.
+The update u of a node is its gradient if nodes average gradients. Otherwise u is the node's parameters minus their
+values after its last synchronization. Rows are changed before the strategy's modules see them, so strategies need no
+code for this.
 
 Bad nodes (`Faults(bad_nodes=..., attack=...)`), with the factor c of the attack:
 
@@ -10,11 +10,12 @@ Bad nodes (`Faults(bad_nodes=..., attack=...)`), with the factor c of the attack
     scale       u <- c u
     noise       u <- c |u| z / |z|, z Gaussian, drawn from (seed of the faults, node, step)
 
-Bad nodes train like the others; only their messages are wrong. But some values of a row are not replaced after sending,
-such as the coordinates that SPARTA does not average, or the share of its row that a gossiping node keeps. A bad node
-continues from the wrong values there.
+Bad nodes train like the others; only their messages are wrong. But some values of a bad node's row are not replaced
+after sending, such as the coordinates that SPARTA does not average, or the share of its row that a gossiping node
+keeps. A bad node continues from these wrong values.
 
-Norm capping (Sun, Kairouz, Suresh, McMahan, Can You Really Backdoor Federated Learning?, arXiv:1911.07963), M the cap:
+Norm capping (Sun, Kairouz, Suresh, McMahan, Can You Really Backdoor Federated Learning?, arXiv:1911.07963) with the cap
+M:
 
     u <- u min(1, M / |u|)
 
@@ -46,8 +47,8 @@ class Updates(Module):
     """Changes nodes' updates before a strategy's modules see them: it applies norm caps and the attacks of bad nodes.
 
     Args:
-        cap: the cap of the updates' norms; None: no cap.
-        faults: the faults whose bad nodes send wrong updates; None: no bad nodes.
+        cap: the cap of the updates' norms, or None for no cap.
+        faults: the faults whose bad nodes send wrong updates, or None without bad nodes.
         on_parameters: whether nodes send parameters, not only gradients.
     """
 
