@@ -332,7 +332,7 @@ LOADER = {
     "persistent_workers": ({"persistent_workers": True}, "persistent_workers option needs num_workers > 0"),
     "prefetch": ({"prefetch_factor": 2}, "DataLoader rejects them: prefetch_factor"),
     "no prefetch": ({"num_workers": 1, "prefetch_factor": 0}, "prefetch_factor=0 must be a whole number of at least 1"),
-    "timeout": ({"timeout": 3}, "timeout=3 is for workers: give num_workers"),
+    "timeout": ({"timeout": 3}, "timeout=3 needs workers: give num_workers"),
     "less than no timeout": ({"timeout": -1, "num_workers": 1}, "timeout option should be non-negative"),
     "context": ({"multiprocessing_context": "bogus", "num_workers": 1}, "valid start method"),
     "collate_fn": ({"collate_fn": 3}, "collate_fn=3 cannot be called"),

@@ -47,7 +47,7 @@ class TokenWindows(BulkDataset):
     Args:
         tokens: (T,) whole numbers, kept in their dtype (uint8 or int16 save memory) and returned as int64.
         block_size: number of tokens in x.
-        stride: tokens from one window's start to the next; default: `block_size`, without overlap in x.
+        stride: tokens from one window's start to the next window's start. Default: `block_size`, so that no x overlap.
 
     Raises:
         DataError: `tokens` is not one-dimensional, or shorter than one window.
@@ -82,10 +82,10 @@ class TokenWindows(BulkDataset):
 
 
 def bulk_take(dataset: Any) -> Take | None:
-    """Return the function that reads a batch of `dataset` in one operation; None if the data set has no such function.
+    """Return the function that reads a batch of `dataset` in one operation, or None if there is no such function.
 
-    A `TensorDataset`, a `BulkDataset` and a `Subset` of one of these have such a function. Subclasses of
-    `TensorDataset` and `Subset` don't, because they may change `__getitem__`. The batch equals a DataLoader's batch.
+    A `TensorDataset`, a `BulkDataset` and a `Subset` of such a data set have the function. Subclasses of
+    `TensorDataset` and `Subset` lack it, because they may change `__getitem__`. The batch equals a DataLoader's batch.
     """
     if isinstance(dataset, BulkDataset):
         return dataset.take

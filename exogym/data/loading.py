@@ -58,7 +58,7 @@ def check_dataloader_kwargs(given: dict[str, Any] | None) -> dict[str, Any]:
     if kwargs.get("prefetch_factor") is not None:
         check_count("dataloader_kwargs: prefetch_factor", kwargs["prefetch_factor"])
     if not workers and kwargs.get("timeout"):
-        raise ArgumentError(f"dataloader_kwargs: timeout={kwargs['timeout']!r} is for workers: give num_workers, too")
+        raise ArgumentError(f"dataloader_kwargs: timeout={kwargs['timeout']!r} needs workers: give num_workers, too")
     try:
         DataLoader(_NoData(), **kwargs)
     except (ValueError, TypeError, AssertionError) as error:
@@ -74,7 +74,7 @@ class _NoData(Dataset[Any]):
 
 
 class Loading:
-    """A DataLoader that keeps its workers between calls of `batches`. Each call gives it a list of requests to load."""
+    """A DataLoader that keeps its workers between calls of `batches`. Each call sends them a list of requests."""
 
     def __init__(self, datasets: Sequence[Any], private: bool, seed: int, kwargs: dict[str, Any]) -> None:
         begin = functools.partial(

@@ -12,11 +12,11 @@ from exogym.errors import DataError, ExoGymError
 
 
 class Made(Sequence[Any]):
-    """Each node's data set, made by `factory` on first use. The last `kept` of them stay in memory.
+    """Make each node's data set with `factory` on first use. The `kept` data sets used last stay in memory.
 
     Args:
         check: function of a data set and a text about its origin. It returns the data set or raises DataError.
-        kept: number of data sets to keep; None: all.
+        kept: number of data sets to keep. Default: all.
 
     >>> made = Made(lambda rank, n, is_train: [rank] * (rank + 1), 1000, True, lambda made, origin: made, kept=2)
     >>> made[5], len(made), made.takes(5)
@@ -37,7 +37,7 @@ class Made(Sequence[Any]):
         return self._entry(node)[0]
 
     def takes(self, node: int) -> Take | None:
-        """Return a function that reads many examples of the node's data set at once; None if the data set has none."""
+        """Return a function that reads many of the node's examples at once, or None if there is no such function."""
         return self._entry(node)[1]
 
     def _entry(self, node: int) -> tuple[Any, Take | None]:

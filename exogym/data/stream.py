@@ -26,46 +26,46 @@ KEPT_ORDERS = 2**20  # examples in the stored permutations; at least two epochs 
 
 
 class Stream:
-    """The batches of every node at every step. You can ask for any node and step, in any order.
+    """Return the batches of every node at every step. You can request any node and step, in any order.
 
     With one data set of D examples and no partitioner, each epoch e deals the data anew, like torch's
-    `DistributedSampler`. A permutation of the D examples from the stream (seed, "shuffle", e) is repeated up to
+    `DistributedSampler`. A permutation of the D examples, drawn with (seed, "shuffle", e), is repeated up to
     N * ceil(D / N) examples. Node i takes every N-th example, from the i-th on.
 
     With a partitioner or a factory, node i keeps its shard of n_i examples. It goes through the shard in its own
-    epochs, in an order from (seed, "shuffle", e, i):
+    epochs. The order in its own epoch e is drawn with (seed, "shuffle", e, i):
 
         own_epoch, within = divmod(step, ceil(n_i / batch_size))
 
     The last batch of an own epoch may be short. A shard smaller than a batch is its own batch.
 
     Tensor data sets are indexed in bulk. Other data sets use one torch DataLoader. Before each `dataset[i]` the
-    generators of Python, numpy and torch are set to (seed, epoch, example). So random augmentation depends on neither
-    node nor worker.
+    generators of Python, numpy and torch are set to (seed, epoch, example). So random augmentation does not depend on
+    the node or the worker.
 
     Args:
-        dataset: a torch `Dataset`, any sequence of examples, or a factory `(rank, num_nodes, is_train) -> data set`.
-            A third argument named `train_dataset` is passed by name. The factory is called once per node, and again
-            for a node whose data set was dropped (`kept`).
+        dataset: a torch `Dataset`, any sequence of examples, or a factory `(rank, num_nodes, is_train) -> data set`. A
+            third argument named `train_dataset` is passed by name. The factory is called once per node, and again if
+            the node's data set did not stay in memory (`kept`).
         num_nodes: N, the number of nodes.
         batch_size: examples that a node takes per step (`batch_size * gradient_accumulation` of a run).
         seed: seed of all orders and shards.
-        shuffle: False keeps the order of the data set or shard.
+        shuffle: whether to shuffle. False keeps the order of the data set or shard.
         partitioner: a `Partitioner`, or its text as on the command line, such as "dirichlet:0.3".
         is_train: passed to a factory.
         dataloader_kwargs: arguments of the DataLoader (`num_workers`, `collate_fn`, `pin_memory`, ...). If given,
             tensor data sets use the DataLoader, too.
-        kept: how many of a factory's data sets stay in memory: the last used ones. Others are made again when needed.
-            None: all stay.
-        asks_all: True: make all data sets of a factory at the start, to know their lengths. False: `length` makes a
-            node's data set when needed, and `learn` stores lengths that other processes found.
-        may_be_empty: a factory may return None for a node, which then has no examples.
+        kept: how many of a factory's data sets stay in memory. The data sets used last stay, and others are made again
+            when needed. Default: all stay.
+        asks_all: if True, all data sets of a factory are made at the start, to know their lengths. If False, `length`
+            makes a node's data set when needed, and `learn` stores lengths that other processes found.
+        may_be_empty: whether a factory may return None for a node, which then has no examples.
 
     Attributes:
         examples: (N,) examples of each node in one own epoch; 0 if unknown.
         empty: the nodes known to have no examples.
         is_shared: whether all nodes share one data set. A factory gives each node its own.
-        total: examples of all nodes; D if they share one data set.
+        total: examples of all nodes, or D if the nodes share one data set.
         batch_sizes: (N,) examples in a step of each node: `batch_size`, or the sizes from `share_out`.
         steps_per_epoch: steps of an epoch, ceil(total / (N * batch_size)); 0 if some lengths are unknown.
 
@@ -141,7 +141,7 @@ class Stream:
         self._start()
 
     def share_out(self, batch_sizes: Sequence[int]) -> None:
-        """Let node i take `batch_sizes[i]` examples per step from now on. Their sum stays N * batch_size.
+        """Let node i take `batch_sizes[i]` examples per step from now on. All nodes' sum stays N * batch_size.
 
         If each epoch deals the data anew, all nodes finish their parts at the same time. Let b be `batch_sizes`, and g
         their greatest common divisor. Node i takes b_i / g of every sum(b) / g examples of the permutation, which is
@@ -252,14 +252,14 @@ class Stream:
         return kept[1]
 
     def length(self, node: int) -> int:
-        """Return the number of examples of `node`. If it is unknown, make the node's data set first."""
+        """Return the number of examples of `node`. If the number is unknown, make the node's data set first."""
         if not self.examples[node] and node not in self.empty:
             made = self._datasets[node]
             self.learn([(node, 0 if made is None else len(made))])
         return int(self.examples[node])
 
     def examples_of(self, nodes: Sequence[int]) -> np.ndarray:
-        """Return (nodes,) how many examples each node takes in a step.
+        """Return how many examples each node takes in a step, (nodes,).
 
         The number is the node's batch size, or all its examples if it has fewer.
         """

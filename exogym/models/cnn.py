@@ -11,7 +11,7 @@ from exogym.errors import ArgumentError, check_count, checked
 
 
 class SmallCNN(nn.Module):
-    """A network for small pictures: two 3x3 convolutions with ReLU and 2x2 max-pooling, and one hidden layer.
+    """Classify small pictures with two 3x3 convolutions (each with ReLU and 2x2 max-pooling) and one hidden layer.
 
     Args:
         channels: channels of a picture: 1 for MNIST, 3 for CIFAR-10.
@@ -46,8 +46,8 @@ class SmallCNN(nn.Module):
         x, y = batch
         if tuple(x.shape[1:]) != self.picture:
             raise ArgumentError(
-                f"SmallCNN was made for pictures of shape {self.picture}, not {tuple(x.shape[1:])}: make it with the "
-                "pictures' channels= and size="
+                f"the pictures have shape {tuple(x.shape[1:])}, but this SmallCNN wants shape {self.picture}: "
+                "make it with the pictures' channels= and size="
             )
         x = F.max_pool2d(F.relu(self.conv1(x)), 2)
         x = F.max_pool2d(F.relu(self.conv2(x)), 2)

@@ -15,13 +15,13 @@ from exogym.errors import ArgumentError, check_count, checked
 class CharGPT(nn.Module):
     """A GPT: token and learned position embeddings, pre-norm blocks of causal attention and MLP, and a tied head.
 
-    With the tokens x, token embedding E and position embedding Q, it computes h_0 = E[x] + Q. In each of L layers
-    h <- h + Attn(LN(h)), and then h <- h + W_2 gelu(W_1 LN(h)). The result is logits = LN(h_L) E^T.
+    With the tokens x, token embedding E and position embedding Q, the model computes h_0 = E[x] + Q. In each of L
+    layers h <- h + Attn(LN(h)), and then h <- h + W_2 gelu(W_1 LN(h)). The result is logits = LN(h_L) E^T.
 
     E is also the head (Press & Wolf 2017), so its parameters count once. The model has
     P = V d + T d + L (12 d^2 + 2 d) + d parameters. Linear layers have no bias, and LN has only a gain. Weights start
-    as N(0, 0.02), and weights that write to the residual stream as N(0, 0.02 / sqrt(2 L)) (Radford et al. 2019). The
-    second numbers are standard deviations. So the first loss is about ln V.
+    as N(0, 0.02), where 0.02 is the standard deviation. Weights that write to the residual stream start with the
+    standard deviation 0.02 / sqrt(2 L) (Radford et al. 2019). So the first loss is about ln V.
 
     Args:
         vocab_size: V, the number of tokens in the vocabulary.
@@ -92,7 +92,7 @@ class CharGPT(nn.Module):
         return {"loss": F.cross_entropy(logits.flatten(0, 1), y.flatten()), "logits": logits}
 
     def logits(self, x: Tensor) -> Tensor:
-        """Return the logits of the next token after each token of x (batch, T), (batch, T, V) with V = `vocab_size`."""
+        """Return logits (batch, T, V) for the next token after each token of x (batch, T). V is `vocab_size`."""
         length = x.shape[1]
         if length > self.block_size:
             raise ArgumentError(
@@ -108,7 +108,7 @@ class CharGPT(nn.Module):
     def generate(self, x: Tensor, count: int, temperature: float = 1.0) -> Tensor:
         """Sample `count` tokens after x (batch, T), and return x with these tokens, (batch, T + count).
 
-        The model is in evaluation mode meanwhile. The samples come from torch's default generator.
+        During the call the model is in evaluation mode. The samples come from torch's default generator.
         """
         training = self.training
         self.eval()

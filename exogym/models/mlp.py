@@ -32,7 +32,7 @@ class MLP(nn.Module):
 
     @property
     def tensor_plan(self) -> dict[str, str]:
-        """The tensor split of the linear layers: split a layer's outputs, and the next layer's inputs, in pairs."""
+        """The tensor split: in each pair of layers, the first layer's outputs and the second layer's inputs are cut."""
         linear = [f"layers.{k}" for k, layer in enumerate(self.layers) if isinstance(layer, nn.Linear)]
         return {name: ("colwise", "rowwise")[k % 2] for k, name in enumerate(linear[: len(linear) // 2 * 2])}
 

@@ -20,8 +20,8 @@ RATES = (1_000, 1_000_000)
 def read_audio(source: str | os.PathLike[str] | bytes, longest_s: float = LONGEST_S) -> tuple[np.ndarray, float]:
     """Return the samples (n,) float32 at 16 kHz, averaged over channels, and the length in seconds.
 
-    It reads WAV, FLAC, OGG, MP3 and the other formats of libsndfile, at any rate. For a file longer than `longest_s`
-    it returns the length and no samples.
+    The source can be WAV, FLAC, OGG, MP3 or another format of libsndfile, at any rate. If a file is longer than
+    `longest_s`, the length is returned without samples.
 
     Raises:
         DataError: the source cannot be read, or is not a sound file.
@@ -60,10 +60,10 @@ def one_channel(samples: Any, rate: int) -> np.ndarray:
 
 
 def resample(samples: np.ndarray, rate: int, to: int = SAMPLE_RATE) -> np.ndarray:
-    """Return samples (n,), recorded at `rate`, at the rate `to`.
+    """Convert samples (n,) from the rate `rate` to the rate `to`.
 
-    The function cuts the Fourier spectrum, or fills it up with zeros, and transforms it back at the new length
-    ceil(n to / rate). Only frequencies below half of both rates remain.
+    The function cuts the Fourier spectrum or fills it up with zeros. Then it transforms the spectrum back at the new
+    length ceil(n to / rate). Only frequencies below half of both rates remain.
 
     >>> tone = lambda rate: np.sin(2 * np.pi * 440 * np.arange(rate // 5) / rate).astype(np.float32)
     >>> bool(np.abs(resample(tone(44_100), 44_100)[500:-500] - tone(16_000)[500:-500]).max() < 0.01)

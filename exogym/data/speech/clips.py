@@ -32,9 +32,10 @@ MARGIN_S = 1.0  # silence after the longest clip; Whisper expects some
 
 
 class SpeechClips(BulkDataset):
-    """Clips (audio, labels): samples (window,) float32 padded with silence, labels (length,) int64 padded with -100.
+    """Hold clips (audio, labels), padded to equal lengths.
 
-    Memory holds the clips as 16-bit samples: 115 MB for an hour of speech.
+    `audio` is (window,) float32, padded with silence, and `labels` is (length,) int64, padded with -100. Memory holds
+    the clips as 16-bit samples: 115 MB for an hour of speech.
 
     Attributes:
         texts, speakers, names: text, speaker and name of each clip.
@@ -94,7 +95,7 @@ class SpeechClips(BulkDataset):
 
 @dataclass(frozen=True)
 class Speech:
-    """A loaded speech data set: clips for training and validation.
+    """Hold a loaded speech data set: clips for training and validation.
 
     Attributes:
         train, val: the training and validation clips.
@@ -122,13 +123,13 @@ def speech(data: Any, encode: Encode, *, window_s: float | None = None, most_lab
             data set or the folder from its `save_to_disk`, or a sequence of mappings with "audio" (a file, or
             {"array", "sampling_rate"}) and "text".
         encode: function of (text, seconds) that returns the labels, such as `encode` of Whisper's `Tokens`.
-        window_s: the window's length in seconds. Longer clips are left out. None: a second more than the longest clip,
-            in whole seconds, up to 30.
+        window_s: the window's length in seconds. Longer clips are left out. Default: a second more than the longest
+            clip, in whole seconds, up to 30.
         most_labels: leave out clips with more labels.
 
-    The manifest or the data set names the validation clips. If it names none, a random fifth of the clips is for
-    validation, always the same fifth. ExoGym leaves out, and reports, clips that are longer than the window, empty
-    (under 0.1 s, or silence), without words, with too many labels, or unreadable.
+    The manifest or the data set names the validation clips. Otherwise a random fifth of the clips is for validation,
+    always the same fifth. ExoGym leaves out, and reports, clips that are longer than the window, empty (under 0.1 s, or
+    silence), without words, with too many labels, or unreadable.
 
     Raises:
         DataError: the data do not exist, the manifest cannot be read or names a file outside its folder, or no clip is
@@ -291,8 +292,8 @@ def find_speech(
 ) -> Speech:
     """Load speech: return `speech(data, ...)`.
 
-    Without data, search for a folder `speech` in EXOGYM_DATA or the user's cache (exogym/speech). Otherwise espeak-ng
-    reads `lines` and `held_out` lines of Shakespeare aloud.
+    Without data, search for a folder `speech` in EXOGYM_DATA or the user's cache (exogym/speech). If there is none,
+    espeak-ng reads lines of Shakespeare aloud: `lines` for training and `held_out` for validation.
 
     Raises:
         DataError, ExoGymError: as in `speech` and `spoken`.

@@ -27,11 +27,11 @@ LINES = (
 
 @dataclass(frozen=True)
 class GeneralSpeech:
-    """Clips of running speech.
+    """Hold clips of running speech.
 
     Attributes:
         clips: the clips' samples, each (n,) float32 at 16 kHz, up to 30 s.
-        texts: the clips' texts. None: unknown.
+        texts: the clips' texts, or None if they are unknown.
         origin: a text that says where the clips came from.
     """
 
@@ -41,15 +41,15 @@ class GeneralSpeech:
 
 
 def general_speech(general: str | os.PathLike[str], encode: Encode) -> GeneralSpeech:
-    """Return a sample of running speech: from a folder with a manifest, at most eight of its validation clips.
+    """Return a sample of running speech. A folder with a manifest gives at most eight of its validation clips.
 
     Args:
-        general: a folder or a manifest as for `speech`; a sound file, whose first 30 s count; or "spoken": espeak-ng
-            reads four sentences aloud.
-        encode: see `speech`.
+        general: a folder or a manifest as for `speech`; a sound file, whose first 30 s are used; or "spoken", with
+            which espeak-ng reads four sentences aloud.
+        encode: a function of (text, seconds) that returns the labels, as for `speech`.
 
     Raises:
-        DataError: the file or folder does not exist or cannot be read; "spoken" without espeak-ng.
+        DataError: the file or folder does not exist or cannot be read, or "spoken" finds no espeak-ng.
     """
     if general == SPOKEN:
         if shutil.which(PROGRAM) is None:

@@ -33,7 +33,7 @@ VALIDATION = {"val", "valid", "validation", "dev", "test", "testing", "eval", "e
 
 @dataclass(frozen=True)
 class ClipEntry:
-    """A clip: its file or samples, its text, its speaker, and whether it is for validation (None: unknown)."""
+    """A clip: its file or samples, its text, its speaker, and whether it is for validation (None if unknown)."""
 
     audio: Any
     text: str
@@ -43,9 +43,10 @@ class ClipEntry:
 
 
 def find_manifest(data: str | os.PathLike[str]) -> Path | None:
-    """Return the path of the manifest `data`, or of the manifest in the folder `data`; None if the folder has none.
+    """Return the path of the manifest: `data` itself, or the manifest in the folder `data`.
 
-    A folder's manifest has a usual name, or is the only file with a usual ending.
+    Return None if the folder has no manifest. A folder's manifest has a usual name, or is the only file
+    with a usual ending.
 
     Raises:
         DataError: the file or folder does not exist.
@@ -69,9 +70,10 @@ def read_manifest(path: Path) -> list[ClipEntry]:
 
     A manifest is a CSV file with a header (commas, semicolons, tabs or bars), or a file of JSON lines.
 
-    A clip has a file, relative to the manifest's folder, and a text. It may have a speaker and a split: "train", or
-    for validation clips "validation", "test" or a similar word. A file validation.csv or test.csv beside train.csv,
-    with the same ending, is read, too. Clips must be inside the folder.
+    A clip has a file, relative to the manifest's folder, and a text. It may have a speaker and a split: "train", or for
+    validation clips "validation", "test" or a similar word. If the manifest is named train (such as train.csv), a file
+    validation, valid, val, dev or test beside it is read, too. It must have the same ending. If there are several, the
+    first in this order is read. Clips must be inside the folder.
 
     Raises:
         DataError: a line cannot be read or names a file outside the folder, or the manifest has no clips.

@@ -74,9 +74,9 @@ def _whole(wav: bytes) -> bytes:
 
 
 def lines_of_shakespeare(count: int, held_out: int, seed: int = 0) -> tuple[list[str], list[str]]:
-    """Draw lines of four to seven words from Shakespeare's plays. Return two lists of `count` and `held_out` lines.
+    """Draw lines of four to seven words from Shakespeare's plays.
 
-    All lines are different.
+    Return a list of `count` lines and a list of `held_out` lines. All lines are different.
 
     Raises:
         DataError: the plays were not found, or have too few such lines.

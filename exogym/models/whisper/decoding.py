@@ -25,7 +25,8 @@ def greedy(
         model: a `WhisperForConditionalGeneration`.
         features: log-mel features of the clips, (batch, n_mels, frames).
         tokens: the model's vocabulary.
-        suppressed, suppressed_first: ids that are never chosen, and ids that are never chosen as the first token.
+        suppressed: token ids that are never chosen.
+        suppressed_first: token ids that are never chosen as the first token.
         most: the most tokens of a transcript.
     """
     encoded = model.get_encoder()(features)
@@ -52,8 +53,8 @@ def greedy(
 def unlooped(ids: list[int], most: int) -> list[int]:
     """Remove repetitions at the end of a transcript, which a model can write without end.
 
-    They are removed only if the transcript has `most` tokens and repeats its last tokens three times or more. One copy
-    of these tokens remains.
+    The repetitions are removed only if the transcript has `most` tokens and repeats its last tokens three times or
+    more. One copy of these tokens remains.
 
     >>> unlooped([1, 2, 3, 2, 3, 2, 3], most=7), unlooped([1, 1, 1], most=7)
     ([1, 2, 3], [1, 1, 1])
@@ -71,10 +72,12 @@ def unlooped(ids: list[int], most: int) -> list[int]:
 
 @dataclass(frozen=True)
 class WordErrors:
-    """The word errors of transcripts, compared with the correct texts. `plain` removes case and punctuation first.
+    """Count the word errors of transcripts, compared with the correct texts.
+
+    Before comparing, `plain` removes case and punctuation.
 
     Attributes:
-        words: number of words in the texts.
+        words: number of words in the correct texts.
         replaced: words that the transcripts replace by another word (substitutions).
         left_out: words that the transcripts lack (deletions).
         put_in: words that only the transcripts have (insertions).

