@@ -1,12 +1,12 @@
 """Share the load by speed: fast machines get more nodes, or fast nodes get larger batches or more local steps.
 
-    nodes    fast processes hold more nodes: only the placement changes, and the result keeps the same bits
-    batch    node i takes b_i examples per step and weighs b_i in every mean; the b_i sum to N b
-    steps    node i takes a share v_i / max v of the local steps, and weighs that share in every mean
+    nodes    fast processes hold more nodes; only the placement changes, so the result keeps the same bits
+    batch    node i takes b_i examples per step, and has the weight b_i in every mean; the sum of all b_i is N b
+    steps    node i takes the share v_i / max v of the local steps; this share is also its weight in every mean
 
-v_i is the speed of process or node i, N the number of nodes, and b the batch size. All processes or nodes wait for the
-one with the largest c_i / v_i, where c_i >= 1 is its number of nodes or examples. `share_out` makes this maximum as
-small as possible.
+v_i is the speed of process or node i, N the number of nodes, and b the option `batch_size`. Let c_i >= 1 be the number
+of nodes of process i, or of examples of node i. All wait for the process or node with the largest c_i / v_i.
+`share_out` chooses the c_i that make this maximum as small as possible.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Balance:
 
     Args:
         kind: "nodes" shares the nodes among processes; "batch" or "steps" shares examples or local steps among nodes.
-        speeds: relative speeds above 0, one per process ("nodes") or one per node ("batch", "steps"). None: `fit`
-            measures them at its start, by a few training steps in every process.
+        speeds: relative speeds above 0, one per process ("nodes") or one per node ("batch", "steps"). If `speeds` is
+            None, `fit` measures the speeds at its start, with a few training steps in every process.
 
     Raises:
         ArgumentError: `kind` is unknown, or a speed is not a positive number.
@@ -56,7 +56,7 @@ class Balance:
         return Balance(given)
 
     def check_speeds(self, count: int, of: str) -> None:
-        """Raise ArgumentError if the number of given speeds is not `count`. `of` names the members, such as "nodes"."""
+        """Raise ArgumentError if the number of given speeds is not `count`. `of` is the text "nodes" or "processes"."""
         if self.speeds is not None and len(self.speeds) != count:
             raise ArgumentError(
                 f"balance={self.kind!r} has {len(self.speeds)} speeds for {count} {of}: give one for each, or leave "
@@ -103,7 +103,7 @@ def share_out(total: int, speeds: Sequence[float]) -> list[int]:
 
 
 def speeds_of(seconds: Sequence[float]) -> list[float]:
-    """Return speeds relative to the fastest, rounded to three digits. `seconds` is each member's time for equal work.
+    """Return all speeds relative to the fastest, rounded to three digits. `seconds` are the times for equal work.
 
     >>> speeds_of([0.01, 0.03])
     [1.0, 0.333]

@@ -1,8 +1,8 @@
 """Callbacks: functions that the training loop calls after evaluations, or every n steps.
 
-A callback is any callable that takes a `Running` object: the training loop. `fit` calls the callback after each
-evaluation. If you wrap a function in `Every(n, function)`, `fit` calls it after each n-th step. A callback runs in the
-main process only. It can end the training by returning True.
+A callback is any callable that takes one argument, the training loop (a `Running` object). `fit` calls the callback
+after each evaluation. If you wrap a function in `Every(n, function)`, `fit` calls it after each n-th step. A callback
+runs in the main process only. It can end the training by returning True.
 
 This callback is called every two steps, and has state that checkpoints save:
 
@@ -48,7 +48,7 @@ class Running(Protocol):
         step: the number of steps done.
         evaluated_at: step of the last evaluation.
         history: the run's records. `history.add_evaluation(step, epoch, values, node=None)` adds your own numbers.
-        fleet: this process's rows: blocks, their layout, buffers.
+        fleet: this process's rows (blocks and their layout) and buffers.
     """
 
     step: int
@@ -61,13 +61,13 @@ class Running(Protocol):
         """The epoch of the last step, from 0."""
 
     def rows(self) -> list[Tensor]:
-        """Return all nodes' parameters, (N, P) per block, from all processes. Bytes sent for it do not count."""
+        """Return all N nodes' P parameters, (N, P) per block, from all processes. Bytes sent for them do not count."""
 
     def average(self) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """Return the averaged (or outer) model: a tensor (P,) per block, and the buffers by name."""
+        """Return the averaged (or outer) model: its P parameters, a tensor (P,) per block, and its buffers by name."""
 
     def evaluate(self, node: int | None = None) -> dict[str, float]:
-        """Return losses and metrics of the model of `node`, or of the averaged model. {} without a validation set."""
+        """Return losses and metrics of the model of `node`, or of the averaged model; {} without a validation set."""
 
     def measure(self, vectors: list[Tensor], buffers: dict[str, Tensor]) -> dict[str, float]:
         """Return losses and metrics of any parameters and buffers, in the form that `average` returns."""
@@ -83,11 +83,12 @@ class Callback:
     """Base class for callbacks that choose when they are called, or have state that checkpoints save.
 
     Attributes:
-        steps: call the callback after every step that this number divides. None: do not call it at steps.
+        steps: call the callback after every step that this number divides. If `steps` is None, the callback is not
+            called after steps.
         at_evaluations: whether to call the callback after each evaluation.
         may_end: whether the callback may end the training by returning True. If so, the run measures the consensus
-            distance before each synchronization at the callback's steps, because it may be needed for the last
-            evaluation. Between hosts this measurement moves all rows twice.
+            distance before each synchronization at the callback's steps, because the last evaluation may need this
+            distance. Between hosts, the measurement sends all rows twice.
     """
 
     steps: int | None = None
@@ -111,7 +112,7 @@ class Callback:
 
 
 class Every(Callback):
-    """Call `function(loop)` after every step that `steps` divides. Each stretch ends at such a step.
+    """Call `function(loop)` after every step that `steps` divides. A stretch ends at each such step.
 
     Give `may_end=False` if the function never returns True. This saves communication between hosts (see `Callback`).
 
@@ -165,7 +166,7 @@ class WeightAverage(Callback):
     parameter in the model's dtype, in the main process.
 
     Args:
-        decay: d, at least 0 and less than 1. None: the plain mean.
+        decay: d, at least 0 and less than 1. If `decay` is None, a is the plain mean.
         steps: k, the number of steps between two models of the average.
         start_step: ignore models before this step.
 

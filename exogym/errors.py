@@ -50,7 +50,7 @@ class ExoGymError(Exception):
 class ArgumentError(ExoGymError, ValueError, TypeError):
     """An argument is unknown, misspelled, of the wrong kind or out of range.
 
-    `choices` holds the allowed texts, if the argument is one of a few texts.
+    `choices` holds the allowed texts, if the argument must be one of a few texts.
     """
 
     def __init__(self, *said: object, choices: Iterable[str] = ()):
@@ -86,7 +86,7 @@ class Stopped(KeyboardInterrupt):
     """A signal ended the run. With a `save_dir` the run first wrote a checkpoint. This class is not an `ExoGymError`.
 
     Args:
-        by: the signal. None: another process received the signal.
+        by: the signal, or None if another process received the signal.
         step: the number of steps done.
 
     Attributes:
@@ -102,7 +102,7 @@ class Stopped(KeyboardInterrupt):
 def nearest(given: str, known: Iterable[str]) -> str:
     """Return "did you mean 'x'?" with the most similar known name, or a list of the known names. Case does not matter.
 
-    A single known name that ends in the given word comes first: for "nodes" this is "num_nodes", not "node".
+    If exactly one known name ends in the given word, this name comes first: "nodes" gives "num_nodes", not "node".
 
     >>> nearest("h", ["H", "island_H"]), nearest("quorum", ["H", "lr"]), nearest("nodes", ["node", "num_nodes"])
     ("did you mean 'H'?", 'known: H, lr', "did you mean 'num_nodes'?")
@@ -157,7 +157,8 @@ def checked(function: F) -> F:
 
     For an `__init__` the decorator also stores the given arguments in `self.given_arguments`, so that an object can
     describe itself. A class or function may have a dict `not_taken`. Its keys are arguments that only similar classes
-    take, and its values are the reasons. For such an argument the error gives the reason instead of a name.
+    take, and its values say why this class does not take them. For such an argument the error gives the reason instead
+    of a similar name.
 
     Raises:
         ArgumentError: `function` does not take an argument, or a required argument is missing.
@@ -197,7 +198,7 @@ def checked(function: F) -> F:
 
 
 def as_call(made: Any) -> str:
-    """Return an object as the call that made it, with its given arguments: a `__repr__` for checked constructors.
+    """Return the call that made an object, with the given arguments, as text. Checked classes use it as `__repr__`.
 
     >>> from exogym.strategy import DiLoCoStrategy
     >>> DiLoCoStrategy(H=20, lr=0.01)
@@ -210,13 +211,13 @@ def as_call(made: Any) -> str:
 
 
 def without_aliases(given: dict[str, Any], names: Collection[str], kept: Collection[str] = ()) -> dict[str, Any]:
-    """Return the `given` arguments for a function that takes `names`. First names (`ALIASES`) replace second names.
+    """Return the `given` arguments for a function that takes `names`. Second names (`ALIASES`) become first names.
 
     Args:
         kept: second names that are not replaced, because the function's signature has them.
 
     Raises:
-        ArgumentError: the value is not allowed for the first name, or contradicts the value given for the first name.
+        ArgumentError: an argument is given under both names with different values, or its value is not allowed.
     """
     for alias in given.keys() & ALIASES.keys() - set(kept):
         name, values = ALIASES[alias]

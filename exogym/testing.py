@@ -82,7 +82,7 @@ def check_strategy(
         num_nodes: number of nodes in each run.
         steps: number of steps in each run. It must be so large that the strategy communicates a few times.
         payload_bytes: a function of (bytes of the model's parameters, steps). It returns the payload of each node in
-            the whole run, in bytes. None: do not test the law "bytes".
+            the whole run, in bytes. If `payload_bytes` is None, the law "bytes" is not tested.
         learning: the validation loss must fall below `learning` times its first value.
         skip: names of laws to leave out.
 
@@ -175,7 +175,7 @@ class _Battery:
         return "stopped and resumed, runs end in the same bits"
 
     def placement(self) -> str:
-        """Test that one block with all rows and one block per row give the same bits, on random local steps."""
+        """Test with random local steps that rows in one block, in two blocks and in a block each give the same bits."""
         strategy = self.factory()
         if strategy.driven_by != "rounds":
             return "no modules act on its rows together, so nodes are always apart"

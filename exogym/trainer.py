@@ -67,7 +67,7 @@ class _Turn:
                 self.lock.release()
 
     def forked(self) -> None:
-        """In a forked process: reset the lock if another thread held it. That thread does not exist here."""
+        """Reset the lock in a forked process if another thread held it. The forked process lacks that thread."""
         if self.thread != threading.get_ident():
             self.__init__()  # type: ignore[misc]
 
@@ -166,7 +166,7 @@ class LocalTrainer(Trainer):
         Raises:
             ArgumentError, DataError, ModelError, StrategyError: a wrong option, data set, model or strategy. `fit`
                 raises the error before training if possible. It also raises ArgumentError if another thread of this
-                process is in `fit`, or if another run uses `save_dir`.
+                process runs `fit`, or if another run uses `save_dir`.
             TrainingError: a loss, gradient or update is not finite. The message names node, step and tensor.
             CheckpointError: `resume` found a checkpoint of another run, or no readable checkpoint.
             WorkerError: one of several processes was killed or hung. The message says at which step. The other

@@ -90,7 +90,7 @@ class Listed:
         step, total_steps: the run's steps.
         loss, accuracy: the averaged model's values at its newest evaluation.
         tx_bytes: bytes that a node has sent so far, mean over nodes.
-        wall_s, time_s: seconds of training here, and predicted seconds on a network.
+        wall_s, time_s: seconds that the training has taken, and predicted seconds on a network.
         started_s, heard_s: times of the run's start and of its last heartbeat, in seconds since 1970.
         tags, note: the user's tags and note.
         reason: why the folder is unreadable.
@@ -376,7 +376,7 @@ def _curve(run: Run, title: str) -> Curve:
 def listed(path: str | os.PathLike[str], name: str, parent: Row | None = None) -> Listed | None:
     """Return a folder's line in the list of runs; None if the folder holds no run.
 
-    `parent`: the description of the comparison or sweep to which the run belongs."""
+    `parent` is the description of the comparison or sweep to which the run belongs."""
     path = Path(path)
     try:
         return _listed(path, name, parent)
@@ -548,7 +548,7 @@ def _numbers(row: Row) -> Row:
 
 
 def age_s(run: Listed) -> float | None:
-    """Return the seconds since a run's last heartbeat. Before the first heartbeat: the seconds since its start."""
+    """Return the seconds since a run's last heartbeat, or since its start if there is no heartbeat yet."""
     at_s = run.heard_s or run.started_s
     return None if at_s is None else max(time.time() - at_s, 0.0)
 

@@ -40,10 +40,11 @@ class Task:
         num_nodes, batch_size, max_steps: number of nodes, examples per node and step, steps of a run.
         inner_optim, lr, lr_scheduler, warmup_steps, max_norm: settings of every strategy's inner optimizer.
         H: inner steps between synchronizations, for strategies with rounds.
-        outer_lr, outer_momentum: settings of DiLoCo's outer optimizer. None: the optimizer's default.
-        partitioner: how the data are divided among the nodes, in the command line's form. None: the examples are dealt
-            anew in each epoch.
-        evaluates: a text that says which examples an evaluation uses. None: all of `val`.
+        outer_lr, outer_momentum: settings of DiLoCo's outer optimizer. None stands for the optimizer's default.
+        partitioner: how the data are divided among the nodes, in the command line's form. If `partitioner` is None, the
+            examples are dealt anew in each epoch.
+        evaluates: a text that says which examples an evaluation uses. If `evaluates` is None, an evaluation uses all of
+            `val`.
     """
 
     name: str
@@ -126,7 +127,7 @@ def _own_task(name: str, *data: Data, **options: Any) -> Task:
 
 @checked
 def digits_task(data: Data = None, *, hidden: int = 32) -> Task:
-    """8x8 digits and an MLP with one hidden layer. Within seconds, DDP, DiLoCo, FedAvg and `single` differ."""
+    """8x8 digits and an MLP with one hidden layer. After a few seconds, DDP, DiLoCo, FedAvg and `single` differ."""
     source = digits(data)
     return _task(
         "digits",
@@ -240,8 +241,8 @@ def whisper_task(
     because this takes longer than training.
 
     `general` is running speech that the model must not forget, as in `exogym.data.speech.general_speech`. A run on
-    hosts tests the trained model with this speech. None: no test. `replay` is the share of training clips that come
-    from `general`. Then `general` must be a folder with a manifest.
+    hosts tests the trained model with this speech. If `general` is None, there is no such test. `replay` is the share
+    of training clips that come from `general`. Then `general` must be a folder with a manifest.
     """
     from exogym.data.speech import find_speech, mixed, speech
     from exogym.models.whisper import WhisperModelWrapper, load_tokens

@@ -1,4 +1,4 @@
-"""Nodes that take no part in a step: absent by planned faults, or with numbers that are not finite."""
+"""Leave nodes out of a step if planned faults make them absent, or if their numbers are not finite."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from exogym.faults import Attendance
 
 
 class Absence(Around):
-    """Wrap an algorithm so that absent and non-finite nodes take no part. They return by copying another node's state.
+    """Let absent and non-finite nodes take no part in an algorithm. A node that returns copies another node's state.
 
     Args:
-        attendance: the nodes present at each step. None: all nodes, at every step.
+        attendance: the nodes present at each step, or None if all nodes are present at every step.
         watch: finds nodes with numbers that are not finite. With `on_nonfinite="skip"` these nodes count as absent.
     """
 

@@ -16,10 +16,10 @@ class Agenda:
     """The training loop's schedule, and the folder for checkpoints.
 
     Attributes:
-        val_interval: steps between evaluations; None: one after each epoch.
+        val_interval: steps between evaluations, or None for an evaluation after each epoch.
         evaluates: whether the run has a validation set.
         description: all values that decide the run's result.
-        examples_of: a function. It takes node ids and returns the number of examples per step of each of these nodes.
+        examples_of: a function from node ids to the number of examples that each of these nodes uses per step.
 
     >>> agenda = Agenda(total_steps=100, steps_per_epoch=40, evaluates=True)
     >>> [agenda.stretch_end(step, next_event=step + 30) for step in (0, 30, 75)]

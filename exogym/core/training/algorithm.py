@@ -1,7 +1,7 @@
-"""The interface through which the driver trains with a strategy: what the strategy does with the nodes, and when.
+"""The interface between the driver and a strategy. It defines what the strategy does with the nodes, and when.
 
-A feature that changes which nodes act, or when, is a wrapper around an `Algorithm` (`around`): `absence`, `seating`,
-`clocking`. A run gets only the wrappers that its options need.
+A feature that changes which nodes act, or when, is a wrapper around an `Algorithm` (see the module `around`). The
+modules `absence`, `seating` and `clocking` define such wrappers. A run gets only the wrappers that its options need.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Setting:
 
     Attributes:
         how: the way of computing, one of the values of `fit(compute=)`.
-        attendance: the nodes present at each step. None: all nodes, at every step.
+        attendance: the nodes present at each step, or None if all nodes are present at every step.
         timing: the virtual clock, if the run has a network.
         watch: finds numbers that are not finite, and reacts as `on_nonfinite` says.
         around: a function that wraps the way of computing, if a feature needs a wrapper.
@@ -54,7 +54,7 @@ class Setting:
         """Return the object that computes local steps, with `inner` as each row's optimizer.
 
         Args:
-            inner: the inner optimizer. None: the caller applies the gradients itself.
+            inner: the inner optimizer, or None if the caller applies the gradients itself.
             bucket_bytes: size of gradient buckets. A bucket is sent while the other gradients are computed.
             corrections: functions that rewrite a row's own gradients before each inner step.
 
@@ -100,7 +100,7 @@ class Algorithm:
 
     @property
     def nodes(self) -> Sequence[int]:
-        """The ids of the nodes that train now: all nodes, unless rows are fewer than nodes."""
+        """The ids of the nodes that train now. These are all nodes, unless there are fewer rows than nodes."""
         return range(self.fleet.num_nodes)
 
     def next_event(self, step: int) -> int:
@@ -111,28 +111,29 @@ class Algorithm:
         """Prepare the stretch that begins after `step`."""
 
     def work(self, first: int, last: int) -> np.ndarray | None:
-        """Return (N,) each node's local steps from the fleet's step `first` to `last`. None: each takes `last - first`.
+        """Return (N,) each node's number of local steps from the fleet's step `first` to `last`.
 
-        Additive: work(a, b) + work(b, c) == work(a, c).
+        The result is None if each node takes `last - first` steps. Additive: work(a, b) + work(b, c) == work(a, c).
         """
         return None
 
     def server_round(self, step: int) -> tuple[list[int], float] | None:
         """Return the clients in the server's round that ends with `step`, and the seconds for which the server waits.
 
-        None: no round ends with `step`, or the round left out no node. A round ends for all nodes at the same time.
+        Return None if no round ends with `step`, or if the round left out no node. A round ends for all nodes at the
+        same time.
         """
         return None
 
     def seated(self, step: int) -> tuple[Sequence[int], Sequence[int]]:
-        """Return two lists of clients: those that need a row from `step` on, and those that have a row until `step`."""
+        """Return two lists: clients that need a row from `step` on, and clients that have a row until `step`."""
         raise NotImplementedError
 
     def spans(self, losses: Losses, counts: Sequence[int]) -> list[Span]:
-        """Return the local steps in the stretch of `losses` that must be computed before `act`.
+        """Return the local steps of the current stretch that must be computed before `act` is called.
 
         Args:
-            counts: steps of each of this process's rows in the stretch, from `work` and attendance.
+            counts: number of local steps in the stretch for each of this process's rows.
         """
         left = ((row, losses.done(row), count) for row, count in enumerate(counts))
         return [Span(row, range(done, count)) for row, done, count in left if done < count]
@@ -141,8 +142,8 @@ class Algorithm:
         """Read or rewrite the gradients of `rows` in the fleet's blocks, and return the rows that take the step.
 
         Args:
-            skip: do not use the gradients, because a gradient overflowed in fp16, or is not finite and all nodes skip
-                the step.
+            skip: whether to ignore the gradients: because a gradient overflowed in fp16, or is not finite and all nodes
+                skip the step.
         """
         raise NotImplementedError
 
@@ -150,8 +151,8 @@ class Algorithm:
         """Do the communication due after `step`, among `fleet.comm.present`. Return whether nodes have synchronized.
 
         Args:
-            losses: the losses of the stretch that ends with `step`. Local steps during `act` add theirs.
-            before_mixing: a function. `act` calls it once, before communication changes all nodes' parameters.
+            losses: the losses of the stretch that ends with `step`. Local steps during `act` add their losses.
+            before_mixing: a function that `act` calls once, before communication changes the nodes' parameters.
 
         Raises:
             TrainingError: the shared state has numbers that are not finite.
@@ -170,18 +171,18 @@ class Algorithm:
         raise NotImplementedError
 
     def end_stretch(self, losses: Losses) -> tuple[Sequence[int], Tensor]:
-        """End the stretch of `losses`. Return its nodes' ids, and (nodes, steps) each node's mean loss in each step."""
+        """End the stretch of `losses`. Return node ids, and each node's mean loss in each step: (nodes, steps)."""
         return self.nodes, self.fleet.comm.wire.rows(losses.end(), self.nodes)
 
     def finish(self, step: int) -> None:
         """Do the final synchronization, at the end of training."""
 
     def consensus(self) -> list[Tensor] | None:
-        """Return the outer parameters, (P,) per block. None: the strategy has no outer parameters."""
+        """Return the P outer parameters, (P,) per block, or None if the strategy has no outer parameters."""
         return None
 
     def consensus_buffers(self) -> dict[str, Tensor] | None:
-        """Return the outer model's buffers by name. None: the model's buffers are the mean of all rows' buffers."""
+        """Return the outer model's buffers by name, or None if the model takes the mean of all rows' buffers."""
         return None
 
     def close(self) -> None:

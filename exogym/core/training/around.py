@@ -12,7 +12,7 @@ from exogym.core.training.algorithm import Algorithm
 
 
 class Around(Algorithm):
-    """Pass every call on to the algorithm `within`. A subclass overrides the methods that its feature changes."""
+    """Pass every call on to a wrapped algorithm, `within`. Subclasses override the methods that a feature changes."""
 
     def __init__(self, within: Algorithm):
         self.within, self.fleet, self.compute = within, within.fleet, within.compute

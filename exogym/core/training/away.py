@@ -1,4 +1,4 @@
-"""Runs in an engine's own processes, such as Ray's: ExoGym sends the model and data there, and fetches the results."""
+"""Send the model and data to an engine's own processes, such as Ray's, train there, and fetch the results."""
 
 from __future__ import annotations
 

@@ -35,8 +35,8 @@ TRIAL_S, LEAST, MOST = 0.3, 4, 64  # steps are timed for so long, so many at lea
 def step_seconds(worker: Worker, stream: Stream, node: int) -> float:
     """Return the median seconds of a step of `node`: loading a batch, the forward pass and the backward pass.
 
-    It computes in this process's first row. The worker must be bound to a fleet. The first step does not count.
-    Parameters and buffers stay as they are, because the inner optimizer takes no step.
+    The function computes in this process's first row. `worker` must be bound to a fleet. The first step's time is left
+    out. Parameters and buffers stay as they are, because the inner optimizer takes no step.
     """
     fleet = worker.fleet
     taken: list[float] = []
@@ -60,9 +60,10 @@ def step_seconds(worker: Worker, stream: Stream, node: int) -> float:
 
 
 def node_speeds(balance: Balance, wire: Wire, worker: Worker, stream: Stream) -> list[float]:
-    """Return the N nodes' speeds: the given ones, or measured ones. All processes get the same speeds.
+    """Return the N nodes' given or measured speeds. All processes get the same speeds.
 
-    A process takes its nodes' steps one after the other. So if it holds k nodes, each has 1/k of the process's speed.
+    A process takes its nodes' steps one after the other. So if a process holds k nodes, each node has 1/k of the
+    process's speed.
     """
     if balance.speeds is not None:
         return balance.speeds
@@ -96,8 +97,8 @@ def share_out(
     `chosen`.
 
     Returns:
-        (N,) each node's batch size relative to the normal one, or None unless `weighing` is of the kind "batch"; and
-        each node's share of the local steps, or [] unless the kind is "steps".
+        Two values. The first is (N,) each node's batch size relative to the option `batch_size`, or None if the kind of
+        `weighing` is not "batch". The second is each node's share of the local steps, or [] if the kind is not "steps".
     """
     fleet = worker.fleet
     if is_fresh:
@@ -123,7 +124,7 @@ def share_out(
 def deal_by_speed(
     balance: Balance, engine: Engine, even: EngineOptions, options: FitOptions, subject: Subject
 ) -> tuple[EngineOptions, FitOptions]:
-    """Return `even` with each process's nodes dealt by speed, and `options` with the speeds."""
+    """Return `even` with a new placement that deals the nodes to processes by speed, and `options` with the speeds."""
     assert even.placement is not None
     processes, nodes = len(even.placement), sum(map(len, even.placement))
     balance.check_speeds(processes, "processes")

@@ -3,10 +3,10 @@
 A push sends a node's update to the server. A pull sends the server's parameters to a node.
 
 A step of the fleet is N local steps, each by the node that is next on the virtual clock. The fleet's step lasts until
-the next step's first local step, so it includes every push that arrives before. Rounds continue across steps of the
-fleet. ExoGym computes local steps only when an arrival or the end of a stretch needs them. A round depends only on the
-outer parameters (theta) that its node pulled. So the result has the same bits for all stretches and numbers of
-processes.
+the next step's first local step, so it includes every push that arrives before that local step. Rounds continue across
+steps of the fleet. ExoGym computes local steps only when an arrival or the end of a stretch needs them. A round's
+update depends only on the outer parameters (theta) that the node pulled. So the run's result has the same bits wherever
+stretches end, and for all numbers of processes.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class ByClock(Algorithm):
         return max(step + 1, -(-local // self.fleet.num_nodes))
 
     def spans(self, losses: Losses, counts: Sequence[int]) -> list[Span]:
-        """Count the local steps before the next message, and return those that are not computed yet.
+        """Count the local steps before the next message, and return the steps that are not computed yet.
 
         The run may stop between these steps."""
         order, nodes = self.order, self.fleet.num_nodes
@@ -117,7 +117,7 @@ class ByClock(Algorithm):
         return True
 
     def finish(self, step: int) -> None:
-        """Send all remaining updates to the server, apply them in the clocks' order, and send theta to these nodes."""
+        """Send all remaining updates to the server, apply them in clock order, and send theta to their nodes."""
         self.before_mixing = lambda: None
         for node in self.order.unfinished():
             if self.order.arrival[node] < 0:

@@ -77,14 +77,14 @@ class Calling:
         return self.models.measure(vectors, buffers)
 
     def average(self) -> Model:
-        """Return the averaged (or outer) model: (P,) per block, and buffers by name. Bytes sent for it do not count."""
+        """Return the averaged (or outer) model: (P,) per block, and buffers by name. Traffic does not include it."""
         self._ask("average")
         return self.models.average()
 
     def rows(self) -> list[Tensor]:
-        """Return all nodes' parameters, (N, P) per block. Bytes sent for this do not count.
+        """Return all nodes' parameters, (N, P) per block. The traffic does not include the bytes sent for this.
 
-        With client sampling: the rows of the clients that train now, `fleet.comm.present`.
+        With client sampling, return only the rows of the clients that train now (`fleet.comm.present`).
         """
         self._ask("rows")
         return self.models.rows()
@@ -101,7 +101,7 @@ class Calling:
     # Calling
 
     def call(self, every: bool = True) -> None:
-        """Call the callbacks that are due at this step. With `every=False`: only those that follow an evaluation."""
+        """Call the callbacks due at this step. With `every=False`, call only those that follow an evaluation."""
         is_evaluated = self.evaluated_at == self.step
         due = [
             callback for callback in self._agenda.callbacks

@@ -36,7 +36,7 @@ def checked_options(asked: FitOptions) -> FitOptions:
     """Check each option alone, then the options' combinations. Return the options, with texts turned into values.
 
     Raises:
-        ArgumentError: a value has the wrong kind, is out of range, or contradicts another.
+        ArgumentError: a value has the wrong kind, is out of range, or contradicts another option.
     """
     _check_kinds(asked)
     _check_numbers(asked)
@@ -159,7 +159,7 @@ def _one_each(node: Any, num_nodes: int) -> tuple[NodeMesh, ...]:
 
 
 def folder_of_checkpoints(options: FitOptions) -> str | Path | None:
-    """Return the checkpoint folder: `save_dir`, or a folder in `run_dir`. None if nothing asks for checkpoints."""
+    """Return the checkpoint folder (`save_dir` or a folder in `run_dir`), or None if no option asks for checkpoints."""
     asked = options.checkpoint_interval or options.resume or options.max_restarts
     if options.save_dir is None and asked and isinstance(options.run_dir, str | os.PathLike):
         return Path(options.run_dir) / "checkpoints"
@@ -167,7 +167,7 @@ def folder_of_checkpoints(options: FitOptions) -> str | Path | None:
 
 
 def asked_to_go_on(options: FitOptions) -> bool:
-    """Return whether this fit resumes: `resume=True`, or the variable EXOGYM_RESUME names its run_dir."""
+    """Return whether this fit resumes: by `resume=True`, or because the variable EXOGYM_RESUME names its run_dir."""
     if not isinstance(options.run_dir, str | os.PathLike):
         return options.resume
     from exogym.core.record.run_folder import RESUME

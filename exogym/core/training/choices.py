@@ -1,4 +1,4 @@
-"""ExoGym's own choices before a run, and their checks: a micro-batch size that fits the memory, a way of computing."""
+"""Choose a micro-batch size that fits the memory, and a way of computing, before a run. Check both choices."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _fitting_micro_batch(worker: Worker, batch: Any, limit_bytes: float, residen
 def check_computed_in_parts(
     subject: Subject, options: FitOptions, worker: Worker, stream: Stream, batch: Any, examples: int
 ) -> None:
-    """If ExoGym computes a step's `examples` in micro-batches, check that they give the whole step's result.
+    """If ExoGym computes a step's `examples` in micro-batches, check that the result equals the whole step's result.
 
     Raises:
         ModelError: the micro-batches give another result. Every process raises the error.

@@ -70,7 +70,7 @@ class ServerRounds(Around):
 
 
 class Measured:
-    """Wrap a way of computing, and measure the seconds of its steps: row by row, or of all rows if computed at once."""
+    """Wrap a way of computing, and measure its steps' seconds: of each row, or of all rows if computed together."""
 
     def __init__(self, within: Compute, timing: Timing):
         self.within, self.timing = within, timing

@@ -26,12 +26,12 @@ class Driver:
 
     Args:
         algorithm: the strategy's adapter, inside its features' wrappers.
-        seats: which nodes have a row, if rows are fewer than nodes. None: every node has one.
+        seats: the assignment of rows to nodes, or None if every node has a row.
 
     Attributes:
         losses: the current stretch's losses.
-        attendance: the nodes present at each step. None: all nodes, at every step.
-        before_sync: a function. `advance` calls it at its last step, before communication changes parameters. The
+        attendance: the nodes present at each step, or None if all nodes are present at every step.
+        before_sync: a function that `advance` calls at its last step, before communication changes parameters. The
             training loop may set another function for every stretch.
     """
 
@@ -52,7 +52,7 @@ class Driver:
 
     @property
     def seated(self) -> Sequence[int]:
-        """The ids of the nodes that train now: all nodes, unless rows are fewer than nodes."""
+        """The ids of the nodes that train now. These are all nodes, unless there are fewer rows than nodes."""
         return self.algorithm.nodes
 
     def advance(self, first: int, last: int) -> tuple[Sequence[int], Tensor] | None:
@@ -61,8 +61,9 @@ class Driver:
         If a stretch was stopped in the middle, it continues after the last local step whose loss is in `losses`.
 
         Returns:
-            The nodes' ids, and their losses (nodes, last - first): for each of the fleet's steps, the mean loss of the
-            node's local steps, or NaN if the node took none. None: the run must stop before the stretch ends.
+            The nodes' ids, and their losses (nodes, last - first). A loss is the mean over a node's local steps in one
+            step of the fleet, or NaN if the node took no local step. The result is None if the run must stop before the
+            stretch ends.
         """
         algorithm, losses = self.algorithm, self.losses
         if not losses.under_way:
@@ -109,7 +110,7 @@ class Driver:
         self.watch.shared(held if final is None else final, "the final model", step)
 
     def consensus(self) -> list[Tensor]:
-        """Return the model to evaluate, (P,) per block: the outer parameters, or without them the mean of all rows."""
+        """Return the model to evaluate, (P,) per block: the outer parameters, or else the mean of all rows."""
         outer = self.algorithm.consensus()
         return self.fleet.average() if outer is None else [x.clone() for x in outer]
 
@@ -123,7 +124,7 @@ class Driver:
         meet(self.fleet, nodes)
 
     def meet_finite(self) -> None:
-        """After a failure: let only the present nodes with finite numbers take part, if this process has such nodes."""
+        """After a failure, let only present nodes with finite numbers take part, if this process has such nodes."""
         fleet = self.fleet
         finite = [rank for row, rank in enumerate(fleet.ranks) if all(is_finite(b.params[row]) for b in fleet.blocks)]
         meet(fleet, [i for i in fleet.comm.present if i in finite] or fleet.comm.present)

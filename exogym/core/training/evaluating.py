@@ -38,7 +38,7 @@ class Models:
         return self.fleet.whole(vectors), buffers
 
     def rows(self) -> list[Tensor]:
-        """Return all nodes' parameters, (N, P) per block. With client sampling: only the clients that train."""
+        """Return all nodes' parameters, (N, P) per block; with client sampling, only for clients that train."""
         return self.fleet.whole([self.wire.rows(block.params, self.driver.seated) for block in self.fleet.blocks])
 
     def left(self) -> Model:

@@ -47,7 +47,8 @@ def make_driver(
 
     Args:
         compute: the chosen way of computing.
-        step_shares: the share of the local steps that each node takes. Empty: each node takes all.
+        step_shares: the share of the local steps that each node takes. If `step_shares` is empty, each node takes all
+            local steps.
     """
     strategy = copy.deepcopy(options.strategy)
     watch = Watch(options.on_nonfinite, worker)
@@ -111,7 +112,7 @@ def _seats(options: FitOptions, fleet: Fleet, stream: Stream) -> Seats:
 
 
 def add_figures(loop: TrainingLoop) -> None:
-    """Add two things to each evaluation's record: the bytes between the devices of a node, and the clock's values."""
+    """Add to each evaluation's record: the bytes between a node's devices, and the virtual clock's values."""
     if loop.worker.insides is not None:
         share = functools.partial(_share_insides, loop.fleet)
         loop.standing.before_saving.append(share)

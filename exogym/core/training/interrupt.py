@@ -69,8 +69,8 @@ class Interrupt:
 def waiting_signals(wire: Wire, agenda: Agenda) -> list[signal.Signals]:
     """Return the signals that take effect only between two steps.
 
-    SIGTERM is always among them. Ctrl-C (SIGINT) is among them only if the run saves checkpoints or has several
-    processes; otherwise it raises KeyboardInterrupt at once.
+    SIGTERM is always one of these signals. SIGINT (Ctrl-C) is one of them only if the run saves checkpoints or has
+    several processes. Otherwise SIGINT raises KeyboardInterrupt at once.
     """
     waits = agenda.save_dir is not None or wire.is_shared
     return [signal.SIGTERM, *([signal.SIGINT] if waits else [])]

@@ -1,4 +1,4 @@
-"""The training loop: stretches of independent steps, for every layout.
+"""The training loop. It trains stretch by stretch, for every number of processes.
 
 A stretch ends at the earliest of the strategy's next event, an evaluation, a checkpoint, a callback, the end
 of an epoch (if it has an evaluation) and the end of training.
@@ -42,12 +42,14 @@ class TrainingLoop:
     Attributes:
         standing: the run's progress, which checkpoints save and load.
         models: the nodes' models, and their evaluation.
-        call: a function that calls the callbacks that are due: all of them with True, and with False only the callbacks
-            that follow an evaluation.
+        call: a function that calls the due callbacks. `call(True)` calls all of them. `call(False)` calls only the
+            callbacks that follow an evaluation.
         figures: functions that return further values for an evaluation's record. Only the main process calls them.
-        recovery: a function that runs the training and recovers lost hosts. None: hosts cannot leave or join.
+        recovery: a function that runs the training and recovers lost hosts. If `recovery` is None, hosts cannot leave
+            or join.
         at_rest: a function that is called before each stretch, while processes send no messages.
-        spent: the number of steps after the first stretch, their seconds, and these seconds without communication.
+        spent: three numbers: the steps after the first stretch, the seconds of these steps, and these seconds without
+            communication.
     """
 
     def __init__(
@@ -263,7 +265,7 @@ class TrainingLoop:
     # For runs whose hosts come and go
 
     def take_over(self, recovery: Callable[[Callable[[], bool]], bool], at_rest: Callable[[], None]) -> None:
-        """Let `recovery` run the training, and call `at_rest` before each stretch, while processes send no messages."""
+        """Set `recovery`, which runs the training, and `at_rest`, which the loop calls before each stretch."""
         self.recovery, self.at_rest = recovery, at_rest
 
     def keep_outcome(self) -> None:
@@ -271,7 +273,7 @@ class TrainingLoop:
         self.standing.outcome = self.models.of(None)
 
     def observe(self, observer: Observer, run: Fields, step: int) -> None:
-        """Add an observer that already has the run's records up to `step`."""
+        """Add an observer, which already has the run's records up to `step`."""
         observer.start({**run, "resumed_step": step})
         self.observers.add(observer)
         self.reports.logged = step
@@ -280,7 +282,9 @@ class TrainingLoop:
     def save_into(self, folder: Path | None, interval: int | None, keepers: Keepers | None = None) -> None:
         """Write checkpoints into `folder` from now on, every `interval` steps.
 
-        `keepers`: the processes that write into the folder. None: the next checkpoint finds them."""
+        `keepers` are the processes that write into the folder. If `keepers` is None, the next checkpoint determines
+        them.
+        """
         self.agenda.save_dir, self.agenda.checkpoint_interval = folder, interval
         self.agenda.keepers = keepers
         self.reports.signs[:] = [] if folder is None else [self._keep]

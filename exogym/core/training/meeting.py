@@ -2,9 +2,9 @@
 
 Each program has its own thread, but only one thread runs at any moment. A thread runs until its program calls a
 collective or returns; then the next thread runs. When all programs wait at the same collective, ExoGym carries out the
-collective on the stacked tensors, (rows, ...), and gives each program its row. So a strategy written for one node runs
-unchanged, deterministically, with one module. ExoGym carries out paired calls (send, recv, exchange) when all programs
-wait and the two partners have called each other.
+collective on the stacked tensors, (rows, ...), and gives each program its row. So a strategy that is written for one
+node runs unchanged. All nodes use the same model object, and the result has the same bits each time. ExoGym carries out
+paired calls (send, recv, exchange) when all programs wait and the two partners have called each other.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Meeting:
 
     Args:
         comm: the fleet's communicator.
-        enter, leave: functions. They get a block's index whenever the block's thread starts (`enter`) or stops
-            (`leave`).
-        rows: the rows of each block. None: one row per block.
+        enter, leave: functions of a block's index. They are called whenever the block's thread starts (`enter`) or
+            stops (`leave`).
+        rows: the rows of each block. If `rows` is None, each block has one row.
         device: the device for tensors that come from another process's nodes.
 
     Raises:
@@ -57,7 +57,7 @@ class Meeting:
     def run(self, functions: Sequence[Callable[[], None] | None]) -> None:
         """Run `functions[k]` as block k's program, until all programs have ended.
 
-        None in place of a function: the block's nodes are absent."""
+        If `functions[k]` is None, the nodes of block k are absent."""
         for place, function in zip(self.places, functions, strict=True):
             if function is not None:
                 place.begin(function)

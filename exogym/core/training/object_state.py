@@ -1,4 +1,4 @@
-"""A user strategy's state as tensors, taken from its attributes without code in the strategy.
+"""Save a user strategy's attributes as tensors. The strategy needs no code for saving.
 
 ExoGym saves all attributes that `exogym.strategy.packing` can pack, except the model and its parameters, which are
 saved as rows. For other attributes the strategy must define `state_dict()` and `load_state_dict(state)`.

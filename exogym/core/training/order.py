@@ -3,8 +3,9 @@
 An update arrives at the server. In a pull, a node gets the server's parameters.
 
 The order depends only on the clock's settings, never on computed values, so every process computes the same order.
-Events are sorted by (time, kind, node). At the same time, arrivals come before steps, and the end of a grace period
-comes last. The clock determines when a round ends. Within a round, all steps of a node count as equally long.
+Events are sorted by (time, kind, node). Among events at the same time, arrivals come first, then steps, and the end of
+a grace period last. A grace period is the time for which the server waits for more updates. The clock determines when a
+round ends. Within a round, all steps of a node count as equally long.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class Order:
     """Sort the events of all nodes' rounds by virtual time.
 
     Args:
-        clock: the virtual clock. `advance` moves it, and so does each push and pull that the communicator records.
+        clock: the virtual clock. `advance` moves this clock, and so does each push and pull that the communicator
+            records.
         work: (N,) each node's local steps per round.
         grace_s: after the updates of `quorum` nodes have arrived, the server waits this many seconds for other nodes.
 
@@ -83,7 +85,7 @@ class Order:
     # What happens
 
     def begin(self, nodes: range | list[int]) -> None:
-        """Begin a new round, at the time on each node's clock, for `nodes`, which just got the server's parameters."""
+        """Begin a new round for `nodes`, which just got the server's parameters, at their clocks' times."""
         ids = list(nodes)
         work = np.zeros_like(self.work)
         work[ids] = self.work[ids]
@@ -149,7 +151,7 @@ class Order:
         return sorted(nodes, key=lambda node: (int(here[node]), node))
 
     def interrupt(self) -> list[int]:
-        """End all rounds early. Return the nodes inside a round or waiting: these get parameters now."""
+        """End all rounds early. Return the nodes that were in a round or waited. These nodes get parameters now."""
         nodes = sorted([*self.unfinished(), *self.waiting])
         self.queue, self.waiting, self.closes = [], [], NOBODY
         self.arrival[:] = NOBODY

@@ -46,7 +46,7 @@ class Stand:
 
     @classmethod
     def of(cls, kind: str, signature: Any, peer: int, tensor: Tensor | None) -> Stand:
-        """Return a node's call of a `kind` with its `tensor`. Collective calls match if they have equal `signature`."""
+        """Return a node's call of a `kind` with its `tensor`. Collective calls with equal `signature` match."""
         if kind not in PAIRED:
             return cls(COLLECTIVE, zlib.crc32(repr(signature).encode()))
         if tensor is None:

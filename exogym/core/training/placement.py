@@ -31,10 +31,10 @@ def run_placed(
     subject: Subject, options: FitOptions, device: torch.device, body: Callable[[FitOptions, Wire], Result],
     engine: Engine | None = None,
 ) -> Result:  # fmt: skip
-    """Run `body` on `engine`, by default the first suitable one in `exogym.engine.ENGINES`. Return its result.
+    """Run `body` on `engine`, by default the first suitable engine in `exogym.engine.ENGINES`. Return the result.
 
     Raises:
-        ArgumentError: the engine cannot lay out the run's nodes as the options ask.
+        ArgumentError: the engine cannot place the run's nodes as the options say.
         WorkerError, or a process's own error: the run still failed after `max_restarts` restarts from the last
             checkpoint.
     """
@@ -94,8 +94,8 @@ def rows_of_run(options: FitOptions, processes: int, engine: Engine | None = Non
 
     The run has N rows if nodes may be absent, if `on_nonfinite="skip"` may leave nodes out, if `balance` sets nodes'
     weights, if the engine needs all rows, or if the seats of one process would need more than half of the N rows. This
-    choice does not depend on the number of processes, unless there are at least N. So a checkpoint fits any smaller
-    number of processes. Every process has at least one row.
+    choice is the same for all numbers of processes below N. So a checkpoint fits all these numbers of processes. Every
+    process has at least one row.
     """
     nodes = options.num_nodes
     split = options.meshes and world_size() > 1  # its devices are processes

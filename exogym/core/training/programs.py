@@ -1,6 +1,6 @@
-"""A user's strategies: one instance per node, each with an ordinary model and its real rank.
+"""Train with a user's strategy: one instance per node, each with an ordinary model and the node's rank.
 
-With `stacked = True` one instance trains all rows: its parameters have the shape (rows, *shape). Before the first
+With `stacked = True` one instance trains all rows. Its parameters have the shape (rows, *shape). Before the first
 training step, ExoGym tests it on random gradients: training one row at a time must give the same parameters as training
 all rows together.
 """
@@ -33,7 +33,9 @@ TRIAL_STEPS = 3
 
 
 class RowModel(nn.Module):
-    """The model that a stacked strategy gets. Its parameters have the shape (rows, *shape); it has no forward pass."""
+    """A model of all rows, for `stacked = True`. Its parameters have the shape (rows, *shape); it has no forward
+    pass.
+    """
 
     def __init__(self, named: dict[str, nn.Parameter]):
         super().__init__()
@@ -120,7 +122,7 @@ class Programs(Algorithm):
         return step + 1
 
     def on_gradients(self, step: int, rows: Sequence[int], skip: bool) -> Sequence[int]:
-        """Give the gradients to the strategies. With `skip` all gradients are zero and no node steps, as in DDP."""
+        """Give the strategies the gradients. With `skip`, all gradients are 0 and no node takes a step, as in DDP."""
         per_row: list[list[Tensor | None]] = [[None] * len(self.worker.parameters) for _ in range(len(self.fleet))]
         for row in rows:
             per_row[row] = self.fleet.gradients_of(row)

@@ -61,7 +61,7 @@ class Reports:
         self, history: History, steps: tuple[int, int], nodes: Sequence[int], losses: Tensor,
         lr: Callable[[int], float], before: Totals, after: Totals, has_clock: bool,
     ) -> None:  # fmt: skip
-        """Add a stretch to the history. `steps` is (first, last); `losses` are (nodes, last - first)."""
+        """Add a stretch to the history. `steps` is (first, last); `losses` has the shape (nodes, last - first)."""
         first, last = steps
         agenda = self.agenda
         numbers = np.arange(first + 1, last + 1)
@@ -89,7 +89,7 @@ class Reports:
         self.logged = last
 
     def restore(self, history: History) -> None:
-        """In a resumed run: send observers the earlier records again, up to step `logged`."""
+        """In a resumed run, send observers the earlier records again, up to step `logged`."""
         self.observers.restore(lambda: itertools.takewhile(lambda row: row["step"] <= self.logged, history))
 
     def tell(self, kind: str, step: int, **fields: Any) -> None:
@@ -109,7 +109,7 @@ class Reports:
         self._there = there
 
     def between_steps(self, interrupt: Callable[[], bool], step: Callable[[], int]) -> Callable[[], bool]:
-        """Return a function to call after each local step: it sends heartbeats and returns whether to stop."""
+        """Return a function to call after each local step. It sends heartbeats and returns whether to stop."""
         listen = any(type(observer).beat is not Observer.beat for observer in self.observers.all)
         signs = [lambda: self.observers.beat(step(), {})] if listen else []
         signs += self.signs

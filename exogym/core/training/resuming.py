@@ -38,7 +38,7 @@ class Kept:
     """A run's checkpoint folder, and the checkpoint from which it resumes.
 
     Attributes:
-        snapshot: the checkpoint from which the run resumes. None: the run starts at step 0.
+        snapshot: the checkpoint from which the run resumes, or None if the run starts at step 0.
     """
 
     def __init__(self, options: FitOptions, wire: Wire, undo: contextlib.ExitStack):
@@ -59,7 +59,7 @@ class Kept:
         """Load the checkpoint, if there is one, into the loop. Check that the loop's state can be saved.
 
         Raises:
-            Unfit: the checkpoint's contents differ from those that this run would save.
+            Unfit: the checkpoint's contents differ from the contents that this run would save.
         """
         snapshot = self.snapshot
         if snapshot is not None:
@@ -72,7 +72,7 @@ class Kept:
 
 
 def open_folder(folder: Path, resume: bool, wire: Wire, undo: contextlib.ExitStack) -> Keepers:
-    """Prepare the checkpoint folder. Return its keepers: the one process, or one per host, that writes files."""
+    """Prepare the checkpoint folder. Return its keepers: the processes that write files, one per separate folder."""
     made: list[Path] = []
     undo.callback(remove_folders, made)
     everywhere(wire, lambda: made.extend([] if wire.is_hidden else check_folder(folder)))

@@ -4,12 +4,12 @@ Fast nodes train on more examples. If each node kept one shard, slow nodes' data
 shard when it begins a round. |D_i| is the number of examples in shard i, and n_i the number of examples drawn from
 shard i so far. The probability p_i of shard i is proportional (~) to this:
 
-    p_i ~ max(|D_i| / sum_j |D_j| - n_i / sum_j n_j, 0)                       p_i ~ |D_i| if all of these are 0
+    p_i ~ max(|D_i| / sum_j |D_j| - n_i / sum_j n_j, 0)                       p_i ~ |D_i| if all these values are 0
 
 Drawn examples count in n_i at once, so nodes that draw the same shard at the same time train on different examples. A
-step's learning rate follows its shard's schedule. The k-th step of shard i has the learning rate of step k sum_j E_j /
-(N E_i) in the schedule of T steps. E_i is the number of steps in an epoch of shard i, and N the number of nodes. So all
-shards end when the schedule ends.
+step's learning rate follows its shard's schedule. E_i is the number of steps in an epoch of shard i, and N the number
+of nodes. The k-th step of shard i has the learning rate of the schedule's step k sum_j E_j / (N E_i). So all shards end
+when the schedule ends.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Shards:
         self.handed, self.drawn, self.first = (np.zeros(len(self.sizes), dtype=np.int64) for _ in range(3))
 
     def chances(self) -> np.ndarray:
-        """Return (N,) the probability p_i of each shard. Integers until the final division avoid rounding."""
+        """Return (N,) the probability p_i of each shard. Only the final division rounds."""
         seen = [int(steps) * b for steps, b in zip(self.handed, self.batch, strict=True)]
         lacking = [max(size * sum(seen) - n * sum(self.sizes), 0) for size, n in zip(self.sizes, seen, strict=True)]
         weights = lacking if any(lacking) else self.sizes

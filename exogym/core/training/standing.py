@@ -28,9 +28,9 @@ class Standing:
         epoch: the last step's epoch, from 0.
         evaluated_at: step of the last evaluation.
         history: records up to `step`.
-        apart: consensus distance before this step's synchronization. None: not measured.
+        apart: consensus distance before this step's synchronization, or None if it was not measured.
         stopped: whether a callback has ended the training.
-        outcome: the final model, if it was stored before the end. None: not stored yet.
+        outcome: the final model, or None if it is not stored yet.
         before_saving: functions to call in every process before a checkpoint is written.
     """
 
@@ -64,11 +64,11 @@ class Standing:
 
     @property
     def seats(self) -> Seats | None:
-        """The assignment of rows to nodes, if rows are fewer than nodes. None: every node has a row."""
+        """The assignment of rows to nodes, or None if every node has a row."""
         return self.driver.seats
 
     def may_be_away(self, node: int, step: int) -> bool:
-        """Return whether a node was absent at `step`: then perhaps no process holds its row."""
+        """Return whether a node was absent at `step`. If it was, perhaps no process holds the node's row."""
         there = self.driver.attendance
         return there is not None and node not in there.up(step)
 
@@ -131,5 +131,5 @@ class Standing:
         self.agenda.description = description
 
     def carry_on(self, wall_s: float) -> None:
-        """Set the wall time before now to `wall_s`: it must not go back when a run returns to an earlier checkpoint."""
+        """Set the run's wall time to `wall_s`. It must not shrink when the run returns to an earlier checkpoint."""
         self._wall_before_s = wall_s

@@ -27,7 +27,7 @@ KEPT_DATA_SETS = 256  # of a factory, where few nodes act at a time: those last 
 def workplace(
     subject: Subject, options: FitOptions, device: torch.device, wire: Wire, undo: contextlib.ExitStack
 ) -> tuple[Stream, Worker, Any]:
-    """Return the data's stream, a worker bound to this process's rows, and the first batch. Closing `undo` unbinds."""
+    """Return the data's stream, a worker bound to this process's rows (until `undo` closes), and the first batch."""
     rows = wire.total_rows
     asks_all = True
     if rows < options.num_nodes and is_factory(subject.train_dataset):

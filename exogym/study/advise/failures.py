@@ -1,9 +1,10 @@
 """Goodput: the share of a fleet's time in which it computes results that no failure destroys.
 
-The fleet has N learners (nodes) of a / N accelerators each. An accelerator fails once per `mtbf_s` of
-computing, on average. A learner with a failed accelerator stands still for d = `restart_s`. If learners synchronize
-after every round of t seconds, all wait for the learner that stood still longest. A learner's number of failures in a
-round is a draw from the Poisson distribution with mean a t / (N mtbf) and distribution function F:
+The fleet has N learners (nodes) of a / N accelerators each. While nothing fails, the nodes compute for the share
+`utilisation` of the time. An accelerator fails once per `mtbf_s` of computing, on average. A learner with a failed
+accelerator stands still for d = `restart_s`. If learners synchronize after every round of t seconds, all wait for the
+learner that stood still longest. A learner's number of failures in a round is a draw from the Poisson distribution with
+mean a t / (N mtbf) and distribution function F:
 
     goodput = `utilisation` t / (t + d E[max of N draws]),   E[max] = sum over k >= 0 of 1 - F(k)^N
 

@@ -44,14 +44,15 @@ def simulate(
     """Predict by formula, then train each strategy for a short time and rank by time to a target loss.
 
     At first all strategies take the same number of steps. Let t be the shortest predicted time in which a strategy
-    reached the target loss. A strategy that did not reach this loss and took less than t trains again, with the steps
-    that fit into t, but at most four times as many. Strategies that would communicate less than twice are not trained.
+    reached the target loss. A strategy that took less time than t and did not reach this loss trains again. It then
+    takes as many steps as fit into t, but at most four times as many as before. Strategies that would communicate less
+    than twice are not trained.
 
     Args:
         task: the task to train. It also gives the number of parameters and, without step_seconds, a measured step.
         network, step_seconds, speeds, target_loss, processes, device, watch: as in `exogym.compare.compare`.
-        num_nodes, batch_size: default: the task's own numbers.
-        max_steps: steps of each node; default: a quarter of the task's steps.
+        num_nodes, batch_size: number of nodes, and examples per node and step; by default the task's numbers.
+        max_steps: steps of each node; by default a quarter of the task's steps.
         strategies: texts as in `advise`. The task sets the options that a text does not give.
         target_utilisation: as in `advise`.
 

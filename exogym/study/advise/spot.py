@@ -6,8 +6,8 @@ If all machines restart from a checkpoint, a second of training takes
 
     1 + N lambda (r + c / 2)
 
-seconds, where c is the seconds between two checkpoints: on average half of c is lost. You pay for all N machines during
-the whole time.
+seconds, where c is the number of seconds between two checkpoints. On average, a loss destroys c / 2 seconds of work.
+You pay for all N machines during the whole time.
 
 If the other machines continue (`min_hosts`), a machine is present for 1 / (1 + lambda r) of the time. A step takes as
 long as before, but with fewer nodes. So the same number of examples takes (1 + lambda r) times as long. You pay only

@@ -68,7 +68,8 @@ def parts_of(
 
     Args:
         data: dict from task to the file or folder of its data.
-        leave_out: function that receives the reason if a task has no data, or a part cannot have a method.
+        leave_out: function that is called with the reason if a task has no data, or if a method is impossible in a
+            part.
     """
     parts = []
     for name in scope.tasks:

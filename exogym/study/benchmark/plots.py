@@ -18,7 +18,7 @@ FAR, DECIMALS = 4, [digit * 10.0**power for power in range(-6, 7) for digit in (
 def draw_task(task: str, parts: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Draw a task's picture: losses of one part, quality against reduction, and quality against the number of nodes.
 
-    The part with four nodes shows its losses; without such a part, the first part does.
+    The losses are from the part with four nodes, or from the first part if no part has four nodes.
     """
     methods = list(dict.fromkeys(row["strategy"] for part in parts for row in part["rows"]))
     columns = 1 + (len(methods) - 1) // ROWS  # columns of the legend

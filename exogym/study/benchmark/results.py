@@ -60,7 +60,7 @@ class Results:
     def add(self, part: Part, work: Reproduction, command: str) -> str:
         """Add a part whose cells `work` has trained, and write the file. A part with the same name is replaced.
 
-        `time` measures the part's throughput later, because other programs may have slowed the training.
+        The method `time` measures the part's throughput later, because other programs may have slowed the training.
 
         Returns:
             The part's finding, in a sentence.

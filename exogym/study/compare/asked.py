@@ -46,9 +46,9 @@ class StudyOptions(RunOptions):
     """Options that comparisons and sweeps share: the options of each run (`RunOptions`), and the following.
 
     Args:
-        problem: A `Task`; a task's name ("digits"); your own "module:function" (see `load_task`); or (make_model,
-            train, val): a function and two data sets. `make_model()` returns a model with weights drawn from torch's
-            generator, which ExoGym seeds.
+        problem: A `Task`; a task's name ("digits"); your own "module:function" (see `load_task`); or a tuple
+            (make_model, train, val) of a function and two data sets. `make_model()` returns a model with weights drawn
+            from torch's generator, which ExoGym seeds.
         data: File or folder with the data of a named task.
         num_nodes, max_steps, batch_size, lr: Number of nodes, steps of each node, examples per node and step, inner
             learning rate. Default: the task's values; without a task 4, 300, 32 and 0.001.
@@ -101,14 +101,14 @@ class ComparisonOptions(StudyOptions):
             highest final loss of any run.
         log_x: Use a logarithmic x axis in every picture, also for steps and time.
         timeline: Also draw when each node works and waits in the first rounds of each strategy, and write trace files.
-        out: Folder in which to make `<task>-<time>`. It gets run.json, summary.csv, metrics.csv (each evaluation),
-            loss_vs_steps and loss_vs_bytes (.png, .svg). A network adds loss_vs_time. `timeline` adds timeline.png and
-            a trace-<strategy>.json per strategy (for ui.perfetto.dev). Each run gets a folder inside. None: write no
-            files.
+        out: Folder in which to make `<task>-<time>`. This folder gets run.json, summary.csv, metrics.csv (each
+            evaluation), loss_vs_steps and loss_vs_bytes (.png, .svg). With `network` it also gets loss_vs_time, and
+            with `timeline` also timeline.png and a trace-<strategy>.json per strategy (for ui.perfetto.dev). Each run
+            gets a folder inside. If `out` is None, no files are written.
         resume: Resume an interrupted comparison with the same arguments in the folder `out` itself. The result is the
             same as without the interruption. An unfinished run continues from its checkpoint, or starts again if it has
             none. Built-in strategies without a timeline write a checkpoint each minute, and one at Ctrl-C.
-        progress: Show progress and the time left; None: in a terminal or a notebook.
+        progress: Show progress and the time left. If `progress` is None, show them only in a terminal or a notebook.
         watch: Function that receives a `Standing` after each evaluation.
     """
 

@@ -1,4 +1,4 @@
-"""The strategies that a text can name, with their options: the content of a form.
+"""List the strategies that a text can name, with their options, for a form.
 
 Names, types and defaults come from the constructors' signatures, descriptions from the docstrings, and choices from the
 constructors' own errors. So nothing is written twice.
@@ -31,8 +31,8 @@ def catalog() -> dict[str, Entry]:
     """Return each strategy's title, paper, equation and options, as JSON values. `single` is one node alone.
 
     An option has a name, a kind (int, float, bool or str), a default and a description as text, and choices. With
-    `is_open` other texts than the choices are allowed, too. `of_all`: (almost) every strategy has this option.
-    Options that text cannot express are left out.
+    `is_open` other texts than the choices are allowed, too. `of_all` means that (almost) every strategy has this
+    option. Options that text cannot express are left out.
 
     >>> weighting = next(o for o in catalog()["diloco"]["options"] if o["name"] == "weighting")
     >>> weighting["choices"], weighting["default"], weighting["help"][:9]
@@ -43,7 +43,7 @@ def catalog() -> dict[str, Entry]:
 
 
 def choices_of(option: str) -> list[str]:
-    """Return the allowed texts of an option of `fit`; [] if it has no such list.
+    """Return the allowed texts of an option of `fit`, or [] if the option has no list of allowed texts.
 
     >>> choices_of("reduction"), choices_of("max_restarts")
     (['tree', 'native'], [])

@@ -1,9 +1,9 @@
 """One color per strategy, the same in every picture and on the page. It depends only on the strategy's name.
 
-The palette is Okabe and Ito's (2008), which color-blind readers can distinguish, without yellow, which is too pale for
-a line. Built-in strategies take the colors in a fixed order. For any other name, a hash of the name chooses the color.
-The run `single` is gray. Strategies of the same color in one picture (`diloco:H=5` and `diloco:H=20`) have different
-dashes. This module does not import torch.
+The palette is Okabe and Ito's (2008), because color-blind readers can distinguish its colors. Yellow is left out,
+because it is too pale for a line. Built-in strategies take the colors in a fixed order. For any other name, a hash of
+the name chooses the color. The run `single` is gray. Strategies of the same color in one picture (`diloco:H=5` and
+`diloco:H=20`) have different dashes. This module does not import torch.
 
 >>> [look.color for look in looks_of(["ddp", "diloco:H=5", "diloco:H=20", "single"]).values()]
 ['#0072B2', '#D55E00', '#D55E00', '#7F7F7F']
@@ -55,7 +55,7 @@ GRAYED = Look(GRAY, GRAY)
 
 
 def look_of(label: str) -> Look:
-    """Return a strategy's color, with a solid line. `label`: the strategy's text with options, or its short name.
+    """Return a strategy's color, with a solid line. `label` is the strategy's text with options, or its short name.
 
     >>> look_of("DiLoCo:H=20") == look_of("diloco"), look_of("mine") == look_of("mine:x=1")
     (True, True)

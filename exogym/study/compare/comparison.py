@@ -49,12 +49,12 @@ class Comparison:
     Attributes:
         heading: one line about the training.
         finding: the verdict in one to three sentences: the strategies with the fewest bytes, the least time on the
-            network, and the lowest final loss. It names results that the seeds leave undecided.
+            network, and the lowest final loss. The verdict names results that the seeds leave undecided.
         rows: a dict per strategy with the columns of summary.csv. `<name>_std` is a column's standard deviation over
             seeds.
         histories: a dict from (strategy as written, seed) to the run's `History`.
         description: the options and the machine, as JSON values. They are enough to repeat the comparison.
-        folder, paths: the comparison's folder and its files. Without `out` None and ().
+        folder, paths: the comparison's folder and its files; None and () without `out`.
         target_loss: the target validation loss. The rows have the bytes and, with a network, the seconds to reach it.
         strips: with `timeline`, a dict from each strategy to its nodes' timelines in the first rounds.
     """
@@ -83,8 +83,8 @@ class Comparison:
         Args:
             x: the horizontal axis: "step"; "bytes" that a node has sent; "time" (predicted seconds, with a network);
                 "wall" (seconds on this machine).
-            log: whether the horizontal axis is logarithmic. None: logarithmic for bytes, and for seconds if the longest
-                run takes at least eight times as long as the shortest.
+            log: whether the horizontal axis is logarithmic. If `log` is None, the axis is logarithmic for bytes, and
+                for seconds if the longest run takes at least eight times as long as the shortest.
 
         A notebook shows the figure; `figure.savefig("loss.svg")` writes it to a file.
 
@@ -189,7 +189,7 @@ class ComparisonInterrupted(KeyboardInterrupt):
 
 
 def reached_text(row: Mapping[str, Any], name: str, form: Callable[[float], str]) -> str:
-    """Return the bytes or seconds to the target loss as text, or how many runs reached it if not all did."""
+    """Return the bytes or seconds to the target loss as text. If only some runs reached it, return their number."""
     if row[name] is None:
         if not row["seeds"]:
             return ""

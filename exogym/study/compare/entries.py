@@ -41,7 +41,7 @@ class Setting:
     outer_momentum: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields as a dict, without a default outer momentum, which older comparisons do not have."""
+        """Return the fields as a dict, but not a default outer momentum, because older comparisons lack this field."""
         return {k: v for k, v in asdict(self).items() if k != "outer_momentum" or v is not None}
 
     def val_interval(self, val_examples: int) -> int:

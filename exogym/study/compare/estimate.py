@@ -26,7 +26,7 @@ FIRST_STEPS = 2  # of the run that tells how many steps a part has
 
 @dataclass(frozen=True)
 class Trial:
-    """The measured seconds of a strategy: of a run's start, a step of all nodes, an evaluation. `run_s`: of a run."""
+    """A strategy's measured seconds: for a run's start, a step of all nodes, an evaluation, and a run (`run_s`)."""
 
     label: str
     start_s: float
@@ -41,10 +41,10 @@ class Estimate:
 
     Attributes:
         trials: a trial for each strategy, or for some cells of a sweep.
-        runs: number of runs, all seeds counted. `at_once` of them train at the same time.
+        runs: number of runs for all seeds together. `at_once` runs train at the same time.
         train_s: seconds of training, without starting Python, tables and pictures.
-        memory_bytes: memory of the process, or of the GPU if the runs use one.
-        free_bytes: free memory there.
+        memory_bytes: memory that the runs need, on this machine or on the GPU if the runs use a GPU.
+        free_bytes: free memory of this machine, or of that GPU.
         took_s: seconds that the trials took.
     """
 
@@ -96,7 +96,7 @@ def estimated(sessions: Sequence[tuple[Session, str]], count: int, at_once: int 
     """Return the estimate of `count` strategies or cells, from trials of some of them.
 
     Args:
-        sessions: the strategies to try, each with its session.
+        sessions: pairs (session, label), one for each strategy or cell to try.
         at_once: runs that train at the same time, each in its own process.
     """
     begun = time.perf_counter()

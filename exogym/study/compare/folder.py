@@ -1,6 +1,6 @@
 """A comparison's folder. If the process is killed, at most the unfinished run is lost.
 
-run.json                   the options, from the start; the results, at the end
+run.json                   the options, written at the start, and the results, written at the end
 diloco-H-20-seed-0/        a run folder (`core.record.run_folder`) for each strategy and seed, with
     history.safetensors    the run's history
     timeline.json          when each node computed, sent and waited, with `timeline`
@@ -92,7 +92,7 @@ class Folder:
         return cls(path, labels, lock=lock_of(path))
 
     def beat(self) -> None:
-        """Write a heartbeat into the lock: this process still writes into the folder."""
+        """Write a heartbeat into the lock, which shows that this process still uses the folder."""
         if self.lock is not None:
             self.lock.beat()
 
@@ -109,7 +109,7 @@ class Folder:
         return self.path / f"{self._names[label]}-seed-{seed}"
 
     def run_options(self, label: str, seed: int, saved: bool) -> dict[str, Any]:
-        """Return options of `fit` for a run's folder. `saved`: resume the run; otherwise the folder is new."""
+        """Return options of `fit` for a run's folder. If `saved`, the run resumes; otherwise its folder is new."""
         child = self.child(label, seed)
         if saved:
             if read_status(child).get("state") == "done":  # killed before its outcome was written

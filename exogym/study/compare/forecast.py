@@ -36,7 +36,7 @@ class Forecast:
 
     Attributes:
         name: the network's name, as the caller gave it.
-        measured_step_s: seconds of a step at speed 1, measured on this machine. None: the caller gave the seconds.
+        measured_step_s: seconds of a step at speed 1, measured on this machine, or None if the caller gave the seconds.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Forecast:
         return self.measured_step_s is not None
 
     def fit_options(self, alone: bool, timeline: bool) -> dict[str, Any]:
-        """Return the options of `fit` for a virtual clock. `alone`: for a run of node 0 without other nodes."""
+        """Return the options of `fit` for a virtual clock. If `alone`, node 0 trains without other nodes."""
         if not alone:
             return {"network": self.network, "step_seconds": self.step_time, "timeline": timeline}
         fleet = self.step_time
@@ -183,7 +183,8 @@ def measured_evaluation_s(
     """Measure an evaluation on the task's whole validation set on this machine. Return its seconds.
 
     An evaluation may take much longer than a forward pass: Whisper transcribes speech word by word. ExoGym first
-    measures a few examples. It measures all examples only if that takes a second or two.
+    measures a few examples. It measures all examples only if they will take at most about two seconds. Otherwise it
+    extrapolates from the few examples.
 
     Args:
         batch_size, device, loss_fn: as in `measured_step_s`.

@@ -28,7 +28,7 @@ class LiveTable:
 
     Args:
         labels: the strategies as written, in order.
-        seeds: runs of each strategy.
+        seeds: number of runs of each strategy.
     """
 
     def __init__(self, labels: Iterable[str], seeds: int) -> None:
@@ -92,7 +92,7 @@ def _line(at: Standing) -> str:
 
 
 def is_shown(progress: bool | None) -> bool:
-    """Return whether to show progress. None: show it in a terminal or a notebook.
+    """Return whether to show progress. If `progress` is None, show it only in a terminal or a notebook.
 
     >>> is_shown(True), is_shown(False)
     (True, False)

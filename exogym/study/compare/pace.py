@@ -11,8 +11,8 @@ class Pace:
     """Seconds per unit of work for each kind of run, such as a strategy.
 
     The steps of one strategy may take several times as long as another's. So if a kind has already run, its estimate
-    uses only its own runs. For a kind that has not run yet, the function `unknown`, by default the mean, combines the
-    seconds per unit of the other kinds in its group.
+    uses only its own runs. For a kind that has not run yet, the function `unknown` computes an estimate from the
+    seconds per unit of the other kinds in its group. By default, this is their mean.
 
     >>> pace = Pace()
     >>> pace.add("fleet", "ddp", work=10, seconds=20.0)

@@ -56,7 +56,7 @@ class Curve:
         tx_bytes: (K,) bytes that a node had sent before each evaluation, mean over seeds.
         time_s: (K,) predicted seconds before each evaluation, mean over seeds. None without a network.
         wall_s: (K,) seconds on this machine before each evaluation, mean over seeds. None if unknown.
-        label: the strategy as written, which decides the curve's color. "": use the title.
+        label: the strategy as written, which decides the curve's color. If `label` is "", the title decides the color.
     """
 
     title: str
@@ -103,10 +103,10 @@ class Strip:
 
 
 def first_rounds_s(strips: Iterable[Strip]) -> float:
-    """Return the seconds up to which to draw timelines: until every strategy that communicates has done so twice.
+    """Return the seconds up to which to draw timelines: until each strategy that communicates has communicated twice.
 
-    The time is earlier if a node would otherwise have more than 60 spans, too many to see. If no strategy communicates,
-    it is the end of the longest timeline.
+    The result is smaller if a node would otherwise have more than 60 spans, which are too many to see. If no strategy
+    communicates, the result is the end of the longest timeline.
     """
     rounds, ends_of_all, crowded = [], [0.0], [math.inf]
     for strip in strips:
@@ -122,7 +122,7 @@ def first_rounds_s(strips: Iterable[Strip]) -> float:
 
 
 def check_matplotlib() -> None:
-    """Check that matplotlib is installed, which draws the pictures. If it is not, raise ExoGymError."""
+    """Raise ExoGymError if matplotlib, which draws the pictures, is not installed."""
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError:
@@ -166,8 +166,8 @@ def figure_of(
     Args:
         x: the horizontal axis: "step"; "bytes" that a node has sent; "time" (predicted seconds); "wall" (seconds on
             this machine).
-        log: whether the horizontal axis is logarithmic. None: logarithmic for bytes, and for seconds if the longest run
-            takes at least eight times as long as the shortest.
+        log: whether the horizontal axis is logarithmic. If `log` is None, the axis is logarithmic for bytes, and for
+            seconds if the longest run takes at least eight times as long as the shortest.
         network: the network's name, for the label of the axis "time".
         target_loss: the loss to mark with a dotted line.
 
@@ -245,8 +245,8 @@ def short_titles(titles: Sequence[str]) -> list[str]:
     """Return titles that fit beside a plot.
 
     A long title loses the options that it shares with all other titles of the same strategy. If the picture has no
-    other title of this strategy, it loses the options that all titles share. If it is still too long, it loses options
-    from its end. Titles that are then equal get numbers.
+    other title of this strategy, the long title loses the options that all titles share. A title that is still too long
+    loses options from its end. Titles that are then equal get numbers.
 
     >>> long = [f"Streaming DiLoCo (H=20, num_fragments={n}, fragment_sync_delay=2)" for n in (2, 4)]
     >>> short_titles(["DDP", *long])

@@ -45,10 +45,10 @@ VAL_EXAMPLES = 500  # the default for the most validation examples
 def compare(asked: ComparisonOptions) -> Comparison:
     """Train the same model from the same weights on the same data with several strategies, and compare them.
 
-    Every node keeps one shard of the data for the whole run. The strategy `single` trains node 0 without other nodes:
-    the same weights, the same shard and batches in the same order, DDP's inner optimizer. It sends nothing, and ignores
-    the options `faults` and `balance`. All strategies use the same inner optimizer and learning rate, unless the
-    table's `notes` say otherwise. DeMo has its own optimizer and learning rate.
+    Every node keeps one shard of the data for the whole run. The strategy `single` trains node 0 without other nodes,
+    with the same weights, the same shard, the same batches in the same order, and DDP's inner optimizer. It sends
+    nothing, and ignores the options `faults` and `balance`. All strategies use the same inner optimizer and learning
+    rate, unless the table's `notes` say otherwise. DeMo has its own optimizer and learning rate.
 
     A run has 10 to 30 evaluations on at most 500 validation examples, spread evenly over the set. If a run's loss
     becomes NaN or infinite, the table leaves out the run, and its `notes` say so.
@@ -56,8 +56,8 @@ def compare(asked: ComparisonOptions) -> Comparison:
     Raises:
         ArgumentError, DataError: an argument or the data are wrong, or `out` cannot be written; raised before training.
         TrainingError: no run completed its training.
-        ComparisonInterrupted: a KeyboardInterrupt came. The error's `result` has the finished runs, and `folder` their
-            folder.
+        ComparisonInterrupted: a KeyboardInterrupt stopped the comparison. The error's `result` has the finished runs,
+            and `folder` their folder.
 
     >>> result = compare("digits", "single,ddp", max_steps=10, seeds=1)
     >>> [row["strategy"] for row in result.rows], result.rows[1]["quality"], result.rows[0]["tx_bytes"]
@@ -99,7 +99,8 @@ def session_of(asked: ComparisonOptions, known_step_s: float | None = None) -> S
     """Check the arguments and prepare a comparison's runs. This function neither trains nor makes a folder.
 
     Args:
-        known_step_s: the seconds of a step that an interrupted comparison measured. None: measure a step if necessary.
+        known_step_s: the seconds of a step that an interrupted comparison measured. If it is None, this function
+            measures a step if necessary.
 
     Raises:
         ArgumentError, DataError: as in `compare`.
@@ -160,7 +161,7 @@ def asked_of(session: Session, target_loss: float | None = None) -> dict[str, An
 
 
 def decisive_of(options: RunOptions) -> dict[str, Any]:
-    """Return {"options": ...} with the options that change results and differ from their defaults; {} without any.
+    """Return {"options": ...} with the options that change results and are not at their defaults. {} if there are none.
 
     >>> decisive_of(RunOptions(precision="bf16", hang_s=1.0)), decisive_of(RunOptions())
     ({'options': {'precision': 'bf16'}}, {})

@@ -33,7 +33,7 @@ SAVE_S = 60.0  # longer runs are saved at this interval, at an evaluation
 
 @dataclass(frozen=True)
 class Standing:
-    """A comparison's progress: strategy `label` is in its run number `run` of `runs`, at `step` of `steps`.
+    """A comparison's progress: strategy `label` trains run number `run` of `runs`, at step `step` of `steps`.
 
     `left_s` is the remaining seconds of training for all runs, None if unknown. It does not include the time to write
     tables and pictures.
@@ -138,7 +138,7 @@ class Session:
         return {label: found.strip for (label, _), found in self.outcomes.items() if found.strip is not None}
 
     def fit_options(self, entry: Entry, timed: bool = False) -> dict[str, Any]:
-        """Return the options with which `fit` trains a strategy, for all seeds. `timed`: record a timeline."""
+        """Return the options with which `fit` trains a strategy, for all seeds. If `timed`, runs record a timeline."""
         nodes = self.setting.nodes
         given: dict[str, Any] = {
             **self.passed, "num_nodes": nodes, "max_steps": self.setting.steps, "batch_size": self.setting.batch_size,

@@ -205,7 +205,7 @@ def target_of_best(tracks: Tracks) -> tuple[float, str]:
 
 
 def are_apart(low: Sequence[float], high: Sequence[float]) -> bool:
-    """Return whether the values `low` are clearly below `high`: no overlap, and means further apart than either spread.
+    """Return whether `low` is clearly below `high`: without overlap, and with means further apart than either spread.
 
     >>> are_apart([1.0, 1.1], [1.2, 1.3]), are_apart([1.0, 1.2], [1.1, 1.3]), are_apart([1.0, 1.1], [1.11, 1.6])
     (True, False, False)

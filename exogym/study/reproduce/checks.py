@@ -42,7 +42,7 @@ def mean_text(values: Sequence[float], form: str = "{:.4f}") -> str:
 
 
 def lower(first: str, second: str, by: float = 0.0, measure: str = "val_loss", than: str | None = None) -> Check:
-    """Return a check: cell `first` has a lower `measure` than cell `second` in every seed, by at least the share `by`.
+    """Return a check that `first` has a lower `measure` than `second` in every seed, by at least the share `by`.
 
     The check is undecided if seeds disagree.
 
@@ -66,7 +66,7 @@ def lower(first: str, second: str, by: float = 0.0, measure: str = "val_loss", t
 
 
 def no_worse(first: str, second: str, within: float) -> Check:
-    """Return a check: the mean loss of cell `first` is at most (1 + `within`) times the mean loss of `second`."""
+    """Return a check that the mean loss of cell `first` is at most (1 + `within`) times the mean loss of `second`."""
 
     def check(found: Found) -> Seen:
         a, b = values_of(found, first), values_of(found, second)
@@ -83,7 +83,7 @@ def no_worse(first: str, second: str, within: float) -> Check:
 
 
 def bytes_are(first: str, second: str, share: float, within: float = 0.05) -> Check:
-    """Return a check: cell `first` has `share` times the payload of `second`, with the relative tolerance `within`."""
+    """Return a check that cell `first` has `share` times the payload of `second`, with relative tolerance `within`."""
 
     def check(found: Found) -> Seen:
         a, b = (float(np.mean([*values_of(found, x, "payload_bytes").values()])) for x in (first, second))
@@ -94,7 +94,7 @@ def bytes_are(first: str, second: str, share: float, within: float = 0.05) -> Ch
 
 
 def ascending(labels: Sequence[str], measure: str = "val_loss") -> Check:
-    """Return a check: the cells' means of `measure` ascend in the order of `labels`.
+    """Return a check that the cells' means of `measure` ascend in the order of `labels`.
 
     The last cell must also exceed the first cell in every seed. The check is undecided if this holds only in some
     seeds.
@@ -115,7 +115,7 @@ def ascending(labels: Sequence[str], measure: str = "val_loss") -> Check:
 
 
 def best_is(labels: Sequence[str], expected: Sequence[str], where: str) -> Check:
-    """Return a check: the cell with the lowest mean loss among `labels` is in `expected`."""
+    """Return a check that the cell with the lowest mean loss among `labels` is in `expected`."""
 
     def check(found: Found) -> Seen:
         runs = {label: values_of(found, label) for label in labels}
@@ -143,7 +143,7 @@ def where_whole(labels: Collection[str], check: Check) -> Check:
 
 
 def spread_shrinks(label: str, to: float = 0.5) -> Check:
-    """Return a check: in every seed the last consensus distance is at most `to` times the largest."""
+    """Return a check that in every seed the last consensus distance is at most `to` times the largest."""
 
     def check(found: Found) -> Seen:
         shares = []
@@ -161,7 +161,7 @@ def spread_shrinks(label: str, to: float = 0.5) -> Check:
 
 
 def spread_follows_lr(label: str, at_least: float = 0.9, after: float = 0.15) -> Check:
-    """Return a check: consensus distance and learning rate correlate by at least `at_least` in every seed.
+    """Return a check that consensus distance and learning rate correlate by at least `at_least` in every seed.
 
     The correlation is taken over evaluations after the share `after` of the steps.
     """
@@ -190,7 +190,7 @@ def _correlation(run: Run, after: float) -> float:
 
 
 def late_order(label: str, measures: Sequence[str], share: float = 0.25) -> Check:
-    """Return a check: the means of `measures` over the last `share` of evaluations ascend in the given order.
+    """Return a check that the means of `measures` over the last `share` of evaluations ascend in the given order.
 
     The last evaluation does not count, because nodes may synchronize before it.
     """
@@ -215,7 +215,7 @@ def late_order(label: str, measures: Sequence[str], share: float = 0.25) -> Chec
 
 
 def best_H_grows(cells: Mapping[int, str], bandwidths: Sequence[str], latency_s: float, step_s: float, N: int) -> Check:
-    """Return a check: in every seed the best H grows as bandwidth shrinks.
+    """Return a check that in every seed the best H grows as bandwidth shrinks.
 
     The best H reaches the target loss first in predicted time. It must never fall from one bandwidth to the next, and
     must be larger at the last bandwidth than at the first. The check is undecided if this holds only in some seeds.

@@ -66,7 +66,7 @@ class Run:
         last: dict of the measures after the last step: val_loss (infinite if training failed), val_accuracy, a node's
             payload_bytes and tx_bytes, time_s, wall_s.
         curves: dict from measure to its values at the evaluations; "step" has the evaluations' steps.
-        error: the reason why training failed. None: it did not fail.
+        error: the reason why training failed, or None if it did not fail.
     """
 
     seed: int
@@ -80,7 +80,7 @@ Found = Mapping[str, Sequence[Run]]  # label of a cell to its runs, one per seed
 
 @dataclass(frozen=True)
 class Seen:
-    """A check's result: a sentence with its numbers, and whether the claim holds (None: the seeds disagree)."""
+    """A check's result: a sentence with its numbers, and whether the claim holds (None if the seeds disagree)."""
 
     says: str
     holds: bool | None
@@ -108,8 +108,8 @@ class Verdict(StrEnum):
     def of(cls, seen: Sequence[Seen]) -> Verdict:
         """Return a claim's verdict from the results of its checks.
 
-        YES: all checks hold. PART: only some checks hold. UNCLEAR: no check holds, but in at least one check the seeds
-        disagree. NO: all checks fail.
+        The verdict is YES if all checks hold, and PART if only some checks hold. It is UNCLEAR if no check holds, but
+        the seeds disagree in at least one check. It is NO if all checks fail.
 
         >>> Verdict.of([Seen("", True), Seen("", None)]), Verdict.of([Seen("", False), Seen("", None)])
         (<Verdict.PART: 'partly confirmed'>, <Verdict.UNCLEAR: 'the seeds disagree'>)

@@ -74,7 +74,7 @@ class Page:
         }  # fmt: skip
 
     def found(self, claim: Claim) -> Found | None:
-        """Return a claim's runs as a dict by cell label. None: a cell has no runs."""
+        """Return a claim's runs as a dict by cell label, or None if a cell has no runs."""
         if any(cell.key not in self.cells for cell in claim.cells.values()):
             return None
         return {label: [run_of(x) for x in self.cells[c.key]["runs"]] for label, c in claim.cells.items()}
@@ -83,7 +83,8 @@ class Page:
         """Write the results file, the pictures and the page.
 
         Args:
-            draw: names of the claims whose pictures to draw. None: all claims with results.
+            draw: names of the claims whose pictures to draw. If `draw` is None, draw the pictures of all claims with
+                results.
         """
         from exogym.study.reproduce.plots import draw_claim
 

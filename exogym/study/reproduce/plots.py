@@ -1,4 +1,4 @@
-"""Draws a claim's small picture: the last losses, losses against steps, or the nodes' consensus distance."""
+"""Draw a claim's small picture: the last losses, losses against steps, or the nodes' consensus distance."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def characters(data: Data) -> tuple[Task, Partitioner | None]:
 
 
 def by_speaker(data: Data) -> tuple[Task, Partitioner | None]:
-    """Return the task `by_speaker`: as `characters`, but all lines of a speaker belong to one node."""
+    """Return the task `by_speaker`. It is like `characters`, but all lines of a speaker belong to one node."""
     source = shakespeare(data, block_size=BLOCK, stride=BLOCK // 2, val_windows=1)
     who = speakers(source.text)[:: BLOCK // 2][: len(source.train)]
     return load_task("shakespeare", data, block_size=BLOCK), ByKey(who)
@@ -45,7 +45,7 @@ PROBLEMS: dict[str, Callable[[Data], tuple[Task, Partitioner | None]]] = {
 def problem(name: str, data: Data = None) -> tuple[Task, Partitioner | None]:
     """Return the task `name` of this file or of `exogym.tasks`, and a partitioner object that divides its data.
 
-    None instead of a partitioner: the task itself names its partitioner.
+    The partitioner is None if the task itself names a partitioner.
 
     Raises:
         ArgumentError, DataError: the name is unknown, or the data were not found.

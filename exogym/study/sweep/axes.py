@@ -159,7 +159,7 @@ def _value(name: str, text: str) -> Any:
 
 
 def as_number(value: str) -> float | None:
-    """Return the finite number that the text `value` holds. None: `value` is not a finite number.
+    """Return the number in the text `value`, or None if the text is not a finite number.
 
     >>> as_number("5"), as_number("diloco")
     (5.0, None)

@@ -23,7 +23,9 @@ TRIES = 3  # attempts for a run whose machine is lost
 
 
 def train_all_on_ray(jobs: Sequence[Job], processes: int | None, ended: Callable[[Job], None]) -> None:
-    """Train all runs, at most `processes` at the same time (None: as many as the cluster has room for).
+    """Train all runs, at most `processes` at the same time.
+
+    If `processes` is None, as many runs train at the same time as the cluster has room for.
 
     Raises:
         ArgumentError: no cluster was found, its machines have other versions, or the sweep's problem cannot be sent.

@@ -32,7 +32,7 @@ class Swept:
 
     Attributes:
         heading: one line about the training.
-        finding: the verdict in one to three sentences; it names results that the seeds leave undecided.
+        finding: the verdict in one to three sentences. The verdict names results that the seeds leave undecided.
         axes: dict from option to its values or range.
         rows: a dict per cell: the cell's name `cell`, then the options' values, then the means of measures and their
             standard deviations `<name>_std` over seeds.
