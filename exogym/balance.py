@@ -59,8 +59,8 @@ class Balance:
         """Raise ArgumentError if the number of given speeds is not `count`. `of` is the text "nodes" or "processes"."""
         if self.speeds is not None and len(self.speeds) != count:
             raise ArgumentError(
-                f"balance={self.kind!r} has {len(self.speeds)} speeds for {count} {of}: give one for each, or leave "
-                "speeds out and fit measures them"
+                f"balance={self.kind!r} has {len(self.speeds)} speeds for {count} {of}: give one speed for each, "
+                "or leave speeds out, so that fit measures them"
             )
 
     def counts(self, total: int) -> list[int]:

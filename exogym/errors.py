@@ -312,7 +312,7 @@ def needs(module: str, extra: str | None = None) -> Any:
     >>> needs("surely_not_installed", "whisper")
     Traceback (most recent call last):
     ...
-    exogym.errors.ExoGymError: this needs surely_not_installed, which is not installed: pip install 'exogym[whisper]'
+    exogym.errors.ExoGymError: the module surely_not_installed is not installed: pip install 'exogym[whisper]'
     """
     try:
         return importlib.import_module(module)
@@ -320,4 +320,4 @@ def needs(module: str, extra: str | None = None) -> Any:
         if error.name != module.partition(".")[0]:
             raise
         remedy = module if extra is None else f"'exogym[{extra}]'"
-        raise ExoGymError(f"this needs {module}, which is not installed: pip install {remedy}") from None
+        raise ExoGymError(f"the module {module} is not installed: pip install {remedy}") from None

@@ -142,8 +142,8 @@ class _Battery:
         again, _ = self.run()
         if again != self.reference:
             raise StrategyError(
-                "law 'repeatable': two runs with one seed end in different weights. Draw random numbers only from "
-                "generators seeded from the run's seed and the step"
+                "law 'repeatable': two runs with the same seed end in different weights. Draw random numbers only "
+                "from generators seeded from the run's seed and the step"
             )
         return "two runs end in the same bits"
 
@@ -152,7 +152,7 @@ class _Battery:
         if capped != self.reference:
             raise StrategyError(
                 "law 'stretches': single steps and whole stretches end in different weights. next_event() must name "
-                "every step at which the strategy acts, and local_steps() must not depend on how a round is cut"
+                "every step at which the strategy acts, and local_steps() must not depend on where a stretch ends"
             )
         return "one step at a time ends in the same bits"
 
@@ -208,7 +208,7 @@ class _Battery:
         wanted = self.payload(row, self.steps)
         if abs(seen - wanted) > 1e-9 * max(1.0, wanted):
             raise StrategyError(
-                f"law 'bytes': each node handed over {seen:.1f} bytes, but payload_bytes gives {wanted:.1f}"
+                f"law 'bytes': the payload of each node was {seen:.1f} bytes, but payload_bytes gives {wanted:.1f}"
             )
         return f"{seen:.0f} bytes per node"
 

@@ -47,15 +47,15 @@ class _Turn:
         if not self.lock.acquire(blocking=False):
             if self.thread != threading.get_ident():
                 raise ArgumentError(
-                    "another thread of this process is in fit, and both would draw from the same random generators. "
-                    "Call one fit after the other, or run each fit in its own process. To use more cores for one fit, "
-                    "give this fit processes="
+                    "another thread of this process runs fit, and both threads would draw from the same random "
+                    "generators. Call one fit after the other, or run each fit in its own process. To use more cores "
+                    "for one fit, give this fit processes="
                 )
             mine = {id(p) for p in model.parameters()}
             if any(id(p) in mine for outer in self.models for p in outer.parameters()):
                 raise ArgumentError(
-                    "this model is being trained already, by the fit whose callback called this fit. Train a "
-                    "copy.deepcopy of it, or train it after that fit"
+                    "the fit whose callback called this fit is already training this model. Train a "
+                    "copy.deepcopy of the model, or train the model after that fit"
                 )
         self.thread = threading.get_ident()
         self.models.append(model)

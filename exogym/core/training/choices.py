@@ -71,8 +71,8 @@ def _fitting_micro_batch(worker: Worker, batch: Any, limit_bytes: float, residen
                 raise
             raise ArgumentError(
                 f"max_memory_usage allows {limit_bytes / 1e6:.1f} MB, too little for {2 * size} examples, and the "
-                f"model cannot compute the loss of {size} ({error}). Raise max_memory_usage, train fewer nodes, or use "
-                "a smaller model"
+                f"model cannot compute the loss of {size} examples ({error}). Raise max_memory_usage, train "
+                "fewer nodes, or use a smaller model"
             ) from error
         if needed <= limit_bytes:
             return size

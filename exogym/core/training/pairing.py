@@ -84,7 +84,8 @@ def pairs_of(calls: Mapping[int, Stand], blocks: Sequence[Sequence[int]]) -> lis
         blocks: groups of nodes that continue together or not at all.
 
     Raises:
-        StrategyError: a node names itself or a missing node, or partners have different shapes.
+        StrategyError: a node names a missing or absent node, a send or receive names its own node, or partners have
+            different shapes.
     """
     pairs = []
     for node, call in calls.items():
@@ -105,7 +106,7 @@ def pairs_of(calls: Mapping[int, Stand], blocks: Sequence[Sequence[int]]) -> lis
             continue
         if call.kind == "exchange" and (call.shape, call.dtype) != (other.shape, other.dtype):
             raise StrategyError(
-                f"{here}: it gives {call.dtype} {call.shape}, but node {call.peer} gives {other.dtype} "
+                f"{here}: this node gives {call.dtype} {call.shape}, but node {call.peer} gives {other.dtype} "
                 f"{other.shape}; partners must give tensors of equal shape and dtype"
             )
         pairs.append((node, call.peer))

@@ -33,9 +33,7 @@ TRIAL_STEPS = 3
 
 
 class RowModel(nn.Module):
-    """A model of all rows, for `stacked = True`. Its parameters have the shape (rows, *shape); it has no forward
-    pass.
-    """
+    """A model of all rows for `stacked = True`, without a forward pass. Parameters have the shape (rows, *shape)."""
 
     def __init__(self, named: dict[str, nn.Parameter]):
         super().__init__()

@@ -169,7 +169,7 @@ def _check_chosen(snapshot: Snapshot, options: FitOptions) -> None:
     for name, is_right in right.items():
         if not is_right:
             raise CheckpointError(
-                f"{snapshot.path}/run.json records chosen={chosen!r}, but with its options this run cannot have that "
+                f"{snapshot.path}/run.json records chosen={chosen!r}, but this run's options do not allow this "
                 f"{name}: resume with the first run's options"
             )
 

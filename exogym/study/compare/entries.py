@@ -80,7 +80,7 @@ def split_strategies(strategies: str | Sequence[str] | Mapping[str, str | Strate
     labels = [text.strip() for text in texts]
     for label in labels:
         if labels.count(label) > 1:
-            raise ArgumentError(f"strategies={','.join(labels)!r} names {label!r} twice: name each once")
+            raise ArgumentError(f"strategies={','.join(labels)!r} names {label!r} twice: name each strategy once")
     if not any(labels):
         raise ArgumentError(f"strategies={strategies!r} names no strategy: give for example 'ddp,diloco'")
     return {label: label for label in labels}

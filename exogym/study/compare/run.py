@@ -326,7 +326,7 @@ def _check_models(task: Task, seed: int) -> None:
     first, second = (list(task.make_model(seed).parameters()) for _ in range(2))
     if {id(p) for p in first} & {id(p) for p in second}:
         raise ArgumentError(
-            "make_model() gave the same weights twice, so a run would start where the one before it ended: make a new "
+            "make_model() gave the same weights twice, so a run would start where the previous run ended: make a new "
             "model in each call, such as lambda: copy.deepcopy(model)"
         )
     plain = [(a, b) for a, b in zip(first, second, strict=True) if not (is_lazy(a) or a.is_meta)]

@@ -186,7 +186,7 @@ def estimate(asked: SweepOptions) -> Estimate:
     """
     if asked.search is not None or asked.engine is not None:
         name = "engine" if asked.search is None else "search"
-        raise ArgumentError(f"an estimate is of all cells on this machine: leave {name} out")
+        raise ArgumentError(f"an estimate covers all cells on this machine: leave {name} out")
     swept = axes_of(asked.axes)
     cells = {label_of(cell): cell for cell in grid(swept)}
     few = list(cells)[:: math.ceil(len(cells) / MOST_TRIALS)]
