@@ -45,7 +45,7 @@ def test_of_four_fits_in_four_threads_one_is_right_and_the_others_are_refused():
     for thread in threads:
         thread.join(300)
     assert ended == [wanted]
-    assert len(errors) == 3 and all("one fit after the other, or give each its own process" in e for e in errors)
+    assert len(errors) == 3 and all("one fit after the other, or run each fit in its own process" in e for e in errors)
     assert alone() == alone()  # the turn was given back
 
 
