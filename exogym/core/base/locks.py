@@ -94,7 +94,7 @@ class Lock:
             who = "nobody" if other is None else f"process {other.pid} on {other.host}"
             raise OSError(
                 f"this run has lost its folder; {who} holds it now. The run was silent for over {STALE_S:g} s, or "
-                f"{self.path.name} was removed. It writes nothing more there, so that two runs do not mix"
+                f"{self.path.name} was removed. This run writes nothing more there, so that two runs do not mix"
             )
 
     def release(self) -> None:

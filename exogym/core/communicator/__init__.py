@@ -4,8 +4,9 @@ Every tensor has the row axis first. Row r of an argument is the value that node
 result is the value that this node gets back. If all nodes get the same result, it is one row expanded to all rows
 (stride 0), so it takes one row's memory.
 
-The exact reduction sums rows pairwise in a fixed tree over global ids, (0+1)+(2+3)+.... If one of two siblings is
-absent, the other passes through unchanged. So the bits of a sum do not depend on which process holds which row.
+The exact reduction sums rows pairwise in a fixed tree over global ids, (0+1)+(2+3)+.... If one of two neighbors in the
+tree is absent, the other's value passes through unchanged. So the bits of a sum do not depend on which process holds
+which row.
 
 The communicator records each call as an `Event`. For each of the n members, the event has the payload S (the bytes that
 the member hands over), and the bytes that the member sends (tx) and receives (rx) under the named algorithm:

@@ -1,4 +1,4 @@
-"""Record each collective: its members, the bytes that they hand over, send and receive, and when they wait for it."""
+"""Record each collective: its members, their payload, tx and rx bytes, and when the members wait for it."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ class TrimmedMean(Rule):
 
 @dataclass(frozen=True)
 class Krum(Rule):
-    """Krum: the vector with the smallest distances to its nearest neighbors, or the mean of the `keep` best vectors.
+    """Krum's rule: the vector that is closest to its nearest neighbors, or the mean of the `keep` closest vectors.
 
     Args:
         share: share of the members that may be bad, over 0 and under one half.
@@ -153,7 +153,7 @@ def check_share(share: float) -> None:
 
 
 def rule_of(given: str | Rule) -> Rule:
-    """Return the rule with the given name. A `Rule` is returned unchanged.
+    """Return the rule that has a given name. If the argument is a `Rule`, return it unchanged.
 
     Raises:
         ArgumentError: the name is unknown.

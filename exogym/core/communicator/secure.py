@@ -1,14 +1,14 @@
 """Secure aggregation: the server learns the sum of the clients' messages, but no single message.
 
 Bonawitz et al., Practical Secure Aggregation for Privacy-Preserving Machine Learning, CCS 2017 (with honest but curious
-parties). n members start the protocol, and m of them come through (finish it). t = floor(n/2) + 1 shares recover a
-secret. u and v are members, PRG is a pseudo-random generator, and g generates a group:
+parties). n members start the protocol. A member comes through if it finishes the protocol. t = floor(n/2) + 1 shares
+recover a secret. u and v are members, PRG is a pseudo-random generator, and g generates a group:
 
     keys      u sends two public keys: g^s_u for its secret key s_u, and an encryption key
     shares    u sends every other v an encrypted Shamir share of s_u, and of a random seed b_u
     masked    u sends y_u = x_u + PRG(b_u) + sum_{v > u} PRG(s_uv) - sum_{v < u} PRG(s_uv),  s_uv = g^(s_u s_v)
     unmask    each member that came through sends, for each other v, a share of b_v if v came through, otherwise of s_v
-    server    sum_u y_u - sum_{u came through} PRG(b_u) - (the masks that these u share with v, for each other v)
+    server    sum_{u came through} (y_u - PRG(b_u)) - (these u's masks with v, for each v that dropped out)
 
 x_u is member u's value x in fixed point, times its weight w_u: round(w_u x 2^f) in the integers modulo 2^bits. So masks
 cancel exactly, and the result is the mean of the rounded values for any keys. The rounding error is at most 2^-(f+1)

@@ -309,7 +309,7 @@ class History(Sequence[Row]):
         return list(self.rows_after(-1, node))
 
     def rows_after(self, step: int, node: int | Literal["all"] | None = "all") -> Iterator[Row]:
-        """Yield the rows after `step`, one at a time. `node`: see `rows`."""
+        """Yield the rows after `step`, one at a time. `node` chooses rows as in `rows`."""
         for line in range(self._line(step + 1), self._size):
             yield from self._rows(line, slice(None) if node == "all" else node)
 

@@ -55,7 +55,9 @@ class Observer:
 
 
 class Observers(Observer):
-    """Call several observers like one. If an observer fails to start, those already started are finished."""
+    """Passes each call to several observers. If an observer fails to start, the observers that have started are
+    finished.
+    """
 
     def __init__(self, observers: Sequence[Observer] = ()):
         self.all = list(observers)

@@ -61,7 +61,7 @@ class Snapshot:
 
 
 class RowsElsewhere(CheckpointError):
-    """A process's checkpoint folder lacks files with rows that the process needs."""
+    """Raised when a process's checkpoint folder lacks files with rows that the process needs."""
 
     def __init__(self, path: Path, files: list[str]):
         super().__init__(f"{path} lacks {', '.join(files)}, with rows of this process's nodes")

@@ -105,7 +105,7 @@ def test_what_cannot_be_is_refused(make, message):
     ("options", "message"),
     [
         ({"node": 2}, "must be a NodeMesh"),
-        ({"node": [NodeMesh()]}, "1 meshes for 2 nodes"),
+        ({"node": [NodeMesh()]}, "1 NodeMeshes for 2 nodes"),
         ({"node": NodeMesh(shard=2), "compute": "vmap"}, "leave compute out"),
         ({"node": NodeMesh(shard=2), "processes": 2}, "leave processes out"),
         ({"node": NodeMesh(shard=2), "engine": "ray"}, "leave engine out"),
