@@ -1,4 +1,4 @@
-"""`exogym demo`: a first comparison. It prints the command that it runs."""
+"""`exogym demo`: run a first comparison, and print its command."""
 
 from __future__ import annotations
 

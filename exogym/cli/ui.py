@@ -28,7 +28,7 @@ def ui(
     context: typer.Context,
     where: Annotated[Path, typer.Option("--runs", metavar="DIR", help="Folder with the runs.")] = Path("runs"),
     port: Annotated[
-        int, typer.Option(metavar="N", help="Port to listen on, or the next free port; 0: any free port.")
+        int, typer.Option(metavar="N", help="Port to listen on, or the next free port; 0 takes any free port.")
     ] = 8421,
     host: Annotated[
         str,

@@ -8,9 +8,9 @@ One step of every node, in order:
 
 A module uses only the fleet and its communicator. Every tensor is (rows, ...).
 
-With absent nodes (`exogym.faults`): before these three parts ExoGym sets `fleet.comm.present` to the ids of the present
-nodes. A module reads and writes only these nodes' rows. If no node is present, the modules do not communicate, and they
-do not catch up later.
+With absent nodes (`exogym.faults`), ExoGym first sets `fleet.comm.present` to the ids of the present nodes. A
+module reads and writes only these nodes' rows. If no node is present, the modules do not communicate, and they do not
+catch up later.
 
 >>> issubclass(PeriodicModule, CommunicationModule), issubclass(CommunicationModule, Module)
 (True, True)
@@ -70,7 +70,7 @@ class CommunicateOptimizeStrategy(Strategy):
     Every subclass also accepts transport, robust, secure_aggregation and tuner, even if its constructor does not name
     them.
 
-    With absent nodes: each module continues with the present nodes. A returning node takes parameters and buffers from
+    With absent nodes, each module continues with the present nodes. A returning node takes parameters and buffers from
     another node, which broadcasts P b bytes (`bring_back`).
 
     >>> from exogym.strategy import CommunicateOptimizeStrategy

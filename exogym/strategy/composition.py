@@ -1,4 +1,4 @@
-"""Runs a strategy's modules on a fleet: decides when each module acts, and does the work before and after.
+"""Run a strategy's modules on a fleet, and decide when each module acts.
 
 Code for bad nodes and norm caps (`updates`), a tuner (`tuning`), and nodes that several processes hold (`Dealing`) runs
 only if the run has them.

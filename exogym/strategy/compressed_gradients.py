@@ -9,7 +9,7 @@ Without error feedback g = mean_i C(g_i). The inner optimizer steps with g. The 
 remaining error add up to the gradients: sum_t C(p_i) + e_i = sum_t gamma g_i. If gamma is 0, nodes send nothing and e_i
 does not change.
 
-With absent nodes: only the n present nodes send and step. An absent node's error e_i does not change. A returning node
+With absent nodes, only the n present nodes send and step. An absent node's error e_i does not change. A returning node
 starts with e_i = 0, because its error belongs to old parameters. A node that stayed broadcasts its parameters, buffers
 and inner optimizer state; the returning node takes them and continues at the fleet's step. A node that loses a
 synchronization misses this step.

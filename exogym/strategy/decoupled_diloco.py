@@ -107,10 +107,10 @@ class DecoupledDiLoCoStrategy(ClockedStrategy):
         lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`. A learning rate schedule follows the fleet's
             step.
 
-    One step of the fleet is N local steps, whichever nodes take them. However late a node arrives, the server uses its
-    Delta. At the end of training nodes push their unfinished rounds, and the server merges these rounds' Delta
-    (`final_sync`). With Q = N the strategy is DiLoCo, up to the order of a sum. With Q = 1 and `grace_s` = 0 it is
-    asynchronous DiLoCo with rule="nesterov" and period 1. Planned faults (`fit(faults=...)`) and compute="vmap" are
+    One step of the fleet is N local steps, whichever nodes take them. The server uses every node's Delta, even if the
+    node arrives late. At the end of training nodes push their unfinished rounds, and the server merges these rounds'
+    Delta (`final_sync`). With Q = N the strategy is DiLoCo, up to the order of a sum. With Q = 1 and `grace_s` = 0 it
+    is asynchronous DiLoCo with rule="nesterov" and period 1. Planned faults (`fit(faults=...)`) and compute="vmap" are
     refused.
 
     Raises:

@@ -14,7 +14,7 @@ Payload per node and step: (number of chunks) * k * (4-byte value + index), all-
 index takes 1 byte if a chunk has up to 256 coefficients, 2 bytes up to 32768, otherwise 4. (The published code sends
 8-byte indices: 12 bytes for each coefficient.)
 
-With absent nodes: only the n present nodes send and step, tx = rx = (n-1) payload. An absent node's momentum e_i does
+With absent nodes, only the n present nodes send and step: tx = rx = (n-1) payload. An absent node's momentum e_i does
 not change. A returning node starts with e_i = 0, because its momentum belongs to old parameters. A node that stayed
 broadcasts its parameters and buffers, P b bytes; the returning node takes them and continues at the fleet's step. A
 node that loses a synchronization misses this step.

@@ -21,7 +21,7 @@ Payload P b (1/H + 1/H_u + 1/H_v) bytes per node and step, for P parameters of b
 (N-1)/N times the payload. Nodes send moments in the precision of their parameters. At the end of training,
 unsynchronized parameters are averaged once more; moments are not.
 
-With absent nodes: means are over the present nodes. A returning node takes parameters and keeps its moments.
+With absent nodes, means are over the present nodes. A returning node takes parameters and keeps its moments.
 """
 
 from __future__ import annotations

@@ -21,11 +21,11 @@ Each node keeps its inner optimizer state and does not send it. Payload P b byte
 parameters of b bytes; ring all-reduce, tx = rx = 2 (N-1)/N P b. With islands, P b bytes more every H_island steps, tx =
 rx = 2 (s-1)/s P b. With outer SGD(lr=1), no momentum and the same weighting, DiLoCo is FedAvg.
 
-With absent nodes: Delta is the mean over the n present nodes, and each sends 2 (n-1)/n P b bytes. If a single node is
-present, it sends nothing and takes the outer step with its own Delta_i. If no node is present, no outer step happens. A
-node that missed the synchronization keeps theta_i and trains another H steps. Its next Delta_i is theta_last - theta_i,
-where theta_last is the theta that it last received. A node that was down returns with theta, which a node that stayed
-broadcasts: P b bytes.
+With absent nodes, Delta is the mean over the n present nodes, and each present node sends 2 (n-1)/n P b bytes. If a
+single node is present, it sends nothing and takes the outer step with its own Delta_i. If no node is present, no outer
+step happens. A node that missed the synchronization keeps theta_i and trains another H steps. Its next Delta_i is
+theta_last - theta_i, where theta_last is the theta that it last received. A node that was down returns with theta. A
+node that stayed broadcasts theta, P b bytes.
 
 >>> outer_spec("sgd", None).kwargs["lr"]
 0.7
@@ -67,7 +67,7 @@ class DiLoCoCommunicator(PeriodicModule, HasOuterModel):
     """Take DiLoCo's outer step after every step divisible by H.
 
     Args:
-        H: inner steps between two outer steps: a number, or a pure function of the round (from 0).
+        H: inner steps between two outer steps, as a number or a pure function of the round (from 0).
         outer_optim, outer_lr, outer_lr_scheduler, outer_warmup_rounds, outer_momentum, outer_momentum_scheduler,
             outer_restarts: see `OuterRule`.
         weighting: "uniform", or "examples" to weight outer gradients by each node's examples (non-IID, section 6.1).
@@ -152,7 +152,7 @@ class DiLoCoStrategy(CommunicateOptimizeStrategy):
     Args:
         inner_optim: inner optimizer; the paper has AdamW.
         outer_optim: outer optimizer; 'sgd' is Nesterov's SGD with lr 0.7 and momentum 0.9.
-        H: inner steps between two outer steps: a number, or a pure function of the round (from 0).
+        H: inner steps between two outer steps, as a number or a pure function of the round (from 0).
         lr, inner_lr, max_norm, lr_scheduler, warmup_steps: arguments of the inner optimizer; see `Strategy`.
         outer_lr: eta, the outer learning rate. The best value grows with N and H (arXiv:2503.09799: 0.4 to 0.8).
         outer_lr_scheduler, outer_warmup_rounds, outer_momentum, outer_momentum_scheduler, outer_restarts: see

@@ -12,7 +12,7 @@ Payload P b bytes per sampled client every H steps, for P parameters of b bytes.
 by a ring all-reduce: tx = rx = 2 (n-1)/n P b, where n is the number of nodes in an island (N without islands). Sampled
 clients send through the server: tx = rx = P b for each client, and 0 for other nodes.
 
-With absent nodes: clients and islands are drawn among all nodes. Drawn nodes that are present at the round's end
+With absent nodes, clients and islands are still drawn among all nodes. Drawn nodes that are present at the round's end
 average. These nodes send the bytes above, where n counts only these nodes. A node alone in an island sends nothing, and
 a single sampled client sends P b bytes. If no client is present, theta does not change.
 
@@ -56,20 +56,20 @@ class AveragingCommunicator(PeriodicModule, ChoosesClients, HasOuterModel):
     """Average the parameters after every step divisible by H.
 
     Args:
-        H: steps of a round: a number, or a pure function of the round (from 0). A client takes at most H local steps in
-            a round.
+        H: steps of a round, as a number or a pure function of the round (from 0). A client takes at most H local steps
+            in a round.
         island_size: s, the number of nodes in an island. None means one average over all nodes. If s does not divide N,
             the last island is smaller. Each round draws its islands from (seed, round), so no bytes are needed.
         client_fraction: C, the share of the N nodes that are clients in a round. Each round samples max(ceil(C N), 1)
             clients without replacement. Other nodes do nothing and receive theta when they next take part.
         weighting: "examples" to weight clients by their numbers of examples n_i, as in the paper, or "uniform".
         local_steps: H_i per node, each from 1 to H, for clients with different amounts of work.
-        local_epochs: E, epochs of a client's round: H_i = E ceil(n_i / B) steps with the batch size B. H becomes the
-            largest H_i.
+        local_epochs: E, the epochs of a client's round, which has H_i = E ceil(n_i / B) steps with the batch size B. H
+            becomes the largest H_i.
         keep_inner_state: if False, each client starts every round with a fresh inner optimizer.
-        privacy: a `DifferentialPrivacy`; the history then records the `epsilon` spent. It cannot be combined with
-            islands, with weights by examples that differ, or with buffers that training changes (averages of buffers
-            are not private).
+        privacy: a `DifferentialPrivacy`; the history then records the `epsilon` spent. `privacy` cannot be combined
+            with islands, with weights by examples that differ, or with buffers that training changes (averages of
+            buffers are not private).
         over_sampling: additional share of clients that the server asks (0.3 means 30 % more than the server needs).
         deadline_s: seconds that the server waits for reports, on the clock of `fit(step_seconds=)`. The server uses the
             first reports.

@@ -13,10 +13,10 @@ So each client moves to theta - (tau / a_i) (theta - theta_i) before the mean. F
     SGD, proximal term mu     a_i = (1 - (1 - gamma mu)^t) / (gamma mu)
 
 This code adds the weights up step by step and gets these sums. With momentum, a number c starts at 0, and each step
-sets c <- rho c + 1, a_i <- a_i + c (Nesterov: a_i + 1 + rho c). With a proximal term: a_i <- |1 - gamma mu| a_i + 1.
-With a learning rate schedule, step k counts gamma_k / gamma instead of 1, where gamma_k is the step's rate and gamma
-the rate at the schedule's factor 1. t counts the steps that a client really took, not the planned steps. Weight decay
-is part of the gradient.
+sets c <- rho c + 1, a_i <- a_i + c (Nesterov: a_i + 1 + rho c). With a proximal term each step sets a_i <- |1 - gamma
+mu| a_i + 1. With a learning rate schedule, step k counts gamma_k / gamma instead of 1, where gamma_k is the step's rate
+and gamma the rate at the schedule's factor 1. t counts the steps that a client really took, not the planned steps.
+Weight decay is part of the gradient.
 
 The sums cover one round's gradients, so momentum begins each round at zero (`keep_inner_state=False`), as in the
 published code. The paper gives no a_i for other optimizers, for dampening, and for momentum with a proximal term.
@@ -78,7 +78,7 @@ class EqualisedWork(RoundModule, Corrects):
             raise ArgumentError(f"FedNova divides by a_i, the sum of a round's gradient weights: {unknown}")
 
     def _unknown(self) -> str | None:
-        """Return why no a_i is known for the clients' optimizer, and the remedy; None: a_i is known."""
+        """Return why no a_i is known for the clients' optimizer, and the remedy, or None if a_i is known."""
         spec = self.inner.spec
         if spec.cls is not torch.optim.SGD:
             return f"no a_i is known for {spec.cls.__name__}: take inner_optim='sgd', or FedAvg or FedOpt"

@@ -1,7 +1,7 @@
 """FedProx: FedAvg with a term that keeps clients near the parameters with which they started the round.
 
-Li et al., arXiv:1812.06127. In a round client i minimizes F_i(w) + (mu/2) |w - theta|^2, where F_i is its loss and
-theta are the parameters that it last received:
+Li et al., arXiv:1812.06127. In a round client i minimizes F_i(w) + (mu/2) |w - theta|^2, where F_i is client i's loss
+and theta are the parameters that client i last received:
 
     g_i(w) + mu (w - theta)                         # at every local step, before clipping and the inner optimizer
     theta <- sum_i n_i theta_i / sum_i n_i          # as FedAvg

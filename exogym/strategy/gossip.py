@@ -13,7 +13,7 @@ the mean of all nodes; mixing with W does not change this mean.
 Payload deg P b bytes every H steps for a node with deg neighbors, for P parameters of b bytes: tx = rx = deg P b,
 because the node sends a message to each neighbor. A node waits only for its neighbors.
 
-With absent nodes: W is computed on the graph between the present nodes. A node without present neighbors trains alone.
+With absent nodes, W is computed on the graph between the present nodes. A node without present neighbors trains alone.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ class Neighbors:
     def couples_every(self, N: int, H: int) -> float:
         """Return the steps until every node's parameters have reached all nodes.
 
-        These are H times the largest number of hops between two nodes. With graph="matching": H ceil(log2 N).
+        These are H times the largest number of hops between two nodes. With graph="matching" the result is H ceil(log2
+        N).
         """
         if self.graph == "matching":
             return H * math.ceil(math.log2(max(N, 2)))

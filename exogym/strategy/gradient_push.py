@@ -23,8 +23,8 @@ the payload, and rx the same number for each giver, a node that sends to this no
 turn t, the node i + 2^(t mod ceil(log2 N)). After ceil(log2 N) turns without training all N = 2^k nodes hold the exact
 mean. A node waits only for its givers. The paper's overlap of several steps is not implemented.
 
-With absent nodes: absent nodes keep x_i and w_i, and no node sends to them. A returning node takes z from a node that
-stayed, and keeps its own weight. A node that starts anew (`forget`) also takes the other node's weight.
+Absent nodes keep x_i and w_i, and no node sends to absent nodes. A returning node takes z from a node that stayed, and
+keeps its own weight. A node that starts anew (`forget`) also takes the other node's weight.
 """
 
 from __future__ import annotations

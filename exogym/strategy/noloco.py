@@ -17,8 +17,8 @@ Payload 2 P b bytes per node every H steps, for D and phi of P parameters of b b
 not send them. The nodes' parameters are never equal; the evaluation model is their mean. The distance between nodes
 follows the inner learning rate, so let the learning rate decay.
 
-With absent nodes: groups are drawn among the present nodes. A leftover node is its own group: its outer step uses its
-own D, and it sends nothing. A node that was down takes the parameters of a node that stayed as its phi_i, and its
+With absent nodes, groups are drawn among the present nodes. A leftover node is its own group. It sends nothing, and its
+outer step uses its own D. A node that was down takes the parameters of a node that stayed as its phi_i, and its
 momentum starts at zero.
 """
 
@@ -45,7 +45,7 @@ class NoLoCoCommunicator(PeriodicModule):
     """Take NoLoCo's outer step after every step divisible by H.
 
     Args:
-        H: inner steps of a round: a number, or a pure function of the round (from 0).
+        H: inner steps of a round, as a number or a pure function of the round (from 0).
         group_size: n, the number of nodes in a group.
         alpha: share of the momentum that an outer step keeps.
         beta: factor of the group's mean change during the round.

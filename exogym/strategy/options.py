@@ -1,4 +1,4 @@
-"""Options that many constructors share. A typed dict names them, and each default is written only once.
+"""Options that many constructors share. A typed dict names these options, and each default is written only once.
 
 A constructor names shared options by a typed dict behind `**`, which editors and type checkers show:
 

@@ -1,8 +1,8 @@
 """Rounds of a server that asks clients: which clients it asks, which report in time, and whether these are enough.
 
 Bonawitz et al., `Towards Federated Learning at Scale`, arXiv:1902.01046. A server needs the reports (the updates) of k
-clients. It asks more clients than k and takes the first reports until a deadline. If too few reports come, it gives the
-round up. Client i takes t_i seconds for its local steps. Round r begins at T_r:
+clients. The server asks more clients than k and takes the first reports until a deadline. If too few reports come, the
+server gives the round up. Client i takes t_i seconds for its local steps. Round r begins at T_r:
 
     asked      ceil(k (1 + over_sampling)) of the clients available at T_r, drawn without replacement
     t_i        = (local steps) step_seconds / speed_i
@@ -71,8 +71,9 @@ class Participation:
         seed: the run's seed, from which the server draws clients.
         num_nodes: N, the number of clients.
         wanted: k, reports that the server needs in a round.
-        work: a function from a round's number to each client's local steps: (N,), or a number for all clients.
-        step_s: seconds of a step at speed 1: (N,), or a number for all clients.
+        work: a function from a round's number to the clients' local steps, as (N,) values or one number for all
+            clients.
+        step_s: seconds of a step at speed 1, as (N,) values or one number for all clients.
         availability: when clients are available, and their speeds. None means that all clients are always available, at
             speed 1.
         over_sampling: the server asks ceil(k (1 + over_sampling)) clients.

@@ -17,7 +17,7 @@ Payload per step, in two all-reduces, with b bytes per element: r (n + m) b byte
 bytes for each other element. In the first `start_step` steps nodes send all gradients uncompressed: b bytes for each
 parameter. `advise` assumes that all parameters are in matrices of 1024 x 1024: 2 r b / 1024 bytes for each parameter.
 
-With absent nodes: means are over the present nodes. An absent node's error stays as it is, and becomes zero when the
+With absent nodes, means are over the present nodes. An absent node's error stays as it is, and becomes zero when the
 node returns. The returning node continues at the fleet's step. It receives parameters, buffers, inner optimizer state
 and Q from a node that stayed, by a broadcast.
 """

@@ -14,7 +14,7 @@ mean, so it also works for any other inner optimizer and schedule. The mean is o
 clipping and without the inner optimizer's weight decay.
 
 Payload: 2 P b bytes per client every H steps, for P parameters of b bytes: y_i and c_i+ - c_i, each sent as in FedAvg.
-With absent nodes: S counts only the present clients. A node that missed a synchronization continues, and its next c_i+
+With absent nodes, S counts only the present clients. A node that missed a synchronization continues, and its next c_i+
 is the mean over all its steps since the last synchronization in which it took part. A node that was down keeps its c_i,
 and receives c with the parameters: 2 P b bytes.
 """

@@ -16,7 +16,7 @@ EF-signSGD, Karimireddy et al., arXiv:1901.09847, for each tensor of d entries, 
 with sign(0) = +. Payload: ceil(P / 8) bytes, and 4 bytes per tensor. Both methods use an all-gather, tx = rx = (N-1)
 payload with N nodes.
 
-With absent nodes: only the present nodes vote. Everything else is as in `compressed_gradients`.
+With absent nodes, only the present nodes vote. Everything else is as in `compressed_gradients`.
 """
 
 from __future__ import annotations

@@ -7,10 +7,10 @@ g_i of N nodes and the inner optimizer Opt:
 
 Per step: payload P b bytes per node, for P parameters of b bytes; ring all-reduce, tx = rx = 2 (N-1)/N P b.
 
-With absent nodes: the mean is over the n present nodes, and only these nodes step. Each present node sends 2 (n-1)/n P
+With absent nodes, the mean is over the n present nodes, and only these nodes step. Each present node sends 2 (n-1)/n P
 b bytes; a single present node sends nothing. A returning node takes parameters, buffers and inner optimizer state from
 a node that stayed, and continues at the fleet's step. So all nodes are equal again. This broadcast takes P b bytes and
-the state's bytes. A lost synchronization is a missed step.
+the state's bytes. A node that loses a synchronization misses this step.
 """
 
 from __future__ import annotations

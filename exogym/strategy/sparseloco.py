@@ -21,9 +21,9 @@ With the defaults this is P 64/4096 14/8 bytes, 1/146 of fp32. An index into a s
 s) bits. A tensor's indices fill whole bytes, and its values fill whole bytes. Q's tables add 4 2^bits bytes per tensor,
 16 by default. All-gather, tx = rx = (N-1) payload.
 
-With absent nodes: means are over the present nodes. A node that missed the synchronization keeps theta_i and e_i and
+With absent nodes, means are over the present nodes. A node that missed the synchronization keeps theta_i and e_i and
 continues. In its next difference theta - theta_i, theta is the theta that this node last received. A node that was down
-returns with theta, P b bytes for parameters of b bytes, and with e_i = 0.
+returns with e_i = 0 and receives theta, P b bytes for parameters of b bytes.
 """
 
 from __future__ import annotations

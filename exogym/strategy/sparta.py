@@ -7,15 +7,15 @@ set I_t that all nodes share:
     theta_i[I_t] <- (1/N) sum_j theta_j[I_t]
 
 I_t has a share p of the P parameters, of b bytes each. All nodes draw the same index set from (seed, step), so no index
-is sent. Payload: p P b bytes per node and step, ring all-reduce. Quantized to q bits: p P q / 8 + 4 bytes, all-gather
+is sent. Payload: p P b bytes per node and step, ring all-reduce. Values of q bits take p P q / 8 + 4 bytes, all-gather
 (nodes cannot add packed values on the way). Stochastic rounding costs no bytes. With top-k, one node announces k 4-byte
 indices (broadcast), then all nodes send k values as above.
 
-With absent nodes: the mean is over the n present nodes. In a ring, tx = rx = 2 (n-1)/n of the payload; quantized, n-1
-times the payload. Absent nodes keep their values, and draw the same index sets after their return. A single present
-node changes and sends nothing. With top-k, a present node announces the indices. A node that was down returns with the
-parameters of a node that stayed (P b bytes, broadcast) and keeps its inner optimizer state. A node that missed an
-average keeps its own values.
+With absent nodes, the mean is over the n present nodes. In a ring tx = rx = 2 (n-1)/n times the payload, with
+quantization n-1 times the payload. Absent nodes keep their values, and draw the same index sets after their return. A
+single present node changes and sends nothing. With top-k, a present node announces the indices. A node that was down
+returns with the parameters of a node that stayed (P b bytes, broadcast) and keeps its inner optimizer state. A node
+that missed an average keeps its own values.
 """
 
 from __future__ import annotations

@@ -119,11 +119,10 @@ class Strategy:
     *shape), and `self.rank` is a (rows,) tensor. The first `fit` compares the results with the results of one row at a
     time.
 
-    With absent nodes (`exogym.faults`): an absent node takes no step. Collectives run among `self.present`, so
-    `op="mean"` divides by the number of present nodes. Ranks and `num_nodes` stay the same. A collective from or to an
-    absent node is an error. A returning node copies parameters, buffers and all of the strategy's state, except the
-    rank, from a node that stayed. These bytes count as a broadcast; see `rejoin`. A lost synchronization is a missed
-    step.
+    Absent nodes (`exogym.faults`) take no step. Collectives then run among `self.present`, so `op="mean"` divides by
+    the number of present nodes. Ranks and `num_nodes` stay the same. A collective from or to an absent node is an
+    error. A returning node copies parameters, buffers and all of the strategy's state, except the rank, from a node
+    that stayed. These bytes count as a broadcast; see `rejoin`. A node that loses a synchronization misses this step.
 
     With batches of different sizes (`exogym.balance`), every collective with `op="mean"` weights nodes by their
     batches, and so does `communicate_gradients`. Set `weighted_means = True` if your strategy takes all its averages by

@@ -100,7 +100,7 @@ class Tuner:
     Rules must not use times or random numbers.
 
     Attributes:
-        of: the arguments that the tuner can tune. It tunes the first of these arguments that the strategy has.
+        of: the arguments that the tuner can tune. The tuner tunes the first of these arguments that the strategy has.
         sees: the figures that the rule needs: "bytes", "drift" or "correlation".
     """
 
@@ -167,7 +167,7 @@ class ByteBudget(Tuner):
             least, what = costs.each * len(meetings), f"synchronizes {' and '.join(meetings)}"
             do = "raise the budget, or H to the steps of the run, or give final_sync=False"
         else:
-            least, what = costs.each * value + costs.final, f"sends p={value:g} of all at first, and all at the end"
+            least, what = costs.each * value + costs.final, f"sends p={value:g} of all values first, and all at the end"
             do = "raise the budget"
         least += costs.per_step * total_steps
         if least > self.total_bytes * (1 + 1e-9):

@@ -74,12 +74,12 @@ class Updates(Module):
         self._note(fleet, nodes)
 
     def before_gradients(self, fleet: Fleet, step: int) -> None:
-        """Cap or attack the present nodes' gradients, in place."""
+        """Apply the norm cap and the attacks to the present nodes' gradients, in place."""
         grads = [block.grads for block in fleet.blocks if block.grads is not None]
         self._change(fleet, step, {row: [g[row] for g in grads] for row in self._rows(fleet)})
 
     def before_parameters(self, fleet: Fleet, step: int) -> None:
-        """Cap or attack the present nodes' updates since their last synchronization, by changing their parameters."""
+        """Apply the norm cap and the attacks to the present nodes' updates, by changing the nodes' parameters."""
         met = list(self.row_state.values())
         both = list(zip(fleet.blocks, met, strict=True))
         moved = {row: [block.params[row] - old[row] for block, old in both] for row in self._rows(fleet)}
