@@ -22,10 +22,11 @@ if TYPE_CHECKING:
     from exogym.core.communicator import Event
 
 Members = int | Sequence[int]
-# Pages and docstrings repeat this sentence about averages that arrive late; `Pricing.late_overlaps` is its flag.
+# Pages and docstrings repeat these sentences.
 LATE = (
-    "In a simulation's clock, averages that arrive late overlap with computing. "
-    "On hosts, a run waits for each average right after sending it."
+    "Averages that arrive late overlap with computing. "
+    "On hosts this needs gloo and whole nodes in each process, without `faults` or `min_hosts`. "
+    "Otherwise the run waits for an average where it sends it."
 )
 
 
@@ -64,13 +65,6 @@ class Pricing:
         If so, a cost depends on which nodes send.
         """
         return self.num_nodes is not None or not isinstance(self.links, UniformLinks)
-
-    @property
-    def late_overlaps(self) -> bool:
-        """Whether averages that arrive late overlap with computing. On measured hosts, such averages do not overlap
-        (see `LATE`).
-        """
-        return self.measurement is None
 
     def at(self, time_s: float) -> Self:
         """Return the network with the links that its trace gives for the time `time_s`.

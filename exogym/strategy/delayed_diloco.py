@@ -6,8 +6,8 @@ sets node i's parameters theta_i to the outer parameters theta, which drops the 
 nodes send the average of round r and continue from theta. Averages that are in flight at the end of training are still
 used (`final_sync`).
 
-In a simulation's clock, averages that arrive late overlap with computing. On hosts, a run waits for each average right
-after sending it. Bytes and absent nodes: as in DiLoCo.
+Averages that arrive late overlap with computing. On hosts this needs gloo and whole nodes in each process, without
+`faults` or `min_hosts`. Otherwise the run waits for an average where it sends it. Bytes and absent nodes: as in DiLoCo.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ In the first round the others' part is 0. Payload P b bytes per node every H ste
 2 (N-1)/N P b. The nodes' parameters are never equal; the evaluation model is their mean. Averages that are in flight at
 the end of training are not used.
 
-In a simulation's clock, averages that arrive late overlap with computing. On hosts, a run waits for each average right
-after sending it.
+Averages that arrive late overlap with computing. On hosts this needs gloo and whole nodes in each process, without
+`faults` or `min_hosts`. Otherwise the run waits for an average where it sends it.
 
 With absent nodes: the mean is over the n present nodes, and 1/N becomes 1/n. A node that misses a synchronization keeps
 its trained parameters and the average that it has not used yet, and continues. A node that was down takes the
@@ -74,7 +74,8 @@ class EagerCommunicator(PeriodicModule):
         self.others = [block.zeros() for block in fleet.blocks]  # the other nodes' part of the mean in flight
         self.row_state = {f"theta.{b}": x for b, x in enumerate(self.theta)}
         self.row_state |= {f"others.{b}": x for b, x in enumerate(self.others)}
-        self.flight = fleet.comm.new_flight()
+        self.comm, self.flight = fleet.comm, fleet.comm.new_flight()
+        self.sent: list[tuple[Tensor, Tensor]] = []  # each block's mean on its way, and the nodes' own parts of it
         self.hidden, self.blocks = fleet.hidden, fleet.blocks
         self.optimizers = [self._optimizer(row) for row in range(len(fleet))]
 
@@ -88,15 +89,20 @@ class EagerCommunicator(PeriodicModule):
 
     def communicate(self, fleet: Fleet, step: int) -> None:
         fleet.comm.arrive(self.flight)  # the last round's average
+        self._take()
         rows, share = rows_of(fleet, fleet.comm.present), self._shares(fleet)
         eager = []
         for block, theta, others in zip(fleet.blocks, self.theta, self.others, strict=True):
             delta = theta - block.params
             with fleet.comm.on_its_way(self.flight):
                 mean = fleet.comm.all_reduce(delta, "mean", weights=self.weights)
-            own = delta.mul_(share.to(delta))
+            is_carried = fleet.comm.is_carried(self.flight)  # then delta is still being read
+            own = delta * share.to(delta) if is_carried else delta.mul_(share.to(delta))
             eager.append(others + own)
-            others[rows] = (mean - own)[rows]
+            if is_carried:
+                self.sent.append((mean, own))
+            else:
+                others[rows] = (mean - own)[rows]
         for row in rows:
             parts = zip(fleet.blocks, eager, strict=True)
             gradients = [view[row] for block, x in parts for _, view in block.views(x)]
@@ -104,6 +110,12 @@ class EagerCommunicator(PeriodicModule):
             for block, theta in zip(fleet.blocks, self.theta, strict=True):
                 block.params[row] = theta[row]
         fleet.synchronise_buffers()
+
+    def _take(self) -> None:
+        """Take the others' part of the averages that this process sent last, which have arrived."""
+        for others, (mean, own) in zip(self.others, self.sent, strict=bool(self.sent)):
+            torch.sub(mean, own, out=others)
+        self.sent = []
 
     def _shares(self, fleet: Fleet) -> Tensor:
         """Return (rows, 1), the share of each row here in the mean."""
@@ -119,6 +131,8 @@ class EagerCommunicator(PeriodicModule):
             self.optimizers[row] = self._optimizer(row)
 
     def row(self, row: int) -> Tensors:
+        self.comm.settle(self.flight)
+        self._take()
         return super().row(row) | {f"outer.{name}": x for name, x in self.optimizers[row].state().items()}
 
     def cut(self, name: str, shape: Sequence[int]) -> Cut | None:

@@ -107,7 +107,8 @@ class OuterParameters:
     def _mean(self, fleet: Fleet, k: int, x: Tensor) -> Tensor:
         if self.codecs is not None:
             codec = self.codecs[k]
-            return fleet.comm.sum_decoded(codec.encode(x), codec.decode, "mean").to(x.dtype)
+            like = x[0] if x.dtype == torch.float32 else None  # decoded values are fp32
+            return fleet.comm.sum_decoded(codec.encode(x), codec.decode, "mean", like=like).to(x.dtype)
         return fleet.comm.all_reduce(x, "mean", weights=self.weights, out=None if all_present(fleet) else x)
 
     def arrive(self, fleet: Fleet, flight: Flight, takers: Sequence[int]) -> None:

@@ -21,8 +21,8 @@ At the end (`final_sync`) a fragment that is under way arrives. Each other fragm
 after the last step. Steps that nodes took while a fragment was under way are not sent at the end. Absent nodes are
 handled as in DiLoCo, for each fragment by itself.
 
-In a simulation's clock, averages that arrive late overlap with computing. On hosts, a run waits for each average right
-after sending it.
+Averages that arrive late overlap with computing. On hosts this needs gloo and whole nodes in each process, without
+`faults` or `min_hosts`. Otherwise the run waits for an average where it sends it.
 """
 
 from __future__ import annotations
@@ -202,8 +202,8 @@ class StreamingDiLoCoStrategy(CommunicateOptimizeStrategy):
             = 0. None: t_p = floor(p H / F).
         lr, inner_lr, max_norm, lr_scheduler, warmup_steps: arguments of the inner optimizer; see `Strategy`.
 
-    In a simulation's clock, averages that arrive late overlap with computing. On hosts, a run waits for each average
-    right after sending it.
+    Averages that arrive late overlap with computing. On hosts this needs gloo and whole nodes in each process, without
+    `faults` or `min_hosts`. Otherwise the run waits for an average where it sends it.
 
     >>> strategy = StreamingDiLoCoStrategy(H=100, num_fragments=4, fragment_sync_delay=1, bits=4)
     """

@@ -21,8 +21,9 @@ class Traffic:
             fraction.
         members: the number of nodes that take part; None: all.
         algorithm: the collective's algorithm; None: `advise` chooses.
-        overlap_steps: steps from sending to arrival, for averages that arrive late. In a simulation's clock, averages
-            that arrive late overlap with computing. On hosts, a run waits for each average right after sending it.
+        overlap_steps: steps from sending to arrival, for averages that arrive late. Averages that arrive late overlap
+            with computing. On hosts this needs gloo and whole nodes in each process, without `faults` or `min_hosts`.
+            Otherwise the run waits for an average where it sends it.
         fan: for a mix of neighbors: to how many neighbors a node hands parts of its payload.
     """
 

@@ -17,7 +17,7 @@ from exogym.core.communicator.messages import hand_over
 from exogym.core.communicator.recorder import Groups, Recorder, row_bytes
 from exogym.core.communicator.robust import Rule
 from exogym.core.communicator.secure import SecureAggregation
-from exogym.core.communicator.wire import Parcel, Wire, reduce_rows
+from exogym.core.communicator.wire import Parcel, Transfer, Wire, reduce_rows
 from exogym.errors import ArgumentError, check_choice
 
 OPERATIONS = ("sum", "mean", "max", "min")
@@ -42,6 +42,7 @@ class Communicator(Recorder):
         watchers: functions to call after each mean of parameters. Their arguments are: the numbers of the members' rows
             in this process, each row's weight (over all members, the weights' mean is 1), all rows, and the mean.
             `unwatched` hides means of other values from the watchers.
+        overlap: carry late averages while nodes compute, if the wire can. Only in runs without absent nodes.
         secure: computes means so that nobody sees a single node's values (`exogym.core.communicator.secure`); None:
             plain means.
 
@@ -61,7 +62,9 @@ class Communicator(Recorder):
         self.secure: SecureAggregation | None = None
         self.watchers: list[Callable[[Sequence[int], Sequence[float], Tensor, Tensor], None]] = []
         self._aggregations = 0
+        self.overlap = False
         self._in_flight: dict[int, list[Any]] = {}
+        self._transfers: dict[int, list[Transfer]] = {}
 
     # Reductions
 
@@ -189,15 +192,39 @@ class Communicator(Recorder):
     def _reduced(self, x: Tensor, group: Sequence[int], op: str, share: Tensor | None, everywhere: bool) -> Tensor:
         works = self._in_flight.pop(x.data_ptr(), None)
         if works is None:
-            return self.wire.reduce(x, group, op, share, everywhere=everywhere)
+            return self._found(lambda wire: wire.reduce(x, group, op, share, everywhere=everywhere), x[0])
         with pulse.at(pulse.WAITING):
             for work in works:
                 work.wait()
         return x[0].clone() if share is not None else x[0] / len(group)
 
+    # Transfers: what is sent while nodes compute
+
+    def _found(self, call: Callable[[Wire], Tensor], like: Tensor) -> Tensor:
+        """Return `call(wire)`. If it is on its way, its values are undefined until `arrive` or `settle`."""
+        if self._flight is None or not (self.overlap and self.wire.carries_behind) or self.watchers:
+            return call(self.wire)
+        transfer = self.wire.start(call, like)
+        self._transfers.setdefault(self._flight, []).append(transfer)
+        return transfer.result
+
+    def is_carried(self, flight: int) -> bool:
+        """Return whether results of the flight `flight` are undefined, because this process has not waited for them."""
+        return flight in self._transfers
+
+    def settle(self, flight: int | None = None) -> None:
+        """Wait until the results of a flight are complete. None: of all flights. No virtual time passes."""
+        for number in list(self._transfers) if flight is None else [flight]:
+            for transfer in self._transfers.pop(number, []):
+                transfer.wait()
+
+    def arrive(self, flight: int) -> None:
+        self.settle(flight)
+        super().arrive(flight)
+
     def sum_decoded(
         self, payload: Sequence[Tensor], decode: Callable[..., Tensor], op: str = "sum", *,
-        groups: Groups | None = None, size: float | None = None,
+        groups: Groups | None = None, size: float | None = None, like: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """All-gather the packed `payload`, decode each node's payload in id order, and reduce the values in the tree.
 
@@ -208,6 +235,7 @@ class Communicator(Recorder):
             decode: function of the payload's tensors that returns the values, (rows, ...).
             size: bytes of a node's payload, if the tensors are larger. For example, the last byte in each process of a
                 node may have unused bits. None: the tensors' bytes.
+            like: a row of decoded values, for their shape and dtype. Without it, no transfer overlaps with computing.
 
         Returns:
             (rows, ...): the reduced values, expanded to all rows. A row outside all groups gets its own decoded values.
@@ -220,7 +248,7 @@ class Communicator(Recorder):
         result = None if own is None or everyone else own.clone()
         for group in groups:
             self.record("all_gather", "ring", group, size)
-            reduced = self._of_decoded(own, group, op) if shared else self._of_packed(payload, decode, group, op)
+            reduced = self._of_decoded(own, group, op) if shared else self._of_packed(payload, decode, group, op, like)
             if result is None:
                 return reduced[None].expand(len(self.ranks), *reduced.shape)
             for row in self._rows_here(group):
@@ -239,20 +267,27 @@ class Communicator(Recorder):
             found = rule.of(self.wire, flat, group, self._others)
         return found.view(x.shape[1:])
 
-    def _of_packed(self, payload: Sequence[Tensor], decode: Callable[..., Tensor], group: list[int], op: str) -> Tensor:
+    def _of_packed(
+        self, payload: Sequence[Tensor], decode: Callable[..., Tensor], group: list[int], op: str, like: Tensor | None
+    ) -> Tensor:
         """Gather the group's packed payloads, decode them in every process, and reduce."""
         packed = torch.cat([part.reshape(len(part), -1).contiguous().view(torch.uint8) for part in payload], 1)
-        pieces = self.wire.rows(packed, group).split([row_bytes(part) for part in payload], 1)
-        parts = [
-            piece.clone(memory_format=torch.contiguous_format).view(part.dtype).view(len(group), *part.shape[1:])
-            for piece, part in zip(pieces, payload, strict=True)
-        ]
-        decoded = decode(*parts)
-        _check_op(op, decoded)
-        share, flat = self.share(group, op), decoded.reshape(len(group), -1)
+        share = self.share(group, op)
         rule = self.robust(op, share)
-        found = reduce_rows(flat, group, op, share) if rule is None else rule.of_rows(flat, group, self._others)
-        return found.view(decoded.shape[1:])
+
+        def found(wire: Wire) -> Tensor:
+            pieces = wire.rows(packed, group).split([row_bytes(part) for part in payload], 1)
+            parts = [
+                piece.clone(memory_format=torch.contiguous_format).view(part.dtype).view(len(group), *part.shape[1:])
+                for piece, part in zip(pieces, payload, strict=True)
+            ]
+            decoded = decode(*parts)
+            _check_op(op, decoded)
+            flat = decoded.reshape(len(group), -1)
+            mean = reduce_rows(flat, group, op, share) if rule is None else rule.of_rows(flat, group, self._others)
+            return mean.view(decoded.shape[1:])
+
+        return found(self.wire) if like is None or rule is not None else self._found(found, like)
 
     def reduce(self, x: Tensor, dst: int = 0, op: str = "sum") -> Tensor:
         """Reduce all nodes' rows of `x` (rows, ...) and give the result to node `dst`.

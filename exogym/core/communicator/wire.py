@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -123,6 +123,19 @@ class Parcel(NamedTuple):
 Move = tuple[int, int, Parcel]  # giver, taker, and their parcel
 
 
+class Transfer(Protocol):
+    """A call of the wire that has begun.
+
+    Attributes:
+        result: the call's result. Its values are undefined until `wait` returns.
+    """
+
+    result: Tensor
+
+    def wait(self) -> None:
+        """Wait until `result` is complete. Raises the error that the call raised."""
+
+
 class Wire:
     """Carries rows between processes. In this base class, a single process holds all rows.
 
@@ -142,6 +155,7 @@ class Wire:
         shares_memory: True: the main process forked all processes for this run, on one machine, with common memory and
             folders; nobody else sees their results. False: each process runs the user's script.
         overlaps: whether `begin` sums while the caller continues.
+        carries_behind: whether `start` carries rows while the caller continues.
         inside: communication between the node's processes that hold the parts of its row. If there are several,
             `process` and `placement` count groups of such processes, not single processes.
         devices: communication between all processes that compute for the node. If nodes have different sizes, `devices`
@@ -152,7 +166,7 @@ class Wire:
         waited_s: seconds that this process has spent in the wire's calls, if a run measures them; otherwise 0.
     """
 
-    process, shares_memory, overlaps = 0, True, False
+    process, shares_memory, overlaps, carries_behind = 0, True, False, False
     waited_s = 0.0
     inside: Inside = ALONE
     devices: Inside = ALONE
@@ -251,6 +265,22 @@ class Wire:
         Only a wire whose `overlaps` is True has this method.
         """
         raise NotImplementedError
+
+    def start(self, call: Callable[[Wire], Tensor], like: Tensor) -> Transfer:
+        """Begin `call(wire)`, which the caller does not wait for, and return the transfer.
+
+        Other calls go on meanwhile, over other connections. Transfers end in the order in which they start.
+
+        Only a wire whose `carries_behind` is True has this method.
+
+        Args:
+            call: function that makes calls of the wire that it gets. Nobody may change its tensors until it ends.
+            like: a tensor of the result's shape, dtype and device.
+        """
+        raise NotImplementedError
+
+    def leave(self) -> None:
+        """End what the wire has begun, at the end of a run that has not failed. All processes call this method."""
 
     def ask_to_stop(self) -> None:
         """Ask all processes to stop, without waiting for them. Only processes that share memory can do this."""

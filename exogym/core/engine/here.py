@@ -87,8 +87,9 @@ class Group:
             if options.meshes:
                 from exogym.core.engine.mesh import MeshWire
 
-                wire = MeshWire(options.placement, options.meshes, options.native)
-                found = body(wire)
-                wire.leave()  # not after a failure: other processes may still use the groups
-                return found
-            return body((self.wire or ProcessWire)(options.placement, native=options.native))
+                wire: Wire = MeshWire(options.placement, options.meshes, options.native)
+            else:
+                wire = (self.wire or ProcessWire)(options.placement, native=options.native)
+            found = body(wire)
+            wire.leave()  # not after a failure: other processes may still use the groups
+            return found

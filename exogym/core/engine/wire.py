@@ -8,10 +8,12 @@ the result, only their processes take part. `native` uses torch's own all-reduce
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,8 +21,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from exogym.core.base import pulse
-from exogym.core.communicator import Move, Wire, reduce_rows
+from exogym.core.communicator import Move, Transfer, Wire, reduce_rows
 from exogym.core.communicator.wire import reduce_native
+
+if TYPE_CHECKING:
+    from exogym.core.engine.behind import Behind
 
 Around = Callable[..., Any]  # (call, "rows" | "reduce sum" | "carry" | "agree" | "wait", x, ids) -> `call()`'s result
 OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -37,6 +42,7 @@ class ProcessWire(Wire):
     Attributes:
         around: function that makes each call that needs other processes, for example to time the call or translate its
             errors.
+        around_behind: like `around`, for calls that `start` makes in another thread.
     """
 
     shares_memory = False
@@ -50,7 +56,29 @@ class ProcessWire(Wire):
         self.overlaps = native and all(len(ids) == 1 for ids in placement)
         on_gpu = dist.get_backend(group) == "nccl"
         self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-        self.around: Around = lambda call, *about: call()
+        self.around: Around = _alone
+        self.around_behind: Around = _alone
+        self.carries_behind = group is None and not on_gpu
+        self._waits: Callable[[], Any] = functools.partial(pulse.at, pulse.WAITING)
+        self._behind: Behind | None = None
+
+    def beside(self, group: dist.ProcessGroup) -> ProcessWire:
+        """Return a wire between the same processes over `group`, for another thread."""
+        line = ProcessWire(self.placement, group, self.native)
+        line.around, line._waits = self.around_behind, contextlib.nullcontext  # only the main thread has a pulse
+        return line
+
+    def start(self, call: Callable[[Wire], Tensor], like: Tensor) -> Transfer:
+        if self._behind is None:
+            from exogym.core.engine.behind import Behind
+
+            self._behind = Behind(self)
+        return self._behind.start(call, like)
+
+    def leave(self) -> None:
+        if self._behind is not None:
+            self._behind.leave()
+            self._behind = None
 
     def rows(self, x: Tensor, ids: Sequence[int]) -> Tensor:
         return self._waiting(lambda: self._rows(x.to(self.device), list(ids)).to(x.device), "rows", x, ids)
@@ -78,7 +106,7 @@ class ProcessWire(Wire):
         return _Begun(self, dist.all_reduce(x, group=self.group, async_op=True))
 
     def _waiting(self, call: Callable[[], Any], *about: Any) -> Any:
-        with pulse.at(pulse.WAITING):
+        with self._waits():
             return self.around(call, *about)
 
     # Rows
@@ -198,6 +226,10 @@ class ProcessWire(Wire):
 
     def _global(self, rank: int) -> int:
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
+
+
+def _alone(call: Callable[[], Any], *about: Any) -> Any:
+    return call()
 
 
 class _Begun:

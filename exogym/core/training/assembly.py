@@ -78,6 +78,7 @@ def _assemble(
     with contextlib.ExitStack() as undo:
         stream, worker, first_batch = workplace(subject, options, device, wire, undo)
         fleet = worker.fleet
+        fleet.comm.overlap = options.overlap and options.faults is None
         total_steps = bar.total_steps = options.total_steps(_steps_per_epoch(options, stream))
         observers = _observers(options, bar, total_steps) if wire.is_main else Observers()
         if (folder := os.environ.get("EXOGYM_STEPS")) is not None:  # this host is watched
@@ -195,7 +196,8 @@ def _run_and_clock(
     if options.network is not None:
         from exogym.core.training.timing import Timing
 
-        timing = Timing(worker.fleet, options.network, options.step_seconds, options.timeline, work, spread)
+        given = (options.network, options.step_seconds, options.timeline)
+        timing = Timing(worker.fleet, *given, work, spread, options.overlap)
     availability = None if options.faults is None else options.faults.trace
     steps = options.total_steps(_steps_per_epoch(options, stream))
     run = Run(

@@ -76,6 +76,8 @@ class RunOptions:
             by torch.compile, for long runs), "graphs" (compiled steps of many rows as CUDA graphs) or "auto". "auto"
             tries the first three ways, chooses the fastest for this run, and prints its choice.
         reduction: "tree" (exact: the same bits on every layout) or "native" (torch's own all-reduce and sums).
+        overlap: On hosts, carry averages that arrive late while nodes compute. False: the nodes wait for them when they
+            send them. In a simulation's clock, False has the same effect. Results are the same bits.
         balance: Share the load by speed (see `exogym.balance`): "nodes" to processes, "batch" sizes or local "steps"
             to nodes, or a `Balance` with speeds. None: all nodes do the same work, and each process gets about the same
             number of nodes.
@@ -108,6 +110,7 @@ class RunOptions:
     precision: str = "fp32"
     compute: str = "loop"
     reduction: str = "tree"
+    overlap: bool = True
     balance: Balance | str | None = None
     faults: Faults | None = None
     on_nonfinite: str = "raise"

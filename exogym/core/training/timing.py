@@ -25,14 +25,16 @@ from exogym.core.fleet.state import Shared
 class Timing:
     """Advance a `Clock` by the time for which a fleet's nodes compute and send.
 
-    In a simulation's clock, averages that arrive late overlap with computing. On hosts, a run waits for each average
-    right after sending it. A measured network predicts hosts that run ExoGym. So an all-reduce takes as long there as
-    ExoGym's exact all-reduce, or torch's with `reduction="native"`.
+    Averages that arrive late overlap with computing. On hosts this needs gloo and whole nodes in each process, without
+    `faults` or `min_hosts`. Otherwise the run waits for an average where it sends it. A measured network predicts hosts
+    that run ExoGym. So an all-reduce takes as long there as ExoGym's exact all-reduce, or torch's with
+    `reduction="native"`.
 
     Args:
         fleet: from now on, the clock follows the events of this fleet's communicator.
         network, step_seconds, timeline: as for `Clock`. With `step_seconds=None` ExoGym measures the steps.
         work: (N,) size of each node's steps relative to `step_seconds`, if sizes differ.
+        overlap: whether averages that arrive late overlap with computing.
         spread: for nodes of several devices: (N,) the share of one device's step time that the devices together need,
             and (N,) extra seconds per step.
 
@@ -52,8 +54,9 @@ class Timing:
         timeline: bool = False,
         work: np.ndarray | None = None,
         spread: tuple[np.ndarray, np.ndarray] | None = None,
+        overlap: bool = True,
     ):
-        self.fleet, self.is_measured = fleet, step_seconds is None
+        self.fleet, self.is_measured, self.overlap = fleet, step_seconds is None, overlap
         wire = fleet.comm.wire
         are_there = len(wire.world.placement) > len(wire.placement)  # real devices, so that they are measured
         self.spread = None if self.is_measured and are_there else spread
@@ -95,7 +98,7 @@ class Timing:
         self.clock.agree(agreements)
 
     def _hear(self, event: Event) -> None:
-        if not self.clock.network.late_overlaps:
+        if not self.overlap:
             if event.kind == "arrive":
                 return
             event = replace(event, flight=None)

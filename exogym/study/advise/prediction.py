@@ -300,7 +300,7 @@ def advise(
         lines.append("links change by a trace: the table uses the links at its beginning; a clock follows the trace")
     lines += _of_probes(network, plans, num_nodes)
     if any(map(_is_late, plans)):
-        lines.append(f"computed {'with' if network.late_overlaps else 'without'} overlap. {LATE}")
+        lines.append(LATE)
     if failures is not None:
         lines += [
             str(failures),
@@ -319,10 +319,6 @@ def advise(
         best = next((row for row in rows if row.can_train), None)
         because = f"no strategy that can be trained here meets the target: {wanted}"
         because += "" if best is None else f"; {_caveat(best)}"
-    plan = next((plan for row, plan in by_time if row is best), None)
-    if plan is not None and _is_late(plan) and network.late_overlaps:
-        waiting = replace(plan, traffic=tuple(replace(t, overlap_steps=0) for t in plan.traffic))
-        because += _on_hosts(_row(waiting, num_nodes, links, time, algorithm, target_utilisation))
     return Advice(rows, best, because, lines)
 
 
@@ -367,12 +363,6 @@ def _caveat(row: Row) -> str:
 
 def _is_late(plan: Plan) -> bool:
     return any(traffic.overlap_steps for traffic in plan.traffic)
-
-
-def _on_hosts(row: Row) -> str:
-    """Return how a strategy chosen with overlap performs on hosts. `row` is without overlap."""
-    step = f"{readable_seconds(row.seconds_per_step)} a step, {row.utilisation:.1%} of the time computing"
-    return f"; on hosts, which wait for late averages, {step}"
 
 
 def _assumptions(
@@ -442,7 +432,7 @@ def _row_of_fleet(
         alone_s = partial(_cost_s, traffic, network, way, traffic.every_steps * step_s, scale * times)
         if traffic not in asked:
             cost_s = _lost_s(turns, alone_s, traffic.every_steps * mean_s) if turns else alone_s(count)
-            overlap = min(traffic.overlap_steps, traffic.every_steps) if network.late_overlaps else 0
+            overlap = min(traffic.overlap_steps, traffic.every_steps)
             stalls += max(0.0, cost_s - overlap * step_s) / traffic.every_steps
         of_all = float(busy.mean()) if traffic in asked else 1.0
         factor = _tx_factor(traffic.kind, way, count)

@@ -102,7 +102,9 @@ class Seat:
             with watched(seating.hang_s, process), _group(process, seating, first):
                 wire = ProcessWire(seating.placement, native=seating.native)
                 wire.around, wire.asked_to_stop = _or_lost, self._asked.is_set
-                return "done", body(wire)
+                found = body(wire)
+                wire.leave()
+                return "done", found
         except Stopped as stop:
             return "stopped", stop.step, stop.left
         except Unreachable as lost:

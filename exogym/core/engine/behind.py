@@ -1,0 +1,84 @@
+"""Carry rows while nodes compute: a thread that makes a wire's calls, in order, over a process group of its own.
+
+Every process starts the same transfers in the same order, so the threads make the same calls in the same order. Sums go
+through the same tree as without the thread, so the bits are the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from exogym.core.base import pulse
+from exogym.core.communicator import Wire, barrier
+from exogym.core.engine.sockets import ports_closed_afterwards
+
+if TYPE_CHECKING:
+    from exogym.core.engine.wire import ProcessWire
+
+
+class Carried:
+    """A transfer of `Behind`. `result` and `wait`: see `Transfer`."""
+
+    def __init__(self, wire: ProcessWire, call: Callable[[Wire], Tensor], like: Tensor):
+        self.wire, self.call, self.result = wire, call, torch.empty_like(like)
+        self.error: BaseException | None = None
+        self.is_complete = threading.Event()
+
+    def wait(self) -> None:
+        with pulse.at(pulse.WAITING):
+            self.wire.around(self._wait, "wait")
+
+    def _wait(self) -> None:
+        self.is_complete.wait()
+        if self.error is not None:
+            raise self.error
+
+
+class Behind:
+    """The thread and the process group that carry rows while the processes of `wire` compute.
+
+    All processes make it at the same time. After an error, each later transfer raises the same error.
+    """
+
+    def __init__(self, wire: ProcessWire):
+        closed = dist.get_backend() == "gloo"
+        with ports_closed_afterwards() if closed else contextlib.nullcontext():
+            self.group = dist.new_group()
+        self.wire, self.line = wire, wire.beside(self.group)
+        self._transfers: queue.SimpleQueue[Carried | None] = queue.SimpleQueue()
+        # A daemon, because a process that fails must not wait here for a lost process.
+        self._thread = threading.Thread(target=self._carry, name="exogym transfers", daemon=True)
+        self._thread.start()
+
+    def start(self, call: Callable[[Wire], Tensor], like: Tensor) -> Carried:
+        transfer = Carried(self.wire, call, like)
+        self._transfers.put(transfer)
+        return transfer
+
+    def _carry(self) -> None:
+        error: BaseException | None = None
+        with torch.no_grad():
+            while (transfer := self._transfers.get()) is not None:
+                try:
+                    if error is None:
+                        transfer.result.copy_(transfer.call(self.line))
+                except BaseException as raised:
+                    error = raised
+                transfer.error = error
+                transfer.is_complete.set()
+
+    def leave(self) -> None:
+        """Wait for all transfers of all processes, and end the thread and the group."""
+        self._transfers.put(None)
+        with pulse.at(pulse.WAITING):
+            self._thread.join()
+        barrier(self.wire)  # gloo fails in a process that still receives when another process has left
+        dist.destroy_process_group(self.group)
