@@ -54,6 +54,7 @@ from exogym.study.tasks import Task
 SLEEP_S = 0.1
 STEPS = 4  # steps of a segment, or H if larger
 LEAST, MOST = 3, 24  # measured segments, after one that is not measured
+PARTS = ("comm", "run")
 KINDS = {"tree": "exact all_reduce", "native": "all_reduce"}  # reduction to its collective in a probe
 
 
@@ -128,7 +129,8 @@ def compare(count: int, cells: Cells, given: argparse.Namespace) -> None:
             if job["reduction"] == "tree" and clock["fingerprint"] != answers[0]["fingerprint"]:
                 raise SystemExit(f"predicted: {job['strategy']} ended in other weights than predicted")
             times = measured(answers)
-            off = {part: clock[f"{part}_s"] / times[f"{part}_s"] - 1 for part in ("comm", "run")}
+            # what is hidden takes no time, predicted or measured
+            off = {part: clock[f"{part}_s"] / (times[f"{part}_s"] or 1.0) - bool(times[f"{part}_s"]) for part in PARTS}
             row = {"job": job, "rate": rate, "known": known, "clock": clock, "measured": times, "off": off}
             cells.put(key, row | seen)
             show(row | seen)

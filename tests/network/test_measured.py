@@ -1,6 +1,7 @@
 """A network from probes of real collectives: between, outside and without them, and what contradicts itself."""
 
 import inspect
+import itertools
 import json
 
 import pytest
@@ -12,7 +13,7 @@ from exogym.core.clock import Clock
 from exogym.core.communicator import Communicator
 from exogym.errors import ArgumentError
 from exogym.network import Network, algorithms_of
-from exogym.network.pricing import LATE, Pricing
+from exogym.network.pricing import LATE
 from exogym.strategy.registry import STRATEGIES, parse_strategy
 from exogym.study.advise import advise
 
@@ -110,24 +111,24 @@ def test_a_run_is_predicted_with_the_reduction_that_it_has(strategy, sums, agree
     assert trainer.clock.time_s[0] == pytest.approx(0.6 + first_s + sums * sum_s + agreements * 0.001)
 
 
-def test_on_hosts_nothing_overlaps():
-    """Eight fragments of 1 s each in twelve steps are waited for; by formula they hide in the steps."""
+def test_late_averages_overlap_unless_the_run_says_otherwise():
+    """Eight fragments in twelve steps hide in the steps, on named links and on measured hosts."""
     data = torch.utils.data.TensorDataset(torch.ones(8, 2), torch.ones(8, 1))
     ends, rows = [], []
     links = Network("32bps")  # two fragments of 8 bytes a round, 2 s each
     probes = {"num_nodes": 2, "collectives": {"exact all_reduce": {"4": 1.0, "8": 1.0}}}
     strategy = "streaming_diloco:H=3:num_fragments=2:fragment_sync_delay=1:outer_optim=sgd"
-    for network in (links, Network.of(probes)):
+    for network, overlap in itertools.product((links, Network.of(probes)), (True, False)):
         model = torch.nn.Sequential(torch.nn.Linear(2, 1, bias=False), torch.nn.Linear(1, 2, bias=False))
         trainer = LocalTrainer(model, data, loss_fn=lambda x, y: x.square().mean())
         trainer.fit(
             parse_strategy(strategy), num_nodes=2, batch_size=1, max_steps=12, network=network, step_seconds=10.0,
-            final_sync=False,
+            final_sync=False, overlap=overlap,
         )  # fmt: skip
         ends.append(float(trainer.clock.time_s[0]))
         rows += advise(parameters=4, num_nodes=2, network=network, step_seconds=10.0, strategies=[strategy]).rows
-    assert ends[0] == pytest.approx(120.0) and ends[1] == pytest.approx(120.0 + 8)
-    assert [row.seconds_per_step for row in rows] == pytest.approx([10.0, 10.0 + 2 / 3])
+    assert ends == pytest.approx([120.0, 120.0 + 16, 120.0, 120.0 + 8])
+    assert [row.seconds_per_step for row in rows] == pytest.approx([10.0] * 4)
 
 
 LATE_PAGES = ("network", "strategies", "predictions", "decisions/014-time", "understand/simulated")
@@ -155,31 +156,9 @@ def test_every_strategy_with_late_averages_says_so():
 
 
 @pytest.mark.parametrize("network", ["lan-1g", Network.of(BOTH)], ids=["named", "measured"])
-def test_advice_says_once_whether_late_averages_overlap(network):
+def test_advice_says_once_that_late_averages_overlap(network):
     told = advise(parameters=4, num_nodes=2, network=network, step_seconds=10.0)
-    (line,) = [line for line in told.assumptions if "overlap" in line]
-    assert line == f"computed {'with' if network == 'lan-1g' else 'without'} overlap. {LATE}"
-
-
-def test_one_place_says_whether_late_averages_overlap(monkeypatch):
-    """The clock of a run and the advice follow it both."""
-    seen = []
-    for overlaps in (True, False):
-        monkeypatch.setattr(Pricing, "late_overlaps", overlaps)
-        trainer = LocalTrainer(
-            torch.nn.Linear(2, 1),
-            torch.utils.data.TensorDataset(torch.ones(8, 2), torch.ones(8, 1)),
-            loss_fn=torch.nn.functional.mse_loss,
-        )
-        trainer.fit(
-            parse_strategy("diloco:H=2:delay=1"), num_nodes=2, batch_size=1, max_steps=6, network="32bps",
-            step_seconds=10.0, final_sync=False,
-        )  # fmt: skip
-        told = advise(
-            parameters=3, num_nodes=2, network="32bps", step_seconds=10.0, strategies=["diloco:H=2:delay=1"],
-        )  # fmt: skip
-        seen.append((trainer.clock.last_s, told.rows[0].seconds_per_step, told.because.count("on hosts")))
-    assert seen == [(60.0, 10.0, 1), (69.0, 11.5, 0)]
+    assert [line for line in told.assumptions if "overlap" in line] == [LATE]
 
 
 def test_who_agrees_waits_for_the_latest():

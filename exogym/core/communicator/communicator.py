@@ -410,12 +410,32 @@ class Communicator(Recorder):
             if rank < other:
                 self._add("exchange", "pairwise", [rank, other], size, np.full(2, float(size)), np.full(2, float(size)))
         result = x.clone()
-        if swapped:
-            theirs = self.wire.rows(x, swapped)  # every process makes the same call
-            for rank in swapped:
-                for row in self._rows_here([rank]):
-                    result[row] = theirs[swapped.index(partner[rank])]
+        links = [(rank, partner[rank]) for rank in swapped]
+        for rank, theirs in self._from_givers(x, links).items():
+            result[self.wire.row_of[rank]] = theirs[partner[rank]]
         return result
+
+    def _from_givers(self, x: Tensor, links: Sequence[tuple[int, int]]) -> dict[int, dict[int, Tensor]]:
+        """Return the rows of `x` that each node of this process gets: taker -> giver -> row.
+
+        A row travels only from its giver to its taker. `links` are the (giver, taker) pairs of all processes.
+        """
+        found: dict[int, dict[int, Tensor]] = {taker: {} for _, taker in links if taker in self.wire.row_of}
+        if self.wire.shares_memory:
+            givers = sorted({giver for giver, _ in links})
+            rows = self.wire.rows(x, givers) if givers else x[:0]  # every process makes the same call
+            for giver, taker in links:
+                if taker in found:
+                    found[taker][giver] = rows[givers.index(giver)]
+            return found
+        given = {rank: x[row].contiguous() for row, rank in enumerate(self.ranks)}
+        for shift in range(1, self.num_nodes):  # a node gives and takes one row at a time
+            pairs = [(i, j) for i, j in links if (j - i) % self.num_nodes == shift]
+            got = hand_over(self.wire, given, [Parcel(i, j, x.shape[1:], x.dtype, False) for i, j in pairs])
+            for giver, taker in pairs:
+                if taker in found:
+                    found[taker][giver] = got[taker].to(x.device)
+        return found
 
     def hand_over(self, given: Mapping[int, Tensor], parcels: Sequence[Parcel]) -> dict[int, Tensor]:
         """Carry tensors from node to node. Return the tensors that this process's nodes get (see `messages.hand_over`).
@@ -453,18 +473,18 @@ class Communicator(Recorder):
         if met:
             ways = tuple((giver, taker) for taker, giver in np.argwhere(links).tolist())
             self._add("mix", "neighbours", met, size, links.sum(0)[met] * size, links.sum(1)[met] * size, links=ways)
-        return [self._mixed(x, matrix, met) for x in xs]
+        return [self._mixed(x, matrix, [(j, i) for i, j in np.argwhere(links).tolist()]) for x in xs]
 
-    def _mixed(self, x: Tensor, matrix: Tensor, met: list[int]) -> Tensor:
+    def _mixed(self, x: Tensor, matrix: Tensor, links: list[tuple[int, int]]) -> Tensor:
         flat = x.reshape(len(x), -1)
-        theirs = self.wire.rows(flat, met) if met else flat[:0]  # every process makes the same call
+        theirs = self._from_givers(flat, links)
         out = torch.zeros_like(flat)
         for row, rank in enumerate(self.ranks):
             givers = torch.nonzero(matrix[rank]).flatten().tolist()
             if givers == [rank]:
                 out[row] = flat[row] * float(matrix[rank, rank])
             elif givers:
-                rows = torch.stack([flat[row] if i == rank else theirs[met.index(i)] for i in givers])
+                rows = torch.stack([flat[row] if i == rank else theirs[rank][i] for i in givers])
                 out[row] = reduce_rows(rows, givers, "sum", matrix[rank][givers])
         return out.view_as(x)
 

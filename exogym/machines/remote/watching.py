@@ -36,13 +36,18 @@ AGREEMENT = "agreement"
 class Stopwatch:
     """Times a wire's calls: the first 64 calls for each collective and message size.
 
+    Args:
+        behind: the wire's stopwatch. This stopwatch times the wire's transfers in another thread, and adds the times to
+            those of `behind`. The process does not wait meanwhile, so `waited_s` stays the same.
+
     Attributes:
         took_s: {"collective bytes": seconds of each timed call}. The wire's `waited_s` counts the time of all calls.
     """
 
-    def __init__(self, wire: ProcessWire):
+    def __init__(self, wire: ProcessWire, behind: Stopwatch | None = None):
         self.wire = wire
-        self.took_s: dict[str, list[float]] = {}
+        self.took_s: dict[str, list[float]] = {} if behind is None else behind.took_s
+        self._waits = behind is None
         self._inside = False
 
     def __call__(
@@ -59,7 +64,7 @@ class Stopwatch:
             took_s = time.perf_counter() - start
         finally:
             self._inside = False
-        self.wire.waited_s += took_s
+        self.wire.waited_s += took_s * self._waits
         size = 4 if x is None else x[:1].numel() * x.element_size()
         if size and (name := self._name(what, len(set(ids)))) is not None:
             taken = self.took_s.setdefault(f"{name} {size}", [])
@@ -124,6 +129,7 @@ class Watched:
     def _wire(self, placement: Sequence[Sequence[int]], native: bool) -> ProcessWire:
         wire = ProcessWire(placement, native=native)
         wire.around = watch = Stopwatch(wire)
+        wire.around_behind = Stopwatch(wire, behind=watch)
         self._watches.append(watch)
         return wire
 

@@ -35,7 +35,9 @@ def in_world(processes, nodes, folder, body, native=False):
         dist.init_process_group("gloo", store=store, rank=rank, world_size=processes)
         wire = ProcessWire(place(nodes, processes), native=native)
         wire.around = watch = Stopwatch(wire)
+        wire.around_behind = Stopwatch(wire, behind=watch)
         body(wire, watch, rank)
+        wire.leave()
         dist.destroy_process_group()
 
     everywhere(processes, member)
@@ -81,6 +83,20 @@ def test_calls_go_by_what_they_are(tmp_path, native):
         assert set(watch.fields(0.1)["collectives"]) == {name, "all_gather", "broadcast"}
 
     in_world(2, 2, tmp_path, body, native)
+
+
+def test_transfers_behind_computing_are_timed_and_not_waited_for(tmp_path):
+    def body(wire, watch, rank):
+        begun = [wire.start(lambda line: line.reduce(torch.ones(1, 100), [0, 1], "mean"), torch.ones(100))
+                 for _ in range(LEAST)]  # fmt: skip
+        while not all(transfer.is_complete.is_set() for transfer in begun):
+            pass
+        assert wire.waited_s == 0
+        for transfer in begun:
+            transfer.wait()
+        assert {key: len(times) for key, times in watch.took_s.items()} == {"exact all_reduce 400": LEAST}
+
+    in_world(2, 2, tmp_path, body)
 
 
 def test_several_nodes_of_a_process_are_no_hosts(tmp_path):

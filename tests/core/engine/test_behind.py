@@ -1,0 +1,113 @@
+"""Transfers behind computing: the bits of a run that waits, saved and resumed in mid-flight, and errors at the wait."""
+
+import inspect
+import json
+import threading
+import time
+
+import pytest
+import torch
+from processes import over_gloo, world
+
+from exogym import LocalTrainer
+from exogym.core.communicator import Communicator
+from exogym.strategy.registry import parse_strategy
+from exogym.testing import fingerprint, small_problem
+
+LATE = (
+    "diloco:H=4:delay=2", "diloco:H=4:delay=4", "diloco:H=4:eager=true",
+    "streaming_diloco:H=4:num_fragments=2:fragment_sync_delay=3",
+    "streaming_diloco:H=4:num_fragments=2:fragment_sync_delay=2:fragment_update_alpha=0.5:bits=4",
+)  # fmt: skip
+OPTIONS = {"num_nodes": 4, "batch_size": 8, "val_interval": 3, "device": "cpu"}
+
+
+def trained(text, max_steps=18, **options):
+    """Train; return the fingerprint, the evaluations' losses and the bytes."""
+    model, data = small_problem()
+    trainer = LocalTrainer(model, data, data, loss_fn=torch.nn.functional.mse_loss)
+    trainer.fit(parse_strategy(text, lr=0.02), max_steps=max_steps, progress=False, **OPTIONS, **options)
+    losses = trainer.history.column("val_loss")[1].tolist()
+    return [fingerprint(trainer.model), losses, trainer.history.last["tx_bytes"]]
+
+
+SCRIPT = f"""
+import json, os, signal
+from exogym.core.engine import behind
+import torch
+from exogym import LocalTrainer
+from exogym.callbacks import Every
+from exogym.strategy.registry import parse_strategy
+from exogym.testing import fingerprint, small_problem
+
+OPTIONS = {OPTIONS}
+{inspect.getsource(trained)}
+def interrupt(loop):
+    signal.raise_signal(signal.SIGINT)
+
+carried = []
+start = behind.Behind.start
+behind.Behind.start = lambda self, call, like: carried.append(like.numel()) or start(self, call, like)
+found = {{}}
+for text in {LATE}:
+    plain = trained(text)
+    assert carried, text
+    started = len(carried)
+    assert trained(text, overlap=False) == plain and len(carried) == started
+    try:
+        trained(text, save_dir=text, callbacks=[Every(13, interrupt)])  # saves while an average is in flight
+        raise AssertionError("it went on")
+    except KeyboardInterrupt:
+        pass
+    assert trained(text, save_dir=text, resume=True) == plain, text
+    found[text] = plain
+if os.environ["RANK"] == "0":
+    open("found.json", "w").write(json.dumps(found))
+"""
+
+
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_late_averages_give_the_bits_of_one_process(processes, tmp_path):
+    status, log = world(processes, tmp_path, SCRIPT)
+    assert status == 0, log
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found == {text: trained(text) for text in LATE}
+
+
+def test_transfers_keep_their_order_and_leave_the_caller_free(tmp_path):
+    def body(wire, x):
+        comm = Communicator(wire.ranks, 4, wire)
+        comm.overlap = True
+        flights = [comm.new_flight() for _ in range(3)]
+        means = []
+        for k, flight in enumerate(flights):
+            with comm.on_its_way(flight):
+                means.append(comm.all_reduce(x * k))
+            assert comm.is_carried(flight)
+        main = wire.rows(x, range(4))  # meanwhile, over other connections
+        assert wire.agree(wire.process == 0)
+        for k, flight in reversed(list(enumerate(flights))):
+            comm.arrive(flight)
+            assert not comm.is_carried(flight)
+            assert torch.equal(means[k], comm.all_reduce(x * k)) and len(main) == 4
+        assert comm.ledger.tx_bytes[0] == 2 * 3 * 2 * 3 / 4 * x[0].nbytes  # recorded once each
+        wire.leave()
+        assert not [thread for thread in threading.enumerate() if thread.name == "exogym transfers"]
+
+    over_gloo(2, 4, tmp_path, body)
+
+
+def test_an_error_is_raised_where_the_result_is_needed(tmp_path):
+    def body(wire, x):
+        def fail(line):
+            raise ValueError("no such row")
+
+        first = wire.start(fail, x[0])
+        second = wire.start(lambda line: line.reduce(x, range(2), "sum"), x[0])
+        time.sleep(0.05)
+        for transfer in (first, second):  # a later transfer would be another process's earlier one
+            with pytest.raises(ValueError, match="no such row"):
+                transfer.wait()
+        wire.leave()
+
+    over_gloo(2, 2, tmp_path, body)
