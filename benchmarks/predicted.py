@@ -90,7 +90,7 @@ def train(job: dict[str, Any], mark: Callable[[Any], Any], **options: Any) -> Lo
     trainer.fit(
         strategy, num_nodes=job["hosts"], max_steps=job["steps"] * (job["segments"] + 1) + 1, batch_size=1,
         device="cpu",
-        reduction=job["reduction"], final_sync=False, progress=False,
+        reduction=job["reduction"], overlap=job["overlap"], final_sync=False, progress=False,
         callbacks=[Every(job["steps"], mark, may_end=False)], **options,
     )  # fmt: skip
     return trainer
@@ -104,7 +104,10 @@ def predict(job: dict[str, Any], network: dict[str, Any], step_s: Any) -> dict[s
 def compare(count: int, cells: Cells, given: argparse.Namespace) -> None:
     """Measure the wanted cells for `count` hosts."""
     jobs = {
-        f"{count}/{rate}/{reduction}/{text}": (rate, job_of(count, reduction, text, given))
+        f"{count}/{rate}/{reduction}/{text}{'/blocking' * given.blocking}": (
+            rate,
+            job_of(count, reduction, text, given),
+        )
         for rate, reduction, text in itertools.product(
             given.rates.split(","), given.reduction.split(","), given.strategies.split(",")
         )
@@ -140,7 +143,7 @@ def job_of(count: int, reduction: str, text: str, given: argparse.Namespace) -> 
     steps = max(STEPS, parse_strategy(text).given_arguments.get("H", 1))
     return {
         "strategy": text, "reduction": reduction, "hosts": count, "segments": given.repeat, "steps": steps,
-        "sleep_s": SLEEP_S,
+        "sleep_s": SLEEP_S, "overlap": not given.blocking,
     }  # fmt: skip
 
 
@@ -217,6 +220,7 @@ def main() -> None:
     parser.add_argument("--reduction", default="tree,native", help="tree, native or both")
     parser.add_argument("--repeat", type=int, default=0, help="measured segments; 0: enough for --cell")
     parser.add_argument("--cell", type=float, default=12.0, help="seconds of a cell's segments, about")
+    parser.add_argument("--blocking", action="store_true", help="wait for late averages where they are sent")
     parser.add_argument("--probe", action="store_true", help="predict from probes of the limited links, not the rate")
     parser.add_argument("--limit", type=float, default=0.10, help="largest share by which a prediction may be off")
     parser.add_argument("--misses", type=float, default=0.0, help="share of the cells that may be off by more")

@@ -309,11 +309,11 @@ def _needs(option: str, given: object, others: Mapping[str, object]) -> None:
 
 
 def print_advice(advice: Advice, file: TextIO) -> None:
-    """Print the ranked table, the recommendation and the assumptions: drawn in a terminal, as plain text in a file."""
+    """Print the recommendation, the ranked table and the assumptions: drawn in a terminal, as plain text in a file."""
     console = Console(file=file)
     if not console.is_terminal:
         print(advice, file=file)
         return
     bold = [row is advice.recommended for row in advice.rows]
     tables = drawn(*advice.table(), console.width, bold)
-    console.print(*tables, *advice.notes(), sep="\n", markup=False, highlight=False)
+    console.print(*advice.verdict(), "", *tables, *advice.notes(), sep="\n", markup=False, highlight=False)

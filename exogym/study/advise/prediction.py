@@ -157,14 +157,18 @@ class Advice:
             rows.append([*cells, ", ".join(row.algorithms)])
         return [*headers, "by"], rows
 
-    def notes(self) -> list[str]:
-        """Return the lines below the table: the recommendation, then each assumption."""
+    def verdict(self) -> list[str]:
+        """Return the lines above the table: the recommendation, its reason, and its speed-up."""
         best = self.recommended
         lines = [f"recommended: {'none' if best is None else best.strategy}", f"because {self.because}"]
         if best is not None and best.speedup_range is not None:
             least, most = best.speedup_range
             lines.append(f"its speed-up over one node: {best.speedup:.3g}, likely from {least:.3g} to {most:.3g}")
-        lines += ["assumed:", *(f"- {a}" for a in self.assumptions)]
+        return lines
+
+    def notes(self) -> list[str]:
+        """Return the lines below the table: each assumption."""
+        lines = ["assumed:", *(f"- {a}" for a in self.assumptions)]
         if any(not row.can_train for row in self.rows):
             lines.append("- † not ranked: only a formula, which cannot be trained here")
         return lines
@@ -175,7 +179,7 @@ class Advice:
         lines = [
             "  ".join(c.ljust(w) for c, w in zip(cells, widths, strict=True)).rstrip() for cells in (headers, *rows)
         ]
-        return "\n".join([*lines, "", *self.notes()])
+        return "\n".join([*self.verdict(), "", *lines, "", *self.notes()])
 
     def to_dict(self) -> dict[str, Any]:
         """Return the advice as a dict for JSON: plain numbers, text, lists, and None for unknown values."""
