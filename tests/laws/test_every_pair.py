@@ -191,6 +191,7 @@ OPTIONS: dict[str, Option] = {
     "measured": given("network", "nothing", network="1Gbps,1ms"),
     "timeline": given("network", "nothing", network="1Gbps,1ms", step_seconds=0.1, timeline=True),
     "no final_sync": given("final_sync", final_sync=False),
+    "no overlap": given("overlap", "nothing", overlap=False),
     "val_interval": given("val_interval", "nothing", val_interval=3),
     "val_size": given("val_size", "nothing", val_size=5),
     "logger": given("logger", "nothing", logger=lambda record: None, log_interval=2),

@@ -10,7 +10,7 @@ import contextlib
 import queue
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,21 +20,20 @@ from exogym.core.base import pulse
 from exogym.core.communicator import Wire, barrier
 from exogym.core.engine.sockets import ports_closed_afterwards
 
-if TYPE_CHECKING:
-    from exogym.core.engine.wire import ProcessWire
+Around = Callable[..., Any]  # see `ProcessWire.around`
 
 
 class Carried:
     """A transfer of `Behind`. `result` and `wait`: see `Transfer`."""
 
-    def __init__(self, wire: ProcessWire, call: Callable[[Wire], Tensor], like: Tensor):
-        self.wire, self.call, self.result = wire, call, torch.empty_like(like)
+    def __init__(self, call: Callable[[Wire], Tensor], like: Tensor, around: Around):
+        self.call, self.result, self.around = call, torch.empty_like(like), around
         self.error: BaseException | None = None
         self.is_complete = threading.Event()
 
     def wait(self) -> None:
         with pulse.at(pulse.WAITING):
-            self.wire.around(self._wait, "wait")
+            self.around(self._wait, "wait")
 
     def _wait(self) -> None:
         self.is_complete.wait()
@@ -43,23 +42,27 @@ class Carried:
 
 
 class Behind:
-    """The thread and the process group that carry rows while the processes of `wire` compute.
+    """The thread and the process group that carry rows while the processes of a run compute.
 
     All processes make it at the same time. After an error, each later transfer raises the same error.
+
+    Args:
+        line: function that returns a wire between the run's processes over a given process group.
     """
 
-    def __init__(self, wire: ProcessWire):
+    def __init__(self, line: Callable[[dist.ProcessGroup], Wire]):
         closed = dist.get_backend() == "gloo"
         with ports_closed_afterwards() if closed else contextlib.nullcontext():
             self.group = dist.new_group()
-        self.wire, self.line = wire, wire.beside(self.group)
+        self.line = line(self.group)
         self._transfers: queue.SimpleQueue[Carried | None] = queue.SimpleQueue()
         # A daemon, because a process that fails must not wait here for a lost process.
         self._thread = threading.Thread(target=self._carry, name="exogym transfers", daemon=True)
         self._thread.start()
 
-    def start(self, call: Callable[[Wire], Tensor], like: Tensor) -> Carried:
-        transfer = Carried(self.wire, call, like)
+    def start(self, call: Callable[[Wire], Tensor], like: Tensor, around: Around) -> Carried:
+        """Begin `call(line)`, as `Wire.start`. `around` wraps the wait for it."""
+        transfer = Carried(call, like, around)
         self._transfers.put(transfer)
         return transfer
 
@@ -80,5 +83,5 @@ class Behind:
         self._transfers.put(None)
         with pulse.at(pulse.WAITING):
             self._thread.join()
-        barrier(self.wire)  # gloo fails in a process that still receives when another process has left
+            barrier(self.line)  # gloo fails in a process that still receives when another process has left
         dist.destroy_process_group(self.group)

@@ -72,8 +72,8 @@ class ProcessWire(Wire):
         if self._behind is None:
             from exogym.core.engine.behind import Behind
 
-            self._behind = Behind(self)
-        return self._behind.start(call, like)
+            self._behind = Behind(self.beside)
+        return self._behind.start(call, like, self.around)
 
     def leave(self) -> None:
         if self._behind is not None:

@@ -47,7 +47,7 @@ def interrupt(loop):
 
 carried = []
 start = behind.Behind.start
-behind.Behind.start = lambda self, call, like: carried.append(like.numel()) or start(self, call, like)
+behind.Behind.start = lambda self, call, like, around: carried.append(like.numel()) or start(self, call, like, around)
 found = {{}}
 for text in {LATE}:
     plain = trained(text)
