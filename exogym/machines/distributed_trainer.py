@@ -26,7 +26,7 @@ class DistributedTrainer:
     """Trains one model on `num_gpus` devices, like a `LocalTrainer` with one node of several devices.
 
     Under `python -m exogym.launch --nproc_per_node K` or torchrun, each of the K processes is one device. A single
-    process computes the same result, up to rounding, on one device, and prints a notice. The devices divide each batch
+    process computes the same result (up to rounding) on one device, and prints a notice. The devices divide each batch
     of the loader among themselves. A step is one step on the whole batch, as on one device.
 
     Args:
@@ -37,8 +37,8 @@ class DistributedTrainer:
             `node` the number of processes that run this script.
         backend: "nccl" or "gloo" connects the processes. "auto" means NCCL if each process has a GPU, otherwise gloo. A
             single process ignores `backend`.
-        node: how to split the model: a `NodeMesh` or a `PipelineParallel`. If `node` is None, training is data
-            parallel, with parameters, gradients and optimizer state sharded.
+        node: a `NodeMesh` or a `PipelineParallel`, which says how to split the model. If `node` is None, training is
+            data parallel, with parameters, gradients and optimizer state sharded.
         loss_fn: as for `LocalTrainer`.
 
     Attributes:

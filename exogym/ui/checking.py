@@ -42,7 +42,7 @@ def check(command: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         command: compare or sweep.
-        given: options as a form sends them: numbers, text, or lists of text.
+        given: the options that a form sends, as numbers, text, or lists of text.
 
     Returns:
         errors: dicts, each with the message as `error`. An error about an option also has the option's name as

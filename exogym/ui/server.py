@@ -106,7 +106,7 @@ def serve(
     """Serve the page that shows runs, until a signal such as Ctrl-C ends the server.
 
     Args:
-        folder: the folder with the runs. It may be missing.
+        folder: the folder with the runs. The folder may be missing.
         port: the port. With `port=0` the server uses any free port. If the port is taken, the server uses the first
             free port of the next 19, and a notice names it.
         host: the address on which to listen. If other computers can reach this address, give a `token`.

@@ -36,7 +36,7 @@ class RunShelf:
         self._pictures: OrderedDict[str, _Followed] = OrderedDict()
 
     def all(self) -> list[Row]:
-        """Return all runs as JSON values. While one thread reads the folder, others may get the previous list."""
+        """Return all runs as JSON values. While a thread reads the folder, other threads may get the previous list."""
         with self._found:
             while self._looking == self._asked or time.monotonic() < self._due:
                 if self._age == self._asked:
@@ -61,7 +61,7 @@ class RunShelf:
         return found
 
     def forget(self) -> None:
-        """Note that the page has changed something, so that the next call of `all` reads the folder again."""
+        """Let the next call of `all` read the folder again, because the page has changed something."""
         with self._lock:
             self._asked += 1
 

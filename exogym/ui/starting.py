@@ -46,7 +46,8 @@ class Starter:
 
     Args:
         top: the folder with the runs.
-        read_forms: function that returns {command: its options}. It is called once, when a form is first needed.
+        read_forms: function that returns {command: its options}. The function is called once, when a form is first
+            needed.
         allow_code: True if values in forms may name code and files to load.
     """
 

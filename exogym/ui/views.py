@@ -58,8 +58,8 @@ def nodes_of(records: Iterable[Row], events: Iterable[Row]) -> Row:
 class NodesPicture:
     """Collects the result of `nodes_of` from records and events, one by one. Its memory does not grow with the steps.
 
-    It holds at most twice as many columns as are shown. When it is full, it merges every two neighboring columns into
-    one column with the later values.
+    The object holds at most twice as many columns as are shown. When the object is full, it merges every two
+    neighboring columns into one column with the later values.
     """
 
     def __init__(self) -> None:

@@ -2,9 +2,9 @@
 
 - `Agent` runs on a computer, shows a code, and pairs with callers (other computers) that know this code. `announced`
   announces an agent in the network by mDNS.
-- `find` lists the announced agents. `pair` pairs with an agent, by its code.
-- `enrol` prepares a paired computer for runs: it saves the computer's host key, tests the login by key, and adds the
-  computer to the hosts file.
+- `find` lists the announced agents. `pair` pairs with an agent by its code.
+- `enrol` prepares a paired computer for runs: it saves the computer's host key, tests the login with the key, and adds
+  the computer to the hosts file.
 
 Announcements are not trusted. Callers without the code only learn the agent's name.
 

@@ -222,5 +222,5 @@ def told_name(answer: dict[str, Any]) -> str:
     """
     name = answer.get("name")
     if not isinstance(name, str) or NAME.fullmatch(name) is None:
-        raise PairingError("the other computer runs no exogym agent of this version: install the same exogym there")
+        raise PairingError("the other computer runs no exogym agent of this version: install the same exogym on it")
     return name

@@ -19,11 +19,11 @@ SHOWN, MOST = 120, 1e20  # limits for another computer's facts: characters of a 
 
 
 def facts() -> dict[str, Any]:
-    """Return facts about this computer as JSON values. This takes about half a second.
+    """Return facts about this computer as JSON values. The measurement takes about half a second.
 
-    `speed_flops` is the number of float32 operations per second in products of 512 x 512 matrices on `device`. Each
-    multiplication of two numbers counts as two operations. Use this number to compare computers; training is much
-    slower.
+    `speed_flops` is the number of float32 operations per second in products of 512 x 512 matrices on `device`. A
+    multiplication and the addition of its result count as two operations. Use this number to compare computers;
+    training is much slower.
 
     >>> sorted(facts())
     ['cores', 'device', 'exogym', 'memory_bytes', 'python', 'speed_flops', 'system', 'torch']

@@ -55,8 +55,8 @@ def public_key(text: object) -> str:
 def own_key(path: str) -> str:
     """Return the public key of the private key in the file `path`. If the file does not exist, make a new key.
 
-    A new key has no passphrase, so that runs can start without a question. This key permits logins only to computers
-    that were paired with the key.
+    A new key has no passphrase, so that runs can start without a question. The new key permits logins only to computers
+    that were paired with it.
 
     Raises:
         ArgumentError: the file is not a private key.
@@ -97,9 +97,9 @@ def signed(key: str, statement: str, signature: object) -> bool:
 def authorize(path: str, key: str, address: str, name: str) -> bool:
     """Let the owner of `key` log in from `address`: add a line to the file `path`, usually `authorized_keys`.
 
-    The line ends in `exogym:NAME`. It permits login and commands, but no forwarding, tunnel or terminal. It replaces
-    the lines that earlier pairings wrote for this key; other lines do not change. If the user has written a line for
-    this key, the file does not change: the user's line decides the key's rights.
+    The line ends in `exogym:NAME`. The line permits login and commands, but no forwarding, tunnel or terminal. It
+    replaces the lines that earlier pairings wrote for this key. Other lines do not change. If the user has written a
+    line for this key, the file does not change: the user's line decides the key's rights.
 
     Returns:
         True if the file now has a line from pairing; False if the user's own line permits the key.

@@ -21,8 +21,8 @@ class DistributedDataParallel(_DDP):
 
     Args:
         module: the model, on its device.
-        bucket_size_mb: another name for torch's `bucket_cap_mb`: mebibytes of gradients per message. Default: 25.
-        options: torch's options: `find_unused_parameters`, `gradient_as_bucket_view`, `static_graph`, ...
+        bucket_size_mb: mebibytes of gradients per message, by default 25. Torch calls this option `bucket_cap_mb`.
+        options: torch's options, such as `find_unused_parameters`, `gradient_as_bucket_view` or `static_graph`.
 
     Raises:
         ArgumentError: an option is unknown, or both `bucket_size_mb` and `bucket_cap_mb` are given.
@@ -62,10 +62,10 @@ def no_sync(model: nn.Module) -> AbstractContextManager[None]:
 class DistributedSampler(torch.utils.data.DistributedSampler[Any]):
     """Torch's DistributedSampler. It also accepts a data set's size instead of the data set.
 
-    It yields the same indices as torch's sampler. With `shuffle`, the order of the indices is drawn from `seed` and the
-    epoch's number; call `set_epoch` before each epoch. The processes take indices in turn. The sampler repeats the
-    first indices at the end, so that all processes get equally many indices. With `drop_last`, it leaves out the last
-    indices instead.
+    The sampler yields the same indices as torch's sampler. With `shuffle`, the order of the indices is drawn from
+    `seed` and the epoch's number; call `set_epoch` before each epoch. The processes take indices in turn. The sampler
+    repeats the first indices at the end, so that all processes get equally many indices. With `drop_last`, it leaves
+    out the last indices instead.
 
     Args:
         dataset: the data set. You can give `dataset_size` instead.

@@ -40,8 +40,8 @@ def init_process_group(
         backend: "gloo" (CPU), "nccl" (CUDA GPUs) or "mpi" (under mpirun, with a torch built for MPI). If `backend` is
             None, the launcher's backend is used. If the launcher names no backend, the default is "nccl" if every
             process on this machine has its own GPU, otherwise "gloo".
-        init_method: where the processes find each other: "env://" (MASTER_ADDR and MASTER_PORT, the default),
-            "tcp://host:port" or "file:///path".
+        init_method: address at which the processes find each other, "env://" (MASTER_ADDR and MASTER_PORT, the
+            default), "tcp://host:port" or "file:///path".
         world_size: number of processes. If `world_size` is None, the environment variable WORLD_SIZE is used. With
             `world_size=1` this process is alone.
         rank: this process's rank, 0 to world_size - 1. If `rank` is None, the environment variable RANK is used.
@@ -64,7 +64,7 @@ def init_process_group(
     options = _timeout(timeout_s)
     if backend == "mpi":
         if (init_method, world_size, rank, store) != (None, None, None, None):
-            raise ArgumentError("backend='mpi': mpirun sets ranks and world size: leave out all other arguments")
+            raise ArgumentError("backend='mpi', where mpirun sets ranks and world size: leave out all other arguments")
         join_group("mpi", **options)
         return
     world_size, rank = _place(world_size, rank, through_environment=store is None and init_method in (None, "env://"))

@@ -28,9 +28,9 @@ def self_test(sizes_bytes: Sequence[int] = DEFAULT_SIZES_BYTES, repeats: int = 5
     """Check and time every collective. All processes must call this function, and all get the same rows.
 
     The inputs are small whole numbers and powers of two, so the exact results are known. The test checks every
-    reduction at every size, and every root (sending or receiving process) at the smallest size. It times torch's own
-    collectives on float32 tensors. A time is the median of `repeats` calls after one untimed call. The time of a call
-    is the time of its slowest process.
+    reduction at every size, and every root (sending or receiving process) at the smallest size. The test times torch's
+    own collectives on float32 tensors. A time is the median of `repeats` calls after one untimed call. The time of a
+    call is the time of its slowest process.
 
     Args:
         sizes_bytes: message sizes to measure. For gather, all_gather, scatter and reduce_scatter, a message size is the
@@ -39,12 +39,11 @@ def self_test(sizes_bytes: Sequence[int] = DEFAULT_SIZES_BYTES, repeats: int = 5
         repeats: number of timed calls for each size.
 
     Returns:
-        One row per collective and size, with
-        `collective`, `size_bytes`, `world_size`, `time_s`;
+        One row per collective and size, with the fields `collective`, `size_bytes`, `world_size`, `time_s`;
         `bytes_per_s`: size divided by time;
-        `bus_bytes_per_s`: bytes_per_s times the share of the message that crosses each link under the best algorithm,
-        which for n processes is 2 (n - 1)/n for all_reduce; (n - 1)/n for all_gather, reduce_scatter, gather and
-        scatter; 1 for broadcast, reduce and send;
+        `bus_bytes_per_s`: `bytes_per_s` times the share of the message that crosses each link under the best algorithm.
+            With n processes, this share is 2 (n - 1)/n for all_reduce, (n - 1)/n for all_gather, reduce_scatter, gather
+            and scatter, and 1 for broadcast, reduce and send;
         `latency_s`: the time of the collective's smallest message, 4 bytes per process.
 
     Raises:

@@ -2,7 +2,7 @@
 
 The launcher's own options may come before or after the script's name. All other words after the script's name are the
 script's arguments, and so is everything after `--`. The exit status is 0, or the status of the first process that
-failed; 2 for invalid arguments, 1 if the machines could not connect to each other, 130 after Ctrl-C.
+failed. It is 2 for invalid arguments, 1 if the machines could not connect to each other, and 130 after Ctrl-C.
 """
 
 from __future__ import annotations

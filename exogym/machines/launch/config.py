@@ -21,7 +21,7 @@ class LaunchConfig:
         nproc_per_node: number of processes to start on this machine.
         nnodes: number of machines. You start the launcher once on each machine.
         node_rank: number of this machine, 0 to nnodes - 1. Machine 0 has the first ranks.
-        master_addr: name or address of machine 0. It is needed with several machines. A single machine uses its
+        master_addr: name or address of machine 0. Several machines need this setting. A single machine uses its
             loopback.
         master_port: port of machine 0 at which the other machines connect. Default: 29500 with several machines, a free
             port with one machine.
@@ -32,8 +32,8 @@ class LaunchConfig:
         start_timeout: whole seconds within which the launchers of all machines must connect.
         log_dir: folder for each rank's output, which is appended to `training_rank_{rank}.log`. If `log_dir` is None,
             no files are written.
-        first_rank: number to add to the ranks in the output and in the names of the log files. Needed if this launch is
-            part of a larger run.
+        first_rank: number to add to the ranks in the output and in the log files' names, if this launch is part of a
+            larger run.
 
     Raises:
         ArgumentError: a setting is invalid. The message names the setting and its allowed values.

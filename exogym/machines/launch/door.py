@@ -63,7 +63,7 @@ def proof(secret: str, who: str, service: str, drawn: bytes) -> bytes:
     """Return the bytes that prove the knowledge of `secret`: an HMAC-SHA256 that cannot be computed without it.
 
     Args:
-        who: "guest" or "door": the end that proves its knowledge.
+        who: the end that proves its knowledge, "guest" or "door".
         service: name of the service to which the guest connects.
         drawn: the random bytes that both ends have sent.
     """
@@ -233,7 +233,7 @@ def _exactly(connection: socket.socket) -> bytes:
 
 
 def make_lively(connection: socket.socket) -> None:
-    """Let a connection send small messages at once, and detect within three minutes that the other end is lost."""
+    """Let a connection send small messages without delay, and detect a lost other end within three minutes."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in KEEPALIVE.items():

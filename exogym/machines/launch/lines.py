@@ -1,4 +1,4 @@
-"""A server's connection to one of the run's processes, over which both send lines of JSON."""
+"""A server's connection to one of the run's processes, over which both ends send lines of JSON."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ LOOK_S = 1.0
 
 
 class MeetingPlace:
-    """Machine 0's server for the launchers of all machines. It answers in a thread until it is closed.
+    """Machine 0's server for the launchers of all machines. The server answers in a thread until it is closed.
 
     Args:
         address, port: where the server listens. With `port=0` it chooses a free port.
@@ -142,7 +142,7 @@ class Link:
 
 
 class Relay:
-    """Stands in for the ranks' store on a machine other than machine 0, until it is closed.
+    """Replaces the ranks' store on a machine other than machine 0, until it is closed.
 
     It listens on the machine's loopback, at its attribute `port`, and sends the ranks' data to the store on machine 0.
 

@@ -46,7 +46,7 @@ class _RankPipe:
 
 
 class Screens:
-    """Prints the ranks' lines on terminals. If a terminal is closed, printing there stops, and the ranks continue."""
+    """Prints the ranks' lines on terminals. If a terminal is closed, printing on it stops, and the ranks continue."""
 
     def __init__(self) -> None:
         self._deaf: set[int] = set()

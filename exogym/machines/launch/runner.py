@@ -1,6 +1,6 @@
-"""The process of one rank: `python runner.py FOLDER LAUNCHER_PID script|module TARGET ARGUMENTS...`.
+"""Run the process of one rank: `python runner.py FOLDER LAUNCHER_PID script|module TARGET ARGUMENTS...`.
 
-It runs the user's script as `python TARGET ARGUMENTS...` would. It also
+The process runs the user's script as `python TARGET ARGUMENTS...` would. It also
     - sends the rank's output to the launcher,
     - writes the error that ended the script, with its time, to a file that torch's elastic agent reads,
     - prints only one line, without a traceback, for ExoGym's own errors and for errors that another rank's end caused,

@@ -40,8 +40,8 @@ class Logs:
         echo: True to also print the output on this machine's terminal.
 
     Attributes:
-        first: (number of the failed rank's host, the launcher's line about this rank) for the first failure. None if no
-            rank has failed.
+        first: (number of the failed rank's host, the launcher's line about this rank) for the first failure, or None if
+            no rank has failed.
     """
 
     def __init__(self, folder: Path, echo: bool = True, most_bytes: int = PRINTED_BYTES):

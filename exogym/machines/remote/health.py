@@ -73,7 +73,7 @@ class Board:
         return {"mark": self.mark, "every_s": EVERY_S, "mirror": mirror if sends else None}
 
     def started(self, order: HostOrder) -> None:
-        """Note that the host of the command `order` starts its processes, for the first time or again."""
+        """Record that the host of the command `order` starts its processes, for the first time or again."""
         if not order.ranks:
             return
         address = order.host.address
@@ -101,7 +101,7 @@ class Board:
             self._keep(said)
 
     def ended(self, order: HostOrder, state: str, why: str | None = None) -> None:
-        """Note that the command `order` has ended on its host, with the state "done", "failed" or "lost"."""
+        """Record that the command `order` has ended on its host, with the state "done", "failed" or "lost"."""
         host = self._hosts.get(order.ranks[0]) if order.ranks else None
         if host is None:
             return
@@ -110,7 +110,7 @@ class Board:
             self._event(state, order.host.address, **({} if why is None else {"why": why}))
 
     def close(self) -> None:
-        """Note that the run is over on all hosts, and save the states."""
+        """Record that the run is over on all hosts, and save the states."""
         with self._lock:
             for host in self._hosts.values():
                 if host["state"] in ("starting", "running"):

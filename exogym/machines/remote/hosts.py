@@ -51,12 +51,12 @@ class Host:
     Attributes:
         address: name or IP address at which the other hosts reach this host. One of the host's network interfaces must
             have this address.
-        ssh_host: the host's name for ssh: the address, or an alias in the user's ssh config.
+        ssh_host: the host's name for ssh, which is the address or an alias in the user's ssh config.
         user, key, port: user name, file of the private key, and port for ssh. A value that is None comes from the
             user's ssh config.
         python: path of the host's Python. If `python` is None, see `interpreter`.
         path: the project's folder on the host. If `path` is None, the host uses the same path as the controller.
-        device: device for the host's processes: "auto", "cpu", "cuda", "cuda:0" or "mps".
+        device: device for the host's processes, one of "auto", "cpu", "cuda", "cuda:0" or "mps".
         slots: number of processes on the host.
         ssh_config: file that ssh reads instead of the user's config. If `ssh_config` is None, ssh reads the user's
             config.
@@ -75,7 +75,7 @@ class Host:
 
     @property
     def interpreter(self) -> str:
-        """Path of the host's Python. This is `python` if it is given.
+        """Path of the host's Python. This is `python` if `python` is given.
 
         Otherwise this machine uses this process's Python, and other hosts use python3.
         """

@@ -110,7 +110,7 @@ class Inquiry:
 
 
 def ask(host: Host, question: str, answer_s: float = ANSWER_S, **given: Any) -> Any:
-    """Ask a host one question, over a new connection, and return the answer of `onhost/probe.py` there.
+    """Ask a host one question, over a new connection, and return the answer of `onhost/probe.py`.
 
     Raises:
         ExoGymError: the host did not answer. The message says what to do.
@@ -159,7 +159,7 @@ def diagnose(host: Host, errors: str) -> tuple[str, str, str]:
     """Return why ssh could not connect to `host`: the failed check, ssh's message and the remedy.
 
     Args:
-        errors: what ssh wrote to stderr.
+        errors: ssh's output on stderr.
 
     >>> diagnose(Host("h", "h"), "ssh: connect to host h port 22: Connection refused")[:2]
     ('reachable', 'ssh: connect to host h port 22: Connection refused')

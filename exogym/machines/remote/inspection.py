@@ -25,7 +25,7 @@ OWN_FOLDER = "not the master's: this host keeps its own nodes' rows, and can res
 
 @dataclass(frozen=True)
 class Check:
-    """A check's result on one host: the check's name, whether it passed (`ok`), what it found (`seen`), and the remedy.
+    """A check's result on one host: `check` (name), `ok` (whether it passed), `seen` (its finding) and `remedy`.
 
     >>> check = Check("10.0.0.2", "disk", ok=False, seen="1 GB free", remedy="remove old runs")
     >>> check.ok, check.remedy
@@ -40,7 +40,7 @@ class Check:
 
 
 class Controller:
-    """This machine's versions of torch and exogym, and checksums of the project's files. All hosts must have the same.
+    """This machine's versions of torch and exogym, and its files' checksums. All hosts must have the same values.
 
     Args: see `check_hosts`.
     """

@@ -174,7 +174,7 @@ class SSHLauncher:
         Args:
             path: the file's path in the project's folder on the host.
             target: path of the copy on this machine.
-            host: the host; default: the master.
+            host: the host, by default the master.
 
         Raises:
             ExoGymError: the file does not exist, is larger than the disk space that a host's files may fill here, or

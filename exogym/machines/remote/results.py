@@ -131,7 +131,7 @@ def bring(launcher: SSHLauncher, folder: Path, fit: int) -> None:
 
 
 def aside(folder: Path, rank: int) -> Path:
-    """Return the folder in which a process saves the results in case rank 0's host is lost. Its own `rank` is not 0."""
+    """Return the folder in which process `rank` (not rank 0) saves the results, in case rank 0's host is lost."""
     return folder / f"rank_{rank}"
 
 

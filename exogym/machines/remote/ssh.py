@@ -68,7 +68,7 @@ def command(host: Host, words: Sequence[str]) -> list[str]:
 def client(host: Host) -> list[str]:
     """Return the start of an ssh command for `host`: ssh and its options, without the host's name.
 
-    ssh uses the user's own config, agent, known hosts and jump hosts. It always checks host keys, as strictly as the
+    ssh uses the user's own config, agent, known hosts and jump hosts. ssh always checks host keys, as strictly as the
     user's config says.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Watch a run: start the processes on all hosts, wait for them, and at the end leave none of them running.
+"""Watch a run: start the processes on all hosts, wait for them, and leave no process running at the end.
 
 With `min_hosts`, the run continues without a lost host. This host is started again when it can be reached.
 """

@@ -44,8 +44,8 @@ class LaunchedPart:
 
     Attributes:
         rank: this process's rank.
-        fit: number (from 1) of the `NetworkTrainer.fit` call in the script for whose results the controller waits. None
-            if no controller waits for results.
+        fit: number (from 1) of the `NetworkTrainer.fit` call in the script for whose results the controller waits, or
+            None if no controller waits.
         folder: folder in which rank 0 writes the results, or None.
         device: this host's device in the hosts file.
         progress: True to show progress.

@@ -21,9 +21,9 @@ TOKENS = ("language", "timestamps")
 def hand_over(task: str, data: str | None, options: Mapping[str, Any], file: Path) -> list[str]:
     """Return lines of text that tell the user how to use a trained model.
 
-    A model of the task "whisper" is also saved for the library transformers, in a folder beside `file`, with its
-    adapters merged and the whole window of 30 s. With the option `general` (see `whisper_task`), the model is then
-    tested on running speech, and a line warns if training has made it worse.
+    A model of the task "whisper" is also saved for the library transformers, in a folder beside `file`. The adapters of
+    this copy are merged, and its window is the whole 30 s. With the option `general` (see `whisper_task`), the model is
+    then tested on running speech, and a line warns if training has made it worse.
 
     Args:
         task, data, options: the task, its data and its options, as in the run's profile.

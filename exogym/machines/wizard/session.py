@@ -109,7 +109,7 @@ class Taken:
 
     @classmethod
     def of(cls, folder: Path, estimated_s: float, total_s: float) -> Taken | None:
-        """Read a run's times from its run folder. Return None if the run's start or end is not recorded there."""
+        """Read a run's times from its run folder. Return None if the folder does not record the run's start or end."""
         at: dict[str, float] = {}
         try:
             for line in (folder / "events.jsonl").read_text("utf-8").splitlines():

@@ -1,4 +1,4 @@
-"""The engine for runs whose hosts come and go. Each process holds some rows. Only present processes communicate."""
+"""The engine for runs whose hosts may be lost and return. Only the processes on present hosts communicate."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Elastic:
     Args:
         member: this process's connection to the membership server.
         size: number of processes in the complete run.
-        generation: the members with which this process starts the run. None if the run has already started and this
+        generation: the members with which this process starts the run, or None if the run has already started and this
             process joins later.
     """
 

@@ -102,7 +102,7 @@ class Member:
 
     @property
     def lost(self) -> bool:
-        """Whether a process of those that train together is lost, or this process has lost the membership server."""
+        """Whether another process of the generation is lost, or this process has lost the membership server."""
         return self.cut is not None or self.group.has_ended
 
     @pulse.waits
@@ -247,7 +247,7 @@ class GenerationGroup:
 
     Another thread can end waiting calls with `sever`. Torch itself cannot end waiting calls: `abort` does not wake
     them. So `sever` shuts down all connections that were opened since the members began to connect. Waiting calls then
-    fail at once.
+    fail immediately.
     """
 
     def __init__(self) -> None:
@@ -302,7 +302,7 @@ class GenerationGroup:
         return 0 <= self._number <= self._ended
 
     def sever(self, number: int) -> None:
-        """Note that generations up to `number` have ended. Cut this group's connections if its generation has ended."""
+        """Record that generations up to `number` ended. Cut this group's connections if its generation has ended."""
         with self._lock:
             self._ended = max(self._ended, number)
             if not self.has_ended:

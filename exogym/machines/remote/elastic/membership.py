@@ -12,7 +12,7 @@ both ends know the run's secret. Both ends send lines of JSON:
             {"hear": "lost", "number": of the generation that has ended}    {"hear": "over", "why"}
 
 A generation is a period in which the same ranks, its members, train together. While the members connect to each other,
-they also send requests to a `Shelf` of the server, with the generation's number.
+they also send requests to a store of the server, with the generation's number.
 
 A generation ends when a host is lost: the host's connections close, or are silent for `silence_s` seconds. The server
 then tells all other members. They answer "ready", with the steps whose state they have saved (`anchors`). The next
@@ -86,7 +86,7 @@ class Membership:
         return len(self.host_of)
 
     def hello(self, rank: int) -> dict[str, Any]:
-        """Note that the process with this rank has connected. Return the welcome message to the process."""
+        """Record that the process with this rank has connected. Return the welcome message to the process."""
         self.there.add(rank)
         return {"hear": "welcome", "fresh": not self.members, "again": self._trained, "over": self.over}
 
@@ -106,7 +106,7 @@ class Membership:
         return gone
 
     def ready(self, rank: int, said: dict[str, Any], now: float) -> None:
-        """Note that the process with this rank waits for the next generation."""
+        """Record that the process with this rank waits for the next generation."""
         if rank not in self.there:
             return
         if self.over is not None:
@@ -125,16 +125,16 @@ class Membership:
             self._tell(self.members, {"hear": "waiting"})
 
     def training(self) -> None:
-        """Note that training has begun. If all members are lost later, new processes learn that this is a restart."""
+        """Record that training has begun. If all members are lost later, new processes learn that the run had begun."""
         self._trained = True
 
     def finished(self) -> None:
-        """Note that the run has finished. Tell this to all present processes, also to those that wait to join."""
+        """Record that the run has finished. Tell this to all present processes, also to those that wait to join."""
         if self.over is None:
             self._end(DONE)
 
     def stopped(self) -> None:
-        """Note that a user or a signal has stopped the run. Tell this to all present processes."""
+        """Record that a user or a signal has stopped the run. Tell this to all present processes."""
         if self.over is None:
             self._end("it was stopped")
 

@@ -1,9 +1,9 @@
 """Training that continues when hosts are lost, and takes back hosts that return.
 
 An anchor is a step at which no message between processes is under way. Every process keeps copies of its nodes' state
-at the last two anchors. When a process is lost, the others go back to the last anchor that all of them have. From the
-next step on, the lost process's nodes are absent, as with `Faults`. So a simulation with the recorded outages gives the
-same run. A host that returns joins at an anchor and copies the other processes' state, as in simulation.
+at the last two anchors. When a process is lost, the other processes go back to the last anchor that all of them have.
+From the next step on, the lost process's nodes are absent, as with `Faults`. So a simulation with the recorded outages
+gives the same run. A host that returns joins at an anchor and copies the other processes' state, as in simulation.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class _Planned(Exception):
 
 
 class Assembly:
-    """Assembles a run for `LocalTrainer` in one process, while the other processes may come and go.
+    """Assembles a run for `LocalTrainer` in one process. Meanwhile other processes may be lost or come back.
 
     Attributes:
         recovery: the assembled run, which continues after losses. None before the run is assembled.

@@ -1,4 +1,4 @@
-"""The wire of a run whose processes may come and go. Only the present processes' rows take part in its calls."""
+"""The wire of a run whose processes may be lost and return. Only the present processes' rows take part in its calls."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class ElasticWire(Wire):
 
     @property
     def total_rows(self) -> int:
-        """Number of rows in the whole run, also while this process is not yet connected to the others."""
+        """Number of rows in the whole run, also while this process is not yet connected to the other processes."""
         return sum(map(len, self.nodes_of))
 
     def take_part(self, generation: Generation) -> None:
