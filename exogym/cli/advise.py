@@ -73,7 +73,7 @@ def advise(
     ] = None,
     flops: Annotated[
         str | None,
-        typer.Option(metavar="F", help="Instead of the time: operations of a node's step on --device, as 6e14."),
+        typer.Option(metavar="F", help="Operations of a node's step on --device, as 6e14, instead of its time."),
     ] = None,
     device: Annotated[
         str | None,

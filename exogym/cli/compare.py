@@ -136,7 +136,7 @@ def compare(
     ] = Path("runs"),
     resume: Annotated[
         bool,
-        typer.Option("--resume", help="Continue an interrupted comparison with its options; --out is its folder."),
+        typer.Option("--resume", help="Continue an interrupted comparison with its options; --out names its folder."),
     ] = False,
     estimate: EstimateOption = False,
     debug: Debug = False,

@@ -31,7 +31,9 @@ def doctor(
     ] = None,
     measure: Annotated[
         bool,
-        typer.Option("--measure", help="Afterward time every collective and pair of hosts, for advise --network."),
+        typer.Option(
+            "--measure", help="After the checks, time every collective and pair of hosts, for advise --network."
+        ),
     ] = False,
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="File for the measurement. [default: measured.json]")

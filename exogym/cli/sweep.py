@@ -66,9 +66,9 @@ def sweep(
     val_size: ValSizeOption = None,
     val_interval: ValIntervalOption = None,
     processes: Annotated[
-        str, typer.Option(metavar="P", help="Runs at the same time. auto: one per core, as far as memory allows.")
+        str, typer.Option(metavar="P", help="Runs at the same time. auto means one per core, as far as memory allows.")
     ] = "auto",
-    engine: Annotated[str | None, typer.Option(help="ray: train the runs as tasks of a Ray cluster.")] = None,
+    engine: Annotated[str | None, typer.Option(help="ray trains the runs as tasks of a Ray cluster.")] = None,
     device: DeviceOption = str(FitOptions.device),
     network: NetworkOption = None,
     step_seconds: StepSecondsOption = None,

@@ -21,7 +21,7 @@ At = Annotated[
     typer.Option("--at", metavar="IP[:PORT]", help="Ask this address if mDNS does not reach it. Repeatable."),
 ]
 KeyFile = Annotated[
-    str, typer.Option(metavar="FILE", help="Private key for the login. Made if the file does not exist.")
+    str, typer.Option(metavar="FILE", help="Private key for the login. If the file does not exist, ExoGym makes it.")
 ]
 SSHConfig = Annotated[str | None, typer.Option(metavar="FILE", help="File for ssh -F. [default: your SSH config]")]
 FACTORS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12, "p": 1e15, "e": 1e18}

@@ -1,7 +1,7 @@
 """Data-parallel training with compressed gradients: nodes average compressed messages.
 
-Node i has the gradient g_i and the error e_i. With a compressor C, the step's learning rate gamma, and error feedback
-(Seide et al., 1-bit SGD, Interspeech 2014; Karimireddy et al., arXiv:1901.09847):
+Node i has the gradient g_i and the error e_i. C is a compressor and gamma the step's learning rate. Error feedback
+(Seide et al., 1-bit SGD, Interspeech 2014; Karimireddy et al., arXiv:1901.09847) computes
 
     p_i = gamma g_i + e_i;   send C(p_i);   e_i <- p_i - C(p_i);   g = (1 / gamma) mean_i C(p_i)
 
@@ -11,7 +11,7 @@ does not change.
 
 With absent nodes, only the n present nodes send and step. An absent node's error e_i does not change. A returning node
 starts with e_i = 0, because its error belongs to old parameters. A node that stayed broadcasts its parameters, buffers
-and inner optimizer state; the returning node takes them and continues at the fleet's step. A node that loses a
+and inner optimizer state. The returning node takes these values and continues at the fleet's step. A node that loses a
 synchronization misses this step.
 """
 

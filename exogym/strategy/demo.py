@@ -16,8 +16,8 @@ index takes 1 byte if a chunk has up to 256 coefficients, 2 bytes up to 32768, o
 
 With absent nodes, only the n present nodes send and step: tx = rx = (n-1) payload. An absent node's momentum e_i does
 not change. A returning node starts with e_i = 0, because its momentum belongs to old parameters. A node that stayed
-broadcasts its parameters and buffers, P b bytes; the returning node takes them and continues at the fleet's step. A
-node that loses a synchronization misses this step.
+broadcasts its parameters and buffers, P b bytes. The returning node takes these values and continues at the fleet's
+step. A node that loses a synchronization misses this step.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
 """MuLoCo: Muon inside DiLoCo.
 
 Therien et al., MuLoCo: Muon is a practical inner optimizer for DiLoCo, arXiv:2505.23725. The inner optimizer is Muon
-for the hidden matrices and AdamW for the rest (`exogym.strategy.muon`, torch's own Muon); every H inner steps
+for the hidden matrices and AdamW for the rest (`exogym.strategy.muon`, torch's own Muon). After every H inner steps
+nodes take DiLoCo's outer step, with a larger outer learning rate eta and a smaller outer momentum mu:
 
     Delta = (1/N) sum_i (theta - theta_i),  v <- mu v + Delta,  theta <- theta - eta (Delta + mu v),  theta_i <- theta
 
-as in DiLoCo, with a larger outer learning rate eta and a smaller outer momentum mu. Payload, traffic and absent nodes
-are as in DiLoCo. A single node is allowed (the paper's K = 1, with eta 0.7 and mu 0.6). The paper's compressed variants
-are not implemented.
+theta are the outer parameters, theta_i node i's parameters, and v is the momentum's buffer. Payload, traffic and absent
+nodes are as in DiLoCo. A single node is allowed (the paper's K = 1, with eta 0.7 and mu 0.6). The paper's compressed
+variants are not implemented.
 """
 
 from __future__ import annotations

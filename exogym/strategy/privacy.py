@@ -8,7 +8,7 @@ steps. In each round each of N clients takes part with probability q, independen
     theta   <- theta + (sum of Delta_i + noise) / (q N)               noise ~ N(0, (z C)^2) in each element
 
 C bounds the norm of an update, and z is the noise multiplier. A round without any client adds noise, too. All clients
-have equal weights, because weights by examples would also need a bound.
+have equal weights, because unequal weights would need a bound, too.
 
 Two sets of clients are neighbors if they differ in one client. One round is a Gaussian mechanism with noise multiplier
 z under Poisson sampling with rate q. The epsilon spent after R rounds is the epsilon of R such mechanisms, by Renyi

@@ -1,7 +1,7 @@
 """DDP: data-parallel training with a gradient average at every step.
 
-Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training, arXiv:2006.15704. With the gradients
-g_i of N nodes and the inner optimizer Opt:
+Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training, arXiv:2006.15704. g_i are the
+gradients of N nodes, theta are the parameters, and Opt is the inner optimizer:
 
     g = (1/N) sum_i g_i,   theta <- Opt(theta, clip(g))
 
@@ -9,7 +9,7 @@ Per step: payload P b bytes per node, for P parameters of b bytes; ring all-redu
 
 With absent nodes, the mean is over the n present nodes, and only these nodes step. Each present node sends 2 (n-1)/n P
 b bytes; a single present node sends nothing. A returning node takes parameters, buffers and inner optimizer state from
-a node that stayed, and continues at the fleet's step. So all nodes are equal again. This broadcast takes P b bytes and
+a node that stayed, and continues at the fleet's step. So all nodes are equal again. The broadcast takes P b bytes and
 the state's bytes. A node that loses a synchronization misses this step.
 """
 
