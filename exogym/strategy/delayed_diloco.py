@@ -1,13 +1,14 @@
 """Delayed DiLoCo: DiLoCo with averages that arrive d steps late.
 
-With 0 < d <= H, nodes send round r's average after step r H, and it arrives after step r H + d. Then the outer step
-sets node i's parameters theta_i to the outer parameters theta, which drops the local steps in between. With d = H
-(arXiv:2502.12996, "naive delay") outer step r uses the average of round r - 1, and 0 in the first round. At that time
-nodes send the average of round r and continue from theta. Averages that are in flight at the end of training are still
-used (`final_sync`).
+A round has H steps, and 0 < d <= H. Nodes send round r's average after step r H, and the average arrives after step r H
++ d. Then the outer step sets node i's parameters theta_i to the outer parameters theta, which drops the local steps in
+between. With d = H (arXiv:2502.12996, "naive delay") outer step r uses the average of round r - 1, or 0 in the first
+round. At that time nodes send the average of round r and continue from theta. Averages that are in flight at the end of
+training are still used (`final_sync`).
 
 Averages that arrive late overlap with computing. On hosts this needs gloo and whole nodes in each process, without
-`faults` or `min_hosts`. Otherwise the run waits for an average where it sends it. Bytes and absent nodes: as in DiLoCo.
+`faults` or `min_hosts`. Otherwise the run waits for an average where it sends it. Bytes and absent nodes are as in
+DiLoCo.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from exogym.strategy.traffic import Traffic
 class DelayedCommunicator(OuterModule):
     """Take DiLoCo's outer step `delay` steps after every step divisible by H.
 
-    `DiLoCoCommunicator` describes the other arguments. State: DiLoCo's state, and the average in flight.
+    `DiLoCoCommunicator` describes the other arguments. State: DiLoCo's state, and the average that has not arrived yet.
     """
 
     weighted_means = True

@@ -1,22 +1,22 @@
-"""DiLoCo with eager updates: averages arrive a whole round late, but each node uses its own part of them at once.
+"""DiLoCo with eager updates: averages arrive a whole round late, but each node uses its own share at once.
 
 Kale et al., Eager Updates for Overlapped Communication and Computation in DiLoCo, arXiv:2502.12996. Each node has its
 own outer parameters theta_i. After the H steps of round r, Delta_i = theta_i - (node i's trained parameters):
 
-    E_i     = (1/N) Delta_i^(r) + (1/N) sum_{j != i} Delta_j^(r-1)     # the others' part is one round old
+    E_i     = (1/N) Delta_i^(r) + (1/N) sum_{j != i} Delta_j^(r-1)     # the other nodes' share is one round old
     theta_i <- OuterOpt_i(theta_i, E_i)                                # and training continues from theta_i
     nodes send the mean of Delta_i^(r), and need it after round r + 1
 
-In the first round the others' part is 0. Payload P b bytes per node every H steps; ring all-reduce, tx = rx =
-2 (N-1)/N P b. The nodes' parameters are never equal; the evaluation model is their mean. Averages that are in flight at
-the end of training are not used.
+In the first round the other nodes' share is 0. Payload P b bytes per node every H steps, for P parameters of b bytes;
+ring all-reduce, tx = rx = 2 (N-1)/N P b. The nodes' parameters are never equal; the evaluation model is their mean.
+Averages that are in flight at the end of training are not used.
 
 Averages that arrive late overlap with computing. On hosts this needs gloo and whole nodes in each process, without
 `faults` or `min_hosts`. Otherwise the run waits for an average where it sends it.
 
-With absent nodes: the mean is over the n present nodes, and 1/N becomes 1/n. A node that misses a synchronization keeps
+With absent nodes, the mean is over the n present nodes, and 1/N becomes 1/n. A node that misses a synchronization keeps
 its trained parameters and the average that it has not used yet, and continues. A node that was down takes the
-parameters of a node that stayed as its theta_i. It returns without an unused average, and its outer optimizer starts
+parameters of a node that stayed as its theta_i. Such a node has no unused average, and its outer optimizer starts
 afresh.
 """
 
@@ -42,7 +42,7 @@ from exogym.strategy.traffic import Traffic
 
 
 class EagerCommunicator(PeriodicModule):
-    """Take DiLoCo's eager outer step after every step divisible by H. Arguments: see `DiLoCoCommunicator`."""
+    """Take DiLoCo's eager outer step after every step divisible by H. `DiLoCoCommunicator` describes the arguments."""
 
     weighted_means = True
 

@@ -1,9 +1,10 @@
-"""Outer parameters of strategies with late averages, with fragments, or with nodes that keep a share of their values.
+"""Outer parameters, for strategies with late averages, with fragments, or with nodes that keep a share of their values.
 
 theta are the outer parameters of the whole model or of a fragment, theta_i are node i's parameters, and OuterOpt is the
-outer optimizer. Delta is the mean outer gradient. At a synchronization, a node keeps the share alpha of its theta_i:
+outer optimizer. Delta is the mean outer gradient, over the present nodes. At a synchronization, a node keeps the share
+alpha of its theta_i:
 
-    Delta   = mean_i (theta - theta_i)          # sent after some step t, over the present nodes
+    Delta   = mean_i (theta - theta_i)          # sent after a step t
     theta   <- OuterOpt(theta, Delta)           # after step t + delay
     theta_i <- alpha theta_i + (1 - alpha) theta
 
@@ -47,7 +48,7 @@ class Flight:
     Attributes:
         mean: the average, a (1, p) tensor for each piece of the fragment.
         senders: the nodes whose outer gradients are averaged.
-        round_: the outer round at whose end these nodes sent.
+        round_: the outer round that ended when these nodes sent.
         due: the step after which the average arrives.
     """
 
@@ -63,15 +64,15 @@ class OuterParameters:
     Args:
         rule: the outer optimizer and its schedules.
         rounds: the run's number of outer rounds, for the schedules.
-        fragment: the part of the model. None: all parameters.
+        fragment: the part of the model. None means all parameters.
         delay: steps from sending an average to its arrival.
-        keep: alpha: at a synchronization a node mixes alpha times its parameters with (1 - alpha) times theta.
-        weights: (num_nodes,) the nodes' weights in the mean. None: equal weights.
-        codec: returns the encoder for a piece of the fragment. None: nodes send plain values, by an all-reduce.
+        keep: alpha. At a synchronization a node mixes alpha times its parameters with (1 - alpha) times theta.
+        weights: the nodes' weights in the mean, (num_nodes,). None means equal weights.
+        codec: a function that returns the encoder for a piece of the fragment. If None, nodes send plain values, by an
+            all-reduce.
 
-    If nodes send at the step at which an average arrives, all present nodes take the new theta. Otherwise only the
-    senders of this average take the new theta, if they are present. All other nodes keep their parameters (see
-    `Received`).
+    If nodes also send at the step at which an average arrives, all present nodes take the new theta. Otherwise only the
+    present senders of this average take the new theta. All other nodes keep their parameters (see `Received`).
     """
 
     def __init__(
@@ -132,7 +133,7 @@ class OuterParameters:
         Return whether an average was used.
 
         Args:
-            round_: the number of the outer round that ends. None: no round ends.
+            round_: the number of the outer round that ends, or None if no round ends.
         """
         if self.flight is not None and step >= self.flight.due:
             self._wait(fleet)
@@ -146,11 +147,11 @@ class OuterParameters:
         return True
 
     def finish(self, fleet: Fleet, step: int, round_: int | None) -> None:
-        """Synchronize at the end of a run: use the average that nodes have sent and that has not arrived yet.
+        """Synchronize at the end of a run. Use the average that nodes have sent and that has not arrived yet.
 
         Args:
             round_: the number of the outer round whose steps are not sent yet. Nodes also send and use the average of
-                these steps. None: all steps are sent.
+                these steps. None means that all steps are sent.
         """
         left = None if round_ is None else self.send(fleet, step, round_)
         self._wait(fleet)
@@ -198,7 +199,7 @@ class OuterParameters:
         self.optimizer.load_state(below("outer.", tensors))
 
     def cut(self, name: str, shape: Sequence[int]) -> Cut | None:
-        """Return which part of the tensor `name` of `state` this process holds; None: all (see `Stateful.cut`)."""
+        """Return which slice of the tensor `name` this process holds, or None if it holds all (see `Stateful.cut`)."""
         kind, _, rest = name.partition(".")
         if kind in ("theta", "earlier", "flight"):
             piece = self.fragment[int(rest.rpartition(".")[2])]
@@ -208,7 +209,7 @@ class OuterParameters:
 
 
 class OuterModule(PeriodicModule, HasOuterModel):
-    """A module with outer parameters of the whole model, which it synchronizes at the end of rounds.
+    """Base class of modules that synchronize outer parameters of the whole model at the end of rounds.
 
     Subclasses set `outer` in `start`.
     """

@@ -2,7 +2,8 @@
 
 Douillard et al., Streaming DiLoCo with overlapping communication, arXiv:2501.18512. Fragment p = 0, ..., F-1 of the
 model has the outer parameters theta_p, and node i's parameters theta_{i,p}. Nodes send the fragment after the steps t >
-0 with (t - t_p) mod H = 0, where t_p = floor(p H / F):
+0 with (t - t_p) mod H = 0, where t_p = floor(p H / F). The fragment arrives tau steps later, and a node keeps the share
+alpha of its parameters:
 
     Delta_p     = (1/N) sum_i Q(theta_p - theta_{i,p})                     # Q: 32 bits, int8, or 4-bit E3M0
     and after step t + tau:
@@ -12,14 +13,14 @@ model has the outer parameters theta_p, and node i's parameters theta_{i,p}. Nod
 Delta_p uses the last theta_p, although node i continued from the mixed value. With alpha = 0, a node loses the tau
 local steps that it took while the fragment was under way. With alpha = 1 communication has no effect on the nodes.
 
-Payload of a fragment of n elements of b bytes: n b bytes, ring all-reduce. All fragments take P b bytes every H steps
-for P parameters, as DiLoCo, but at most the largest fragment travels at once. With 8 or 4 bits: ceil(n bits / 8) bytes,
-and 4 bytes for each tensor's scale. Nodes cannot add such codes on the way: all-gather, tx = rx = (N-1) payload, with
-sums in fp32. Buffers are averaged once every H steps.
+A fragment of n elements of b bytes has the payload n b bytes, ring all-reduce. All fragments take P b bytes every H
+steps for P parameters, as DiLoCo, but at most the largest fragment travels at once. With 8 or 4 bits the payload is
+ceil(n bits / 8) bytes, and 4 bytes for each tensor's scale. Nodes cannot add such codes on the way, so they use an
+all-gather, tx = rx = (N-1) payload, with sums in fp32. Buffers are averaged once every H steps.
 
-At the end (`final_sync`) a fragment that is under way arrives. Each other fragment is sent once more, unless it arrived
-after the last step. Steps that nodes took while a fragment was under way are not sent at the end. Absent nodes are
-handled as in DiLoCo, for each fragment by itself.
+At the end of training (`final_sync`) a fragment that is under way arrives. Each other fragment is sent once more,
+unless it arrived after the last step. Steps that nodes took while a fragment was under way are not sent at the end.
+Absent nodes are handled as in DiLoCo, for each fragment by itself.
 
 Averages that arrive late overlap with computing. On hosts this needs gloo and whole nodes in each process, without
 `faults` or `min_hosts`. Otherwise the run waits for an average where it sends it.
@@ -52,7 +53,7 @@ QUANTIZERS = {4: E3M0, 8: lambda: Absmax(8)}
 
 
 class StreamingCommunicator(CommunicationModule, HasOuterModel):
-    """Take the outer steps of Streaming DiLoCo. The arguments are explained in `StreamingDiLoCoStrategy`."""
+    """Take the outer steps of Streaming DiLoCo. `StreamingDiLoCoStrategy` describes the arguments."""
 
     weighted_means = True
 
@@ -181,7 +182,8 @@ class StreamingDiLoCoStrategy(CommunicateOptimizeStrategy):
         Delta_p = mean_i Q(theta_p - theta_{i,p});   tau steps later: theta_p <- OuterOpt(theta_p, Delta_p)
         theta_{i,p} <- alpha theta_{i,p} + (1 - alpha) theta_p
 
-    Fragment p has the outer parameters theta_p, and the parameters theta_{i,p} on node i. Q rounds to `bits` bits.
+    Fragment p has the outer parameters theta_p, and the parameters theta_{i,p} on node i. Q rounds to `bits` bits, and
+    OuterOpt is the outer optimizer.
 
     Payload: P b bytes per node every H steps for P parameters of b bytes (at 32 bits), at most the largest fragment at
     once. The evaluation model is theta.
@@ -196,10 +198,10 @@ class StreamingDiLoCoStrategy(CommunicateOptimizeStrategy):
         fragment_sync_delay: tau, steps from sending a fragment to its arrival, below H; the paper's is 1.
         fragment_update_alpha: alpha, the share of its local parameters that a node keeps; the paper's is 0.5.
         pattern: "strided" or "sequential" (`exogym.strategy.fragments`).
-        bits: bits per element of Delta: 32 (exact), 8 (int8, scaled by each tensor's largest value), 4 (E3M0, the
-            paper's).
+        bits: bits per element of Delta_p, which are 32 (exact), 8 (int8, scaled by each tensor's largest value) or 4
+            (E3M0, the paper's).
         offsets: t_p of each fragment, from 0 to below H. Fragment p is sent after the steps t > 0 with (t - t_p) mod H
-            = 0. None: t_p = floor(p H / F).
+            = 0. None means t_p = floor(p H / F).
         lr, inner_lr, max_norm, lr_scheduler, warmup_steps: arguments of the inner optimizer; see `Strategy`.
 
     Averages that arrive late overlap with computing. On hosts this needs gloo and whole nodes in each process, without

@@ -1,4 +1,4 @@
-"""A strategy's traffic as a formula: the collectives that it repeats, for any model and any number of nodes."""
+"""A strategy's traffic as a formula: the collectives that nodes repeat, for any model and any number of nodes."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class Traffic:
     Attributes:
         kind: the collective's name, such as "all_reduce".
         payload_bytes: bytes that each sending node hands over.
-        every_steps: steps from one such collective to the next. If the intervals differ, their mean, which may be a
-            fraction.
-        members: the number of nodes that take part; None: all.
-        algorithm: the collective's algorithm; None: `advise` chooses.
+        every_steps: steps from one such collective to the next. If the intervals differ, the value is their mean, which
+            may be a fraction.
+        members: the number of nodes that take part. None means all nodes.
+        algorithm: the collective's algorithm. If None, `advise` chooses the algorithm.
         overlap_steps: steps from sending to arrival, for averages that arrive late. Averages that arrive late overlap
             with computing. On hosts this needs gloo and whole nodes in each process, without `faults` or `min_hosts`.
             Otherwise the run waits for an average where it sends it.
-        fan: for a mix of neighbors: to how many neighbors a node hands parts of its payload.
+        fan: the number of neighbors to which a node sends pieces of its payload, if neighbors mix.
     """
 
     kind: str
@@ -63,13 +63,14 @@ class Plan:
         name: the strategy's name.
         traffic: the collectives that the strategy repeats.
         couples_every: steps until nodes have sent and received the whole model once.
-        can_train: False if ExoGym has only the formula. `advise` then shows the plan and never recommends it.
-        local_steps: for strategies whose nodes do not wait for each other: a function from (N,) seconds of a step to
-            (N,) steps of a round. `traffic` then counts one node and one round.
-        quorum: for such strategies: the number of nodes that must have reached the server before any of these nodes
+        can_train: whether ExoGym can train the strategy. If False, ExoGym has only the formula, and `advise` shows the
+            plan but never recommends it.
+        local_steps: a function from (N,) seconds of a step to (N,) steps of a round, for strategies whose nodes do not
+            wait for each other. `traffic` then counts one node and one round.
+        quorum: for such strategies, the number of nodes that must have reached the server before any of these nodes
             continues.
-        rounds: for strategies in which only some nodes take part in each round: a function that gives these nodes,
-            round by round. It applies to collectives in `traffic` that set `members`.
+        rounds: a function that gives the nodes that take part, round by round, for strategies in which only some nodes
+            take part in each round. The function applies to collectives in `traffic` that set `members`.
     """
 
     name: str
