@@ -1,1 +1,1 @@
-"""Real machines: start processes on one or several, find and check hosts, write job files for clusters."""
+"""Start processes on one or several machines, find and check hosts, and write job files for clusters."""

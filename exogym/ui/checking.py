@@ -1,6 +1,6 @@
 """Check a form's options while somebody types, with the errors that Python gives. Nothing is trained or written.
 
-The data of small tasks are loaded once. Other tasks are not loaded here: their data are checked at the start.
+The data of small tasks are loaded once. The data of other tasks are checked only when the runs start.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Trouble = dict[str, str]  # an error, and the option or strategy that it is abou
 
 
 def check(command: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the errors in a command's options, and the runs that it would start.
+    """Return the errors in a command's options, and the runs that the command would start.
 
     Args:
         command: compare or sweep.
@@ -47,7 +47,7 @@ def check(command: str, given: Mapping[str, Any]) -> dict[str, Any]:
     Returns:
         errors: dicts, each with the message as `error`. An error about an option also has the option's name as
             `option`; an error about a strategy has the strategy's text as `strategy`.
-        plan: a description of the runs, or "" if there are errors or the task is not loaded here.
+        plan: a description of the runs, or "" if there are errors or the task's data are not loaded.
 
     >>> check("compare", {"strategies": "ddp,diloco:H=0"})["errors"]
     [{'error': "strategy 'diloco:H=0': H=0 must be a whole number of at least 1", 'strategy': 'diloco:H=0'}]

@@ -91,7 +91,7 @@ class Connection(H11Protocol):
 class Seldom(logging.Filter):
     """A filter that lets a log write one line per level in `line_s` seconds. The next line counts the omitted lines.
 
-    For a system error, such as too many open files, it also removes the traceback.
+    For a system error, such as too many open files, the filter also removes the traceback.
 
     >>> log = logging.getLogger("example")
     >>> with seldom(log):

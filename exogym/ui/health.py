@@ -1,4 +1,4 @@
-"""Say which nodes need attention, from the data of the picture of a run's nodes."""
+"""Say in sentences which of a run's nodes need attention."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MOST_NAMED = 3
 
 
 def health_of(found: dict[str, Any]) -> str:
-    """Return sentences that name the absent, slow and bad nodes, from the result of `nodes_of`.
+    """Return sentences that name absent nodes, slow nodes and nodes with a high loss, from the result of `nodes_of`.
 
     A node is absent if other nodes have a newer loss. A node is slow if its share of computing time is over 1.5 times
     the median node's share, and the median node waits more than 10 % of the time. A node's loss is high if it is over

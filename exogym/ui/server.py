@@ -18,7 +18,7 @@ GET  /api/forms                   the commands that the page may start, with the
 GET  /api/strategies              the strategies, with their options
 GET  /api/started                 the commands that the page has started, with their output
 POST /api/start                   start a command
-POST /api/check                   the errors in a command's options, and the runs that it would start
+POST /api/check                   the errors in a command's options, and the runs that the command would start
 POST /api/estimate                the time and memory that a command needs, from a short trial
 POST /api/runs/NAME/stop          stop a run
 POST /api/runs/NAME/resume        resume a run

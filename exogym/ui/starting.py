@@ -65,7 +65,7 @@ class Starter:
 
     @functools.cached_property
     def strategies(self) -> dict[str, Any]:
-        """All strategies and their options (`exogym.study.compare.catalog`). A strategy has its options' numbers."""
+        """The `strategies` (`exogym.study.compare.catalog`) and all `options`. A strategy has its options' indices."""
         from exogym.study.compare.catalog import catalog  # loads torch
 
         found, options = catalog(), list[dict[str, Any]]()

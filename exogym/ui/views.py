@@ -1,4 +1,4 @@
-"""Data for the page's pictures: nodes over steps, a run's timeline, a sweep's cells. The amount of data is limited."""
+"""Make the limited amounts of data for the page's pictures: nodes over steps, a run's timeline, a sweep's cells."""
 
 from __future__ import annotations
 

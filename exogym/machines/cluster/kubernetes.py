@@ -188,7 +188,7 @@ def _pod(pods: Pods, rank: str, master: str, restart: str | None) -> dict[str, A
 
 
 def dockerfile() -> str:
-    """Return a Dockerfile for an image with the wheel in dist/, the current folder, and this machine's torch."""
+    """Return a Dockerfile for an image with the wheel in dist/, the current folder and this machine's torch version."""
     own, python = version("exogym"), ".".join(platform.python_version_tuple()[:2])
     torch = version("torch").partition("+")[0]
     return f"""\

@@ -15,9 +15,9 @@ each direction from SPAKE2's key. ChaCha20-Poly1305 seals (encrypts and authenti
 from 0. The package `cryptography` has HKDF and ChaCha20-Poly1305.
 
 The caller also sends its public SSH key. Anybody may know this key, so the caller must prove that it owns the private
-key. It signs a statement that contains the public key and the session's name. The session's name is a third value from
-HKDF. It depends on the code and both SPAKE2 messages, and is never sent. So the signature is useless in any other
-session.
+key. The caller signs a statement that contains the public key and the session's name. The session's name is a third
+value from HKDF. This name depends on the code and both SPAKE2 messages, and is never sent. So the signature is useless
+in any other session.
 
 Four bytes before each message give its length, at most `MOST_BYTES`. The whole exchange has a deadline.
 """

@@ -80,9 +80,8 @@ def scatter_(out: Tensor, parts: list[Tensor] | None, src: int) -> Tensor:
 def reduce_scatter_(x: Tensor, op: ReduceOp) -> Tensor:
     """Return this rank's part of the reduction of all processes' `x`. The first dimension is divided among the ranks.
 
-    NCCL does this in one call. With other backends, every process sends each of the other processes one part of `x`:
-    the part of the receiving rank. Then it reduces the received parts in rank order. A process sends as many bytes as
-    in a ring.
+    NCCL does this in one call. With other backends, every process sends to each other rank that rank's part of `x`.
+    Then each process reduces the received parts in rank order. A process sends as many bytes as in a ring.
     """
     size = dist.get_world_size()
     out = torch.empty_like(x[: len(x) // size])

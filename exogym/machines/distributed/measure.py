@@ -1,4 +1,4 @@
-"""The self-test: check every collective against known results, then measure bandwidth and latency."""
+"""Run the self-test: check every collective against known results, then measure bandwidth and latency."""
 
 from __future__ import annotations
 

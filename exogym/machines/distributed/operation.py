@@ -10,7 +10,7 @@ from exogym.errors import ArgumentError, nearest
 
 
 class ReduceOp(StrEnum):
-    """How a reduction combines the tensors of all processes, element by element. Collectives also accept "sum" etc.
+    """Says how a reduction combines all processes' tensors, element by element. Collectives also accept "sum" etc.
 
     >>> ReduceOp.AVERAGE == "average"
     True

@@ -75,8 +75,8 @@ def measure(
     and a size's time is the median of its calls. The extra time of a first call is measured in a new group of all
     processes, at the smallest size.
 
-    The pairs of processes are measured one after the other. A pair's latency is half the round trip of 4 bytes. The
-    pair's bandwidth is computed from the time of 1 MiB, less the latency.
+    The pairs of processes are measured one after the other. A pair's latency is half the round-trip time of 4 bytes.
+    The pair's bandwidth is computed from the time of 1 MiB, less the latency.
 
     Other work on the hosts only adds time, and more bytes never take less time. So if a probe took longer than a probe
     of a larger message, it gets the time of the larger message.

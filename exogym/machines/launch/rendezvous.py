@@ -1,4 +1,4 @@
-"""A rendezvous handler for torch's elastic agent: it connects the machines of a launch, ordered by their node_rank.
+"""A rendezvous handler for torch's elastic agent. It connects the machines of a launch, ordered by their node_rank.
 
 Unlike torch's c10d rendezvous, this handler unpickles nothing and checks the run's secret. The launchers exchange
 messages through machine 0 (see `exogym.machines.launch.meeting`).

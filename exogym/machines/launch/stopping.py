@@ -1,4 +1,4 @@
-"""End a launch: handle signals, and kill child processes of failed ranks that still run."""
+"""End a launch: handle signals, and kill the child processes that failed ranks have left running."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def ended_by(signals: Sequence[signal.Signals]) -> Iterator[Stop]:
 
 
 def kill_what_is_left(folder: Path) -> None:
-    """Kill the process groups of ranks that have not ended normally. Their child processes may still run."""
+    """Kill the process groups of ranks that have not ended normally. These ranks' child processes may still run."""
     for mark in (folder / "running").iterdir():
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(int(mark.name), signal.SIGKILL)

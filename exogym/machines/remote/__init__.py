@@ -1,4 +1,4 @@
-"""Real hosts over SSH: the hosts file, checks before a run, the launcher, and `NetworkTrainer`."""
+"""Train on real hosts over SSH: the hosts file, checks before a run, the launcher, and `NetworkTrainer`."""
 
 from typing import TYPE_CHECKING
 

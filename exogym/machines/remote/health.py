@@ -1,9 +1,9 @@
-"""The state of a run's hosts, in a file in the run's folder on the controller.
+"""Save and read the states of a run's hosts, in a file in the run's folder on the controller.
 
-    hosts.json   each host's state, device, use of CPU, GPU, memory and network, last steps, restarts; events
+    hosts.json   each host's state, device, use of CPU, GPU, memory and network, last steps, restarts; the run's events
 
-Hosts send their reports over the run's ssh connections. The controller does not trust them: it only uses known names
-whose values are finite numbers.
+Hosts send their reports over the run's ssh connections. The controller does not trust the reports. It only uses known
+names whose values are finite numbers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The hosts of a run: `distributed_hosts.json`, read once and checked field by field.
+"""Read the hosts of a run from `distributed_hosts.json`, and check every field.
 
     {
       "master": "192.168.1.100",

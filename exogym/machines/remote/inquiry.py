@@ -79,7 +79,7 @@ class Inquiry:
             pass
 
     def end(self, wait_s: float | None = None) -> None:
-        """End the connection to the host. Cut it after `wait_s` seconds (default: `answer_s`)."""
+        """End the connection to the host. If it is still open after `wait_s` seconds (default: `answer_s`), cut it."""
         process = self.process
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None
         with contextlib.suppress(OSError):

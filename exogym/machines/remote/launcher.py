@@ -1,4 +1,4 @@
-"""Start a script on all hosts of a hosts file, print its output here, and end all its processes."""
+"""Start a script on all hosts of a hosts file, print its output on this machine, and end all its processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measure hosts and their network with the self-test. Write a file here, from which ExoGym predicts times."""
+"""Measure hosts and their network with the self-test. Write a file from which ExoGym predicts times."""
 
 from __future__ import annotations
 

@@ -106,11 +106,12 @@ class NetworkTrainer(Trainer):
 
     @takes(FitOptions, num_nodes=None)
     def fit(self, asked: FitOptions) -> nn.Module:
-        """Train on the hosts and return the final model, which is the model that was passed in, updated.
+        """Train on the hosts, load the final weights into the trainer's model, and return this model.
 
         Args:
-            num_nodes: number of nodes. If `num_nodes` is None, each slot of the hosts file has one node, or with `node`
-                each group of slots for one node's devices. More nodes are divided over the slots as evenly as possible.
+            num_nodes: number of nodes. If `num_nodes` is None, each slot of the hosts file has one node. If `node`
+                gives a node several devices, each such group of slots has one node. More nodes are divided over the
+                slots as evenly as possible.
             device: "auto" means each host's device in the hosts file.
             processes, engine, cpus_per_process: leave these out; the slots in the hosts file set the number of
                 processes.

@@ -48,8 +48,8 @@ class RunProfile:
         task: a name in `exogym.tasks`, such as "digits" or "whisper", or `module:function` of the project. The function
             has no argument and returns a `Task`, or (make_model, train, val). `make_model()` draws from torch's
             generator, and its model returns its own loss.
-        data: file or folder of an embedded task's data.
-        task_options: an embedded task's options, such as "lora_rank=8, window_s=10".
+        data: file or folder of a built-in task's data.
+        task_options: a built-in task's options, such as "lora_rank=8, window_s=10".
         strategy: the strategy, written as on the command line.
         communication_interval: the strategy's H.
         hosts_config: path of the hosts file, relative to the config file's folder.

@@ -1,9 +1,10 @@
 """Measure hosts during a run: the time of the run's collectives, and the time of a step on each host.
 
 Each process times its collectives on the wire. All processes call the same collectives in the same order. The process
-that calls last waits least for the others, so the shortest of the processes' times is the collective's own time. For
-each message size of the run, the median over the calls goes into a file for `Network.of`, as after the self-test. The
-time of a step is a process's training time without the wire: computing, the strategy's own work and the loop.
+that calls last waits least for the other processes, so the shortest of the processes' times is the collective's own
+time. For each message size of the run, the median over the calls goes into a file for `Network.of`, as after the
+self-test. The time of a step is a process's training time without the wire: computing, the strategy's own work and the
+loop.
 """
 
 from __future__ import annotations
@@ -37,8 +38,9 @@ class Stopwatch:
     """Times a wire's calls: the first 64 calls for each collective and message size.
 
     Args:
-        behind: the wire's stopwatch. This stopwatch times the wire's transfers in another thread, and adds the times to
-            those of `behind`. The process does not wait meanwhile, so `waited_s` stays the same.
+        behind: the stopwatch of the wire's own calls. If `behind` is given, the new stopwatch times transfers in
+            another thread, and adds the times to the same `took_s`. The process does not wait meanwhile, so `waited_s`
+            does not change.
 
     Attributes:
         took_s: {"collective bytes": seconds of each timed call}. The wire's `waited_s` counts the time of all calls.

@@ -28,7 +28,7 @@ class Proposal:
         strategy: the strategy with its H, written as on the command line.
         steps, batch_size: each node's steps and batch size.
         seconds: predicted seconds of training with evaluations, without the start of the run and the copying of files.
-        alone_s: predicted seconds in which the fastest host alone would train on as many examples.
+        alone_s: predicted seconds in which the fastest host alone would train on the same number of examples.
         speedup, speedup_range: predicted speed-up of the training steps over the fastest host alone, and the range in
             which the speed-up probably lies.
         because: reasons for this strategy and batch size.
@@ -80,7 +80,8 @@ def propose(
     Args:
         network: a measured network, with the time of each node's step.
         parameters: trainable parameters of the model.
-        steps, batch_size: each node's steps and batch size. The task's learning rate was chosen for its own batch size.
+        steps, batch_size: each node's steps and batch size. The task's learning rate was chosen for the task's default
+            batch size.
         step_s: seconds of each node's step, instead of the measured values.
         strategy: use this strategy instead of the recommended strategy.
         evaluations, evaluated: number of evaluations on the first host, and number of examples in each evaluation.

@@ -13,7 +13,7 @@ from exogym.machines.remote.elastic.wire import ElasticWire
 
 
 class Elastic:
-    """The engine of a process in a run whose hosts may be lost. `NetworkTrainer` gives it to its `LocalTrainer`.
+    """The engine of a process in a run whose hosts may be lost. `NetworkTrainer` gives it to a `LocalTrainer`.
 
     Args:
         member: this process's connection to the membership server.

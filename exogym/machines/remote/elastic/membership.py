@@ -18,8 +18,9 @@ A generation ends when a host is lost: the host's connections close, or are sile
 then tells all other members. They answer "ready", with the steps whose state they have saved (`anchors`). The next
 generation begins at the last step that all members have saved.
 
-A host that comes back waits until all members say "ready" at the same step with `planned`. Only this server decides who
-takes part, so two groups can never continue separately. The run ends if fewer than `min_hosts` hosts are left.
+A host that comes back waits until all members say "ready" with `planned` true at the same step. Only this server
+decides who takes part, so two groups can never continue separately. The run ends if fewer than `min_hosts` hosts are
+left.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class Assembly:
     """Assembles a run for `LocalTrainer` in one process. Meanwhile other processes may be lost or come back.
 
     Attributes:
-        recovery: the assembled run, which continues after losses. None before the run is assembled.
+        recovery: the assembled run, which continues after losses, or None before the run is assembled.
     """
 
     def __init__(self, member: Member):
@@ -259,7 +259,9 @@ class Recovery:
         unlike = differences(theirs, mine)
         if unlike:
             lines = "\n  ".join(unlike)
-            raise ModelError(f"the script here differs from the other processes' script (saved: theirs):\n  {lines}")
+            raise ModelError(
+                f"the script here differs from the other processes' script, which has the saved values:\n  {lines}"
+            )
         with torch.no_grad():
             for name, x in self._constants().items():
                 if name in told.shared:

@@ -29,9 +29,9 @@ class HostReports:
 
     Args:
         given: a dict of settings. `mark` is the text before each report; `every_s` is the number of seconds between two
-            reports. `mirror` describes the run folder to send, or is None. It has the folder's path in the project's
-            folder, the names of the files, and the name of a file that shows whether the controller shares this folder.
-            A shared folder is not sent.
+            reports. `mirror` describes the run folder to send, or is None. This description has the folder's path in
+            the project's folder, the names of the files, and the name of a file that shows whether the controller
+            shares this folder. A shared folder is not sent.
         project: the project's folder on this host.
         interface: network interface through which this host reaches the other hosts.
         mine: function that returns the ids of the run's processes on this host.
