@@ -1,6 +1,6 @@
-"""Data: which node owns which example, what each node sees at each step, and small real data sets.
+"""Data: the examples of each node, the examples at each step, and small real data sets.
 
-An example with your own data set, which reads many examples at a time, and your own partitioner:
+This code defines its own data set, which reads many examples at a time, and its own partitioner:
 
 >>> import numpy as np
 >>> import torch

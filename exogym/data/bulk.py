@@ -28,13 +28,13 @@ class BulkDataset(Dataset, ABC):
     def take(self, indices: Tensor) -> Any:
         """Return the batch of the examples `indices`, (k,) int64.
 
-        The batch is a tensor (k, ...), or a tuple, list or dict of such tensors. It must not be random. Example j of
-        the batch must depend on `indices[j]` alone.
+        The batch is a tensor (k, ...), or a tuple, list or dict of such tensors. The batch must not be random. Example
+        j of the batch must depend on `indices[j]` alone.
         """
 
     def __getitem__(self, index: int) -> Any:
         if not -len(self) <= index < len(self):
-            raise IndexError(f"the data set has {len(self)} examples, but no number {index}")
+            raise IndexError(f"the data set has {len(self)} examples: index {index} does not exist")
         return map_batch(lambda leaf: leaf[0], self.take(torch.tensor([index % len(self)])))
 
 

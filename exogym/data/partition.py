@@ -136,15 +136,15 @@ class LabelShards(Partitioner):
 class Dirichlet(Partitioner):
     """Divide each label's examples among the N nodes in random proportions p_label ~ Dirichlet(alpha, ..., alpha).
 
-    A large alpha comes close to IID data. With alpha = 0.1 most nodes have one or two labels, and the numbers of
-    examples differ, too. ExoGym draws again, up to 100 times, until every node has `min_examples`. This is the method
-    of Li et al. 2022 (arXiv 2102.02079), after Yurochkin et al. 2019 and Hsu et al. 2019 (arXiv 1909.06335).
+    A large alpha gives nearly IID data. With alpha = 0.1 most nodes have one or two labels, and the numbers of examples
+    differ, too. ExoGym draws again, up to 100 times, until every node has `min_examples`. This is the method of Li et
+    al. 2022 (arXiv 2102.02079), after Yurochkin et al. 2019 and Hsu et al. 2019 (arXiv 1909.06335).
 
     Args:
         alpha: concentration, above 0.
         min_examples: the smallest allowed number of examples for a node.
 
-            Raises:
+    Raises:
         DataError: no draw gave every node `min_examples`.
 
     >>> shards = Dirichlet(0.5).split([(0, i % 3) for i in range(90)], 4, seed=0)
@@ -225,8 +225,7 @@ class ByKey(Partitioner):
     goes to the node with the fewest examples so far.
 
     Args:
-        key: the keys: an array or list with one key per example, or a function that returns the key of an example
-            (`dataset[i]`).
+        key: an array or list with one key per example, or a function that returns the key of an example (`dataset[i]`).
 
     Raises:
         DataError: fewer groups than nodes, or a list of keys with the wrong length.

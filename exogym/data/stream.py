@@ -32,7 +32,7 @@ class Stream:
     `DistributedSampler`. A permutation of the D examples, drawn with (seed, "shuffle", e), is repeated up to
     N * ceil(D / N) examples. Node i takes every N-th example, from the i-th on.
 
-    With a partitioner or a factory, node i keeps its shard of n_i examples. It goes through the shard in its own
+    With a partitioner or a factory, node i keeps its shard of n_i examples. The node goes through the shard in its own
     epochs. The order in its own epoch e is drawn with (seed, "shuffle", e, i):
 
         own_epoch, within = divmod(step, ceil(n_i / batch_size))

@@ -56,8 +56,8 @@ class Trace(Availability):
     """Read clients' intervals from a CSV or Parquet file with the columns client, from, to, speed.
 
     Args:
-        file: one row for each interval in which a client is available: `from` and `to` in seconds, and `speed`, over 0.
-            Clients are numbers from 0. Without a column `speed` all clients have speed 1.
+        file: the file's path. A row is an interval in which a client is available, with `from` and `to` in seconds, and
+            `speed`, over 0. Clients are numbers from 0. Without a column `speed` all clients have speed 1.
         repeat_s: repeat the intervals after this many seconds. Default: no client is available after the last `to`.
 
     Raises:

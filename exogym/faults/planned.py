@@ -51,7 +51,7 @@ class Faults:
         seed: seed of the random faults, of the choice of bad nodes, and of bad nodes' noise.
         bad_nodes: a list of the nodes that send wrong updates, or the share of all nodes that do so, a number below 1.
             ExoGym rounds the share to whole nodes and draws these nodes with the seed.
-        attack: the kind of wrong updates: "sign_flip", "noise" or "scale".
+        attack: the kind of wrong updates, "sign_flip", "noise" or "scale".
         trace: a file, or a `Trace`, `Diurnal` or `Devices` (`exogym.faults.availability`), which says when each client
             is available and how fast it is. A trace needs a strategy that samples clients, and excludes planned faults.
         attack_factor: a factor c over 0. The wrong update is the correct update times -c ("sign_flip"), noise with c
@@ -319,7 +319,7 @@ class Outages(Faults):
     def note(self, step: int, present: Collection[int]) -> None:
         """Record that from step `step + 1` on only the nodes in `present` are present.
 
-        This replaces earlier records for these steps.
+        The new record replaces earlier records for these steps.
         """
         for attendance in self._bound:
             up = set(attendance.up(step + 1))

@@ -42,7 +42,7 @@ class Logger:
         """Replace all earlier records of this run by `records()`. The run continues after these records.
 
         A resumed run calls this method after `start`, with the checkpoint's records up to `run["resumed_step"]`. A run
-        that lost a host and returns to a checkpoint also calls it. The method of the base class does nothing.
+        that lost a host and returns to a checkpoint calls this method, too. The method of the base class does nothing.
         """
 
     def log(self, record: Record) -> None:
@@ -50,7 +50,7 @@ class Logger:
         raise NotImplementedError(f"{type(self).__name__} does not define log(record): every logger needs this method")
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Finish after training. A run also calls this if training failed or was interrupted.
+        """Finish after training. A run calls this method also if training failed or was interrupted.
 
         `summary` is the averaged model's last record.
         """

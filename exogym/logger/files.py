@@ -40,9 +40,10 @@ class OnDisk(Logger):
 
 
 class FileLogger(OnDisk):
-    """Write records to a text file. A new run replaces the file. A resumed run keeps the records up to its step.
+    """Write records to a text file.
 
-    The first record opens the file. When `log` returns, the file has the complete record.
+    A new run replaces the file. A resumed run keeps the records up to the checkpoint's step. The first record opens the
+    file. When `log` returns, the file has the complete record.
     """
 
     suffix = ""
@@ -95,7 +96,10 @@ class FileLogger(OnDisk):
     _keep: Any  # function of a step: drop the records after it
 
     def restore(self, records: Callable[[], Iterable[Record]]) -> None:
-        """Replace the file's records by `records()`. After a power cut, they may be more than the file has."""
+        """Replace the file's records by `records()`.
+
+        After a power cut, `records()` can return records that the file lacks.
+        """
         with self._writing(self.path):
             self._close()  # it is open if the run went back
             if not self._given_up:

@@ -14,7 +14,7 @@ class SmallCNN(nn.Module):
     """Classify small pictures with two 3x3 convolutions (each with ReLU and 2x2 max-pooling) and one hidden layer.
 
     Args:
-        channels: channels of a picture: 1 for MNIST, 3 for CIFAR-10.
+        channels: channels of a picture, such as 1 for MNIST and 3 for CIFAR-10.
         size: height and width in pixels, at least 4.
         classes: number of labels.
         width: channels of the first convolution. The second convolution has twice as many.

@@ -54,9 +54,9 @@ class Clock:
     Args:
         num_nodes: the number of nodes, N.
         network: a `Network`, or text for `Network.parse`.
-        step_seconds: a `StepTime`, or the `seconds` of a `StepTime`: a number, text, or one of these per node.
-        algorithms: algorithms that replace the events' own algorithms: "cheapest", or an algorithm for each kind, such
-            as {"all_reduce": "halving_doubling"}. Collectives through a server do not change.
+        step_seconds: a `StepTime`, or the `seconds` of a `StepTime` (a number, text, or one of these per node).
+        algorithms: "cheapest", or an algorithm for each kind of collective, such as {"all_reduce": "halving_doubling"}.
+            These algorithms replace the events' own algorithms, except in collectives through a server.
         outages: a list of (node, start, end), with times in seconds or as text. During an outage the node does nothing,
             and collectives with this node start after it.
         timeline: whether to keep `spans` (when each node computed, sent and waited) for `save_trace` and
@@ -129,8 +129,8 @@ class Clock:
 
         Args:
             counts: a number of steps for all nodes, or (N,) numbers.
-            measured_s: measured seconds that all steps of a node took together; a number or (N,). They replace the
-                clock's step time.
+            measured_s: the measured time of all these steps of a node together in seconds, a number or (N,). It
+                replaces the clock's step time.
 
         Raises:
             ArgumentError: a count is negative, or `counts` is for another number of nodes.
@@ -259,7 +259,7 @@ class Clock:
     def share(self, part: str, of: Any = ALL) -> np.ndarray:
         """Return the share of each node's time that it spent on `part`, (N,).
 
-        A node's shares of the four parts sum to 1. At time 0 they are 0.
+        A node's shares of the four parts sum to 1. At time 0 all shares are 0.
 
         Args:
             part: "computing", "waiting" (for other nodes), "sending" or "down".

@@ -27,12 +27,12 @@ class StepTime:
     """Compute the time of each node's steps.
 
     Args:
-        seconds: seconds of a step: a number, text such as "80ms", or one of these per node.
+        seconds: seconds of a step, as a number, text such as "80ms", or one of these per node.
         speeds: relative speed of each node, over 0. A node with speed 0.5 takes twice as long.
-        sigma: randomness of a node's steps: the standard deviation of the logarithm of their times.
+        sigma: how random a node's step times are. It is the standard deviation of their logarithm.
         straggler_share: share of all steps that take `straggler_factor` times as long (Dean, Barroso, The tail at
             scale, CACM 56, 2013).
-        straggler_factor: at least 1.
+        straggler_factor: how many times as long a straggler's step takes, at least 1.
         seed: seed of the random times.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Compressors turn a node's row into a message, and the message back into a row. All of them allow error feedback."""
+"""Compressors turn a node's row into a message, and back into a row. All compressors allow error feedback."""
 
 from __future__ import annotations
 

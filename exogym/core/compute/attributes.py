@@ -25,7 +25,7 @@ _DEEPEST = 4
 
 
 class Attributes:
-    """A copy of the current attributes of `model` and its submodules.
+    """Copy the current attributes of `model` and its submodules.
 
     A module's `shared_attributes` may name harmless attributes of this module, and of its submodules by their paths.
     """
@@ -40,7 +40,7 @@ class Attributes:
         }
 
     def allowed(self) -> set[str]:
-        """Return the paths that modules list as harmless.
+        """Return the paths of the attributes that modules list as harmless, in `shared_attributes`.
 
         Raises:
             ModelError: a module's `shared_attributes` is not a list of names.

@@ -42,7 +42,7 @@ class Buckets:
         self._hooks = [p.register_post_accumulate_grad_hook(self._arrived) for p in worker.parameters]
 
     def arm(self) -> None:
-        """Send gradients during the next backward pass. Call this before the last micro-batch's backward pass."""
+        """Send gradients during the next backward pass. Call `arm` before the last micro-batch's backward pass."""
         self.armed, self._next = True, 0
         for bucket in self.buckets:
             bucket.missing = set(bucket.slots)

@@ -76,7 +76,10 @@ COMPILER = Maker(
 
 
 class GraphNode:
-    """Train a row like `TrainNode`, but with graphs. Batches unlike the first batch are computed without a graph."""
+    """Train a row like `TrainNode`, but with graphs.
+
+    Batches with other shapes than the first batch are computed without a graph.
+    """
 
     def __init__(self, stretches: Stretches, row: int, worker: Worker, *given: Any):
         self.plain, self.stretches, self.row, self.worker = TrainNode(row, worker, *given), stretches, row, worker
@@ -188,7 +191,7 @@ class Stretches:
         Return None if no graph can take these steps.
 
         Args:
-            node: trains the row.
+            node: the object that trains the row.
             at: (K,) step numbers for the learning rate's schedule.
         """
         worker, row = self.worker, node.row
@@ -388,7 +391,7 @@ class Stretches:
         return map_tensors(self.worker.to_device(batch), lambda x: x)
 
     def fits(self, batch: Any) -> bool:
-        """Return whether a graph can take this batch: it has the graph's shapes, and all examples weigh the same."""
+        """Return whether a graph can take this batch. It must have the graph's shapes and examples of equal weight."""
         return signature(batch) == self.kind and self.worker.counts_examples(batch)
 
     def say_unlike(self, batch: Any) -> None:

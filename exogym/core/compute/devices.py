@@ -164,7 +164,7 @@ class NodeDevices:
     def gradient(self, worker: Worker, batch: Any, row: int) -> Tensor:
         """Compute the gradients of this process's columns, and return the loss of the node's whole batch.
 
-        All processes of the node must call this together. They also agree here whether to stop.
+        All processes of the node must call this method together. In the call they also agree whether to stop.
         """
         scaling = worker.scaling
         scale = scaling.of(row)

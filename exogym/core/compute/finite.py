@@ -30,7 +30,7 @@ class Watch:
     Args:
         policy: the value of `on_nonfinite`: "raise", "skip" or "ignore". A loss that is not finite is an error under
             "ignore" too.
-        worker: must be bound to its fleet before the first check.
+        worker: the process's worker. It must be bound to its fleet before the first check.
 
     Attributes:
         raises, skips: whether the policy is "raise" or "skip".
@@ -45,7 +45,7 @@ class Watch:
     # Losses
 
     def is_spoilt(self, rank: int, row: int, loss: float, step: int) -> bool:
-        """Return whether the node must be skipped. Call this if its step `step` gave a `loss` that is not finite.
+        """Return whether the node must be skipped after its step `step` gave a `loss` that is not finite.
 
         Under "skip", return True if the node's parameters were not finite before the step, and otherwise False.
 
@@ -153,8 +153,8 @@ class Watch:
     def spoilt(self, nodes: Sequence[int], also: Sequence[int] = ()) -> list[int]:
         """Return the nodes whose parameters are not finite, whose buffers contain NaN, or which are in `also`.
 
-        Only nodes in `nodes` are returned. All processes must call this method together, each with its own `also`. They
-        all get the same list.
+        Only nodes in `nodes` are returned. All processes must call this method together, each with its own `also`. All
+        processes get the same list.
         """
         fleet = self.worker.fleet
         flags = torch.zeros(len(fleet), fleet.num_nodes)

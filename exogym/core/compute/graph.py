@@ -155,7 +155,7 @@ def first_line(error: BaseException) -> str:
 def number_dtype(params: Sequence[Tensor]) -> torch.dtype:
     """Return the dtype for learning rates and similar numbers in a graph.
 
-    It is float64 only if a parameter is float64, because float64 slows kernels.
+    The dtype is float64 only if a parameter is float64, because float64 slows kernels.
     """
     return torch.float64 if any(p.dtype == torch.float64 for p in params) else torch.float32
 

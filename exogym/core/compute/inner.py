@@ -156,7 +156,7 @@ def _is_plain(value: Any) -> bool:
 
 
 class Steps(Stateful):
-    """The number of local steps that each row has taken, (rows,). It decides the row's next batch and learning rate."""
+    """The number of local steps of each row, (rows,). This number decides the row's next batch and learning rate."""
 
     def __init__(self, steps: np.ndarray):
         self.steps = steps

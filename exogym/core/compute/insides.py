@@ -58,8 +58,8 @@ class Insides:
     def spread(self, examples: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """Return how long a step of `examples` (N,) takes with all devices: two arrays (N,).
 
-        The first holds each node's compute time as a share of the time that one device alone would need. The second
-        holds each node's seconds of communication between its devices.
+        The first array holds each node's compute time as a share of the time that one device alone would need. The
+        second array holds each node's seconds of communication between its devices.
         """
         each = list(zip(self._costs, examples, strict=True))
         shares = [cost.mesh.compute_share(size) for cost, size in each]

@@ -68,10 +68,10 @@ class TrainNode:
         the missing steps.
 
         Args:
-            at: (count,) step numbers for the learning rate's schedule. Without `at`, the node's own step numbers
-                count.
-            source: a pair (node, step). The batches are that node's, from that step on. Without `source`, the
-                batches are this node's own next ones.
+            at: (count,) step numbers for the learning rate's schedule. Without `at`, the node's own step numbers are
+                used.
+            source: a pair (node, step). The steps take that node's batches, from that step on. Without `source`, the
+                steps take this node's own next batches.
 
         Raises:
             TrainingError: a loss or an update is not finite; the message names node, step and tensor.
@@ -150,11 +150,11 @@ class Loop:
     `compute` use this class with another `node`, or compute rows together (`at_once`).
 
     Args:
-        worker: must be bound to its fleet.
+        worker: the process's worker. It must be bound to its fleet.
         inner: the rows' inner optimizers. Without `inner`, the strategy's own `step` method steps the optimizers.
-        bucket_bytes: send gradients during the backward pass, in buckets of this size. A size needs one row in the
+        bucket_bytes: the size of buckets that are sent during the backward pass. Such buckets need one row in the
             process and a wire that can overlap. Without `bucket_bytes`, gradients are sent after the backward pass.
-        node: makes an object that trains one row, like `TrainNode`.
+        node: a function that makes an object to train one row, such as `TrainNode`.
         at_once: computes several rows at once. The loop takes the steps that `at_once` leaves. Without `at_once`, the
             loop takes all steps.
     """

@@ -1,7 +1,7 @@
 """Before training, compare the gradient of some examples in micro-batches with their gradient in one batch.
 
 If the loss is a mean over examples, micro-batches do not change the gradient. With a sum, a mean with class weights or
-a contrastive loss they change it, and no error shows this.
+a contrastive loss, micro-batches change the gradient, and no error shows this change.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class Places:
         return self._stages.get(name, (0,))
 
     def dealt(self, name: str) -> int | None:
-        """Return the owner's coordinate on the mesh axis "tensor"; None if this axis cuts the parameter."""
+        """Return the owner's coordinate on the mesh axis "tensor", or None if this axis cuts the parameter."""
         return self._dealt.get(name)
 
     def owns(self, name: str, part: int) -> bool:
@@ -67,7 +67,7 @@ class Places:
     def held(self, slot: Slot, part: int) -> Box:
         """Return the elements of a parameter that device number `part` has between steps, as a range for each axis.
 
-        They are the elements that `computed` returns, divided over the shards.
+        These are the elements that `computed` returns, divided over the shards.
         """
         first, *others = self.computed(slot, part)
         return (chunk(first, self.mesh.coordinates(part)["shard"], self.mesh.shard), *others)

@@ -28,7 +28,7 @@ class Pointer:
         changing: names of the buffers that a training step changes. Each row has its own values of these buffers.
 
     Attributes:
-        names, parameters: the trainable parameters in fleet order, block after block.
+        names, parameters: names and tensors of the trainable parameters in fleet order, block after block.
         at: the tensors that `parameters` now point at.
         homes: the tensors that `parameters` pointed at in the beginning.
         owners: (parameter, module, attribute) for each parameter, to check that training does not replace it.
@@ -109,7 +109,7 @@ class Pointer:
         self._set(self.homes, self._buffer_homes)
 
     def bring_buffers_home(self, buffers: dict[str, Tensor]) -> None:
-        """Give the module its original buffer tensors, and copy the values of `buffers` into them."""
+        """Give the module its original buffer tensors, and copy the values of `buffers` into these tensors."""
         self.set_buffers(self._buffer_homes)
         with torch.no_grad():
             for name, home in self._buffer_homes.items():

@@ -12,7 +12,7 @@ from exogym.core.compute.places import chunk
 
 
 def gather(along: Inside, pieces: Sequence[Tensor], wholes: Sequence[Tensor]) -> None:
-    """All-gather: fill the tensors `wholes`. Each process gives `pieces`: its range of each tensor's first axis."""
+    """All-gather: fill the tensors `wholes`. Each process gives `pieces`, its ranges of the tensors' first axes."""
     everyones = [_rows(wholes, of) for of in _ranges(along, wholes)]
     sizes = [sum(x.numel() for x in rows) for rows in everyones]
     for rows, told in zip(everyones, along.gather(_flat(pieces), sizes), strict=True):

@@ -25,9 +25,9 @@ class Span:
     Attributes:
         row: the row's number in this process.
         columns: (K,) the columns of `Losses` that get the losses of the K steps.
-        at: (K,) step numbers for the learning rate's schedule. Without `at`, the row's own step numbers count.
-        source: a pair (node, step). The batches are that node's, from that step on. Without `source`, the batches
-            are the row's own next ones.
+        at: (K,) step numbers for the learning rate's schedule. Without `at`, the row's own step numbers are used.
+        source: a pair (node, step). The steps take that node's batches, from that step on. Without `source`, the steps
+            take the row's own next batches.
     """
 
     row: int
@@ -119,7 +119,8 @@ class Compute(Protocol):
 
     Attributes:
         fleet: the fleet of this process's rows.
-        taken: (rows,) each row's number of local steps so far. It decides the row's next batch and learning rate.
+        taken: (rows,) each row's number of local steps so far. This number decides the row's next batch and learning
+            rate.
         together: whether several rows are computed at once. Otherwise the caller can time each row alone.
         overflowed: whether a gradient of the last `gradients` call overflowed in fp16.
         spoilt: rows whose gradient was not finite in the last `gradients` call.

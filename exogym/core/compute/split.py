@@ -53,12 +53,15 @@ class Split:
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:
-        """Return a context in which the split model can be evaluated. Call `point` before you enter it."""
+        """Return a context in which the split model can be evaluated. Call `point` before you enter the context."""
         self.refresh()
         yield
 
     def keepers(self, buffer: str) -> range:
-        """Return the processes that change the buffer `buffer`. A float buffer's value is the mean over them."""
+        """Return the processes that change the buffer `buffer`.
+
+        A float buffer's value is the mean over these processes.
+        """
         return range(self.size)
 
     def walk(self, loss: Loss, parts: Sequence[Part]) -> None:

@@ -104,7 +104,7 @@ class Staged(Split):
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:
-        """Return a context with the whole model in each process. It takes memory for all parameters."""
+        """Return a context with the whole model in each process. Each process then needs memory for all parameters."""
         held = self.held
         held.refresh()
         kept = {k: held_local(handle) for k, handle in enumerate(held.handles)}

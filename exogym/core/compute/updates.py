@@ -1,7 +1,7 @@
 """Optimizer steps that can be part of a graph: torch's SGD, Adam and AdamW as functions of tensors.
 
-Learning rates and bias corrections change from step to step. They are computed outside the graph in Python's doubles,
-as torch does, and passed to the graph as numbers. So one graph serves all steps, learning rates and runs.
+Learning rates and bias corrections change from step to step. ExoGym computes them outside the graph in Python's
+doubles, like torch, and passes them to the graph as numbers. So one graph serves all steps, learning rates and runs.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Run inner optimizers that need whole tensors, when each process of a node has a part of every parameter.
 
-Before a step each process receives some whole parameters and their gradients. Which parameters a process receives never
-changes. The process's optimizer steps these parameters, and the process sends the results back. With k processes and P
-parameters of b bytes, a process sends about (k-1)/k^2 b P bytes three times per step.
+Before a step each process receives some whole parameters and their gradients. In every step a process receives the same
+parameters. The process's optimizer steps these parameters, and the process sends the results back. With k processes and
+P parameters of b bytes, a process sends about (k-1)/k^2 b P bytes three times per step.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class WholeTensors:
         return self.spec.build(self._everyone, hidden=self.fleet.hidden)
 
     def build(self) -> Optimizer:
-        """Return an optimizer for this process's whole parameters, with the groups of a run without a split."""
+        """Return an optimizer for this process's whole parameters, with the same groups as the user's optimizer."""
         dense = self._dense()
         names = {id(p): name for name, p in self._everyone.items()}
         groups = []

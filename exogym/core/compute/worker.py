@@ -76,7 +76,7 @@ class Worker:
         self.weighs_classes = True
 
     def bind(self, fleet: Fleet) -> None:
-        """Use the rows of `fleet` from now on. `point` can then point the module at any of them."""
+        """Use the rows of `fleet` from now on. `point` can then point the module at any of these rows."""
         pointer = Pointer(self.model, fleet, self.changing)
         self.fleet, self.names = fleet, pointer.names
         self.pointer: Pointer = pointer if self.devices is None else self.devices.holding(pointer)
@@ -87,7 +87,7 @@ class Worker:
         fleet.state.register("scale", self.scaling)
 
     def begin(self, batch: Any) -> None:
-        """Prepare the model for training on batches like `batch`. Call it last, after all other checks.
+        """Prepare the model for training on batches like `batch`. Call this method last, after all other checks.
 
         Raises:
             ModelError: the model is split over processes, and the split model has wrong gradients.

@@ -1,4 +1,4 @@
-"""The fleet: the parameters of N nodes are one matrix with N rows. Each process holds some of the rows.
+"""The fleet: one matrix holds the parameters of N nodes in N rows. Each process holds some of the rows.
 
 >>> import torch
 >>> fleet = Fleet(torch.nn.Linear(3, 1), ranks=range(4), num_nodes=4, device=torch.device("cpu"))

@@ -1,9 +1,10 @@
 """Redistribute the columns of a row inside a node, for modules that need whole tensors or the whole row.
 
 If a node has several processes, each process holds a part of every parameter. A module that cannot work on parts gets
-whole parameters. With "tensors" each process gets some whole parameters, with about equally many numbers per process.
-With "row" the first process gets all parameters. The columns move before the module acts, and move back afterward. With
-k processes, (k-1)/k of the columns move inside the node each time. The module's traffic between nodes does not change.
+whole parameters. If the module needs "tensors", each process gets some whole parameters, with about equally many
+numbers per process. If it needs the "row", the first process gets all parameters. The columns move before the module
+acts, and move back afterward. With k processes, (k-1)/k of the columns move inside the node each time. The module's
+traffic between nodes does not change.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ class Dealing:
             self.fleet.buffers[name].copy_(self.inside.sum(mine))
 
     def back(self, vectors: Sequence[Tensor] | None) -> list[Tensor] | None:
-        """Move a module's result vectors back: return this process's own columns of them.
+        """Move a module's result vectors back: return this process's own columns of the vectors.
 
         Return None if no process has a result.
 

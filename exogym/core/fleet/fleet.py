@@ -1,4 +1,4 @@
-"""The fleet: N nodes training P parameters are one matrix X with N rows and P columns.
+"""The fleet: one matrix X with N rows and P columns holds the P parameters of each of N nodes.
 
 Row r of a process belongs to the node `ranks[r]`. Local training changes single rows; communication mixes rows. A
 process holds some rows with all columns.
@@ -60,7 +60,7 @@ class Block:
         return self._own_grads
 
     def give_grads_away(self) -> None:
-        """Drop the gradient matrix, so that the next gradients get new memory. Existing views of it remain valid."""
+        """Drop the gradient matrix, so that the next gradients get new memory. Views of the old matrix remain valid."""
         self.grads = self._own_grads = None
 
     def views(self, rows: Tensor) -> Iterator[tuple[Slot, Tensor]]:
@@ -84,7 +84,7 @@ class Fleet:
         num_nodes: number of nodes in all processes together.
         comm: the `Communicator`.
         hidden: names of the matrices that turn one hidden vector into another. The optimizer Muon needs these names.
-        state: everything that a checkpoint saves: rows, byte counts and the state of other objects. See `State`.
+        state: the `State` that a checkpoint saves. It has the rows, byte counts and other objects' state.
         parts: the layouts in all processes of one node. `parts[k][b]` is the layout of block b in the node's process k.
     """
 
@@ -156,7 +156,7 @@ class Fleet:
     def whole(self, vectors: Sequence[Tensor]) -> list[Tensor]:
         """Return `vectors`, (..., P) per block, with the columns of all processes of the node.
 
-        All processes of the node must call this together, each with its own columns.
+        All processes of the node must call this method together, each with its own columns.
         """
         if self.comm.wire.inside.parts == 1:
             return list(vectors)

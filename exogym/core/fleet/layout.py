@@ -2,8 +2,8 @@
 
 Each dtype has one layout: a row of P numbers holds one node's trainable parameters one after the other, in the order of
 `named_parameters()`. Tied parameters share one column range. Frozen parameters have no columns, because all nodes share
-them. If a node has several processes, each process has a part of the layout: a box of every parameter, which is a range
-on each of its axes. The box's columns keep their order in the whole row.
+them. If a node has several processes, each process has a part of the layout: a box of every parameter. A box is a range
+on each axis of the parameter. The box's columns keep their order in the whole row.
 """
 
 from __future__ import annotations
@@ -99,7 +99,9 @@ class Layout:
         return wanted[self.columns].nonzero().flatten().to(indices.device)
 
     def part(self, boxes: Mapping[str, Box]) -> Layout:
-        """Return the layout of a part with the elements in `boxes`, {parameter's name: box}, and no other elements.
+        """Return the layout of a part that has only the elements in `boxes`, {parameter's name: box}.
+
+        A box has a range (start, stop) for each axis of the parameter.
 
         >>> layout, = layouts_of(nn.Linear(3, 2))
         >>> half = layout.part({"weight": ((1, 2), (0, 3)), "bias": ((1, 2),)})

@@ -1,6 +1,7 @@
 """Find the rows of present nodes, and let returning nodes copy the state of a node that was present before.
 
-`fleet.comm.present` has the ranks of the nodes that take part in the current communication: without faults, all nodes.
+`fleet.comm.present` has the ranks of the nodes that take part in the current communication. Without faults these are
+all nodes.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def take_state(
     broadcasts among these nodes, with the tensors' bytes as payload. Names and shapes are not counted.
 
     Args:
-        state: the tensors of `source`. Only the process with the row of `source` needs to pass them.
+        state: the tensors of `source`. Only the process with the row of `source` needs to pass these tensors.
         device: the device of the returned tensors.
     """
     wire, members = fleet.comm.wire, sorted({source, *nodes})

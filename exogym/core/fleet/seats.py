@@ -40,7 +40,7 @@ class Seats:
     All processes must make the same calls together.
 
     Args:
-        store: keeps the state of nodes without a row whose last row was in this process.
+        store: keeps the state of nodes that have no row now and had their last row in this process.
         arrived: called with the nodes that get a row in this process for the first time in the run.
 
     Attributes:
@@ -132,7 +132,7 @@ class Seats:
         if gone := self.fresh.keys() - tensors.keys():
             raise StrategyError(
                 f"a node's tensor {min(gone)!r} existed when the run began, but no longer exists. A node that loses "
-                "its row for some time would get the tensor back: do not delete it, or sample no clients"
+                "its row for some time would get the tensor back: keep this tensor, or sample no clients"
             )
         return {
             name: x.detach().cpu().clone()

@@ -1,4 +1,6 @@
-"""State: everything that a checkpoint saves, of single nodes and of all nodes together, registered under names.
+"""State: everything that a checkpoint saves, registered under names.
+
+Some state belongs to single nodes, and some to all nodes together.
 
 Every object whose values last from step to step registers itself with `fleet.state`. Checkpoints, resuming, returning
 nodes and recovery from lost hosts loop over the registered objects, and know nothing else about them.
@@ -23,7 +25,7 @@ class Stateful:
     """
 
     def row(self, row: int) -> Tensors:
-        """Return the state of the node in this process's row `row`, as tensors of any shape. They are not copied."""
+        """Return the state of the node in this process's row `row`, as tensors of any shape. These are not copies."""
         return {}
 
     def load_row(self, row: int, tensors: Tensors) -> None:
@@ -36,7 +38,7 @@ class Stateful:
     def load_shared(self, tensors: Tensors) -> None:
         """Set the state that is equal for all nodes to `tensors`, which `shared` returned.
 
-        This is called after all rows are loaded.
+        A run calls this method after it has loaded all rows.
         """
 
     def cut(self, name: str, shape: Sequence[int]) -> Cut | None:
@@ -53,7 +55,7 @@ class Stateful:
         return None
 
     def figures(self) -> dict[str, float]:
-        """Return {name: number} to add to the history at an evaluation. All processes must return the same."""
+        """Return {name: number} to add to the history at an evaluation. All processes must return the same numbers."""
         return {}
 
 

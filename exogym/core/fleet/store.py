@@ -70,14 +70,14 @@ class Store:
         return tensors
 
     def clear(self) -> None:
-        """Remove all tensors and files."""
+        """Remove all tensors and files from this store."""
         self._here.clear()
         self._in_files.clear()
         self.memory_bytes = 0
         self.close()
 
     def close(self) -> None:
-        """Remove the files."""
+        """Remove this store's files."""
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
 

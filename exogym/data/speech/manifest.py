@@ -72,8 +72,8 @@ def read_manifest(path: Path) -> list[ClipEntry]:
 
     A clip has a file, relative to the manifest's folder, and a text. It may have a speaker and a split: "train", or for
     validation clips "validation", "test" or a similar word. If the manifest is named train (such as train.csv), a file
-    validation, valid, val, dev or test beside it is read, too. It must have the same ending. If there are several, the
-    first in this order is read. Clips must be inside the folder.
+    validation, valid, val, dev or test beside it is read, too. This file must have the same ending. If there are
+    several, the first in this order is read. Clips must be inside the folder.
 
     Raises:
         DataError: a line cannot be read or names a file outside the folder, or the manifest has no clips.

@@ -1,4 +1,4 @@
-"""Whisper, the speech recognition model, for fine-tuning like any other model. It needs the extra `whisper`.
+"""Whisper, the speech recognition model, for fine-tuning like any other model. This module needs the extra `whisper`.
 
 transformers is imported only when a model is made.
 """

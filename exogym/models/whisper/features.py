@@ -23,7 +23,7 @@ class LogMel(nn.Module):
     filters M. The result is y = (max(m, m_max - 8) + 4) / 4, where m_max is the largest m of the clip.
 
     Args:
-        n_mels: number of mel filters: 80, or 128 for large-v3.
+        n_mels: number of mel filters, 80 or (for large-v3) 128.
 
     >>> LogMel(80)(torch.zeros(2, 16_000)).shape
     torch.Size([2, 80, 100])

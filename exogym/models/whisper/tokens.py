@@ -125,7 +125,7 @@ def file_tokens(path: Path, **options: Any) -> Tokens:
 
 
 def byte_tokens(**options: Any) -> Tokens:
-    """Return a vocabulary of the 256 bytes, for small models with random weights. It knows only English."""
+    """Return a vocabulary of the 256 bytes, for small models with random weights. Its only language is English."""
     tokenizers = needs("tokenizers", "whisper")
     bytes_level = tokenizers.pre_tokenizers.ByteLevel
     letters = {letter: i for i, letter in enumerate(sorted(bytes_level.alphabet()))}

@@ -154,8 +154,8 @@ class WhisperModelWrapper(nn.Module):
 
         Args:
             batch: (audio, labels). `audio` is sound (batch, samples) at 16 kHz or log-mel features (batch, n_mels,
-                frames), not longer than the window. `labels` is (batch, length) int64, padded with -100. It may begin
-                with <|startoftranscript|>.
+                frames), not longer than the window. `labels` is (batch, length) int64, padded with -100. Labels may
+                begin with <|startoftranscript|>.
         """
         audio, labels = batch
         if not torch.is_grad_enabled():
@@ -266,7 +266,7 @@ class WhisperModelWrapper(nn.Module):
         """Write the `exported` model, its vocabulary and its settings into a folder.
 
         `load_pretrained(folder)` and `transformers.pipeline("automatic-speech-recognition", folder)` open the folder.
-        This model takes 30 s of sound at once, also if the wrapper's window is shorter.
+        The model in the folder takes 30 s of sound at once, even if the wrapper's window is shorter.
         """
         write_folder(self.exported(), self.tokens, *self._suppressed, folder)
 
