@@ -1,4 +1,4 @@
-"""Carry rows while nodes compute: a thread that makes a wire's calls, in order, over a process group of its own.
+"""Carry rows while nodes compute: a thread that makes a wire's calls, in order, over a second process group.
 
 Every process starts the same transfers in the same order, so the threads make the same calls in the same order. Sums go
 through the same tree as without the thread, so the bits are the same.
