@@ -198,7 +198,7 @@ def checked(function: F) -> F:
 
 
 def as_call(made: Any) -> str:
-    """Return the call that made an object, with the given arguments, as text. Checked classes use it as `__repr__`.
+    """Return the text of the call that made an object, with its given arguments. Checked classes have this `__repr__`.
 
     >>> from exogym.strategy import DiLoCoStrategy
     >>> DiLoCoStrategy(H=20, lr=0.01)

@@ -78,9 +78,9 @@ def check_strategy(
     """Test a strategy against the laws.
 
     Args:
-        factory: a function that makes the strategy. It is called for each run.
+        factory: a function that makes a new strategy. `check_strategy` calls this function for each run.
         num_nodes: number of nodes in each run.
-        steps: number of steps in each run. It must be so large that the strategy communicates a few times.
+        steps: number of steps in each run. This number must be so large that the strategy communicates a few times.
         payload_bytes: a function of (bytes of the model's parameters, steps). It returns the payload of each node in
             the whole run, in bytes. If `payload_bytes` is None, the law "bytes" is not tested.
         learning: the validation loss must fall below `learning` times its first value.

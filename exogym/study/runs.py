@@ -183,7 +183,7 @@ class Run(Standing):
         write_csv(path, self.columns, self.records)
 
     def to_parquet(self, path: str | os.PathLike[str]) -> None:
-        """Write the records to a Parquet file. This needs pyarrow."""
+        """Write the records to a Parquet file. The package pyarrow must be installed."""
         needs("pyarrow", "parquet")
         with beside(path) as made:
             self.to_pandas().to_parquet(made, index=False)

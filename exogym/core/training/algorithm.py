@@ -142,8 +142,8 @@ class Algorithm:
         """Read or rewrite the gradients of `rows` in the fleet's blocks, and return the rows that take the step.
 
         Args:
-            skip: whether to ignore the gradients: because a gradient overflowed in fp16, or is not finite and all nodes
-                skip the step.
+            skip: whether to ignore the gradients. If True, a gradient overflowed in fp16, or is not finite and all
+                nodes skip the step.
         """
         raise NotImplementedError
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Calling:
-    """The object through which callbacks use the run (`exogym.callbacks.Running`). It also calls the callbacks.
+    """The object through which callbacks use the run (`exogym.callbacks.Running`). It also calls callbacks.
 
     Callbacks run in the main process. A callback's request may need rows from all processes. So the worker processes
     wait in `_serve`, and repeat each call that the main process makes.

@@ -56,7 +56,7 @@ class Driver:
         return self.algorithm.nodes
 
     def advance(self, first: int, last: int) -> tuple[Sequence[int], Tensor] | None:
-        """Train from step `first` to `last`, at most to the next event, and communicate if `last` is an event.
+        """Train from step `first` to `last`, and communicate if `last` is an event. No event may lie between them.
 
         If a stretch was stopped in the middle, it continues after the last local step whose loss is in `losses`.
 

@@ -48,7 +48,7 @@ class TrainingLoop:
         recovery: a function that runs the training and recovers lost hosts. If `recovery` is None, hosts cannot leave
             or join.
         at_rest: a function that is called before each stretch, while processes send no messages.
-        spent: three numbers: the steps after the first stretch, the seconds of these steps, and these seconds without
+        spent: the number of steps after the first stretch, the seconds of these steps, and these seconds without
             communication.
     """
 

@@ -39,8 +39,8 @@ class Order:
 
     Attributes:
         taken: (N,) local steps of each node so far.
-        queue: a heap of events (tick, kind, node): each node's next step or arrival, and the end of the grace period. A
-            tick is a nanosecond of virtual time.
+        queue: a heap of events (tick, kind, node). It holds each node's next step or arrival, and the end of the grace
+            period. A tick is a nanosecond of virtual time.
         now: the tick of the last event.
         waiting: nodes whose update has arrived at the server, and which wait for the server's parameters.
     """
@@ -85,7 +85,7 @@ class Order:
     # What happens
 
     def begin(self, nodes: range | list[int]) -> None:
-        """Begin a new round for `nodes`, which just got the server's parameters, at their clocks' times."""
+        """Begin a new round for `nodes` at their clocks' times. These nodes just got the server's parameters."""
         ids = list(nodes)
         work = np.zeros_like(self.work)
         work[ids] = self.work[ids]

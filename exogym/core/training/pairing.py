@@ -34,7 +34,7 @@ class Stand:
         kind: one of `KINDS`.
         mark: a number. Collective calls with the same kind, shape and options have equal marks.
         peer: the partner's id in a paired call.
-        shape, dtype, on_cpu: properties of the node's tensor, if it gives one.
+        shape, dtype, on_cpu: properties of the node's tensor, if the call gives a tensor.
     """
 
     kind: str
@@ -77,7 +77,9 @@ def gathered(wire: Wire, here: Mapping[int, Stand]) -> dict[int, Stand]:
 
 
 def pairs_of(calls: Mapping[int, Stand], blocks: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
-    """Return the pairs of nodes that can continue, sorted: (sender, receiver), or two partners, lower id first.
+    """Return the pairs of nodes that can continue, sorted.
+
+    A pair is (sender, receiver), or the two partners of an exchange, with the lower id first.
 
     Args:
         calls: all nodes' calls.

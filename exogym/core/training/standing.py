@@ -131,5 +131,8 @@ class Standing:
         self.agenda.description = description
 
     def carry_on(self, wall_s: float) -> None:
-        """Set the run's wall time to `wall_s`. It must not shrink when the run returns to an earlier checkpoint."""
+        """Set the run's wall time to `wall_s`.
+
+        So the wall time does not shrink when the run returns to an earlier checkpoint.
+        """
         self._wall_before_s = wall_s

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Subject:
-    """The model, the data sets, the loss function and the metrics."""
+    """Holds what a run trains: the model, the data sets, the loss function and the metrics."""
 
     model: nn.Module
     train_dataset: Any

@@ -49,7 +49,8 @@ def simulate(
     than twice are not trained.
 
     Args:
-        task: the task to train. It also gives the number of parameters and, without step_seconds, a measured step.
+        task: the task to train. The task also gives the number of parameters and, without step_seconds, a measured
+            step.
         network, step_seconds, speeds, target_loss, processes, device, watch: as in `exogym.compare.compare`.
         num_nodes, batch_size: number of nodes, and examples per node and step; by default the task's numbers.
         max_steps: steps of each node; by default a quarter of the task's steps.

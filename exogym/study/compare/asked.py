@@ -60,7 +60,7 @@ class StudyOptions(RunOptions):
         device: As in `LocalTrainer.fit`.
         network: Predict the time on this network: a `Network`, or text such as "wifi" or "100Mbps,20ms".
         step_seconds: Seconds of a node's step, for the predicted time: a number, text such as "80ms", a value per node,
-            or a `StepTime`. Default, or "measured": `measured_step_s` measures a step once, for all strategies.
+            or a `StepTime`. By default, or with "measured", `measured_step_s` measures a step once, for all strategies.
         loss_fn, metrics: As in `LocalTrainer`.
     """
 

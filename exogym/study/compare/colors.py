@@ -1,4 +1,4 @@
-"""One color per strategy, the same in every picture and on the page. It depends only on the strategy's name.
+"""One color per strategy, the same in every picture and on the page. The strategy's name alone decides the color.
 
 The palette is Okabe and Ito's (2008), because color-blind readers can distinguish its colors. Yellow is left out,
 because it is too pale for a line. Built-in strategies take the colors in a fixed order. For any other name, a hash of

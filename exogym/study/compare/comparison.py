@@ -53,7 +53,7 @@ class Comparison:
         rows: a dict per strategy with the columns of summary.csv. `<name>_std` is a column's standard deviation over
             seeds.
         histories: a dict from (strategy as written, seed) to the run's `History`.
-        description: the options and the machine, as JSON values. They are enough to repeat the comparison.
+        description: the options and the machine, as JSON values; enough to repeat the comparison.
         folder, paths: the comparison's folder and its files; None and () without `out`.
         target_loss: the target validation loss. The rows have the bytes and, with a network, the seconds to reach it.
         strips: with `timeline`, a dict from each strategy to its nodes' timelines in the first rounds.

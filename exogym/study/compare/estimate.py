@@ -78,7 +78,7 @@ def _short(seconds: float) -> str:
 
 @takes(ComparisonOptions)
 def estimate(asked: ComparisonOptions) -> Estimate:
-    """Return the time and memory that a comparison would need. It trains each strategy for about half a second.
+    """Return the time and memory that a comparison would need, after training each strategy for about half a second.
 
     Raises:
         ArgumentError, DataError: as in `compare`.

@@ -3,7 +3,7 @@
 run.json                   the options, written at the start, and the results, written at the end
 diloco-H-20-seed-0/        a run folder (`core.record.run_folder`) for each strategy and seed, with
     history.safetensors    the run's history
-    timeline.json          when each node computed, sent and waited, with `timeline`
+    timeline.json          when each node computed, sent and waited; only with `timeline`
     outcome.json           the run's state or error, seconds and description; written last, so it marks a complete run
     checkpoints/           only while the run trains
 """

@@ -60,7 +60,7 @@ class Forecast:
         return {"network": NO_TRAFFIC, "step_seconds": first, "timeline": timeline}
 
     def describe(self) -> dict[str, Any]:
-        """Return a description as JSON values. It is enough to predict the same times again."""
+        """Return a description as JSON values, which is enough to predict the same times again."""
         steps = self.step_time
         drawn = {name: getattr(steps, name) for name in ("sigma", "straggler_share", "straggler_factor", "seed")}
         return {

@@ -332,6 +332,6 @@ def _check_models(task: Task, seed: int) -> None:
     plain = [(a, b) for a, b in zip(first, second, strict=True) if not (is_lazy(a) or a.is_meta)]
     if not all(a.shape == b.shape and torch.equal(a, b) for a, b in plain):
         raise ArgumentError(
-            "make_model() gave different weights from the same seed, so strategies would start differently: draw them "
-            "from torch's generator, which is seeded before each call"
+            "make_model() gave different weights from the same seed, so strategies would start differently: draw "
+            "weights from torch's generator, which is seeded before each call"
         )

@@ -110,7 +110,7 @@ class Session:
         return None if self.folder is None else self.folder.outcome(label, seed)
 
     def settle(self, label: str, seed: int) -> Outcome:
-        """Train one run to its end, write its outcome into the folder, if there is a folder, and return the outcome."""
+        """Train one run to its end, and return the outcome. If there is a folder, write the outcome into the folder."""
         with without_notices(GOING_ON):  # the caller's message tells how to continue all runs
             outcome = self._train(label, self.entries[label], self.setting.seeds.index(seed) + 1, seed)
         if self.folder is not None:

@@ -116,8 +116,8 @@ class Summary:
     """The summary of several runs.
 
     Attributes:
-        rows: a dict per strategy: each measure's mean and `<name>_std` over seeds, and `target_runs`, the number of
-            runs that reached the target loss. `target_bytes` and `target_s` have values only if all runs reached it.
+        rows: a dict per strategy, with each measure's mean and `<name>_std` over seeds, and `target_runs`, the number
+            of runs that reached the target loss. `target_bytes` and `target_s` have values only if all runs reached it.
         verdict: one to three sentences: the strategies with the fewest bytes, the least time and the lowest final loss.
         target_loss, target: the target loss, and its meaning in words.
         values: a dict from strategy to a dict from measure to its values, one per seed. {} if the summary was read from
@@ -149,7 +149,8 @@ def summary_of(
     Args:
         strategies: a dict from label to (title, notes).
         seeds: the requested seeds.
-        tracks: a dict from (label, seed) to the `Track` of each run that completed its training. It needs at least one.
+        tracks: a dict from (label, seed) to the `Track` of each run that completed its training. There must be at least
+            one.
         target: the target loss, and its meaning in words. Default: the result of `target_of`.
         network: the network's name for the verdict.
     """
@@ -197,7 +198,7 @@ def target_of(tracks: Tracks, given: float | None = None) -> tuple[float, str]:
 
 
 def target_of_best(tracks: Tracks) -> tuple[float, str]:
-    """Return a sweep's target loss, and its meaning in words. It is the lowest mean final loss of any cell / 0.95."""
+    """Return a sweep's target loss (the lowest mean final loss of any cell / 0.95), and its meaning in words."""
     losses: dict[str, list[float]] = {}
     for (label, _), track in tracks.items():
         losses.setdefault(label, []).append(float(track.last["val_loss"]))

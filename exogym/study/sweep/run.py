@@ -77,7 +77,7 @@ class SweepOptions(StudyOptions):
         engine: "ray": the runs are tasks of a Ray cluster (at RAY_ADDRESS, or started here), one per core.
         search: Train this number of cells that optuna proposes, instead of all combinations. With `search`, an option
             in `axes` may have a range of numbers, such as "1e-4..1e-1".
-        out: Folder of the sweep. It gets sweep.json, summary.csv, sweep.png and a folder for each run.
+        out: Folder of the sweep. This folder gets sweep.json, summary.csv, sweep.png and a folder for each run.
         resume: Resume an interrupted sweep with the same arguments in `out`. The table is the same as without the
             interruption. `search` may be larger than before.
         progress: Print a line for each finished run, with the remaining time. If `progress` is None, print lines only
@@ -178,7 +178,7 @@ def sweep(asked: SweepOptions) -> Swept:
 
 @takes(SweepOptions)
 def estimate(asked: SweepOptions) -> Estimate:
-    """Return the time and memory that a sweep would need. It trains some of the cells for about half a second.
+    """Return the time and memory that a sweep would need, after training some of the cells for about half a second.
 
     Raises:
         ArgumentError, DataError: as in `sweep`; also for a search or another engine, which decide while they run.
