@@ -63,11 +63,12 @@ class RunOptions:
             has the final model; in the other processes the model's parameters are on the meta device.
         gradient_accumulation: Batches per step. The step's gradient is the mean of the batches' gradients, for any
             loss. If some targets are negative (ignored), a batch's weight in this mean is its number of other targets.
-        minibatch_size: Examples computed at once. This saves memory; results change by rounding only. Before training,
-            ExoGym computes a few examples together and in parts. If the results differ, ExoGym refuses the loss: it is
-            not a mean over examples (a sum, class weights, pairs inside a batch). Torch's `CrossEntropyLoss` and
-            `NLLLoss` as `loss_fn` may have `weight` and `ignore_index`: a part's weight in the mean is then the sum of
-            its targets' class weights. BatchNorm computes statistics, and dropout draws, per minibatch.
+        minibatch_size: Examples computed at once. A small number saves memory; results change by rounding only. Before
+            training, ExoGym computes a few examples together and in parts. If the results differ, ExoGym refuses the
+            loss, because such a loss is not a mean over examples (for example a sum, or a loss with class weights or
+            with pairs inside a batch). But torch's `CrossEntropyLoss` and `NLLLoss` as `loss_fn` may have `weight` and
+            `ignore_index`. Then a part's weight in the mean is the sum of its targets' class weights. BatchNorm's
+            statistics and dropout's random draws are separate for each minibatch.
         max_memory_usage: Share of the memory to use at most, from 0 to 1. ExoGym finds a minibatch_size that fits and
             prints it. If ExoGym must split batches, it tests the loss as for `minibatch_size`.
         shuffle: Deal the examples in random order.
@@ -76,11 +77,11 @@ class RunOptions:
             by torch.compile, for long runs), "graphs" (compiled steps of many rows as CUDA graphs) or "auto". "auto"
             tries the first three ways, chooses the fastest for this run, and prints its choice.
         reduction: "tree" (exact: the same bits on every layout) or "native" (torch's own all-reduce and sums).
-        overlap: On hosts, carry averages that arrive late while nodes compute. False: the nodes wait for them when they
-            send them. In a simulation's clock, False has the same effect. Results are the same bits.
-        balance: Share the load by speed (see `exogym.balance`): "nodes" to processes, "batch" sizes or local "steps"
-            to nodes, or a `Balance` with speeds. None: all nodes do the same work, and each process gets about the same
-            number of nodes.
+        overlap: On hosts, send averages that arrive late while nodes compute. With False, nodes wait for such an
+            average right after sending it, also in a simulation's clock. The results have the same bits.
+        balance: Share the load by speed: with "nodes" fast processes get more nodes, with "batch" or "steps" fast nodes
+            get larger batches or more local steps. A `Balance` also gives the speeds (see `exogym.balance`). If
+            `balance` is None, all nodes do the same work, and each process gets about the same number of nodes.
         faults: Nodes that drop out and return, slow nodes, lost synchronizations (see `exogym.faults`). Each strategy's
             docstring says how it handles them. An absent node has no record in the history.
         on_nonfinite: Reaction to a gradient or update that is not finite: "raise", "skip" or "ignore". ExoGym reacts
@@ -94,11 +95,11 @@ class RunOptions:
         hang_s: Seconds that a step may take before its process counts as hung. ExoGym kills such a process and handles
             it like a crash (`max_restarts`). Only runs with several processes have this limit. If steps are split, the
             limit holds for each micro-batch. The limit is six times as long for the start, the first step, each batch
-            of an evaluation, a checkpoint, and a callback (between two calls of `loop.beat()`). None: no limit, for
-            example while a debugger holds a process.
+            of an evaluation, a checkpoint, and a callback (between two calls of `loop.beat()`). If `hang_s` is None,
+            there is no limit, for example for a process that a debugger holds.
         client_state_memory: Bytes of memory, per process, for the saved state of idle sampled clients. State
-            (optimizers, control variates) beyond this limit is in files under `save_dir`. None: all of it stays in
-            memory. While ExoGym writes a checkpoint, all of this state is in memory.
+            (optimizers, control variates) beyond this limit is in files under `save_dir`. If `client_state_memory` is
+            None, all of this state stays in memory. While ExoGym writes a checkpoint, all of this state is in memory.
         dataloader_kwargs: Arguments for torch's DataLoader (num_workers, collate_fn, ...).
     """
 
@@ -138,33 +139,36 @@ class FitOptions(RunOptions):
     Args:
         strategy: The training method (see `exogym.strategy`).
         num_nodes: Number of nodes, N.
-        num_epochs, max_steps: Length of the run. Default: one epoch. With `max_steps` only: as many epochs as needed.
-            With both: whichever ends first. An epoch is ceil(examples / (N batch_size gradient_accumulation)) steps.
+        num_epochs, max_steps: Length of the run. The default is one epoch. With `max_steps` only, the run takes as many
+            epochs as needed. With both options, the run ends at the limit that comes first. An epoch is ceil(examples /
+            (N batch_size gradient_accumulation)) steps.
         batch_size: Examples per node and batch. A node's step consumes `gradient_accumulation` batches. A node that has
             fewer examples uses all its examples.
-        partitioner: Which node gets which examples (see `exogym.data`). None: ExoGym deals the examples to the nodes
-            anew each epoch.
+        partitioner: Which node gets which examples (see `exogym.data`). If `partitioner` is None, ExoGym deals the
+            examples to the nodes anew each epoch.
         val_size: Evaluate on at most this many examples.
-        val_interval: Steps between evaluations; None: after each epoch. ExoGym also evaluates at the start and the end.
+        val_interval: Steps between evaluations. If `val_interval` is None, ExoGym evaluates after each epoch. ExoGym
+            also evaluates at the start and the end.
         seed: Seed of everything random in the run. The caller's random state stays as it was.
         device: "auto", or a torch device: cpu, cuda, cuda:1, mps. "auto" takes a GPU if there is one (CUDA, then
             Apple's MPS).
-        processes: Processes that share the nodes, or "auto". ExoGym forks them from this process (Linux, CPU). Their
-            number does not change the result: the same bits. "auto" runs a short trial, uses the machine's cores if
-            that is faster, and prints its choice. Do not give this option under torchrun or `python -m exogym.launch`:
-            there the launched processes share the nodes.
+        processes: Processes that share the nodes, or "auto". ExoGym forks them from this process (Linux, CPU). The
+            result has the same bits for every number of processes. "auto" runs a short trial, uses the machine's cores
+            if that is faster, and prints its choice. Do not give this option under `python -m exogym.launch` or
+            torchrun, where the launched processes share the nodes.
         engine: "ray" trains on a Ray cluster, or starts one here, in as many processes as fit. For a cluster's address
-            give an `exogym.engine.Ray`. None: this machine, or the machines whose processes run this script together.
+            give an `exogym.engine.Ray`. If `engine` is None, the run uses this machine, or the machines whose processes
+            run this script together.
         cpus_per_process: Processors that Ray gives to each process.
         network: Predict the time on this network. Give text ("wifi", "100Mbps,20ms") or a `Network` (see
             `exogym.network`). `time_s` in the history and `trainer.clock` hold the predicted time.
         step_seconds: Seconds of a node's step, for the predicted time: a number, text ("80ms"), a value per node, or a
-            `StepTime`. None: ExoGym measures the steps on this machine. For a `node` of several devices, give the
-            seconds on one device; ExoGym computes the time that the devices need together.
-        timeline: Record when each node computed, sent and waited, in `trainer.clock.spans`. With `run_dir` also in the
-            folder's timeline.json.
-        logger: A logger, several, or callables (see `exogym.logger`).
-        progress: Show a progress bar; None: only if stderr is a terminal.
+            `StepTime`. If `step_seconds` is None, ExoGym measures the steps on this machine. For a `node` of several
+            devices, give the seconds on one device; ExoGym computes the time that the devices need together.
+        timeline: Record when each node computed, sent and waited, in `trainer.clock.spans`. With `run_dir`,
+            timeline.json in that folder also gets this record.
+        logger: A logger or a function, or a list of them (see `exogym.logger`).
+        progress: Show a progress bar. If `progress` is None, show it only if stderr is a terminal.
         callbacks: Functions that the training loop calls (see `exogym.callbacks`).
         save_dir, checkpoint_interval, keep_checkpoints: Folder for checkpoints, steps between two checkpoints (the run
             also writes one at its end), and how many checkpoints to keep.
@@ -247,7 +251,7 @@ class FitOptions(RunOptions):
 
     @property
     def micro_batch_size(self) -> int | None:
-        """Number of examples to compute at once. None: all examples of a step."""
+        """Number of examples to compute at once, or None for all examples of a step."""
         if self.minibatch_size is None and self.gradient_accumulation > 1:
             return self.batch_size
         return self.minibatch_size

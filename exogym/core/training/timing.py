@@ -26,17 +26,16 @@ class Timing:
     """Advance a `Clock` by the time for which a fleet's nodes compute and send.
 
     Averages that arrive late overlap with computing. On hosts this needs gloo and whole nodes in each process, without
-    `faults` or `min_hosts`. Otherwise the run waits for an average where it sends it. A measured network predicts hosts
-    that run ExoGym. So an all-reduce takes as long there as ExoGym's exact all-reduce, or torch's with
-    `reduction="native"`.
+    `faults` or `min_hosts`. Otherwise the run waits for an average where it sends it. On a measured network, an
+    all-reduce takes as long as ExoGym's exact all-reduce on hosts, or as torch's all-reduce with `reduction="native"`.
 
     Args:
         fleet: from now on, the clock follows the events of this fleet's communicator.
         network, step_seconds, timeline: as for `Clock`. With `step_seconds=None` ExoGym measures the steps.
         work: (N,) size of each node's steps relative to `step_seconds`, if sizes differ.
         overlap: whether averages that arrive late overlap with computing.
-        spread: for nodes of several devices: (N,) the share of one device's step time that the devices together need,
-            and (N,) extra seconds per step.
+        spread: two arrays for nodes of several devices: (N,) the share of one device's step time that a node's devices
+            need together, and (N,) extra seconds per step.
 
     >>> from exogym.fleet import Fleet
     >>> fleet = Fleet(torch.nn.Linear(2, 1), range(2), 2, torch.device("cpu"))
@@ -116,7 +115,10 @@ class Timing:
         return {part: self.clock.seconds(part, slice(MOST_NODES)).round(6).tolist() for part in PARTS}
 
     def values(self, node: int | None = None) -> dict[str, float]:
-        """Return time_s, waiting_share and bandwidth_use of `node`. None: the largest time, and mean shares."""
+        """Return time_s, waiting_share and bandwidth_use of `node`.
+
+        If `node` is None, return the largest time_s of any node, and the means of the two shares over all nodes.
+        """
         clock = self.clock
         if node is not None:
             return clock.figures(node)
@@ -128,6 +130,6 @@ class Timing:
 
 
 def mean_seconds(step_seconds: Any, num_nodes: int, spread: tuple[np.ndarray, np.ndarray] | None) -> np.ndarray:
-    """Return (N,) the mean seconds of each node's step, from the option `step_seconds`. `spread`: see `Timing`."""
+    """Return (N,) the mean seconds of each node's step, from the option `step_seconds`. `spread` is as in `Timing`."""
     time_ = step_seconds if isinstance(step_seconds, StepTime) else StepTime(step_seconds)
     return (time_ if spread is None else time_.for_work(*spread)).mean_s(num_nodes)

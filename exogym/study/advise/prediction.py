@@ -8,8 +8,8 @@ slowest node's step:
     `utilisation`    = mean step of a node / seconds per step
 
 If nodes train at their own pace, node w takes R_w = H_w T_w + c_w + q_w seconds for a round of H_w steps. T_w are the
-seconds of its step, c_w of its communication, and q_w of its waiting for a quorum; for a quorum of one q_w is 0. N
-local steps, whichever nodes take them, are a step of the fleet:
+seconds of its step, c_w of its communication, and q_w of its waiting for a quorum; for a quorum of one q_w is 0. A step
+of the fleet is N local steps by any nodes:
 
     seconds per step = N / sum over w of H_w / R_w
     `utilisation`    = mean over w of H_w T_w / R_w
@@ -17,8 +17,8 @@ local steps, whichever nodes take them, are a step of the fleet:
 If groups of nodes synchronize over lines of different speeds, c is the mean time that nodes lose in a synchronization,
 over many draws of the groups.
 
-If a server asks a set S_r of nodes in round r, rounds of H steps are drawn as the strategy draws them. A round begins
-when the previous round has ended. Nodes that are not asked do not compute:
+If in round r a server asks only a set S_r of nodes to train, the prediction draws rounds of H steps as the strategy
+draws them. A round begins when the previous round has ended. Nodes outside S_r do not compute:
 
     seconds per step = mean over r of (max over i in S_r of H T_i + c) / H
     `utilisation`    = sum over r and i in S_r of H T_i / (N times all of these seconds)
@@ -82,19 +82,21 @@ class Row:
     """A prediction for one strategy.
 
     Attributes:
-        seconds_per_step: seconds of the fleet's step. If nodes wait for each other, at least the slowest node's step.
+        seconds_per_step: seconds of the fleet's step. If nodes wait for each other, this is at least the time of the
+            slowest node's step.
         tx_bytes_per_step: bytes that a node sends per step, mean over nodes.
         waiting_share: share of a node's time in which it waits for other nodes or for bytes, mean over nodes.
         utilisation: share of a node's time in which it computes; `waiting_share` and `utilisation` sum to 1.
         speedup: the fleet's examples per second, divided by the fastest node's examples per second alone.
-        goodput: share of time in which nodes compute results that no failure destroys. None: no failures were given.
+        goodput: share of time in which nodes compute results that no failure destroys, or None if no failures were
+            given.
         speedup_range: lowest and highest likely speed-up, if the times of collectives differ by the factors `SPREAD`.
         couples_every: steps until the whole model has been exchanged once and has arrived.
         algorithms: the algorithm of each collective.
         meets_target: whether the slowest node computes for at least the target share of its time.
         can_train: False for a `Plan` that is only a formula.
-        simulated_steps, final_loss: steps of a simulation and its final validation loss. None: no simulation.
-        target_s: predicted seconds until the simulation reached the target loss. None: it did not reach this loss.
+        simulated_steps, final_loss: steps of a simulation and its final validation loss, or None without a simulation.
+        target_s: predicted seconds until the simulation reached the target loss, or None if it did not reach this loss.
     """
 
     strategy: str
@@ -121,11 +123,12 @@ class Advice:
     Attributes:
         rows: sorted by seconds per step. After a simulation, strategies that reached the target loss come first, by
             time. Strategies that cannot be trained come last, sorted among themselves.
-        recommended: the best strategy that can be trained. None: no strategy can be trained. By formula: among
-            strategies that meet the target, the strategy that exchanges the whole model most often, then the strategy
-            with the most bytes. Reason, a rule of thumb: more communication keeps nodes closer together. If no strategy
-            meets the target: the fastest strategy. After a simulation: the strategy that reached the target loss first;
-            if no strategy reached it, the strategy with the lowest loss.
+        recommended: the best strategy that can be trained, or None if no strategy can be trained. By formula, it is one
+            of the strategies that meet the target: the strategy that exchanges the whole model most often, and among
+            several such strategies the strategy with the most bytes. The reason is a rule of thumb: more communication
+            keeps nodes closer together. If no strategy meets the target, it is the fastest strategy. After a
+            simulation, it is the strategy that reached the target loss first, or with the lowest loss if no strategy
+            reached the target loss.
         because: the reason for the recommendation.
         target_loss: the simulation's target loss.
     """
@@ -221,25 +224,26 @@ def advise(
         parameters: P, the number of the model's trainable parameters.
         num_nodes: N, the number of nodes.
         network: a `Network`, or text for `Network.parse`.
-        step_seconds: time of a node's step: a `StepTime`, a number of seconds, or text such as "20ms"; or a list with
-            the time of each node.
+        step_seconds: time of a node's step, as a `StepTime`, a number of seconds, or text such as "20ms"; or a list
+            with the time of each node.
         speeds: the nodes' speeds, over 0, unless step_seconds is a `StepTime`. With speed 0.5 a step takes twice as
             long.
         flops: floating-point operations of a node's step, instead of step_seconds; `device` and `device_utilisation`
             turn operations into seconds.
-        bytes_per_element: b, bytes per element on the wire: 4 for fp32, 2 for bf16.
+        bytes_per_element: b, bytes per element on the wire (4 for fp32, 2 for bf16).
         strategies: texts as on the command line ("diloco:H=20"), strategies, or your own `Plan`s.
         target_utilisation: share of its time that the slowest node must compute, over 0 and up to 1.
-        algorithm: "cheapest": the fastest known algorithm for each collective. "recorded": the algorithm that the
-            strategy's events name.
+        algorithm: "cheapest" takes the fastest known algorithm for each collective. "recorded" takes the algorithm that
+            the strategy's events name.
         failures: failures of a fleet in which each node has many accelerators; each row then has a goodput.
         node: the `NodeMesh` of a node of several devices. One device alone would take step_seconds for a step. The
             devices share the step, wait for the pipeline and communicate over the mesh's own network
             (`exogym.core.mesh.traffic`).
         layers, activation_bytes: the number of the model's layers, and the bytes between two layers for a node's whole
-            batch. If `node` has tensor or stages, give both. If it has only shard, you may give layers: each layer is
-            then gathered alone.
-        batch_size: a node's examples per step, for a pipeline's micro-batches. None: one example per micro-batch.
+            batch. If `node` has tensor or stages, give both. If `node` has only shard, you may give layers. Then each
+            layer is gathered alone.
+        batch_size: a node's examples per step, for a pipeline's micro-batches. If `batch_size` is None, a micro-batch
+            has one example.
 
     Raises:
         ArgumentError: neither or both of `step_seconds` and `flops` are given, a number is out of range, or a strategy
@@ -269,7 +273,9 @@ def advise(
                 "speeds beside a StepTime: give the StepTime the speeds, as StepTime('20ms', speeds=[1, 0.5])"
             )
         if len(speeds) != num_nodes:
-            raise ArgumentError(f"speeds is for {len(speeds)} nodes, wanted num_nodes={num_nodes}: give one per node")
+            raise ArgumentError(
+                f"speeds is for {len(speeds)} nodes, wanted num_nodes={num_nodes}: give one speed per node"
+            )
     time = step_seconds if isinstance(step_seconds, StepTime) else StepTime(step_seconds, speeds=speeds)
     for name, count in (("network", network.num_nodes), ("step_seconds", time.num_nodes)):
         if count is not None and count != num_nodes:
