@@ -50,7 +50,7 @@ class Asker:
         return answer
 
     def several(self, flag: str, question: str, choices: Mapping[T, str]) -> list[T]:
-        """Ask for some of `choices`, a dict {value: text}. At first all are selected. Return the chosen values."""
+        """Ask for some of `choices`, a dict {value: text}. All are selected at first. Return the chosen values."""
         if not self.can_ask:
             return self._without(flag, question, None)
         import questionary

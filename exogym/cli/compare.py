@@ -188,7 +188,9 @@ def _as_before(context: typer.Context, out: Path, given: dict[str, Any]) -> dict
         )
     before = in_full(saved_in(out).get("arguments", {}))
     if not isinstance(before.get("problem"), str) or not isinstance(before.get("strategies"), str):
-        raise ArgumentError(f"--out {out}: this comparison was started from Python: continue it there with resume=True")
+        raise ArgumentError(
+            f"--out {out} holds a comparison that was started from Python: continue it in Python with resume=True"
+        )
     options = {name: "dataset" if name == "problem" else name for name in given}
     return {name: before[name] for name, option in options.items() if name in before and is_open(option)}
 

@@ -280,7 +280,11 @@ class Preparing:
         return self.yes or self.asker.sure("Measure now?")
 
     def agree(self, measured: Path | None) -> Proposal | None:
-        """Return the plan that the user agreed to, or None. `measured` is the file of an earlier measurement."""
+        """Return the plan that the user agreed to, or None if the user stopped.
+
+        Args:
+            measured: the file of an earlier measurement.
+        """
         if measured is not None:
             network = Network.of(os.fspath(measured))
             if network.measurement is None:

@@ -100,7 +100,7 @@ class Averaging:
         return NormCap() if self.robust == "norm_cap" else self.robust if isinstance(self.robust, NormCap) else None
 
     def features(self) -> dict[str, str]:
-        """Return the options that are set, as a dict: name in `exogym.core.combinations.FEATURES` -> option as text."""
+        """Return the options that are set: a dict from names in `exogym.core.combinations.FEATURES` to texts."""
         found = {}
         if self.robust is not None:
             found['robust="norm_cap"' if self.rule is None else "robust"] = f"robust={self.robust!r}"
@@ -115,7 +115,7 @@ class Averaging:
     def check_members(self, name: str, traffic: Iterable[Traffic], N: int) -> None:
         """Raise ArgumentError if the robust rule needs more nodes to tolerate a bad node.
 
-        `traffic` says over how many of the N nodes strategy `name` averages.
+        `traffic` gives the number of the N nodes over which strategy `name` averages.
         """
         if (rule := self.rule) is None:
             return
@@ -172,7 +172,7 @@ class AveragingOptions(InnerOptions, total=False):
 
 
 def tuned(tuner: str | float | Tuner | None = None) -> Tuner | None:
-    """Return the `Tuner` that the option `tuner` is or names, or None without a tuner."""
+    """Return the option `tuner` as a `Tuner`, or None without a tuner."""
     return None if tuner is None else tuner_of(tuner)
 
 

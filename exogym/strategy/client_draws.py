@@ -52,7 +52,7 @@ class ClientDraws:
         self.asks = over_sampling > 0 or deadline_s is not None or min_reports > 1
 
     def features(self) -> dict[str, str]:
-        """Return the options that are set, as a dict: name in `exogym.core.combinations.FEATURES` -> option as text."""
+        """Return the options that are set: a dict from names in `exogym.core.combinations.FEATURES` to texts."""
         found = features_of(island_size=self.island_size, deadline_s=self.deadline_s)
         found |= {"no client_fraction": "client_fraction=1"} if self.client_fraction == 1 else {}
         if self.asks:

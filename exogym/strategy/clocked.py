@@ -85,9 +85,10 @@ class ClockedStrategy(Strategy):
         return 1
 
     def local_steps(self, seconds: np.ndarray) -> np.ndarray:
-        """Return (N,), the local steps H_w of each node's round, from (N,) mean `seconds` per step.
+        """Return the local steps H_w of each node's round, (N,), from the nodes' mean `seconds` per step, (N,).
 
-        With `dylu`, H_w = max(1, floor(v_w / max v * H)) with v_w = 1 / `seconds[w]`. Otherwise H_w = H.
+        With `dylu`, H_w = max(1, floor(v_w / max v * H)) with v_w = 1 / `seconds[w]`. Without `dylu`, H_w is the
+        strategy's H.
 
         >>> from exogym.strategy import AsyncDiLoCoStrategy
         >>> AsyncDiLoCoStrategy(H=40, dylu=True).local_steps(np.array([4.0, 2.0, 1.0])).tolist()

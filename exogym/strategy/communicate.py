@@ -116,12 +116,12 @@ def gather(tensor: Tensor, dst: int = 0) -> list[Tensor] | None:
 
 
 def scatter(tensors: Tensor, src: int = 0) -> Tensor:
-    """Return this node's slice of the (n, ...) tensor of node `src`: the k-th of n present nodes gets slice k."""
+    """Return this node's slice of the (n, ...) tensor of node `src`. The k-th of n present nodes gets slice k."""
     return _meet("scatter", tensors, src=src).clone()
 
 
 def reduce_scatter(tensors: Tensor, op: str = "sum") -> Tensor:
-    """Reduce an (n, ...) tensor over the n present nodes and return this node's slice: the k-th gets slice k."""
+    """Reduce an (n, ...) tensor over the n present nodes, and return this node's slice. The k-th node gets slice k."""
     check_choice("op", op, OPERATIONS)
     return _meet("reduce_scatter", tensors, op=op).clone()
 

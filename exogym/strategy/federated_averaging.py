@@ -327,7 +327,7 @@ defined(ClientOptions, AveragingCommunicator)
 
 
 class FederatedOptions(ClientOptions, AveragingOptions, total=False):
-    """All options of federated strategies: for clients, averaging and the inner optimizer."""
+    """All options of federated strategies: options of clients, of averaging and of the inner optimizer."""
 
 
 class FedAvgStrategy(CommunicateOptimizeStrategy):

@@ -49,7 +49,7 @@ from exogym.strategy.traffic import Traffic
 class PushSum(PeriodicModule):
     """Exchange weighted parameters along a directed graph after every step divisible by H (push-sum).
 
-    State: the sum x_i and the weight w_i of each node. The fleet's rows are z_i = x_i / w_i.
+    State: the vector x_i and the weight w_i of each node. The fleet's rows are z_i = x_i / w_i.
     """
 
     def __init__(self, graph: Any, H: RoundLength):

@@ -18,8 +18,8 @@ FULL = (torch.float32, torch.float64)
 def can_fuse(parameters: Iterable[Tensor]) -> bool:
     """Return whether torch's fused optimizers compute right steps for `parameters`.
 
-    On the CPU they do so only in fp32 and fp64: in half precision the fused SGD of torch 2.13 does not update elements
-    that fill a whole SIMD vector.
+    On the CPU their steps are right only in fp32 and fp64: in half precision the fused SGD of torch 2.13 does not
+    update elements that fill a whole SIMD vector.
     """
     return all(
         p.is_contiguous() and (p.device.type in ("cuda", "mps") or (p.device.type == "cpu" and p.dtype in FULL))
@@ -38,5 +38,5 @@ def bare_step(optimizer: Optimizer) -> Callable[[], Any]:
 
 
 def is_torchs(cls: type[Optimizer]) -> bool:
-    """Return whether torch or ExoGym defines `cls`. Such optimizers have no state but `state` and `param_groups`."""
+    """Return whether torch or ExoGym defines `cls`. Such optimizers have no state except `state` and `param_groups`."""
     return cls.__module__.partition(".")[0] in ("torch", "exogym")

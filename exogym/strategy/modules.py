@@ -94,7 +94,10 @@ class Module(Stateful, ABC):
 
     @property
     def says_what_it_acts_on(self) -> bool:
-        """Whether `acts_on` can be trusted: ExoGym defines the class, or this object or your class sets `acts_on`."""
+        """Whether `acts_on` can be trusted.
+
+        It can be trusted if ExoGym defines the class, or if this object or your class sets `acts_on`.
+        """
         foreign = [kind for kind in type(self).__mro__ if not kind.__module__.startswith("exogym.")]
         said = "acts_on" in vars(self) or any("acts_on" in vars(kind) for kind in foreign)
         return said or type(self) not in foreign

@@ -1,6 +1,7 @@
 """Describe optimizers by name or class, and build them: torch's own, and any other that needs only gradients.
 
-`optimizer_state` returns an optimizer's state. `load_optimizer_state` loads it into another optimizer of the same kind:
+`optimizer_state` returns an optimizer's state. `load_optimizer_state` loads this state into another optimizer of the
+same kind:
 
 >>> layer = torch.nn.Linear(2, 1)
 >>> first, second = (torch.optim.Adam(layer.parameters()) for _ in range(2))

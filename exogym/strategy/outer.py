@@ -202,7 +202,9 @@ class Received:
         return self.earlier.get(int(self.last[node]), self.theta)
 
     def differences(self, fleet: Fleet, k: int, x: Tensor, out: Tensor) -> Tensor:
-        """Write the theta that each present node last received, minus the node's row of `x`, into `out`. Return `out`.
+        """Write each present node's outer gradient into `out`, and return `out`.
+
+        The outer gradient is the theta that the node last received, minus the node's row of `x`.
 
         Args:
             fleet: the fleet, which knows the present nodes.

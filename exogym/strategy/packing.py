@@ -98,7 +98,7 @@ def unpack(packed: dict[str, Any], existing: Any, tensors: dict[str, Tensor], ow
     Return `KEEP` if the value was not saved and there is no `existing` object.
 
     Raises:
-        StrategyError: the checkpoint has the state of an object that does not exist here.
+        StrategyError: the checkpoint has the state of an object that the new run lacks.
     """
     kind = next(iter(packed))
     content = packed[kind]

@@ -133,7 +133,7 @@ class Participation:
         return found | {"failed_rounds": self.failed(ended)}
 
     def slack_s(self, number: int, clients: Sequence[int]) -> float:
-        """Return by how many seconds round `number` exceeds the slowest client's computing at speed 1."""
+        """Return the seconds that remain in round `number` after the slowest of `clients` has computed at speed 1."""
         work_s = np.broadcast_to(np.asarray(self.work(number)) * self.step_s, self.num_nodes)
         held = self.of(number)
         return max(0.0, held.end_s - held.begin_s - max((float(work_s[i]) for i in clients), default=0.0))

@@ -71,7 +71,7 @@ class LowRankMean(GradientModule):
         return [Traffic("all_reduce", self.rank * P * b / SIDE), Traffic("all_reduce", self.rank * P * b / SIDE)]
 
     def shape(self, slot: Slot) -> tuple[int, int, int] | None:
-        """Return n, m and the rank of a parameter, taken as an n x m matrix, or None if not compressed."""
+        """Return n, m and the rank of a parameter, taken as an n x m matrix, or None if it is not compressed."""
         if not slot.shape:
             return None
         n, m = slot.shape[0], slot.numel // slot.shape[0]

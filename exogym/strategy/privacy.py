@@ -101,7 +101,7 @@ class DifferentialPrivacy:
 
         Args:
             clients: the expected number of clients in a round; may be a fraction.
-            seed, *ids: determine the noise.
+            seed, *ids: values that determine the noise.
         """
         drawn = torch.randn(like.shape, generator=generator(seed, "privacy", *ids), dtype=torch.float64)
         return (drawn * (self.noise_multiplier * self.clip / clients)).to(like.device, like.dtype)

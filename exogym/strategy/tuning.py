@@ -251,7 +251,7 @@ TUNERS: dict[str, type[Tuner]] = {"drift": Drift, "autocorrelation": Autocorrela
 
 
 def tuner_of(given: Any) -> Tuner:
-    """Return the tuner that `given` names. A tuner is returned unchanged; a number is a `ByteBudget` of so many bytes.
+    """Return the tuner that `given` names. A number becomes a `ByteBudget` of this many bytes; a tuner is unchanged.
 
     Raises:
         ArgumentError: the name is unknown, or `given` is not a tuner.
