@@ -131,8 +131,9 @@ class Refused(NamedTuple):
 
 
 _ONE_CHANGES_ALL = (
-    "noise and epsilon assume a mean, which one client changes by at most C/(qN). A rule takes the values of one or a "
-    "few clients, so one client changes it by about C, and the reported epsilon would be false"
+    "noise and epsilon assume a mean, which one client changes by at most C/(qN), for clip=C and qN clients in a "
+    "round. A rule takes the values of one or a few clients, so one client changes the result by about C, and the "
+    "reported epsilon would be false"
 )
 _NEEDS_MEAN = "a rule replaces a mean, and this strategy has no mean that a rule could replace"
 _PARTS = "a split node computes step by step, in one process or in one process per device"
@@ -141,7 +142,7 @@ _OWN_MEANS = "nodes would be weighted by their work, and only the communicator's
 _FOLDER = "checkpoints need a folder"
 _OWN_SCALE = "fp16 scales each node's loss separately"
 _SPEEDS_LATE = "each node has its own processes, so a node's speed is known only after the model is split"
-_CHOSEN_ANEW = "a host that joins later would choose again, perhaps differently"
+_CHOSEN_ANEW = "a host that joins later would choose this setting again, perhaps differently"
 _GIVE_SPEEDS = "give speeds, as in Balance('batch', speeds=[1, 2]), or leave balance out"
 
 # Checked from the top: the first row whose two features a run has makes the error.
@@ -453,7 +454,8 @@ _BALANCE: tuple[Refused, ...] = (
     Refused(
         'balance="batch" or "steps"',
         "privacy",
-        "epsilon counts each client equally, and a client with more weight changes the mean by more than C/(qN)",
+        "epsilon counts each client equally, and a client with more weight changes the mean by more than C/(qN), for "
+        "clip=C and qN clients in a round",
         "use balance='nodes', or leave privacy out",
     ),
     Refused(

@@ -56,7 +56,8 @@ def compute_utilisation(
         H: steps between two sends of the same layer (not for "ddp").
         num_nodes: N, the number of replicas.
         bits_per_element: bits per element on the link; 16 is bf16.
-        fragment_layers: layers per fragment (for "streaming"); fragment p has the layers p, p + F, p + 2 F, ...
+        fragment_layers: layers per fragment (for "streaming"); fragment p of F fragments has the layers p, p + F, p + 2
+            F, ...
         overlap_steps: tau, the steps that run while a fragment is sent (for "streaming"). A result is needed tau steps
             after the next step.
         latency: seconds added to each layer's reduction.

@@ -176,14 +176,14 @@ def _pairs(given: Any, num_nodes: int) -> MatrixLinks:
     """Return the links for pairs[i][j] = [bandwidth_bps, latency_s] from i to j. The diagonal may hold anything."""
     wanted = f"pairs must hold [bandwidth_bps, latency_s] from each of {num_nodes} hosts to each other host"
     if not isinstance(given, Sequence) or len(given) != num_nodes:
-        raise ArgumentError(f"{wanted}; it has {len(given) if isinstance(given, Sequence) else 'no'} rows")
+        raise ArgumentError(f"{wanted}; pairs has {len(given) if isinstance(given, Sequence) else 'no'} rows")
     tables: list[list[list[Any]]] = [[], []]
     for i, row in enumerate(given):
         if not isinstance(row, Sequence) or len(row) != num_nodes:
-            raise ArgumentError(f"{wanted}; row {i} is {row!r}")
+            raise ArgumentError(f"{wanted}; pairs[{i}] is {row!r}")
         for j, pair in enumerate(row):
             if i != j and (not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2):
-                raise ArgumentError(f"{wanted}; from {i} to {j} it has {pair!r}")
+                raise ArgumentError(f"{wanted}; pairs[{i}][{j}] is {pair!r}")
         for k, table in enumerate(tables):
             table.append([1.0 if i == j else pair[k] for j, pair in enumerate(row)])
     return MatrixLinks(*tables)

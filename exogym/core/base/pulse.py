@@ -75,7 +75,7 @@ def at(what: int) -> Iterator[None]:
 
 
 def waits(function: F) -> F:
-    """Decorate `function`: while it runs, this process counts as waiting for other processes."""
+    """Decorate `function`. While `function` runs, this process counts as waiting for other processes."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -89,7 +89,7 @@ def waits(function: F) -> F:
 def kept_in(memory: Any, start: int = 0) -> Iterator[None]:
     """A context in which this process writes its pulse to `memory`, from byte `start`.
 
-    Other processes can read it there.
+    Other processes can read the pulse there.
     """
     global _words
     before, _words = _words, words_in(memory, start)

@@ -1,7 +1,7 @@
 """A key-value store with torch's interface, over authenticated connections.
 
 torch's own `TCPStore` answers anybody who reaches its port. Here requests and answers are lines of JSON, on a
-connection that a `Door` has accepted:
+connection that a door (`exogym.machines.launch.door`) has accepted:
 
     {"say": "store", "id", "do": "set" | "add" | "get" | "check" | "delete" | "swap" | "count", "keys": [...], ...}
     {"hear": "store", "id", "is": the answer}

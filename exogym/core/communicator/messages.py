@@ -20,9 +20,9 @@ Described = list[tuple[str, str, list[int]]]  # name, dtype, shape
 
 
 def tell(wire: Wire, value: Any, process: int | None = None) -> Any:
-    """Return the `value` (JSON-able) of one process, in every process.
+    """Return, in every process, the `value` (JSON-able) of the process with the number `process`.
 
-    The process has the number `process`. If `process` is None, it is the main process.
+    If `process` is None, return the main process's value.
 
     If nodes have several processes each and `process` is not None, only processes with the same columns get the value.
     """

@@ -65,7 +65,7 @@ def check_gradients(dense: Mapping[str, Tensor | None], split: Mapping[str, Tens
 
 
 def refuse_others(names: list[str], sums: Tensor, what: object) -> float:
-    """Do the check of `check_gradients`.
+    """Check the gradients as `check_gradients` does, from `sums`.
 
     `sums`, (parameters, 2), are the results of `squares`, summed over the processes of a node.
     """

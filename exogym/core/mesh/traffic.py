@@ -317,10 +317,10 @@ class InsideCost:
 
 
 def stages_of(model: nn.Module, mesh: NodeMesh) -> tuple[Callable[[str], int], dict[str, tuple[int, int]]]:
-    """Return two things: a function that gives the pipeline device of a parameter or buffer by its name, and the cuts.
+    """Return (device_of, cuts). `device_of(name)` is the pipeline device of a parameter or buffer.
 
-    The cuts are the names of the modules after which the model is cut, in order, each with the devices before and after
-    it.
+    `cuts` has the names of the modules after which the model is cut, in order, each with the devices before and after
+    the cut.
     """
     if mesh.depth == 1:
         return lambda name: 0, {}

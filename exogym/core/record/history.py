@@ -208,7 +208,7 @@ class History(Sequence[Row]):
                 `node`.
         """
         if wrong := {"step", "epoch", "node"} & values.keys():
-            raise ArgumentError(f"values has the keys {sorted(wrong)}: give these as arguments")
+            raise ArgumentError(f"values has the keys {sorted(wrong)}: give these keys as arguments instead")
         step, node = int(step), None if node is None else int(node)
         clean = {plain(str(name)): plain(value) for name, value in values.items()}
         line = self._line(step)

@@ -239,7 +239,9 @@ def parsed(data: bytes) -> Any:
 
 
 def row_of(line: bytes, kinds: Mapping[str, Kind]) -> Row | None:
-    """Return the JSON object in a line of records or events. Return None if its writer was killed inside the line.
+    """Return the JSON object in a line of records or events. Return None if the line is incomplete.
+
+    A line is incomplete if its writer was killed.
 
     Raises:
         ArgumentError: a field has a wrong value.

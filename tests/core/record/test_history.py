@@ -202,7 +202,7 @@ def test_values_become_plain_numbers() -> None:
     for wrong in (torch.zeros(2), [1.0], {"x": 1}):
         with pytest.raises(ArgumentError, match="one number"):
             history.add_evaluation(0, 0, {"e": wrong})
-    with pytest.raises(ArgumentError, match="give these as arguments"):
+    with pytest.raises(ArgumentError, match="give these keys as arguments"):
         history.add_evaluation(0, 0, {"node": 1})
     assert "e" not in history.columns
 
