@@ -30,21 +30,21 @@ class Communicator(Recorder):
     Args:
         ranks: the node number (global id) of each row in this process.
         num_nodes: nodes in the whole fleet.
-        wire: carries rows between processes. None: this process holds all rows.
+        wire: carries rows between processes, or None if this process holds all rows.
 
     Attributes:
         present: ids that take part in calls without groups; all nodes by default.
-        weights: (num_nodes,) weights of the nodes in every mean whose call gives no weights. None: equal weights.
-        transport: the path of every all-reduce ("ring", "tree" or "server"), instead of the call's `algorithm`. None:
-            the call's `algorithm`. Only bytes and time depend on the path, not the result.
-        rule: robust rule that replaces every mean of parameters or gradients (`exogym.core.communicator.robust`); None:
-            the plain mean.
-        watchers: functions to call after each mean of parameters. Their arguments are: the numbers of the members' rows
+        weights: (num_nodes,) weights of the nodes in every mean whose call gives no weights. None means equal weights.
+        transport: the path of every all-reduce: "ring", "tree" or "server". If it is None, each call's `algorithm` is
+            the path. Bytes and time depend on the path; the result does not.
+        rule: robust rule that replaces every mean of parameters or gradients (`exogym.core.communicator.robust`), or
+            None.
+        watchers: functions to call after each mean of parameters. Each function gets the numbers of the members' rows
             in this process, each row's weight (over all members, the weights' mean is 1), all rows, and the mean.
             `unwatched` hides means of other values from the watchers.
-        overlap: carry late averages while nodes compute, if the wire can. Only in runs without absent nodes.
-        secure: computes means so that nobody sees a single node's values (`exogym.core.communicator.secure`); None:
-            plain means.
+        overlap: whether late averages travel while nodes compute, if the wire can do this. Only for runs without absent
+            nodes.
+        secure: computes means so that nobody sees a single node's values (`exogym.core.communicator.secure`), or None.
 
     >>> comm = Communicator(range(4), 4)
     >>> comm.all_reduce(torch.arange(4.0)[:, None]).tolist()
@@ -141,7 +141,7 @@ class Communicator(Recorder):
     def unwatched(self) -> Iterator[None]:
         """A context whose means `watchers` do not see.
 
-        It is for means of other values than parameters, such as an optimizer's moments.
+        Use it for means of other values than parameters, such as an optimizer's moments.
         """
         watchers, self.watchers = self.watchers, []
         try:
@@ -162,7 +162,7 @@ class Communicator(Recorder):
         return None if self.weights is None or op != "mean" else _share(self.weights, group)
 
     def robust(self, op: str, share: Tensor | None) -> Rule | None:
-        """Return the robust rule that replaces the operation `op`; None if no rule replaces it.
+        """Return the robust rule that replaces the operation `op`, or None if no rule replaces it.
 
         Rules replace only means of parameters and gradients, not of buffers.
 
@@ -179,7 +179,7 @@ class Communicator(Recorder):
         return self.rule
 
     def begin_mean(self, x: Tensor, start: int, stop: int) -> None:
-        """Begin to sum columns `start` to `stop` of `x` (1, F), weighted, over all nodes, in place, without waiting.
+        """Begin the weighted sum of columns `start` to `stop` of `x` (1, F) over all nodes, in place. Return at once.
 
         The next `all_reduce(x, "mean")` waits for all sums that were begun on `x`, uses them for its result, and
         records their bytes. The sums must cover all columns of `x`. The wire must support this (`Wire.begin`).
@@ -213,7 +213,7 @@ class Communicator(Recorder):
         return flight in self._transfers
 
     def settle(self, flight: int | None = None) -> None:
-        """Wait until the results of a flight are complete. None: of all flights. No virtual time passes."""
+        """Wait until the results of `flight` are complete. None means all flights. No virtual time passes."""
         for number in list(self._transfers) if flight is None else [flight]:
             for transfer in self._transfers.pop(number, []):
                 transfer.wait()
@@ -226,16 +226,17 @@ class Communicator(Recorder):
         self, payload: Sequence[Tensor], decode: Callable[..., Tensor], op: str = "sum", *,
         groups: Groups | None = None, size: float | None = None, like: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """All-gather the packed `payload`, decode each node's payload in id order, and reduce the values in the tree.
+        """All-gather the packed `payload`, decode each node's payload, and reduce the values in the fixed tree.
 
-        This is for packed values that cannot be summed on their way, such as sparse or quantized values.
+        Use this call for packed values that cannot be summed on their way, such as sparse or quantized values.
 
         Args:
             payload: a sequence of tensors (rows, ...).
             decode: function of the payload's tensors that returns the values, (rows, ...).
             size: bytes of a node's payload, if the tensors are larger. For example, the last byte in each process of a
-                node may have unused bits. None: the tensors' bytes.
-            like: a row of decoded values, for their shape and dtype. Without it, no transfer overlaps with computing.
+                node may have unused bits. None means the tensors' bytes.
+            like: a row with the shape and dtype of decoded values. Without `like`, the call does not overlap with
+                computing.
 
         Returns:
             (rows, ...): the reduced values, expanded to all rows. A row outside all groups gets its own decoded values.
@@ -320,7 +321,7 @@ class Communicator(Recorder):
     def broadcast(self, x: Tensor, src: int = 0, *, members: Sequence[int] | None = None) -> Tensor:
         """Give every member (by default, every present node) the row of node `src`. Other rows keep their own values.
 
-        Returns (rows, ...). If all nodes are members, this is one row, expanded to all rows.
+        Returns (rows, ...). If all nodes are members, the result is one row, expanded to all rows.
         """
         group = self.present if members is None else self._sorted([members])[0]
         row = self.wire.rows(x, [self._member(src)])
@@ -440,8 +441,9 @@ class Communicator(Recorder):
     def hand_over(self, given: Mapping[int, Tensor], parcels: Sequence[Parcel]) -> dict[int, Tensor]:
         """Carry tensors from node to node. Return the tensors that this process's nodes get (see `messages.hand_over`).
 
-        A parcel of S bytes in one direction counts as a "send": the giver sends S bytes, the taker receives S bytes. A
-        swap counts as an "exchange": each of the two nodes sends and receives S bytes.
+        A tensor of S bytes that goes in one direction counts as a "send": the giver sends S bytes, and the taker
+        receives S bytes. A swap of two such tensors counts as an "exchange": each of the two nodes sends and receives S
+        bytes.
         """
         for giver, taker, shape, dtype, is_swap in parcels:
             if giver != taker:
@@ -452,11 +454,11 @@ class Communicator(Recorder):
         return hand_over(self.wire, given, parcels)
 
     def mix(self, x: Tensor, matrix: Tensor) -> Tensor:
-        """Mix rows by `matrix` W (n, n): row i becomes the sum over j of W[i, j] x_j, with row x_j of node j.
+        """Mix rows by `matrix` W (n, n): row i becomes the sum over j of W[i, j] x_j, where x_j is node j's row.
 
         If W[i, j] is not zero, node j sends its row to node i. A node's payload and tx count its row's bytes once for
-        each receiver; its rx counts a row's bytes once for each sender. The sum goes through the tree. Returns (rows,
-        ...).
+        each receiver; its rx counts a row's bytes once for each sender. The sum goes through the fixed tree. Returns
+        (rows, ...).
         """
         return self.mix_all([x], matrix)[0]
 
@@ -489,7 +491,7 @@ class Communicator(Recorder):
         return out.view_as(x)
 
     def barrier(self) -> None:
-        """Wait for all present nodes. No payload."""
+        """Let all present nodes wait for each other. They hand over no payload."""
         self.record("barrier", "tree", self.present, 0)
 
     # Bookkeeping

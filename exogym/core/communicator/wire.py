@@ -19,14 +19,14 @@ def tree_sum(
 ) -> Tensor:
     """Sum the rows of `x` (n, F) pairwise in the tree over their global `ids` (ascending); return (F,).
 
-    Each row starts at the position of its id. Each level adds positions 2k and 2k+1 into position k of the next level.
-    If one of the two is absent, the other passes through unchanged. The result depends on ids and rows only.
-    Half-precision rows are weighted and summed in fp32 and rounded once.
+    Each row starts at the position of its id. For each k, a level of the tree adds positions 2k and 2k+1 into position
+    k of the next level. If one of these two positions is empty, the other's value passes through unchanged. The result
+    depends on ids and rows only. Half-precision rows are weighted and summed in fp32 and rounded once.
 
     Args:
         weights: (n,) factors of the rows.
         divisor: divides the sum.
-        rows: (n,) indices in `x` of the rows to sum. None: all rows of `x`.
+        rows: (n,) indices in `x` of the rows to sum. None means all rows of `x`.
 
     >>> tree_sum(torch.tensor([[1.0], [2.0], [4.0]]), [0, 1, 5])
     tensor([7.])
@@ -100,9 +100,9 @@ def _tree_sparse(x: Tensor, additions: Sequence[tuple[int, int]]) -> Tensor:
 
 
 class Parcel(NamedTuple):
-    """A tensor of `shape` and `dtype` for node `taker` from node `giver`.
+    """A tensor of `shape` and `dtype` that node `giver` sends to node `taker`.
 
-    If `is_swap`, the taker sends such a tensor back.
+    If `is_swap` is True, the taker sends such a tensor back.
     """
 
     giver: int
@@ -113,7 +113,7 @@ class Parcel(NamedTuple):
 
     @property
     def moves(self) -> list[tuple[int, int]]:
-        """The (giver, taker) pair of each tensor that moves. If both are the same node, no tensor moves."""
+        """The (giver, taker) pair of each tensor that moves. If giver and taker are the same node, no tensor moves."""
         if self.giver == self.taker:
             return []
         move = (self.giver, self.taker)
@@ -124,7 +124,7 @@ Move = tuple[int, int, Parcel]  # giver, taker, and their parcel
 
 
 class Transfer(Protocol):
-    """A call of the wire that has begun.
+    """A call of a wire that has begun, and that may still run.
 
     Attributes:
         result: the call's result. Its values are undefined until `wait` returns.
@@ -133,7 +133,7 @@ class Transfer(Protocol):
     result: Tensor
 
     def wait(self) -> None:
-        """Wait until `result` is complete. Raises the error that the call raised."""
+        """Wait until `result` is complete. If the call raised an error, raise the same error."""
 
 
 class Wire:
@@ -152,15 +152,15 @@ class Wire:
         placement: the ids of each process's rows.
         process: number of this process in `placement`; 0 is the main process.
         owner: the process that holds each id.
-        shares_memory: True: the main process forked all processes for this run, on one machine, with common memory and
-            folders; nobody else sees their results. False: each process runs the user's script.
+        shares_memory: whether the main process forked all processes for this run, on one machine, with common memory
+            and folders. Nobody else sees the results of such processes. Otherwise each process runs the user's script.
         overlaps: whether `begin` sums while the caller continues.
         carries_behind: whether `start` carries rows while the caller continues.
-        inside: communication between the node's processes that hold the parts of its row. If there are several,
-            `process` and `placement` count groups of such processes, not single processes.
-        devices: communication between all processes that compute for the node. If nodes have different sizes, `devices`
-            can have more processes than `inside`. Then several processes hold the same columns: all except the first
-            are copies (`is_copy`) and receive the first process's results.
+        inside: communication between the processes of a node that hold the parts of the node's row. If a node has
+            several such processes, `process` and `placement` count groups of such processes, not single processes.
+        devices: communication between all processes that compute for the node. If nodes have different numbers of
+            processes, `devices` can have more processes than `inside`. Then several processes hold the same columns.
+            All of them except the first are copies (`is_copy`) and receive the first process's results.
         asked_to_stop: function that returns whether a process has asked all processes to stop. It does not wait for
             other processes.
         waited_s: seconds that this process has spent in the wire's calls, if a run measures them; otherwise 0.
@@ -191,10 +191,7 @@ class Wire:
 
     @property
     def world(self) -> Wire:
-        """The wire between all processes of the run.
-
-        It is another object than this wire if nodes have several processes each.
-        """
+        """The wire between all processes of the run. If nodes have several processes each, this is another object."""
         return self
 
     @property
@@ -213,12 +210,12 @@ class Wire:
 
     @property
     def is_copy(self) -> bool:
-        """Whether another process of the node holds the same rows and columns, and communicates for this process."""
+        """Whether another process of the node holds the same rows and columns, and communicates for this copy."""
         return self.devices.part >= self.inside.parts
 
     @property
     def is_hidden(self) -> bool:
-        """Whether the main process forked this process, and handles signals, history and callbacks instead of it."""
+        """Whether the main process forked this process, and handles signals, history and callbacks for it."""
         return self.shares_memory and not self.is_main
 
     def rows(self, x: Tensor, ids: Sequence[int]) -> Tensor:
@@ -245,11 +242,10 @@ class Wire:
         return reduce_rows(self.rows(x, ids), ids, op, weights)
 
     def carry(self, given: Mapping[int, Tensor], moves: Sequence[Move]) -> dict[int, Tensor]:
-        """Carry tensors between processes, by `moves`.
+        """Carry tensors between processes. Return the tensors that this process's nodes get, by node number.
 
-        Return the tensors that this process's nodes get, by node number.
-
-        `given` has the tensors that this process's nodes give, by node number.
+        `given` has the tensors that this process's nodes give, by node number. `moves` lists (giver, taker, parcel) for
+        each tensor that moves.
         """
         raise NotImplementedError
 
@@ -267,20 +263,21 @@ class Wire:
         raise NotImplementedError
 
     def start(self, call: Callable[[Wire], Tensor], like: Tensor) -> Transfer:
-        """Begin `call(wire)`, which the caller does not wait for, and return the transfer.
+        """Begin `call(wire)` without waiting for its end, and return the transfer.
 
-        Other calls go on meanwhile, over other connections. Transfers end in the order in which they start.
+        Other calls continue meanwhile, over other connections. Transfers end in the order in which they start.
 
         Only a wire whose `carries_behind` is True has this method.
 
         Args:
-            call: function that makes calls of the wire that it gets. Nobody may change its tensors until it ends.
+            call: function that makes calls of the wire that it gets. Nobody may change the function's tensors until the
+                transfer ends.
             like: a tensor of the result's shape, dtype and device.
         """
         raise NotImplementedError
 
     def leave(self) -> None:
-        """End what the wire has begun, at the end of a run that has not failed. All processes call this method."""
+        """End all transfers of this wire, at the end of a run that has not failed. All processes call this method."""
 
     def ask_to_stop(self) -> None:
         """Ask all processes to stop, without waiting for them. Only processes that share memory can do this."""
@@ -292,7 +289,7 @@ def reduce_native(
 ) -> Tensor:  # fmt: skip
     """Reduce the rows of this process first, then the results of all processes.
 
-    Up to rounding, this equals the tree's result.
+    Up to rounding, the result equals the sum in the fixed tree.
 
     `combine(result, op)` returns the "sum", "max" or "min" of all processes' (F,) results.
     """
@@ -317,8 +314,8 @@ def _exact(x: Tensor) -> torch.dtype:
 def reduce_rows(members: Tensor, ids: Sequence[int], op: str, weights: Tensor | None = None) -> Tensor:
     """Reduce the rows `members` (len(ids), F) exactly to (F,). `op` is "sum", "mean", "max", "min" or "trimmed K".
 
-    "sum" and "mean" add the rows in the tree over their ids. "trimmed 2" is the mean without the two largest and the
-    two smallest values of each column (NaN is the largest).
+    "sum" and "mean" add the rows in the fixed tree over their ids. "trimmed 2" is the mean without the two largest and
+    the two smallest values of each column (NaN is the largest).
     """
     if op.startswith("trimmed "):
         f, n = int(op.removeprefix("trimmed ")), len(ids)

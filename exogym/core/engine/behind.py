@@ -1,4 +1,4 @@
-"""Carry rows while nodes compute: a thread that makes a wire's calls, in order, over a second process group.
+"""Carry rows while nodes compute. A thread makes a wire's calls, in order, over a second process group.
 
 Every process starts the same transfers in the same order, so the threads make the same calls in the same order. Sums go
 through the same tree as without the thread, so the bits are the same.
@@ -24,7 +24,7 @@ Around = Callable[..., Any]  # see `ProcessWire.around`
 
 
 class Carried:
-    """A transfer of `Behind`. `result` and `wait`: see `Transfer`."""
+    """A `Transfer` that `Behind` has started."""
 
     def __init__(self, call: Callable[[Wire], Tensor], like: Tensor, around: Around):
         self.call, self.result, self.around = call, torch.empty_like(like), around
@@ -44,7 +44,7 @@ class Carried:
 class Behind:
     """The thread and the process group that carry rows while the processes of a run compute.
 
-    All processes make it at the same time. After an error, each later transfer raises the same error.
+    All processes make their `Behind` at the same time. After an error, each later transfer raises the same error.
 
     Args:
         line: function that returns a wire between the run's processes over a given process group.
@@ -61,7 +61,7 @@ class Behind:
         self._thread.start()
 
     def start(self, call: Callable[[Wire], Tensor], like: Tensor, around: Around) -> Carried:
-        """Begin `call(line)`, as `Wire.start`. `around` wraps the wait for it."""
+        """Begin `call(line)`, as in `Wire.start`. `around` makes the call that waits for the transfer."""
         transfer = Carried(call, like, around)
         self._transfers.put(transfer)
         return transfer

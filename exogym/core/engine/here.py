@@ -53,7 +53,7 @@ class Group:
     """The engine for processes that torchrun or another launcher started. All processes make the same calls.
 
     Args:
-        wire: function that makes the wire between the processes. None: `ProcessWire`.
+        wire: function that makes the wire between the processes. None means `ProcessWire`.
     """
 
     shares_memory, runs_again, keeps_rows, is_here = False, False, False, True

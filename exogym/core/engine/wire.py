@@ -2,8 +2,8 @@
 
 The exact reduction gives the same bits as a run in one process. It cuts the columns into one slice per process. An
 all-to-all gives each process its slice of every row. The process sums its slice in the fixed tree over node ids. An
-all-gather joins the slices. If each process holds one row, this moves as many bytes as a ring. If only the members need
-the result, only their processes take part. `native` uses torch's own all-reduce instead.
+all-gather joins the slices. If each process holds one row, the exact reduction moves as many bytes as a ring. If only
+the members need the result, only their processes take part. With `native`, torch's own all-reduce runs instead.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class ProcessWire(Wire):
 
     Args:
         placement: node ids of each process, in the group's rank order; together 0..N-1 ascending.
-        group: the process group; None: the default group.
-        native: reduce with torch's all-reduce, equal to the tree up to rounding.
+        group: the process group. None means torch's default group.
+        native: whether to reduce with torch's all-reduce. Its result equals the fixed tree's result up to rounding.
 
     Attributes:
         around: function that makes each call that needs other processes, for example to time the call or translate its

@@ -347,7 +347,7 @@ def test_plot_draws_the_averaged_model(history: History) -> None:
 
 def test_without_matplotlib(history: History, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ExoGymError, match=r"needs matplotlib.*exogym\[demo\]"):
+    with pytest.raises(ExoGymError, match=r"matplotlib is not installed.*exogym\[demo\]"):
         history.plot()
 
 
