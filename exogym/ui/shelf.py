@@ -1,4 +1,4 @@
-"""The runs folder as the page shows it. The folder is read again after a while, and less often if reading it is slow.
+"""Read the runs folder for the page. The folder is read again after a while, and less often if reading is slow.
 
 No file is read under a lock, so a request for one run never waits for a request for another run.
 """
@@ -24,7 +24,7 @@ Row = dict[str, Any]
 
 
 class RunShelf:
-    """The runs in the folder `top`, for the page."""
+    """Gives the page the runs in the folder `top`."""
 
     def __init__(self, top: Path):
         self.top = top

@@ -17,7 +17,7 @@ _DDP = nn.parallel.DistributedDataParallel
 
 
 class DistributedDataParallel(_DDP):
-    """Torch's DistributedDataParallel, which averages gradients in buckets while the backward pass still runs.
+    """Wraps a model in torch's DistributedDataParallel, which averages gradients while the backward pass still runs.
 
     Args:
         module: the model, on its device.

@@ -40,9 +40,9 @@ FAREWELL_S = 10
 
 @dataclass
 class Node:
-    """One machine of a launch: its node_rank, machine 0's address and port, and the number of the current attempt.
+    """One machine of a launch, with its node_rank, machine 0's address and port, and the current attempt's number.
 
-    Attempts are counted from 0. The number is -1 before the first attempt.
+    Attempts are counted from 0. The attempt's number is -1 before the first attempt.
     """
 
     rank: int

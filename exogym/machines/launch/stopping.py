@@ -24,7 +24,7 @@ class Interrupted(BaseException):
 
 @dataclass
 class Stop:
-    """The state of an `ended_by` block.
+    """The state of an `ended_by` block, which signals can end.
 
     Attributes:
         number: the signal that has ended the block, or 0 if no signal has ended it.

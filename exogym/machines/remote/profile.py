@@ -42,7 +42,7 @@ EVALUATIONS = 10  # after the first evaluation; a few more if 10 does not divide
 
 @dataclass(frozen=True)
 class RunProfile:
-    """What to train, how, and on which hosts: a profile's fields.
+    """The fields of a profile, which say what to train, how to train, and on which hosts.
 
     Attributes:
         task: a name in `exogym.tasks`, such as "digits" or "whisper", or `module:function` of the project. The function

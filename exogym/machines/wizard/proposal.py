@@ -1,4 +1,4 @@
-"""A plan for training a task on measured hosts: what to run, the predicted time, and the reasons."""
+"""A plan for training a task on measured hosts. It says what to run, the predicted time, and the reasons."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FORWARD = 1 / 3  # assumed time of an evaluation, as a share of a training step 
 
 @dataclass(frozen=True)
 class Proposal:
-    """A plan: what to run, and the predicted times.
+    """A plan that says what to run, with the predicted times.
 
     Attributes:
         strategy: the strategy with its H, written as on the command line.
