@@ -55,8 +55,8 @@ def doctor(
 
     Checks login, Python, versions, code, port, disk, clock, device, and the connections between hosts. The code on each
     host must equal the code in the current folder. The checks start nothing on the hosts; --save-dir writes and removes
-    a small file. Exit status 1 if a check fails. If all checks pass, --measure runs the self-test on the hosts and
-    writes the measurement into a file on this machine, for predictions.
+    a small file. The exit status is 1 if a check fails. If all checks pass, --measure runs the self-test on the hosts
+    and writes the measurement into a file on this machine, for predictions.
     """
     for option, given in {"--out": out, "--task": task, "--sizes": sizes}.items():
         if given is not None and not measure:

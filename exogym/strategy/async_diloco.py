@@ -168,10 +168,10 @@ class AsyncDiLoCoStrategy(ClockedStrategy):
             its mean number of steps per second. So all nodes return at about the same time.
         shard_sampling: for each round a node draws a shard of the data. The probability of shard i is proportional to
             max(|D_i| / sum_j |D_j| - n_i / sum_j n_j, 0), where |D_i| is the shard's size, and n_i counts the examples
-            taken from it so far. So all shards are used evenly although some nodes are faster.
+            taken from the shard so far. So all shards are used evenly although some nodes are faster.
         grace_s: virtual seconds that the server waits for more nodes after an arrival. Then the server applies all
             arrived Delta one after the other, and the nodes pull the same theta. With 0 the server does not wait. With
-            math.inf it waits for all nodes.
+            math.inf the server waits for all nodes.
         period: K, the number of arrivals that weigh as much as one outer step of DiLoCo. None means the number of
             nodes.
         activation: c, the share of the momentum that `delayed_nesterov` applies at an arrival within a period, from 0

@@ -51,7 +51,7 @@ class ParameterServer(Protocol):
 class ClockedStrategy(Strategy):
     """Base class of strategies with a server, in which each node trains at its own pace on a virtual clock.
 
-    A node pulls theta from the server, trains, and pushes Delta: theta_pulled minus its parameters.
+    A node pulls theta from the server, trains, and pushes Delta, which is the pulled theta minus the node's parameters.
 
     Attributes:
         H: local steps of a node's round, or with `dylu` of the fastest node's round.

@@ -127,7 +127,7 @@ def reduce_scatter(tensors: Tensor, op: str = "sum") -> Tensor:
 
 
 def send(tensor: Tensor, dst: int) -> None:
-    """Send `tensor` to node `dst`, which must call `recv(src=...)` with this node's rank. Return when it has arrived.
+    """Send `tensor` to node `dst`, which must call `recv(src=...)` with this node's rank. Return after its arrival.
 
     This node sends `tensor.nbytes` bytes, and `dst` receives them; other nodes send nothing. If `dst` never calls
     `recv`, or all nodes send before they receive, no node can continue, and a StrategyError is raised.

@@ -1,7 +1,8 @@
 """DeMo: decoupled momentum optimization.
 
 Peng, Quesnelle, Kingma, DeMo, arXiv:2411.19870 (the 2024 rule, alpha = 1). Node i has the gradient g_i. gamma is the
-learning rate, lambda the weight decay and beta the momentum's decay:
+learning rate, lambda the weight decay and beta the momentum's decay. I_i are indices, V_i are values, and DCT is the
+discrete cosine transform:
 
     theta <- theta (1 - gamma lambda)                        # decoupled weight decay
     e_i   <- beta e_i + gamma g_i                            # residual momentum

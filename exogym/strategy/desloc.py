@@ -67,8 +67,8 @@ class DESLOCStrategy(CommunicateOptimizeStrategy):
 
         theta_i <- mean_j theta_j every H steps;   u_i <- mean_j u_j every H_u;   v_i <- mean_j v_j every H_v
 
-    theta_i are the parameters of node i. Payload: P b (1/H + 1/H_u + 1/H_v) bytes per node and step, for P parameters
-    of b bytes.
+    theta_i, u_i and v_i are the values of node i. Payload: P b (1/H + 1/H_u + 1/H_v) bytes per node and step, for P
+    parameters of b bytes.
 
     Args:
         inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`. The optimizer must keep

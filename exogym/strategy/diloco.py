@@ -1,6 +1,7 @@
 """DiLoCo: Distributed Low-Communication training of language models.
 
-Douillard et al., DiLoCo, arXiv:2311.08105. Every H inner steps, with the outer parameters theta:
+Douillard et al., DiLoCo, arXiv:2311.08105. theta are the outer parameters, theta_i node i's parameters, and OuterOpt is
+the outer optimizer. Every H inner steps:
 
     Delta_i = theta - theta_i                       # each node's outer gradient
     Delta   = (1/N) sum_i Delta_i                   # all-reduce of P elements
@@ -146,8 +147,9 @@ class DiLoCoStrategy(CommunicateOptimizeStrategy):
 
         Delta = mean_i (theta - theta_i);   theta <- OuterOpt(theta, Delta);   theta_i <- theta
 
-    theta are the outer parameters, theta_i node i's parameters. The evaluation model is theta. Payload: P b bytes per
-    node every H steps, for P parameters of b bytes. A single node (N=1) also takes outer steps.
+    theta are the outer parameters, theta_i node i's parameters, and OuterOpt is the outer optimizer. The evaluation
+    model is theta. Payload: P b bytes per node every H steps, for P parameters of b bytes. A single node (N=1) also
+    takes outer steps.
 
     Args:
         inner_optim: inner optimizer; the paper has AdamW.

@@ -7,10 +7,10 @@ the parameters of the round's clients, and D = x - theta:
     the others: m <- beta1 m + (1 - beta1) D;     theta <- theta + eta m / (sqrt(v) + tau)
         adagrad: v <- v + D^2;   adam: v <- beta2 v + (1 - beta2) D^2;   yogi: v <- v - (1 - beta2) D^2 sign(v - D^2)
 
-theta are the server's parameters, eta its learning rate, m and v the moments of D, and tau a small constant. m = 0 and
-v = tau^2 at first. As in the paper, the bias of m and v is not corrected. With bias_correction=True adam and yogi
-divide m by 1 - beta1^r and v by 1 - beta2^r in round r, as `torch.optim.Adam` does. (The library Flower has r + 1
-instead of r, and treats tau differently.)
+theta are the server's parameters, eta is the server's learning rate, m and v are the moments of D, and tau a small
+constant. m = 0 and v = tau^2 at first. As in the paper, the bias of m and v is not corrected. With bias_correction=True
+adam and yogi divide m by 1 - beta1^r and v by 1 - beta2^r in round r, as `torch.optim.Adam` does. (The library Flower
+has r + 1 instead of r, and treats tau differently.)
 
 Payload P b bytes per client every H steps, for P parameters of b bytes, as in FedAvg. The server sends theta instead of
 the mean. Without sampling every node computes the server's step itself. Absent nodes are handled as in FedAvg. If none

@@ -19,9 +19,9 @@ that z_i moves at 1 / w_i of the learning rate. With quadratic losses and an une
 from the optimum and diverged at lower learning rates.
 
 Payload P b + 8 bytes per node and taker every H steps, where P is the number of parameters; w_i needs 8 bytes. tx is
-the payload, and rx the same number for each giver, a node that sends to this node. By default node i has one taker in
-turn t, the node i + 2^(t mod ceil(log2 N)). After ceil(log2 N) turns without training all N = 2^k nodes hold the exact
-mean. A node waits only for its givers. The paper's overlap of several steps is not implemented.
+the payload, and rx the same number for each giver, a node that sends to this node. By default node i has one taker at
+exchange t = 0, 1, ..., the node i + 2^(t mod ceil(log2 N)). After ceil(log2 N) exchanges without training all N = 2^k
+nodes hold the exact mean. A node waits only for its givers. The paper's overlap of several steps is not implemented.
 
 Absent nodes keep x_i and w_i, and no node sends to absent nodes. A returning node takes z from a node that stayed, and
 keeps its own weight. A node that starts anew (`forget`) also takes the other node's weight.
@@ -102,8 +102,8 @@ class GradientPushStrategy(CommunicateOptimizeStrategy):
     Args:
         inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`. Clipping acts on each node's
             own gradient.
-        graph: "exponential" (one taker at a time, another at each turn), "ring" (i to i + 1), "complete", or a networkx
-            graph of the nodes 0, 1, ..., whose edges point from a giver to its taker.
+        graph: "exponential" (one taker at a time, another at each exchange), "ring" (i to i + 1), "complete", or a
+            networkx graph of the nodes 0, 1, ..., whose edges point from a giver to its taker.
         H: steps from one exchange to the next. In between, z_i takes local steps at the full learning rate, whatever
             w_i is.
 

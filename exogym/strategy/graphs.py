@@ -28,7 +28,7 @@ def edges_of(graph: Any, num_nodes: int, seed: int = 0, turn: int = 0) -> Edges:
             "torus": rows and columns as near to a square as `num_nodes` allows.
             "exponential": edges from node i to i + 1, i + 2, i + 4, ....
             "random": each edge with probability min(1, 2 ln N / N), drawn from the seed until the graph is connected.
-            "matching": pairs drawn anew each turn.
+            "matching": pairs drawn anew for each mix.
 
     Raises:
         ArgumentError: a name is unknown, or a graph has other nodes, is directed, or is not connected.
@@ -125,7 +125,7 @@ def metropolis(edges: Edges, present: tuple[int, ...], num_nodes: int) -> Tensor
 
 
 def takers_of(graph: Any, num_nodes: int, turn: int = 0) -> list[list[int]]:
-    """Return each node's takers at `turn`: the nodes to which it sends on a directed graph.
+    """Return each node's takers at exchange number `turn`: the nodes to which it sends on a directed graph.
 
     Args:
         graph: "exponential": node i has the one taker i + 2^(turn mod ceil(log2 N)). "ring": node i + 1. "complete":

@@ -14,10 +14,10 @@ class IslandCommunicator(PeriodicModule):
     """Average the parameters inside fixed islands of consecutive nodes, except if `above` acts after the same step.
 
     Args:
-        island_size: the number of nodes in an island. If it does not divide the number of all nodes, the last island is
-            smaller.
+        island_size: the number of nodes in an island. The last island is smaller if `island_size` does not divide the
+            number of all nodes.
         H: steps from one average to the next.
-        above: the module that averages over all islands. It also synchronizes the last steps at the end of training.
+        above: the module that averages over all islands, and synchronizes the last steps at the end of training.
     """
 
     weighted_means = True

@@ -22,7 +22,7 @@ class Moments:
 
     Attributes:
         kinds: the kinds of moments, in the order first, second, others. Each kind is a tuple of the names that torch's
-            optimizers use for it; a parameter's state has one of these names.
+            optimizers use for this kind; a parameter's state has one of these names.
 
     Raises:
         ArgumentError: the optimizer keeps no such state.

@@ -34,7 +34,7 @@ def pack(
     """Return a description of `value` for JSON, and add its tensors to `tensors`.
 
     Args:
-        path: the value's name, such as "state.0". The names of its tensors begin with it.
+        path: the value's name, such as "state.0". The names of the value's tensors begin with `path`.
         tensors: the dict that receives the tensors.
         own: a dict from a parameter's id to its number, for parameters that are saved elsewhere.
         constant: further types, whose values need not be saved.

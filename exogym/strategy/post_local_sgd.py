@@ -10,7 +10,7 @@ The switch keeps the inner optimizers' states. Nodes never average these states.
 
 Payload: P b bytes per node and step up to t0, then P b every H steps, for P parameters of b bytes; ring all-reduce, tx
 = rx = 2 (N-1)/N P b. If t0 is at least the run's number of steps, the method is DDP. With t0 = 0, H = 1 and plain SGD
-it equals DDP, too. torch's version (`post_localSGD_hook` and `PeriodicModelAverager`) counts H from its warm-up
+the method equals DDP, too. torch's version (`post_localSGD_hook` and `PeriodicModelAverager`) counts H from its warm-up
 instead. torch's version can also continue to average gradients inside a machine.
 
 Absent nodes are handled as in DDP up to t0, and as in local SGD later.

@@ -2,16 +2,16 @@
 
 Vogels, Karimireddy, Jaggi, arXiv:1905.13727. A tensor of several dimensions is taken as an n x m matrix, where n is its
 first dimension. For each matrix, node i has the gradient G_i and the error E_i, which its earlier messages left out. r
-is the rank. As in torch's `powerSGD_hook`:
+is the rank. The rule equals torch's `powerSGD_hook`:
 
     M_i = G_i + E_i;   Q <- orth(Q);   P <- orth(mean_i M_i Q);   Q <- mean_i M_i^T P
     G = P Q^T;   E_i = M_i - G;   theta <- Opt(theta, clip(G)) for all i
 
-orth makes a matrix's columns orthonormal, and Opt is the inner optimizer. Q, m x r, is the same on all nodes: they draw
-it once from the seed, and each step starts from the last step's Q (warm start). The error is the difference from the
-common approximation G (epfml/powersgd keeps M_i - P Q_i^T; the sums over i are the same). So if E_i = 0 at first, sum_t
-G + mean_i E_i = sum_t mean_i G_i. A matrix is compressed if (n + m) r min_rate < n m. Vectors and all other matrices
-travel uncompressed, in the first of a step's two all-reduces.
+orth makes a matrix's columns orthonormal, and Opt is the inner optimizer. Q, m x r, is the same on all nodes. The nodes
+draw Q once from the seed, and each step starts from the last step's Q (warm start). The error is the difference from
+the common approximation G (epfml/powersgd keeps M_i - P Q_i^T; the sums over i are the same). So if E_i = 0 at first,
+sum_t G + mean_i E_i = sum_t mean_i G_i. A matrix is compressed if (n + m) r min_rate < n m. Vectors and all other
+matrices travel uncompressed, in the first of a step's two all-reduces.
 
 Payload per step, in two all-reduces, with b bytes per element: r (n + m) b bytes for each compressed matrix, and b
 bytes for each other element. In the first `start_step` steps nodes send all gradients uncompressed: b bytes for each

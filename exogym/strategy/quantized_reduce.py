@@ -1,6 +1,6 @@
 """int8 all-reduce: data-parallel training in which nodes send gradients as codes of 8 bits.
 
-As in INTELLECT-1, arXiv:2412.01152, but with symmetric codes: in each bucket, scale = max|x| / 127 and q = round(x /
+The codes are as in INTELLECT-1, arXiv:2412.01152, but symmetric. In each bucket, scale = max|x| / 127 and q = round(x /
 scale), with an error of at most scale / 2. A ring cannot add codes, so the mean has two stages (`mean_in_shards`). Q(x)
 is x, encoded and decoded. The gradient g_i of node i is cut into N shards, and node k averages shard k of all nodes:
 

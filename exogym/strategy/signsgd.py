@@ -1,15 +1,15 @@
 """signSGD: nodes send one bit of each gradient entry, for a majority vote or with error feedback.
 
-Node i has the gradient g_i, and gamma is the learning rate. Majority vote, Bernstein et al., arXiv:1802.04434, with the
-inner optimizer SGD(gamma):
+Node i has the gradient g_i, and gamma is the learning rate. The majority vote of Bernstein et al., arXiv:1802.04434,
+with the inner optimizer SGD(gamma), takes the step
 
     theta <- theta - gamma sign(sum_i sign(g_i))
 
 A tie in the vote gives 0. One bit cannot stand for zero. If an entry of node i's gradient is exactly zero at step t,
 node i votes up if t + i is even, otherwise down. Payload: ceil(P / 8) bytes per step for P parameters.
 
-EF-signSGD, Karimireddy et al., arXiv:1901.09847, for each tensor of d entries, with node i's error e_i (see
-`compressed_gradients`):
+EF-signSGD of Karimireddy et al., arXiv:1901.09847, gives node i an error e_i (see `compressed_gradients`). For each
+tensor of d entries:
 
     p_i = gamma g_i + e_i;   q_i = (|p_i|_1 / d) sign(p_i);   e_i <- p_i - q_i;   theta <- theta - mean_i q_i
 

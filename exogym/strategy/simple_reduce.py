@@ -78,7 +78,7 @@ class SimpleReduceStrategy(CommunicateOptimizeStrategy):
 
     g_i is the gradient of node i, theta are the parameters, and Opt is the inner optimizer.
 
-    Payload: P b bytes per node and step, for P parameters of b bytes. Equals
+    Payload: P b bytes per node and step, for P parameters of b bytes. The strategy equals
     `torch.nn.parallel.DistributedDataParallel` up to the rounding of sums.
 
     Args:

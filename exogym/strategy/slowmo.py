@@ -12,8 +12,8 @@ The option `buffers` keeps, resets or averages the inner optimizers' states (the
 
 Payload: P b bytes per node every H steps, for P parameters of b bytes; ring all-reduce, tx = rx = 2 (N-1)/N P b. Each
 averaged inner optimizer state adds the same number of bytes. With beta = 0 and alpha = 1 SlowMo is local SGD. With a
-constant gamma it is DiLoCo whose outer optimizer is SGD with heavy-ball momentum, at the rate eta = alpha and the
-momentum mu = beta. With a changing gamma it is not DiLoCo, because u has the unit of a gradient. Absent nodes are
+constant gamma SlowMo is DiLoCo whose outer optimizer is SGD with heavy-ball momentum, at the rate eta = alpha and the
+momentum mu = beta. With a changing gamma SlowMo is not DiLoCo, because u has the unit of a gradient. Absent nodes are
 handled as in DiLoCo.
 """
 

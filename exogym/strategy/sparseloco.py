@@ -14,7 +14,7 @@ puts values into 4 bins over 6 standard deviations and sends the mean of each bi
 
 The mean is over all N nodes. The published code divides by the number of nodes that sent an entry
 (aggregation="contributors"), and it multiplies by eta twice; this code multiplies once. SparseLoCo has no outer
-momentum. With beta < 1 it forgets old errors on purpose.
+momentum. With beta < 1 SparseLoCo forgets old errors on purpose.
 
 Payload per round, if all chunks are whole, for P parameters: P k/chunk entries, each of bits + ceil(log2 chunk) bits.
 With the defaults this is P 64/4096 14/8 bytes, 1/146 of fp32. An index into a smaller chunk of s entries has ceil(log2
@@ -136,7 +136,7 @@ class SparseLoCoStrategy(CommunicateOptimizeStrategy):
     largest entries, and Q rounds them to few bits.
 
     Payload: P topk/chunk (bits + ceil(log2 chunk)) / 8 bytes per node every H steps for P parameters, by default 1/146
-    of fp32. The evaluation model is theta. With topk = chunk and bits=32 it is DiLoCo with outer SGD(eta).
+    of fp32. The evaluation model is theta. With topk = chunk and bits=32 the strategy is DiLoCo with outer SGD(eta).
 
     Args:
         inner_optim: inner optimizer; the paper's is AdamW.

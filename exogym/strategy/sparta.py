@@ -257,8 +257,8 @@ class SPARTADiLoCoStrategy(CommunicateOptimizeStrategy):
 
         theta_i[I_t] <- mean_j theta_j[I_t] at each step;   theta <- OuterOpt(theta, mean_i (theta - theta_i)) every H
 
-    theta_i are the parameters of node i, I_t is a share p of the indices, chosen anew at each step t, and theta are the
-    outer parameters.
+    theta_i are the parameters of node i, I_t is a share p of the indices, chosen anew at each step t, theta are the
+    outer parameters, and OuterOpt is the outer optimizer.
 
     Payload: (H / sparta_interval) p P b + P b bytes per node and H steps, for P parameters of b bytes. SPARTA does not
     change the nodes' mean, so a SPARTA average right before an outer step does not change that step. The last

@@ -1,8 +1,8 @@
 """The base class of every strategy, and the way to write a strategy for a single node.
 
-Your strategy is a subclass. You write it for one node of many, as with torch.distributed: it has a model, a rank and
-the number of nodes, and calls collectives. ExoGym runs one instance per node. At each collective the instances wait for
-each other. The strategies of this package act on the rows of many nodes instead (`CommunicateOptimizeStrategy`).
+Your strategy is a subclass. You write it for one node of many, as with torch.distributed. The node has a model, a rank
+and the number of nodes, and calls collectives. ExoGym runs one instance per node. At each collective the instances wait
+for each other. The strategies of this package act on the rows of many nodes instead (`CommunicateOptimizeStrategy`).
 """
 
 from __future__ import annotations
@@ -134,8 +134,8 @@ class Strategy:
         name: the strategy's name on the command line, in lower case. A class with a name enters `STRATEGIES`: `exogym
             compare` and `advise` know the class, and a comparison saves its runs. Subclasses do not inherit the name.
         title, paper, equation: texts for tables (`exogym.strategy.registry.table`).
-        payload: a formula, for tables, of the bytes that a node hands over per step, such as "P b / H". It uses P, N
-            and b as in `plan`, and the constructor's arguments.
+        payload: a formula, for tables, of the bytes that a node hands over per step, such as "P b / H". The formula
+            uses P, N and b as in `plan`, and the constructor's arguments.
         needs: text for tables about what the strategy needs from the network.
         identities: text for tables with the methods that the strategy equals for certain arguments, such as "p=0 =
             diloco". Tests check each identity.

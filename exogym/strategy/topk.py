@@ -1,8 +1,8 @@
 """Top-k: every node sends its gradient's k largest entries, and keeps the rest for later.
 
 Stich, Cordonnier, Jaggi, Sparsified SGD with memory, arXiv:1809.07599; Lin et al., Deep Gradient Compression,
-arXiv:1712.01887, without its momentum tricks. Node i has the gradient g_i and the error e_i. With error feedback
-(`compressed_gradients`), at the learning rate gamma:
+arXiv:1712.01887, without that paper's momentum tricks. Node i has the gradient g_i and the error e_i, gamma is the
+learning rate, and Opt the inner optimizer. With error feedback (`compressed_gradients`):
 
     p_i = gamma g_i + e_i;   send the k largest of |p_i|, with indices;   e_i <- p_i - sent_i
     g = (1 / gamma) mean_i sent_i,   theta <- Opt(theta, g)
@@ -30,7 +30,7 @@ class TopKStrategy(CommunicateOptimizeStrategy):
 
     g_i is the gradient of node i, e_i its error, gamma the learning rate; top_k takes the k entries of largest size.
 
-    Payload: density P (b + 4) bytes per node and step, for P parameters of b bytes. With density 1 it is DDP.
+    Payload: density P (b + 4) bytes per node and step, for P parameters of b bytes. With density 1 the strategy is DDP.
 
     Args:
         density: k / P, the share of the entries that a node sends, over 0 and at most 1.

@@ -22,7 +22,8 @@ the multiplicative rule of hypergradient descent (Baydin et al., arXiv:1703.0478
     eta <- eta (1 + gain (cos(Delta_r, Delta_(r-1)) - target))
 
 ByteBudget and Drift are ExoGym's own rules. Drift and Autocorrelation stay within given bounds. Choices are equal in
-all processes and follow from the run so far. Checkpoints save them, so neither placement nor a stop changes a choice.
+all processes and follow from the run so far. Checkpoints save the choices, so neither placement nor a stop changes a
+choice.
 
 Bytes: Drift sums two numbers per node in each round, a ring all-reduce of 16 bytes. The other tuners send nothing.
 State: the steps at which rounds ended, and the choices. Drift also keeps each node's values at its last
@@ -101,7 +102,7 @@ class Tuner:
 
     Attributes:
         of: the arguments that the tuner can tune. The tuner tunes the first of these arguments that the strategy has.
-        sees: the figures that the rule needs: "bytes", "drift" or "correlation".
+        sees: the figures that the rule needs, from "bytes", "drift" and "correlation".
     """
 
     of: ClassVar[tuple[str, ...]] = ("H",)

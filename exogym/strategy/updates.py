@@ -10,7 +10,7 @@ Bad nodes (`Faults(bad_nodes=..., attack=...)`), with the factor c of the attack
     scale       u <- c u
     noise       u <- c |u| z / |z|, z Gaussian, drawn from (seed of the faults, node, step)
 
-Bad nodes train like the others; only their messages are wrong. But some values of a bad node's row are not replaced
+Bad nodes train like other nodes; only their messages are wrong. But some values of a bad node's row are not replaced
 after sending, such as the coordinates that SPARTA does not average, or the share of its row that a gossiping node
 keeps. A bad node continues from these wrong values.
 
