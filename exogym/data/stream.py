@@ -347,7 +347,7 @@ def check_dataset(dataset: Any, origin: str = "the data set") -> Any:
     if order_bytes > there_bytes:
         raise DataError(
             f"{origin} ({kind}) claims {length} examples: their order takes {order_bytes / 1e9:.3g} GB of "
-            f"memory, and this machine has {there_bytes / 1e9:.3g}: correct its __len__, or give a "
+            f"memory, and this machine has {there_bytes / 1e9:.3g} GB: correct its __len__, or give a "
             f"part, such as torch.utils.data.Subset(dataset, range({there_bytes // 160}))"
         )
     if length == 0:

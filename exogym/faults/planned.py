@@ -88,7 +88,7 @@ class Faults:
     ):
         for name, given in (("absent", absent), ("lost", lost), ("slow", slow)):
             if not isinstance(given, Mapping | None):
-                raise ArgumentError(f"{name}={given!r} must map nodes, such as {_EXAMPLES[name]}")
+                raise ArgumentError(f"{name}={given!r} must map nodes to values, such as {_EXAMPLES[name]}")
             for node in given or {}:
                 check_count(f"each node of {name}", node, least=0)
         for name, rate in (("drop_rate", drop_rate), ("lost_rate", lost_rate)):

@@ -205,7 +205,7 @@ def test_a_file_is_the_network_again(tmp_path):
 def test_a_file_of_other_hosts_is_refused(hosts):
     with pytest.raises(ArgumentError, match="for a, b, c; the hosts are"):
         Network.of(FILE).measurement.check_hosts(hosts)
-    with pytest.raises(ArgumentError, match="for 3 nodes, the clock for 2"):
+    with pytest.raises(ArgumentError, match="for 3 nodes, but the clock is for 2"):
         Clock(2, Network.of(FILE))
 
 

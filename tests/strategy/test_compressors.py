@@ -266,7 +266,7 @@ def test_the_groups_of_a_row_are_its_tensors() -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: TopK(4, 5), "k=5 of 4 numbers: wanted 1 to 4"),
+        (lambda: TopK(4, 5), "k=5 must be 1 to 4"),
         (lambda: Stochastic(0), "levels=0"),
         (lambda: Stochastic(2**23), "under 2\\^23"),
         (lambda: buckets(10, 0), "bucket=0"),

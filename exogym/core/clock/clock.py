@@ -103,7 +103,7 @@ class Clock:
         for name, given in (("network", self.network.num_nodes), ("step_seconds", self.step_time.num_nodes)):
             if given is not None and given != num_nodes:
                 raise ArgumentError(
-                    f"{name} is for {given} nodes, the clock for {num_nodes}: give {name} for {num_nodes} nodes"
+                    f"{name} is for {given} nodes, but the clock is for {num_nodes}: give {name} for {num_nodes} nodes"
                 )
         self.algorithms = _checked_algorithms(algorithms)
         self._outages = _checked_outages(outages, num_nodes)
@@ -328,8 +328,8 @@ class Clock:
         """
         if len(state["ticks"]) != self.num_nodes:
             raise ArgumentError(
-                f"the state is for {len(state['ticks'])} nodes, the clock for {self.num_nodes}: give both the same "
-                "number of nodes"
+                f"the state is for {len(state['ticks'])} nodes, but the clock is for {self.num_nodes}: "
+                "give both the same number of nodes"
             )
         for name in ROWS:
             setattr(self, name, state[name.strip("_")].numpy().copy())

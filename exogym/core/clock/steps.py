@@ -62,7 +62,7 @@ class StepTime:
                 raise ArgumentError(f"speeds={speeds!r} must be one number over 0 per node")
             if several and len(speed) != len(per_node):
                 raise ArgumentError(
-                    f"speeds is for {len(speed)} nodes, seconds for {len(per_node)}: give both for all nodes"
+                    f"speeds is for {len(speed)} nodes, but seconds is for {len(per_node)}: give both for all nodes"
                 )
             per_node = per_node / speed
         check_number("sigma", sigma, least=0)

@@ -120,7 +120,7 @@ class TopK(Compressor):
 
     def __init__(self, count: int, k: int):
         if not 1 <= k <= count:
-            raise ArgumentError(f"k={k} of {count} numbers: wanted 1 to {count}")
+            raise ArgumentError(f"k={k} must be 1 to {count}, the numbers of a row")
         self.count, self.k = count, k
 
     def encode(self, x: Tensor, noise: Tensor | None = None) -> Payload:

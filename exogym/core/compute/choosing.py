@@ -59,7 +59,7 @@ def choose(worker: Worker, stream: Stream, strategy: Strategy, total_steps: int)
     left_s = {name: seconds * steps + (LOAD_S if name == "compiled" else 0.0) for name, seconds in found.items()}
     chosen = min(left_s, key=lambda name: left_s[name], default="loop")
     times = ", ".join(f"{name} {1e3 * seconds:.2f} ms" for name, seconds in found.items())
-    notice(f"compute='auto' chose {chosen!r} ({'; '.join([f'{times} per node-step', *why])})")
+    notice(f"compute='auto' chose {chosen!r} ({'; '.join([f'{times} for a step of one node', *why])})")
     return chosen
 
 

@@ -254,7 +254,9 @@ class Stretches:
             ) from error
         for a, b in zip(wanted, tensors_in(found), strict=True):
             if not self._is_close(a, b):
-                raise refusal(self.how, f"its {self.maker.done} graph gives other numbers than its single operations")
+                raise refusal(
+                    self.how, f"its {self.maker.done} graph and the graph's single operations give different numbers"
+                )
         say(wire, f"compute={self.how!r}: {self.maker.done} in {time.perf_counter() - begin:.1f} s")
         self._graphs[key] = graph
         return found
@@ -362,7 +364,7 @@ class Stretches:
         return torch.from_numpy(numbers).to(self.worker.device, number_dtype(self.worker.parameters))
 
     def kept(self, stepping: Stepping) -> list[State]:
-        """Return the current row's optimizer state for each parameter. Before the row's first step it is zero."""
+        """Return the current row's optimizer state for each parameter. Before the row's first step it is all zeros."""
         assert self.inner is not None
         states = self.inner.optimizer.state
         kept: list[State] = []
@@ -397,10 +399,11 @@ class Stretches:
     def say_unlike(self, batch: Any) -> None:
         """Print once why this batch is computed without a graph."""
         if signature(batch) == self.kind:
-            self.say_once("batches whose micro-batches are not weighted by their examples go through the loop")
+            self.say_once("batches whose micro-batches are not weighted by their examples are computed without a graph")
         else:
             self.say_once(
-                f"batches whose shape differs from the first batch's, {_shapes(self.kind)}, go through the loop"
+                f"batches whose shape differs from the first batch's, {_shapes(self.kind)}, are computed without a "
+                "graph"
             )
 
     def say_once(self, text: str) -> None:

@@ -182,7 +182,7 @@ class Graphs:
             )
         except _OneByOne as error:
             self.alone = True
-            stretches.say_once(f"rows go one after the other ({error})")
+            stretches.say_once(f"rows are computed one after the other ({error})")
             return None
         params_after, kept_after, buffers_after, losses = after
         places = [slot.of(block.params) for block in fleet.blocks for slot in block.layout]

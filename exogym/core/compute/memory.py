@@ -36,7 +36,7 @@ def check_rows(
     Args:
         num_nodes: the number of nodes, N.
         rows: the number of the run's rows. It is below N if only some nodes act at a time.
-        processes: number of processes that divide the rows. Each has its own memory.
+        processes: number of processes that divide the rows. Each process has its own memory.
         is_cut: whether a node is several processes, each with a part of a row.
         buffer_bytes: bytes per row of the buffers that training changes.
 

@@ -89,8 +89,8 @@ def _compare(worker: Worker, few: Any, first: int, option: str) -> bool:
     if found := unlike(list(named), sums, eps if worker.device.type == "cpu" else max(eps, GPU_EPS)):
         raise ModelError(
             f"{option}: the gradients of a batch's parts do not add up to the whole batch's gradient: {found}. Wanted "
-            f"a loss that is a mean over examples (tested on {batch_examples(few)} examples). With a sum, class "
-            "weights or pairs inside a batch, the parts have another loss. Return a mean (reduction='mean'), or leave "
+            f"a loss that is a mean over examples (tested on {batch_examples(few)} examples). A sum, class "
+            "weights or pairs inside a batch give other gradients in parts. Return a mean (reduction='mean'), or leave "
             f"{option.partition('=')[0]} out. For class weights without gradient_accumulation, pass torch's "
             "CrossEntropyLoss(weight=...) itself as loss_fn: ExoGym then weights the parts as torch weights the batch"
         )

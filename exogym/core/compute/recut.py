@@ -2,8 +2,8 @@
 
 Processes of different nodes communicate if they hold the same columns. So all nodes cut their rows into the same K
 parts, where K is the greatest common divisor of the nodes' numbers of processes. A node of k processes stores its row
-k/K times. Its model is split over all k processes, in separate memory. Before each gradient, a process copies its part
-of the model from the row. Afterward, each process receives the gradient of its part of the row.
+k/K times. The node's model is split over all k processes, in separate memory. Before each gradient, a process copies
+its part of the model from the row. Afterward, each process receives the gradient of its part of the row.
 
 With P parameters of b bytes, a process sends per step about b P / k bytes of parameters and b P / K bytes of gradients.
 """

@@ -147,7 +147,7 @@ def refuse_ways(told: Tensor, parts: int, mesh: NodeMesh) -> None:
     """Raise ModelError if a node's processes used blocks or gradients in different orders.
 
     Args:
-        told: the sum of `as_told` over the processes.
+        told: the sum of the processes' results of `as_told`.
         parts: the number of processes.
     """
     if int(told[0]) ** 2 != parts * int(told[1]):
@@ -157,9 +157,9 @@ def refuse_ways(told: Tensor, parts: int, mesh: NodeMesh) -> None:
 def other_ways(mesh: NodeMesh) -> ModelError:
     """Return the error for a node whose processes use the model's blocks or gradients in different orders."""
     return ModelError(
-        f"with {mesh} the devices of a node go different ways through the model: they run different blocks, run them "
-        "in another order, or have gradients of different parameters (experts, or layers left out at random). They "
-        "then gather the wrong tensors: give zero=2 or zero=1, where each device has the whole model"
+        f"with {mesh} the devices of a node use the model differently: they run different blocks, run blocks in "
+        "different orders, or have gradients of different parameters (experts, or layers left out at random). So they "
+        "would gather the wrong tensors. Give zero=2 or zero=1, where each device has the whole model"
     )
 
 

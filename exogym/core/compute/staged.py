@@ -4,7 +4,7 @@ The model's code stays as it is. Each stage runs the model's own forward pass:
 
 - Before the stage, the pass runs on tensors without numbers (torch's meta device), which takes almost no time.
 - At the stage's first cut, the received activations replace the module's output.
-- At its last cut, the pass stops, and the output goes to the next stage. The last stage computes the loss.
+- At the stage's last cut, the pass stops, and the output goes to the next stage. The last stage computes the loss.
 
 torch (`torch.distributed.pipelining`) schedules the work: GPipe (Huang et al., arXiv:1811.06965), 1F1B and interleaved
 (Narayanan et al., arXiv:2104.04473), zero-bubble (Qi et al., arXiv:2401.10241).
@@ -16,8 +16,8 @@ would gather in each micro-batch, and its hooks run only after a complete forwar
 gathers the whole model.
 
 Traffic: per micro-batch a process sends the activations of each cut after its stages, and gradients of the same size
-for each cut before its stages. Per step it sends the parameters that two stages share, and the parameters and gradients
-that a stage's shards exchange.
+for each cut before its stages. Per step a process sends the parameters that two stages share, and the parameters and
+gradients that a stage's shards exchange.
 """
 
 from __future__ import annotations

@@ -293,7 +293,7 @@ def test_it_goes_on_where_it_stopped(network):
             clock.wait(handle)
         busy(clock, 3)
     assert everything(second) == everything(whole) != everything(fresh)
-    with pytest.raises(ArgumentError, match="for 4 nodes, the clock for 5"):
+    with pytest.raises(ArgumentError, match="for 4 nodes, but the clock is for 5"):
         Clock(5, network).load_state(first.state())
 
 
@@ -404,7 +404,7 @@ def test_devices():
         (lambda: Clock(0, LINE), "num_nodes=0"),
         (lambda: Clock(N, LINE, timelin=True), "did you mean 'timeline'"),
         (lambda: Clock(N, "wify"), "did you mean 'wifi'"),
-        (lambda: Clock(N, Network.matrix(np.ones((3, 3)))), "network is for 3 nodes, the clock for 4"),
+        (lambda: Clock(N, Network.matrix(np.ones((3, 3)))), "network is for 3 nodes, but the clock is for 4"),
         (lambda: Clock(N, LINE, [1, 2]), "step_seconds is for 2 nodes"),
         (lambda: Clock(N, LINE, -1), "step_seconds=-1"),
         (lambda: Clock(N, LINE, "1 fortnight"), "step_seconds='1 fortnight'"),

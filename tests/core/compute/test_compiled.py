@@ -261,7 +261,7 @@ def test_a_compiler_that_gives_other_numbers_is_found(monkeypatch):
         return call
 
     monkeypatch.setattr(compute.compiled, "compiled", wrong)
-    with pytest.raises(ModelError, match="graph gives other numbers than its single operations"):
+    with pytest.raises(ModelError, match="graph and the graph's single operations give different numbers"):
         fit("compiled", FedAvgStrategy("sgd", H=6))
 
 

@@ -78,7 +78,7 @@ def test_where_rows_cannot_go_together_they_go_one_by_one(monkeypatch, capsys):
     with monkeypatch.context() as patch:
         patch.setattr(torch.func, "vmap", fails)
         ours = fit("graphs", FedAvgStrategy("sgd", lr=0.1, H=6), max_steps=12)
-    assert "rows go one after the other" in capsys.readouterr().err
+    assert "rows are computed one after the other" in capsys.readouterr().err
     assert_close(ours, fit("loop", FedAvgStrategy("sgd", lr=0.1, H=6), max_steps=12))
 
 
@@ -106,7 +106,7 @@ def test_a_graph_that_is_not_replayed_is_found_out(monkeypatch):
         return lambda: [x.zero_() for x in tensors_in(results)], results
 
     monkeypatch.setattr(compute.graphs, "captured", wrong)
-    with pytest.raises(ModelError, match="its captured graph gives other numbers than its single operations"):
+    with pytest.raises(ModelError, match="its captured graph and the graph's single operations give different numbers"):
         fit("graphs", FedAvgStrategy("sgd", lr=0.1, H=6), max_steps=6)
 
     def frozen(body):
