@@ -58,12 +58,29 @@ trainer.fit(
     faults=Faults(absent={2: [(120, 180)]}),
 )
 """
+ALIVE = """
+import time
+import torch
+from exogym import LocalTrainer
+from exogym.callbacks import Every
+from exogym.strategy import DiLoCoStrategy
+from exogym.testing import small_problem
+
+model, data = small_problem()
+trainer = LocalTrainer(model, data, data, loss_fn=torch.nn.functional.mse_loss)
+trainer.fit(DiLoCoStrategy(H=5, lr=0.01), num_nodes=4, max_steps=5_000, batch_size=8, val_interval=5,
+            run_dir="runs/alive", callbacks=[Every(5, lambda loop: time.sleep(0.5))])
+"""
 NOTES = {"digits": (["baseline", "wifi"], "node 2 was away from step 120 to 180"), "sweep": (["H"], "")}
 PAGES: dict[str, tuple[str, str]] = {  # picture to the address, and what is there once the page has come
     "runs": ("#/", "document.querySelectorAll('tbody tr').length > 3"),
     "run": ("#/run/digits", "document.querySelectorAll('.chart canvas').length > 4"),
     "nodes": ("#/run/digits", "document.querySelectorAll('section:not([hidden]) canvas.heat').length == 2"),
     "compare": ("#/compare/comparison", "document.querySelectorAll('.chart:not([hidden]) canvas').length > 1"),
+    "two": ("#/compare/comparison%2Fddp-seed-0&comparison%2Fdiloco-H-10-seed-0",
+            "document.querySelectorAll('#differences tbody tr').length > 4 && "
+            "document.querySelectorAll('.chart:not([hidden]) canvas').length > 1"),
+    "alive": ("#/run/alive", "document.getElementById('standing')?.textContent.includes('done at about')"),
     "sweep": ("#/compare/sweep", "document.querySelectorAll('td.filled').length == 12"),
     "hosts": ("#/hosts", "[...document.querySelectorAll('tbody.hosts tr')].filter(r => r.textContent.includes('bit/s'))"
               ".length == 2"),
@@ -82,11 +99,11 @@ return {headings: texts("h2, section h3, .chart h3"), heads: texts("thead th, th
 """
 
 
-def train(top: Path) -> subprocess.Popen[bytes]:
-    """Train what is shown, and return what goes on meanwhile: a run on two hosts."""
+def train(top: Path) -> list[subprocess.Popen[bytes]]:
+    """Train what is shown, and return what goes on meanwhile: a run on two hosts, and one here."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     exogym = [sys.executable, "-m", "exogym"]
-    options = ["--nodes", "4", "--seeds", "1", "--steps", "200"]
+    options = ["--nodes", "4", "--seeds", "3", "--steps", "200"]
     compare = ["compare", "--strategies", "ddp,diloco:H=10,fedavg", "--network", "wifi", "--step-seconds", "10ms"]
     axes = ["--sweep", "H=5,10,20", "--sweep", "lr=0.001,0.01", "--sweep", "nodes=2,4"]
     (top / "train_digits.py").write_text(SINGLE)
@@ -102,8 +119,12 @@ def train(top: Path) -> subprocess.Popen[bytes]:
         for name, (tags, note) in NOTES.items():
             words = [word for tag in tags for word in ("--tag", tag)]
             subprocess.run([*exogym, "runs", "note", name, "--text", note, *words], cwd=top, check=True, stdout=said)
-        (top / "train.py").write_text(SCRIPT)
-        return subprocess.Popen([sys.executable, "train.py"], cwd=top, env=environment, stdout=said, stderr=said)
+        going = []
+        for name, script in {"train": SCRIPT, "alive": ALIVE}.items():
+            (top / f"{name}.py").write_text(script)
+            words = [sys.executable, f"{name}.py"]
+            going.append(subprocess.Popen(words, cwd=top, env=environment, stdout=said, stderr=said))
+        return going
 
 
 @contextlib.contextmanager
@@ -174,7 +195,7 @@ def take(target: Path) -> None:
     elements = {}
     with tempfile.TemporaryDirectory() as folder:
         top = Path(folder)
-        hosts = train(top)
+        going = train(top)
         try:
             with served(top / "runs") as address, browser() as driver:
                 driver.get(address)
@@ -185,8 +206,10 @@ def take(target: Path) -> None:
                         raise ValueError(f"ui_{name}.png has {len(data)} bytes: lower COLOURS or WIDE")
                     (target / f"ui_{name}.png").write_bytes(data)
         finally:
-            hosts.send_signal(signal.SIGINT)
-            hosts.wait()
+            for process in going:
+                process.send_signal(signal.SIGINT)
+            for process in going:
+                process.wait()
     (target / "ui.json").write_text(json.dumps(elements, indent=1) + "\n")
 
 
