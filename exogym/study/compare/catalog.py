@@ -35,8 +35,8 @@ def catalog() -> dict[str, Entry]:
     option. Options that text cannot express are left out.
 
     >>> weighting = next(o for o in catalog()["diloco"]["options"] if o["name"] == "weighting")
-    >>> weighting["choices"], weighting["default"], weighting["help"][:9]
-    (['uniform', 'examples'], 'uniform', '"uniform"')
+    >>> weighting["choices"], weighting["default"]
+    (['uniform', 'examples'], 'uniform')
     """
     found = {SINGLE: _entry("ddp", title="one node alone", paper="", equation="")}
     return found | {name: _entry(name) for name in sorted(STRATEGIES)}

@@ -46,7 +46,8 @@ def test_kinds_and_references() -> None:
     assert options["H"]["kind"] == "int" and options["outer_lr"]["kind"] == "float"
     assert options["secure_aggregation"]["kind"] == "bool" and options["rounding"]["kind"] == "str"
     assert options["compression_method"]["choices"] == ["random", "sequential", "partitioned", "topk"]
-    assert options["outer_lr"]["help"].startswith("eta")  # of DiLoCo, to which the docstring refers
+    of_diloco = {option["name"]: option for option in catalog()["diloco"]["options"]}
+    assert options["outer_lr"]["help"] == of_diloco["outer_lr"]["help"]  # the docstring refers to DiLoCo
     assert options["tuner"]["is_open"] and not options["transport"]["is_open"]
     assert options["lr"]["of_all"] and not options["p_sparta"]["of_all"]
 
