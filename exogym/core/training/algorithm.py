@@ -148,7 +148,7 @@ class Algorithm:
         raise NotImplementedError
 
     def act(self, step: int, losses: Losses, before_mixing: Callable[[], None]) -> bool:
-        """Do the communication due after `step`, among `fleet.comm.present`. Return whether nodes have synchronized.
+        """Let the nodes `fleet.comm.present` communicate, as due after `step`. Return whether nodes have synchronized.
 
         Args:
             losses: the losses of the stretch that ends with `step`. Local steps during `act` add their losses.

@@ -91,7 +91,7 @@ def _finish(device: torch.device) -> None:
 def share_out(
     weighing: Balance, chosen: dict[str, Any], worker: Worker, stream: Stream, is_fresh: bool
 ) -> tuple[np.ndarray | None, list[Fraction]]:
-    """Set the nodes' batch sizes or steps, and the nodes' weights, by speed. `weighing` says which of the two kinds.
+    """Set the nodes' weights, and their batch sizes or numbers of steps (the kind of `weighing` decides), by speed.
 
     A new run (`is_fresh`) stores its given or measured speeds in `chosen`. A resumed run reads the speeds from
     `chosen`.

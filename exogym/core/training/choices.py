@@ -21,7 +21,7 @@ from exogym.errors import ArgumentError
 
 
 def choose(options: FitOptions, worker: Worker, stream: Stream, batch: Any) -> dict[str, Any]:
-    """Make ExoGym's own choices. A run records the choices, and a resumed run uses the recorded ones."""
+    """Make ExoGym's own choices. A run records the choices, and a resumed run uses the recorded choices."""
     micro = options.micro_batch_size
     if options.max_memory_usage is not None and options.minibatch_size is None:
         row = sum(p.numel() * p.element_size() for p in worker.parameters)

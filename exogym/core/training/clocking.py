@@ -20,7 +20,7 @@ Item = TypeVar("Item", Span, int)
 
 
 class Charged(Around):
-    """Wrap an algorithm: advance the clock by a stretch's local steps before the nodes synchronize."""
+    """Wrap an algorithm, and advance the clock by a stretch's local steps before the nodes synchronize."""
 
     def __init__(self, within: Algorithm, timing: Timing):
         super().__init__(within)

@@ -1,4 +1,4 @@
-"""The driver: it trains the fleet with any strategy, stretch by stretch.
+"""The driver, which trains the fleet with any strategy, stretch by stretch.
 
 Between two events the nodes are independent. So one node takes all local steps of a stretch, then the next node does.
 The driver has no code for absent nodes, seats and timing: these features are wrappers around its `Algorithm`.

@@ -16,7 +16,7 @@ Model = tuple[list[Tensor], dict[str, Tensor]]  # (P,) vectors, one per block, a
 
 
 class Models:
-    """The models of a run. Bytes that processes send each other for these methods do not count as traffic.
+    """Compute and evaluate a run's models. Bytes that processes send for these methods do not count as traffic.
 
     Each process holds some of the rows, so all processes must make the same calls in the same order.
     """

@@ -112,7 +112,7 @@ def _seats(options: FitOptions, fleet: Fleet, stream: Stream) -> Seats:
 
 
 def add_figures(loop: TrainingLoop) -> None:
-    """Add to each evaluation's record: the bytes between a node's devices, and the virtual clock's values."""
+    """Add the bytes between a node's devices, and the virtual clock's values, to each evaluation's record."""
     if loop.worker.insides is not None:
         share = functools.partial(_share_insides, loop.fleet)
         loop.standing.before_saving.append(share)

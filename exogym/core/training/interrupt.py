@@ -22,7 +22,7 @@ TRACE_CHARACTERS = 4000
 
 
 class Interrupt:
-    """A context manager that only records the first signal among `signals`. A second signal acts at once.
+    """A context manager that only records the first signal among `signals`. A second signal takes effect at once.
 
     If the variable EXOGYM_SIGTERM_ONCE is set, a second SIGTERM is ignored, because each process gets the signal twice.
 
@@ -90,7 +90,7 @@ def say_stopped(wire: Wire, received: signal.Signals | None, step: int, losses: 
 
 
 def leave(received: signal.Signals | None, step: int) -> None:
-    """Raise the exception that belongs to a received signal, also if the run ended before the signal could stop it."""
+    """Raise the exception that belongs to a received signal, even if the signal came too late to stop the run."""
     stopped = Stopped(received, step)
     if received is signal.SIGTERM:
         raise SystemExit(128 + signal.SIGTERM) from stopped

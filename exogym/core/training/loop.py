@@ -37,7 +37,7 @@ class TrainingLoop:
     """Train a fleet to the last step of its schedule.
 
     With several processes, each process runs this loop over its own rows. The main process evaluates, records, logs and
-    calls callbacks. Meanwhile the other processes send it the rows that it needs.
+    calls callbacks. Meanwhile the other processes send the main process the rows that it needs.
 
     Attributes:
         standing: the run's progress, which checkpoints save and load.
@@ -269,7 +269,7 @@ class TrainingLoop:
         self.recovery, self.at_rest = recovery, at_rest
 
     def keep_outcome(self) -> None:
-        """Store the final model now, while all processes that hold a share of it are still present."""
+        """Store the final model now, while all processes that hold a share of the model are still present."""
         self.standing.outcome = self.models.of(None)
 
     def observe(self, observer: Observer, run: Fields, step: int) -> None:

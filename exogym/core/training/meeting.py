@@ -27,7 +27,7 @@ class _Abandoned(BaseException):
 
 
 class Meeting:
-    """Run one function per block of rows, and carry out the collectives that they call.
+    """Run one function per block of rows, and carry out the collectives that the functions call.
 
     Args:
         comm: the fleet's communicator.
@@ -267,7 +267,7 @@ class _Place:
     def meet(self, kind: str, tensor: Tensor | None, **options: Any) -> Tensor | None:
         """Give `tensor` to the collective, and wait for all other programs, or for a paired call's partner.
 
-        Only this object's own thread may call it.
+        Only this object's own thread may call this method.
 
         Raises:
             StrategyError: a paired call does not name a partner for each of this block's nodes.

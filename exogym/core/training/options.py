@@ -70,9 +70,9 @@ class RunOptions:
             `ignore_index`. Then a part's weight in the mean is the sum of its targets' class weights. BatchNorm's
             statistics and dropout's random draws are separate for each minibatch.
         max_memory_usage: Share of the memory to use at most, from 0 to 1. ExoGym finds a minibatch_size that fits and
-            prints it. If ExoGym must split batches, it tests the loss as for `minibatch_size`.
+            prints this size. If ExoGym must split batches, it tests the loss as for `minibatch_size`.
         shuffle: Deal the examples in random order.
-        precision: "fp32", or autocast in "bf16" or "fp16". `autocast=True` is bf16.
+        precision: "fp32", or autocast in "bf16" or "fp16". `autocast=True` means "bf16".
         compute: "loop" (one node after another, exact), "vmap" (all rows at once), "compiled" (each step as one graph
             by torch.compile, for long runs), "graphs" (compiled steps of many rows as CUDA graphs) or "auto". "auto"
             tries the first three ways, chooses the fastest for this run, and prints its choice.
@@ -156,9 +156,9 @@ class FitOptions(RunOptions):
             result has the same bits for every number of processes. "auto" runs a short trial, uses the machine's cores
             if that is faster, and prints its choice. Do not give this option under `python -m exogym.launch` or
             torchrun, where the launched processes share the nodes.
-        engine: "ray" trains on a Ray cluster, or starts one here, in as many processes as fit. For a cluster's address
-            give an `exogym.engine.Ray`. If `engine` is None, the run uses this machine, or the machines whose processes
-            run this script together.
+        engine: "ray" trains on a Ray cluster, or starts a cluster here, in as many processes as fit. For a cluster's
+            address give an `exogym.engine.Ray`. If `engine` is None, the run uses this machine, or the machines whose
+            processes run this script together.
         cpus_per_process: Processors that Ray gives to each process.
         network: Predict the time on this network. Give text ("wifi", "100Mbps,20ms") or a `Network` (see
             `exogym.network`). `time_s` in the history and `trainer.clock` hold the predicted time.
@@ -174,9 +174,9 @@ class FitOptions(RunOptions):
             also writes one at its end), and how many checkpoints to keep.
         resume: Continue from the newest good checkpoint in `save_dir`; without a checkpoint, start a new run. The
             number of processes may differ.
-        run_dir: Write the run's options, records, events and result into this folder (see `core.record.run_folder`). It
-            must be new, or with `resume` the folder of the resumed run. Without `save_dir`, this folder also gets the
-            checkpoints if `checkpoint_interval`, `resume` or `max_restarts` is given.
+        run_dir: Write the run's options, records, events and result into this folder (see `core.record.run_folder`).
+            The folder must be new, or with `resume` the resumed run's folder. Without `save_dir`, this folder also gets
+            the checkpoints if `checkpoint_interval`, `resume` or `max_restarts` is given.
     """
 
     strategy: Strategy
@@ -295,7 +295,7 @@ T = TypeVar("T")
 
 
 class takes(Generic[P, V]):
-    """Decorate a function whose argument is one options object: callers then give the options as keyword arguments.
+    """Decorate a function that takes one options object. Callers then give the options as keyword arguments.
 
     Type checkers, editors and Python read names, types and defaults from the options class. If the function's docstring
     has no section "Args:", the decorator adds the sections of the options class and its base classes.
@@ -305,7 +305,7 @@ class takes(Generic[P, V]):
         defaults: default values that replace the options class's own.
 
     Raises:
-        ArgumentError: the decorated function got an unknown option. The message names the nearest one.
+        ArgumentError: the decorated function got an unknown option. The message names the nearest option.
 
     >>> @dataclass(frozen=True)
     ... class Options:

@@ -1,6 +1,6 @@
 """The order in virtual time of an asynchronous run's events: local steps, arrivals and pulls.
 
-An update arrives at the server. In a pull, a node gets the server's parameters.
+In an arrival, a node's update reaches the server. In a pull, a node gets the server's parameters.
 
 The order depends only on the clock's settings, never on computed values, so every process computes the same order.
 Events are sorted by (time, kind, node). Among events at the same time, arrivals come first, then steps, and the end of

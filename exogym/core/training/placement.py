@@ -90,7 +90,7 @@ def _split(options: FitOptions) -> tuple[NodeMesh, ...]:
 
 
 def rows_of_run(options: FitOptions, processes: int, engine: Engine | None = None) -> int:
-    """Return how many rows a run has: N, or fewer if only a few sampled clients train at a time (see seats).
+    """Return how many rows a run has: N, or fewer (seats) if only a few sampled clients train at a time.
 
     The run has N rows if nodes may be absent, if `on_nonfinite="skip"` may leave nodes out, if `balance` sets nodes'
     weights, if the engine needs all rows, or if the seats of one process would need more than half of the N rows. This

@@ -1,8 +1,8 @@
 """Train with a user's strategy: one instance per node, each with an ordinary model and the node's rank.
 
 With `stacked = True` one instance trains all rows. Its parameters have the shape (rows, *shape). Before the first
-training step, ExoGym tests it on random gradients: training one row at a time must give the same parameters as training
-all rows together.
+training step, ExoGym tests this instance on random gradients. Training one row at a time must give the same parameters
+as training all rows together.
 """
 
 from __future__ import annotations

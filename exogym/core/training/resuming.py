@@ -35,7 +35,7 @@ class Unfit(Exception):
 
 
 class Kept:
-    """A run's checkpoint folder, and the checkpoint from which it resumes.
+    """A run's checkpoint folder, and the checkpoint from which the run resumes.
 
     Attributes:
         snapshot: the checkpoint from which the run resumes, or None if the run starts at step 0.

@@ -1,4 +1,4 @@
-"""A run's progress. A checkpoint stores it beside the fleet's state."""
+"""A run's progress. A checkpoint stores this progress beside the fleet's state."""
 
 from __future__ import annotations
 

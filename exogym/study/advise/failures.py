@@ -1,10 +1,10 @@
 """Goodput: the share of a fleet's time in which it computes results that no failure destroys.
 
-The fleet has N learners (nodes) of a / N accelerators each. While nothing fails, the nodes compute for the share
-`utilisation` of the time. An accelerator fails once per `mtbf_s` of computing, on average. A learner with a failed
-accelerator stands still for d = `restart_s`. If learners synchronize after every round of t seconds, all wait for the
-learner that stood still longest. A learner's number of failures in a round is a draw from the Poisson distribution with
-mean a t / (N mtbf) and distribution function F:
+The fleet has N learners (nodes) and `a` accelerators, which are a / N accelerators per learner. While nothing fails,
+the nodes compute for the share `utilisation` of the time. An accelerator fails once per mtbf = `mtbf_s` of computing,
+on average. A learner with a failed accelerator stands still for d = `restart_s`. If learners synchronize after every
+round of t seconds, all wait for the learner that stood still longest. A learner's number of failures in a round is a
+draw from the Poisson distribution with mean a t / (N mtbf) and distribution function F:
 
     goodput = `utilisation` t / (t + d E[max of N draws]),   E[max] = sum over k >= 0 of 1 - F(k)^N
 
@@ -32,8 +32,8 @@ class Failures:
     Args:
         accelerators: a, the number of accelerators in the whole fleet; at least one per node.
         mtbf_s: an accelerator's mean time between failures, in seconds or as text such as "8760h".
-        restart_s: time from a failure until the learner computes new steps, in seconds or as text. It includes noticing
-            the failure, restarting, loading a checkpoint, and repeating lost steps.
+        restart_s: time from a failure until the learner computes new steps, in seconds or as text. This time includes
+            noticing the failure, restarting, loading a checkpoint, and repeating lost steps.
 
     Raises:
         ArgumentError: a number is not over 0.
@@ -68,7 +68,9 @@ class Failures:
             ArgumentError: the fleet has more nodes than accelerators.
         """
         if num_nodes > self.accelerators:
-            raise ArgumentError(f"accelerators={self.accelerators:g} for {num_nodes} nodes: give at least one for each")
+            raise ArgumentError(
+                f"accelerators={self.accelerators:g} for {num_nodes} nodes: give at least one accelerator per node"
+            )
         mean = self.accelerators / num_nodes * round_s / self.mtbf_s
         stops = most_of_poissons(mean, num_nodes) if waits else mean
         return utilisation / (1 + stops * self.restart_s / round_s)

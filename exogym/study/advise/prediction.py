@@ -8,8 +8,8 @@ slowest node's step:
     `utilisation`    = mean step of a node / seconds per step
 
 If nodes train at their own pace, node w takes R_w = H_w T_w + c_w + q_w seconds for a round of H_w steps. T_w are the
-seconds of its step, c_w of its communication, and q_w of its waiting for a quorum; for a quorum of one q_w is 0. A step
-of the fleet is N local steps by any nodes:
+seconds of its step, c_w the seconds of its communication, and q_w the seconds for which it waits for a quorum. For a
+quorum of one, q_w is 0. A step of the fleet is N local steps by any nodes:
 
     seconds per step = N / sum over w of H_w / R_w
     `utilisation`    = mean over w of H_w T_w / R_w

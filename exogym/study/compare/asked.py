@@ -1,4 +1,4 @@
-"""The options of a comparison. A sweep takes some of them too. Options of each run have the same names as in `fit`."""
+"""The options of a comparison, some of which a sweep takes too. Options of each run have the same names as in `fit`."""
 
 from __future__ import annotations
 
@@ -97,17 +97,17 @@ class ComparisonOptions(StudyOptions):
         speeds: Each node's speed, above 0. At speed 0.5 a step takes twice the step_seconds. The run `single` has the
             speed of node 0.
         target_loss: The validation loss to reach. The rows show the bytes that a node sends until then and, with a
-            network, the seconds. Default: DDP's final validation loss / 0.95 (95 % of its quality); without DDP the
-            highest final loss of any run.
+            network, the seconds. By default, this is DDP's final validation loss / 0.95 (95 % of DDP's quality), or
+            without DDP the highest final loss of any run.
         log_x: Use a logarithmic x axis in every picture, also for steps and time.
         timeline: Also draw when each node works and waits in the first rounds of each strategy, and write trace files.
         out: Folder in which to make `<task>-<time>`. This folder gets run.json, summary.csv, metrics.csv (each
-            evaluation), loss_vs_steps and loss_vs_bytes (.png, .svg). With `network` it also gets loss_vs_time, and
-            with `timeline` also timeline.png and a trace-<strategy>.json per strategy (for ui.perfetto.dev). Each run
-            gets a folder inside. If `out` is None, no files are written.
+            evaluation), loss_vs_steps and loss_vs_bytes (.png, .svg). With `network` the folder also gets loss_vs_time,
+            and with `timeline` also timeline.png and a trace-<strategy>.json per strategy (for ui.perfetto.dev). Each
+            run has its own folder inside. If `out` is None, no files are written.
         resume: Resume an interrupted comparison with the same arguments in the folder `out` itself. The result is the
-            same as without the interruption. An unfinished run continues from its checkpoint, or starts again if it has
-            none. Built-in strategies without a timeline write a checkpoint each minute, and one at Ctrl-C.
+            same as without the interruption. An unfinished run continues from its checkpoint, or starts again if there
+            is no checkpoint. Built-in strategies without a timeline write a checkpoint each minute, and one at Ctrl-C.
         progress: Show progress and the time left. If `progress` is None, show them only in a terminal or a notebook.
         watch: Function that receives a `Standing` after each evaluation.
     """

@@ -179,8 +179,8 @@ class ComparisonInterrupted(KeyboardInterrupt):
     """A KeyboardInterrupt stopped a comparison. This exception holds the results of the finished runs.
 
     Attributes:
-        result: the results of the runs that completed their training. None if no run did.
-        folder: the folder from which you can resume. None without `out`.
+        result: the results of the runs that completed their training, or None if no run completed it.
+        folder: the folder from which you can resume, or None without `out`.
     """
 
     def __init__(self, message: str, result: Comparison | None, folder: Path | None) -> None:
@@ -189,7 +189,7 @@ class ComparisonInterrupted(KeyboardInterrupt):
 
 
 def reached_text(row: Mapping[str, Any], name: str, form: Callable[[float], str]) -> str:
-    """Return the bytes or seconds to the target loss as text. If only some runs reached it, return their number."""
+    """Return the bytes or seconds to the target loss as text, or the number of runs that reached it if not all did."""
     if row[name] is None:
         if not row["seeds"]:
             return ""

@@ -35,8 +35,8 @@ SAVE_S = 60.0  # longer runs are saved at this interval, at an evaluation
 class Standing:
     """A comparison's progress: strategy `label` trains run number `run` of `runs`, at step `step` of `steps`.
 
-    `left_s` is the remaining seconds of training for all runs, None if unknown. It does not include the time to write
-    tables and pictures.
+    `left_s` is the remaining seconds of training for all runs, or None if unknown. The time to write tables and
+    pictures is not included.
     """
 
     label: str

@@ -141,10 +141,10 @@ def summary_of(
 ) -> Summary:  # fmt: skip
     """Return the summary of several strategies' runs.
 
-    For each seed, quality = DDP's val_loss / val_loss and reduction = DDP's tx_bytes / tx_bytes. Without DDP, quality
-    and reduction have the value None. A strategy that sends nothing has no reduction. `tx_bytes` and `payload_bytes`
-    are the mean over nodes, summed over all steps. `examples_per_s` is the number of examples that all nodes together
-    process per second on this machine, without the time for evaluations.
+    For each seed, the quality is DDP's val_loss divided by the strategy's, and the reduction is DDP's tx_bytes divided
+    by the strategy's. Without DDP, quality and reduction have the value None. A strategy that sends nothing has no
+    reduction. `tx_bytes` and `payload_bytes` are the mean over nodes, summed over all steps. `examples_per_s` is the
+    number of examples that all nodes together process per second on this machine, without the time for evaluations.
 
     Args:
         strategies: a dict from label to (title, notes).

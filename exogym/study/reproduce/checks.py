@@ -217,9 +217,9 @@ def late_order(label: str, measures: Sequence[str], share: float = 0.25) -> Chec
 def best_H_grows(cells: Mapping[int, str], bandwidths: Sequence[str], latency_s: float, step_s: float, N: int) -> Check:
     """Return a check that in every seed the best H grows as bandwidth shrinks.
 
-    The best H reaches the target loss first in predicted time. The best H must never fall from one bandwidth to the
-    next, and must be larger at the last bandwidth than at the first. The check is undecided if this holds only in some
-    seeds.
+    The best H is the H with which a run reaches the target loss first, in predicted time. The best H must never fall
+    from one bandwidth to the next, and must be larger at the last bandwidth than at the first. The check is undecided
+    if this holds only in some seeds.
 
     The predicted time of t steps is t step_s + floor(t / H) C. C is the seconds of an all-reduce among N nodes with the
     payload of one synchronization of the run. Each seed's target loss is the highest of its runs' lowest losses. Losses

@@ -1,4 +1,4 @@
-"""Train a sweep's runs on a Ray cluster. Each run is a Ray task. When it ends, its files are copied to this machine.
+"""Train a sweep's runs on a Ray cluster. Each run is a Ray task. At its end, its files are copied to this machine.
 
 If a run's machine is lost, Ray starts the run again on another machine. Unfinished runs are not saved. So a resumed
 sweep starts its unfinished runs from the beginning.

@@ -1,4 +1,4 @@
-"""Runs a sweep: checks its arguments, trains its cells, and makes its table."""
+"""Run a sweep: check its arguments, train its cells, and make its table."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ class SweepOptions(StudyOptions):
             `num_nodes`, `max_steps`, `batch_size`, `lr`, `partitioner`, `network`, `step_seconds` and the options of
             `fit` that text can express (`precision`, `compute`, ...). Any other option belongs to the strategy.
         strategy: The strategy as text, such as "diloco:outer_lr=0.5", if `axes` has no option `strategy`.
-        processes: Number of runs that train at the same time. "auto": one per core, as far as memory allows.
-        engine: "ray": the runs are tasks of a Ray cluster (at RAY_ADDRESS, or started here), one per core.
+        processes: Number of runs that train at the same time. With "auto", one run per core, as far as memory allows.
+        engine: With "ray", the runs are tasks of a Ray cluster (at RAY_ADDRESS, or started here), one per core.
         search: Train this number of cells that optuna proposes, instead of all combinations. With `search`, an option
             in `axes` may have a range of numbers, such as "1e-4..1e-1".
         out: Folder of the sweep. This folder gets sweep.json, summary.csv, sweep.png and a folder for each run.
@@ -181,7 +181,8 @@ def estimate(asked: SweepOptions) -> Estimate:
     """Return the time and memory that a sweep would need, after training some of the cells for about half a second.
 
     Raises:
-        ArgumentError, DataError: as in `sweep`; also for a search or another engine, which decide while they run.
+        ArgumentError, DataError: as in `sweep`, or the option `search` or `engine` is given, for which no estimate is
+            possible.
         TrainingError: a trial's loss is not a number.
     """
     if asked.search is not None or asked.engine is not None:
