@@ -1,4 +1,4 @@
-"""The options of a comparison, some of which a sweep takes too. Options of each run have the same names as in `fit`."""
+"""A comparison's options. Sweeps take some of these options too. A run's options are named as in `fit`."""
 
 from __future__ import annotations
 

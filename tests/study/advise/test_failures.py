@@ -84,7 +84,7 @@ def test_the_command_line(capsys):
 def test_what_makes_no_sense_is_refused(given, message):
     with pytest.raises(ArgumentError, match=message):
         Failures(*given)
-    with pytest.raises(ArgumentError, match="at least one for each"):
+    with pytest.raises(ArgumentError, match="at least one accelerator per node"):
         Failures(4, 1, 1).goodput(1.0, 1.0, 5, True)
 
 
