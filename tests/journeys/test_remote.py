@@ -313,7 +313,12 @@ def test_every_failure_is_named_with_a_remedy(
         entries[number].update(fields)
         wrong.append((entries[number]["address"], check, seen, remedy))
 
-    expect(0, "port", "29500: Address already in use", "end the program that uses port 29500 there, or give another")
+    expect(
+        0,
+        "port",
+        "29500: Address already in use",
+        "end the program that uses port 29500 on the master, or give another",
+    )
     expect(1, "login", "Permission denied (publickey)", "ssh-copy-id")
     expect(2, "host key", "Host key verification failed", "compare the fingerprint")
     expect(3, "host key", "Host key verification failed", "ssh-keygen -R 10.77.0.13")
@@ -325,10 +330,10 @@ def test_every_failure_is_named_with_a_remedy(
         python="/nowhere/it's $(touch pwned)/python",
     )
     expect(5, "exogym", "0.0.1 (code ", "install this machine's version", python=old)
-    expect(5, "torch", "0.0.1; here", "pip install torch==")
+    expect(5, "torch", "0.0.1; this machine has", "pip install torch==")
     expect(6, "clock", "+3600.", "network time", python=late)
     expect(7, "python", "3.9.1", "install Python 3.11 or later", python=ancient)
-    expect(8, "project", "train.py (changed)", "copy the project there", path=str(other))
+    expect(8, "project", "train.py (changed)", "copy the project to the host", path=str(other))
     expect(8, "way to the others", "10.77.0.21", "firewall")  # whose answers do not come back
     expect(9, "reachable", "Connection refused", "start the ssh server")
     expect(10, "address", "no interface of the host has the address 10.77.0.200; the host has", "workers[9].address",

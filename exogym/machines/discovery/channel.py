@@ -40,9 +40,9 @@ DIGITS = 6
 CALLER, AGENT = "caller", "agent"
 REFUSALS = {
     "code": "the typed code differs from the code that the agent shows now: look again, and type that code",
-    "closed": "too many wrong codes were tried: restart exogym agent there",
+    "closed": "too many wrong codes were tried: restart exogym agent on the other computer",
     "key": "this computer did not prove that it owns the key that it sent: give another key with --key",
-    "address": "addresses are changed between the two computers: pair them in one network, without NAT between",
+    "address": "the network between the two computers changes addresses (NAT): pair them in one network without NAT",
     "login": "the agent could not write authorized_keys: the other computer prints the reason",
 }
 

@@ -69,7 +69,7 @@ def pair(address: str, port: int, code: str, key: str, *, name: str | None = Non
     try:
         connection = socket.create_connection((address, port), timeout=PAIR_S)
     except OSError as error:
-        raise PairingError(f"{address} port {port} does not answer ({error}): start exogym agent there") from None
+        raise PairingError(f"{address} port {port} does not answer ({error}): start exogym agent on it") from None
     with connection:
         address = connection.getpeername()[0]
         line = Messages(connection, PAIR_S)

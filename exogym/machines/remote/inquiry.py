@@ -136,13 +136,13 @@ _SIGNS = (
     (
         "host key verification failed",
         "host key",
-        "run {by_hand} once, compare the fingerprint with the host's own (ssh-keygen -lf there), and accept it",
+        "run {by_hand} once, compare the fingerprint with the output of ssh-keygen -lf on the host, and accept it",
     ),
     (
         "permission denied",
         "login",
-        "allow the key there: ssh-copy-id -i KEY {target}; or name another key in ssh_key_path, or another user in "
-        "ssh_user. {by_hand} must work without a question",
+        "allow the key on the host: ssh-copy-id -i KEY {target}; or name another key in ssh_key_path, or another user "
+        "in ssh_user. {by_hand} must work without a question",
     ),
     ("could not resolve", "reachable", "give its IP address, or its name for ssh in ssh_host"),
     (
@@ -176,4 +176,4 @@ def diagnose(host: Host, errors: str) -> tuple[str, str, str]:
 def _last(text: str) -> str:
     """Return the last line that is not empty."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1] if lines else "nothing was said"
+    return lines[-1] if lines else "no message"

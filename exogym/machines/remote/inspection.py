@@ -148,8 +148,8 @@ class Inspection:
         seen = ".".join(map(str, found["version"]))
         self._note(
             "python", tuple(found["version"]) >= PYTHON, f"{seen} ({found['executable']})",
-            f"install Python {PYTHON[0]}.{PYTHON[1]} or later there (this machine has {platform.python_version()}) and "
-            f"name it in {self._field('python', 'python_env')}",
+            f"install Python {PYTHON[0]}.{PYTHON[1]} or later on the host (this machine has "
+            f"{platform.python_version()}) and name it in {self._field('python', 'python_env')}",
         )  # fmt: skip
 
     def _clock(self) -> None:
@@ -176,7 +176,8 @@ class Inspection:
 
     def _exogym(self) -> None:
         remedy = (
-            f"install this machine's version from the same source there, in the environment of {self.host.interpreter}"
+            "install this machine's version from the same source on the host, in the environment of "
+            f"{self.host.interpreter}"
         )
         found = self._answer("exogym", remedy, "packages", names=["exogym"])
         code = None if found is None else self._answer("exogym", remedy, "exogym", folder=self.folder)
@@ -189,7 +190,7 @@ class Inspection:
         here = self.here.sums
         if here is None:
             return
-        remedy = "copy the project there (--sync does it; in Python, sync=True), or name its folder in "
+        remedy = "copy the project to the host (--sync does it; in Python, sync=True), or name its folder in "
         remedy += self._field("path", "project_path")
         found = self._answer("project", remedy, "project", folder=self.folder)
         if found is None:
@@ -235,7 +236,8 @@ class Inspection:
         self._note("address", "interface" in found, found.get("missing") or f"on {found['interface']}", remedy)
         if self.index == 0:
             port = self.config.master_port
-            if self._listen("port", port, f"end the program that uses port {port} there, or give another master_port"):
+            remedy = f"end the program that uses port {port} on the master, or give another master_port"
+            if self._listen("port", port, remedy):
                 self._note("port", True, f"{port} is free")
         elif "interface" in found:
             self._listen(WAY, 0, "")
@@ -256,7 +258,7 @@ class Inspection:
                 "rsync",
                 path is not None,
                 path or "not installed",
-                "install rsync there, or copy the project in another way",
+                "install rsync on the host, or copy the project in another way",
             )
 
     def _save_dir(self) -> None:
@@ -317,10 +319,10 @@ def _public(version: str) -> str:
 
 
 def _beside(seen: str, same: bool, here: str) -> str:
-    return seen if same else f"{seen}; here {here}"
+    return seen if same else f"{seen}; this machine has {here}"
 
 
 def _difference(path: str, there: dict[str, str], here: dict[str, str]) -> str:
     if path not in there:
-        return "missing there"
-    return "changed" if path in here else "only there"
+        return "missing on the host"
+    return "changed" if path in here else "only on the host"

@@ -24,7 +24,8 @@ STATUSES = {  # rsync's exit statuses, with the usual cause
     5: "the two rsyncs could not start; does the login on the host print text?",
     10: "the connection was lost",
     11: "a file could not be read or written, usually because the host's disk is full",
-    12: "the connection ended early: rsync is missing there or was killed, the disk is full, or the login prints text",
+    12: "the connection ended early: rsync is missing on the host or was killed, the disk is full, or the login "
+    "prints text",
     13: "one of the two rsyncs had an internal error",
     14: "one of the two rsyncs could not start a process, or lost it",
     20: "it was interrupted",

@@ -176,7 +176,7 @@ def _was_cut_off(channel: Channel) -> bool:
 def _why(channel: Channel, logs: Logs) -> str:
     host = channel.order.host
     if channel.status == TRY_AGAIN:
-        return f"{host.address} was cut off from the others"
+        return f"{host.address} was cut off from the other hosts"
     if _was_cut_off(channel):
         return f"the connection to {host.address}, or the run's guard there, is lost"
     return f"{host.address} ended with exit code {channel.status}; its output is above and in {logs.folder}"

@@ -310,7 +310,7 @@ def test_who_passes_all_on_reads_nothing_and_is_noticed(hosts: Hosts, waiting: W
     relay = Relay(hosts[1], waiting.place)
     with (
         hosts.controller.inside(),
-        pytest.raises(PairingError, match="addresses are changed between the two computers"),
+        pytest.raises(PairingError, match="the network between the two computers changes addresses"),
     ):
         pair(*relay.place, waiting.code, key)
     relay.thread.join(SECONDS)

@@ -242,7 +242,7 @@ def test_the_copy_that_is_made() -> None:
     ("status", "said", "meaning"),
     [
         (11, "", "because the host's disk is full$"),
-        (12, "rsync: not found", "rsync is missing there.*Its message: rsync: not found$"),
+        (12, "rsync: not found", "rsync is missing on the host.*Its message: rsync: not found$"),
         (99, "", "man rsync"),
     ],
 )
@@ -285,4 +285,4 @@ SAID = {
 def test_what_ssh_says_has_a_remedy(said: str) -> None:
     check, seen, remedy = diagnose(Host("10.0.0.9", "studio", "ann"), said)
     assert check == SAID[said][0] and SAID[said][1] in remedy
-    assert seen == (said.splitlines()[-1] if said else "nothing was said")
+    assert seen == (said.splitlines()[-1] if said else "no message")

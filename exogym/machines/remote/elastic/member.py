@@ -231,7 +231,7 @@ def membership(address: str, port: int, rank: int, secret: str) -> Iterator[Memb
     except WorkerError as error:
         if member is not None and member.cut is None:
             raise
-        notice(f"rank {rank} is cut off from the others: {error}")
+        notice(f"rank {rank} is cut off from the other ranks: {error}")
         raise SystemExit(TRY_AGAIN) from error
     except (KeyboardInterrupt, SystemExit):
         if member is not None and member.over is None:
