@@ -1,4 +1,4 @@
-"""A run's progress bar, one-line notices above the bar, and warnings. All of them go to stderr."""
+"""A run's progress bar, one-line notices above the bar, and warnings. All these texts go to stderr."""
 
 from __future__ import annotations
 

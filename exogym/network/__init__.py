@@ -1,4 +1,4 @@
-"""What communication costs: links with bandwidth and latency, and the time that a collective takes on them.
+"""Predict what communication costs: links with bandwidth and latency, and a collective's time on such links.
 
 `Network` holds the links and predicts times. `costs` has the algorithms and their sources. `presets` names some
 networks. `layerwise` predicts for what share of the time a node computes, if communication overlaps with computing.

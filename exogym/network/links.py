@@ -1,6 +1,6 @@
 """The link between two nodes: the same for all pairs, one per pair, or fast inside islands and slow between them.
 
-Each kind of links has the same methods. They take one id or an array of ids:
+Each kind of links has the same methods. The methods take one id or an array of ids:
 
 - `link(i, j)`: the link from i to j.
 - `crowd(i, j)`: if all messages from i to j start at the same time, how many of them share a message's narrowest line.

@@ -2,7 +2,7 @@
 
 Between two probes the time is linear in the bytes (`exogym.network.probes`). Formulas predict every collective that was
 not probed (another kind, another algorithm, fewer members). The formulas use the links that were measured between pairs
-of hosts. If no pairs were measured, they use links on which the formula gives the largest probe's time.
+of hosts. If no pairs were measured, the formulas use links on which they give the largest probe's time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ ALIKE = {("all_reduce", "exact"): "ring", ("all_reduce", "ring"): "exact"}  # eq
 
 
 class Measurement:
-    """Measured times of hosts and of the network between them. `Measurement.of` makes one from the fields of a file.
+    """Measured times of hosts and of the network between them. `Measurement.of` makes a measurement from the fields of
+    a file.
 
     Attributes:
         num_nodes: N, the number of nodes.

@@ -117,7 +117,7 @@ class Network(Pricing):
         loss: float = 0.0, seed: int = 0, server: Any = None, trace: Any = None,
         tcp: bool = False, memory: Any = None,
     ) -> Network:  # fmt: skip
-        """Return a network of islands: fast links inside each, slow links between them.
+        """Return a network of islands: fast links inside an island, slow links between islands.
 
         Args:
             groups: the islands' sizes, such as [4, 4], or lists of ids that name each node once.
@@ -163,8 +163,8 @@ class Network(Pricing):
     def measured(cls, all_reduce: Mapping[float, Any], *, num_nodes: int, first: Any = None) -> Network:
         """Return a network that gives all-reduces their measured times.
 
-        Between two probes the time is linear in the bytes. Outside the probes it is extrapolated, with a notice. Other
-        collectives use formulas on links that give the probes' times (`exogym.network.measured`).
+        Between two probes the time is linear in the bytes. Outside the probes ExoGym extrapolates the time, with a
+        notice. Other collectives use formulas on links that give the probes' times (`exogym.network.measured`).
 
         Args:
             all_reduce: bytes to seconds, for all-reduces among all nodes over connections already in use.

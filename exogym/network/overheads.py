@@ -2,9 +2,9 @@
 
 **TCP** (`tcp=True`). A connection fills a link of B bytes per second with a window of W = B RTT bytes, where RTT is two
 latencies. A new connection starts with 10 segments (RFC 6928). An idle connection halves its window for each
-retransmission timeout RTO = RTT + 200 ms (Linux, TCP_RTO_MIN), down to 10 segments (RFC 2861, as in Linux). Then it
-doubles the window in each round trip until it fills the link, or until its m bytes are sent. After an idle time t it
-loses
+retransmission timeout RTO = RTT + 200 ms (Linux, TCP_RTO_MIN), down to 10 segments (RFC 2861, as in Linux). Then the
+connection doubles the window in each round trip until the window fills the link, or until all m bytes of the message
+are sent. After an idle time t the connection loses
 
     k RTT - w (2^k - 1) / B,   w = max(14,600, W / 2^floor(t / RTO)),
                                k = min(ceil(log2(W / w)), ceil(log2(m / w + 1)) - 1)

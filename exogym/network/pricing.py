@@ -91,8 +91,8 @@ class Pricing:
             draw: the event's number, which picks its jitter. Event 0 also sets connections up. None means the mean
                 jitter, without setting connections up.
             algorithm: an algorithm to use instead of the event's own.
-            start_s: time at which the last member is ready; it matters if links change.
-            idle_s: seconds that the members' lines were idle until then; it matters if connections start slowly.
+            start_s: time at which the last member is ready; used if links change.
+            idle_s: seconds that the members' lines were idle before `start_s`; used if connections start slowly.
         """
         if self.trace is not None:
             return self.trace.seconds(

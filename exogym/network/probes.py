@@ -50,8 +50,8 @@ class Probes:
     """Measured times of one collective among all nodes, by payload.
 
     Attributes:
-        name: the table's name: the collective, as in "all_reduce", or an algorithm and the collective, as in "exact
-            all_reduce".
+        name: the table's name. It is the collective, as in "all_reduce", or an algorithm and the collective, as in
+            "exact all_reduce".
         sizes_bytes, times_s: (probes,) payloads, rising, and their seconds.
         floor_s: predicted seconds for zero bytes; used if there is only one probe.
         set_up_s: extra seconds of a run's first collective, which sets up connections.
@@ -65,7 +65,7 @@ class Probes:
     _said: set[str] = field(default_factory=set, compare=False, repr=False)
 
     def seconds(self, payload_bytes: float) -> float:
-        """Return the seconds for a payload. If it is outside the probes, print a notice once."""
+        """Return the seconds for a payload. If the payload is outside the probes' sizes, print a notice once."""
         sizes, times = self.sizes_bytes, self.times_s
         text = self.beyond(payload_bytes)
         if text is None:
@@ -110,7 +110,7 @@ class Probes:
 
 
 def positive_s(given: Any, name: str) -> float:
-    """Return `given`, a number or text, as seconds. They must be over 0; `name` is for the error message."""
+    """Return `given`, a number or text, as seconds. Seconds must be over 0. `name` is for the error message."""
     if given is None:
         raise ArgumentError(f"{name} is missing: measure it again")
     seconds = parse_seconds(given, name)
@@ -122,8 +122,8 @@ def positive_s(given: Any, name: str) -> float:
 def never_falling(table: Mapping[float, float]) -> dict[float, float]:
     """Return a table of times by rising size, changed so that more bytes never take less time.
 
-    If a probe took longer than a probe with more bytes, it gets that probe's time. This is safe because other work on
-    the hosts only adds time.
+    If a probe took longer than a probe with more bytes, the probe with fewer bytes gets the time of the other probe.
+    This change is safe because other work on the hosts only adds time.
 
     >>> never_falling({8: 0.5, 100: 0.4, 1000: 2.0})
     {8: 0.4, 100: 0.4, 1000: 2.0}

@@ -5,8 +5,9 @@ rate holds in both directions. `who` is a node's line ("3"), a pair ("0-3", from
 text with a unit, such as "20Mbps"; 0 means that the line is down. In rows from Python a number is in bits per second.
 Before its first row a line has the network's rate.
 
-When rates change, a collective keeps its progress. Let c_k be the seconds that it would take if the links of interval
-k stayed, and d_k the seconds that it spends in interval k. It ends when the sum of d_k / c_k is 1.
+When rates change, a collective keeps its progress. Let c_k be the seconds that the collective would take if the links
+of interval k stayed, and d_k the seconds that it spends in interval k. The collective ends when the sum of d_k / c_k is
+1.
 """
 
 from __future__ import annotations

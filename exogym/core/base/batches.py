@@ -86,7 +86,7 @@ def stack_nested(each: Sequence[Any]) -> Any:
 
 
 def targets_of(batch: Any) -> Tensor | None:
-    """Return a batch's targets; None if it has no targets.
+    """Return a batch's targets, or None if the batch has no targets.
 
     In a mapping, the targets have one of the names in `TARGET_KEYS`. In a tuple or list, they are the last item.
     """

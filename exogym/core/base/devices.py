@@ -19,7 +19,7 @@ def resolve_device(device: str | torch.device) -> torch.device:
     """Return the named torch device. "auto" chooses CUDA if it is available, otherwise Apple's MPS, otherwise the CPU.
 
     Raises:
-        ArgumentError: the device is unknown, or this machine does not have it.
+        ArgumentError: the device is unknown, or this machine lacks it.
     """
     if device == "auto":
         if torch.cuda.is_available():

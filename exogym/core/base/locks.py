@@ -5,11 +5,12 @@ file systems. On a file system without hard links, the process creates the lock 
 
 The lock file records the holder's machine, the machine's last start, the process number and the process's start. So
 other processes on the same machine can check at once whether the holder is dead. Processes on other machines check the
-holder's heartbeat, which is the lock file's modification time. They compare it with the modification time of a new
-file, so that only the file system's clock counts. The training loop renews the heartbeat while it makes progress. No
-separate thread does this, because a thread would continue in a run that hangs.
+holder's heartbeat, which is the lock file's modification time. They compare this time with the modification time of a
+new file, so that only the file system's clock counts. The training loop renews the heartbeat while it makes progress.
+No separate thread does this, because a thread would continue in a run that hangs.
 
-A run without heartbeats can lose its folder to another run. The run notices this before it writes, and ends.
+A run without heartbeats can lose its folder to another run. The run checks its lock before it writes, and ends if it
+has lost the folder.
 """
 
 from __future__ import annotations

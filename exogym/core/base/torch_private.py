@@ -187,7 +187,7 @@ def without_compiler() -> Iterator[None]:
 
 
 def is_of_every_optimizer(attribute: str) -> bool:
-    """Return whether torch itself sets `attribute` on every optimizer. If so, it is not an optimizer's own state."""
+    """Return whether torch itself sets `attribute` on every optimizer, so that it is not one optimizer's own state."""
     return attribute in _OF_OPTIMIZERS or attribute.startswith("_optimizer_")
 
 
@@ -297,8 +297,8 @@ def hold_shard(handle: Any, shard: Tensor) -> None:
     """Use the tensor `shard` as a sharded parameter's shard, without a copy.
 
     `shard` is a contiguous part of a larger memory. A gather sends as many bytes for every shard as the largest shard
-    has. For a smaller shard, it also sends the memory after the shard, and the receivers drop these bytes. If the
-    memory ends too early for this, the parameter holds a padded copy of `shard`.
+    has. For a smaller shard, the gather also sends the memory after the shard, and the receivers drop these bytes. If
+    the memory ends too early for this, the parameter holds a padded copy of `shard`.
     """
     padded = handle.padded_sharded_param_size.numel()
     enough = shard.untyped_storage().nbytes() // shard.element_size() - shard.storage_offset()

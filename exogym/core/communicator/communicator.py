@@ -1,4 +1,4 @@
-"""The communicator: collectives over the rows of a fleet. It counts their bytes."""
+"""The communicator: collectives over the rows of a fleet, and the count of their bytes."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ class Communicator(Recorder):
     def unwatched(self) -> Iterator[None]:
         """A context whose means `watchers` do not see.
 
-        Use it for means of other values than parameters, such as an optimizer's moments.
+        Use this context for means of other values than parameters, such as an optimizer's moments.
         """
         watchers, self.watchers = self.watchers, []
         try:
@@ -209,7 +209,9 @@ class Communicator(Recorder):
         return transfer.result
 
     def is_carried(self, flight: int) -> bool:
-        """Return whether results of the flight `flight` are undefined, because this process has not waited for them."""
+        """Return whether results of the flight `flight` are undefined, because this process has not waited for these
+        results.
+        """
         return flight in self._transfers
 
     def settle(self, flight: int | None = None) -> None:
@@ -491,7 +493,7 @@ class Communicator(Recorder):
         return out.view_as(x)
 
     def barrier(self) -> None:
-        """Let all present nodes wait for each other. They hand over no payload."""
+        """Let all present nodes wait for each other. The nodes hand over no payload."""
         self.record("barrier", "tree", self.present, 0)
 
     # Bookkeeping

@@ -131,7 +131,10 @@ class Recorder:
         return rank
 
     def record(self, kind: str, algorithm: str, members: Sequence[int], size: float) -> None:
-        """Record a collective in which each of `members` hands over `size` bytes. In a "pull", each receives them."""
+        """Record a collective in which each of `members` hands over `size` bytes.
+
+        In a "pull", each member receives `size` bytes instead.
+        """
         check_choice("algorithm", algorithm, [name for known, name in FACTORS if known == kind])
         n = len(members)
         if kind in ("push", "pull"):

@@ -161,8 +161,8 @@ class Wire:
         devices: communication between all processes that compute for the node. If nodes have different numbers of
             processes, `devices` can have more processes than `inside`. Then several processes hold the same columns.
             All of them except the first are copies (`is_copy`) and receive the first process's results.
-        asked_to_stop: function that returns whether a process has asked all processes to stop. It does not wait for
-            other processes.
+        asked_to_stop: function that returns whether a process has asked all processes to stop. The function does not
+            wait for other processes.
         waited_s: seconds that this process has spent in the wire's calls, if a run measures them; otherwise 0.
     """
 

@@ -1,7 +1,7 @@
 """Carry rows while nodes compute. A thread makes a wire's calls, in order, over a second process group.
 
 Every process starts the same transfers in the same order, so the threads make the same calls in the same order. Sums go
-through the same tree as without the thread, so the bits are the same.
+through the fixed tree, as without the thread, so the bits are the same.
 """
 
 from __future__ import annotations

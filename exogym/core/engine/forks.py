@@ -2,8 +2,8 @@
 
 `run_forked` forks one process for each block of rows. The caller's process is the main process and holds the first
 block. A fork takes a millisecond and gives each process the current model and data. So nothing is pickled: models,
-functions and data sets from a notebook cell work. The processes wait for each other over pipes, without any port. They
-notice if one of them dies or hangs. If the caller's process ends, the system ends the others.
+functions and data sets from a notebook cell work. The processes wait for each other over pipes, without any port. Each
+process notices if another process dies or hangs. If the caller's process ends, the system ends the others.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class EngineOptions:
 
 
 class Moved(Exception):
-    """Raised to continue the run in other processes, which divide its rows anew. This is not a failure.
+    """Raised to continue the run in other processes, which divide the run's rows anew. Such a move is not a failure.
 
     Args:
         why: the reason, as text.
@@ -110,7 +110,7 @@ class Engine(Protocol):
 def place(num_nodes: int, processes: int, speeds: Sequence[float] | None = None) -> list[list[int]]:
     """Divide the nodes' ids among processes. Return each process's ids, which are contiguous.
 
-    The numbers of nodes are proportional to the processes' `speeds`. If `speeds` is None, they are as equal as
+    The numbers of nodes are proportional to the processes' `speeds`. If `speeds` is None, the numbers are as equal as
     possible.
 
     >>> place(5, 2), place(5, 2, speeds=[1, 4])

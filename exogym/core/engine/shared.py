@@ -232,7 +232,7 @@ def pulse_byte(process: int) -> int:
 
 
 def first_byte(processes: int) -> int:
-    """Return the number of the shared memory's first byte for rows. Flags and pulses come before it."""
+    """Return the number of the shared memory's first byte for rows. Flags and pulses come before this byte."""
     return pulse_byte(processes)
 
 

@@ -1,9 +1,9 @@
 """The wire between the processes of a `torch.distributed` group.
 
-The exact reduction gives the same bits as a run in one process. It cuts the columns into one slice per process. An
-all-to-all gives each process its slice of every row. The process sums its slice in the fixed tree over node ids. An
-all-gather joins the slices. If each process holds one row, the exact reduction moves as many bytes as a ring. If only
-the members need the result, only their processes take part. With `native`, torch's own all-reduce runs instead.
+The exact reduction gives the same bits as a run in one process. The reduction cuts the columns into one slice per
+process. An all-to-all gives each process its slice of every row. The process sums its slice in the fixed tree over node
+ids. An all-gather joins the slices. If each process holds one row, the exact reduction moves as many bytes as a ring.
+If only the members need the result, only their processes take part. With `native`, torch's own all-reduce runs instead.
 """
 
 from __future__ import annotations

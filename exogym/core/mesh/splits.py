@@ -50,9 +50,9 @@ def _uses(module: nn.Module) -> Counter[int]:
 def tensor_plan(model: nn.Module) -> dict[str, str]:
     """Return the tensor split's style of each layer, by name; {} if the model has no known plan.
 
-    "colwise": each device computes a part of the outputs. "colwise_rep": the same, but then all devices gather all
-    outputs. "rowwise": each device has a part of the inputs, and the devices sum their results. "rowwise_rep": the
-    same, but each device has all inputs at first.
+    With "colwise", each device computes a part of the outputs. With "colwise_rep", all devices then also gather all
+    outputs. With "rowwise", each device has a part of the inputs, and the devices sum their results. "rowwise_rep" is
+    like "rowwise", but each device has all inputs at first.
 
     Raises:
         ModelError: the model's plan has a style that is not one of these.

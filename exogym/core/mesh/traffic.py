@@ -24,9 +24,9 @@ gradients back. Each message has the size of the largest micro-batch. If two sta
 stage sends it to the other before a step, and the other sends its gradient back.
 
 The formulas leave out evaluations, and the few numbers that devices exchange in a step (the loss, a gradient's norm).
-They also leave out the traffic of strategies and optimizers that need whole tensors (`exogym.core.fleet.dealing`),
-because the split alone does not determine which tensors these are. Each device sends and receives (k-1)/k of these
-tensors' columns.
+The formulas also leave out the traffic of strategies and optimizers that need whole tensors
+(`exogym.core.fleet.dealing`), because the split alone does not determine which tensors these are. Each device sends and
+receives (k-1)/k of these tensors' columns.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Call:
     Attributes:
         kind: a collective, or "send" to the next or previous stage.
         payload_bytes: each member's payload; in a broadcast, the sender's.
-        groups: number of groups. It may be a fraction: a group with a smaller payload counts as less than one group.
+        groups: number of groups. A group with a smaller payload counts as less than one group, so it may be a fraction.
     """
 
     kind: str

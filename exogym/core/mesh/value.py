@@ -52,7 +52,7 @@ class NodeMesh:
         size: devices of a node.
         axes: sizes by name, outermost first: stages, shard, tensor. The devices of a node are numbered like the
             elements of an array of that shape (see `coordinates`).
-        depth: the number of the pipeline's devices. It is `stages`, if `stages` is a number.
+        depth: how many devices the pipeline has: `stages`, if `stages` is a number.
         pipeline: the `PipelineParallel` with your own stages, or None.
 
     Raises:

@@ -338,7 +338,8 @@ class History(Sequence[Row]):
         return next(self._rows(line, slice(place, place + 1 or None)))
 
     def column(self, name: str, node: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """Return one column of the averaged model or of `node`, without missing values: K steps (int64) and K values.
+        """Return one column of the averaged model or of `node`: its K steps (int64) and K values, without missing
+        values.
 
         Raises:
             ArgumentError: the history has no such column.

@@ -150,7 +150,8 @@ def usage(device: torch.device, cpu_s: float, wall_s: float) -> dict[str, float]
 def peak_memory_bytes() -> int:
     """Return this process's peak resident memory in bytes.
 
-    On Linux it is VmHWM, because `ru_maxrss` keeps a larger value from before an exec."""
+    On Linux this number is VmHWM, because `ru_maxrss` keeps a larger value from before an exec.
+    """
     status = Path("/proc/self/status")
     if status.exists():
         (line,) = (x for x in status.read_text().splitlines() if x.startswith("VmHWM:"))

@@ -1,4 +1,4 @@
-"""Tags and a note that a user adds to a run, in a file of the run folder. They do not change the run.
+"""Tags and a note that a user adds to a run, in a file of the run folder. Tags and note do not change the run.
 
 notes.json   tags, note
 """

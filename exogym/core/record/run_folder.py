@@ -54,7 +54,7 @@ class RunFolder(Observer):
     """An observer that writes a run's folder.
 
     Args:
-        folder: the run folder, created if missing. It must hold no run, or the run to resume.
+        folder: the run folder, created if missing. The folder must hold no run, or the run to resume.
         total_steps: the run's last step.
         resume: whether a new run may resume the run in the folder.
         more: further fields for run.json.
@@ -231,7 +231,7 @@ class RunFolder(Observer):
 
 
 def read_status(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the status of the run in a folder (see `standing`). {} if the folder has no status, or an invalid one."""
+    """Return the status of the run in a folder (see `standing`). Return {} if the folder has no valid status."""
     try:
         return standing(folder)
     except ArgumentError:

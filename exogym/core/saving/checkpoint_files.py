@@ -1,4 +1,4 @@
-"""Read one checkpoint's folder. Its contents are not trusted before they are checked.
+"""Read one checkpoint's folder. ExoGym checks the folder's contents before it trusts them.
 
 All files must be plain files with known names; this module never opens a link, a pipe or a device. Each file's checksum
 must equal the one in run.json, and run.json contains its own checksum. Every error is a CheckpointError that names the
@@ -69,7 +69,7 @@ class RowsElsewhere(CheckpointError):
 
 
 def name_of(path: Path) -> tuple[int, int] | None:
-    """Return (step, count) from a checkpoint folder's name, or None if it is not a checkpoint's name."""
+    """Return (step, count) from a checkpoint folder's name, or None if no checkpoint has such a name."""
     found = re.fullmatch(r"step_(\d{1,18})(?:_(\d{1,18}))?", path.name, re.ASCII)
     return (int(found[1]), int(found[2] or 0)) if found else None
 

@@ -2,9 +2,9 @@
 
 Beside each file of rows or shared state there are files `<file>.part-<j>.safetensors`, one for each process j of a
 node. Such a file holds the process's pieces of the split tensors. A piece has its tensor's name. The tensor "cut/<c>",
-of shape (m, 2), says where a piece belongs in the whole tensor: it holds m ranges of elements of the last axes. The
-file's metadata gives the number c for each piece, and the shape of these axes. Reading joins the pieces, so a run can
-resume with another split, or without a split.
+of shape (m, 2), says where a piece belongs in the whole tensor. "cut/<c>" holds m ranges of elements of the last axes.
+The file's metadata gives the number c for each piece, and the shape of these axes. Reading joins the pieces, so a run
+can resume with another split, or without a split.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ class Seat:
         self._asked.set()
 
     def ask(self, said: dict[str, Any]) -> dict[str, Any]:
-        """Pass the request `said` to the key-value store in this process. Wait for the answer and return it."""
+        """Pass the request `said` to the key-value store in this process. Return the store's answer."""
         own: Future[dict[str, Any]] = Future()
         with self._lock:
             number = next(self._numbers)
