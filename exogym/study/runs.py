@@ -279,7 +279,7 @@ def track_of(path: str | os.PathLike[str]) -> Track | None:
 
 
 def summary(folder: str | os.PathLike[str], target_loss: float | None = None) -> Summary | None:
-    """Summarize the runs of a comparison or sweep that completed their training. None if there are no such runs.
+    """Summarize a comparison's or sweep's completed runs. Return None if there are no completed runs.
 
     Args:
         target_loss: the validation loss to reach. Default: the target loss of the comparison or sweep.

@@ -189,7 +189,7 @@ def shakespeare_task(
     n_embd: int = 64,
     dropout: float = 0.0,
 ) -> Task:
-    """Shakespeare's text as characters, and a small GPT (0.1M parameters): about a minute per strategy on one core.
+    """Shakespeare's text as characters, and a small GPT (0.1M parameters). A strategy takes about a minute on one core.
 
     Training windows overlap by half. About 512 validation windows are spread over the last tenth of the text.
     """

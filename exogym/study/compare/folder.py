@@ -171,7 +171,7 @@ def check_same(out: str | os.PathLike[str], kind: str, saved: dict[str, Any], as
     """Check that a comparison's folder was made with the same options.
 
     Raises:
-        ArgumentError: some options differ. The message lists them.
+        ArgumentError: some options differ. The message lists these options.
     """
     from exogym.core.saving.checkpoint import differences
 

@@ -141,11 +141,11 @@ def measured_step_s(
 ) -> float:
     """Measure a node's training step on this machine, in a run of about half a second. Return the median seconds.
 
-    A step consists of loading the batch, the forward pass, the backward pass and the inner optimizer. It does not
+    A step consists of loading the batch, the forward pass, the backward pass and the inner optimizer. The time does not
     include a strategy's communication.
 
     Args:
-        batch_size: examples per step. Default: the task's.
+        batch_size: examples per step, by default the task's batch size.
         device, loss_fn: as in `LocalTrainer`.
         options: further options of `LocalTrainer.fit` that change how a step is computed.
 
@@ -182,9 +182,9 @@ def measured_evaluation_s(
 ) -> float:
     """Measure an evaluation on the task's whole validation set on this machine. Return its seconds.
 
-    An evaluation may take much longer than a forward pass: Whisper transcribes speech word by word. ExoGym first
-    measures a few examples. It measures all examples only if they will take at most about two seconds. Otherwise it
-    extrapolates from the few examples.
+    An evaluation may take much longer than a forward pass. For example, Whisper transcribes speech word by word. ExoGym
+    first measures a few examples. It measures all examples only if they will take at most about two seconds. Otherwise
+    it extrapolates from the few examples.
 
     Args:
         batch_size, device, loss_fn: as in `measured_step_s`.

@@ -175,7 +175,8 @@ class Reproduction:
 
         Args:
             claims: the claims to train now.
-            of: all claims that you will train, for the estimate of the remaining time; if empty, `claims`.
+            of: all claims that you will train, for the estimate of the remaining time. If `of` is empty, the estimate
+                is for `claims`.
         """
         self._cells = different(cell for claim in of or claims for cell in claim.cells.values())
         for cell in different(cell for claim in claims for cell in claim.cells.values()):
