@@ -64,7 +64,8 @@ class WandbLogger(_ByStep):
         config: values to add to the run's description in W&B's configuration.
         dir: the folder in which W&B makes its folder; default: the current folder.
 
-    Raises ExoGymError if wandb is not installed.
+    Raises:
+        ExoGymError: wandb is not installed.
 
     >>> logger = WandbLogger(project="diloco", experiment_name="H=100", mode="offline")
     """
@@ -119,7 +120,8 @@ class TrackioLogger(_ByStep):
         experiment_name: the run's name in this project; default: a name that Trackio makes.
         config: values to add to the run's description in Trackio's configuration.
 
-    Raises ExoGymError if trackio is not installed.
+    Raises:
+        ExoGymError: trackio is not installed.
 
     >>> logger = TrackioLogger(project="diloco", experiment_name="H=100")
     """
@@ -175,8 +177,10 @@ class TensorBoardLogger(_ByStep, OnDisk):
     """Write TensorBoard event files. The values of single nodes have names such as `node_3/train_loss`.
 
     Each run has its own `folder` in `log_dir`: `run_1`, `run_2`, ... A resumed run continues in the last folder, and
-    TensorBoard no longer shows this folder's events after the resumed step. Raises ExoGymError if tensorboard is not
-    installed.
+    TensorBoard no longer shows this folder's events after the resumed step.
+
+    Raises:
+        ExoGymError: tensorboard is not installed.
 
     >>> logger = TensorBoardLogger("runs/diloco")
     """

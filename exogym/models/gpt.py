@@ -13,10 +13,11 @@ from exogym.errors import ArgumentError, check_count, checked
 
 
 class CharGPT(nn.Module):
-    """A GPT: token and learned position embeddings, pre-norm blocks of causal attention and MLP, and a tied head.
+    """A GPT with token and learned position embeddings, pre-norm blocks of causal attention and MLP, and a tied head.
 
     With the tokens x, token embedding E and position embedding Q, the model computes h_0 = E[x] + Q. In each of L
-    layers h <- h + Attn(LN(h)), and then h <- h + W_2 gelu(W_1 LN(h)). The result is logits = LN(h_L) E^T.
+    layers h <- h + Attn(LN(h)), and then h <- h + W_2 gelu(W_1 LN(h)). Here LN is layer normalization, and W_1, W_2 are
+    the layer's MLP. The result is logits = LN(h_L) E^T.
 
     E is also the head (Press & Wolf 2017), so its parameters count once. The model has
     P = V d + T d + L (12 d^2 + 2 d) + d parameters. Linear layers have no bias, and LN has only a gain. Weights start

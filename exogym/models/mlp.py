@@ -15,7 +15,7 @@ from exogym.errors import ArgumentError, check_count, checked
 class MLP(nn.Module):
     """A classifier of L linear layers with ReLU between them: x -> W_L relu(... relu(W_1 x + b_1) ...) + b_L.
 
-    Layer l has the weights W_l and the biases b_l.
+    Here x is an example, and layer l has the weights W_l and the biases b_l.
 
     Args:
         sizes: the number of features, then the widths of hidden layers, then the number of classes; two numbers or

@@ -119,7 +119,7 @@ def test_what_the_decoder_is_told():
     assert german.decode([german.start, *labels]) == "Hallo, Welt"
     english = byte_tokens()
     assert not english.multilingual and english.prompt == [257, 258] and english.encode("a")[0] == 258
-    with pytest.raises(ArgumentError, match="language='dd' is not a language of the model: af, am, ar"):
+    with pytest.raises(ArgumentError, match="language='dd' is not a language of the model: give one of af, am, ar"):
         Tokens(tokenizer, language="dd")
     with pytest.raises(ArgumentError, match="an English-only model can only transcribe English"):
         Tokens(byte_tokens().tokenizer, language="de")

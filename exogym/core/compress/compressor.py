@@ -45,7 +45,8 @@ class Compressor(ABC):
 class Quantized(Compressor):
     """Quantize every number of a row. Each group of numbers has its own table.
 
-    Payload: ceil(count bits / 8) bytes of codes, and the table's 4-byte numbers for each group.
+    With codes of `bits` bits, the payload is ceil(count bits / 8) bytes of codes, and the table's 4-byte numbers for
+    each group.
 
     Args:
         quantizer: turns a group's numbers into codes and a table.
@@ -111,7 +112,7 @@ def tensors(layout: Layout) -> Groups:
 class TopK(Compressor):
     """Send the k numbers of a row with the largest absolute values, each with a 4-byte index. The others become zero.
 
-    Payload: k (b + 4) bytes for numbers of b bytes.
+    For numbers of b bytes the payload is k (b + 4) bytes.
 
     >>> c = TopK(4, 2)
     >>> c.decode(*c.encode(torch.tensor([[1.0, -3.0, 0.5, 2.0]]))).tolist()
@@ -137,8 +138,8 @@ class ChunkTopK(Compressor):
 
     A chunk is a block of side x side entries with side^2 = chunk, or `chunk` entries of a vector. `Blocks` may cut
     smaller chunks from a small tensor. A chunk of s entries sends k' = max(1, round(k s / chunk)) entries, as values
-    and as packed indices of ceil(log2 s) bits. Payload of a tensor with c chunks: ceil(c k' ceil(log2 s) / 8) bytes of
-    indices, and c k' b bytes of values with b bytes each. With a quantizer the values take ceil(c k' bits / 8) bytes
+    and as packed indices of ceil(log2 s) bits. A tensor with c chunks has the payload ceil(c k' ceil(log2 s) / 8) bytes
+    of indices, and c k' b bytes of values with b bytes each. With a quantizer the values take ceil(c k' bits / 8) bytes
     and one table.
 
     Args:
@@ -229,8 +230,9 @@ def mean_in_shards(comm: Communicator, x: Tensor, quantizer: Quantizer, bucket: 
     sends shard i to node i. Node i decodes the shards, averages them and quantizes the mean. Then all nodes gather the
     quantized means. So each number is rounded twice, for every n.
 
-    Payload, with w = ceil(P / n): S = n (ceil(w bits / 8) + 4 ceil(w / bucket)) bytes in an all-to-all, and S / n bytes
-    in an all-gather. tx = rx = 2 (n-1)/n S.
+    With w = ceil(P / n) and codes of `bits` bits, the payload is S = n (ceil(w bits / 8) + 4 ceil(w / bucket)) bytes in
+    an all-to-all, and S / n bytes in an all-gather. A node sends tx = 2 (n-1)/n S bytes and receives the same number,
+    rx = tx.
 
     Args:
         bucket: numbers that share a scale.

@@ -26,8 +26,8 @@ class Blocks:
 
     A 2-D tensor n x m is cut into h x w blocks: h is the largest divisor of n that is at most `side`, and w is the
     largest such divisor of m. A 1-D tensor of m entries is cut into blocks of w entries: w is the largest divisor of m
-    that is at most `line` (without `line`: at most `side`). A tensor with more dimensions counts as a matrix: n is its
-    first dimension, and m the product of all others. A scalar is one block.
+    that is at most `line` (or at most `side` without `line`). A tensor with more dimensions counts as a matrix: n is
+    its first dimension, and m the product of all others. A scalar is one block.
 
     >>> cut = Blocks(torch.Size([128, 64, 3]), 64)
     >>> cut.blocks, cut.size

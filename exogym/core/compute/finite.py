@@ -28,7 +28,7 @@ class Watch:
     """Check whether losses, gradients and parameters are finite, and act as the option `on_nonfinite` says.
 
     Args:
-        policy: the value of `on_nonfinite`: "raise", "skip" or "ignore". A loss that is not finite is an error under
+        policy: the value of `on_nonfinite` ("raise", "skip" or "ignore"). A loss that is not finite is an error under
             "ignore" too.
         worker: the process's worker. It must be bound to its fleet before the first check.
 
@@ -98,7 +98,7 @@ class Watch:
         return not self.worker.fleet.comm.wire.inside.any(not all(map(is_finite, tensors)))
 
     def gradient(self, rank: int, row: int, step: int) -> bool:
-        """Return whether the gradient in `row` of the fleet's `grads` is finite; always True under "ignore".
+        """Return whether the gradient in `row` of the fleet's `grads` is finite. Under "ignore" always return True.
 
         Raises:
             TrainingError: the gradient is not finite, and the policy is "raise".
@@ -111,7 +111,7 @@ class Watch:
         return False
 
     def gradients(self, rank: int, grads: Sequence[Tensor | None], step: int) -> bool:
-        """Return whether the gradients `grads` are finite; always True under "ignore".
+        """Return whether the gradients `grads` are finite. Under "ignore" always return True.
 
         `grads` has a tensor or None for each of the worker's parameters.
 

@@ -91,7 +91,7 @@ class Weights:
         ]
 
     def counts_examples(self, ask: Ask, batch: Any) -> bool:
-        """Return whether each part's weight is its share of the examples. Raises the same errors as `parts`."""
+        """Return whether each part's weight is its share of the examples. The errors are the same as in `parts`."""
         return self._counts(ask, batch) is None
 
     def _counts(self, ask: Ask, batch: Any) -> Tensor | None:

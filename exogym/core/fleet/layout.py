@@ -1,4 +1,4 @@
-"""Where each named parameter lies in a row of the fleet matrix.
+"""Compute where each named parameter lies in a row of the fleet matrix.
 
 Each dtype has one layout: a row of P numbers holds one node's trainable parameters one after the other, in the order of
 `named_parameters()`. Tied parameters share one column range. Frozen parameters have no columns, because all nodes share

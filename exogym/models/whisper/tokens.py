@@ -69,7 +69,9 @@ class Tokens:
         found = self.tokenizer.token_to_id(name)
         if found is None and re.fullmatch(r"<\|[a-z]{2,3}\|>", name):
             known = sorted(t[2:-2] for t in self.tokenizer.get_vocab() if re.fullmatch(r"<\|[a-z]{2,3}\|>", t))
-            raise ArgumentError(f"language={name[2:-2]!r} is not a language of the model: {', '.join(known)}")
+            raise ArgumentError(
+                f"language={name[2:-2]!r} is not a language of the model: give one of {', '.join(known)}"
+            )
         if found is None:
             raise ArgumentError(f"the tokenizer has no {name}, so it is not Whisper's: give the model's own tokenizer")
         return int(found)
