@@ -56,7 +56,7 @@ from exogym.core.communicator.ledger import Event, Ledger
 from exogym.core.communicator.messages import barrier, blank, described, gather, hand_over, say, ship, tell
 from exogym.core.communicator.robust import RULES, Krum, Median, Rule, TrimmedMean, rule_of
 from exogym.core.communicator.secure import SecureAggregation
-from exogym.core.communicator.wire import CHUNK_ELEMENTS, Move, Parcel, Transfer, Wire, reduce_rows, tree_sum
+from exogym.core.communicator.wire import CHUNK_ELEMENTS, Move, Parcel, Wire, reduce_rows, tree_sum
 
 __all__ = [
     "ALONE",
@@ -73,7 +73,6 @@ __all__ = [
     "Parcel",
     "Rule",
     "SecureAggregation",
-    "Transfer",
     "TrimmedMean",
     "Wire",
     "barrier",

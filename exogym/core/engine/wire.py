@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from exogym.core.base import pulse
-from exogym.core.communicator import Move, Transfer, Wire, reduce_rows
-from exogym.core.communicator.wire import reduce_native
+from exogym.core.communicator import Move, Wire, reduce_rows
+from exogym.core.communicator.wire import Transfer, reduce_native
 
 if TYPE_CHECKING:
     from exogym.core.engine.behind import Behind
