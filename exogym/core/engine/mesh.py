@@ -36,7 +36,7 @@ from exogym.core.mesh import NodeMesh
 
 
 class ProcessInside(Inside):
-    """The processes of a node, as a process group. Each holds some columns of the node's rows."""
+    """The processes of a node, as a process group. Each process holds some columns of the node's rows."""
 
     def __init__(
         self, group: dist.ProcessGroup, device: torch.device, by_axis: Mapping[str, dist.ProcessGroup] | None = None
@@ -107,7 +107,7 @@ class ProcessInside(Inside):
 
 
 class MeshWire(Wire):
-    """Carries columns between the processes that hold the same part of different nodes.
+    """Carries columns between the processes that hold the same part of different nodes' rows.
 
     Args:
         placement: node ids of each group of processes, together 0..N-1 ascending.

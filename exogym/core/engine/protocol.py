@@ -97,7 +97,7 @@ class Engine(Protocol):
         """
 
     def run(self, options: EngineOptions, body: Callable[[Wire], Result]) -> Result:
-        """Run `body(wire)` in every process, with a wire to the others, and return this process's result.
+        """Run `body(wire)` in every process, with a wire to the other processes, and return this process's result.
 
         Raises:
             ArgumentError: the run is impossible here.

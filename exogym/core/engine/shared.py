@@ -43,8 +43,8 @@ class SharedWire(Wire):
     """Carries rows between processes that share `memory`.
 
     A reduction works piece by piece; a piece is as many columns as fit into `memory`. Each process writes its rows, and
-    waits for the others. Then each process sums its share of the columns, in the tree over node ids, and waits again.
-    At last each process reads the sum. Every row is copied twice and every sum once.
+    waits for the others. Then each process sums its share of the columns, in the fixed tree over node ids, and waits
+    again. At last each process reads the sum. Every row is copied twice and every sum once.
 
     Args:
         placement: node ids of each process, together 0..N-1 ascending.

@@ -1,4 +1,4 @@
-"""Before training, compare a split model's gradients with the whole model's on one batch.
+"""Before training, compare a split model's gradients with the whole model's gradients, on one batch.
 
 For some splits torch computes wrong gradients, and the loss does not show this. The errors are then as large as the
 gradients themselves, far above rounding.
@@ -18,7 +18,9 @@ ROUNDING = 1e-5  # largest error of a gradient that should be 0, relative to the
 
 
 def squares(dense: Mapping[str, Tensor | None], split: Mapping[str, Tensor | None]) -> Tensor:
-    """Return (len(dense), 2): |split - dense|^2 and |dense|^2 of each parameter's gradient, in the order of `dense`.
+    """Return a tensor (len(dense), 2): for each parameter's gradient, |split - dense|^2 and |dense|^2.
+
+    The parameters are in the order of `dense`.
 
     `dense` has the whole model's gradients by name, `split` has the split model's gradients. Each process of a node may
     pass only its own parts of the gradients; the results of all processes then add up. A gradient that is None counts

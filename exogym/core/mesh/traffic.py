@@ -183,7 +183,7 @@ class Talk:
 
 
 def talk_of_layers(mesh: NodeMesh, parameters: float, layers: int, activation_bytes: float, examples: int) -> Talk:
-    """Return the traffic inside a node for a transformer, given its size only.
+    """Return the traffic inside a node for a transformer of the given size.
 
     Each parameter counts as 4 bytes, and as a parameter of a layer.
 

@@ -37,7 +37,7 @@ class Observer:
         """Receive a record: a row of the history. Records come in the order of steps."""
 
     def event(self, event: Fields) -> None:
-        """Receive an event. Its kind is in `event["kind"]`, and its step in `event["step"]`."""
+        """Receive an event. The event's kind is in `event["kind"]`, and its step in `event["step"]`."""
 
     def beat(self, step: int, figures: Fields) -> None:
         """Called from time to time while the run makes progress. `step` steps are done.

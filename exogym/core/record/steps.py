@@ -1,4 +1,4 @@
-"""Write this process's last step into a file. `exogym.machines.remote.onhost.health` reads it to watch the host."""
+"""Write this process's last step into a file, by which `exogym.machines.remote.onhost.health` watches the host."""
 
 from __future__ import annotations
 

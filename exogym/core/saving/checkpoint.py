@@ -58,7 +58,8 @@ from exogym.errors import CheckpointError
 def save(
     folder: str | Path, snapshot: Snapshot, keep: int, wire: Wire | None = None, keepers: Keepers | None = None
 ) -> Path:
-    """Write `snapshot` as a checkpoint, and return its folder. Remove all but the newest `keep` checkpoints.
+    """Write `snapshot` as a checkpoint, and return the checkpoint's folder. Remove all but the newest `keep`
+    checkpoints.
 
     The checkpoint is written completely or not at all.
 

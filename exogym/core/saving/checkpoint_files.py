@@ -108,7 +108,8 @@ def sum_of_tensor(x: Tensor) -> str:
 
 
 def load(path: str | Path, ids: Collection[int] | None = None, others: range = range(0)) -> Snapshot:
-    """Read the checkpoint folder `path`: all rows, or only the files with rows of `ids` and `others`.
+    """Read the checkpoint folder `path`: only the rows of the nodes in `ids` and in `others`, or all rows if `ids` is
+    None.
 
     Raises:
         CheckpointError: a file is missing, incomplete, changed, not a plain file, or no file of a checkpoint.
