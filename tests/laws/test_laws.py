@@ -96,7 +96,7 @@ def test_a_broken_law_is_caught(law):
 @pytest.mark.parametrize(
     ("factory", "options", "words"),
     [
-        (SimpleReduceStrategy(), {}, "give a function that makes a new one"),
+        (SimpleReduceStrategy(), {}, "give a function that makes a new strategy"),
         (SimpleReduceStrategy, {"payload_bytes": 100}, "payload_bytes=100: give a function"),
         (SimpleReduceStrategy, {"skip": ("lerns",)}, "did you mean 'learns'"),
     ],
