@@ -37,11 +37,13 @@ def _absent(nodes: Sequence[int], losses: Sequence[Sequence[float | None]], step
     gone = {node: row[-1] if row else -1 for node, row in zip(nodes, known, strict=True) if not row or row[-1] < newest}
     since = f"is absent since step {steps[min(gone.values()) + 1]}" if len(gone) == 1 else "are absent"
     said = [f"{_named(list(gone))} {since}."] if gone else []
-    once = [
-        node for node, row in zip(nodes, known, strict=True)
-        if node not in gone and any(k not in row and any(k in other for other in known) for k in range(newest))
-    ]  # fmt: skip
-    return [*said, f"{_named(once)} {'was' if len(once) == 1 else 'were'} absent earlier."] if once else said
+    seen = set().union(*known)
+    once = {node: sorted(seen - set(row)) for node, row in zip(nodes, known, strict=True) if node not in gone}
+    once = {node: missing for node, missing in once.items() if missing}
+    if len(once) == 1:
+        ((node, missing),) = once.items()
+        return [*said, f"Node {node} was absent earlier, at steps from {steps[missing[0]]} to {steps[missing[-1]]}."]
+    return [*said, f"{_named(list(once))} were absent earlier."] if once else said
 
 
 def _high(nodes: Sequence[int], losses: Sequence[Sequence[float | None]]) -> list[str]:

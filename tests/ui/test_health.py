@@ -38,9 +38,12 @@ def test_a_slow_node_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("absent", "text"),
     [
-        ({1: [(5, 9)]}, "Node 1 was absent earlier."),
+        ({1: [(5, 9)]}, "Node 1 was absent earlier, at steps from 5 to 8."),
         ({1: [(31, 41)]}, "Node 1 is absent since step 31."),
-        ({1: [(31, 41)], 0: [(5, 9)]}, "Node 1 is absent since step 31. Node 0 was absent earlier."),
+        (
+            {1: [(31, 41)], 0: [(5, 9)]},
+            "Node 1 is absent since step 31. Node 0 was absent earlier, at steps from 5 to 8.",
+        ),
     ],
     ids=["earlier", "now", "both"],
 )

@@ -277,7 +277,7 @@ def _of_bytes(rows: Sequence[Row], values: Mapping[str, Mapping[str, Sequence[fl
 def _of_time(rows: Sequence[Row], values: Mapping[str, Mapping[str, Sequence[float]]], loss: str, network: str) -> str:
     """Return the sentence on the least predicted time to the target loss."""
     there = [row for row in rows if row["target_s"] is not None]
-    where = f"On {network or 'the network'}, "
+    where = f"On the network {network}, " if network else "On the network, "
     first = _leaders(there, values, "target_s")
     took = {row["strategy"]: readable_seconds(row["target_s"]) for row in there}
     if len(first) > 1:

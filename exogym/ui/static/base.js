@@ -65,7 +65,7 @@ export function seconds(value) {
 }
 
 export const stateOf = (state) => make("span", { class: `state state-${state}` }, state);
-export const ageOf = (run) => seconds(Math.max(0, Date.now() / 1000 - (run.heard_s ?? run.started_s ?? 0)));
+export const ageOf = (run) => seconds(Math.max(0, Math.round(Date.now() / 1000 - (run.heard_s ?? run.started_s ?? 0))));
 
 export async function get(path) {
   const answer = await fetch(path, { credentials: "same-origin" });

@@ -42,11 +42,14 @@ function together(label, runs, column) {
 }
 
 const spread = (row, name, form) => (isNumber(row[name]) ? form(row[name]) + (isNumber(row[`${name}_std`]) ? ` \u00b1 ${form(row[`${name}_std`])}` : "") : "");
+// The bytes or seconds to the target loss, or how many runs reached it.
+const reached = (row, value, form) => (isNumber(value) ? form(value) : row.target_runs ? `in ${row.target_runs} of ${row.seeds} runs` : "not reached");
 const RESULTS = [
   ["strategy", false, (row) => row.title ?? row.cell ?? row.strategy], ["seeds", true, (row) => row.seeds],
   ["validation loss", true, (row) => spread(row, "val_loss", figure)], ["quality", true, (row) => spread(row, "quality", share)],
   ["sent/node", true, (row) => bytes(row.tx_bytes)], ["reduction", true, (row) => (isNumber(row.reduction) ? `${Number(row.reduction.toPrecision(3))}x` : "")],
-  ["bytes to target", true, (row) => bytes(row.target_bytes)], ["time to target", true, (row) => seconds(row.target_s)],
+  ["bytes to target", true, (row) => reached(row, row.target_bytes, bytes)],
+  ["time to target", true, (row) => (isNumber(row.time_s) ? reached(row, row.target_s, seconds) : "")],
   ["predicted time", true, (row) => seconds(row.time_s)], ["notes", false, (row) => row.notes],
 ];
 
@@ -88,7 +91,7 @@ export function comparePage(main, names) {
 
   // Show a few chosen runs side by side: their results, and the options that differ.
   function showDifferences() {
-    const all = [...described.keys()];
+    const all = [...described.keys()].sort((a, b) => names.indexOf(a) - names.indexOf(b));
     differences.hidden = own !== null || all.length < 2 || all.length > MOST_BESIDE;
     if (differences.hidden) return;
     const row = (title, values) => make("tr", {}, make("td", {}, title), ...values.map((value) => make("td", { class: "number" }, value ?? "")));
