@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 Members = int | Sequence[int]
 # Pages and docstrings repeat these sentences.
 LATE = (
-    "Averages that arrive late overlap with computing. "
-    "On hosts this needs gloo and whole nodes in each process, without `faults` or `min_hosts`. "
-    "Otherwise the run waits for an average where it sends it."
+    "Averages with a delay overlap with computing. "
+    "On hosts, this overlap needs gloo and whole nodes in each process, without `faults` or `min_hosts`. "
+    "Otherwise nodes wait for each average right after they send it."
 )
 
 

@@ -73,7 +73,7 @@ def _meet(kind: str, given: Tensor | None, **options: Any) -> Tensor:
     place = getattr(_here, "place", None)
     if place is None:
         raise StrategyError(
-            f"{kind}() was called outside a strategy's step, where no other node can answer: call it in Strategy.step"
+            f"{kind}() was called outside a strategy's step, so no other node can answer: call it in Strategy.step"
         )
     return place.meet(kind, tensor, **options)
 

@@ -6,9 +6,9 @@ between. With d = H (arXiv:2502.12996, "naive delay") outer step r uses the aver
 round. At that time nodes send the average of round r and continue from theta. Averages that are in flight at the end of
 training are still used (`final_sync`).
 
-Averages that arrive late overlap with computing. On hosts this needs gloo and whole nodes in each process, without
-`faults` or `min_hosts`. Otherwise the run waits for an average where it sends it. Bytes and absent nodes are as in
-DiLoCo.
+Averages with a delay overlap with computing. On hosts, this overlap needs gloo and whole nodes in each process, without
+`faults` or `min_hosts`. Otherwise nodes wait for each average right after they send it. Bytes and absent nodes are as
+in DiLoCo.
 """
 
 from __future__ import annotations

@@ -167,8 +167,8 @@ class DiLoCoStrategy(CommunicateOptimizeStrategy):
         island_H: steps from one average inside an island to the next, below H. Give `island_size` and `island_H`
             together.
 
-    Averages that arrive late overlap with computing. On hosts this needs gloo and whole nodes in each process, without
-    `faults` or `min_hosts`. Otherwise the run waits for an average where it sends it.
+    Averages with a delay overlap with computing. On hosts, this overlap needs gloo and whole nodes in each process,
+    without `faults` or `min_hosts`. Otherwise nodes wait for each average right after they send it.
 
     >>> strategy = DiLoCoStrategy(inner_optim='adamw', outer_optim='sgd', H=100, lr=3e-4)
     """

@@ -11,8 +11,8 @@ In the first round the other nodes' share is 0. Payload P b bytes per node every
 ring all-reduce, tx = rx = 2 (N-1)/N P b. The nodes' parameters are never equal; the evaluation model is their mean.
 Averages that are in flight at the end of training are not used.
 
-Averages that arrive late overlap with computing. On hosts this needs gloo and whole nodes in each process, without
-`faults` or `min_hosts`. Otherwise the run waits for an average where it sends it.
+Averages with a delay overlap with computing. On hosts, this overlap needs gloo and whole nodes in each process, without
+`faults` or `min_hosts`. Otherwise nodes wait for each average right after they send it.
 
 With absent nodes, the mean is over the n present nodes, and 1/N becomes 1/n. A node that misses a synchronization keeps
 its trained parameters and the average that it has not used yet, and continues. A node that was down takes the

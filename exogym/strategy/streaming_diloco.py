@@ -22,8 +22,8 @@ At the end of training (`final_sync`) a fragment that is under way arrives. Each
 unless it arrived after the last step. Steps that nodes took while a fragment was under way are not sent at the end.
 Absent nodes are handled as in DiLoCo, for each fragment by itself.
 
-Averages that arrive late overlap with computing. On hosts this needs gloo and whole nodes in each process, without
-`faults` or `min_hosts`. Otherwise the run waits for an average where it sends it.
+Averages with a delay overlap with computing. On hosts, this overlap needs gloo and whole nodes in each process, without
+`faults` or `min_hosts`. Otherwise nodes wait for each average right after they send it.
 """
 
 from __future__ import annotations
@@ -204,8 +204,8 @@ class StreamingDiLoCoStrategy(CommunicateOptimizeStrategy):
             = 0. None means t_p = floor(p H / F).
         lr, inner_lr, max_norm, lr_scheduler, warmup_steps: arguments of the inner optimizer; see `Strategy`.
 
-    Averages that arrive late overlap with computing. On hosts this needs gloo and whole nodes in each process, without
-    `faults` or `min_hosts`. Otherwise the run waits for an average where it sends it.
+    Averages with a delay overlap with computing. On hosts, this overlap needs gloo and whole nodes in each process,
+    without `faults` or `min_hosts`. Otherwise nodes wait for each average right after they send it.
 
     >>> strategy = StreamingDiLoCoStrategy(H=100, num_fragments=4, fragment_sync_delay=1, bits=4)
     """

@@ -21,9 +21,9 @@ class Traffic:
             may be a fraction.
         members: the number of nodes that take part. None means all nodes.
         algorithm: the collective's algorithm. If None, `advise` chooses the algorithm.
-        overlap_steps: steps from sending to arrival, for averages that arrive late. Averages that arrive late overlap
-            with computing. On hosts this needs gloo and whole nodes in each process, without `faults` or `min_hosts`.
-            Otherwise the run waits for an average where it sends it.
+        overlap_steps: steps from sending to arrival, for averages that arrive late. Averages with a delay overlap with
+            computing. On hosts, this overlap needs gloo and whole nodes in each process, without `faults` or
+            `min_hosts`. Otherwise nodes wait for each average right after they send it.
         fan: the number of neighbors to which a node sends pieces of its payload, if neighbors mix.
     """
 

@@ -115,7 +115,7 @@ def serve(
         ready: called with the address to open in a browser.
         forms: function that returns the commands that the page may start, with their options. The function loads torch,
             so it is called only when a form is first needed. If `forms` is None, the page cannot start anything.
-        allow_code: True if values in forms may name code and files.
+        allow_code: whether the values that users type on the page may name files and Python functions.
 
     Raises:
         ArgumentError: other computers can reach `host` and there is no token; the token is too short; or the address

@@ -48,8 +48,8 @@ class Clock:
     `advance` adds the time of local steps. `event` carries out a collective of the communicator: its members end at the
     latest member's time plus the collective's cost. A collective that overlaps with computing starts with `begin` and
     ends at `wait`. A node's network line carries one collective at a time. If the line is busy, the next collective
-    starts later. Averages that arrive late overlap with computing. On hosts this needs gloo and whole nodes in each
-    process, without `faults` or `min_hosts`. Otherwise the run waits for an average where it sends it.
+    starts later. Averages with a delay overlap with computing. On hosts, this overlap needs gloo and whole nodes in
+    each process, without `faults` or `min_hosts`. Otherwise nodes wait for each average right after they send it.
 
     Args:
         num_nodes: the number of nodes, N.

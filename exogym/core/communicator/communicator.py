@@ -371,7 +371,7 @@ class Communicator(Recorder):
         return self._dealt(row)
 
     def all_to_all(self, x: Tensor) -> Tensor:
-        """Give the k-th of n present nodes slice k of every present node's row. `x` is (rows, n, ...).
+        """Each present node sends slice k of its row to the k-th of the n present nodes. `x` is (rows, n, ...).
 
         Each slice goes directly to its receiver, so each node sends and receives (n-1)/n of its payload. Returns (rows,
         n, ...), in which rows of absent nodes keep their values.

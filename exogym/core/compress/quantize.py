@@ -175,7 +175,7 @@ def quantize(x: Tensor, bits: int, noise: Tensor | None = None) -> tuple[Tensor,
         noise: (rows, k) fp32 numbers in [0, 1), for random rounding. Without `noise`, round to the nearest code.
 
     Returns:
-        (codes, scale): codes (rows, ceil(k bits / 8)) bytes and scale (rows, 1) fp32. A row takes k bits / 8 + 4 bytes.
+        (codes, scale): codes are (rows, ceil(k * bits / 8)) bytes, and scale is (rows, 1) in fp32, 4 bytes per row.
 
     >>> codes, scale = quantize(torch.tensor([[1.0, -0.5, 0.25]]), 4)
     >>> codes.shape, dequantize(codes, scale, 4, 3).shape

@@ -195,7 +195,7 @@ class Worker:
             self.model.train(mode)
 
     def counts_examples(self, batch: Any) -> bool:
-        """Return whether each micro-batch's weight is its share of the examples."""
+        """Return whether a micro-batch counts in the batch's loss by its number of examples."""
         return self.micro_batch_size is None or self.weights.counts_examples(self.ask, batch)
 
     def own_shares(self, batch: Any) -> list[tuple[Any, float]]:

@@ -61,7 +61,10 @@ class Behind:
         self._thread.start()
 
     def start(self, call: Callable[[Wire], Tensor], like: Tensor, around: Around) -> Carried:
-        """Begin `call(line)`, as in `Wire.start`. `around` makes the call that waits for the transfer."""
+        """Start the transfer `call(line)` in the thread, and return it.
+
+        `like` has the shape of its result. Waiting for the transfer goes through `around`.
+        """
         transfer = Carried(call, like, around)
         self._transfers.put(transfer)
         return transfer

@@ -77,8 +77,8 @@ class Engine(Protocol):
             again.
         keeps_rows: whether each row belongs to the same node during the whole run. If False, `Wire.place` may give a
             row to another node.
-        is_here: whether this process holds rows. If False, `body` and its result are pickled, because other processes
-            run it.
+        is_here: whether this process holds rows. Otherwise other processes run the function, so the function and its
+            result must be picklable.
     """
 
     shares_memory: bool

@@ -95,7 +95,7 @@ def joined_pieces(files: Sequence[Path], wanted: Callable[[int], bool]) -> dict[
                 if at[0] is None or wanted(at[0]):
                     pieces.setdefault(at, []).append(piece)
         except (SafetensorError, OSError, ValueError, TypeError, KeyError, RuntimeError, OverflowError) as error:
-            raise CheckpointError(f"{file} is not a file of pieces: {error!r}") from error
+            raise CheckpointError(f"{file} is not a file of a checkpoint's tensors: {error!r}") from error
     for (_, name), these in pieces.items():
         _check_whole(name, these)
     found: dict[Key, Tensor] = {}

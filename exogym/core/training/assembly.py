@@ -42,7 +42,7 @@ EVALUATION_BATCH = 256
 def assemble(
     subject: Subject, options: FitOptions, device: torch.device, max_stretch: int | None, wire: Wire
 ) -> TrainingLoop:
-    """Return a run's loop, at its start or at its newest good checkpoint, before any training.
+    """Return the training loop of a run. The loop stands at the run's start, or at its newest good checkpoint.
 
     `wire` says which rows this process holds. From this call on, the model's parameters share the fleet's memory. The
     loop's `end` gives the model its own memory back.

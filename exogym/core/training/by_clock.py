@@ -81,7 +81,7 @@ class ByClock(Algorithm):
         return max(step + 1, -(-local // self.fleet.num_nodes))
 
     def spans(self, losses: Losses, counts: Sequence[int]) -> list[Span]:
-        """Count the local steps before the next message, and return the steps that are not computed yet.
+        """Return the nodes' local steps before the next message, without steps that are computed already.
 
         The run may stop between these steps."""
         order, nodes = self.order, self.fleet.num_nodes

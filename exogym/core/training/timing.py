@@ -25,9 +25,10 @@ from exogym.core.fleet.state import Shared
 class Timing:
     """Advance a `Clock` by the time for which a fleet's nodes compute and send.
 
-    Averages that arrive late overlap with computing. On hosts this needs gloo and whole nodes in each process, without
-    `faults` or `min_hosts`. Otherwise the run waits for an average where it sends it. On a measured network, an
-    all-reduce takes as long as ExoGym's exact all-reduce on hosts, or as torch's all-reduce with `reduction="native"`.
+    Averages with a delay overlap with computing. On hosts, this overlap needs gloo and whole nodes in each process,
+    without `faults` or `min_hosts`. Otherwise nodes wait for each average right after they send it. On a measured
+    network, an all-reduce takes as long as ExoGym's exact all-reduce on hosts, or as torch's all-reduce with
+    `reduction="native"`.
 
     Args:
         fleet: from now on, the clock follows the events of this fleet's communicator.

@@ -29,7 +29,7 @@ def seconds_of_turns(part: Part, work: Reproduction) -> float:
 
 
 def rates_of(part: Part, work: Reproduction) -> dict[str, list[float]]:
-    """Return a dict from method to its fleet's examples per second on this machine, with one value per turn.
+    """Return each method's examples per second on this machine: one value per repetition, over all nodes.
 
     Methods that cannot be trained on the task are left out.
     """

@@ -295,7 +295,7 @@ FORGED = {
     ),
     "a stranger": (lambda t, told: t.update({"0/v": t["0/w"].clone()}), "its tensors and its description differ"),
     "told of only": (lambda t, told: t.pop("0/w"), "its tensors and its description differ"),
-    "no cut": (lambda t, told: told["0/w"].__setitem__(0, "5"), "is not a file of pieces"),
+    "no cut": (lambda t, told: told["0/w"].__setitem__(0, "5"), "is not a file of a checkpoint's tensors"),
 }
 
 
@@ -325,5 +325,5 @@ def test_pieces_that_are_whole_are_joined_and_others_missed(tmp_path):
         with pytest.raises(CheckpointError, match="are missing"):
             joined(some)
     files[0].write_bytes(files[0].read_bytes()[:50])
-    with pytest.raises(CheckpointError, match="is not a file of pieces"):
+    with pytest.raises(CheckpointError, match="is not a file of a checkpoint's tensors"):
         joined(files)

@@ -302,7 +302,7 @@ class GenerationGroup:
         return 0 <= self._number <= self._ended
 
     def sever(self, number: int) -> None:
-        """Record that generations up to `number` ended. Cut this group's connections if its generation has ended."""
+        """Record that generations up to `number` have ended. If this process's group is one of them, disconnect it."""
         with self._lock:
             self._ended = max(self._ended, number)
             if not self.has_ended:
