@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 else:
     __getattr__, __dir__ = lazily(__name__)
 
-__all__ = ["ENGINES", "Alone", "Engine", "EngineOptions", "Forked", "Group", "Ray", "engine_for"]
+__all__ = ["ENGINES", "Alone", "Engine", "EngineOptions", "Forked", "Group", "Ray", "engine_for", "named_engine"]
 
 ENGINES: list[Engine] = [Group(), Forked(), Alone()]  # the first that applies takes the run
 # The names for `fit(engine=)` -> an engine's module and class, imported when a run needs them.
@@ -36,7 +36,11 @@ NAMED = {"ray": ("exogym.core.engine.ray", "Ray")}
 
 
 def named_engine(name: str) -> type[Engine]:
-    """Return the class of the engine that `fit(engine=name)` runs on."""
+    """Return the class of the engine that `fit(engine=name)` runs on.
+
+    >>> named_engine("ray").__name__
+    'Ray'
+    """
     home, kind = NAMED[name]
     found: type[Engine] = getattr(importlib.import_module(home), kind)
     return found
