@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -56,8 +57,12 @@ class Behind:
             self.group = dist.new_group()
         self.line = line(self.group)
         self._transfers: queue.SimpleQueue[Carried | None] = queue.SimpleQueue()
-        # A daemon, because a process that fails must not wait here for a lost process.
-        self._thread = threading.Thread(target=self._carry, name="exogym transfers", daemon=True)
+        # A daemon, because a process that fails must not wait here for a lost process. After a failed run, the thread
+        # ends with this object.
+        self._thread = threading.Thread(
+            target=_carry, args=(self.line, self._transfers), name="exogym transfers", daemon=True
+        )
+        weakref.finalize(self, self._transfers.put, None)
         self._thread.start()
 
     def start(self, call: Callable[[Wire], Tensor], like: Tensor, around: Around) -> Carried:
@@ -69,18 +74,6 @@ class Behind:
         self._transfers.put(transfer)
         return transfer
 
-    def _carry(self) -> None:
-        error: BaseException | None = None
-        with torch.no_grad():
-            while (transfer := self._transfers.get()) is not None:
-                try:
-                    if error is None:
-                        transfer.result.copy_(transfer.call(self.line))
-                except BaseException as raised:
-                    error = raised
-                transfer.error = error
-                transfer.is_complete.set()
-
     def leave(self) -> None:
         """Wait for all transfers of all processes, and end the thread and the group."""
         self._transfers.put(None)
@@ -88,3 +81,17 @@ class Behind:
             self._thread.join()
             barrier(self.line)  # gloo fails in a process that still receives when another process has left
         dist.destroy_process_group(self.group)
+
+
+def _carry(line: Wire, transfers: queue.SimpleQueue[Carried | None]) -> None:
+    error: BaseException | None = None
+    with torch.no_grad():
+        while (transfer := transfers.get()) is not None:
+            try:
+                if error is None:
+                    transfer.result.copy_(transfer.call(line))
+            except BaseException as raised:
+                error = raised
+            transfer.error = error
+            del transfer.call  # and the tensors that it has read
+            transfer.is_complete.set()

@@ -11,6 +11,7 @@ from processes import over_gloo, world
 
 from exogym import LocalTrainer
 from exogym.core.communicator import Communicator
+from exogym.core.engine.wire import ProcessWire
 from exogym.strategy.registry import parse_strategy
 from exogym.testing import fingerprint, small_problem
 
@@ -95,6 +96,20 @@ def test_transfers_keep_their_order_and_leave_the_caller_free(tmp_path):
         assert not [thread for thread in threading.enumerate() if thread.name == "exogym transfers"]
 
     over_gloo(2, 4, tmp_path, body)
+
+
+def test_the_thread_ends_with_its_wire(tmp_path):
+    """As after a failed run, which does not leave the wire."""
+
+    def body(wire, x):
+        line = ProcessWire(wire.placement)
+        line.start(lambda line: line.reduce(x, range(2), "sum"), x[0]).wait()
+        (thread,) = [thread for thread in threading.enumerate() if thread.name == "exogym transfers"]
+        del line
+        thread.join(60)
+        assert not thread.is_alive()
+
+    over_gloo(2, 2, tmp_path, body)
 
 
 def test_an_error_is_raised_where_the_result_is_needed(tmp_path):
