@@ -14,8 +14,11 @@ NOT_TEXT = {"privacy", "local_steps", "offsets", "inner_lr"}  # objects, lists, 
 
 def test_each_option_of_each_constructor_is_there_with_its_default_and_its_words() -> None:
     found = catalog()
-    assert found.keys() == {"single", *STRATEGIES} and next(iter(found)) == "single"
-    for name, kind in STRATEGIES.items():
+    ours = {
+        name: kind for name, kind in STRATEGIES.items() if kind.__module__.startswith("exogym.")
+    }  # not other tests'
+    assert found.keys() >= {"single", *ours} and next(iter(found)) == "single"
+    for name, kind in ours.items():
         known = inspect.signature(kind).parameters
         options = {option["name"]: option for option in found[name]["options"]}
         assert known.keys() - options.keys() <= NOT_TEXT and options.keys() <= known.keys(), name
