@@ -305,7 +305,9 @@ class Hosts:
             process.kill()
         for process in self.processes:
             process.join()
-        subprocess.run(["ip", "link", "del", "bridge0"], capture_output=True, check=False)
+        # The kernel removes the cables of a namespace that has ended a moment later. New cables have the same names.
+        for device in ("bridge0", *(f"port{rank}" for rank in range(len(self._firsts)))):
+            subprocess.run(["ip", "link", "del", device], capture_output=True, check=False)
 
     @property
     def pids(self) -> list[int]:

@@ -96,7 +96,7 @@ class EagerCommunicator(PeriodicModule):
             delta = theta - block.params
             with fleet.comm.on_its_way(self.flight):
                 mean = fleet.comm.all_reduce(delta, "mean", weights=self.weights)
-            is_carried = fleet.comm.is_carried(self.flight)  # then delta is still being read
+            is_carried = fleet.comm.transfers.are_under_way(self.flight)  # then delta is still being read
             own = delta * share.to(delta) if is_carried else delta.mul_(share.to(delta))
             eager.append(others + own)
             if is_carried:
@@ -131,7 +131,7 @@ class EagerCommunicator(PeriodicModule):
             self.optimizers[row] = self._optimizer(row)
 
     def row(self, row: int) -> Tensors:
-        self.comm.settle(self.flight)
+        self.comm.transfers.settle(self.flight)
         self._take()
         return super().row(row) | {f"outer.{name}": x for name, x in self.optimizers[row].state().items()}
 

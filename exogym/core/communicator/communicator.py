@@ -13,11 +13,11 @@ from torch import Tensor
 
 from exogym.core.base import pulse
 from exogym.core.communicator.inside import ALONE, Inside
-from exogym.core.communicator.messages import hand_over
+from exogym.core.communicator.messages import hand_over, rows_of_givers
 from exogym.core.communicator.recorder import Groups, Recorder, row_bytes
 from exogym.core.communicator.robust import Rule
 from exogym.core.communicator.secure import SecureAggregation
-from exogym.core.communicator.wire import Parcel, Transfer, Wire, reduce_rows
+from exogym.core.communicator.wire import Parcel, Wire, reduce_rows
 from exogym.errors import ArgumentError, check_choice
 
 OPERATIONS = ("sum", "mean", "max", "min")
@@ -42,8 +42,6 @@ class Communicator(Recorder):
         watchers: functions to call after each mean of parameters. Each function gets the numbers of the members' rows
             in this process, each row's weight (over all members, the weights' mean is 1), all rows, and the mean.
             `unwatched` hides means of other values from the watchers.
-        overlap: whether late averages travel while nodes compute, if the wire can do this. Only for runs without absent
-            nodes.
         secure: computes means so that nobody sees a single node's values (`exogym.core.communicator.secure`), or None.
 
     >>> comm = Communicator(range(4), 4)
@@ -62,9 +60,7 @@ class Communicator(Recorder):
         self.secure: SecureAggregation | None = None
         self.watchers: list[Callable[[Sequence[int], Sequence[float], Tensor, Tensor], None]] = []
         self._aggregations = 0
-        self.overlap = False
         self._in_flight: dict[int, list[Any]] = {}
-        self._transfers: dict[int, list[Transfer]] = {}
 
     # Reductions
 
@@ -192,37 +188,14 @@ class Communicator(Recorder):
     def _reduced(self, x: Tensor, group: Sequence[int], op: str, share: Tensor | None, everywhere: bool) -> Tensor:
         works = self._in_flight.pop(x.data_ptr(), None)
         if works is None:
-            return self._found(lambda wire: wire.reduce(x, group, op, share, everywhere=everywhere), x[0])
+            flight = None if self.watchers else self._flight  # watchers must see results at once
+            return self.transfers.result_of(
+                lambda wire: wire.reduce(x, group, op, share, everywhere=everywhere), x[0], flight
+            )
         with pulse.at(pulse.WAITING):
             for work in works:
                 work.wait()
         return x[0].clone() if share is not None else x[0] / len(group)
-
-    # Transfers: what is sent while nodes compute
-
-    def _found(self, call: Callable[[Wire], Tensor], like: Tensor) -> Tensor:
-        """Return `call(wire)`. If it is on its way, its values are undefined until `arrive` or `settle`."""
-        if self._flight is None or not (self.overlap and self.wire.carries_behind) or self.watchers:
-            return call(self.wire)
-        transfer = self.wire.start(call, like)
-        self._transfers.setdefault(self._flight, []).append(transfer)
-        return transfer.result
-
-    def is_carried(self, flight: int) -> bool:
-        """Return whether results of the flight `flight` are undefined, because this process has not waited for these
-        results.
-        """
-        return flight in self._transfers
-
-    def settle(self, flight: int | None = None) -> None:
-        """Wait until the results of `flight` are complete. None means all flights. No virtual time passes."""
-        for number in list(self._transfers) if flight is None else [flight]:
-            for transfer in self._transfers.pop(number, []):
-                transfer.wait()
-
-    def arrive(self, flight: int) -> None:
-        self.settle(flight)
-        super().arrive(flight)
 
     def sum_decoded(
         self, payload: Sequence[Tensor], decode: Callable[..., Tensor], op: str = "sum", *,
@@ -290,7 +263,9 @@ class Communicator(Recorder):
             mean = reduce_rows(flat, group, op, share) if rule is None else rule.of_rows(flat, group, self._others)
             return mean.view(decoded.shape[1:])
 
-        return found(self.wire) if like is None or rule is not None else self._found(found, like)
+        if like is None or rule is not None or self.watchers:
+            return found(self.wire)
+        return self.transfers.result_of(found, like, self._flight)
 
     def reduce(self, x: Tensor, dst: int = 0, op: str = "sum") -> Tensor:
         """Reduce all nodes' rows of `x` (rows, ...) and give the result to node `dst`.
@@ -414,31 +389,9 @@ class Communicator(Recorder):
                 self._add("exchange", "pairwise", [rank, other], size, np.full(2, float(size)), np.full(2, float(size)))
         result = x.clone()
         links = [(rank, partner[rank]) for rank in swapped]
-        for rank, theirs in self._from_givers(x, links).items():
+        for rank, theirs in rows_of_givers(self.wire, x, links).items():
             result[self.wire.row_of[rank]] = theirs[partner[rank]]
         return result
-
-    def _from_givers(self, x: Tensor, links: Sequence[tuple[int, int]]) -> dict[int, dict[int, Tensor]]:
-        """Return the rows of `x` that each node of this process gets: taker -> giver -> row.
-
-        A row travels only from its giver to its taker. `links` are the (giver, taker) pairs of all processes.
-        """
-        found: dict[int, dict[int, Tensor]] = {taker: {} for _, taker in links if taker in self.wire.row_of}
-        if self.wire.shares_memory:
-            givers = sorted({giver for giver, _ in links})
-            rows = self.wire.rows(x, givers) if givers else x[:0]  # every process makes the same call
-            for giver, taker in links:
-                if taker in found:
-                    found[taker][giver] = rows[givers.index(giver)]
-            return found
-        given = {rank: x[row].contiguous() for row, rank in enumerate(self.ranks)}
-        for shift in range(1, self.num_nodes):  # a node gives and takes one row at a time
-            pairs = [(i, j) for i, j in links if (j - i) % self.num_nodes == shift]
-            got = hand_over(self.wire, given, [Parcel(i, j, x.shape[1:], x.dtype, False) for i, j in pairs])
-            for giver, taker in pairs:
-                if taker in found:
-                    found[taker][giver] = got[taker].to(x.device)
-        return found
 
     def hand_over(self, given: Mapping[int, Tensor], parcels: Sequence[Parcel]) -> dict[int, Tensor]:
         """Carry tensors from node to node. Return the tensors that this process's nodes get (see `messages.hand_over`).
@@ -481,7 +434,7 @@ class Communicator(Recorder):
 
     def _mixed(self, x: Tensor, matrix: Tensor, links: list[tuple[int, int]]) -> Tensor:
         flat = x.reshape(len(x), -1)
-        theirs = self._from_givers(flat, links)
+        theirs = rows_of_givers(self.wire, flat, links)
         out = torch.zeros_like(flat)
         for row, rank in enumerate(self.ranks):
             givers = torch.nonzero(matrix[rank]).flatten().tolist()

@@ -82,6 +82,30 @@ def hand_over(wire: Wire, given: Mapping[int, Tensor], parcels: Sequence[Parcel]
     return got | (wire.carry(given, crossing) if crossing else {})
 
 
+def rows_of_givers(wire: Wire, x: Tensor, links: Sequence[tuple[int, int]]) -> dict[int, dict[int, Tensor]]:
+    """Return the rows of `x` that each node of this process gets: taker -> giver -> row.
+
+    A row travels only from its giver to its taker. `links` are the (giver, taker) pairs of all processes.
+    """
+    found: dict[int, dict[int, Tensor]] = {taker: {} for _, taker in links if taker in wire.row_of}
+    if wire.shares_memory:
+        givers = sorted({giver for giver, _ in links})
+        rows = wire.rows(x, givers) if givers else x[:0]  # every process makes the same call
+        for giver, taker in links:
+            if taker in found:
+                found[taker][giver] = rows[givers.index(giver)]
+        return found
+    given = {rank: x[row].contiguous() for row, rank in enumerate(wire.ranks)}
+    count = 1 + max((max(link) for link in links), default=0)
+    for shift in range(1, count):  # a node gives and takes one row at a time
+        pairs = [(i, j) for i, j in links if (j - i) % count == shift]
+        got = hand_over(wire, given, [Parcel(i, j, x.shape[1:], x.dtype, False) for i, j in pairs])
+        for giver, taker in pairs:
+            if taker in found:
+                found[taker][giver] = got[taker].to(x.device)
+    return found
+
+
 def described(tensors: Mapping[str, Tensor]) -> Described:
     """Return the names, dtypes and shapes of `tensors` as a JSON list, from which `blank` makes such tensors.
 

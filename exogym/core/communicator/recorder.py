@@ -9,6 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from exogym.core.communicator.ledger import FACTORS, Event, Ledger, children, together, tree_factors
+from exogym.core.communicator.transfers import Transfers
 from exogym.core.communicator.wire import Wire
 from exogym.errors import ArgumentError, check_choice
 
@@ -34,6 +35,7 @@ class Recorder:
         self._alone = False  # whether a call sends a whole node's value, not each process's part
         self._held: list[Event] | None = None  # events of calls made `apart`
         self._numbers = 0  # of flights
+        self.transfers = Transfers(wire)
         self._flight: int | None = None  # the flight of current calls
 
     @contextlib.contextmanager
@@ -69,6 +71,7 @@ class Recorder:
 
     def arrive(self, flight: int) -> None:
         """Let the members of the collectives with the number `flight` wait for these collectives, from now on."""
+        self.transfers.settle(flight)
         nothing = np.zeros(0)
         event = Event("arrive", "", (), 0.0, nothing, nothing, self._tag, (), flight=flight)
         self.ledger.tell(event) if self._held is None else self._held.append(event)
