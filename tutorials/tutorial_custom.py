@@ -97,7 +97,7 @@ for law, seen in check_strategy(lambda: TopK(lr=0.02), **CHECKED, payload_bytes=
 # > repeatable: two runs end in the same bits
 # > stretches: one step at a time ends in the same bits
 # > stopping: stopped and resumed, runs end in the same bits
-# > placement: written for one node, so nodes are always apart
+# > placement: no modules act on its rows together, so nodes are always apart
 # > single node: one node alone trains and sends nothing
 # > bytes: 2112 bytes per node
 # > learns: validation loss from 1.0487 to 0.0538
