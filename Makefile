@@ -46,8 +46,9 @@ format: $(VENV)/.stamp-dev ## put the code into the house format
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-table: $(VENV)/.stamp-dev ## write the tables of the documents anew: strategies, and what cannot be combined
+table: $(VENV)/.stamp-dev ## write the tables anew: strategies, what cannot be combined, and the earlier runs that advise knows
 	$(BIN)/python tests/strategies.py
+	$(BIN)/python tests/shipped.py
 
 pictures: $(VENV)/.stamp-dev ## draw the diagrams and the pictures of docs/ui.md anew; needs chromium and chromium-driver
 	$(BIN)/python docs/images/ui.py

@@ -30,6 +30,7 @@ SKIPPED = (
     "docs/reproductions.md",
     "docs/benchmark.md",
     "docs/atlas.md",
+    "docs/advice.md",
     "CHANGELOG.md",
 )  # written by programs; a history
 UNCOUNTED = (  # not in the total of `--measure`

@@ -41,7 +41,7 @@ class UsersOptimizer(Stateful):
 
     Attributes:
         optimizers: row 0's optimizer, {0: the user's optimizer}. Strategies that average moments read this dict.
-        corrections: functions that change the gradients in place before they are clipped.
+        corrections: modules that change the gradients in place before they are clipped.
     """
 
     def __init__(self, optimizer: Optimizer, inner: Inner, worker: Worker, total_steps: int, is_scheduled: bool):

@@ -19,7 +19,7 @@ from exogym.core.clock import DEVICES
 from exogym.core.clock.devices import DEFAULT_UTILISATION
 from exogym.core.mesh import NodeMesh
 from exogym.core.progress import notice
-from exogym.errors import ArgumentError
+from exogym.errors import ArgumentError, check_number
 from exogym.machines.remote import HostsConfig
 from exogym.machines.remote.measuring import MEASURED_FILE, measure_hosts
 from exogym.network import Network, parse_seconds
@@ -32,8 +32,10 @@ from exogym.study.advise.prediction import DEFAULT_STRATEGIES
 from exogym.study.advise.simulation import parameters_of
 from exogym.study.atlas.steps import steps_of
 from exogym.study.compare import measured_step_s, split_strategies
+from exogym.study.compare.asked import ComparisonOptions
 from exogym.study.compare.forecast import MEASURED
 from exogym.study.compare.live import LiveTable
+from exogym.study.compare.run import session_of
 from exogym.study.tasks import load_task
 
 DEFAULT_DEVICE = "h100"
@@ -124,7 +126,9 @@ def advise(
     target_utilisation: Annotated[
         float | None,
         typer.Option(
-            metavar="U", help="The slowest node must compute for at least this share of the time. [default: 0.9]"
+            metavar="U",
+            help="Recommend the strategy that communicates most while the slowest node computes for this share of the "
+            "time, as 0.9. [default: what probably reaches DDP's loss first]",
         ),
     ] = None,
     algorithm: Annotated[
@@ -153,8 +157,8 @@ def advise(
     steps: Annotated[
         int | None,
         typer.Option(
-            help="Steps of each node: in your run, for its time, bytes and money; with --simulate, in the simulation. "
-            "[default: the task's or 1000; with --simulate a quarter of the task's]"
+            help="Steps of each node: in your run, for the choice, its time, bytes and money; with --simulate, in the "
+            "simulation. [default: the task's or 1000; with --simulate a quarter of the task's]"
         ),
     ] = None,
     price: Annotated[
@@ -274,59 +278,77 @@ def advise(
         failures = Failures(count_of("--accelerators", accelerators), parse_seconds(mtbf, "--mtbf"), restart_s)
     run = Run(None if simulated else steps, price, within, machines)
     speed = numbers_of("--speeds", speeds)
-    links = _links(network, hosts, dataset)
+    config = None if hosts is None else HostsConfig.load(hosts)
+    links = _links(network, config)
     step: Any = None if step_seconds == MEASURED else step_seconds
     if flops is not None:
         share = DEFAULT_UTILISATION if device_utilisation is None else device_utilisation
         step = Work(count_of("--flops", flops), device or DEFAULT_DEVICE, share)
     elif step_seconds is None:
         step = _measured_steps(links, dataset)
-    known = [nodes, None if speed is None else len(speed), None if links is None else links.num_nodes]
+    known = [
+        nodes, None if speed is None else len(speed), None if links is None else links.num_nodes,
+        None if config is None else config.slots,
+    ]  # fmt: skip
     given = {
-        "network": links, "parameters": dataset if parameters is None else parameters,
+        "network": network or hosts, "parameters": dataset if parameters is None else parameters,
         "nodes": next((n for n in known if n is not None), dataset), "step": dataset if step is None else step,
     }  # fmt: skip
-    missing = [WANTED[name] for name, value in given.items() if value is None]
-    if links is None or missing:
+    if missing := [WANTED[name] for name, value in given.items() if value is None]:
         raise ArgumentError("missing: " + "; ".join(missing))
     task = None if dataset is None else load_task(dataset, data)
     count = next(number for number in [*known, None if task is None else task.num_nodes] if number is not None)
-    target = 0.9 if target_utilisation is None else target_utilisation
+    names, trains = list(split_strategies(strategies)), task is not None and (simulated or pilot_share is not None)
+    trained: dict[str, Any] = {
+        "speeds": speed, "num_nodes": count, "max_steps": steps, "batch_size": batch_size,
+        "processes": processes_of(processes or "1"), "target_loss": target_loss,
+    }  # fmt: skip
+    earlier = None
+    if prior is not None:
+        from exogym.cli.judge import table_of
+
+        earlier = steps_of(table_of(prior, "--prior"))
+    if task is not None and not simulated:
+        run = replace(run, steps=steps or task.max_steps)
+    predicted: dict[str, Any] = {} if trains else {
+        "parameters": count_of("--parameters", str(parameters)) if task is None else parameters_of(task),
+        "num_nodes": count, "speeds": speed, "strategies": names,
+        "bytes_per_element": 4 if bytes_per_element is None else bytes_per_element,
+        "target_utilisation": target_utilisation,
+        "algorithm": algorithm or ("cheapest" if task is None else "recorded"), "run": run, "failures": failures,
+        "node": None if node is None else NodeMesh.parse(node), "layers": layers,
+        "activation_bytes": None if activation_bytes is None else parse_bytes(activation_bytes, "--activation-bytes"),
+    }  # fmt: skip
+    if links is None:
+        assert config is not None
+        if count != config.slots:
+            raise ArgumentError(f"--hosts has {config.slots} nodes, wanted {count}: give the same number of nodes")
+        trial: dict[str, Any] = {"network": "lan-1g", "step_seconds": step or 1.0}
+        if task is not None and trains:  # raises now, before the measurement, which takes a minute
+            check_number("--pilot", pilot_share or 0, least=0)
+            session_of(ComparisonOptions(task, names, **trained, seeds=1 if seeds is None else seeds, **trial))
+        else:
+            predict(**predicted, **trial)
+        links = measure_hosts(config, MEASURED_FILE, task=dataset)
+        step = _measured_steps(links, dataset) if step_seconds is None and flops is None else step
     timed_step = step.seconds if isinstance(step, Work) else step or step_seconds
     piloted = None
     if pilot_share is not None and task is not None:
-        from exogym.cli.judge import table_of
-
         piloted = pilot(
-            task, network=links, share=pilot_share, step_seconds=timed_step, speeds=speed, num_nodes=count,
-            max_steps=steps, batch_size=batch_size, strategies=strategies, target_loss=target_loss, out=out,
-            earlier=None if prior is None else steps_of(table_of(prior, "--prior")),
-            processes=processes_of(processes or "1"), watch=_say if sys.stderr.isatty() else None,
+            task, network=links, share=pilot_share, step_seconds=timed_step, strategies=strategies, out=out,
+            earlier=earlier, watch=_say if sys.stderr.isatty() else None, **trained,
         )  # fmt: skip
         advice = piloted.advice
     elif simulated and task is not None:
         live = LiveTable(split_strategies(strategies), 1 if seeds is None else seeds)
         with live:
             advice = simulate(
-                task, network=links, step_seconds=timed_step, speeds=speed, num_nodes=count, max_steps=steps,
-                batch_size=batch_size, seeds=1 if seeds is None else seeds, strategies=strategies,
-                target_loss=target_loss, target_utilisation=target, run=run,
-                processes=processes_of(processes or "1"), watch=live.update,
+                task, network=links, step_seconds=timed_step, seeds=1 if seeds is None else seeds,
+                strategies=strategies, target_utilisation=target_utilisation, run=run, watch=live.update, **trained,
             )  # fmt: skip
     else:
-        if task is not None:
-            step = measured_step_s(task, batch_size) if step is None else step
-            run = replace(run, steps=steps or task.max_steps)
-        advice = predict(
-            parameters=count_of("--parameters", str(parameters)) if task is None else parameters_of(task),
-            num_nodes=count, network=links, step_seconds=step, speeds=speed,
-            strategies=list(split_strategies(strategies)),
-            bytes_per_element=4 if bytes_per_element is None else bytes_per_element,
-            target_utilisation=target,
-            algorithm=algorithm or ("cheapest" if task is None else "recorded"), run=run, failures=failures,
-            node=None if node is None else NodeMesh.parse(node), layers=layers,
-            activation_bytes=None if activation_bytes is None else parse_bytes(activation_bytes, "--activation-bytes"),
-        )  # fmt: skip
+        step = measured_step_s(task, batch_size) if task is not None and step is None else step
+        advice = predict(network=links, step_seconds=step, **predicted)
     best = advice.recommended
     if dataset is not None and best is not None:
         line = os.fspath(network or MEASURED_FILE)
@@ -364,17 +386,13 @@ def _check_pairs(context: typer.Context) -> None:
             raise ArgumentError(why.format(names[one], names[other]) + ": give only one")
 
 
-def _links(network: str | None, hosts: Path | None, task: str | None) -> Network | None:
-    """Return the named network, or measure the hosts. With both, the named measurement must belong to the hosts."""
-    if hosts is None:
-        return None if network is None else Network.of(network)
-    config = HostsConfig.load(hosts)
-    if network is None:
-        return measure_hosts(config, MEASURED_FILE, task=task)
-    links = Network.of(network)
-    if links.measurement is None:
-        raise ArgumentError(f"--network {network} is not a measurement of --hosts: leave out --network or --hosts")
-    links.measurement.check_hosts(config.addresses)
+def _links(network: str | None, hosts: HostsConfig | None) -> Network | None:
+    """Return the named network. If hosts are also given, the network must be their measurement."""
+    links = None if network is None else Network.of(network)
+    if links is not None and hosts is not None:
+        if links.measurement is None:
+            raise ArgumentError(f"--network {network} is not a measurement of --hosts: leave out --network or --hosts")
+        links.measurement.check_hosts(hosts.addresses)
     return links
 
 

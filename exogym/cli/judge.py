@@ -22,8 +22,7 @@ def judged(context: typer.Context, table: Path, prior: Path | None, page: Path |
     """Judge all advisers on a table, print their scores, and write the page.
 
     Raises:
-        ArgumentError: an option for one network is given, a file is missing or no table, or the page's numbers would
-            overwrite a table.
+        ArgumentError: an option for one network is given, or a file is missing or no table.
     """
     for option in context.command.params:
         source = context.get_parameter_source(option.name or "")
@@ -33,8 +32,6 @@ def judged(context: typer.Context, table: Path, prior: Path | None, page: Path |
         raise ArgumentError(f"--page={str(page)!r} should end in .md, as runs/advice.md")
     found = table_of(table, "--judge")
     earlier = None if prior is None else table_of(prior, "--prior")
-    if page is not None and page.with_suffix(".json").resolve() in {x.resolve() for x in (table, prior) if x}:
-        raise ArgumentError(f"--page={str(page)!r} would overwrite a table with its numbers: give another name")
     cells = cells_of(found, earlier)
     alone = dict.fromkeys(cell.place for cell in cells if not cell.question.earlier)
     if alone:
@@ -47,7 +44,7 @@ def judged(context: typer.Context, table: Path, prior: Path | None, page: Path |
             "advise",
             *(str(word) for name, value in given if value is not None for word in (name, value)),
         ]
-        write(result, page, shlex.join(words), f"the other tasks of {(prior or table).name}")
+        write(result, page, shlex.join(words), f"the other tasks of `{prior or table}`")
     if as_json:
         print(json.dumps(to_dict(result), indent=1))
         return

@@ -28,7 +28,7 @@ from exogym.machines.remote import HostsConfig, check_hosts
 from exogym.machines.remote.measuring import measure_hosts
 from exogym.machines.remote.profile import RunProfile, evaluations_of, options_of
 from exogym.machines.wizard import Proposal, Taken, WizardRun, make_session, propose
-from exogym.machines.wizard.proposal import candidates
+from exogym.machines.wizard.proposal import candidates, measured_steps
 from exogym.machines.wizard.session import CONFIG, HOSTS, MEASURED, PROFILE, SCRIPT
 from exogym.network import Network
 from exogym.study.advise import pilot as run_pilot
@@ -161,10 +161,10 @@ def wizard(
 
 def piloted(task: Task, network: Network, profile: RunProfile, share: float) -> tuple[str, str]:
     """Return the strategy that a pilot on this computer advises for the measured hosts, and the reason."""
-    assert profile.steps is not None and network.measurement is not None
+    assert profile.steps is not None
     found = run_pilot(
         task if profile.lr is None else replace(task, lr=profile.lr), network=network, share=share,
-        step_seconds=network.measurement.step_s, num_nodes=network.num_nodes, max_steps=profile.steps,
+        step_seconds=measured_steps(network), num_nodes=network.num_nodes, max_steps=profile.steps,
         batch_size=profile.batch_size, strategies=candidates(profile.steps),
     )  # fmt: skip
     say(str(found))

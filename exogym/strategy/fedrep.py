@@ -29,7 +29,7 @@ from torch import Tensor
 from exogym.core.fleet import Fleet
 from exogym.core.fleet.presence import rows_of
 from exogym.errors import ArgumentError, check_count
-from exogym.strategy.capabilities import Corrects
+from exogym.strategy.capabilities import Corrects, SeesLosses
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy
 from exogym.strategy.federated_averaging import AveragingCommunicator, FederatedOptions
 from exogym.strategy.federated_rounds import RoundModule
@@ -39,7 +39,7 @@ from exogym.strategy.rounds import RoundLength
 from exogym.strategy.strategy import Run
 
 
-class HeadThenBody(RoundModule, Corrects):
+class HeadThenBody(RoundModule, Corrects, SeesLosses):
     """Train only the personal parameters, and in the last `body_steps` steps of a round only the others.
 
     State: whether each node trains the body now, (rows, 1).
@@ -76,8 +76,11 @@ class HeadThenBody(RoundModule, Corrects):
             if is_head == bool(self.trains_body[row]):
                 grads[k] = None
 
+    def see_losses(self, fleet: Fleet, first: int, losses: Tensor) -> None:
+        self.trains_body.fill_(self.is_of_body(first + losses.shape[1] + 1))  # also if no node can be reached
+
     def communicate(self, fleet: Fleet, step: int) -> None:
-        self.trains_body.fill_(self.is_of_body(step + 1))  # nodes count steps; also a node that nobody reaches
+        """Do nothing: nodes count steps, and need no message to change between head and body."""
 
     def rejoin(self, fleet: Fleet, nodes: Sequence[int], step: int) -> None:
         self.trains_body[rows_of(fleet, nodes)] = self.is_of_body(step)

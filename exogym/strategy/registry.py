@@ -10,6 +10,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from torch.optim import SGD
+
 from exogym.errors import ArgumentError, nearest
 from exogym.network.units import value_of
 from exogym.strategy.strategy import STRATEGIES as STRATEGIES
@@ -31,7 +33,7 @@ _ELSEWHERE = {  # methods that are options of other strategies, by the names in 
 }  # fmt: skip
 
 
-def parse_strategy(text: str, **defaults: Any) -> Strategy:
+def parse_strategy(text: str, *, lr_for: str | None = None, **defaults: Any) -> Strategy:
     """Return the strategy that a text describes: `name`, or `name:option=value:option=value`.
 
     Args:
@@ -41,12 +43,17 @@ def parse_strategy(text: str, **defaults: Any) -> Strategy:
             text does not set it. `outer_lr` applies only if the text does not set `outer_optim`; `outer_momentum` only
             if the text sets neither `outer_optim` nor `outer_lr`; `lr` only if the text does not set `inner_lr`.
             `inner_optim` applies only to a class whose equation allows this optimizer (`only_inner`).
+        lr_for: the optimizer for which the default `lr` was chosen, such as a task's "adamw". If the strategy takes SGD
+            instead, `lr` does not apply. None means that `lr` was chosen for the optimizer that the strategy takes.
 
     Raises:
         ArgumentError: a strategy or option is unknown (the message names the nearest), or a value is not allowed.
 
     >>> parse_strategy("diloco:H=20:outer_lr=0.5", lr=0.01, max_norm=1.0).given_arguments
     {'H': 20, 'outer_lr': 0.5, 'lr': 0.01, 'max_norm': 1.0}
+    >>> of_a_task = {"inner_optim": "adamw", "lr": 0.002, "lr_for": "adamw"}
+    >>> parse_strategy("fedavg", **of_a_task).inner.base_lr, parse_strategy("fednova", **of_a_task).inner.base_lr
+    (0.002, 0.1)
     """
     for name in defaults:
         if name not in DEFAULTS:
@@ -75,9 +82,13 @@ def parse_strategy(text: str, **defaults: Any) -> Strategy:
         defaults.pop("outer_lr", None)
     if "outer_optim" in given or "outer_lr" in given:
         defaults.pop("outer_momentum", None)
-    given = {option: value for option, value in defaults.items() if option in known and value is not None} | given
+    taken = {option: value for option, value in defaults.items() if option in known and value is not None}
     try:
-        return kind(**given)
+        strategy = kind(**(taken | given))
+        on_sgd = strategy.inner.spec.cls is SGD and not strategy.own_rule
+        if on_sgd and lr_for not in (None, "sgd") and taken.pop("lr", None) is not None:
+            strategy = kind(**(taken | given))
+        return strategy
     except ArgumentError as error:
         raise ArgumentError(f"strategy {text!r}: {error}") from error
     except (TypeError, ValueError) as error:

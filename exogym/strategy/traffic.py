@@ -69,6 +69,7 @@ class Plan:
             wait for each other. `traffic` then counts one node and one round.
         quorum: for such strategies, the number of nodes that must have reached the server before any of these nodes
             continues.
+        needs_gradients: whether nodes average gradients. Then they agree on which gradients exist, at every step.
         rounds: a function that gives the nodes that take part, round by round, for strategies in which only some nodes
             take part in each round. The function applies to collectives in `traffic` that set `members`.
     """
@@ -80,3 +81,4 @@ class Plan:
     local_steps: Callable[[np.ndarray], np.ndarray] | None = None
     quorum: int = 1
     rounds: AskedRounds | None = None
+    needs_gradients: bool = False

@@ -233,7 +233,7 @@ FLEET = ["advise", "--parameters", "124M", "--nodes", "4", "--network", "wifi", 
 
 
 def test_advice_without_a_terminal(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*FLEET, "--strategies", "ddp,diloco:H=100,diloco:H=500"]) == 0
+    assert main([*FLEET, "--strategies", "ddp,diloco:H=100,diloco:H=500", "--target-utilisation", "0.9"]) == 0
     printed = capsys.readouterr()
     lines = printed.out.splitlines()
     assert lines[0].startswith("run: exogym compare --dataset digits --strategies ddp,diloco:H=500 --nodes 4")
@@ -298,7 +298,7 @@ def test_advice_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
     out = Terminal()
     monkeypatch.setattr(sys, "stdout", out)
-    assert main([*FLEET, "--strategies", "ddp,diloco:H=500"]) == 0
+    assert main([*FLEET, "--strategies", "ddp,diloco:H=500", "--steps", "20000"]) == 0
     assert "\x1b[1m" in out.getvalue() and "ddp,diloco:H=500" in out.getvalue()
 
 

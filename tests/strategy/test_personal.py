@@ -415,8 +415,8 @@ def test_fedrep_without_head_steps_is_fedavg_of_a_frozen_head() -> None:
         unlike(train(FedRepStrategy(inner, 1, H, body_steps=H - 1), UNEQUAL).rows[:, :-HEAD], fedavg.rows)
 
 
-def test_a_node_that_comes_back_trains_the_part_of_its_step() -> None:
-    """Nodes 1 and 2 are away at a switch. Node 3 cannot be reached then, and node 0 cannot at the round's end."""
+def parts_of(losing: Faults) -> tuple[dict[int, list[int]], dict[int, Tensor]]:
+    """Train FedRep for 8 steps. Return after each step whether each node trains the body next, and node 0's body."""
     seen: dict[int, list[int]] = {}
     bodies: dict[int, Tensor] = {}
 
@@ -427,11 +427,24 @@ def test_a_node_that_comes_back_trains_the_part_of_its_step() -> None:
         bodies[loop.step] = loop.rows()[0][0, :-HEAD].clone()
         seen[loop.step] = acting.composition.communications[1].trains_body[:, 0].int().tolist()
 
-    faults = Faults(absent={1: [(1, 3)], 2: [(2, 3)]}, lost={3: [2], 0: [4]})
-    train(FedRepStrategy(SGD, 1, H, body_steps=2), UNEQUAL, faults=faults, callbacks=[Every(1, look)])
+    train(FedRepStrategy(SGD, 1, H, body_steps=2), UNEQUAL, faults=losing, callbacks=[Every(1, look)])
+    return seen, bodies
+
+
+def test_a_node_that_comes_back_trains_the_part_of_its_step() -> None:
+    """Nodes 1 and 2 are away at a switch. Node 3 cannot be reached then, and node 0 cannot at the round's end."""
+    seen, bodies = parts_of(Faults(absent={1: [(1, 3)], 2: [(2, 3)]}, lost={3: [2], 0: [4]}))
     assert [seen[step] for step in (1, 3)] == [[0, 0, 0, 0], [1, 1, 1, 1]] and seen[2][::3] == [1, 1]
     assert [seen[step] for step in (4, 5, 6)] == [[0, 0, 0, 0], [0, 0, 0, 0], [1, 1, 1, 1]]
     assert torch.equal(bodies[4], bodies[6]) and not torch.equal(bodies[6], bodies[7])
+
+
+@pytest.mark.parametrize("step", [2, 4])
+def test_nodes_change_between_head_and_body_also_if_none_is_reached(step: int) -> None:
+    all_lost = Faults(lost={node: [step] for node in range(4)})
+    (lost, lost_bodies), (seen, bodies) = parts_of(all_lost), parts_of(Faults())
+    assert lost == seen and torch.equal(lost_bodies[3], bodies[3])
+    unlike(lost_bodies[8], bodies[8]) if step == 4 else same(lost_bodies[8], bodies[8])  # an average was lost at step 4
 
 
 # Evaluation of each client

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -15,6 +16,9 @@ from exogym.core.fleet.layout import hidden_matrices
 from exogym.errors import ArgumentError
 from exogym.strategy.kernels import bare_step
 from exogym.strategy.strategy import Run, Strategy
+
+if TYPE_CHECKING:
+    from exogym.strategy.clocked import ClockedStrategy
 
 META = torch.device("meta")
 ROW_OBJECTS, TENSOR_OBJECTS = 4000, 300  # bytes of Python objects per row, and per optimizer tensor
@@ -28,10 +32,11 @@ def check_rows(
 ) -> None:  # fmt: skip
     """Refuse a run that does not fit in memory, before allocating any row.
 
-    The check counts parameters, gradients, optimizer state, buffers, strategy state and Python objects. It does not
-    count activations, data and histories. The check itself needs little memory: the optimizer steps small parameters
-    with the same number of axes, and the strategy starts on torch's meta device. If the optimizer or the strategy fails
-    here, its state is not counted. If the run needs only a small part of the free memory, the check ends early.
+    The check counts parameters, gradients, optimizer state, buffers, strategy state, servers and Python objects. It
+    does not count activations, data and histories. The check itself needs little memory: the optimizer steps small
+    parameters with the same number of axes, and the strategy starts on torch's meta device. If the optimizer or the
+    strategy fails here, its state is not counted. If the run needs only a small part of the free memory, the check ends
+    early.
 
     Args:
         num_nodes: the number of nodes, N.
@@ -55,16 +60,20 @@ def check_rows(
         return
     each |= _computing(model, strategy)
     once = each["parameters"]  # the current row's gradient
-    each["strategy"], shared = _kept(model, strategy, min(num_nodes, MOST_STARTED))
-    once += shared
+    each["strategy"], shared, servers = _kept(model, strategy, min(num_nodes, MOST_STARTED), buffer_bytes)
+    size = getattr(strategy, "island_size", None) or num_nodes
+    shared_by_all = shared + -(-num_nodes // size) * servers
+    once += shared_by_all
     row_bytes = sum(each.values())
     if needed(row_bytes) + once <= free:
         return
-    left = max(0, free - once)
-    fit = left * processes // row_bytes if is_cut else left // row_bytes * processes
+    with_servers = row_bytes + -(-servers * num_nodes * processes // (rows * size))  # every process has all servers
+    left = max(0, free - (each["parameters"] + shared + servers))  # the last island may be smaller
+    fit = left * processes // with_servers if is_cut else left // with_servers * processes
     most = f"at most {fit} {'nodes' if rows == num_nodes else 'rows'} fit" if fit else "not even one node fits"
     share = f" in each of {processes} processes" if processes > 1 else ""
     counted = [f"{name} {needed(size) / 1e9:.3g}" for name, size in each.items() if size]
+    counted += [f"servers {shared_by_all / 1e9:.3g}"] if strategy.driven_by == "clock" else []
     raise ArgumentError(
         f"num_nodes={num_nodes}: {rows} rows of {sum(p.numel() for p in parameters)} parameters need "
         f"{(needed(row_bytes) + once) / 1e9:.3g} GB{share} ({', '.join(counted)}; without activations and data), and "
@@ -75,7 +84,8 @@ def check_rows(
 def _computing(model: nn.Module, strategy: Strategy) -> dict[str, int]:
     """Return the bytes of a row's gradients, optimizer state and Python objects."""
     named = {n: p for n, p in model.named_parameters() if p.requires_grad and not nn.parameter.is_lazy(p)}
-    found = {"gradients": sum(p.nbytes for p in named.values()) if strategy.needs_gradients else 0}
+    keeps_gradients = strategy.needs_gradients and strategy.driven_by != "clock"
+    found = {"gradients": sum(p.nbytes for p in named.values()) if keeps_gradients else 0}
     kept: list[int] = []
     if strategy.driven_by != "programs":  # programs may step differently
         small = {
@@ -107,17 +117,23 @@ def _grown(x: Tensor, small: Tensor, whole: Tensor) -> int:
     return x.itemsize * math.prod(full if side == little else side for side, little, full in axes)
 
 
-def _kept(model: nn.Module, strategy: Strategy, num_nodes: int) -> tuple[int, int]:
-    """Return the bytes of a strategy's state: per row without parameters, and shared."""
-    if strategy.driven_by != "rounds":
-        return 0, 0
+def _kept(model: nn.Module, strategy: Strategy, num_nodes: int, buffer_bytes: int) -> tuple[int, int, int]:
+    """Return the bytes of a strategy's state: per row without parameters, shared, and of each island's server."""
+    if strategy.driven_by == "programs":
+        return 0, 0, 0
     try:
         fleet = Fleet(model, [0], num_nodes, META)
+        if strategy.driven_by == "clock":
+            clocked = cast("ClockedStrategy", strategy)
+            pulled, server = fleet.parameter_bytes, _bytes(clocked.server(fleet).state()) + buffer_bytes
+            if clocked.island_size is None:
+                return pulled, server, 0
+            return pulled, _bytes(clocked.global_server(fleet).state()), server + pulled  # with a relay's message
         before = _bytes(fleet.state.row(0))
         copy.deepcopy(strategy).on(fleet, Run(num_nodes, 0, 1, np.ones(num_nodes, dtype=np.int64), 1))  # type: ignore[attr-defined]
-        return _bytes(fleet.state.row(0)) - before, _bytes(fleet.state.shared())
+        return _bytes(fleet.state.row(0)) - before, _bytes(fleet.state.shared()), 0
     except Exception:  # it needs numbers, or more of the run; the run raises real errors at its start
-        return 0, 0
+        return 0, 0, 0
 
 
 def _bytes(tensors: dict[str, Tensor]) -> int:

@@ -3,14 +3,16 @@
 The exact reduction gives the same bits as a run in one process. The reduction cuts the columns into one slice per
 process. An all-to-all gives each process its slice of every row. The process sums its slice in the fixed tree over node
 ids. An all-gather joins the slices. If each process holds one row, the exact reduction moves as many bytes as a ring.
+Rows that fit into a packet are not cut, unless there are many processes: each process gets and sums all rows. This
+saves the all-gather's latencies.
 If only the members need the result, only their processes take part. With `native`, torch's own all-reduce runs instead.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
     from exogym.core.engine.behind import Behind
 
 Around = Callable[..., Any]  # (call, "rows" | "reduce sum" | "carry" | "agree" | "wait", x, ids) -> `call()`'s result
+AT_ONCE_BYTES = 14_600  # TCP's first window (RFC 6928); larger tensors are swapped in rounds
+PACKET_BYTES = 1448  # of payload; rows that fit into a packet are not cut
 OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -111,9 +115,8 @@ class ProcessWire(Wire):
 
     def agree(self, flag: bool) -> bool:
         def found() -> bool:
-            x = torch.tensor([int(flag)], device=self.device)
-            dist.all_reduce(x, dist.ReduceOp.MAX, group=self.group)
-            return bool(x.item())
+            mine = torch.tensor([flag], dtype=torch.uint8, device=self.device)
+            return any(bool(x) for x in self._all_gather(mine, [1] * len(self.placement)))
 
         return self._waiting(found, "agree")
 
@@ -165,16 +168,21 @@ class ProcessWire(Wire):
         members = set(ids)
         own = [row for i, row in self.row_of.items() if i in members]
         mine = x if len(own) == len(x) else x[own]
+        row_bytes = width * x.element_size()
+        whole = row_bytes <= PACKET_BYTES and row_bytes * len(team) <= AT_ONCE_BYTES
         cuts = np.linspace(0, width, len(team) + 1).astype(int)
         sizes = np.diff(cuts).tolist()
-        outgoing = [mine[:, a:b].reshape(-1) for a, b in itertools.pairwise(cuts)]
-        incoming = self.all_to_all(outgoing, [counts[p] * sizes[here] for p in team], team)
-        rows = torch.cat(incoming).view(len(members), sizes[here])
+        columns = width if whole else sizes[here]
+        outgoing = [mine.reshape(-1)] * len(team) if whole else [mine[:, a:b].reshape(-1) for a, b in pairwise(cuts)]
+        incoming = self.all_to_all(outgoing, [counts[p] * columns for p in team], team)
+        rows = torch.cat(incoming).view(len(members), columns)
         held = [i for process in team for i in self.placement[process] if i in members]
         if held != (ordered := sorted(members)):
             place = {i: k for k, i in enumerate(held)}
             rows = rows[[place[i] for i in ordered]]
         part = reduce_rows(rows, ordered, op, weights)
+        if whole:
+            return part
         size = part.element_size()
         parts = self._all_gather(as_bytes(part, 1).flatten(), [n * size for n in sizes], team)
         return torch.cat([p.view(part.dtype) for p in parts])
@@ -224,26 +232,40 @@ class ProcessWire(Wire):
         return incoming
 
     def _swap(self, outgoing: list[Tensor], incoming: list[Tensor], team: list[int]) -> None:
-        """Send `outgoing[k]` to process team[k] and receive `incoming[k]`. Each round has one receiver and one sender.
+        """Send `outgoing[k]` to process team[k] and receive `incoming[k]`.
 
-        gloo sends nothing before the peer is ready to receive. Its own ready signal travels on the same connection as
-        its data. So each process receives first. Otherwise its signal, and so the peer's data, would wait for its data.
+        Tensors of at most `AT_ONCE_BYTES` move at the same time. Larger ones move in rounds, in which each process has
+        one sender and one receiver.
+
+        gloo sends nothing before the peer is ready to receive, and a ready signal takes a latency. So all receives
+        begin first. A ready signal travels on the same connection as data, so later signals would also wait for data.
+        NCCL needs the receives and sends of a round together.
         """
         here, n = team.index(self.process), len(team)
         incoming[here].copy_(outgoing[here])
+        receives, sends = [], []
         for hop in range(1, n):
             to, source = (here + hop) % n, (here - hop) % n
             take, give = as_bytes(incoming[source], 1).flatten(), as_bytes(outgoing[to], 1).flatten()
-            calls = []
-            if take.numel():
-                calls.append(dist.P2POp(dist.irecv, take, self._global(team[source]), self.group))
-            if give.numel():
-                calls.append(dist.P2POp(dist.isend, give, self._global(team[to]), self.group))
-            for work in dist.batch_isend_irecv(calls) if calls else []:
+            receives.append(self._ops(dist.irecv, take, team[source]))
+            sends.append(self._ops(dist.isend, give, team[to]))
+        rounds = list(zip(receives, sends, strict=True))
+        if max(x.nbytes for x in (*outgoing, *incoming)) <= AT_ONCE_BYTES:
+            rounds = [(list(chain(*receives)), list(chain(*sends)))]
+        begun = [_begun(ops) for ops, _ in rounds] if self.device.type == "cpu" else []
+        for k, (takes, gives) in enumerate(rounds):
+            for work in [*_begun(gives), *begun[k]] if begun else _begun(takes + gives):
                 work.wait()
+
+    def _ops(self, call: Callable[..., Any], x: Tensor, process: int) -> list[dist.P2POp]:
+        return [dist.P2POp(call, x, self._global(process), self.group)] if x.numel() else []
 
     def _global(self, rank: int) -> int:
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
+
+
+def _begun(operations: list[dist.P2POp]) -> list[Any]:
+    return dist.batch_isend_irecv(operations) if operations else []
 
 
 def _alone(call: Callable[[], Any], *about: Any) -> Any:

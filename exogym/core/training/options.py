@@ -408,3 +408,23 @@ def describe(value: Any) -> Any:
     if " at 0x" not in repr(value):
         return repr(value)
     return {"name": type(value).__name__} | plain
+
+
+def all_arguments(value: Any) -> Any:
+    """Return a value as JSON, like `describe`, but with all arguments of objects: also arguments with default values.
+
+    >>> from exogym.strategy import OptimSpec, SlowMoStrategy
+    >>> found = all_arguments(SlowMoStrategy(lr=0.1))
+    >>> found["name"], found["lr"], found["slow_momentum"], "slow_momentum" in describe(SlowMoStrategy(lr=0.1))
+    ('SlowMoStrategy', 0.1, 0.5, False)
+    """
+    if isinstance(value, list | tuple):
+        return [all_arguments(item) for item in value]
+    if isinstance(value, dict):
+        return {str(key): all_arguments(item) for key, item in value.items()}
+    given = getattr(value, "given_arguments", None)
+    if given is None or isinstance(value, type):
+        return describe(value)
+    known = inspect.signature(type(value)).parameters.values()
+    defaults = {known_one.name: known_one.default for known_one in known if known_one.default is not known_one.empty}
+    return {"name": type(value).__name__} | {key: all_arguments(item) for key, item in (defaults | given).items()}

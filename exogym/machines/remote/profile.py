@@ -112,6 +112,7 @@ class RunProfile:
         """
         name, *options = (part.strip() for part in self.strategy.split(":"))
         defaults: dict[str, Any] = {"lr": self.lr}
+        lr_for = None if task is None or self.lr is not None else task.inner_optim
         if task is not None:
             taken = ("inner_optim", "max_norm", "lr_scheduler", "warmup_steps", "H", "outer_lr", "outer_momentum")
             defaults |= {key: getattr(task, key) for key in taken} | {"lr": self.lr or task.lr}
@@ -124,7 +125,7 @@ class RunProfile:
                     "communication_interval out"
                 )
             defaults["H"] = self.communication_interval
-        return parse_strategy(self.strategy, **defaults)
+        return parse_strategy(self.strategy, lr_for=lr_for, **defaults)
 
     def problem(self) -> tuple[torch.nn.Module, Any, Any, Task | None]:
         """Return (model, training set, validation set, task). The seed determines the model's initial weights.

@@ -10,7 +10,7 @@ import numpy as np
 from exogym.core.progress import readable_bytes
 from exogym.errors import ArgumentError, checked
 from exogym.network import Network, readable_seconds
-from exogym.study.advise import Advice, Row, advise
+from exogym.study.advise import Advice, Row, Run, advise
 
 PERIODS = (10, 30, 100, 300)  # candidates for DiLoCo's H; a run must have a few rounds
 LEAST_ROUNDS = 4
@@ -69,6 +69,17 @@ def candidates(steps: int) -> list[str]:
     return [*EVERY_STEP, *(f"diloco:H={H}" for H in periods or [max(1, steps // LEAST_ROUNDS)])]
 
 
+def measured_steps(network: Network) -> list[float]:
+    """Return the measured seconds of each node's step.
+
+    Raises:
+        ArgumentError: the network has no measured steps.
+    """
+    if network.measurement is None or network.measurement.step_s is None:
+        raise ArgumentError("network= has no measured step of the task: run exogym doctor --measure --task NAME")
+    return network.measurement.step_s
+
+
 @checked
 def propose(
     *,
@@ -84,9 +95,7 @@ def propose(
 ) -> Proposal:
     """Return a plan for measured hosts.
 
-    The plan uses the strategy that `exogym advise` recommends. Among the strategies with which the slowest node
-    computes at least 90 % of its time, this strategy exchanges the whole model most often. If no strategy reaches 90 %,
-    the fastest strategy is recommended.
+    The plan uses the strategy that `exogym advise` recommends for a run of so many steps.
 
     Args:
         network: a measured network, with the time of each node's step.
@@ -104,19 +113,16 @@ def propose(
     >>> links = Network.measured(all_reduce={4: 1e-3, 10_000: 2e-3}, num_nodes=2)
     >>> plan = propose(network=links, parameters=2410, steps=400, batch_size=4, step_s=[1e-3, 1e-3])
     >>> plan.strategy, plan.alone_s
-    ('diloco:H=30', 0.8)
+    ('diloco:H=10', 0.8)
     """
-    measurement = network.measurement
-    nodes = network.num_nodes
-    seconds = step_s if step_s is not None or measurement is None else measurement.step_s
-    if seconds is None or nodes is None:
-        raise ArgumentError("network= has no measured step of the task: run exogym doctor --measure --task NAME")
+    seconds = measured_steps(network) if step_s is None else step_s
+    measurement, nodes = network.measurement, len(seconds)
     compared = candidates(steps)
     if strategy is not None and strategy not in compared:
         compared.append(strategy)
     advice = advise(
         parameters=parameters, num_nodes=nodes, network=network, step_seconds=list(seconds), strategies=compared,
-        algorithm="recorded",
+        algorithm="recorded", run=Run(steps),
     )  # fmt: skip
     row = advice.recommended if strategy is None else _row_of(advice, strategy)
     if row is None:
@@ -144,6 +150,8 @@ def propose(
 
 
 def _row_of(advice: Advice, strategy: str) -> Row:
+    if strategy in advice.left_out:
+        raise ArgumentError(advice.left_out[strategy])
     return next(row for row in advice.rows if row.strategy == strategy)
 
 

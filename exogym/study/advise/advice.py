@@ -33,10 +33,12 @@ class Row:
         speedup_range: lowest and highest likely speed-up, if the times of collectives differ by the factors `SPREAD`.
         couples_every: steps until the whole model has been exchanged once and has arrived.
         algorithms: the algorithm of each collective.
-        meets_target: whether the slowest node computes for at least the target share of its time.
+        meets_target: whether the slowest node computes for at least the target share of its time, by default 0.9.
         can_train: False for a `Plan` that is only a formula.
         simulated_steps, final_loss: steps of a simulation and its final validation loss, or None without a simulation.
         target_s: predicted seconds until the simulation reached the target loss, or None if it did not reach this loss.
+        ddp_steps: the believed number of steps to a loss, as a multiple of DDP's steps
+            (`exogym.study.advise.beliefs`).
         cost: time, bytes and money of the whole run (after a simulation, until the target loss), or None if the
             simulation did not reach the target loss.
     """
@@ -58,6 +60,7 @@ class Row:
     goodput: float | None = None
     line_bytes_per_step: float = 0.0
     cost: Cost | None = None
+    ddp_steps: float | None = None
 
 
 @dataclass(frozen=True)
@@ -67,14 +70,15 @@ class Advice:
     Attributes:
         rows: sorted by seconds per step. After a simulation, strategies that reached the target loss come first, by
             time. Strategies that cannot be trained come last, sorted among themselves.
-        recommended: the best strategy that can be trained, or None if no strategy can be trained. By formula, it is one
-            of the strategies that meet the target: the strategy that exchanges the whole model most often, and among
-            several such strategies the strategy with the most bytes. The reason is a rule of thumb: more communication
-            keeps nodes closer together. If no strategy meets the target, it is the fastest strategy. After a
-            simulation, it is the strategy that reached the target loss first, or with the lowest loss if no strategy
-            reached the target loss. With limits (`Run`), only strategies that keep all limits count: the fastest if
-            money is limited, the cheapest if time is limited and prices are given. If no strategy keeps all limits, it
-            is the strategy that exceeds its limits least.
+        recommended: the best strategy that can be trained, or None if no strategy can be trained. By formula, it is the
+            strategy with the smallest expected logarithm of its time over the best time, at most 10, to DDP's loss
+            (`exogym.study.advise.beliefs`).
+            With a target utilization, it is the strategy that meets the target and exchanges the whole model most
+            often, and among several such strategies the strategy with the most bytes; if no strategy meets the target,
+            it is the fastest strategy. After a simulation, it is the strategy that reached the target loss first, or
+            with the lowest loss if no strategy reached the target loss. With limits (`Run`), only strategies that keep
+            all limits count: the fastest if money is limited, the cheapest if time is limited and prices are given. If
+            no strategy keeps all limits, it is the strategy that exceeds its limits least.
         because: the reason for the recommendation.
         target_loss: the simulation's target loss.
         num_nodes: N, the number of nodes.
@@ -129,6 +133,8 @@ class Advice:
         """Return the table's headers and rows as text."""
         simulated = self.target_loss is not None
         headers = ["strategy", "time/step", "sent/node/step", "waiting/time", "computing/time", "speed-up/one node"]
+        believes = not simulated and any(row.ddp_steps is not None for row in self.rows)
+        headers += ["steps/DDP's"] if believes else []
         failing = any(row.goodput is not None for row in self.rows)
         headers += ["goodput"] if failing else []
         headers += ["steps/node", "validation loss", f"time to loss {self.target_loss:.4g}"] if simulated else []
@@ -138,6 +144,7 @@ class Advice:
             mark = " *" if row is self.recommended else "" if row.can_train else " †"
             cells = [row.strategy + mark, readable_seconds(row.seconds_per_step), readable_bytes(row.tx_bytes_per_step)]
             cells += [f"{row.waiting_share:.1%}", f"{row.utilisation:.1%}", f"{row.speedup:.3g}×"]
+            cells += [f"{row.ddp_steps:.2g}×"] if believes and row.ddp_steps is not None else []
             cells += [f"{row.goodput:.1%}"] if row.goodput is not None else []
             if simulated:
                 steps = "" if row.simulated_steps is None else str(row.simulated_steps)

@@ -38,7 +38,8 @@ def what_it_sends(strategy: Strategy, description: Mapping[str, Any]) -> dict[st
     if plan.local_steps is not None or plan.rounds is not None:
         return {}
     sent = [{name: value for name, value in asdict(t).items() if value is not None} for t in plan.traffic]
-    return {"parameters": parameters, "plan": {"couples_every": plan.couples_every, "traffic": sent}}
+    kept = {"couples_every": plan.couples_every, "needs_gradients": plan.needs_gradients, "traffic": sent}
+    return {"parameters": parameters, "plan": kept}
 
 
 def held_against(network: Network, description: Mapping[str, Any], step_s: Sequence[float] | None) -> str:
@@ -63,7 +64,8 @@ def held_against(network: Network, description: Mapping[str, Any], step_s: Seque
     if steps is None:
         raise ArgumentError("the time of a step is unknown: measure it with exogym doctor --measure --task NAME")
     sent = description["plan"]
-    plan = Plan("run", tuple(Traffic(**fields) for fields in sent["traffic"]), sent["couples_every"])
+    traffic, needs = tuple(Traffic(**fields) for fields in sent["traffic"]), sent.get("needs_gradients", False)
+    plan = Plan("run", traffic, sent["couples_every"], needs_gradients=needs)
     row = advise(
         parameters=description["parameters"], num_nodes=description["num_nodes"], network=network,
         step_seconds=list(steps), strategies=[plan], algorithm="recorded",

@@ -1,47 +1,63 @@
-"""What earlier runs make us believe about a new run, and which method these beliefs advise.
+"""What a rule of thumb and earlier runs make us believe about a new run, and which method these beliefs advise.
 
-A `Belief` says how many steps a method takes to a target loss, as a multiple of DDP's steps. Let r_1 ... r_n be the
-logarithms of this multiple at the n places where the method reached the target, out of m places:
+A `Belief` says how many steps a method takes to a target loss, as a multiple of DDP's steps. The target is a loss that
+DDP reaches in S steps. A method synchronizes the whole model every H steps. The rule of thumb says for the logarithm of
+the multiple, and for the probability that the method never reaches the target:
 
-    mean = sum of r_i / n
-    sd^2 = (2 0.3^2 + sum of (r_i - mean)^2) / (n + 1) (1 + 1 / n)
-    never = (m - n + 0.1) / (m + 1)
+    m_0 = 0.1 + 0.12 log H,   with a standard deviation of 0.5
+    p_0 = 0.1 + 2 H / S,      at most 0.9: few synchronizations are too few
 
-So a few places count like two more places with a spread of 0.3, and the factor 1 + 1/n stands for the error of the
-mean. `beliefs_of` computes beliefs from the steps of earlier runs (`exogym.study.atlas.steps.steps_of` reads these from
-the atlas's table). `Belief.updated` adds what a pilot has measured. `chosen` combines beliefs with the seconds of a
-step on a network:
+The rule counts as two earlier places. Let r_1 ... r_n be the logarithms of the multiple at the n places where the
+method reached the target. If a place has only another H' of the method, its r_i gets 0.12 log(H / H') more. Then
+
+    mean  = (2 m_0 + sum of r_i) / (2 + n)
+    sd^2  = (2 0.5^2 + sum of (r_i - mean)^2) / (2 + n) (1 + 1 / (2 + n))
+    never = (2 p_0 + sum of w_i over places where it never arrived) / (2 + sum of w_i)
+
+Earlier runs are short. With R_i = S_i / H' synchronizations at a place and R = S / H in the new run, w_i is min(1,
+R_i / R) if the method never arrived there, because more synchronizations may be enough. Otherwise w_i is min(1,
+R / R_i).
+
+`beliefs_of` computes beliefs from the steps of earlier runs (`exogym.study.atlas.steps.steps_of` reads these from the
+atlas's table, and `known` returns those that ExoGym ships). `Belief.updated` adds what a pilot has measured. `chosen`
+combines beliefs with the seconds of a step on a network:
 
     seconds to the target = seconds per step * DDP's steps * exp(mean + sd z),   z normal
 
 >>> earlier = {"digits-4": {"ddp": 100.0, "diloco:H=10": 150.0}, "words-4": {"ddp": 400.0, "diloco:H=10": 500.0}}
->>> beliefs: dict[str, Belief] = beliefs_of(earlier, ["ddp", "diloco:H=10"])
+>>> beliefs: dict[str, Belief] = beliefs_of({"ddp": 1, "diloco:H=10": 10}, 300, earlier)
 >>> round(beliefs["diloco:H=10"].steps, 2), beliefs["ddp"].steps
-(1.37, 1.0)
+(1.41, 1.0)
 >>> choice: Choice = chosen({"ddp": 0.5, "diloco:H=10": 0.1}, beliefs, ddp_steps=300)
 >>> choice.method, round(choice.seconds), choice.is_safe
-('diloco:H=10', 41, False)
+('diloco:H=10', 43, False)
 """
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
 
 import numpy as np
 
 from exogym.core.base.draws import numpy_generator
-from exogym.errors import ArgumentError, check_number
+from exogym.errors import ArgumentError, check_count, check_number
 
 REFERENCE = "ddp"
-SPREAD, WORTH = 0.3, 2  # sd that a few places get, and the number of places that it counts for
-NEVER, NEVER_WORTH = 0.1, 1  # the same for the share of places at which a method never reaches the target
-BEYOND = 0.3  # more sd per unit of log H between the asked H and the nearest H of earlier runs
+MORE_STEPS, MORE_PER_LOG, SPREAD = 0.1, 0.12, 0.5  # the rule of thumb: m_0, and its standard deviation
+LEAST_NEVER, MOST_NEVER, ROUNDS = 0.1, 0.9, 2  # the rule of thumb: p_0
+WORTH = 2  # places that the rule counts for
 NEAR = 0.05  # a method counts as right if it takes at most this share longer than the best
 LEAST_SURE = 0.5  # with a smaller probability of being right, the safe choice is advised
 WORST = 10.0  # a method that never reaches the target counts as this many times slower than the best
 DRAWS, INTERVAL = 4000, 0.9
+KNOWN = Path(__file__).with_name("earlier.json")
+
+Earlier = Mapping[str, Mapping[str, float]]  # place to method to its steps to the target
 
 
 @dataclass(frozen=True)
@@ -89,66 +105,73 @@ class Belief:
 
 
 SAME = Belief(0.0, 0.0, 0.0)  # DDP takes as many steps as DDP
-UNKNOWN = Belief(mean=0.4, sd=0.7, never=0.2)  # a method without earlier runs
 
 
-def beliefs_of(earlier: Mapping[str, Mapping[str, float]], methods: Iterable[str]) -> dict[str, Belief]:
+def beliefs_of(periods: Mapping[str, int], steps: int, earlier: Earlier | None = None) -> dict[str, Belief]:
     """Return a belief for each method.
 
-    If no place has runs with a method's H, the belief is interpolated in log H between the nearest H of the same
-    method, at each place. Outside their range, the nearest H counts, and `BEYOND` adds to the spread. A method without
-    earlier runs gets `UNKNOWN`.
-
     Args:
+        periods: dict from a strategy as text, such as "diloco:H=30", to the steps between its synchronizations.
+        steps: S, DDP's steps to the target.
         earlier: dict from place to a dict from method to its steps to the target; infinite if it never reached the
-            target. A place counts only if DDP reached the target there.
-        methods: strategies as text, with their H, such as "diloco:H=30".
+            target. A place counts only if DDP reached the target there. If a place lacks a strategy's text, the
+            strategy with the same name and the most similar options counts. None means no earlier runs.
+
+    >>> beliefs_of({"ddp": 1, "diloco:H=50": 50}, 1000)["diloco:H=50"].never
+    0.2
     """
-    return {method: _belief(earlier, method) for method in methods}
+    check_count("steps", steps)
+    return {method: _belief(earlier or {}, method, period, steps) for method, period in periods.items()}
 
 
-def _belief(earlier: Mapping[str, Mapping[str, float]], method: str) -> Belief:
+def _belief(earlier: Earlier, method: str, period: int, steps: int) -> Belief:
     if method == REFERENCE:
         return SAME
-    ratios, beyond = [], 0.0
-    for steps in earlier.values():
-        base = steps.get(REFERENCE, math.inf)
-        found = _steps_at(steps, method)
-        if found is not None and math.isfinite(base):
-            ratios.append(math.log(found[0] / base))
-            beyond = max(beyond, found[1])
-    reached = [r for r in ratios if math.isfinite(r)]
-    n, m = len(reached), len(ratios)
-    if not m:
-        return UNKNOWN
-    never = (m - n + NEVER * NEVER_WORTH) / (m + NEVER_WORTH)
-    if not n:
-        return Belief(UNKNOWN.mean, UNKNOWN.sd, never, m)
-    mean = math.fsum(reached) / n
-    squares = WORTH * SPREAD**2 + math.fsum((r - mean) ** 2 for r in reached)
-    return Belief(mean, math.sqrt(squares / (n - 1 + WORTH) * (1 + 1 / n)) + BEYOND * beyond, never, m)
+    thumb = MORE_STEPS + MORE_PER_LOG * math.log(period)
+    ratios, weights, lost = [], [], 0.0
+    for known in earlier.values():
+        base = known.get(REFERENCE, math.inf)
+        other = _nearest(method, period, known)
+        if other is None or not math.isfinite(base):
+            continue
+        there = h_of(other) or period
+        here = h_of(method) or there
+        rounds = base / there / (steps / here)
+        if math.isfinite(known[other]):
+            ratios.append(math.log(known[other] / base) + MORE_PER_LOG * math.log(here / there))
+            weights.append(min(1.0, 1 / rounds))
+        else:
+            weights.append(min(1.0, rounds))
+            lost += weights[-1]
+    count = WORTH + len(ratios)
+    mean = (WORTH * thumb + math.fsum(ratios)) / count
+    squares = WORTH * SPREAD**2 + math.fsum((r - mean) ** 2 for r in ratios)
+    rule = min(MOST_NEVER, LEAST_NEVER + ROUNDS * period / steps)
+    never = (WORTH * rule + lost) / (WORTH + math.fsum(weights))
+    return Belief(mean, math.sqrt(squares / count * (1 + 1 / count)), never, len(weights))
 
 
-def _steps_at(steps: Mapping[str, float], method: str) -> tuple[float, float] | None:
-    """Return a method's steps at a place, and how far its log H is from the nearest known H; None if unknown."""
-    if method in steps:
-        return steps[method], 0.0
-    H = h_of(method)
-    known = sorted(
-        (h_of(other) or 0.0, value) for other, value in steps.items() if without_h(other) == without_h(method)
-    )
-    known = [(h, value) for h, value in known if h]
-    if H is None or not known:
-        return None
-    below, above = [k for k in known if k[0] < H], [k for k in known if k[0] > H]
-    if not below or not above:
-        nearest = below[-1] if below else above[0]
-        return nearest[1], abs(math.log(H / nearest[0]))
-    (low, first), (high, second) = below[-1], above[0]
-    if not math.isfinite(first + second):
-        return math.inf, 0.0
-    share = math.log(H / low) / math.log(high / low)
-    return math.exp((1 - share) * math.log(first) + share * math.log(second)), 0.0
+def _nearest(method: str, period: int, known: Mapping[str, float]) -> str | None:
+    """Return a strategy of the same name: one with the same other options if there is one, and of these by H."""
+    if method in known:
+        return method
+    name, options, H = method.partition(":")[0], without_h(method), h_of(method) or period
+
+    def far(other: str) -> tuple[bool, float, str]:
+        there = h_of(other)
+        return without_h(other) != options, 0.0 if there is None else abs(math.log(H / there)), other
+
+    return min((other for other in known if other.partition(":")[0] == name), key=far, default=None)
+
+
+@cache
+def known() -> dict[str, dict[str, float]]:
+    """Return the steps of earlier runs that ExoGym ships, from docs/atlas.json and docs/judge.json."""
+    found = json.loads(KNOWN.read_text("utf-8"))
+    return {
+        place: {method: math.inf if steps is None else steps for method, steps in each.items()}
+        for place, each in found.items()
+    }
 
 
 def h_of(method: str) -> float | None:

@@ -279,11 +279,15 @@ class Run:
         return self != Run()
 
     def cost(self, row: Predicted, num_nodes: int, steps: float) -> Cost:
-        """Return the cost of a run of `steps` steps with a strategy's predicted step."""
+        """Return the cost of a run of `steps` steps with a strategy's predicted step.
+
+        Raises:
+            ArgumentError: a predicted number is not finite.
+        """
         spot, prices, limits = self.spot, self.prices, self.limits
         plain_s = steps * row.seconds_per_step
-        if row.goodput:
-            plain_s *= row.utilisation / row.goodput
+        if row.goodput is not None:
+            plain_s *= row.utilisation / row.goodput if row.goodput else math.inf
         again = 1.0 if spot is None else spot.redone(num_nodes)
         seconds = plain_s if spot is None else spot.again_s(plain_s, num_nodes)
         sent = steps * row.tx_bytes_per_step * num_nodes
@@ -297,6 +301,12 @@ class Run:
             return Money(prices.hour * hours + prices.gb * sent * times / 1e9, prices.currency)
 
         total, over, shares = money(seconds, again), [], [0.0]
+        if not math.isfinite(seconds + in_period + (0.0 if total is None else total.amount)):
+            wrong = "" if spot is None else f" ({spot})"
+            raise ArgumentError(
+                f"a run of {steps:.6g} steps would never end, or its bytes or money are too large for a number{wrong}: "
+                "check the step's time, the prices, and how often and how long nodes stand still"
+            )
         for most, got, text in (
             (limits.deadline_s, seconds, f"ends after {readable_seconds(seconds)}"),
             (limits.cap_bytes, in_period, f"carries {readable_bytes(in_period)} {_each(limits.period)}"),

@@ -23,6 +23,7 @@ from exogym.network import parse_seconds, readable_seconds
 
 NEGLIGIBLE = 1e-12
 LOW_TAIL = 12  # standard deviations
+MOST_FAILURES = 1e6  # of a learner in a round
 
 
 @dataclass(frozen=True)
@@ -65,14 +66,20 @@ class Failures:
             waits: whether learners wait for each other at synchronizations.
 
         Raises:
-            ArgumentError: the fleet has more nodes than accelerators.
+            ArgumentError: the fleet has more nodes than accelerators, or a learner fails over a million times a round.
         """
         if num_nodes > self.accelerators:
             raise ArgumentError(
                 f"accelerators={self.accelerators:g} for {num_nodes} nodes: give at least one accelerator per node"
             )
         mean = self.accelerators / num_nodes * round_s / self.mtbf_s
-        stops = most_of_poissons(mean, num_nodes) if waits else mean
+        if not mean <= MOST_FAILURES:
+            raise ArgumentError(
+                f"accelerators={self.accelerators:g}, mtbf_s={self.mtbf_s:g}: a learner would fail {mean:.3g} times in "
+                f"a round of {readable_seconds(round_s)}, wanted at most {MOST_FAILURES:g}: give fewer accelerators, "
+                "or a longer time between failures"
+            )
+        stops = most_of_poissons(mean, num_nodes) if waits and mean else mean
         return utilisation / (1 + stops * self.restart_s / round_s)
 
     def __str__(self) -> str:

@@ -37,16 +37,13 @@ import numpy as np
 
 from exogym.core.base.draws import numpy_generator
 from exogym.errors import check_count
-from exogym.study.advise.beliefs import NEAR, REFERENCE, UNKNOWN, WORST, Belief, Choice, beliefs_of, chosen
+from exogym.study.advise.beliefs import NEAR, REFERENCE, WORST, Belief, Choice, chosen
 from exogym.study.advise.curves import first_step
 
 HOPELESS, SURE = 0.02, 0.95
 Z = 1.645  # 90 % of a normal distribution lie within this many standard deviations
 NOISE, DRIFT = 0.12, 0.28  # sd of a measured log ratio: at the target, and for each log of the distance to the target
 SLOWER = 0.7  # log ratio by which methods that never reach the target are slower in a pilot
-# A rule of thumb, from the runs in docs/reproductions.md, for methods without earlier runs
-MORE_STEPS, MORE_PER_LOG, SPREAD = 0.1, 0.12, 0.5
-LEAST_NEVER, MOST_NEVER, ROUNDS = 0.1, 0.9, 2
 FORESEEN = 4000  # draws
 MORE = (2, 4, 8, 16, 32)  # larger pilots to foresee, as multiples
 
@@ -277,30 +274,6 @@ def foreseen(
     times = np.where(reaches, truth + seconds, np.inf)
     chosen_s = times[np.arange(FORESEEN), (believed + seconds + never * math.log(WORST)).argmin(1)]
     return float((chosen_s <= times.min(1) + math.log1p(NEAR))[np.isfinite(chosen_s)].sum() / FORESEEN)
-
-
-def beliefs_before(
-    earlier: Mapping[str, Mapping[str, float]], periods: Mapping[str, int], steps: int
-) -> dict[str, Belief]:
-    """Return the beliefs before a pilot. Without earlier runs of a method, a rule of thumb gives its belief.
-
-    Nodes that synchronize rarely need more steps: the log ratio is 0.1 + 0.12 log(period), with a spread of 0.5. A run
-    needs many rounds to reach DDP's loss: it does not with the probability 0.1 + 2 period / steps, at most 0.9.
-
-    Args:
-        earlier: steps of earlier runs, as in `exogym.study.advise.beliefs.beliefs_of`.
-        periods: dict from each candidate to the steps between its synchronizations.
-        steps: the planned run's steps.
-
-    >>> beliefs_before({}, {"ddp": 1, "diloco:H=50": 50}, 1000)["diloco:H=50"].never
-    0.2
-    """
-    found = beliefs_of(earlier, periods)
-    for method, period in periods.items():
-        if found[method] == UNKNOWN:
-            never = min(MOST_NEVER, LEAST_NEVER + ROUNDS * period / steps)
-            found[method] = Belief(MORE_STEPS + MORE_PER_LOG * math.log(period), SPREAD, never)
-    return found
 
 
 class _Link:

@@ -28,8 +28,9 @@ import numpy as np
 from exogym.core.base.draws import numpy_generator
 from exogym.errors import ArgumentError
 from exogym.network import Network
-from exogym.study.advise.beliefs import Belief, beliefs_of, chosen, h_of
-from exogym.study.advise.halving import beliefs_before, halve
+from exogym.study.advise.beliefs import Belief, Earlier, beliefs_of, chosen, known
+from exogym.study.advise.halving import halve
+from exogym.study.advise.plans import period_of, plan_of
 from exogym.study.advise.prediction import advise
 from exogym.study.atlas.places import KINDS
 from exogym.study.atlas.steps import LEVELS, SHARE, Curve, curves_of, steps_of
@@ -42,7 +43,7 @@ TIE = 0.02  # methods whose times differ by at most this share are tied
 TRACE_S, TRACE_PART_S = 4 * 3600.0, 600.0
 RESAMPLES, INTERVAL = 2000, 0.95
 WORST = 10.0  # for the best single method: larger times over the best time count as this multiple
-SAME_TASK = {"by_speaker": "characters"}  # only the division of the data differs
+SAME_TASK = {"by_speaker": "characters", "strokes": "pictures"}  # the same data, divided otherwise or another model
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,7 @@ class Question:
         steps: DDP's steps.
         seconds_per_step: dict from each candidate to its seconds per step, by formula.
         earlier: steps to the target at places with other tasks, as in `beliefs_of`.
+        known: the steps of earlier runs that ExoGym ships, without runs of the same task.
         pilot: each candidate's curve for one seed. A pilot may read the curve's beginning.
     """
 
@@ -106,8 +108,14 @@ class Question:
     level: float
     steps: int
     seconds_per_step: Mapping[str, float]
-    earlier: Mapping[str, Mapping[str, float]]
+    earlier: Earlier
+    known: Earlier
     pilot: Mapping[str, Curve]
+
+    @property
+    def periods(self) -> dict[str, int]:
+        """A dict from each candidate to the steps between its synchronizations."""
+        return {method: period_of(plan_of(method, self.parameters, self.nodes)) for method in self.seconds_per_step}
 
 
 @dataclass(frozen=True)
@@ -177,6 +185,7 @@ def cells_of(table: Table, prior: Table | None = None) -> list[Cell]:
     truth = {level: steps_of(table, level) for level in LEVELS}
     found = []
     for place in sorted(truth[LEVELS[0]]):
+        ours = {p: steps for p, steps in known().items() if task_of(p) != task_of(place)}
         about, first = table.places[place], curves_of(table, place, seeds=1)
         for network, site in sites(about["nodes"]).items():
             for size, given in SIZES.items():
@@ -188,7 +197,7 @@ def cells_of(table: Table, prior: Table | None = None) -> list[Cell]:
                     now = {method: pace[0][1] for method, pace in speeds.items()}
                     question = Question(
                         parameters, about["nodes"], each_s, site, level, round(SHARE * about["steps"]), now, others,
-                        {method: first[method] for method in now},
+                        ours, {method: first[method] for method in now},
                     )  # fmt: skip
                     steps = truth[level][place]
                     seconds = {method: seconds_until(steps[method], pace) for method, pace in speeds.items()}
@@ -240,25 +249,40 @@ def seconds_until(steps: float, pace: Pace) -> float:
 # ---------------------------------------------------------------- advisers
 
 
-def by_formula(question: Question) -> Advised:
-    """Advise what `exogym advise` recommends by formula."""
+def by_utilization(question: Question) -> Advised:
+    """Advise the strategy that communicates most while the slowest node computes for 90 % of the time."""
     advice = advise(
         parameters=question.parameters, num_nodes=question.nodes, network=question.site.network,
-        step_seconds=list(question.step_s), strategies=list(question.seconds_per_step),
+        step_seconds=list(question.step_s), strategies=list(question.seconds_per_step), target_utilisation=0.9,
     )  # fmt: skip
     assert advice.recommended is not None  # all candidates were trained
     return Advised(advice.recommended.strategy)
 
 
-def by_atlas(question: Question) -> Advised:
-    """Advise by formula and by the beliefs from earlier runs."""
-    choice = chosen(question.seconds_per_step, believed(question), question.steps)
+def by_rule(question: Question) -> Advised:
+    """Advise by formula and by the rule of thumb, without earlier runs."""
+    return _believing(question, {})
+
+
+def by_advise(question: Question) -> Advised:
+    """Advise what `exogym advise` recommends: by formula, the rule of thumb and the runs that ExoGym ships."""
+    return _believing(question, question.known)
+
+
+def by_table(question: Question) -> Advised:
+    """Advise by formula and by the beliefs from the table's other tasks."""
+    return _believing(question, question.earlier)
+
+
+def _believing(question: Question, earlier: Earlier) -> Advised:
+    beliefs = beliefs_of(question.periods, question.steps, earlier)
+    choice = chosen(question.seconds_per_step, beliefs, question.steps, least_sure=0.0)
     return Advised(choice.method, sure=choice.sure)
 
 
 def believed(question: Question) -> dict[str, Belief]:
-    """Return the beliefs about all candidates from earlier runs."""
-    return beliefs_of(question.earlier, question.seconds_per_step)
+    """Return the beliefs about all candidates that `exogym advise` has."""
+    return beliefs_of(question.periods, question.steps, question.known)
 
 
 def by_pilot(question: Question) -> Advised:
@@ -266,12 +290,17 @@ def by_pilot(question: Question) -> Advised:
     return _after_pilot(question, {})
 
 
-def by_pilot_and_atlas(question: Question) -> Advised:
-    """Advise after a pilot of a tenth of DDP's steps that begins with the beliefs from earlier runs."""
+def by_pilot_and_known(question: Question) -> Advised:
+    """Advise what `exogym advise --pilot 0.1` recommends: after a pilot that begins with the runs that ExoGym ships."""
+    return _after_pilot(question, question.known)
+
+
+def by_pilot_and_table(question: Question) -> Advised:
+    """Advise after a pilot that begins with the beliefs from the table's other tasks."""
     return _after_pilot(question, question.earlier)
 
 
-def _after_pilot(question: Question, earlier: Mapping[str, Mapping[str, float]]) -> Advised:
+def _after_pilot(question: Question, earlier: Earlier) -> Advised:
     """Replay a pilot. It computes all nodes in turn on one of the fastest machines, without a network."""
 
     def train(method: str, until: int) -> list[tuple[float, float]]:
@@ -279,11 +308,9 @@ def _after_pilot(question: Question, earlier: Mapping[str, Mapping[str, float]])
         seen = [(s, loss) for s, loss in zip(curve.steps, curve.losses, strict=True) if s < until]
         return [*seen, (float(until), float(np.interp(until, curve.steps, curve.losses)))]
 
-    periods = {method: int(h_of(method) or 1) for method in question.seconds_per_step}
-    beliefs = beliefs_before(earlier, periods, question.steps)
     found = halve(
-        train, question.seconds_per_step, beliefs, steps=question.steps, budget=int(PILOT * question.steps),
-        periods=periods,
+        train, question.seconds_per_step, beliefs_of(question.periods, question.steps, earlier), steps=question.steps,
+        budget=int(PILOT * question.steps), periods=question.periods,
     )  # fmt: skip
     cost_s = found.spent * question.nodes * min(question.step_s)
     return Advised(found.choice.method, cost_s, found.choice.sure)
@@ -295,8 +322,9 @@ def always(method: str) -> Adviser:
 
 
 ADVISERS: dict[str, Adviser] = {
-    "formula": by_formula, "atlas": by_atlas, "pilot": by_pilot, "pilot and atlas": by_pilot_and_atlas,
-    f"always {FIXED}": always(FIXED),
+    "advise": by_advise, "rule of thumb": by_rule, "table": by_table, "pilot": by_pilot,
+    "advise --pilot 0.1": by_pilot_and_known, "pilot and table": by_pilot_and_table,
+    "90 % utilization": by_utilization, f"always {FIXED}": always(FIXED),
 }  # fmt: skip
 
 

@@ -10,19 +10,19 @@ import math
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from exogym.core.progress import notice
 from exogym.errors import ArgumentError, check_number, checked
 from exogym.network import Network, readable_seconds
-from exogym.strategy.traffic import Plan
 from exogym.study.advise.advice import Advice
-from exogym.study.advise.beliefs import REFERENCE
+from exogym.study.advise.beliefs import REFERENCE, Earlier, beliefs_of, known
 from exogym.study.advise.costs import Run
 from exogym.study.advise.curves import LEAST, StepsTo, fit_curve
-from exogym.study.advise.halving import Found, Z, beliefs_before, halve
+from exogym.study.advise.halving import Found, Z, halve
+from exogym.study.advise.plans import period_of
 from exogym.study.advise.prediction import DEFAULT_STRATEGIES, advise
 from exogym.study.advise.simulation import ROUNDS, parameters_of, plans_of
 from exogym.study.advise.trainings import Trainings, Watch
@@ -35,7 +35,6 @@ from exogym.study.tasks import Task
 
 SHARE = 0.1
 ENOUGH, MORE = 0.9, 0.05  # name the smallest pilot that is this sure, if it is this much surer
-Earlier = Mapping[str, Mapping[str, float]]
 
 
 @dataclass(frozen=True)
@@ -49,6 +48,7 @@ class Piloted:
         target: the target loss in words.
         ddp_steps: DDP's steps to the target.
         here_s: seconds that a step of all nodes takes on this machine.
+        failed: dict from each method whose training failed to the reason.
     """
 
     advice: Advice
@@ -57,6 +57,7 @@ class Piloted:
     target: str
     ddp_steps: StepsTo
     here_s: float
+    failed: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def answer(self) -> str:
@@ -81,8 +82,9 @@ class Piloted:
         return lines
 
     def surer(self) -> int | None:
-        """Return the steps of a larger pilot that is worth its steps, or None."""
-        worth = {c: chance for c, chance in self.found.more.items() if chance > self.found.choice.sure + MORE}
+        """Return the steps of a larger pilot that is worth its steps, or None. It is shorter than the planned run."""
+        more = {cost: chance for cost, chance in self.found.more.items() if round(cost / self.steps, 2) < 1}
+        worth = {cost: chance for cost, chance in more.items() if chance > self.found.choice.sure + MORE}
         enough = [cost for cost, chance in worth.items() if chance >= ENOUGH]
         return min(enough, default=max(worth, key=lambda cost: worth[cost], default=None))
 
@@ -145,7 +147,7 @@ class Piloted:
             "steps": found.spent, "planned_steps": self.steps, "sure": choice.sure, "is_safe": choice.is_safe,
             "likely": choice.likely, "seconds": known(scale * choice.seconds),
             "interval": [known(scale * choice.low), known(scale * choice.high)], "candidates": candidates,
-            "hopeless": list(found.hopeless), "failed": list(found.failed),
+            "hopeless": list(found.hopeless), "failed": dict(self.failed),
             "larger": [{"steps": steps, "sure": sure} for steps, sure in found.more.items()],
         }  # fmt: skip
         return self.advice.to_dict() | {"pilot": about}
@@ -186,7 +188,8 @@ def pilot(  # noqa: PLR0913
         num_nodes, max_steps, batch_size: of the planned run, by default the task's numbers.
         strategies: texts as in `advise`. The task sets the options that a text does not give.
         target_loss: the loss to reach, instead of DDP's last loss.
-        earlier: steps of earlier runs as in `exogym.study.advise.beliefs.beliefs_of`, or None.
+        earlier: steps of earlier runs as in `exogym.study.advise.beliefs.beliefs_of`. By default, those that ExoGym
+            ships.
         out: folder for the pilot's runs. If a pilot was killed, the same call continues it there. A pilot with a larger
             share continues, too. By default the runs are not kept.
         processes, device: as in `LocalTrainer.fit`.
@@ -196,9 +199,9 @@ def pilot(  # noqa: PLR0913
         ArgumentError, DataError: an argument or the data are wrong; raised before training.
 
     >>> from exogym.tasks import load_task
-    >>> found: Piloted = pilot(load_task("digits"), network="50Mbps,10ms", step_seconds="10ms", max_steps=200,
+    >>> found: Piloted = pilot(load_task("digits"), network="50Mbps,10ms", step_seconds="10ms", max_steps=400,
     ...     share=0.4, strategies="ddp,diloco:H=10,diloco:H=50")
-    >>> found.advice.recommended.strategy, found.found.spent <= 80
+    >>> found.advice.recommended.strategy, found.found.spent <= 160
     ('diloco:H=10', True)
     """
     check_number("share", share, least=0)
@@ -211,7 +214,7 @@ def pilot(  # noqa: PLR0913
     setting, forecast = session.setting, session.forecast
     assert forecast is not None
     plans = plans_of(task, setting, strategies)
-    periods = {plan.name: _period(plan) for plan in plans}
+    periods = {plan.name: period_of(plan) for plan in plans}
     rare = [name for name, period in periods.items() if period * ROUNDS > setting.steps]
     if len(rare) == len(plans):
         raise ArgumentError(
@@ -230,32 +233,34 @@ def pilot(  # noqa: PLR0913
             f"the pilot trains at most {budget} steps of {setting.nodes} nodes on this machine, about "
             f"{readable_seconds(budget * here_s)} without evaluations"
         )
-    beliefs = beliefs_before(earlier or {}, {name: periods[name] for name in seconds}, setting.steps)
+    runs = known() if earlier is None else earlier
+    beliefs = beliefs_of({name: periods[name] for name in seconds}, setting.steps, runs)
     with _folder(out) as folder, Trainings(session, folder, watch) as trainings:
         found = halve(
             lambda method, until: trainings.train(method, until, periods[method]), seconds, beliefs,
             steps=setting.steps, budget=budget, periods=periods,
         )  # fmt: skip
+        failed = {method: trainings.why(method) for method in found.failed}
     end = float(setting.steps)
-    known = StepsTo(end, end, end, 0.0)
+    to_target = StepsTo(end, end, end, 0.0)
     target = f"the loss that DDP reaches after {setting.steps} steps"
     if target_loss is not None:
-        known, target = _ddp_steps(found, target_loss), f"a validation loss of {target_loss:.4g}"
+        to_target, target = _ddp_steps(found, target_loss), f"a validation loss of {target_loss:.4g}"
     best = next(row for row in advice.rows if row.strategy == found.choice.method)
     told = [
         f"pilot: {found.spent} steps of {setting.nodes} nodes, seed 0; the other steps of the planned run may differ",
         *([f"never trained, too slow on this network: {', '.join(found.hopeless)}"] if found.hopeless else []),
-        *([f"failed in the pilot: {', '.join(found.failed)}"] if found.failed else []),
+        *(f"{method} failed in the pilot: {why}" for method, why in failed.items()),
         *([f"no candidates, fewer than {ROUNDS} rounds: {', '.join(rare)}"] if rare else []),
     ]
-    needed = known.median * found.beliefs[best.strategy].steps
+    needed = to_target.median * found.beliefs[best.strategy].steps
     if math.isfinite(needed):
         best = replace(best, cost=Run().cost(best, setting.nodes, max(1, math.ceil(needed))))
     rows = [best if row.strategy == best.strategy else row for row in advice.rows]
     advice = replace(
         advice, rows=rows, recommended=best, because=_because(found), assumptions=[*advice.assumptions, *told]
     )  # fmt: skip
-    return Piloted(advice, found, setting.steps, target, known, here_s)
+    return Piloted(advice, found, setting.steps, target, to_target, here_s, failed)
 
 
 def _measured_before(out: str | os.PathLike[str] | None) -> float | None:
@@ -285,12 +290,6 @@ def _ddp_steps(found: Found, target_loss: float) -> StepsTo:
     steps = fit_curve(*zip(*sound[method], strict=True)).steps_to(target_loss)
     ratio = found.beliefs[method].steps
     return StepsTo(steps.median / ratio, steps.low / ratio, steps.high / ratio, steps.unknown)
-
-
-def _period(plan: Plan) -> int:
-    """Return the steps until a strategy's model has changed as a whole. It is 1 if nodes communicate in every step."""
-    every = max((traffic.every_steps for traffic in plan.traffic), default=1.0)
-    return max(1, math.ceil(plan.couples_every)) if every > 1 and math.isfinite(plan.couples_every) else 1
 
 
 @contextlib.contextmanager

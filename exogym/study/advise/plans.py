@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from exogym.errors import ArgumentError
@@ -22,6 +23,17 @@ def plan_of(given: str | Strategy, parameters: float, num_nodes: int, bytes_per_
     strategy = parse_strategy(given) if isinstance(given, str) else given
     title = given if isinstance(given, str) else type(given).__name__
     try:
-        return replace(strategy.plan(parameters, num_nodes, bytes_per_element), name=title)
+        plan = strategy.plan(parameters, num_nodes, bytes_per_element)
+        return replace(plan, name=title, needs_gradients=strategy.needs_gradients)
     except ArgumentError as error:
         raise ArgumentError(f"{title}: {error}") from error
+
+
+def period_of(plan: Plan) -> int:
+    """Return the steps until a strategy's model has changed as a whole. It is 1 if nodes communicate in every step.
+
+    >>> period_of(plan_of("diloco:H=50", 1e6, 4)), period_of(plan_of("sparta", 1e6, 4))
+    (50, 1)
+    """
+    every = max((traffic.every_steps for traffic in plan.traffic), default=1.0)
+    return max(1, math.ceil(plan.couples_every)) if every > 1 and math.isfinite(plan.couples_every) else 1

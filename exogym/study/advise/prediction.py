@@ -23,8 +23,8 @@ draws them. A round begins when the previous round has ended. Nodes outside S_r 
     seconds per step = mean over r of (max over i in S_r of H T_i + c) / H
     `utilisation`    = sum over r and i in S_r of H T_i / (N times all of these seconds)
 
-The slowest node decides whether a strategy meets the target. The slowest node has the longest step T_w or, if nodes
-train at their own pace, the longest T_w + c_w / H_w.
+The slowest node decides whether a strategy meets a target utilization. The slowest node has the longest step T_w or,
+if nodes train at their own pace, the longest T_w + c_w / H_w.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -54,9 +54,10 @@ from exogym.strategy import Strategy
 from exogym.strategy.registry import parse_strategy
 from exogym.strategy.traffic import Plan, Traffic
 from exogym.study.advise.advice import Advice, Row
+from exogym.study.advise.beliefs import Belief, beliefs_of, chosen, known
 from exogym.study.advise.costs import STEPS, Run, narrowed, notes
 from exogym.study.advise.failures import Failures
-from exogym.study.advise.plans import plan_of
+from exogym.study.advise.plans import period_of, plan_of
 
 DEFAULT_STRATEGIES = (
     "ddp",
@@ -74,6 +75,7 @@ DEFAULT_STRATEGIES = (
 # Measured over predicted time of collectives, by formula and from probes: warm collectives, on the links of others'
 # measurements (docs/predictions.md)
 SPREAD = {"formula": (1.0, 1.3), "measured": (0.9, 1.1)}
+UTILISATION = 0.9  # the share of its time that the slowest node should compute, if no target is given
 MEETINGS = 400  # groups drawn, over all turns, if groups meet and lines differ
 ARRIVALS = 1000  # arrivals at a server, or 8 per node if that is more, for the mean wait for a quorum
 LEAST_SAMPLES, DRAWS = 4, 200_000  # for random steps: stretches, and steps drawn over all nodes and stretches
@@ -123,7 +125,7 @@ def advise(
     speeds: Sequence[float] | None = None,
     bytes_per_element: float = 4,
     strategies: Sequence[str | Strategy | Plan] | None = None,
-    target_utilisation: float = 0.9,
+    target_utilisation: float | None = None,
     algorithm: str = "cheapest",
     run: Run | None = None,
     failures: Failures | None = None,
@@ -144,7 +146,9 @@ def advise(
             long.
         bytes_per_element: b, bytes per element on the wire (4 for fp32, 2 for bf16).
         strategies: texts as on the command line ("diloco:H=20"), strategies, or your own `Plan`s.
-        target_utilisation: share of its time that the slowest node must compute, over 0 and up to 1.
+        target_utilisation: share of its time that the slowest node must compute, over 0 and up to 1. If given, the
+            strategies that meet it compete, and the strategy that exchanges the whole model most often is recommended.
+            Otherwise the strategy that probably reaches DDP's loss first is recommended.
         algorithm: "cheapest" takes the fastest known algorithm for each collective. "recorded" takes the algorithm that
             the strategy's events name.
         run: the whole run's length, prices, limits and spot machines. Each row then has a cost, and no strategy over a
@@ -170,7 +174,8 @@ def advise(
     """
     check_number("parameters", parameters, over=0)
     check_number("bytes_per_element", bytes_per_element, over=0)
-    check_number("target_utilisation", target_utilisation, over=0, most=1)
+    if target_utilisation is not None:
+        check_number("target_utilisation", target_utilisation, over=0, most=1)
     check_count("num_nodes", num_nodes)
     check_choice("algorithm", algorithm, ("cheapest", "recorded"))
     if step_seconds is None:
@@ -204,10 +209,14 @@ def advise(
         time = time.for_work(np.array([node.compute_share(_examples(node, batch_size))]), talk.seconds)
 
     plans, left_out = _plans(strategies or DEFAULT_STRATEGIES, parameters, num_nodes, bytes_per_element)
-    rows = [_row(plan, num_nodes, links, time, algorithm, target_utilisation) for plan in plans]
+    meets = UTILISATION if target_utilisation is None else target_utilisation
+    rows = [_row(plan, num_nodes, links, time, algorithm, meets) for plan in plans]
+    steps = run.steps or STEPS
+    beliefs = beliefs_of({plan.name: period_of(plan) for plan in plans}, steps, known())
+    rows = [replace(row, ddp_steps=beliefs[row.strategy].steps) for row in rows]
     if failures is not None:
         rows = [_with_goodput(row, plan, num_nodes, failures) for row, plan in zip(rows, plans, strict=True)]
-    rows = [replace(row, cost=run.cost(row, num_nodes, run.steps or STEPS)) for row in rows]
+    rows = [replace(row, cost=run.cost(row, num_nodes, steps)) for row in rows]
     rows.sort(key=lambda row: (not row.can_train, row.seconds_per_step))
     lines = _assumptions(parameters, num_nodes, network, time, bytes_per_element, algorithm)
     if talk is not None and node is not None:
@@ -233,8 +242,22 @@ def advise(
     if work is not None:
         lines.insert(1, str(work))
     lines += notes(run)
-    wanted = f"{_slowest(time, num_nodes)} computes for at least {target_utilisation:.0%} of the time"
-    best, because = _recommended(rows, run, wanted)
+    able = [row for row in rows if row.can_train]
+    fit, best, because = narrowed(able, run)
+    if best is None and fit:
+        within = f"; within {because}" if because else ""
+        if target_utilisation is None:
+            late = {plan.name for plan in plans if plan.local_steps is not None}
+            equal = [row for row in fit if row.strategy not in late or row.meets_target]
+            best, because = _first_to_arrive(equal or fit, beliefs, steps)
+            lines += [_rare(row) for row in fit if equal and row not in equal]
+            lines.append(f"steps/DDP's: a rule of thumb and {len(known())} small tasks, not from yours")
+        else:
+            wanted = f"{_slowest(time, num_nodes)} computes for at least {target_utilisation:.0%} of the time"
+            best, because = _busy(fit, wanted)
+        because += within
+    elif best is None:
+        because = "no strategy that can be trained here is among them"
     return Advice(rows, best, because, lines, num_nodes=num_nodes, run=run, left_out=left_out)
 
 
@@ -271,20 +294,38 @@ def _slowest(time: StepTime, num_nodes: int) -> str:
     return "every node" if steps_s.min() == steps_s.max() else "the slowest node"
 
 
-def _recommended(rows: Sequence[Row], run: Run, wanted: str) -> tuple[Row | None, str]:
-    """Return the recommended row and the reason. `wanted` says what the target utilization asks for."""
-    able = [row for row in rows if row.can_train]
-    fit, best, reason = narrowed(able, run)
+def _first_to_arrive(rows: Sequence[Row], beliefs: Mapping[str, Belief], steps: int) -> tuple[Row, str]:
+    """Return the row that probably reaches DDP's loss after `steps` steps first, and the reason."""
+    fastest = {row.strategy: row for row in sorted(rows, key=lambda row: -row.seconds_per_step)}
+    seconds = {name: row.cost.seconds / steps if row.cost else row.seconds_per_step for name, row in fastest.items()}
+    choice = chosen(seconds, beliefs, steps, least_sure=0.0)  # with failures or spot machines a run takes longer
+    best = fastest[choice.method]
+    because = (
+        f"it probably needs the least time to the loss that DDP reaches after {steps} steps; the probability that it "
+        f"takes at most 5 % longer than the best is {choice.sure:.0%}"
+    )
+    alone = "; but all nodes together are slower than the fastest node alone" if best.speedup < 1 else ""
+    return best, because + alone
+
+
+def _rare(row: Row) -> str:
+    """Return why an asynchronous strategy is not recommended."""
+    return (
+        f"{row.strategy}: not recommended by formula, because the slowest node computes for less than "
+        f"{UTILISATION:.0%} of the time, so what this node learns arrives late"
+    )
+
+
+def _busy(rows: Sequence[Row], wanted: str) -> tuple[Row, str]:
+    """Return the recommended row for a target utilization, and the reason. `wanted` says what the target asks for."""
+    best = min(
+        (row for row in rows if row.meets_target),
+        key=lambda row: (row.couples_every, -row.tx_bytes_per_step), default=None,
+    )  # fmt: skip
     if best is not None:
-        return best, reason
-    within = f"; within {reason}" if reason else ""
-    good = [row for row in fit if row.meets_target]
-    best = min(good, key=lambda row: (row.couples_every, -row.tx_bytes_per_step), default=None)
-    if best is not None:
-        return best, f"{wanted}, and of such strategies this one exchanges the whole model most often{within}"
-    best = min(fit, key=lambda row: row.seconds_per_step, default=None)
-    because = f"no strategy that can be trained here meets the target: {wanted}"
-    return best, because + ("" if best is None else f"; {_caveat(best)}") + within
+        return best, f"{wanted}, and of such strategies this one exchanges the whole model most often"
+    best = min(rows, key=lambda row: row.seconds_per_step)
+    return best, f"no strategy that can be trained here meets the target: {wanted}; {_caveat(best)}"
 
 
 def _talk(
@@ -406,7 +447,7 @@ def _row_of_fleet(
         line += handed * _line_factor(traffic.kind, way, count)
         names += [f"{way or 'ring'} {traffic.kind}"] * times
     if num_nodes > 1 and math.isfinite(every):
-        stalls += scale * AGREEMENTS * network.message_s / every
+        stalls += scale * (AGREEMENTS + plan.needs_gradients) * network.message_s / every
     seconds = step_s + stalls
     computing = min(1.0, float((busy * mean_s).mean()) / seconds)
     busiest = float(busy[mean_s == mean_s.max()].mean() * mean_s.max()) / seconds

@@ -38,7 +38,7 @@ def simulate(
     seeds: int | Sequence[int] = 1,
     strategies: str | Sequence[str] = DEFAULT_STRATEGIES,
     target_loss: float | None = None,
-    target_utilisation: float = 0.9,
+    target_utilisation: float | None = None,
     run: Run | None = None,
     processes: int | str = 1,
     device: str = "auto",

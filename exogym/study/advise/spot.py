@@ -17,6 +17,7 @@ included.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,4 +87,6 @@ def _rate(given: Any) -> Any:
         raise ArgumentError(f"spot={given!r} has no unit: write '{number}/h' (times an hour that a machine is lost)")
     if unit not in ("h", "day"):
         raise ArgumentError(f"spot={given!r} has no known unit: wanted /h or /day, as in '0.05/h'")
+    if not 0 <= rate < math.inf:
+        raise ArgumentError(f"spot={given!r} must be a rate of at least 0 and finite, such as '0.05/h'")
     return rate if unit == "h" else rate / 24

@@ -1,7 +1,7 @@
 """The trainings of a pilot. Each stops at a step with a checkpoint, and continues from it bit by bit.
 
 out/run.json           the options that decide the results
-out/<strategy>/        checkpoints/, and curve.json with the evaluations so far
+out/<strategy>/        checkpoints/, curve.json with the evaluations so far, and error.json if the training failed
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from exogym.study.compare.run import asked_of
 from exogym.study.compare.session import Session
 from exogym.trainer import LocalTrainer
 
-CURVE = "curve.json"
+CURVE, ERROR = "curve.json", "error.json"
 Watch = Callable[[str, int, float], object]
 
 
@@ -83,9 +83,15 @@ class Trainings:
                     entry.strategy, seed=seed, callbacks=[seen], save_dir=child / "checkpoints", keep_checkpoints=1,
                     resume=True, **options,
                 )  # fmt: skip
-        except TrainingError:
+        except TrainingError as error:
+            write_json(child / ERROR, str(error).partition("\n")[0])
             seen.add(until, math.nan)
         return seen.curve_until(until)
+
+    def why(self, method: str) -> str:
+        """Return in one line why a method's training failed."""
+        file = self._folder.child(method, self.session.setting.seeds[0]) / ERROR
+        return str(json.loads(file.read_text("utf-8"))) if file.exists() else "its validation loss was not finite"
 
     def _tell(self, method: str, step: int, loss: float) -> None:
         self._folder.beat()

@@ -22,7 +22,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from exogym.study.atlas.measures import Result, ranks_of, results_of
+from exogym.study.atlas.measures import Result, comparable, ranks_of, results_of
 from exogym.study.atlas.table import Table
 from exogym.study.atlas.training import FRESH
 
@@ -88,8 +88,7 @@ class Confirmed:
 
 def findings_of(table: Table) -> list[Finding]:
     """Return the findings of a table, at most three: "cheap" needs a method that is cheap enough."""
-    found = {place: results_of(table, place) for place in table.places}
-    places = {place: results for place, results in found.items() if len(results) > 1 and _has(results, "ddp")}
+    places = comparable({place: results_of(table, place) for place in table.places})
     ranks = ranks_of(places)
     if ranks is None or "ddp" not in ranks.mean:
         return []
@@ -165,10 +164,6 @@ def _tuning(
         "less than half of this gain, on a logarithmic scale", places, (most, "tuned"), (most, "default"),
         -gains[most] / 2,
     )]  # fmt: skip
-
-
-def _has(results: Sequence[Result], method: str) -> bool:
-    return any(result.method == method for result in results)
 
 
 def _log(value: float) -> float:

@@ -137,6 +137,15 @@ class Ranks:
     critical: float
 
 
+def comparable(places: Mapping[str, Sequence[Result]]) -> dict[str, Sequence[Result]]:
+    """Return the places with at least two methods, DDP among them. DDP cannot train where a server asks clients."""
+    return {
+        place: results
+        for place, results in places.items()
+        if len(results) > 1 and any(result.method == "ddp" for result in results)
+    }
+
+
 def ranks_of(places: Mapping[str, Sequence[Result]]) -> Ranks | None:
     """Return the ranks of the methods that have results at all places, or None for fewer than two such methods."""
     shared = [{result.method for result in results} for results in places.values()]

@@ -10,9 +10,10 @@ from typing import Any
 from exogym.core.base.files import replacing
 from exogym.core.progress import readable_bytes
 from exogym.network import readable_seconds
+from exogym.strategy.registry import STRATEGIES
 from exogym.study.atlas.findings import confirmed, findings_of
-from exogym.study.atlas.measures import NETWORKS, Ranks, Result, front_of, ranks_of, results_of
-from exogym.study.atlas.places import KINDS, OTHERS, PLACES
+from exogym.study.atlas.measures import NETWORKS, Ranks, Result, comparable, front_of, ranks_of, results_of
+from exogym.study.atlas.places import KINDS, OTHERS, PLACES, VARIANTS
 from exogym.study.atlas.plots import draw_fronts, draw_ranks
 from exogym.study.atlas.table import Table
 from exogym.study.compare.comparison import markdown
@@ -57,7 +58,7 @@ def write(table: Table, path: Path) -> None:
     places = _places(table)
     for place, results in places.items():
         draw_fronts(place, results, path.parent / _picture(path, place))
-    ranks = ranks_of(places)
+    ranks = ranks_of(comparable(places))
     if ranks is not None:
         draw_ranks(ranks, path.parent / _picture(path, "ranks"))
     with replacing(path) as file:
@@ -67,7 +68,7 @@ def write(table: Table, path: Path) -> None:
 def text_of(table: Table, path: Path) -> str:
     """Return the page's text."""
     places = _places(table)
-    return "\n".join(_blocks(table, path, places, ranks_of(places)))
+    return "\n".join(_blocks(table, path, places, ranks_of(comparable(places))))
 
 
 def _places(table: Table) -> dict[str, list[Result]]:
@@ -85,9 +86,15 @@ def _blocks(table: Table, path: Path, places: Mapping[str, Sequence[Result]], ra
     planned = [str(place) for place in (*PLACES, *OTHERS) if str(place) not in table.places]
     if planned:
         yield f"Named beforehand, but not trained yet: {_listed(dict.fromkeys(planned))}.\n"
+    ours = sorted(name for name, kind in STRATEGIES.items() if kind.__module__.startswith("exogym."))
+    for place in map(str, PLACES):
+        trained = {row["method"] for row in table.rows if row["place"] == place}
+        left = [f"`{method}`" for method in (*ours, *VARIANTS) if method not in trained]
+        if trained and left:
+            yield f"At {place}, these methods are not trained yet: {_listed(dict.fromkeys(left))}.\n"
     yield from _findings(table, path)
     if ranks is not None:
-        yield from _ranking(places, ranks, _picture(path, "ranks"))
+        yield from _ranking(comparable(places), ranks, _picture(path, "ranks"))
     for place, results in places.items():
         yield from _section(table.places[place], place, results, _picture(path, place))
     yield from _gains(places)

@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from torch.optim import SGD
-
 from exogym.errors import ArgumentError, check_count
 from exogym.strategy.registry import DEFAULTS, STRATEGIES, parse_strategy, unknown
 from exogym.strategy.strategy import Inner, Strategy
@@ -123,9 +121,7 @@ def entries_of(strategies: Any, setting: Setting, own_lr: bool = False) -> dict[
         if isinstance(given, Strategy):
             entry = Entry(given, label, "", alone=False)
         elif isinstance(given, str):
-            entry = _parse(given, defaults)
-            if not own_lr and _on_sgd(entry.strategy) and common.spec.cls is not SGD:
-                entry = _parse(given, defaults | {"lr": None})
+            entry = _parse(given, None if own_lr else setting.inner_optim, defaults)
             notes = [f"1 of {setting.nodes} shards"] if entry.alone else []
         else:
             raise ArgumentError(f"strategies: {label!r} is {given!r}; wanted a text or a Strategy")
@@ -139,7 +135,7 @@ def entries_of(strategies: Any, setting: Setting, own_lr: bool = False) -> dict[
     return entries
 
 
-def _parse(text: str, defaults: dict[str, Any]) -> Entry:
+def _parse(text: str, lr_for: str | None, defaults: dict[str, Any]) -> Entry:
     name, colon, options = text.partition(":")
     name = name.strip().lower()
     if name not in (SINGLE, *STRATEGIES):
@@ -147,11 +143,8 @@ def _parse(text: str, defaults: dict[str, Any]) -> Entry:
     alone = name == SINGLE
     title = "one node alone" if alone else STRATEGIES[name].title or name
     title += f" ({options.replace(':', ', ')})" if options else ""
-    return Entry(parse_strategy(f"{'ddp' if alone else name}{colon}{options}", **defaults), title, "", alone)
-
-
-def _on_sgd(strategy: Strategy) -> bool:
-    return strategy.inner.spec.cls is SGD and not strategy.own_rule
+    strategy = parse_strategy(f"{'ddp' if alone else name}{colon}{options}", lr_for=lr_for, **defaults)
+    return Entry(strategy, title, "", alone)
 
 
 def _values(strategy: Strategy) -> list[str]:

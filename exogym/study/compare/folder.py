@@ -31,6 +31,7 @@ from exogym.study.compare.plots import Strip
 
 RUN, HISTORY, TIMELINE = "run.json", "history.safetensors", "timeline.json"
 OUTCOME, CHECKPOINTS = "outcome.json", "checkpoints"
+ALL_ARGUMENTS = "all_arguments"  # in run.json: each strategy's arguments, also those with default values
 MOST_ALIKE = 100  # labels whose folders differ only by a number
 
 
@@ -173,14 +174,31 @@ def check_same(out: str | os.PathLike[str], kind: str, saved: dict[str, Any], as
     Raises:
         ArgumentError: some options differ. The message lists these options.
     """
-    from exogym.core.saving.checkpoint import differences
-
-    before = {key: saved.get(key) for key in (*asked, "options")}  # "options" exists if some are not defaults
-    if unlike := differences(before, json.loads(json.dumps(asked))):
+    if unlike := unlike_in(saved, asked):
         raise ArgumentError(
             f"out={os.fspath(out)!r} holds a {kind} with other options; resume it with the same, or give another "
             "folder. The differences:\n  " + "\n  ".join(unlike)
         )
+
+
+def unlike_in(saved: dict[str, Any], asked: dict[str, Any]) -> list[str]:
+    """Return a line for each option in `asked` that differs in a saved description."""
+    from exogym.core.saving.checkpoint import differences
+
+    asked = _known_to(saved, json.loads(json.dumps(asked)))
+    before = {key: saved.get(key) for key in (*asked, "options")}  # "options" exists if some are not defaults
+    return differences(before, asked)
+
+
+def _known_to(saved: Any, asked: Any, are_arguments: bool = False) -> Any:
+    """Return `asked` without arguments of strategies that ExoGym did not have yet when it wrote `saved`."""
+    if not isinstance(saved, dict) or not isinstance(asked, dict):
+        return asked
+    return {
+        key: _known_to(saved.get(key), value, are_arguments or key == ALL_ARGUMENTS)
+        for key, value in asked.items()
+        if key in saved or not (are_arguments or key == ALL_ARGUMENTS)
+    }
 
 
 def lock_of(path: Path) -> Lock:

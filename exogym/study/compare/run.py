@@ -23,14 +23,15 @@ from exogym.core.progress import notice
 from exogym.core.record import schema
 from exogym.core.record.run_folder import versions
 from exogym.core.training.checking import checked_options
-from exogym.core.training.options import FitOptions, RunOptions, describe, takes
+from exogym.core.training.options import FitOptions, RunOptions, all_arguments, describe, takes
 from exogym.data.partition import IID, parse_partitioner
 from exogym.data.stream import Stream, check_dataset, is_factory, is_iterable
 from exogym.errors import ArgumentError, TrainingError, check_count
+from exogym.strategy.strategy import Strategy
 from exogym.study.compare.asked import IN_A_FOLDER, OF_A_STEP, OF_NO_RESULT, ComparisonOptions
 from exogym.study.compare.comparison import Comparison, ComparisonInterrupted, write
 from exogym.study.compare.entries import OF_SEVERAL_NODES, entries_of, setting_of
-from exogym.study.compare.folder import Folder, saved_in
+from exogym.study.compare.folder import ALL_ARGUMENTS, Folder, saved_in
 from exogym.study.compare.forecast import check_timed, forecast_of, measured_step_s
 from exogym.study.compare.in_order import check_entry, first_examples, opening_of
 from exogym.study.compare.live import LiveTable, is_shown
@@ -162,6 +163,7 @@ def asked_of(session: Session, target_loss: float | None = None) -> dict[str, An
     """Return the options that decide the results, as JSON values. A resumed comparison must have the same options.
 
     Options of runs with default values are left out, so that ExoGym can add options and still resume old comparisons.
+    A strategy's arguments are all there, also with default values. So ExoGym notices if a default changed since.
     """
     task, forecast, timing = session.task, session.forecast, None
     if forecast is not None:
@@ -174,9 +176,21 @@ def asked_of(session: Session, target_loss: float | None = None) -> dict[str, An
     return {
         "task": task.name, "description": task.description, **examples,
         "val_examples": len(session.val), "strategies": {k: describe(e.strategy) for k, e in session.entries.items()},
+        ALL_ARGUMENTS: {k: arguments_of(e.strategy) for k, e in session.entries.items()},
         "setting": session.setting.as_dict(), "partition": session.dealing, "val_interval": session.val_interval,
         "device": str(session.place), "timing": timing, **wanted,
     } | decisive_of(RunOptions(**session.passed))  # fmt: skip
+
+
+def arguments_of(strategy: Strategy) -> dict[str, Any]:
+    """Return all arguments of a strategy as JSON values, and the inner optimizer's learning rate.
+
+    >>> from exogym.strategy import DiLoCoStrategy
+    >>> found = arguments_of(DiLoCoStrategy("sgd"))
+    >>> found["H"], found["inner_optim"], found["inner_rate"]
+    (100, 'sgd', 0.1)
+    """
+    return {**all_arguments(strategy), "inner_rate": strategy.inner.base_lr}
 
 
 def decisive_of(options: RunOptions) -> dict[str, Any]:

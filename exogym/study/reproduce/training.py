@@ -1,7 +1,8 @@
 """Train the claims' cells. Each cell has a folder, named by the cell's options, with a folder for each run.
 
 out/<strategy>-<digest>/           a cell's folder. run.json has all options that decide the results; the digest is the
-                                   hash of these options
+                                   hash of the options that the cell gives. If a strategy's default has changed since,
+                                   the cell has another folder, <strategy>-<digest>-2
     <strategy>-seed-0/             a run folder, as in a comparison (`exogym.study.compare.folder`)
 
 So a finished run is never trained again, even if several claims have its cell. An unfinished run resumes from its
@@ -11,6 +12,7 @@ checkpoint. A cell with other options has another digest.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import time
@@ -26,7 +28,7 @@ from exogym.errors import ArgumentError, DataError, check_number
 from exogym.study.compare.asked import ComparisonOptions
 from exogym.study.compare.comparison import plain_name
 from exogym.study.compare.entries import setting_of
-from exogym.study.compare.folder import OUTCOME, Folder, Outcome
+from exogym.study.compare.folder import ALL_ARGUMENTS, OUTCOME, RUN, Folder, Outcome, saved_in, unlike_in
 from exogym.study.compare.forecast import measured_step_s
 from exogym.study.compare.pace import Pace
 from exogym.study.compare.run import asked_of, session_of
@@ -165,11 +167,22 @@ class Reproduction:
         session.watch = lambda at: self._tell(cell, at)
         decided = json.loads(json.dumps(asked_of(session) | {"replicas": cell.replicas}))
         decided["setting"].pop("seeds")
-        text = json.dumps({**decided, "device": session.place.type}, sort_keys=True)
+        given = {key: value for key, value in decided.items() if key != ALL_ARGUMENTS}  # a new option changes no name
+        text = json.dumps({**given, "device": session.place.type}, sort_keys=True)
         name = f"{plain_name(cell.says)[:60]}-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
-        session.folder = Folder(self.out / name, session.entries)
+        session.folder = Folder(self._folder(name, decided), session.entries)
         self._sessions[cell.key], self._asked[cell.key] = session, decided
         return session
+
+    def _folder(self, name: str, decided: dict[str, Any]) -> Path:
+        """Return the first of the folders `name`, `name`-2, ... that is new, or was made with the same defaults."""
+        arguments = {ALL_ARGUMENTS: decided[ALL_ARGUMENTS]}
+        for n in itertools.count(1):
+            path = self.out / (name if n == 1 else f"{name}-{n}")
+            saved = saved_in(path) if (path / RUN).exists() else {}
+            if not unlike_in({key: saved[key] for key in saved.keys() & arguments.keys()}, arguments):
+                return path
+        raise AssertionError
 
     # ---------------------------------------------------------------- training
 

@@ -13,7 +13,17 @@ from exogym import LocalTrainer
 from exogym.core.base import devices
 from exogym.core.fleet.layout import hidden_matrices
 from exogym.errors import ArgumentError
-from exogym.strategy import DiLoCoStrategy, FedAvgStrategy, OptimSpec, SimpleReduceStrategy
+from exogym.strategy import (
+    AsyncDiLoCoStrategy,
+    DecoupledDiLoCoStrategy,
+    DiLoCoStrategy,
+    FedAsyncStrategy,
+    FedAvgStrategy,
+    HALoSStrategy,
+    HeLoCoStrategy,
+    OptimSpec,
+    SimpleReduceStrategy,
+)
 
 STRATEGY = SimpleReduceStrategy(lr=0.1)  # AdamW
 ON_THEIR_WAY = ("diloco eager",)
@@ -102,6 +112,35 @@ def test_what_is_counted_is_what_rows_keep(name, monkeypatch):
     on_its_way = each["parameters"] if name in ON_THEIR_WAY else 0  # for the time of a few steps
     assert sum(each.values()) + on_its_way == pytest.approx(kept["bytes"] + kept["gradients"], rel=0.03)
     assert total >= sum(each.values()) + objects - 1
+
+
+CLOCKED = [
+    AsyncDiLoCoStrategy("sgd", H=2), DecoupledDiLoCoStrategy("sgd", H=2), FedAsyncStrategy("sgd", H=2),
+    HeLoCoStrategy("sgd", H=2), HALoSStrategy("sgd", H=2, island_size=3), HALoSStrategy("sgd", H=2, island_size=1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("strategy", CLOCKED, ids=lambda one: f"{one.name}-{one.island_size}")
+def test_servers_are_counted_too(strategy, monkeypatch):
+    nodes, kept, options = 8, {}, {"model": network(64), "num_nodes": 8}
+
+    def look(loop):
+        kept["rows"] = sum(x.nbytes for row in range(nodes) for x in loop.fleet.state.row(row).values())
+        shared = loop.fleet.state.shared().items()
+        kept["servers"] = sum(x.nbytes for name, x in shared if re.match("server|global_server|relays", name))
+
+    train(strategy, **options, max_steps=20, callbacks=[look])
+    total, each = counted(monkeypatch, strategy, **options)
+    gradient = each["parameters"] / nodes
+    assert total - each["Python's objects"] - gradient == pytest.approx(kept["rows"] + kept["servers"], rel=0.03)
+    assert each["servers"] == pytest.approx(kept["servers"], rel=0.03)
+    free(monkeypatch, 100_000)
+    with pytest.raises(ArgumentError, match="at most") as caught:
+        train(strategy, num_nodes=100)
+    fit = int(re.search(r"at most (\d+) nodes fit", str(caught.value))[1])
+    train(strategy, num_nodes=fit)
+    with pytest.raises(ArgumentError, match="nodes fit"):
+        train(strategy, num_nodes=fit + 3)
 
 
 @pytest.mark.parametrize("optim", ["sgd", "adam", "adafactor", "muon", "asgd", "rmsprop", "adadelta"])

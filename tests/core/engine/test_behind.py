@@ -137,12 +137,10 @@ def test_a_process_that_fails_in_mid_flight_ends_with_its_own_error(times, tmp_p
 STOPS = """
 import os, signal
 from exogym import LocalTrainer
-from exogym.core.base import pulse
 from exogym.core.engine import behind
 from exogym.strategy import DiLoCoStrategy
 from exogym.testing import small_problem
 
-pulse.PATIENCE = 1
 start, begun = behind.Behind.start, []
 
 def stopping(self, call, like, around):

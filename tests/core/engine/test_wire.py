@@ -18,6 +18,7 @@ from exogym.core.engine import shared, world
 from exogym.core.engine.forks import run_forked
 from exogym.core.engine.protocol import place
 from exogym.core.engine.shared import Lost, SharedWire
+from exogym.core.engine.wire import AT_ONCE_BYTES, PACKET_BYTES
 from exogym.errors import ArgumentError, WorkerError
 
 LAYOUTS = [(2, 5), (3, 8), (4, 4)]
@@ -67,6 +68,50 @@ def over(request):
 def test_bits_do_not_depend_on_the_number_of_processes(over, processes, nodes, tmp_path):
     wanted = calls(Wire(range(nodes)), matrix(nodes), nodes)
     over(processes, nodes, tmp_path, lambda wire, x: same(calls(wire, x, nodes), wanted))
+
+
+@pytest.mark.parametrize(("processes", "nodes"), [(3, 3), (3, 5)])
+def test_bits_do_not_depend_on_how_many_bytes_move_at_once(processes, nodes, tmp_path):
+    """Rows of up to a packet are not cut. Larger ones move at once, or in rounds."""
+    edges = [PACKET_BYTES // 4, AT_ONCE_BYTES // 4, 3 * AT_ONCE_BYTES // 4]
+    widths = [edge + more for edge in edges for more in (-1, 0, 1)]
+
+    def body(wire, x):
+        for width in widths:
+            whole = torch.randn(nodes, width, generator=torch.Generator().manual_seed(width))
+            alone, mine = Wire(range(nodes)), whole[wire.ranks]
+            for ids in (list(range(nodes)), [0, nodes - 1]):
+                got = [wire.reduce(mine, ids, "mean"), wire.reduce(mine, ids, "sum", everywhere=False)]
+                got.append(wire.rows(mine, ids))
+                wanted = [alone.reduce(whole, ids, "mean"), alone.reduce(whole, ids, "sum"), alone.rows(whole, ids)]
+                same([x for x in got if x.numel()], [x for x, own in zip(wanted, got, strict=True) if own.numel()])
+        assert wire.agree(wire.process == 1) and not wire.agree(False)
+
+    over_gloo(processes, nodes, tmp_path, body)
+
+
+def test_all_receives_of_a_swap_begin_before_its_sends(tmp_path, monkeypatch):
+    """Otherwise a peer's ready signal, and so its data, would take a latency in each round."""
+
+    def body(wire, x):
+        begun, begin = [], dist.batch_isend_irecv
+
+        def noted(operations):
+            begun.append(["receive" if op.op is dist.irecv else "send" for op in operations])
+            return begin(operations)
+
+        monkeypatch.setattr(dist, "batch_isend_irecv", noted)
+        small, large = torch.zeros(1, PACKET_BYTES // 4), torch.zeros(1, AT_ONCE_BYTES)
+        wire.reduce(small, range(3), "sum")
+        assert begun == [["receive"] * 2, ["send"] * 2]  # one swap, at once
+        begun.clear()
+        wire.reduce(torch.zeros(1, PACKET_BYTES), range(3), "sum")
+        assert begun == [["receive"] * 2, ["send"] * 2] * 2  # slices there, sums back
+        begun.clear()
+        wire.rows(large, range(3))
+        assert begun == [["receive"]] * 2 + [["send"]] * 2  # in rounds
+
+    over_gloo(3, 3, tmp_path, body)
 
 
 def calls_of_a_strategy(nodes):

@@ -86,7 +86,10 @@ def planned(network: Network, **more: Any) -> Any:
 
 def test_the_slower_the_network_the_rarer_nodes_meet() -> None:
     found = [planned(measured(bandwidth)) for bandwidth in (1e12, 2e8, 7e7, 1e6)]
-    assert [plan.strategy for plan in found] == ["ddp", "diloco:H=30", "diloco:H=100", "diloco:H=300"]
+    rows = [plan.advice.recommended for plan in found]
+    sent = [row.tx_bytes_per_step for row in rows]
+    assert found[0].strategy == "ddp" and sent == sorted(sent, reverse=True) and len(set(sent)) > 2
+    assert [plan.strategy for plan in found] == [row.strategy for row in rows]
 
 
 def test_the_estimate_is_steps_times_the_predicted_step_and_evaluations() -> None:
@@ -110,11 +113,19 @@ def test_a_pilot_chooses_the_strategy_and_says_why(capfd: pytest.CaptureFixture[
     network = Network.of(measured_steps(7e7))
     strategy, because = wizard_command.piloted(task, network, profile, 0.5)
     assert strategy in candidates(160) and "of training" in because
-    assert "pilot's steps" in capfd.readouterr().out  # the table
+    said = capfd.readouterr()
+    assert "pilot's steps" in said.out and "the pilot trains" in said.err  # the table, and the notice before training
     plan = propose(network=network, parameters=1e6, steps=160, batch_size=4, strategy=strategy, because=because)
     assert plan.strategy == strategy and plan.because[0] == because
     assert main(["wizard", "--task", "digits", "--pilot", "0.1", "--strategy", "ddp"]) == 2
     assert "--pilot and --strategy both decide the strategy" in capfd.readouterr().err
+
+
+def test_a_pilot_without_a_measured_step_trains_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    profile = RunProfile("digits", "diloco", steps=160, batch_size=4)
+    with pytest.raises(ArgumentError, match="no measured step of the task: run exogym doctor"):
+        wizard_command.piloted(load_task("digits"), measured(7e7), profile, 0.5)
+    assert "the pilot trains" not in "".join(capfd.readouterr())
 
 
 def test_no_period_is_longer_than_a_quarter_of_the_run() -> None:

@@ -3,9 +3,10 @@
 import math
 
 import pytest
+from shipped import text
 
 from exogym.errors import ArgumentError
-from exogym.study.advise.beliefs import NEVER, SAME, UNKNOWN, Belief, beliefs_of, chosen
+from exogym.study.advise.beliefs import KNOWN, SAME, Belief, beliefs_of, chosen, known
 
 
 def close(belief: Belief, mean: float, sd: float, never: float, places: int) -> bool:
@@ -19,31 +20,59 @@ TWO = {  # places, with steps to a target
 
 
 def test_beliefs_from_two_places_are_those_computed_by_hand() -> None:
-    found = beliefs_of(TWO, ["ddp", "diloco:H=10", "diloco:H=40", "demo", "sparta"])
-    first, second = math.log(1.1), math.log(1.2)
-    mean = (first + second) / 2
-    sd = math.sqrt((2 * 0.09 + (first - mean) ** 2 + (second - mean) ** 2) / 3 * 1.5)
-    assert close(found["diloco:H=10"], mean, sd, 0.1 / 3, 2)
-    assert close(found["diloco:H=40"], math.log(2), 0.3, 0.1 / 3, 2)
-    assert close(found["demo"], 0.0, math.sqrt(0.18 / 2 * 2), 1.1 / 3, 2)
-    assert found["ddp"] == SAME and found["sparta"] == UNKNOWN
+    """Both places have as many steps to the target as the new run, or half as many."""
+    found = beliefs_of({"ddp": 1, "diloco:H=10": 10, "demo": 1, "sparta": 1}, 100, TWO)
+    thumb, first, second = 0.1 + 0.12 * math.log(10), math.log(1.1), math.log(1.2)
+    mean = (2 * thumb + first + second) / 4
+    sd = math.sqrt((2 * 0.25 + (first - mean) ** 2 + (second - mean) ** 2) / 4 * (1 + 1 / 4))
+    assert close(found["diloco:H=10"], mean, sd, 2 * 0.3 / 4, 2)
+    assert close(found["demo"], 0.2 / 3, math.sqrt((0.5 + (0.2 / 3) ** 2) / 3 * 4 / 3), (2 * 0.12 + 1) / 4, 2)
+    assert found["ddp"] == SAME and close(found["sparta"], 0.1, 0.5 * math.sqrt(1.5), 0.12, 0)
 
 
 def test_beliefs_follow_h() -> None:
-    found = beliefs_of(TWO, ["diloco:H=10", "diloco:H=20", "diloco:H=40", "diloco:H=400", "diloco:H=10:bits=8"])
-    between = [math.log(math.sqrt(1.1 * 2)), math.log(math.sqrt(1.2 * 2))]  # 20 is halfway from 10 to 40
-    assert found["diloco:H=20"].mean == pytest.approx(sum(between) / 2)
-    far = found["diloco:H=400"]
-    assert far.mean == found["diloco:H=40"].mean
-    assert far.sd == pytest.approx(found["diloco:H=40"].sd + 0.3 * math.log(10))
-    assert found["diloco:H=10:bits=8"] == UNKNOWN  # another method
+    periods = {f"diloco:H={H}": H for H in (40, 400)} | {"diloco:H=400:bits=8": 400, "diloco:bits=8": 40}
+    found = beliefs_of(periods, 100, {"a-4": TWO["a-4"]})
+    near, far = found["diloco:H=40"], found["diloco:H=400"]
+    assert far.mean == pytest.approx(near.mean + 0.12 * math.log(10))
+    assert far.never == pytest.approx(2 * 0.9 / 2.1) and near.never == pytest.approx(2 * 0.9 / 3)
+    assert found["diloco:H=400:bits=8"] == far and found["diloco:bits=8"].places == 1  # the same name counts
+
+
+def test_runs_of_the_same_method_count_as_they_are() -> None:
+    """Also if the steps until the whole model has been exchanged are not the H of its text."""
+    place = {
+        "a-4": {"ddp": 100.0, "noloco:H=30": 100.0, "snoo:H=10": 100.0, "diloco:H=10": 300.0, "diloco:H=100": 100.0}
+    }
+    asked = {"noloco:H=30": 60, "snoo": 1, "diloco": 100}
+    for method, period in asked.items():
+        (found,), (alone,) = (beliefs_of({method: period}, 100, known).values() for known in (place, {}))
+        assert found.mean == pytest.approx(2 / 3 * alone.mean)
+
+
+def test_runs_with_more_synchronizations_may_arrive_all_the_same() -> None:
+    """A place where DeMo never arrived counts less for a longer run, and a place where it arrived counts wholly."""
+    never = {"a-4": {"ddp": 100.0, "demo": math.inf}}
+    short, same, long = (beliefs_of({"demo": 1}, steps, never)["demo"].never for steps in (10, 100, 10_000))
+    assert short == pytest.approx((2 * 0.3 + 1) / 3) and same == pytest.approx((2 * 0.12 + 1) / 3)
+    assert long == pytest.approx((2 * 0.1002 + 0.01) / 2.01)
+    arrived = {"a-4": {"ddp": 100.0, "demo": 100.0}}
+    short, same, long = (beliefs_of({"demo": 1}, steps, arrived)["demo"].never for steps in (10, 100, 10_000))
+    assert short == pytest.approx(2 * 0.3 / 2.1) and same == pytest.approx(2 * 0.12 / 3)
+    assert long == pytest.approx(2 * 0.1002 / 3)
 
 
 def test_places_that_cannot_say_do_not_count() -> None:
     steps = TWO | {"c-4": {"ddp": math.inf, "demo": 7.0}, "d-4": {"demo": 7.0}}
-    assert beliefs_of(steps, ["demo"]) == beliefs_of(TWO, ["demo"])
-    never = beliefs_of({"a-4": TWO["a-4"]}, ["demo"])["demo"]
-    assert (never.never, never.places, never.mean) == (pytest.approx((1 + NEVER) / 2), 1, UNKNOWN.mean)
+    assert beliefs_of({"demo": 1}, 100, steps) == beliefs_of({"demo": 1}, 100, TWO)
+    assert beliefs_of({"demo": 1}, 100) == beliefs_of({"demo": 1}, 100, {"d-4": {"demo": 7.0}})
+    with pytest.raises(ArgumentError, match="steps=0"):
+        beliefs_of({"demo": 1}, 0)
+
+
+def test_the_shipped_runs_are_those_of_the_atlas() -> None:
+    assert KNOWN.read_text("utf-8") == text(), "run python tests/shipped.py"
+    assert known()["digits-4"]["ddp"] > 1 and math.inf in known()["pictures-4"].values()
 
 
 def test_the_choice_weighs_steps_and_seconds() -> None:

@@ -89,6 +89,21 @@ def test_what_makes_no_sense_is_refused(given, message):
         Failures(4, 1, 1).goodput(1.0, 1.0, 5, True)
 
 
+@pytest.mark.parametrize(
+    ("accelerators", "mtbf", "restart", "message"),
+    [
+        ("1M", "1us", "5min", "would fail 6.25e+10 times in a round of 500 ms"),
+        ("1e300", "1e-300s", "1s", "would fail inf times"), ("1M", "8760h", "1e300h", "would never end"),
+    ],
+)  # fmt: skip
+def test_fleets_that_only_fail(accelerators, mtbf, restart, message, capsys):
+    words = ["advise", "--parameters", "100", "--nodes", "8", "--network", "100Gbps", "--step-seconds", "0.5"]
+    failing = ["--strategies", "ddp", "--steps", "1000000000", "--accelerators", accelerators, "--mtbf", mtbf]
+    assert main([*words, *failing, "--restart", restart]) == 2 and message in capsys.readouterr().err
+    assert main([*words, *failing[:-3], "1M", "--mtbf", "8760h"]) == 0  # the control
+    assert Failures(1e300, 1e300, 1).goodput(1.0, 1e-300, 8, True) == 1  # no failure comes
+
+
 def test_the_page_shows_what_the_code_computes():
     page = (ROOT / "docs" / "predictions.md").read_text()
     rows = re.findall(r"^\| ([\d,]+) \| [\d.]+ (?:min|s) \| (.*) % \| (.*) % \| (.*) % \|$", page, re.M)

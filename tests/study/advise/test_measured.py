@@ -5,7 +5,9 @@ import sys
 
 import pytest
 
+from exogym.advise import advise
 from exogym.cli import main
+from exogym.network import Network
 
 OWN = """
 import torch
@@ -76,3 +78,45 @@ def test_what_was_reckoned_may_be_too_fast_and_not_too_slow(capsys):
 def test_a_measurement_that_does_not_fit_is_refused(folder, capsys, words, message):
     assert main(["advise", *words, *([] if "--task" in words else ["--parameters", "1e6"])]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), "missing: the model's size (--parameters 124M) or a task (--dataset NAME); a step's time"),
+        (("--parameters", "1e6"), "missing: a step's time"),
+        (("--parameters", "many", "--flops", "1e9"), "--parameters='many'"),
+        (("--parameters", "1e6", "--step-seconds", "1", "--nodes", "3"), "--hosts has 2 nodes, wanted 3"),
+        (("--parameters", "1e6", "--step-seconds", "1", "--speeds", "1,1,1"), "--hosts has 2 nodes, wanted 3"),
+        (("--parameters", "1e6", "--step-seconds", "soon"), "'soon'"),
+        (("--parameters", "1e6", "--step-seconds", "1", "--strategies", "dilcoo"), "dilcoo"),
+        (("--parameters", "1e6", "--step-seconds", "1", "--within", "1h"), "need the run's length"),
+        (("--parameters", "1e6", "--step-seconds", "1", "--node", "shard=many"), "many"),
+        (("--dataset", "digits", "--target-utilisation", "2"), "target_utilisation=2"),
+        (("--dataset", "digits", "--data", "absent"), "data='absent'"),
+        (("--dataset", "digits", "--pilot", "-1"), "--pilot=-1"),
+        (("--dataset", "digits", "--pilot", "0.1", "--prior", "absent.json"), "--prior='absent.json' does not exist"),
+        (("--dataset", "digits", "--pilot", "0.1", "--strategies", "diloco:H=0"), "H=0"),
+        (("--dataset", "digits", "--simulate", "--target-loss", "nan"), "target_loss=nan"),
+    ],
+)
+def test_what_is_wrong_is_said_before_hosts_are_measured(folder, capsys, words, message):
+    assert main(["advise", "--hosts", "hosts.json", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [(), ("--pilot", "0.1"), ("--simulate",)])
+def test_hosts_are_measured_if_nothing_is_wrong(folder, capsys, words):
+    """The control: these hosts do not exist, so it is the measurement that fails."""
+    assert main(["advise", "--hosts", "hosts.json", "--dataset", "digits", *words]) == 1
+    assert "the hosts are not ready" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("strategy", "every", "agreements"), [("ddp", 1, 3), ("diloco:H=10", 10, 2), ("sparta", 1, 2)])
+def test_nodes_that_average_gradients_agree_once_more(strategy, every, agreements):
+    def step_s(message_s):
+        network = Network.of({"num_nodes": 2, "collectives": {"all_reduce": {"400": 1.0}}, "message_s": message_s})
+        found = advise(parameters=100, num_nodes=2, network=network, step_seconds=0.1, strategies=[strategy])
+        return found.rows[0].seconds_per_step
+
+    assert step_s(0.03) - step_s(0.01) == pytest.approx(0.02 * agreements / every)

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from exogym.errors import ArgumentError
-from exogym.study.advise.beliefs import UNKNOWN, Belief
+from exogym.study.advise.beliefs import Belief
 from exogym.study.advise.curves import fit_curve
 from exogym.study.advise.halving import foreseen, halve, measured
 
 REAL = json.loads(Path("docs/reproductions.json").read_text("utf-8"))["cells"]
+UNKNOWN = Belief(mean=0.4, sd=0.7, never=0.2)
 PACES = {"ddp": 1.0, "diloco:H=10": 1.3, "diloco:H=50": 4.0, "sparta": 1.6}  # steps to a loss, over DDP's
 
 

@@ -4,14 +4,14 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 from exogym.cli import main
 from exogym.errors import ArgumentError
 from exogym.study.advise import Piloted, pilot
-from exogym.study.advise.beliefs import UNKNOWN, Belief
-from exogym.study.advise.halving import beliefs_before
+from exogym.study.advise.beliefs import known
 from exogym.study.compare import compare
 from exogym.tasks import load_task
 
@@ -56,12 +56,40 @@ def test_what_it_says(whole):
     assert best.strategy == found.choice.method and best in whole.advice.rows
     assert "ddp" in found.hopeless and "ddp" not in found.trained
     text = str(whole)
-    assert text.startswith("run: ") and f"{found.choice.sure:.0%}" in text and "--pilot" in text
+    assert text.startswith("run: ") and f"{found.choice.sure:.0%}" in text
     data = json.loads(json.dumps(plain(whole), allow_nan=False))
     assert data["recommended"] == best.strategy and data["pilot"]["steps"] == found.spent
     assert data["pilot"]["candidates"][best.strategy]["probability"] == found.choice.sure
+    assert data["pilot"]["failed"] == {}
     costs = [each["steps"] for each in data["pilot"]["larger"]]
     assert costs == sorted(costs) and costs[0] > found.spent
+
+
+def test_no_pilot_is_named_that_is_as_long_as_the_planned_run(whole):
+    def hinted(more: dict[int, float]) -> Piloted:
+        choice = replace(whole.found.choice, sure=0.5)
+        return replace(whole, found=replace(whole.found, choice=choice, more=more))
+
+    short, long = hinted({56: 0.7, 79: 0.8, 160: 0.99}), hinted({80: 0.95, 160: 0.99})
+    assert short.surer() == 79 and "to be about 80% sure: --pilot 0.99," in str(short)
+    assert long.surer() is None and "--pilot" not in str(long)
+    assert replace(hinted({797: 0.95}), steps=800).surer() is None  # its share would be written as 1
+
+
+WRONG = "diloco:H=4:inner_optim=sgd:lr=1e12"
+
+
+def test_a_method_that_fails_is_named_with_the_reason(tmp_path):
+    options = {"strategies": f"demo,diloco:H=10,{WRONG}", "share": 0.9}
+    found = piloted(out=tmp_path, **options)
+    assert list(found.found.failed) == [WRONG]
+    reason = plain(found)["pilot"]["failed"][WRONG]
+    assert "the loss of node" in reason and "lower the learning rate" in reason
+    assert f"- {WRONG} failed in the pilot: {reason}" in str(found).splitlines()
+    assert plain(piloted(out=tmp_path, **options)) == plain(found)  # the reason is in the folder
+    (error,) = tmp_path.glob("*/error.json")
+    error.unlink()
+    assert plain(piloted(out=tmp_path, **options))["pilot"]["failed"] == {WRONG: "its validation loss was not finite"}
 
 
 def test_a_killed_pilot_continues(whole, tmp_path):
@@ -132,13 +160,10 @@ def test_earlier_runs_decide_what_a_short_pilot_cannot():
     assert piloted(share=0.05, earlier=slow).found.choice.likely == "diloco:H=4"
 
 
-def test_a_rule_of_thumb_stands_for_missing_runs():
-    found = beliefs_before(
-        {"a": {"ddp": 10.0, "demo": 20.0}}, {"ddp": 1, "demo": 1, "diloco:H=10": 10, "diloco:H=50": 50}, 100
-    )
-    assert found["ddp"] == Belief(0.0, 0.0, 0.0) and found["demo"].places == 1
-    assert found["diloco:H=10"].mean < found["diloco:H=50"].mean and UNKNOWN not in found.values()
-    assert found["diloco:H=10"].never < found["diloco:H=50"].never == 0.9
+def test_without_earlier_runs_given_those_that_exogym_ships_count():
+    shipped, none = piloted(share=0), piloted(share=0, earlier={})
+    assert shipped.found.beliefs == piloted(share=0, earlier=known()).found.beliefs
+    assert shipped.found.beliefs["demo"].places > none.found.beliefs["demo"].places == 0
 
 
 def test_a_target_loss_changes_the_time_and_says_when_it_is_unknown():

@@ -43,12 +43,29 @@ def test_nothing_is_lost_where_nothing_is_taken_away() -> None:
     [
         ({"rate_per_h": -1}, "rate_per_h=-1"), ({"restart_s": "soon"}, "restart_s='soon'"),
         ({"rate_per_h": "0.05"}, "has no unit: write '0.05/h'"), ({"rate_per_h": "often"}, "must be a rate"),
-        ({"rate_per_h": "1/s"}, "wanted /h or /day"), ({"rate_per_h": "nan/h"}, "rate_per_h=nan"),
+        ({"rate_per_h": "1/s"}, "wanted /h or /day"), ({"rate_per_h": "nan/h"}, "spot='nan/h' must be a rate"),
+        ({"rate_per_h": "inf/h"}, "spot='inf/h' must be a rate"), ({"rate_per_h": "-1/h"}, "spot='-1/h' must be"),
     ],
 )  # fmt: skip
 def test_numbers_that_cannot_be(wrong: dict[str, object], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         Spot(**{"rate_per_h": 0.1} | wrong)
+
+
+@pytest.mark.parametrize(
+    ("rate", "more"),
+    [
+        ("1e300/h", {}), ("1e300/h", {"--price": "1USD/h"}), ("1e300/h", {"--within": "1TB/month", "--steps": "9"}),
+        ("0.1/h", {"--checkpoint": "1e300h"}), ("1e200/h", {"--restart": "1e200h"}),
+    ],
+)  # fmt: skip
+def test_a_run_that_never_ends(rate: str, more: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*ASKED, "--strategies", "ddp,diloco:H=100", "--json"]
+    assert main([*words, "--spot", rate, *(word for pair in more.items() for word in pair)]) == 2
+    told = capsys.readouterr().err
+    assert "would never end" in told and f"taken away {float(rate[:-2]):g} times an hour" in told
+    assert main([*words, "--spot", "1e9/h"]) == 0  # long, and a number
+    assert "Infinity" not in capsys.readouterr().out
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:

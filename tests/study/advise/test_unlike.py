@@ -146,6 +146,7 @@ def test_a_node_on_a_slow_line_decides_wherever_it_stands(slow):
     rows = {row.strategy: row for row in told.rows}
     assert not rows["async_diloco:H=100"].meets_target and rows["diloco:H=1000"].meets_target
     assert told.recommended is rows["diloco:H=1000"]
+    assert "async_diloco:H=100: not recommended" in str(told)
 
 
 @pytest.mark.parametrize("text", ["async_diloco:H=100", "decoupled_diloco:H=100:quorum=2", "noloco:H=100"])

@@ -17,7 +17,7 @@ from exogym.errors import ArgumentError
 from exogym.strategy import DiLoCoStrategy, SimpleReduceStrategy, Strategy
 from exogym.strategy.registry import STRATEGIES
 from exogym.study.atlas import Atlas, Place, Table, halves, studies_of
-from exogym.study.atlas.measures import ranks_of, results_of
+from exogym.study.atlas.measures import comparable, ranks_of, results_of
 from exogym.study.atlas.training import SEEDS, Ended, TimeIsUp
 from exogym.study.atlas.tuning import axes_of_method, best_of, next_trials
 from exogym.study.sweep.search import BATCH
@@ -184,6 +184,8 @@ def test_ranks_and_gains(whole: Table) -> None:
     ranks = ranks_of({"a": results, "b": results})
     assert ranks is not None and list(ranks.mean.values()) == [1.0, 2.0] and 0 < ranks.critical <= 1
     assert ranks_of({}) is None
+    clients = [result for result in results if result.method != "ddp"]
+    assert list(comparable({"a": results, "b": clients, "c": [ddp]})) == ["a"]
     # Two methods have the same order at two places in half of all tables: no evidence that they differ.
     assert max(ranks.mean.values()) - min(ranks.mean.values()) <= ranks.critical
 

@@ -9,6 +9,8 @@ import pytest
 from paths import ROOT
 
 from exogym.cli import main
+from exogym.strategy import DiLoCoStrategy
+from exogym.strategy.registry import STRATEGIES
 from exogym.study.atlas import Atlas, Table
 from exogym.study.atlas.page import text_of
 from exogym.study.atlas.training import TimeIsUp
@@ -21,7 +23,9 @@ def table() -> Table:
     return Table(PAGE.with_suffix(".json"))
 
 
-def test_the_page_is_what_its_results_say(table: Table) -> None:
+def test_the_page_is_what_its_results_say(table: Table, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the user has a strategy of their own."""
+    monkeypatch.setitem(STRATEGIES, "mine", type("Mine", (DiLoCoStrategy,), {"__module__": "mine"}))
     assert PAGE.read_text() == text_of(table, PAGE), "write it anew: exogym benchmark --trials 8 --only-page --page ..."
     for name in re.findall(r"\]\((images/\S+)\)", PAGE.read_text()):
         assert (PAGE.parent / name).stat().st_size < 60_000

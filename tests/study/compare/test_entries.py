@@ -2,6 +2,7 @@
 
 import pytest
 
+from exogym.machines.remote.profile import RunProfile
 from exogym.strategy import FedNovaStrategy, OptimSpec, SimpleReduceStrategy
 from exogym.study.compare.entries import entries_of, setting_of
 from exogym.study.tasks import load_task
@@ -24,6 +25,7 @@ def test_sgd_takes_its_own_rate_unless_the_user_chose_one(text: str, rate: float
         setting = setting_of(task, None, None, None, 1, lr)
         (entry,) = entries_of(text, setting, own_lr=lr is not None).values()
         assert entry.strategy.inner.base_lr == wanted
+        assert RunProfile("digits", text, lr=lr).make_strategy(task).inner.base_lr == wanted  # the rate on hosts
 
 
 def test_sgd_by_name_has_a_rate_that_learns_and_torchs_class_keeps_torchs_rate() -> None:

@@ -1,9 +1,11 @@
 """Comparisons that are interrupted: only the run under way is lost, and going on gives the undisturbed tables."""
 
+import copy
 import csv
 import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 from collections.abc import Callable
@@ -189,6 +191,27 @@ def test_what_differs_is_listed(undisturbed: Path, tmp_path: Path) -> None:
         undisturbed, resume=True, processes=2
     )  # what changes no result may differ; here nothing is left to do
     assert again.folder == undisturbed and list(tmp_path.iterdir()) == []
+
+
+def test_a_default_that_changed_is_noticed_and_a_new_option_is_not(undisturbed: Path, tmp_path: Path) -> None:
+    saved = json.loads((undisturbed / "run.json").read_text("utf-8"))
+    arguments = saved["all_arguments"]["diloco:H=5"]
+    assert arguments["eager"] is False and "eager" not in saved["strategies"]["diloco:H=5"]
+
+    def resumed(change: Callable[[dict[str, Any]], object]) -> Comparison:
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        shutil.copytree(undisturbed, folder)
+        found = copy.deepcopy(saved)
+        change(found)
+        (folder / "run.json").write_text(json.dumps(found), "utf-8")
+        return asked(folder, resume=True)
+
+    with pytest.raises(ArgumentError, match=r"all_arguments\.diloco:H=5\.delay: saved 3, now 0"):
+        resumed(lambda found: found["all_arguments"]["diloco:H=5"].update(delay=3))
+    with pytest.raises(ArgumentError, match=r"all_arguments\.ddp\.inner_rate: saved 0.5, now"):
+        resumed(lambda found: found["all_arguments"]["ddp"].update(inner_rate=0.5))
+    resumed(lambda found: found["all_arguments"]["diloco:H=5"].pop("eager"))  # saved before this option existed
+    resumed(lambda found: found.pop("all_arguments"))  # saved by an earlier ExoGym
 
 
 def test_labels_that_look_alike_have_folders_of_their_own(tmp_path: Path) -> None:

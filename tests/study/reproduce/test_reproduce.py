@@ -4,7 +4,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,8 @@ from paths import ROOT
 from processes import python
 
 from exogym.cli import main
-from exogym.errors import ArgumentError
+from exogym.errors import ArgumentError, checked
+from exogym.strategy import DiLoCoStrategy, Strategy
 from exogym.study.reproduce import CLAIMS, Cell, Claim, Page, Reproduction, Run, Seen, Verdict, claims_of
 from exogym.study.reproduce import checks as c
 from exogym.study.reproduce.claim import Check, Found, plain_of, run_of
@@ -197,6 +198,38 @@ def watch(at):
         os.kill(os.getpid(), signal.SIGKILL)
 Reproduction(sys.argv[1], seeds=(0,), watch=watch, device="cpu").train([Claim("toy", "", "", "", "", cells, [])])
 """
+
+
+def of_default(H: int) -> Callable[..., Strategy]:
+    """Return a function that makes a strategy whose H is `H` by default, and gives no H."""
+
+    class Changed(DiLoCoStrategy):
+        @checked
+        def __init__(self, H: int = H, alpha: float = 0.5) -> None:
+            super().__init__("sgd", H=H)
+
+    def changed(setting: Any) -> Strategy:
+        return Changed()
+
+    return changed
+
+
+def test_a_run_with_an_earlier_default_is_not_taken_for_a_new_one(tmp_path: Path) -> None:
+    cells = [Cell(of_default(H), task="digits", nodes=2, steps=20) for H in (5, 10, 5)]
+    works = [Reproduction(tmp_path, seeds=(0,), device="cpu") for _ in cells]
+    works[0].results(cells[0])
+    assert [work.missing(cell) for work, cell in zip(works, cells, strict=True)] == [[], [0], []]
+    (named,) = {str(work.asked(cell)["strategies"]) for work, cell in zip(works, cells, strict=True)}
+    assert "Changed" in named  # the given arguments are the same
+    works[1].results(cells[1])
+    first, second = sorted(tmp_path.iterdir())
+    assert second.name == f"{first.name}-2"
+    assert [Reproduction(tmp_path, seeds=(0,)).missing(cell) for cell in cells] == [[]] * 3
+    saved = json.loads((first / "run.json").read_text("utf-8"))
+    for change in (lambda: saved["all_arguments"]["changed"].pop("alpha"), lambda: saved.pop("all_arguments")):
+        change()  # as an earlier ExoGym wrote it, before this option existed
+        (first / "run.json").write_text(json.dumps(saved), "utf-8")
+        assert Reproduction(tmp_path, seeds=(0,)).missing(cells[0]) == []
 
 
 def test_what_is_foreseen_for_a_task_is_corrected_by_that_task_only(

@@ -1,0 +1,24 @@
+"""The steps of earlier runs that ExoGym ships. Run this file to write them anew from the tables in docs."""
+
+import json
+import math
+from pathlib import Path
+
+from exogym.study.advise.beliefs import KNOWN
+from exogym.study.atlas.steps import steps_of
+from exogym.study.atlas.table import Table
+
+TABLES = [Path(__file__).parents[1] / "docs" / name for name in ("atlas.json", "judge.json")]
+
+
+def text() -> str:
+    """Return the file's text: a place per line, with each method's steps to the loss that DDP reaches halfway."""
+    lines, places = [], {place: steps for file in TABLES for place, steps in steps_of(Table(file)).items()}
+    for place, each in sorted(places.items()):
+        steps = {method: round(s, 1) if math.isfinite(s) else None for method, s in sorted(each.items())}
+        lines.append(f"{json.dumps(place)}: {json.dumps(steps)}")
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+if __name__ == "__main__":
+    KNOWN.write_text(text(), "utf-8")
