@@ -1,7 +1,10 @@
 """Folder locks: only one run at a time uses a folder. A lock file in the folder names the process that holds it.
 
 A process creates the complete lock file as a hard link. If several processes try at once, one succeeds, also on network
-file systems. On a file system without hard links, the process creates the lock file exclusively instead.
+file systems. On a file system without hard links, the process creates the lock file exclusively instead. Processes on
+one machine try one after another: each first gets the operating system's lock on the folder, which ends with the
+process. Otherwise a slow process that has read a dead holder's file could remove the file of the process that came
+after. On network file systems without such locks this remains possible.
 
 The lock file records the holder's machine, the machine's last start, the process number and the process's start. So
 other processes on the same machine can check at once whether the holder is dead. Processes on other machines check the
@@ -16,12 +19,14 @@ has lost the folder.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import secrets
 import socket
 import stat
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -31,6 +36,7 @@ from exogym.errors import ArgumentError
 LOCK = ".lock"
 BEAT_S, STALE_S = 15.0, 1800.0  # seconds between heartbeats; seconds of silence after which a remote holder is dead
 TRIES = 20
+TURN_S = 30.0  # seconds that a process waits for its turn to lock a folder
 _held: set[str] = set()  # tokens of this process's locks
 
 
@@ -120,17 +126,18 @@ def acquire(folder: Path, run: str, what: str = "save_dir") -> Lock:
     lock = None
     _held.add(holder.token)
     try:
-        for _ in range(TRIES):
-            if _place(path, beside, holder):
-                lock = Lock(path, holder)
-                return lock
-            other = _holder(path)
-            if other is None:
-                continue
-            age_s = _age_s(path, beside)
-            if other.run != run and not other.is_dead() and age_s < STALE_S:
-                raise _in_use(path, other, age_s, what)
-            _clear(path, other, beside)
+        with _turn(folder) as tries:
+            for _ in range(tries):
+                if _place(path, beside, holder):
+                    lock = Lock(path, holder)
+                    return lock
+                other = _holder(path)
+                if other is None:
+                    continue
+                age_s = _age_s(path, beside)
+                if other.run != run and not other.is_dead() and age_s < STALE_S:
+                    raise _in_use(path, other, age_s, what)
+                _clear(path, other, beside)
         raise ArgumentError(
             f"{what}={str(folder)!r}: several runs tried to lock it at the same time. Give each run its own folder"
         )
@@ -141,6 +148,31 @@ def acquire(folder: Path, run: str, what: str = "save_dir") -> Lock:
             _held.discard(holder.token)
         with contextlib.suppress(OSError):
             beside.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _turn(folder: Path) -> Iterator[int]:
+    """Wait until no other process on this machine is in `acquire` for `folder`. Yield how often to try: not at all
+    if it is still another process's turn after `TURN_S` seconds."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    until, tries = time.monotonic() + TURN_S, TRIES
+    try:
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    tries = 0
+                    break
+                time.sleep(0.01)
+            except OSError:  # this file system has no such locks
+                break
+        yield tries
+    finally:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # a fork has the descriptor, too
+        os.close(descriptor)
 
 
 def _place(path: Path, beside: Path, holder: Holder) -> bool:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import select
 import shutil
 import signal
 import time
@@ -198,6 +199,52 @@ def test_of_many_that_want_a_folder_one_gets_it(tmp_path):
     for pipe in (read, done_read):
         os.close(pipe)
     assert said == ["got it\n"] + ["refused\n"] * 7
+
+
+def test_a_slow_process_does_not_take_the_place_of_the_one_after_it(tmp_path, monkeypatch):
+    """It has read that the holder is dead. Before it clears that file, a second process comes, and in between a third.
+    They wait for their turn; without turns, all three would have the folder."""
+    clear, rename, others = locks._clear, os.rename, []
+
+    def another():
+        def body(say):
+            monkeypatch.undo()
+            try:
+                acquire(tmp_path, str(os.getpid()))
+                say("got it")
+                time.sleep(1)  # so that a process that comes later finds this one alive
+            except ArgumentError:
+                say("refused")
+
+        others.append(Child(body))
+        select.select([others[-1].read], [], [], 0.5)
+
+    def slow_clear(*given):
+        monkeypatch.setattr(locks, "_clear", clear)
+        another()
+        clear(*given)
+
+    def slow_rename(old, new):
+        rename(old, new)
+        another()
+
+    monkeypatch.setattr(locks, "_clear", slow_clear)
+    monkeypatch.setattr(os, "rename", slow_rename)
+    written_by(tmp_path, pid=2**22 + 1)
+    lock = acquire(tmp_path, "the slow one")
+    said = [process.lines.readline() for process in others]
+    assert said == ["refused\n"] * 2
+    lock.check()
+    assert [process.wait() for process in others] == [0, 0]
+    lock.release()
+
+
+def test_a_turn_that_does_not_come_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(locks, "TURN_S", 0.05)
+    with locks._turn(tmp_path), pytest.raises(ArgumentError, match="several runs tried to lock it"):
+        acquire(tmp_path, "mine")
+    acquire(tmp_path, "mine").release()
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_run_that_lost_its_folder_ends_before_it_writes(tmp_path):
