@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from dataclasses import replace
@@ -60,7 +61,8 @@ APART = [  # options that exclude each other, and why
     *((name, other, "{} is only for formulas, not for {}") for other in ("simulated", "pilot_share") for name in (
         "node", "algorithm", "bytes_per_element", "accelerators",
     )),
-    *((name, "pilot_share", "{} does not limit {}") for name in ("price", "within", "spot", "target_utilisation")),
+    *((name, "pilot_share", "{} does not limit {}") for name in ("price", "within", "spot")),
+    *(("target_utilisation", other, "{} chooses by formula, not for {}") for other in ("simulated", "pilot_share")),
     ("simulated", "pilot_share", "{} and {} both train"),
 ]  # fmt: skip
 
@@ -157,8 +159,8 @@ def advise(
     steps: Annotated[
         int | None,
         typer.Option(
-            help="Steps of each node: in your run, for the choice, its time, bytes and money; with --simulate, in the "
-            "simulation. [default: the task's or 1000; with --simulate a quarter of the task's]"
+            help="Steps of each node: DDP's in your run, for the choice, its time, bytes and money; with --simulate, "
+            "in the simulation. [default: the task's or 1000; with --simulate a quarter of the task's]"
         ),
     ] = None,
     price: Annotated[
@@ -344,7 +346,7 @@ def advise(
         with live:
             advice = simulate(
                 task, network=links, step_seconds=timed_step, seeds=1 if seeds is None else seeds,
-                strategies=strategies, target_utilisation=target_utilisation, run=run, watch=live.update, **trained,
+                strategies=strategies, run=run, watch=live.update, **trained,
             )  # fmt: skip
     else:
         step = measured_step_s(task, batch_size) if task is not None and step is None else step
@@ -352,7 +354,7 @@ def advise(
     best = advice.recommended
     if dataset is not None and best is not None:
         line = os.fspath(network or MEASURED_FILE)
-        needed = round(best.cost.steps) if piloted is not None and best.cost is not None else steps
+        needed = steps if best.cost is None else math.ceil(best.cost.steps)
         shared = {"data": data, "batch_size": batch_size, "steps": best.simulated_steps or needed}
         if hosts is not None and own_task is None:
             shared["steps"] = shared["steps"] or run.steps

@@ -72,6 +72,7 @@ class Plan:
         needs_gradients: whether nodes average gradients. Then they agree on which gradients exist, at every step.
         rounds: a function that gives the nodes that take part, round by round, for strategies in which only some nodes
             take part in each round. The function applies to collectives in `traffic` that set `members`.
+        method: the text under which `advise` looks for earlier runs, such as "diloco:H=50"; by default `name`.
     """
 
     name: str
@@ -82,3 +83,4 @@ class Plan:
     quorum: int = 1
     rounds: AskedRounds | None = None
     needs_gradients: bool = False
+    method: str = ""

@@ -39,8 +39,8 @@ class Row:
         target_s: predicted seconds until the simulation reached the target loss, or None if it did not reach this loss.
         ddp_steps: the believed number of steps to a loss, as a multiple of DDP's steps
             (`exogym.study.advise.beliefs`).
-        cost: time, bytes and money of the whole run (after a simulation, until the target loss), or None if the
-            simulation did not reach the target loss.
+        cost: time, bytes and money until the loss that DDP reaches in the given steps (after a simulation, until the
+            target loss), or None if the simulation did not reach the target loss.
     """
 
     strategy: str

@@ -125,7 +125,7 @@ def beliefs_of(periods: Mapping[str, int], steps: int, earlier: Earlier | None =
 
 
 def _belief(earlier: Earlier, method: str, period: int, steps: int) -> Belief:
-    if method == REFERENCE:
+    if method.partition(":")[0] == REFERENCE:
         return SAME
     thumb = MORE_STEPS + MORE_PER_LOG * math.log(period)
     ratios, weights, lost = [], [], 0.0

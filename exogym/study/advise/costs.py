@@ -1,7 +1,8 @@
 """Time, bytes and money of a whole run, and limits that the run must keep.
 
-A run of S steps on N nodes takes S times the seconds of a step. With failures (`Failures`) it takes `utilisation` /
-`goodput` times as long. With spot machines (`Spot`) that restart from checkpoints, it takes
+`advise` counts the steps that a strategy probably needs to the loss that DDP reaches after the given steps. A run of S
+steps on N nodes takes S times the seconds of a step. With failures (`Failures`) it takes `utilisation` / `goodput`
+times as long. With spot machines (`Spot`) that restart from checkpoints, it takes
 
     1 + N lambda (r + c / 2)   times as long, and sends   1 + N lambda c / 2   times the bytes
 
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -238,7 +239,8 @@ class Run:
     """A whole run: its length, its prices, its limits, and its spot machines.
 
     Args:
-        steps: steps of each node. Limits need it. Without it, costs are for 1000 steps.
+        steps: steps of each node with DDP. Limits need it. Without it, costs are for 1000 steps. Another strategy
+            counts the steps that it probably needs to the same loss.
         price: `Prices`, or text such as "1.20USD/h,0.09USD/GB": for each node and hour, and for each GB that a node
             sends.
         within: `Limits`, or text such as "12h,1TB/month,50USD": a deadline, a data cap for each node's line, and money.
@@ -320,12 +322,20 @@ class Run:
         return Cost(steps, seconds, in_period, total, on_s, on_money, tuple(over), max(shares))
 
 
-def narrowed(rows: Sequence[R], run: Run) -> tuple[Sequence[R], R | None, str]:
+def least(rows: Sequence[R], amount: Callable[[Cost], float]) -> R:
+    """Return the row whose cost has the smallest amount. Among equal rows, it is the row that exchanges the whole model
+    most often."""
+    return min(rows, key=lambda row: (math.inf if row.cost is None else amount(row.cost), row.couples_every))
+
+
+def narrowed(
+    rows: Sequence[R], run: Run, first: Callable[[Sequence[R], Callable[[Cost], float]], R] = least
+) -> tuple[Sequence[R], R | None, str]:
     """Return the rows that keep a run's limits, the best row if the limits decide it, and the reason or a condition.
 
-    Money that is limited asks for the fastest row, and limited time with prices for the cheapest. Among equal rows the
-    row that exchanges the whole model most often is the best. If no row keeps all limits, the best is the row that
-    exceeds its limits least.
+    Money that is limited asks for the fastest row, and limited time with prices for the cheapest. `first` chooses it,
+    from rows and an amount of their costs. If no row keeps all limits, the best is the row that exceeds its limits
+    least.
     """
     limits = run.limits
     costs = [(row, row.cost) for row in rows if row.cost is not None]
@@ -341,12 +351,10 @@ def narrowed(rows: Sequence[R], run: Run) -> tuple[Sequence[R], R | None, str]:
     if not by_time and (limits.deadline_s is None or run.prices is None):
         return fit, None, kept
 
-    def key(row: R) -> tuple[float, float]:
-        assert row.cost is not None
-        money = row.cost.money
-        return row.cost.seconds if by_time or money is None else money.amount, row.couples_every
+    def amount(cost: Cost) -> float:
+        return cost.seconds if by_time or cost.money is None else cost.money.amount
 
-    return fit, min(fit, key=key), f"it is the {'fastest' if by_time else 'cheapest'} within {kept}"
+    return fit, first(fit, amount), f"it is the {'fastest' if by_time else 'cheapest'} within {kept}"
 
 
 def said(cost: Cost, run: Run, step_s: float) -> str:

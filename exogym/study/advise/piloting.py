@@ -17,13 +17,13 @@ from typing import Any
 from exogym.core.progress import notice
 from exogym.errors import ArgumentError, check_number, checked
 from exogym.network import Network, readable_seconds
-from exogym.study.advise.advice import Advice
+from exogym.study.advise.advice import Advice, Row
 from exogym.study.advise.beliefs import REFERENCE, Earlier, beliefs_of, known
 from exogym.study.advise.costs import Run
 from exogym.study.advise.curves import LEAST, StepsTo, fit_curve
 from exogym.study.advise.halving import Found, Z, halve
 from exogym.study.advise.plans import period_of
-from exogym.study.advise.prediction import DEFAULT_STRATEGIES, advise
+from exogym.study.advise.prediction import DEFAULT_STRATEGIES, predicted
 from exogym.study.advise.simulation import ROUNDS, parameters_of, plans_of
 from exogym.study.advise.trainings import Trainings, Watch
 from exogym.study.compare import measured_step_s, split_strategies
@@ -221,11 +221,11 @@ def pilot(  # noqa: PLR0913
             f"none of strategies={','.join(rare)!r} communicates twice in max_steps={setting.steps}: name other "
             "strategies, or give more steps"
         )
-    advice = advise(
+    by_formula = predicted(
         parameters=parameters_of(task), num_nodes=setting.nodes, network=forecast.network,
-        step_seconds=forecast.step_time, strategies=plans, algorithm="recorded", run=Run(setting.steps),
+        step_seconds=forecast.step_time, strategies=plans, algorithm="recorded",
     )  # fmt: skip
-    seconds = {row.strategy: row.seconds_per_step for row in advice.rows if row.strategy not in rare}
+    seconds = {row.strategy: row.seconds_per_step for row in by_formula.rows if row.strategy not in rare}
     here_s = setting.nodes * (forecast.measured_step_s or measured_step_s(task, setting.batch_size, device))
     budget = int(share * setting.steps)
     if budget:
@@ -246,21 +246,29 @@ def pilot(  # noqa: PLR0913
     target = f"the loss that DDP reaches after {setting.steps} steps"
     if target_loss is not None:
         to_target, target = _ddp_steps(found, target_loss), f"a validation loss of {target_loss:.4g}"
-    best = next(row for row in advice.rows if row.strategy == found.choice.method)
+    run = Run(setting.steps)
+    rows = [_believed(row, found, to_target.median, run, setting.nodes) for row in by_formula.rows]
+    best = next(row for row in rows if row.strategy == found.choice.method)
     told = [
         f"pilot: {found.spent} steps of {setting.nodes} nodes, seed 0; the other steps of the planned run may differ",
         *([f"never trained, too slow on this network: {', '.join(found.hopeless)}"] if found.hopeless else []),
         *(f"{method} failed in the pilot: {why}" for method, why in failed.items()),
         *([f"no candidates, fewer than {ROUNDS} rounds: {', '.join(rare)}"] if rare else []),
     ]
-    needed = to_target.median * found.beliefs[best.strategy].steps
-    if math.isfinite(needed):
-        best = replace(best, cost=Run().cost(best, setting.nodes, max(1, math.ceil(needed))))
-    rows = [best if row.strategy == best.strategy else row for row in advice.rows]
-    advice = replace(
-        advice, rows=rows, recommended=best, because=_because(found), assumptions=[*advice.assumptions, *told]
+    advice = Advice(
+        rows, best, _because(found), [*by_formula.notes, *told], num_nodes=setting.nodes, run=run,
+        left_out=by_formula.left_out,
     )  # fmt: skip
     return Piloted(advice, found, setting.steps, target, to_target, here_s, failed)
+
+
+def _believed(row: Row, found: Found, ddp_steps: float, run: Run, num_nodes: int) -> Row:
+    """Return a row with the pilot's belief about its steps, and their cost. If they are unknown: of the planned run."""
+    assert run.steps is not None
+    belief = found.beliefs.get(row.strategy)
+    steps = math.nan if belief is None else ddp_steps * belief.steps
+    cost = run.cost(row, num_nodes, max(1, math.ceil(steps)) if math.isfinite(steps) else run.steps)
+    return replace(row, ddp_steps=None if belief is None else belief.steps, cost=cost)
 
 
 def _measured_before(out: str | os.PathLike[str] | None) -> float | None:

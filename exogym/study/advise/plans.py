@@ -21,12 +21,32 @@ def plan_of(given: str | Strategy, parameters: float, num_nodes: int, bytes_per_
     (Traffic(kind='all_reduce', payload_bytes=4000000.0, every_steps=50, members=None, algorithm=None, overlap_steps=0.0, fan=1.0),)
     """  # noqa: E501
     strategy = parse_strategy(given) if isinstance(given, str) else given
-    title = given if isinstance(given, str) else type(given).__name__
+    title = title_of(given)
     try:
         plan = strategy.plan(parameters, num_nodes, bytes_per_element)
-        return replace(plan, name=title, needs_gradients=strategy.needs_gradients)
+        method = given if isinstance(given, str) else _text_of(given)
+        return replace(plan, name=title, needs_gradients=strategy.needs_gradients, method=method)
     except ArgumentError as error:
         raise ArgumentError(f"{title}: {error}") from error
+
+
+def title_of(given: str | Strategy) -> str:
+    """Return a strategy's text, or the call that makes a `Strategy`.
+
+    >>> from exogym.strategy import DiLoCoStrategy
+    >>> title_of("diloco:H=50"), title_of(DiLoCoStrategy(H=50))
+    ('diloco:H=50', 'DiLoCoStrategy(H=50)')
+    """
+    return given if isinstance(given, str) else repr(given)
+
+
+def _text_of(strategy: Strategy) -> str:
+    """Return a strategy's registered name with the options that a text can have, or "" if it has no name."""
+    if not strategy.registered or strategy.name is None:
+        return ""
+    given = vars(strategy).get("given_arguments", {}).items()
+    plain = [f"{option}={value}" for option, value in given if isinstance(value, str | int | float)]
+    return ":".join([strategy.name, *plain])
 
 
 def period_of(plan: Plan) -> int:

@@ -32,7 +32,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -54,10 +54,10 @@ from exogym.strategy import Strategy
 from exogym.strategy.registry import parse_strategy
 from exogym.strategy.traffic import Plan, Traffic
 from exogym.study.advise.advice import Advice, Row
-from exogym.study.advise.beliefs import Belief, beliefs_of, chosen, known
-from exogym.study.advise.costs import STEPS, Run, narrowed, notes
+from exogym.study.advise.beliefs import Belief, Choice, beliefs_of, chosen, known
+from exogym.study.advise.costs import STEPS, Cost, Run, narrowed, notes
 from exogym.study.advise.failures import Failures
-from exogym.study.advise.plans import period_of, plan_of
+from exogym.study.advise.plans import period_of, plan_of, title_of
 
 DEFAULT_STRATEGIES = (
     "ddp",
@@ -78,6 +78,7 @@ SPREAD = {"formula": (1.0, 1.3), "measured": (0.9, 1.1)}
 UTILISATION = 0.9  # the share of its time that the slowest node should compute, if no target is given
 MEETINGS = 400  # groups drawn, over all turns, if groups meet and lines differ
 ARRIVALS = 1000  # arrivals at a server, or 8 per node if that is more, for the mean wait for a quorum
+LEAST = 1e-30  # of an amount per step, so that what is free can be compared
 LEAST_SAMPLES, DRAWS = 4, 200_000  # for random steps: stretches, and steps drawn over all nodes and stretches
 
 
@@ -172,19 +173,90 @@ def advise(
     >>> [(row.strategy, round(row.seconds_per_step, 2)) for row in advice.rows]
     [('diloco:H=100', 0.26), ('ddp', 6.15)]
     """
-    check_number("parameters", parameters, over=0)
-    check_number("bytes_per_element", bytes_per_element, over=0)
     if target_utilisation is not None:
         check_number("target_utilisation", target_utilisation, over=0, most=1)
+    run = Run() if run is None else run
+    if run.within is not None and run.steps is None:
+        raise ArgumentError(f"limits ({run.limits}) need the run's length: give steps, each node's number of steps")
+    meets = UTILISATION if target_utilisation is None else target_utilisation
+    found = predicted(
+        parameters=parameters, num_nodes=num_nodes, network=network, step_seconds=step_seconds, speeds=speeds,
+        bytes_per_element=bytes_per_element, strategies=strategies, algorithm=algorithm, failures=failures, node=node,
+        layers=layers, activation_bytes=activation_bytes, batch_size=batch_size, target=meets,
+    )  # fmt: skip
+    steps, rows = run.steps or STEPS, []
+    beliefs = {name: belief for name, belief in _beliefs(found.plans, steps)}
+    for row in found.rows:
+        multiple = beliefs[row.strategy].steps
+        rows.append(replace(row, ddp_steps=multiple, cost=run.cost(row, num_nodes, math.ceil(steps * multiple))))
+    lines = [*found.notes, *notes(run)]
+    able = [row for row in rows if row.can_train]
+    late = {plan.name for plan in found.plans if plan.local_steps is not None} if target_utilisation is None else set()
+    rare = [row.strategy for row in able if row.strategy in late and not row.meets_target]
+    lines += [_rare(name) for name in rare if len(rare) < len(able)]
+    lines.append(
+        f"steps/DDP's: to the loss that DDP reaches after {steps} steps, from a rule of thumb and {len(known())} small "
+        "tasks, not from yours"
+    )
+    fit, best, because = narrowed(able, run, partial(_first, beliefs, rare))
+    if best is None and fit:
+        within = f"; within {because}" if because else ""
+        if target_utilisation is None:
+            best, because = _first_to_arrive(fit, beliefs, rare, steps)
+        else:
+            wanted = f"{_slowest(found.time, num_nodes)} computes for at least {target_utilisation:.0%} of the time"
+            best, because = _busy(fit, wanted)
+        because += within
+    elif best is None:
+        because = "no strategy that can be trained here is among them"
+    return Advice(rows, best, because, lines, num_nodes=num_nodes, run=run, left_out=found.left_out)
+
+
+_WORK = "give step_seconds=Work(...) with these three arguments"
+advise.__wrapped__.not_taken = dict.fromkeys(("flops", "device", "device_utilisation"), _WORK)  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """What the formulas say: rows by time per step, the plans and steps behind them, and what was assumed."""
+
+    rows: list[Row]
+    plans: list[Plan]
+    time: StepTime
+    notes: list[str]
+    left_out: dict[str, str]
+
+
+def predicted(
+    *,
+    parameters: float,
+    num_nodes: int,
+    network: Network | str,
+    step_seconds: StepTime | Work | Any,
+    strategies: Sequence[str | Strategy | Plan] | None,
+    algorithm: str,
+    speeds: Sequence[float] | None = None,
+    bytes_per_element: float = 4,
+    failures: Failures | None = None,
+    node: NodeMesh | None = None,
+    layers: int | None = None,
+    activation_bytes: float | None = None,
+    batch_size: int | None = None,
+    target: float = UTILISATION,
+) -> Predicted:
+    """Return the predictions of `advise`, with the same arguments, but without costs and a recommendation.
+
+    Raises:
+        ArgumentError: as in `advise`.
+    """
+    check_number("parameters", parameters, over=0)
+    check_number("bytes_per_element", bytes_per_element, over=0)
     check_count("num_nodes", num_nodes)
     check_choice("algorithm", algorithm, ("cheapest", "recorded"))
     if step_seconds is None:
         raise ArgumentError(
             "give the time of a step: step_seconds='80ms', or step_seconds=Work(6e14, 'h100') for its operations"
         )
-    run = Run() if run is None else run
-    if run.within is not None and run.steps is None:
-        raise ArgumentError(f"limits ({run.limits}) need the run's length: give steps, each node's number of steps")
     work = step_seconds if isinstance(step_seconds, Work) else None
     step_seconds = step_seconds if work is None else work.seconds
     network = Network.of(network)
@@ -209,14 +281,9 @@ def advise(
         time = time.for_work(np.array([node.compute_share(_examples(node, batch_size))]), talk.seconds)
 
     plans, left_out = _plans(strategies or DEFAULT_STRATEGIES, parameters, num_nodes, bytes_per_element)
-    meets = UTILISATION if target_utilisation is None else target_utilisation
-    rows = [_row(plan, num_nodes, links, time, algorithm, meets) for plan in plans]
-    steps = run.steps or STEPS
-    beliefs = beliefs_of({plan.name: period_of(plan) for plan in plans}, steps, known())
-    rows = [replace(row, ddp_steps=beliefs[row.strategy].steps) for row in rows]
+    rows = [_row(plan, num_nodes, links, time, algorithm, target) for plan in plans]
     if failures is not None:
         rows = [_with_goodput(row, plan, num_nodes, failures) for row, plan in zip(rows, plans, strict=True)]
-    rows = [replace(row, cost=run.cost(row, num_nodes, steps)) for row in rows]
     rows.sort(key=lambda row: (not row.can_train, row.seconds_per_step))
     lines = _assumptions(parameters, num_nodes, network, time, bytes_per_element, algorithm)
     if talk is not None and node is not None:
@@ -241,28 +308,7 @@ def advise(
         lines.append("asynchronous nodes wait only for a quorum, if at all; N local steps are a step of the fleet")
     if work is not None:
         lines.insert(1, str(work))
-    lines += notes(run)
-    able = [row for row in rows if row.can_train]
-    fit, best, because = narrowed(able, run)
-    if best is None and fit:
-        within = f"; within {because}" if because else ""
-        if target_utilisation is None:
-            late = {plan.name for plan in plans if plan.local_steps is not None}
-            equal = [row for row in fit if row.strategy not in late or row.meets_target]
-            best, because = _first_to_arrive(equal or fit, beliefs, steps)
-            lines += [_rare(row) for row in fit if equal and row not in equal]
-            lines.append(f"steps/DDP's: a rule of thumb and {len(known())} small tasks, not from yours")
-        else:
-            wanted = f"{_slowest(time, num_nodes)} computes for at least {target_utilisation:.0%} of the time"
-            best, because = _busy(fit, wanted)
-        because += within
-    elif best is None:
-        because = "no strategy that can be trained here is among them"
-    return Advice(rows, best, because, lines, num_nodes=num_nodes, run=run, left_out=left_out)
-
-
-_WORK = "give step_seconds=Work(...) with these three arguments"
-advise.__wrapped__.not_taken = dict.fromkeys(("flops", "device", "device_utilisation"), _WORK)  # type: ignore[attr-defined]
+    return Predicted(rows, plans, time, lines, left_out)
 
 
 def _plans(
@@ -283,10 +329,20 @@ def _plans(
         try:
             plans.append(plan_of(given, parameters, num_nodes, bytes_per_element))
         except ArgumentError as error:
-            left_out[given if isinstance(given, str) else type(given).__name__] = str(error)
+            left_out[title_of(given)] = str(error)
     if not plans:
         raise ArgumentError("; ".join(left_out.values()) or "strategies is empty: name at least one")
+    for name, count in Counter(plan.name for plan in plans).items():
+        if count > 1:
+            raise ArgumentError(f"strategies has {name!r} {count} times: give each once, and each Plan its own name")
     return plans, left_out
+
+
+def _beliefs(plans: Sequence[Plan], steps: int) -> Iterator[tuple[str, Belief]]:
+    """Yield each plan's name, and the belief about its steps to the loss that DDP reaches after `steps` steps."""
+    for plan in plans:
+        method = plan.method or plan.name
+        yield plan.name, beliefs_of({method: period_of(plan)}, steps, known())[method]
 
 
 def _slowest(time: StepTime, num_nodes: int) -> str:
@@ -294,12 +350,31 @@ def _slowest(time: StepTime, num_nodes: int) -> str:
     return "every node" if steps_s.min() == steps_s.max() else "the slowest node"
 
 
-def _first_to_arrive(rows: Sequence[Row], beliefs: Mapping[str, Belief], steps: int) -> tuple[Row, str]:
+def _first(
+    beliefs: Mapping[str, Belief], rare: Sequence[str], rows: Sequence[Row], amount: Callable[[Cost], float]
+) -> Row:
+    """Return the row that probably needs the smallest amount, such as seconds or money, to DDP's loss."""
+    choice = _choice(beliefs, rare, rows, amount)
+    return next(row for row in rows if row.strategy == choice.method)
+
+
+def _choice(
+    beliefs: Mapping[str, Belief], rare: Sequence[str], rows: Sequence[Row], amount: Callable[[Cost], float]
+) -> Choice:
+    """Choose by an amount of each run's cost: with failures or spot machines, it is more than its steps' amount.
+
+    Strategies in `rare` are chosen only if there are no others.
+    """
+    each = {row.strategy: max(amount(row.cost) / row.cost.steps, LEAST) for row in rows if row.cost is not None}
+    return chosen({name: x for name, x in each.items() if name not in rare} or each, beliefs, least_sure=0.0)
+
+
+def _first_to_arrive(
+    rows: Sequence[Row], beliefs: Mapping[str, Belief], rare: Sequence[str], steps: int
+) -> tuple[Row, str]:
     """Return the row that probably reaches DDP's loss after `steps` steps first, and the reason."""
-    fastest = {row.strategy: row for row in sorted(rows, key=lambda row: -row.seconds_per_step)}
-    seconds = {name: row.cost.seconds / steps if row.cost else row.seconds_per_step for name, row in fastest.items()}
-    choice = chosen(seconds, beliefs, steps, least_sure=0.0)  # with failures or spot machines a run takes longer
-    best = fastest[choice.method]
+    choice = _choice(beliefs, rare, rows, lambda cost: cost.seconds)
+    best = next(row for row in rows if row.strategy == choice.method)
     because = (
         f"it probably needs the least time to the loss that DDP reaches after {steps} steps; the probability that it "
         f"takes at most 5 % longer than the best is {choice.sure:.0%}"
@@ -308,10 +383,10 @@ def _first_to_arrive(rows: Sequence[Row], beliefs: Mapping[str, Belief], steps: 
     return best, because + alone
 
 
-def _rare(row: Row) -> str:
+def _rare(strategy: str) -> str:
     """Return why an asynchronous strategy is not recommended."""
     return (
-        f"{row.strategy}: not recommended by formula, because the slowest node computes for less than "
+        f"{strategy}: not recommended by formula, because the slowest node computes for less than "
         f"{UTILISATION:.0%} of the time, so what this node learns arrives late"
     )
 

@@ -13,7 +13,7 @@ from exogym.strategy.traffic import Plan
 from exogym.study.advise.advice import Advice, Row
 from exogym.study.advise.costs import Run, narrowed, notes
 from exogym.study.advise.plans import plan_of
-from exogym.study.advise.prediction import DEFAULT_STRATEGIES, advise
+from exogym.study.advise.prediction import DEFAULT_STRATEGIES, Predicted, predicted
 from exogym.study.compare import Standing, compare, measured_step_s, split_strategies
 from exogym.study.compare.comparison import Comparison
 from exogym.study.compare.entries import Setting, entries_of, setting_of
@@ -38,7 +38,6 @@ def simulate(
     seeds: int | Sequence[int] = 1,
     strategies: str | Sequence[str] = DEFAULT_STRATEGIES,
     target_loss: float | None = None,
-    target_utilisation: float | None = None,
     run: Run | None = None,
     processes: int | str = 1,
     device: str = "auto",
@@ -58,7 +57,6 @@ def simulate(
         num_nodes, batch_size: number of nodes, and examples per node and step; by default the task's numbers.
         max_steps: steps of each node; by default a quarter of the task's steps.
         strategies: texts as in `advise`. The task sets the options that a text does not give.
-        target_utilisation: as in `advise`.
         run: prices, limits and spot machines as in `advise`, for a run until the target loss, without `steps`.
 
     Raises:
@@ -89,9 +87,9 @@ def simulate(
     forecast = forecast_of(
         network, step_seconds, speeds, setting.nodes, lambda: measured_step_s(task, setting.batch_size, device)
     )
-    advice = advise(
+    by_formula = predicted(
         parameters=parameters_of(task), num_nodes=setting.nodes, network=forecast.network,
-        step_seconds=forecast.step_time, strategies=plans, target_utilisation=target_utilisation, algorithm="recorded",
+        step_seconds=forecast.step_time, strategies=plans, algorithm="recorded",
     )  # fmt: skip
 
     def train(texts: Sequence[str], steps: int, target_loss: float | None) -> Comparison:
@@ -109,7 +107,7 @@ def simulate(
             (again,) = train([text], more, result.target_loss).rows
             rows[text] = again | {"steps": more}
     left = [plan.name for plan in plans if plan.name not in trained]
-    return _with_losses(advice, result, rows, left, run)
+    return _with_losses(by_formula, setting.nodes, result, rows, left, run)
 
 
 def _steps_to_match(rows: Mapping[str, Mapping[str, Any]], text: str) -> int:
@@ -137,18 +135,23 @@ def plans_of(task: Task, setting: Setting, strategies: str | Sequence[str]) -> l
 
 
 def _with_losses(
-    advice: Advice, result: Comparison, found: Mapping[str, Mapping[str, Any]], left: Sequence[str], run: Run
+    by_formula: Predicted,
+    num_nodes: int,
+    result: Comparison,
+    found: Mapping[str, Mapping[str, Any]],
+    left: Sequence[str],
+    run: Run,
 ) -> Advice:
-    """Return the advice with the simulation's results, sorted by time to the target loss."""
+    """Return the advice from the formulas and the simulation's results, sorted by time to the target loss."""
 
     def joined(row: Row) -> Row:
         own = found.get(row.strategy, {"steps": None, "val_loss": None, "target_s": None})
         end_s = own["target_s"]
-        cost = None if end_s is None else run.cost(row, advice.num_nodes, end_s / row.seconds_per_step)
+        cost = None if end_s is None else run.cost(row, num_nodes, end_s / row.seconds_per_step)
         return replace(row, simulated_steps=own["steps"], final_loss=own["val_loss"], target_s=end_s, cost=cost)
 
     rows = sorted(
-        map(joined, advice.rows),
+        map(joined, by_formula.rows),
         key=lambda row: (row.target_s is None, row.target_s or row.seconds_per_step),
     )
     target = f"a validation loss of {result.target_loss:.4g} ({result.description['forecast']['target']})"
@@ -166,7 +169,7 @@ def _with_losses(
         f"needed to reach the loss had up to {LONGER} times as many steps; longer runs may end in another order"
     ]
     lines += [f"not simulated: {', '.join(left)}: by formula alone, or fewer than {ROUNDS} rounds"] if left else []
-    return replace(
-        advice, rows=rows, recommended=best, because=because,
-        target_loss=result.target_loss, assumptions=[*advice.assumptions, *notes(run), *lines], run=run,
+    return Advice(
+        rows, best, because, [*by_formula.notes, *notes(run), *lines], result.target_loss, num_nodes, run,
+        left_out=by_formula.left_out,
     )  # fmt: skip

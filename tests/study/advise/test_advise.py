@@ -19,7 +19,7 @@ from exogym.core.communicator import Event
 from exogym.core.mesh.traffic import talk_of_layers
 from exogym.errors import ArgumentError
 from exogym.network import Network, compute_utilisation
-from exogym.strategy import CommunicateOptimizeStrategy, DiLoCoStrategy, Strategy
+from exogym.strategy import CommunicateOptimizeStrategy, DiLoCoStrategy, SimpleReduceStrategy, Strategy
 from exogym.strategy.federated_averaging import AveragingCommunicator
 from exogym.strategy.registry import parse_strategy
 from exogym.study.advise import Plan, Run, Traffic, Work, advise, plan_of, required_bandwidth, simulate
@@ -240,7 +240,7 @@ def test_advice_as_json():
 
 
 def test_the_page_shows_what_is_printed():
-    limited = Run(20_000, price="1.20USD/h,0.09USD/GB", within="6h,1TB/month")
+    limited = Run(20_000, price="1.20USD/h,0.09USD/GB", within="12h,1TB/month")
     for command, run, count in (("0.8", None, 8), ("0.8 --steps .*", limited, 3)):
         (shown,) = re.findall(rf"--step-seconds {command}\n```\n\n```text\n(.*?)```", PAGE.read_text(), re.S)
         printed = str(advise(parameters=124e6, num_nodes=4, network="wifi", step_seconds="0.8", run=run)).splitlines()
@@ -352,6 +352,11 @@ def test_nobody_is_left_behind_for_want_of_steps(simulated):
     assert max(r.simulated_steps for r in trained.values()) > 40
 
 
+def test_a_simulation_says_nothing_of_beliefs(simulated):
+    """What it measured counts, so no note names a column that the table lacks."""
+    assert "DDP's" not in str(simulated) and all(row.ddp_steps is None for row in simulated.rows)
+
+
 def test_a_simulation_is_the_comparison_of_its_length(simulated):
     for r in simulated.rows:
         if r.simulated_steps is not None:
@@ -396,6 +401,20 @@ def test_ten_thousand_nodes_and_any_size():
     advice = advise(parameters=1e12, num_nodes=10_000, network=Network.groups([100] * 100, "nvlink", "wan,jitter=0"),
                     step_seconds=StepTime(10, sigma=0.1))  # fmt: skip
     assert all(math.isfinite(r.seconds_per_step) for r in advice.rows)
+
+
+def test_each_object_has_its_own_belief():
+    """Objects of one class need other steps, as their texts do; a DDP object needs DDP's."""
+    objects = [SimpleReduceStrategy(), DiLoCoStrategy(H=10), DiLoCoStrategy(H=500)]
+    given = {"parameters": P, "num_nodes": 4, "network": LINE, "step_seconds": T}
+    rows = {row.strategy: row for row in advise(**given, strategies=objects).rows}
+    texts = {row.strategy: row for row in advise(**given, strategies=["ddp", "diloco:H=10", "diloco:H=500"]).rows}
+    for strategy, text in zip(objects, ("ddp", "diloco:H=10", "diloco:H=500"), strict=True):
+        assert rows[repr(strategy)].ddp_steps == texts[text].ddp_steps
+    assert len({row.ddp_steps for row in rows.values()}) == 3 and rows["SimpleReduceStrategy()"].ddp_steps == 1
+    one, other = (Plan("mine", (Traffic("all_reduce", 4 * P, every),), every) for every in (1, 100))
+    with pytest.raises(ArgumentError, match="'mine' 2 times"):
+        advise(**given, strategies=[one, other])
 
 
 def test_strategies_may_be_objects_and_plans():

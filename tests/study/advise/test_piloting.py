@@ -1,6 +1,7 @@
 """Pilots that train: the planned run's own losses, continued after a kill, and the same choice on every layout."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -166,6 +167,16 @@ def test_without_earlier_runs_given_those_that_exogym_ships_count():
     assert shipped.found.beliefs["demo"].places > none.found.beliefs["demo"].places == 0
 
 
+def test_a_pilot_speaks_of_its_own_beliefs():
+    """Not of the formula's: its notes name no shipped runs, and its rows have the pilot's steps."""
+    found = piloted(earlier={})
+    assert "small tasks" not in str(found) and "not recommended by formula" not in str(found)
+    rows = {row.strategy: row for row in found.advice.rows}
+    for name, belief in found.found.beliefs.items():
+        assert rows[name].ddp_steps == belief.steps
+        assert rows[name].cost.steps == math.ceil(80 * belief.steps)
+
+
 def test_a_target_loss_changes_the_time_and_says_when_it_is_unknown():
     near, far = piloted(target_loss=2.0), piloted(target_loss=1e-6)
     assert near.advice.recommended.cost.steps < 80 and "a validation loss of 2:" in str(near)
@@ -222,7 +233,8 @@ def test_the_command_says_the_same_as_python(whole, capsys):
         (["--pilot", "0.1", "--simulate"], "both train"),
         (["--pilot", "0", "--within", "12h"], "does not limit"),
         (["--pilot", "0.1", "--price", "1USD/h"], "does not limit"),
-        (["--pilot", "0.1", "--target-utilisation", "0.5"], "does not limit"),
+        (["--pilot", "0.1", "--target-utilisation", "0.5"], "chooses by formula"),
+        (["--simulate", "--target-utilisation", "0.5"], "chooses by formula"),
         (["--pilot", "0", "--prior", "missing.json"], "--prior='missing.json' does not exist"),
         (["--pilot", "0.1", "--node", "shard=2"], "only for formulas"),
         (["--pilot", "0.1", "--seeds", "2"], "--seeds needs --simulate"),

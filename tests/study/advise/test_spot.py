@@ -72,10 +72,10 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     asked = [*ASKED, "--spot", "0.1/h", "--price", "2USD/h", "--restart", "6min", "--checkpoint", "12min"]
     assert main([*asked, "--strategies", "ddp,diloco:H=100", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    step_s = {row["strategy"]: row["seconds_per_step"] for row in found["rows"]}
+    run_s = {row["strategy"]: row["seconds_per_step"] * row["cost"]["steps"] for row in found["rows"]}
     for name, ways in found["spot"].items():
-        assert ways["from_checkpoints_s"] == pytest.approx(1000 * step_s[name] * (1 + 8 * 0.1 * 0.2))
-        assert ways["going_on_money"] == pytest.approx(8 * 2 * 1000 * step_s[name] / HOUR_S)
+        assert ways["from_checkpoints_s"] == pytest.approx(run_s[name] * (1 + 8 * 0.1 * 0.2))
+        assert ways["going_on_money"] == pytest.approx(8 * 2 * run_s[name] / HOUR_S)
     assert main([*asked, "--strategies", "ddp"]) == 0
     told = capsys.readouterr().out
     assert "going on" in told and "taken away 0.1 times an hour" in told
