@@ -112,14 +112,17 @@ def _stopped(end: BaseException, left: str = "") -> None:
 
 
 def claims_at_sizes(
-    trials: int, claims: Sequence[str], hours: float | None, out: Path, page: Path | None, processes: int | str,
-    device: str, data: str | None,
+    trials: int, claims: Sequence[str], hours: float | None, out: Path, page: Path | None, only_page: bool,
+    processes: int | str, device: str, data: str | None,
 ) -> None:  # fmt: skip
     """Train the claims' missing cells at all sizes with tuned rates, and write the page of verdicts."""
     page = _page(page or out / CLAIMS_PAGE)
     table = _table(page, claims=True)
     for name in claims:
         check_choice("claim", name, CENTRAL)
+    if only_page:
+        _say_claims(table, page, claims)
+        return
     wanted = [central for name, central in CENTRAL.items() if not claims or name in claims]
     studies = [study for size in SIZES for central in wanted for study in studies_at(central, size).values()]
     studies += gap_studies() if any(central.name == GAP_CLAIM for central in wanted) else []
@@ -129,9 +132,14 @@ def claims_at_sizes(
         data=files, defaults=False,
     )  # fmt: skip
     if _trained(atlas, table):
-        for name, each in write_claims(table, page, claims).items():
-            print(f"{name} {each.outcome}: {each.central.claim.title}")
-        print(f"written: {page}")
+        _say_claims(table, page, claims)
+
+
+def _say_claims(table: Table, page: Path, claims: Sequence[str]) -> None:
+    """Write the page of verdicts, and print each."""
+    for name, each in write_claims(table, page, claims).items():
+        print(f"{name} {each.outcome}: {each.central.claim.title}")
+    print(f"written: {page}")
 
 
 def confirm(page: Path, out: Path, hours: float | None, processes: int | str, device: str) -> None:

@@ -75,9 +75,10 @@ def reproduce(
     if trials is not None:
         from exogym.cli import atlas
 
-        if short or only_page:
-            raise ArgumentError("--short and --only-page do not go with --trials: leave one of them out")
-        atlas.claims_at_sizes(trials, claims or [], hours, out, page, processes_of(processes), device, data)
+        if short:
+            raise ArgumentError("--short does not go with --trials: leave one of them out")
+        asked = processes_of(processes)
+        atlas.claims_at_sizes(trials, claims or [], hours, out, page, only_page, asked, device, data)
         return
     if hours is not None:
         raise ArgumentError("--hours needs --trials")

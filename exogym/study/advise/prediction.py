@@ -218,7 +218,7 @@ advise.__wrapped__.not_taken = dict.fromkeys(("flops", "device", "device_utilisa
 
 @dataclass(frozen=True)
 class Predicted:
-    """What the formulas say: rows by time per step, the plans and steps behind them, and what was assumed."""
+    """What the formulas say: rows by time per step, the plans and steps behind them, and the assumptions."""
 
     rows: list[Row]
     plans: list[Plan]

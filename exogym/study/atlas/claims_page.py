@@ -25,6 +25,12 @@ no trial has seen. The [reproductions](reproductions.md) have the papers' findin
 - Its **slope** says how much the effect grows if a model has e times as many parameters, with the lowest and the
   highest slope of a seed. If size made no difference, the slope would be above 0 in all three seeds in one case of
   eight.
+- The verdicts speak of short runs of small models: at H = 30, most runs have 30 outer rounds. The papers' runs have
+  hundreds or more.
+- Few trials tune roughly. The first trial has the method's defaults, and the others are random. Cells with the same
+  ranges get the same random settings.
+- We train claims in the order of their cost, the cheapest first, as far as our time lasts. We fixed this order before
+  the training, too.
 - A claim **comes out** if all its checks hold at all sizes. It **comes out more with size** if they hold at the largest
   size, and the slope is above 0 in every seed. It **is contradicted** if, at the largest size, the effect is below 0 in
   every seed, and the slope is not above 0 in every seed. Otherwise it **does not come out at these sizes**. We fixed
@@ -40,22 +46,33 @@ exogym reproduce --trials {trials} --page docs/{page}
 
 def write(table: Table, path: Path, claims: Sequence[str] = ()) -> dict[str, Judged]:
     """Write the page with all claims whose runs are complete, or with those named. Return their verdicts by name."""
-    found = {name: judged(central, table) for name, central in CENTRAL.items() if not claims or name in claims}
-    done = {name: each for name, each in found.items() if each is not None}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as file:
+        file.write(text_of(table, path, claims))
+    return _judged(table, claims)
+
+
+def text_of(table: Table, path: Path, claims: Sequence[str] = ()) -> str:
+    """Return the page's text."""
+    done = _judged(table, claims)
     trials = max((about["trials"] for about in table.places.values()), default=0)
     results = path.with_suffix(".json").name
     blocks = [
         "# Claims at three sizes\n",
         ABOUT.format(results=f"[{results}]({results})", trials=trials, page=path.name),
     ]
+    left = [name for name in CENTRAL if name not in done] if done and not claims else []
+    blocks += [f"Not trained yet: {', '.join(left)}.\n"] if left else []
     blocks += _summary(done)
     blocks += _gaps(table)
     for each in done.values():
         blocks += _section(each, table)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as file:
-        file.write("\n".join(blocks))
-    return done
+    return "\n".join(blocks)
+
+
+def _judged(table: Table, claims: Sequence[str]) -> dict[str, Judged]:
+    found = {name: judged(central, table) for name, central in CENTRAL.items() if not claims or name in claims}
+    return {name: each for name, each in found.items() if each is not None}
 
 
 def _summary(done: Mapping[str, Judged]) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,18 @@ def test_the_page_is_what_its_results_say(table: Table, monkeypatch: pytest.Monk
     assert PAGE.read_text() == text_of(table, PAGE), "write it anew: exogym benchmark --trials 8 --only-page --page ..."
     for name in re.findall(r"\]\((images/\S+)\)", PAGE.read_text()):
         assert (PAGE.parent / name).stat().st_size < 60_000
+
+
+def test_the_page_of_claims_is_what_its_results_say(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And `--only-page` writes it."""
+    page = ROOT / "docs" / "claims.md"
+    shutil.copy(page.with_suffix(".json"), tmp_path)
+    assert main(["reproduce", "--trials", "4", "--only-page", "--page", str(tmp_path / page.name)]) == 0
+    assert page.read_text() == (tmp_path / page.name).read_text()
+    said = capsys.readouterr().out
+    verdicts = re.findall(r"^\| (\S+) +\|[^|]+\| +([a-z ]+) \|", page.read_text(), re.MULTILINE)[1:]  # not the heads
+    assert verdicts and all(f"{name} {verdict}" in said for name, verdict in verdicts)
+    assert "Not trained yet: " in page.read_text() and "--trials 4 --page docs/claims.md" in page.read_text()
 
 
 def test_the_commands_of_the_page_train_its_results(
