@@ -19,10 +19,11 @@ although they share the machine's cores. The slow computer sleeps longer. Second
 step at which the loss is reached, interpolated between evaluations, as in the table. Seconds of evaluations do not
 count; they are in the column *evaluating*. The losses must be the table's losses.
 
-**Predicted.** *formula* is what the judge says: steps to the loss times the formula's seconds per step. *probes* is the
-same with `exogym advise` on measurements of these lines, as `exogym doctor --measure` makes them. The nodes' two
-agreements at each evaluation that interrupts a round are added, as on a run's clock. Both know the step's seconds:
-the method's own step on four hosts without limits, less communication, measured beforehand. Nothing is fitted.
+**Predicted.** *formula* is what the judge says: steps to the loss times the formula's seconds per step. *tcp* is the
+same for these lines with `tcp=True`. *probes* is the same with `exogym advise` on measurements of these lines, as
+`exogym doctor --measure` makes them. *tcp* and *probes* also have the nodes' two agreements at each evaluation that
+interrupts a round, as on a run's clock. All know the step's seconds: the method's own step on four hosts without
+limits, less communication, measured beforehand. Nothing is fitted.
 
 `--json` stores each cell (see `cells.py`); `--turn 200` begins no cell after 200 seconds; `--again disturbed` repeats
 cells with more than a quarter of a core of other work. The script fails if a prediction from probes is off by more than
@@ -78,7 +79,9 @@ SAME = 1e-5  # relative: the table has six digits
 PROBED_BYTES = (16, 1 << 12, 1 << 14, 1 << 16, 1 << 18)
 REPEATS, MESSAGES = 3, 6
 PROBED = ("exact all_reduce", "all_gather", "all_to_all")
-SHOWN = ("task", "network", "level", "method", "seed", "steps", "own_s", "formula_s", "probes_s", "measured_s")
+PREDICTIONS = ("formula", "tcp", "probes")
+RATES = ("up", "down", "bandwidth", "server")  # in a network's description
+SHOWN = ("task", "network", "level", "method", "seed", "steps", "own_s", *(f"{p}_s" for p in PREDICTIONS), "measured_s")
 
 
 @dataclass(frozen=True)
@@ -291,12 +294,25 @@ def with_predictions(job: Job, table: Table, cells: Cells) -> dict[str, Any]:
     parameters, steps = table.places[job.place]["parameters"], table_row(table, job)["steps"]
     own_s = cells.rows[step_key(job)]["step_s"]
     row = cells.rows[str(job)] | {"own_s": own_s, "off": {}}
-    for name, network in (("formula", None), ("probes", cells.rows[f"{job.network}/probes"]["fields"])):
-        row[f"{name}_s"] = job.steps * step_s(parameters, sites(NODES)[job.network], job.method, own_s, network)
-        if network is not None:
-            row[f"{name}_s"] += evaluations(job, steps) * AGREEMENTS * network["message_s"]
+    site, probed = sites(NODES)[job.network], Network.of(cells.rows[f"{job.network}/probes"]["fields"])
+    for name, network in zip(PREDICTIONS, (site.network, over_tcp(site.network), probed), strict=True):
+        row[f"{name}_s"] = job.steps * step_s(parameters, site, job.method, own_s, network)
+        row[f"{name}_s"] += evaluations(job, steps) * AGREEMENTS * network.message_s
         row["off"][name] = row[f"{name}_s"] / row["measured_s"] - 1
     return row
+
+
+def over_tcp(network: Network) -> Network:
+    """Return the network with `tcp=True`. Its lines' rates are higher, because the network's rates are payload."""
+
+    def scaled(name: str, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: scaled(key, one) for key, one in value.items()}
+        if name not in RATES:
+            return value
+        return [one / PAYLOAD_SHARE for one in value] if isinstance(value, list) else value / PAYLOAD_SHARE
+
+    return Network.of(scaled("", network.at(0.0).describe()) | {"tcp": True})
 
 
 def evaluations(job: Job, steps: Sequence[int]) -> int:
@@ -349,14 +365,14 @@ def compare(jobs: Sequence[Job], table: Table, cells: Cells) -> None:
 
 def show(row: dict[str, Any]) -> None:
     out = [f"{row['task']:8s} {row['network']:17s} {row['level']:4g} {row['method']:21s} {row['steps']:6.1f}"]
-    out += [f"{row[f'{name}_s']:8.2f} {row['off'][name]:+7.1%}" for name in ("formula", "probes")]
+    out += [f"{row[f'{name}_s']:8.2f} {row['off'][name]:+7.1%}" for name in PREDICTIONS]
     out += [f"{row['measured_s']:8.2f} {row['evaluating_s']:10.2f} {row['differ']:9.1e} {row['others_cores']:6.2f}"]
     print(*out, "disturbed" if row["is_disturbed"] else "", flush=True)
 
 
 def report(rows: Sequence[dict[str, Any]], limit: float) -> str:
     """Print how many cells are within `limit`. Return what is wrong, or ""."""
-    for name in ("formula", "probes"):
+    for name in PREDICTIONS:
         off = [abs(row["off"][name]) for row in rows]
         print(f"{name}: {sum(x <= limit for x in off)} of {len(rows)} within {limit:.0%}, the worst {max(off):.1%} off")
     print(f"disturbed: {sum(row['is_disturbed'] for row in rows)}")
@@ -368,9 +384,9 @@ def report(rows: Sequence[dict[str, Any]], limit: float) -> str:
 def write_csv(path: str, rows: Sequence[dict[str, Any]]) -> None:
     with open(path, "w", newline="") as out:
         lines = csv.writer(out)
-        lines.writerow([*SHOWN, "formula_off", "probes_off", "evaluating_s", "losses_differ", "others_cores"])
+        lines.writerow([*SHOWN, *(f"{p}_off" for p in PREDICTIONS), "evaluating_s", "losses_differ", "others_cores"])
         for row in rows:
-            numbers = [row["off"]["formula"], row["off"]["probes"], row["evaluating_s"], row["differ"]]
+            numbers = [*(row["off"][name] for name in PREDICTIONS), row["evaluating_s"], row["differ"]]
             shown = [*(row[name] for name in SHOWN), *numbers, row["others_cores"]]
             lines.writerow([f"{x:.4g}" if isinstance(x, float) else x for x in shown])
 
@@ -397,10 +413,10 @@ def main() -> None:
     cells = Cells(given.json, given.again, given.limit, given.turn)
     print(load())
     print(
-        "task     network          level method                 steps  formula     off   probes     off measured",
+        "task     network          level method                 steps  formula     off      tcp     off",
         end="",
     )
-    print(" evaluating    losses others")
+    print("   probes     off measured evaluating    losses others")
     compare(jobs, table, cells)
     print(load())
     rows = [with_predictions(job, table, cells) for job in jobs if str(job) in cells.rows]

@@ -40,7 +40,8 @@ class Network(Pricing):
         seed: seed of the jitter.
         server: bandwidth of a parameter server's line; default: the fastest line of the members that it serves.
         trace: the lines' rates over (virtual) time: a CSV file or rows (time_s, who, rate). See `exogym.network.trace`.
-        tcp: whether packet headers take 6.4 % of the rate, and idle connections start slowly (see
+        tcp: whether to predict ExoGym's hosts over TCP. Packet headers take 6.4 % of the rate, idle connections start
+            slowly, messages wait until their receivers are ready, and nodes agree before they communicate (see
             `exogym.network.overheads`).
         memory: a host's memory speed, such as "10GB/s". The exact reduction's copies and sums then take time, also from
             steps that hide a transfer. If it is None, they take no time. torch's own reduction (`reduction="native"`)

@@ -1,4 +1,14 @@
-"""Optional costs of a collective in addition to latency and rate: TCP's headers and slow start, copies and sums.
+"""Optional costs of a collective in addition to latency and rate: gloo's messages over TCP, copies and sums.
+
+**Messages of gloo** (`tcp=True`). gloo sends a message only after its receiver has said that it is ready, so every
+message takes two latencies. If n members all send m bytes to each other (`exogym.core.engine.wire`), they take
+
+    2 alpha + (n-1) m/B    for m of at most 14,600 bytes, because all messages travel at the same time
+    n alpha + (n-1) m/B    for larger m: n - 1 rounds, for which all receivers say at the beginning that they are ready
+
+An all-gather is one such exchange with m = S, a reduce-scatter one with m = S/n. The exact all-reduce is two with
+m = S/n, or one with m = S if S is at most 1,448 bytes and n S at most 14,600 bytes. Nodes that agree on a few bytes
+exchange them once. All other collectives take twice the latencies of their formula. Pushes and pulls stay as they are.
 
 **TCP** (`tcp=True`). 1,448 bytes of each packet of 1,514 are payload: Ethernet's header has 14 bytes, IP's 20, and
 TCP's with timestamps 32. Every second packet is acknowledged by 66 bytes the other way (RFC 5681, 4.2), where nodes
@@ -25,11 +35,38 @@ from __future__ import annotations
 
 import math
 
+from exogym.network.costs import MessageRound
+
 HEADER_BYTES = 66  # of a packet
 PAYLOAD_SHARE = 1448 / (1448 + HEADER_BYTES * 1.5)  # of a line's rate
 TIMEOUT_S = 0.2  # retransmission timeout minus the round trip
 FIRST_WINDOW_BYTES = 10 * 1460
+PACKET_BYTES = 1448  # of payload
 MOST_HALVINGS = 64
+
+
+def rounds_of_gloo(kind: str, way: str, n: int, payload_bytes: float) -> list[MessageRound] | None:
+    """Return the rounds of a collective in which all of n hosts send to all, or None if it is no such collective.
+
+    >>> [(r.count, r.bytes_, r.hops) for r in rounds_of_gloo("all_reduce", "exact", 4, 1e6)]
+    [(1, 0.0, 1), (3, 250000.0, 1), (1, 0.0, 1), (3, 250000.0, 1)]
+    >>> [(r.count, r.bytes_, r.hops) for r in rounds_of_gloo("all_reduce", "exact", 4, 1e3)]
+    [(1, 1000.0, 2)]
+    """
+    S = payload_bytes
+    if kind == "all_reduce" and way in ("ring", "exact"):
+        is_whole = S <= PACKET_BYTES and n * S <= FIRST_WINDOW_BYTES
+        return _exchanged(n, S) if is_whole else 2 * _exchanged(n, S / n)
+    if way == "ring":
+        return _exchanged(n, S if kind == "all_gather" else S / n)
+    return None
+
+
+def _exchanged(n: int, message_bytes: float) -> list[MessageRound]:
+    """Return the rounds in which each of `n` members sends a message to each other member."""
+    if message_bytes <= FIRST_WINDOW_BYTES:
+        return [MessageRound(1, message_bytes, None, n - 1, n - 1, hops=2)]
+    return [MessageRound(1, 0.0), MessageRound(n - 1, message_bytes)]
 
 
 def slow_start_s(payload_bytes: float, bandwidth_bps: float, latency_s: float, idle_s: float = math.inf) -> float:

@@ -14,7 +14,7 @@ from exogym.errors import ArgumentError, check_choice, check_count
 from exogym.network.costs import NAMES, Cost, MessageRound, algorithms_of, cost_among, price
 from exogym.network.links import GroupLinks, Links, UniformLinks
 from exogym.network.measured import Measurement
-from exogym.network.overheads import PAYLOAD_SHARE, moved_in_memory, slow_start_s
+from exogym.network.overheads import PAYLOAD_SHARE, moved_in_memory, rounds_of_gloo, slow_start_s
 from exogym.network.probes import Probes
 from exogym.network.trace import RateTrace, TracedLinks
 
@@ -124,10 +124,14 @@ class Pricing:
         givers, takers = (np.array([at[link[end]] for link in event.links]) for end in (0, 1))
         out, into = (float(np.bincount(ends).max()) for ends in (givers, takers))
         messages = MessageRound(1, event.payload_bytes, lambda n: (givers, takers), out, into)
-        return self._with_headers(price([messages], self.links, self._members(event.members)))
+        turns = len(np.unique((takers - givers) % len(at)))  # a host sends and receives one row at a time
+        return self._over_tcp(price([messages], self.links, self._members(event.members)), 2 * turns)
 
-    def _with_headers(self, cost: Cost) -> Cost:
-        return Cost(cost.latency_s, cost.transfer_s / PAYLOAD_SHARE, cost.hops) if self.tcp else cost
+    def _over_tcp(self, cost: Cost, latencies: int = 1) -> Cost:
+        """Return a cost with TCP's headers and `latencies` times the latencies, if the network is TCP's."""
+        if not self.tcp:
+            return cost
+        return Cost(latencies * cost.latency_s, cost.transfer_s / PAYLOAD_SHARE, latencies * cost.hops)
 
     def duration_s(self, cost: Cost, draw: int | None = None) -> float:
         """Return the seconds of `cost` with loss and jitter: the mean jitter, or the jitter of event number `draw`."""
@@ -172,7 +176,13 @@ class Pricing:
         known = None if fan is not None else self._measured(kind, way, n)
         if known is not None:
             return known.cost(payload_bytes)
-        cost = self._with_headers(cost_among(self.links, self.server_bps, kind, way, payload_bytes, ids, root, fan))
+        rounds = rounds_of_gloo(kind, way, n, payload_bytes) if self.tcp and n > 1 else None
+        if rounds is not None:
+            cost = self._over_tcp(price(rounds, self.links, ids))
+        else:
+            cost = cost_among(self.links, self.server_bps, kind, way, payload_bytes, ids, root, fan)
+            turns = 1 if fan is None else math.ceil(max(fan))
+            cost = self._over_tcp(cost, 1 if kind in ("push", "pull") or way == "server" else 2 * turns)
         return cost + Cost(self._copying_s(kind, way, payload_bytes, n))
 
     def _copying_s(self, kind: str, way: str, payload_bytes: float, n: int) -> float:
@@ -214,8 +224,13 @@ class Pricing:
 
     @property
     def message_s(self) -> float:
-        """Seconds that all nodes need to agree on a few bytes; 0 if not measured."""
-        return 0.0 if self.measurement is None else self.measurement.message_s
+        """Seconds that all nodes need to agree on a few bytes; 0 if not measured, and without `tcp`."""
+        if self.measurement is not None:
+            return self.measurement.message_s
+        if not self.tcp:
+            return 0.0
+        _, latency_s = self.links.slowest(np.arange(self.num_nodes or 2))
+        return self.duration_s(Cost(2 * float(latency_s), hops=2))
 
     def _measured(self, kind: str, way: str, members: int) -> Probes | None:
         return None if self.measurement is None else self.measurement.probes_for(kind, way, members)

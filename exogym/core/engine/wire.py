@@ -24,13 +24,13 @@ from exogym.core.base import pulse
 from exogym.core.communicator import Move, Wire, barrier, reduce_rows
 from exogym.core.communicator.wire import Transfer, reduce_native
 from exogym.core.engine.world import new_group
+from exogym.network.overheads import FIRST_WINDOW_BYTES as AT_ONCE_BYTES  # larger tensors are swapped in rounds
+from exogym.network.overheads import PACKET_BYTES  # rows that fit into a packet are not cut
 
 if TYPE_CHECKING:
     from exogym.core.engine.behind import Behind
 
 Around = Callable[..., Any]  # (call, "rows" | "reduce sum" | "carry" | "agree" | "wait", x, ids) -> `call()`'s result
-AT_ONCE_BYTES = 14_600  # TCP's first window (RFC 6928); larger tensors are swapped in rounds
-PACKET_BYTES = 1448  # of payload; rows that fit into a packet are not cut
 OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 

@@ -294,7 +294,7 @@ TASK = load_task("digits")
 SLOW = {"network": "1Mbps,20ms", "step_seconds": "10ms", "max_steps": 40}
 
 
-@pytest.mark.parametrize("network", ["1Mbps,20ms", "100Mbps,1ms"])
+@pytest.mark.parametrize("network", ["1Mbps,20ms", "100Mbps,1ms", "100Mbps,5ms,tcp=true"])
 def test_formula_and_clock_agree(network):
     """But for SPARTA's last average of the whole model, and DeMo's chunks, which are filled up tensor by tensor."""
     texts = [
@@ -306,7 +306,8 @@ def test_formula_and_clock_agree(network):
         "sparta:p_sparta=0.25:compression_method=sequential",
     ]
     speeds = [1, 1, 0.8, 0.5]
-    result = compare(TASK, texts, max_steps=40, seeds=1, network=network, step_seconds="10ms", speeds=speeds)
+    options = {"network": network, "step_seconds": "10ms", "speeds": speeds}
+    result = compare(TASK, texts, max_steps=40, seeds=1, val_interval=40, **options)  # an evaluation ends a stretch
     advice = advise(
         parameters=2410, num_nodes=4, network=network, step_seconds="10ms", speeds=speeds, strategies=texts,
         algorithm="recorded",
