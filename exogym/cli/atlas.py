@@ -89,6 +89,7 @@ def _trained(atlas: Atlas, table: Table) -> bool:
     for study, why in atlas.left_out.items():
         notice(f"left out: {study}: {why}")
         table.left_out[study] = why
+    atlas.skip(table)
     left = atlas.runs_left()
     if left:
         notice(f"about {left} runs left to train, about {readable_seconds(atlas.seconds_left())}")

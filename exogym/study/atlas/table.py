@@ -73,6 +73,10 @@ class Table:
             self.places.setdefault(row["place"], short(dict(place)))
             self.left_out.pop(f"{row['place']}, {row['method']}", None)
 
+    def count(self, place: str, method: str, kind: str) -> int:
+        """Return the number of a method's rows of one kind at a place."""
+        return sum((row["place"], row["method"], row["kind"]) == (place, method, kind) for row in self._rows.values())
+
     def check(self, name: str, place: Mapping[str, Any]) -> None:
         """Check that results of a place can stand in this table.
 

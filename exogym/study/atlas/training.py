@@ -12,6 +12,7 @@ from typing import Any
 from exogym.errors import ArgumentError, DataError, check_count
 from exogym.study.advise.simulation import parameters_of
 from exogym.study.atlas.halves import HALVES, halved
+from exogym.study.atlas.table import Table
 from exogym.study.atlas.tuning import Options, axes_of_method, best_of, next_trials, takes, with_options
 from exogym.study.compare.run import heading_of
 from exogym.study.reproduce import Reproduction
@@ -122,6 +123,16 @@ class Atlas:
             return
         self._axes[study] = axes_of_method(study.cell.says, session.setting.inner_optim)
         self.studies.append(study)
+
+    def skip(self, table: Table) -> None:
+        """Leave out the studies whose runs are all in `table`: other machines have trained them, or an earlier run."""
+        kinds = ("tuned", "default") if self.defaults else ("tuned",)
+        self.studies = [
+            study
+            for study in self.studies
+            if table.count(study.place, study.method, "trial") < self.trials_possible(study)
+            or any(table.count(study.place, study.method, kind) < len(SEEDS) for kind in kinds)
+        ]
 
     def cell(self, study: Study, options: Options) -> Cell:
         """Return the cell that trains a method with some settings."""

@@ -74,6 +74,20 @@ def test_two_parts_merged_are_the_whole(whole: Table, tmp_path: Path) -> None:
     assert both.add(whole.path) == 0  # the same runs again
 
 
+def test_studies_in_the_table_are_not_trained_again(whole: Table, tmp_path: Path) -> None:
+    """A page's command trains the missing rows alone, also where the runs' folders are gone."""
+    atlas = atlas_in(tmp_path)
+    atlas.skip(whole)
+    assert atlas.studies == [] and atlas.runs_left() == 0
+    for kind in ("trial", "tuned", "default"):
+        part = Table(tmp_path / f"{kind}.json")
+        rows = [row for row in whole.rows if row["method"] != "ddp" or row["kind"] != kind or row["seed"] == 1]
+        part.put(whole.places["digits-2"], rows)
+        atlas = atlas_in(tmp_path)
+        atlas.skip(part)
+        assert [study.method for study in atlas.studies] == ["ddp"], kind
+
+
 def test_selection_never_sees_test_data(whole: Table, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With other labels on one half, only the losses of that half's runs change."""
     before, real = without_times(whole), halves.problem
