@@ -30,7 +30,7 @@ from exogym.study.advise import Advice, Failures, Piloted, Run, Spot, Work, pilo
 from exogym.study.advise import advise as predict
 from exogym.study.advise.answer import beside_ddp, command
 from exogym.study.advise.prediction import DEFAULT_STRATEGIES
-from exogym.study.advise.simulation import parameters_of
+from exogym.study.advise.simulation import size_of
 from exogym.study.atlas.steps import steps_of
 from exogym.study.compare import measured_step_s, split_strategies
 from exogym.study.compare.asked import ComparisonOptions
@@ -313,7 +313,7 @@ def advise(
     if task is not None and not simulated:
         run = replace(run, steps=steps or task.max_steps)
     predicted: dict[str, Any] = {} if trains else {
-        "parameters": count_of("--parameters", str(parameters)) if task is None else parameters_of(task),
+        "parameters": count_of("--parameters", str(parameters)) if task is None else size_of(task),
         "num_nodes": count, "speeds": speed, "strategies": names,
         "bytes_per_element": 4 if bytes_per_element is None else bytes_per_element,
         "target_utilisation": target_utilisation,

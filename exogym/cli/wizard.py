@@ -32,7 +32,7 @@ from exogym.machines.wizard.proposal import candidates, measured_steps
 from exogym.machines.wizard.session import CONFIG, HOSTS, MEASURED, PROFILE, SCRIPT
 from exogym.network import Network
 from exogym.study.advise import pilot as run_pilot
-from exogym.study.advise.simulation import parameters_of
+from exogym.study.advise.simulation import size_of
 from exogym.study.tasks import Task, load_task
 
 HOSTS_FILE = "distributed_hosts.json"
@@ -393,7 +393,7 @@ class Preparing:
         if self.pilot is not None and self.strategy is None:
             self.strategy, because = piloted(self.task, self._network, profile, self.pilot)
         return propose(
-            network=self._network, parameters=parameters_of(self.task), steps=profile.steps,
+            network=self._network, parameters=size_of(self.task), steps=profile.steps,
             batch_size=profile.batch_size, strategy=self.strategy, because=because,
             evaluations=evaluations_of(profile.steps), evaluated=length_of(val, "the validation data set"),
         )  # fmt: skip

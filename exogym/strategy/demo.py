@@ -41,6 +41,7 @@ from torch import Tensor
 
 from exogym.core.base.rng import generator
 from exogym.core.compress import BlockDCT
+from exogym.core.compress.dct import Blocks
 from exogym.core.fleet import Block, Fleet
 from exogym.core.fleet.presence import rows_of, shared_row
 from exogym.errors import ArgumentError, check_choice, check_count, check_number
@@ -51,7 +52,7 @@ from exogym.strategy.optim import OptimSpec
 from exogym.strategy.simple_reduce import mark_used
 from exogym.strategy.sparta import random_indices
 from exogym.strategy.strategy import Run
-from exogym.strategy.traffic import Traffic
+from exogym.strategy.traffic import Traffic, shapes_of
 
 
 class DCTMomentum(GradientModule):
@@ -77,9 +78,12 @@ class DCTMomentum(GradientModule):
         self.decay, self.topk, self.chunk = decay, topk, chunk
 
     def traffic(self, P: float, N: int, b: float) -> list[Traffic]:
-        size = self.chunk**2
-        coefficient_bytes = b + _index_dtype(size).itemsize
-        return [Traffic("all_gather", math.ceil(P / size) * min(self.topk, size) * coefficient_bytes)]
+        size, shapes = self.chunk**2, shapes_of(P)
+        cuts = [(math.ceil(P / size), size)]  # (blocks, values of a block) of each tensor
+        if shapes is not None:
+            cuts = [(cut.blocks, cut.size) for cut in (Blocks(torch.Size(shape), self.chunk) for shape in shapes)]
+        kept = (n * min(self.topk, size) * (b + _index_dtype(size).itemsize) for n, size in cuts)
+        return [Traffic("all_gather", sum(kept))]
 
     def start(self, fleet: Fleet, run: Run) -> None:
         super().start(fleet, run)

@@ -24,6 +24,7 @@ and Q from a node that stayed, by a broadcast.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Unpack
 
@@ -32,7 +33,6 @@ from torch import Tensor
 
 from exogym.core.base.rng import generator
 from exogym.core.fleet import Block, Fleet
-from exogym.core.fleet.layout import Slot
 from exogym.core.fleet.presence import give_shared, rows_of, shared_row
 from exogym.errors import check_count, check_number
 from exogym.strategy.averaging import AveragingOptions
@@ -40,7 +40,7 @@ from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, Gr
 from exogym.strategy.compressed_gradients import mark_sent, own_gradients
 from exogym.strategy.simple_reduce import broadcast_buffers, mark_used
 from exogym.strategy.strategy import Run
-from exogym.strategy.traffic import Traffic
+from exogym.strategy.traffic import Traffic, shapes_of
 
 SIDE = 1024  # rows and columns of the matrices that `advise` assumes
 
@@ -68,13 +68,20 @@ class LowRankMean(GradientModule):
         self.rank, self.start_step, self.min_rate = rank, start_step, min_rate
 
     def traffic(self, P: float, N: int, b: float) -> list[Traffic]:
-        return [Traffic("all_reduce", self.rank * P * b / SIDE), Traffic("all_reduce", self.rank * P * b / SIDE)]
+        shapes = shapes_of(P)
+        if shapes is None:
+            return [Traffic("all_reduce", self.rank * P * b / SIDE), Traffic("all_reduce", self.rank * P * b / SIDE)]
+        matrices = [self.matrix(shape) for shape in shapes]
+        rest = sum(math.prod(shape) for shape, matrix in zip(shapes, matrices, strict=True) if matrix is None)
+        first = rest + sum(n * r for n, _, r in filter(None, matrices))
+        second = sum(m * r for _, m, r in filter(None, matrices))
+        return [Traffic("all_reduce", first * b), *([Traffic("all_reduce", second * b)] if second else [])]
 
-    def shape(self, slot: Slot) -> tuple[int, int, int] | None:
+    def matrix(self, shape: Sequence[int]) -> tuple[int, int, int] | None:
         """Return n, m and the rank of a parameter, taken as an n x m matrix, or None if it is not compressed."""
-        if not slot.shape:
+        if not shape:
             return None
-        n, m = slot.shape[0], slot.numel // slot.shape[0]
+        n, m = shape[0], math.prod(shape[1:])
         r = min(self.rank, n, m)
         return (n, m, r) if (n + m) * r * self.min_rate < n * m else None
 
@@ -86,7 +93,7 @@ class LowRankMean(GradientModule):
         for block in fleet.blocks:
             here = {slot.name for slot in block.layout}
             for slot in block.layout.whole or block.layout:
-                if (shape := self.shape(slot)) is not None:
+                if (shape := self.matrix(slot.shape)) is not None:
                     if slot.name in here:
                         drawn = torch.randn(shape[1:], generator=generator(run.seed, "powersgd", count))
                         self.shared_state[f"Q.{slot.name}"] = drawn.to(block.params)
@@ -113,7 +120,7 @@ class LowRankMean(GradientModule):
     def _approximate(self, fleet: Fleet, block: Block, G: Tensor, E: Tensor) -> Tensor:
         """Return (1, P), the mean as all nodes then know it, and keep in `E` the rest."""
         M = G + E
-        shapes = {slot: shape for slot in block.layout if (shape := self.shape(slot)) is not None}
+        shapes = {slot: shape for slot in block.layout if (shape := self.matrix(slot.shape)) is not None}
         rest = [slot for slot in block.layout if slot not in shapes]
         views = {slot: M[:, slot.start : slot.stop].unflatten(1, shape[:2]) for slot, shape in shapes.items()}
         Qs = {slot: orthogonal(self.shared_state[f"Q.{slot.name}"]) for slot in shapes}

@@ -36,6 +36,7 @@ import torch
 from torch import Tensor
 
 from exogym.core.compress import ChunkTopK, Statistical, with_feedback
+from exogym.core.compress.compressor import chunked_bytes
 from exogym.core.fleet import Fleet
 from exogym.core.fleet.presence import rows_of, shared_row, where_present
 from exogym.errors import check_choice, check_count, check_number
@@ -44,7 +45,7 @@ from exogym.strategy.capabilities import HasOuterModel
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, PeriodicModule
 from exogym.strategy.rounds import RoundLength
 from exogym.strategy.strategy import Run
-from exogym.strategy.traffic import Traffic
+from exogym.strategy.traffic import Traffic, shapes_of
 
 
 class SparseOuterStep(PeriodicModule, HasOuterModel):
@@ -80,6 +81,9 @@ class SparseOuterStep(PeriodicModule, HasOuterModel):
         self.weighted_means = aggregation == "mean"
 
     def traffic(self, P: float, N: int, b: float) -> list[Traffic]:
+        if (shapes := shapes_of(P)) is not None:
+            S = sum(chunked_bytes(shape, self.topk, self.chunk, self.quantizer, b) for shape in shapes)
+            return [Traffic("all_gather", S, self.interval_steps)]
         value_bits = self.bits if self.quantizer else 8 * b
         kept = P * self.topk / self.chunk
         return [Traffic("all_gather", kept * (value_bits + math.ceil(math.log2(self.chunk))) / 8, self.interval_steps)]

@@ -2,12 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 
 from exogym.core.communicator.ledger import FACTORS
+
+
+class ModelSize(float):
+    """A model's number of parameters P, which also knows the parameters' shapes.
+
+    Everywhere else it is a number. Formulas whose bytes depend on shapes read them with `shapes_of`.
+
+    >>> size = ModelSize.of([(64, 32), (32,)])
+    >>> size, shapes_of(size), shapes_of(2080)
+    (2080.0, ((64, 32), (32,)), None)
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, shapes: Iterable[Sequence[int]]) -> Self:
+        kept = tuple(tuple(shape) for shape in shapes)
+        size = cls(sum(map(math.prod, kept)))
+        size.shapes = kept
+        return size
+
+
+def shapes_of(P: float) -> tuple[tuple[int, ...], ...] | None:
+    """Return the shapes of a model's parameters, or None if only their number is known."""
+    return P.shapes if isinstance(P, ModelSize) else None
 
 
 @dataclass(frozen=True)

@@ -198,6 +198,18 @@ class ChunkTopK(Compressor):
         return Quantized(self.quantizer, [(1, count)])
 
 
+def chunked_bytes(shape: Sequence[int], k: int, chunk: int, quantizer: Quantizer | None, b: float) -> float:
+    """Return the bytes that `ChunkTopK` sends of a tensor with this shape, if a value has b bytes.
+
+    >>> chunked_bytes((64, 128), 64, 4096, None, 4.0)  # two chunks, 64 entries each, with indices of 12 bits
+    704.0
+    """
+    cut = Blocks(torch.Size(shape), math.isqrt(chunk), chunk)
+    count = cut.blocks * max(1, round(k * cut.size / chunk))
+    indices = math.ceil(count * (cut.size - 1).bit_length() / 8)
+    return indices + (count * b if quantizer is None else math.ceil(count * quantizer.bits / 8) + 4 * quantizer.table)
+
+
 def with_feedback(
     compressor: Compressor, error: Tensor, x: Tensor, decay: float = 1.0, noise: Tensor | None = None
 ) -> Payload:

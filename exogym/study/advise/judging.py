@@ -28,6 +28,7 @@ import numpy as np
 from exogym.core.base.draws import numpy_generator
 from exogym.errors import ArgumentError
 from exogym.network import Network
+from exogym.strategy.traffic import ModelSize
 from exogym.study.advise.beliefs import Belief, Earlier, beliefs_of, chosen, known
 from exogym.study.advise.halving import halve
 from exogym.study.advise.plans import period_of, plan_of
@@ -189,7 +190,7 @@ def cells_of(table: Table, prior: Table | None = None) -> list[Cell]:
         about, first = table.places[place], curves_of(table, place, seeds=1)
         for network, site in sites(about["nodes"]).items():
             for size, given in SIZES.items():
-                parameters, step_s = (about["parameters"], about["step_s"]) if given is None else given
+                parameters, step_s = (_own_size(about), about["step_s"]) if given is None else given
                 each_s = tuple(step_s / speed for speed in site.speeds or (1.0,) * about["nodes"])
                 speeds = _seconds_per_step(parameters, each_s, site, list(truth[LEVELS[0]][place]))
                 for level in LEVELS:
@@ -222,6 +223,11 @@ def _seconds_per_step(
         except ArgumentError:
             continue
     return paces
+
+
+def _own_size(about: Mapping[str, Any]) -> float:
+    """Return the size of a place's model: with the parameters' shapes, if the table has them."""
+    return ModelSize.of(about["shapes"]) if "shapes" in about else float(about["parameters"])
 
 
 def _step_s(parameters: float, step_s: tuple[float, ...], network: Network, method: str) -> float:

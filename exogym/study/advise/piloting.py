@@ -24,7 +24,7 @@ from exogym.study.advise.curves import LEAST, StepsTo, fit_curve
 from exogym.study.advise.halving import Found, Z, halve
 from exogym.study.advise.plans import period_of
 from exogym.study.advise.prediction import DEFAULT_STRATEGIES, predicted
-from exogym.study.advise.simulation import ROUNDS, parameters_of, plans_of
+from exogym.study.advise.simulation import ROUNDS, plans_of, size_of
 from exogym.study.advise.trainings import Trainings, Watch
 from exogym.study.compare import measured_step_s, split_strategies
 from exogym.study.compare.asked import ComparisonOptions
@@ -222,7 +222,7 @@ def pilot(  # noqa: PLR0913
             "strategies, or give more steps"
         )
     by_formula = predicted(
-        parameters=parameters_of(task), num_nodes=setting.nodes, network=forecast.network,
+        parameters=size_of(task), num_nodes=setting.nodes, network=forecast.network,
         step_seconds=forecast.step_time, strategies=plans, algorithm="recorded",
     )  # fmt: skip
     seconds = {row.strategy: row.seconds_per_step for row in by_formula.rows if row.strategy not in rare}

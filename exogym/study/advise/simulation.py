@@ -9,7 +9,7 @@ from typing import Any
 
 from exogym.errors import ArgumentError, checked
 from exogym.network import Network
-from exogym.strategy.traffic import Plan
+from exogym.strategy.traffic import ModelSize, Plan
 from exogym.study.advise.advice import Advice, Row
 from exogym.study.advise.costs import Run, narrowed, notes
 from exogym.study.advise.plans import plan_of
@@ -88,7 +88,7 @@ def simulate(
         network, step_seconds, speeds, setting.nodes, lambda: measured_step_s(task, setting.batch_size, device)
     )
     by_formula = predicted(
-        parameters=parameters_of(task), num_nodes=setting.nodes, network=forecast.network,
+        parameters=size_of(task), num_nodes=setting.nodes, network=forecast.network,
         step_seconds=forecast.step_time, strategies=plans, algorithm="recorded",
     )  # fmt: skip
 
@@ -120,12 +120,17 @@ def _steps_to_match(rows: Mapping[str, Mapping[str, Any]], text: str) -> int:
 
 def parameters_of(task: Task) -> int:
     """Return the number of trainable parameters in a task's model."""
-    return sum(p.numel() for p in task.make_model().parameters() if p.requires_grad)
+    return int(size_of(task))
+
+
+def size_of(task: Task) -> ModelSize:
+    """Return the number of trainable parameters in a task's model, with their shapes."""
+    return ModelSize.of(p.shape for p in task.make_model().parameters() if p.requires_grad)
 
 
 def plans_of(task: Task, setting: Setting, strategies: str | Sequence[str]) -> list[Plan]:
     """Return each strategy's plan. The task sets the options that its text leaves open."""
-    size, plans = parameters_of(task), []
+    size, plans = size_of(task), []
     for text in split_strategies(strategies):
         (entry,) = entries_of([text], setting).values()
         if entry.alone:

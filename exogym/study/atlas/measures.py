@@ -12,7 +12,9 @@ import numpy as np
 
 from exogym.core.base.draws import numpy_generator
 from exogym.errors import ArgumentError
+from exogym.strategy.traffic import Plan
 from exogym.study.advise import advise
+from exogym.study.advise.plans import plan_of, scaled
 from exogym.study.atlas.table import Row, Table
 
 NETWORKS = {"Wi-Fi": "wifi", "1 Gbit/s": "lan-1g", "50 Mbit/s, 80 ms": "50Mbps,80ms"}
@@ -80,7 +82,7 @@ def results_of(table: Table, place: str) -> list[Result]:
         found.append(Result(
             method, tuned[0]["options"], _losses(tuned), _losses(kinds["default"]), _losses(kinds["trial"]),
             statistics.fmean(accuracies) if len(accuracies) == len(tuned) else None,
-            statistics.fmean(sent) if sent else math.nan, _predicted(tuned[0]["strategy"], about),
+            statistics.fmean(sent) if sent else math.nan, _predicted(tuned[0], about),
         ))  # fmt: skip
     return sorted(found, key=lambda result: result.loss)
 
@@ -89,19 +91,40 @@ def _losses(rows: Sequence[Row]) -> list[float]:
     return [math.inf if row["loss"] is None else row["loss"] for row in rows]
 
 
-def _predicted(strategy: str, about: Mapping[str, Any]) -> dict[str, float | None]:
+def _predicted(row: Row, about: Mapping[str, Any]) -> dict[str, float | None]:
     """Return the predicted seconds of a run on each network, with a node's step as measured on this machine."""
-    found: dict[str, float | None] = {}
-    for name, network in NETWORKS.items():
-        try:
-            row = advise(
-                parameters=about["parameters"], num_nodes=about["nodes"], network=network,
-                step_seconds=about["step_s"], strategies=[strategy],
-            ).rows[0]  # fmt: skip
-            found[name] = row.seconds_per_step * about["steps"]
-        except ArgumentError:
-            found[name] = None
-    return found
+    try:
+        plan = _plan_of(row, about)
+    except ArgumentError:
+        return dict.fromkeys(NETWORKS)
+    given = {"parameters": about["parameters"], "num_nodes": about["nodes"], "step_seconds": about["step_s"]}
+    found = {name: advise(**given, network=network, strategies=[plan]).rows[0] for name, network in NETWORKS.items()}
+    return {name: predicted.seconds_per_step * about["steps"] for name, predicted in found.items()}
+
+
+def _plan_of(row: Row, about: Mapping[str, Any]) -> Plan:
+    """Return the plan of a row's strategy, with as many bytes in all as the run sent.
+
+    Formulas assume long runs of large models, and some assume how much of a model changes.
+
+    Raises:
+        ArgumentError: the strategy has no formula.
+    """
+    plan = plan_of(row["strategy"], about["parameters"], about["nodes"])
+    told = (
+        advise(
+            parameters=about["parameters"],
+            num_nodes=about["nodes"],
+            network="1Gbps",
+            step_seconds=1.0,
+            strategies=[plan],
+            algorithm="recorded",
+        )
+        .rows[0]
+        .tx_bytes_per_step
+    )
+    sent = row["tx_bytes"]
+    return plan if not told or sent is None else scaled(plan, sent / about["steps"] / told)
 
 
 def front_of(points: Mapping[str, tuple[float | None, float]]) -> set[str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from exogym.errors import ArgumentError, DataError, check_count
-from exogym.study.advise.simulation import parameters_of
+from exogym.study.advise.simulation import size_of
 from exogym.study.atlas.halves import HALVES, halved
 from exogym.study.atlas.table import Table
 from exogym.study.atlas.tuning import Options, axes_of_method, best_of, next_trials, takes, with_options
@@ -304,9 +304,9 @@ class Atlas:
         work, cell = self.work["test"], self.cell(study, {})
         session = work.session(cell)
         setting = session.setting
-        step_s = work.run_seconds(cell) / (setting.steps * setting.nodes)
+        size, step_s = size_of(session.task), work.run_seconds(cell) / (setting.steps * setting.nodes)
         return {
             "task": cell.task, "nodes": setting.nodes, "steps": setting.steps, "trials": self.trials,
-            "batch_size": setting.batch_size, "parameters": parameters_of(session.task), "step_s": step_s,
-            "heading": heading_of(session),
+            "batch_size": setting.batch_size, "parameters": int(size), "shapes": [list(shape) for shape in size.shapes],
+            "step_s": step_s, "heading": heading_of(session),
         }  # fmt: skip
