@@ -355,7 +355,7 @@ def draws_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(np.random.RandomState(0).randint(1_000_000_000))
             for slot in reversed(list(block.layout)):  # DDP's buckets go backwards
-                if (shape := self.shape(slot)) is not None:
+                if (shape := self.matrix(slot.shape)) is not None:
                     self.shared_state[f"Q.{slot.name}"].copy_(torch.randn(1, *shape[1:], dtype=torch.float64)[0])
 
     monkeypatch.setattr(LowRankMean, "start", start_as_torch)

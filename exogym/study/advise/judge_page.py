@@ -122,6 +122,8 @@ def _blocks(judgement: Judgement) -> Iterator[str]:
     yield summary(judgement) + "\n"
     yield (
         f"- **best single method** is `{judgement.hindsight}`. It was chosen with all results in hand.\n"
+        "- **all, one seed** trains every candidate to the end with one of the three seeds, and advises the fastest.\n"
+        "  No pilot sees more. Its regret comes from the seeds: another seed has another fastest method.\n"
         "- **sure** is the mean probability of being right that the adviser states, and then the share of cells in\n"
         "  which it was right: at most 5 % slower than the best.\n"
         "- **search** is the time that the search for the method adds, as a share of the best method's time. Only the\n"

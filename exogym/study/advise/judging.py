@@ -34,7 +34,7 @@ from exogym.study.advise.halving import halve
 from exogym.study.advise.plans import period_of, plan_of
 from exogym.study.advise.prediction import advise
 from exogym.study.atlas.places import KINDS
-from exogym.study.atlas.steps import LEVELS, SHARE, Curve, curves_of, steps_of
+from exogym.study.atlas.steps import LEVELS, REFERENCE, SHARE, Curve, curves_of, steps_of
 from exogym.study.atlas.table import Table
 
 SIZES: dict[str, tuple[float, float] | None] = {"own": None, "100M": (1e8, 1.0)}  # parameters and seconds of a step
@@ -322,6 +322,14 @@ def _after_pilot(question: Question, earlier: Earlier) -> Advised:
     return Advised(found.choice.method, cost_s, found.choice.sure)
 
 
+def by_one_seed(question: Question) -> Advised:
+    """Advise the method that is fastest in one seed, after training all candidates to the end of the table's steps."""
+    target = question.level * question.pilot[REFERENCE].at(SHARE)
+    times = {m: s * question.pilot[m].until(target) for m, s in question.seconds_per_step.items()}
+    steps = sum(question.pilot[method].steps[-1] for method in times)
+    return Advised(min(times, key=lambda m: times[m]), steps * question.nodes * min(question.step_s))
+
+
 def always(method: str) -> Adviser:
     """Return the adviser that always advises a method."""
     return lambda question: Advised(method) if method in question.seconds_per_step else None
@@ -330,7 +338,7 @@ def always(method: str) -> Adviser:
 ADVISERS: dict[str, Adviser] = {
     "advise": by_advise, "rule of thumb": by_rule, "table": by_table, "pilot": by_pilot,
     "advise --pilot 0.1": by_pilot_and_known, "pilot and table": by_pilot_and_table,
-    "90 % utilization": by_utilization, f"always {FIXED}": always(FIXED),
+    "90 % utilization": by_utilization, f"always {FIXED}": always(FIXED), "all, one seed": by_one_seed,
 }  # fmt: skip
 
 
