@@ -324,6 +324,7 @@ class Network(Pricing):
             return f"Network.measured(<{self.num_nodes} nodes: {probed}>)"
         extra = f", jitter={readable_seconds(self.jitter_s)!r}" if self.jitter_s else ""
         extra += f", loss={self.loss:g}" if self.loss else ""
+        extra += ", tcp=True" if self.tcp else ""
         extra += f", trace=<{len(self.trace.rows)} rows>" if self.trace is not None else moment
         if isinstance(links, LineLinks):
             lines = [readable_bandwidth(bps) for bps in links.lines_bps]

@@ -78,6 +78,7 @@ SPREAD = {"formula": (1.0, 1.3), "measured": (0.9, 1.1)}
 UTILISATION = 0.9  # the share of its time that the slowest node should compute, if no target is given
 MEETINGS = 400  # groups drawn, over all turns, if groups meet and lines differ
 ARRIVALS = 1000  # arrivals at a server, or 8 per node if that is more, for the mean wait for a quorum
+NOTED_S = 0.001  # a latency from which predictions for hosts need tcp=True
 LEAST = 1e-30  # of an amount per step, so that what is free can be compared
 LEAST_SAMPLES, DRAWS = 4, 200_000  # for random steps: stretches, and steps drawn over all nodes and stretches
 
@@ -454,12 +455,21 @@ def _assumptions(
     how = "the fastest algorithm known for it" if algorithm == "cheapest" else "the algorithm its event names"
     counts_copies = network.memory_bps is not None and network.measurement is None
     free = "packing" if counts_copies else "packing and adding up"
+    left_out = ["buffers (BatchNorm's)", "the final synchronization"]
+    left_out += ["the waiting of messages between hosts (a network with tcp=True has it)"] * _waits_unseen(network)
     return [
         f"{num_nodes} nodes, {parameters:.4g} parameters of {b:g} bytes on the wire, {network!r}",
         f"a step takes a node {readable_seconds(float(steps.min()))}{spread}; {free} take{'s' * counts_copies} no time",
         f"each collective by {how}; links are full duplex and carry nothing else; gradients follow the backward pass",
-        "left out: buffers (BatchNorm's), the final synchronization, and what the model learns from an example",
+        f"left out: {', '.join(left_out)}, and what the model learns from an example",
     ]
+
+
+def _waits_unseen(network: Network) -> bool:
+    """Return whether latencies make messages wait on hosts, and the network's formulas leave this out."""
+    if network.measurement is not None or network.tcp:
+        return False
+    return float(network.links.slowest(np.arange(network.num_nodes or 2))[1]) >= NOTED_S
 
 
 def _of_probes(network: Network, plans: Sequence[Plan], num_nodes: int) -> list[str]:
