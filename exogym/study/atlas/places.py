@@ -67,7 +67,7 @@ VARIANTS = ("diloco:outer_momentum=0.6", "sparseloco:aggregation=contributors")
 PLACES = (Place("digits", 4), Place("characters", 4))  # where every method trains
 OTHERS = (
     *(Place("digits", 16), Place("digits-iid", 4), Place("characters", 16), Place("speakers", 4)),
-    *(Place("pictures", 4), Place("pictures", 16), Place("clients", 100)),
+    *(Place("pictures", 4), Place("pictures", 16), Place("clients", 100), Place("spoken", 4)),
 )
 # For judging advice (`exogym advise --judge`): tasks and methods that were named before any of their results was known.
 UNSEEN = ("tumors", "cars", "roles", "words", "strokes", "spoken")
