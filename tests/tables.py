@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from exogym.study.atlas import Table
 
@@ -23,3 +24,15 @@ def made_table(path: Path, places: Mapping[str, Mapping[str, Sequence[Sequence[f
             ]  # fmt: skip
             table.put(PLACE, rows)
     return table
+
+
+ABOUT = {"steps": 20, "trials": 1, "batch_size": 8, "parameters": 10, "heading": "a place", "step_s": 0.01}
+
+
+def atlas_row(place: str, method: str, kind: str, seed: int, loss: float | None, sent: float = 100.0) -> dict[str, Any]:
+    """A row of a table for a place that `ABOUT` describes, with the number of nodes beside it."""
+    return {
+        "place": place, "method": method, "kind": kind, "number": 0, "seed": seed, "options": {}, "strategy": method,
+        "loss": loss, "accuracy": None, "tx_bytes": sent, "payload_bytes": sent, "wall_s": 1.0, "steps": [20],
+        "losses": [loss],
+    }  # fmt: skip

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from exogym.study.atlas.measures import Result, comparable, ranks_of, results_of
 from exogym.study.atlas.table import Table
@@ -74,12 +74,17 @@ class Finding:
 
 @dataclass(frozen=True)
 class Confirmed:
-    """A finding with its effect over fresh seeds: mean and interval. They are NaN if a run failed."""
+    """A finding with its effect over fresh seeds: mean and interval. They are NaN if a run failed.
+
+    Attributes:
+        by_place: dict from place to the logarithm of the loss ratio, a mean over seeds, without the constant.
+    """
 
     finding: Finding
     effect: float
     low: float
     high: float
+    by_place: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def outcome(self) -> str:
@@ -96,7 +101,7 @@ def findings_of(table: Table) -> list[Finding]:
     names = list(places)
     return [
         *_cheap(by_name, names, list(ranks.mean)),
-        _best(names, list(ranks.mean)),
+        _best(names, ranks.mean),
         *_tuning(by_name, names, list(ranks.mean)),
     ]
 
@@ -116,7 +121,12 @@ def confirmed(finding: Finding, table: Table) -> Confirmed | None:
         return Confirmed(finding, math.nan, math.nan, math.nan)
     mean = statistics.fmean(effects)
     half = T_95 * statistics.stdev(effects) / math.sqrt(len(effects))
-    return Confirmed(finding, mean, mean - half, mean + half)
+    by_place = {
+        place: statistics.fmean(_log(x) for x in losses[place, *finding.high])
+        - statistics.fmean(_log(x) for x in losses[place, *finding.low])
+        for place in finding.places
+    }
+    return Confirmed(finding, mean, mean - half, mean + half, by_place)
 
 
 def _cheap(by_name: Mapping[str, Mapping[str, Result]], places: Sequence[str], methods: Sequence[str]) -> list[Finding]:
@@ -130,18 +140,20 @@ def _cheap(by_name: Mapping[str, Mapping[str, Result]], places: Sequence[str], m
     best = min(good, key=lambda method: over_ddp(method, "tx_bytes"))
     return [Finding(
         "cheap",
-        f"`{best}` sends {1 / over_ddp(best, 'tx_bytes'):,.0f} times less than `ddp`, and its test loss is at most "
+        f"`{best}` sends 1/{1 / over_ddp(best, 'tx_bytes'):,.0f} of `ddp`'s bytes, and its test loss is at most "
         f"{MARGIN - 1:.0%} above `ddp`'s.",
         f"a test loss of `{best}` more than {MARGIN - 1:.0%} above `ddp`'s",
         places, (best, "tuned"), ("ddp", "tuned"), math.log(MARGIN),
     )]  # fmt: skip
 
 
-def _best(places: Sequence[str], methods: Sequence[str]) -> Finding:
-    first = methods[0]
-    other = methods[1] if first == "ddp" else "ddp"
+def _best(places: Sequence[str], ranks: Mapping[str, float]) -> Finding:
+    first, *rest = ranks
+    other = rest[0] if first == "ddp" else "ddp"
+    equal = [f"`{method}`" for method in rest if f"{ranks[method]:.1f}" == f"{ranks[first]:.1f}"]
+    has = f"shares the best mean rank with {' and '.join(equal)}" if equal else "has the best mean rank"
     return Finding(
-        "best", f"`{first}` has the best mean rank, and its test loss is lower than `{other}`'s.",
+        "best", f"`{first}` {has}, and its test loss is lower than `{other}`'s.",
         f"a test loss of `{first}` above `{other}`'s", places, (first, "tuned"), (other, "tuned"), 0.0,
     )  # fmt: skip
 
@@ -160,7 +172,7 @@ def _tuning(
     share = 1 - math.exp(-gains[most])
     return [Finding(
         "tuning",
-        f"The defaults of `{most}` lose most: with tuned settings its test loss is {share:.0%} lower.",
+        f"Tuning helps `{most}` most: its test loss is {share:.0%} lower than with its defaults.",
         "less than half of this gain, on a logarithmic scale", places, (most, "tuned"), (most, "default"),
         -gains[most] / 2,
     )]  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -175,10 +175,7 @@ def ranks_of(places: Mapping[str, Sequence[Result]]) -> Ranks | None:
     methods = sorted(set.intersection(*shared)) if shared else []
     if len(methods) < 2:
         return None
-    losses = [
-        [next(result for result in results if result.method == method).losses for method in methods]
-        for results in places.values()
-    ]
+    losses = _by_place(places, methods, lambda result: result.losses)
     rng = numpy_generator(0, "atlas ranks")
     mean = np.mean([_ranked([statistics.fmean(seeds) for seeds in rows]) for rows in losses], 0)
     drawn, chance = [], []
@@ -191,6 +188,26 @@ def ranks_of(places: Mapping[str, Sequence[Result]]) -> Ranks | None:
     order = np.argsort(mean, kind="stable")
     by_name = [{methods[k]: float(values[k]) for k in order} for values in (mean, low, high)]
     return Ranks(by_name[0], by_name[1], by_name[2], critical=float(np.quantile(chance, SHARE)))
+
+
+def mean_ranks(
+    places: Mapping[str, Sequence[Result]], methods: Sequence[str], losses: Callable[[Result], Sequence[float]]
+) -> dict[str, float]:
+    """Return the mean rank of each of `methods` over places, by the mean of some losses. All must have results there.
+
+    Args:
+        losses: function from a result to the losses of its seeds, such as those with the defaults.
+    """
+    rows = _by_place(places, methods, losses)
+    mean = np.mean([_ranked([statistics.fmean(seeds) for seeds in each]) for each in rows], 0)
+    return dict(zip(methods, mean.tolist(), strict=True))
+
+
+def _by_place(
+    places: Mapping[str, Sequence[Result]], methods: Sequence[str], losses: Callable[[Result], Sequence[float]]
+) -> list[list[Sequence[float]]]:
+    by_name = [{result.method: losses(result) for result in results} for results in places.values()]
+    return [[each[method] for method in methods] for each in by_name]
 
 
 def _ranked(losses: Sequence[float]) -> np.ndarray:

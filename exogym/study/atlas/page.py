@@ -11,10 +11,11 @@ from exogym.core.base.files import replacing
 from exogym.core.progress import readable_bytes
 from exogym.network import readable_seconds
 from exogym.strategy.registry import STRATEGIES
-from exogym.study.atlas.findings import confirmed, findings_of
+from exogym.study.atlas.findings import Confirmed, Finding, confirmed, findings_of
 from exogym.study.atlas.measures import NETWORKS, Ranks, Result, comparable, front_of, ranks_of, results_of
 from exogym.study.atlas.places import KINDS, OTHERS, PLACES, VARIANTS
 from exogym.study.atlas.plots import draw_fronts, draw_ranks
+from exogym.study.atlas.short import lines_in_short, rounds_of
 from exogym.study.atlas.table import Table
 from exogym.study.compare.comparison import markdown
 
@@ -24,29 +25,41 @@ and examples. The first trial has the method's defaults. [Optuna](https://optuna
 the ranges that each method declares: the inner learning rate, and rates such as the outer learning rate. The trial with
 the lowest loss on validation data wins. Then the winner's settings and the defaults are trained again with three other
 seeds, and the table shows their loss on test data, which no trial has seen.
-
-- Options that change the bytes, such as H or a density, are not tuned: they belong to the method's name.
+"""
+READING = """\
+- Options that change the bytes, such as H or a density, are not tuned: they belong to the method's name. Each section
+  says which H the methods with rounds have.
 - `ditto`, `fedbn`, `fedper` and `fedrep` train a personal model for each client. Here they are judged by the shared
   model; [Federated learning](federated.md) compares personal models.
-- **Sent** has the bytes that a node sends in the whole run.
-- The times are what `exogym advise` predicts for the whole run on three networks. Each node computes as fast as one
-  core of the machine that made this page. The models are small, so these times are mostly communication.
-- A method in **bold** is on a Pareto front: no other method has a lower loss with fewer bytes, or in less time on one
-  of the networks.
-- **Gain** says how much lower the test loss is than with the method's defaults. It is negative if the trials, with one
-  seed and half of the held-out examples, chose settings that are worse than the defaults with other seeds.
-- **Sensitivity** is the median trial's loss over the best trial's. At 1, the settings hardly matter.
-
-The results are in {results}. These commands train missing runs, and write this page:
+- Nodes of asynchronous methods have equal speeds here.
+- **Sent/node**: bytes that a node sends in the whole run.
+- **Times** are what `exogym advise` predicts for the whole run on three networks, with the bytes that the run sent.
+  Each node computes as fast as one core of the machine that trained the place. The models are small, so these times
+  are mostly communication.
+- **Bold**: for bytes, or for time on one of the networks, no other method has a lower cost and also a lower loss. Noise
+  of the seeds does not count.
+- **Gain**: how much lower the test loss is than with the method's defaults. A negative gain means that the trials chose
+  worse settings than the defaults. Trials have one seed and half of the held-out examples.
+- **Sensitivity**: the median trial's validation loss, divided by the best trial's. At 1, the settings hardly matter.
+"""
+REPEAT = """\
+The results are in {results}. These commands train missing runs, and write this page. They need `exogym[search]`, and
+`--out` keeps the runs:
 
 ```bash
 {commands}
 ```
 
-To add your results, train the same places with the same budget, and merge the two files:
+To repeat a row without these results, name its method and a folder of your own:
 
 ```bash
-exogym benchmark add runs/atlas/atlas.json --page {page}
+{one}
+```
+
+To add methods or places that the table lacks, train them with the same budget, and merge the two files:
+
+```bash
+exogym benchmark add runs/repeat/atlas.json --page {page}
 ```
 """
 
@@ -80,27 +93,49 @@ def _picture(page: Path, name: str) -> str:
 
 
 def _blocks(table: Table, path: Path, places: Mapping[str, Sequence[Result]], ranks: Ranks | None) -> Iterator[str]:
-    file = path.with_suffix(".json").name
     yield "# Atlas\n"
-    yield ABOUT.format(results=f"[{file}]({file})", page=path.name, commands="\n".join(_commands(table, path)))
+    yield ABOUT
+    yield from lines_in_short(table, places, ranks)
+    yield from _missing(table)
+    yield from _findings(table, path)
+    if ranks is not None:
+        yield from _ranking(comparable(places), ranks, _picture(path, "ranks"))
+    yield "## How to read the tables\n"
+    yield READING
+    for place, results in places.items():
+        yield from _section(table, place, results, _picture(path, place))
+    yield from _gains(places)
+    yield from _repeat(table, path)
+    if table.left_out:
+        yield "## Left out\n"
+        yield "\n".join(f"- {study}: {why}" for study, why in table.left_out.items()) + "\n"
+
+
+def _missing(table: Table) -> Iterator[str]:
+    """Yield which places and methods were planned and are not trained yet."""
     planned = [str(place) for place in (*PLACES, *OTHERS) if str(place) not in table.places]
     if planned:
-        yield f"Named beforehand, but not trained yet: {_listed(dict.fromkeys(planned))}.\n"
+        yield f"Planned before any training, and not trained yet: {_listed(dict.fromkeys(planned))}.\n"
     ours = sorted(name for name, kind in STRATEGIES.items() if kind.__module__.startswith("exogym."))
     for place in map(str, PLACES):
         trained = {row["method"] for row in table.rows if row["place"] == place}
         left = [f"`{method}`" for method in (*ours, *VARIANTS) if method not in trained]
         if trained and left:
             yield f"At {place}, these methods are not trained yet: {_listed(dict.fromkeys(left))}.\n"
-    yield from _findings(table, path)
-    if ranks is not None:
-        yield from _ranking(comparable(places), ranks, _picture(path, "ranks"))
-    for place, results in places.items():
-        yield from _section(table.places[place], place, results, _picture(path, place))
-    yield from _gains(places)
-    if table.left_out:
-        yield "## Left out\n"
-        yield "\n".join(f"- {study}: {why}" for study, why in table.left_out.items()) + "\n"
+
+
+def _repeat(table: Table, path: Path) -> Iterator[str]:
+    """Yield the commands that train all rows, and one that trains a single row again."""
+    if not table.places:
+        return
+    file, (place, about) = path.with_suffix(".json").name, next(iter(table.places.items()))
+    method = next(row["method"] for row in table.rows if row["place"] == place)
+    yield "## Repeat and add\n"
+    yield REPEAT.format(
+        results=f"[{file}]({file})", page=path, commands="\n".join(_commands(table, path)),
+        one=f"exogym benchmark --trials {about['trials']} --tasks {_kind(place)} --nodes {about['nodes']} "
+        f"--strategies {method} --steps {about['steps']} --out runs/repeat",
+    )  # fmt: skip
 
 
 def _kind(place: str) -> str:
@@ -116,7 +151,7 @@ def _commands(table: Table, path: Path) -> Iterator[str]:
     for (trials, methods, nodes, steps), kinds in groups.items():
         yield (
             f"exogym benchmark --trials {trials} --tasks {','.join(kinds)} --nodes {nodes} "
-            f"--strategies {','.join(methods)} --steps {steps} --page {path.name}"
+            f"--strategies {','.join(methods)} --steps {steps} --page {path}"
         )
 
 
@@ -128,10 +163,11 @@ def _findings(table: Table, path: Path) -> Iterator[str]:
     yield "## Findings\n"
     yield (
         "A rule that was fixed before any training chooses these statements from the tables below. Then five other\n"
-        "seeds decide: a statement is confirmed if the whole 95 % interval over seeds is above 0, and refuted if the\n"
-        "whole interval is below 0. The effect is a logarithm of losses, a mean over all places. The interval says\n"
-        "nothing about other tasks. The rule is in `exogym.study.atlas.findings`; this command trains the seeds:\n\n"
-        f"```bash\nexogym benchmark confirm --page {path.name}\n```\n"
+        "seeds decide. The effect is the logarithm of a ratio of losses, averaged over the places of\n"
+        "[Over all places](#over-all-places), plus a constant; if it is above 0, the statement holds. A statement\n"
+        "is confirmed if the whole 95 % interval over seeds is above 0, and refuted if the whole interval is below 0.\n"
+        "The interval says nothing about other tasks. The rule is in `exogym.study.atlas.findings`; this command\n"
+        f"trains the seeds:\n\n```bash\nexogym benchmark confirm --page {path}\n```\n"
     )
     for number, finding in enumerate(found, 1):
         seen = confirmed(finding, table)
@@ -142,18 +178,26 @@ def _findings(table: Table, path: Path) -> Iterator[str]:
         else:
             verdict = (
                 f"**{seen.outcome.capitalize()}**: the effect is {seen.effect:.3f} "
-                f"({seen.low:.3f} to {seen.high:.3f}) on five fresh seeds."
+                f"({seen.low:.3f} to {seen.high:.3f}) on five fresh seeds. {_by_place(finding, seen)}"
             )
         yield f"{number}. {finding.says} {verdict} This would refute it: {finding.refuted_by}."
     yield ""
+
+
+def _by_place(finding: Finding, seen: Confirmed) -> str:
+    """Return the places at which the statement holds best and worst, as ratios of losses."""
+    ratios = {place: math.exp(-effect) - 1 for place, effect in seen.by_place.items()}
+    best, worst = min(ratios, key=lambda p: ratios[p]), max(ratios, key=lambda p: ratios[p])
+    other = "its defaults'" if finding.high[0] == finding.low[0] else f"`{finding.high[0]}`'s"
+    return f"By place, its loss is {ratios[best]:+.0%} ({best}) to {ratios[worst]:+.0%} ({worst}) against {other}."
 
 
 def _ranking(places: Mapping[str, Sequence[Result]], ranks: Ranks, picture: str) -> Iterator[str]:
     yield "## Over all places\n"
     yield (
         f"Mean rank by test loss over {_listed(places)}, of the methods that trained at all of them. The intervals\n"
-        "are from 2,000 resamples of places and seeds. Two methods differ more than by chance if their mean ranks\n"
-        f"differ by more than {ranks.critical:.1f}.\n"
+        "are from 2,000 resamples of places and seeds; with so few places they are too narrow. Two methods differ\n"
+        f"more than by chance if their mean ranks differ by more than {ranks.critical:.1f}.\n"
     )
     lines = [
         [f"`{method}`", f"{mean:.1f}", f"{ranks.low[method]:.1f} to {ranks.high[method]:.1f}"]
@@ -163,9 +207,15 @@ def _ranking(places: Mapping[str, Sequence[Result]], ranks: Ranks, picture: str)
     yield f"![Mean ranks with their intervals]({picture})\n"
 
 
-def _section(about: Mapping[str, Any], place: str, results: Sequence[Result], picture: str) -> Iterator[str]:
+def _section(table: Table, place: str, results: Sequence[Result], picture: str) -> Iterator[str]:
+    about = table.places[place]
+    rounds = rounds_of([row for row in table.rows if row["place"] == place])
     yield f"## {place}\n"
-    yield f"{KINDS[_kind(place)].says}. {about['heading']}. {about['trials']} trials for each method.\n"
+    yield (
+        f"{KINDS[_kind(place)].says}. {about['heading']}. {about['trials']} trials for each method."
+        + (f" {rounds}." if rounds else "")
+        + "\n"
+    )
     fronts = {"sent": front_of({r.method: (r.tx_bytes, r.loss) for r in results})}
     fronts |= {name: front_of({r.method: (r.predicted_s[name], r.loss) for r in results}) for name in NETWORKS}
     shown = set.union(*fronts.values())

@@ -3,9 +3,10 @@
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
+from tables import ABOUT
+from tables import atlas_row as row
 
 from exogym.cli import main
 from exogym.study.atlas import Table
@@ -13,15 +14,6 @@ from exogym.study.atlas.findings import MARGIN, Finding, confirmed, findings_of
 from exogym.study.atlas.training import FRESH, SEEDS, TRIAL_SEEDS
 
 PLACES = ("digits-2", "digits-4")
-ABOUT = {"steps": 20, "trials": 1, "batch_size": 8, "parameters": 10, "heading": "a place", "step_s": 0.01}
-
-
-def row(place: str, method: str, kind: str, seed: int, loss: float | None, sent: float = 100.0) -> dict[str, Any]:
-    return {
-        "place": place, "method": method, "kind": kind, "number": 0, "seed": seed, "options": {}, "strategy": method,
-        "loss": loss, "accuracy": None, "tx_bytes": sent, "payload_bytes": sent, "wall_s": 1.0, "steps": [20],
-        "losses": [loss],
-    }  # fmt: skip
 
 
 def table_with(folder: Path, losses: dict[str, tuple[float, float, float]]) -> Table:
@@ -51,7 +43,7 @@ def test_the_rule_chooses_three_statements(tmp_path: Path) -> None:
     cheap, best, tuning = findings_of(table_with(tmp_path, LOSSES))
     # sparta sends less than diloco, but its loss is too high
     assert (cheap.low, cheap.high, cheap.offset) == (("diloco", "tuned"), ("ddp", "tuned"), math.log(MARGIN))
-    assert "10 times less" in cheap.says
+    assert "sends 1/10 of `ddp`'s bytes" in cheap.says
     assert (best.low, best.high, best.offset) == (("fedavg", "tuned"), ("ddp", "tuned"), 0.0)
     assert (tuning.low, tuning.high) == (("sparta", "tuned"), ("sparta", "default"))
     assert tuning.offset == pytest.approx(-math.log(3.0 / 1.06) / 2)
@@ -59,6 +51,14 @@ def test_the_rule_chooses_three_statements(tmp_path: Path) -> None:
     cheap, best, tuning = findings_of(table_with(tmp_path / "b", cheaper))
     assert cheap.low[0] == "sparta" and (best.low[0], best.high[0]) == ("ddp", "diloco") and tuning.low[0] == "ddp"
     assert findings_of(table_with(tmp_path / "c", {"diloco": (1.0, 1.0, 1.0), "fedavg": (1.0, 1.0, 1.0)})) == []
+
+
+def test_methods_that_share_the_best_rank_are_named(tmp_path: Path) -> None:
+    equal = LOSSES | {"diloco": (0.9, 1.1, 10.0)}
+    assert findings_of(table_with(tmp_path, equal))[1].says.startswith(
+        "`diloco` shares the best mean rank with `fedavg`"
+    )
+    assert findings_of(table_with(tmp_path / "b", LOSSES))[1].says.startswith("`fedavg` has the best mean rank")
 
 
 @pytest.mark.parametrize(
@@ -81,6 +81,7 @@ def test_fresh_seeds_decide(tmp_path: Path, mine: list[float | None], outcome: s
         effects = [-math.log(x) for x in mine if x is not None]
         assert seen.effect == pytest.approx(sum(effects) / 5) and seen.low < seen.effect < seen.high
         assert findings_of(table)[1] == best  # fresh seeds choose nothing
+        assert seen.by_place == pytest.approx(dict.fromkeys(PLACES, seen.effect))
 
 
 def test_the_interval_is_students_over_five_seeds(tmp_path: Path) -> None:

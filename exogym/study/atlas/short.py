@@ -1,0 +1,150 @@
+"""The atlas's answers in a few lines, by fixed rules from its results.
+
+Within a limit of bytes, the answer at a place is the method with the lowest mean test loss. Another method counts as
+equal if their difference is at most 2.776 sqrt((s_1^2 + s_2^2) / 3), where s are the standard deviations over the three
+seeds. For speed, the answer on a network is the fastest method whose mean test loss is at most DDP's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from exogym.study.atlas.findings import T_95, confirmed, findings_of
+from exogym.study.atlas.measures import NETWORKS, Ranks, Result, comparable, mean_ranks
+from exogym.study.atlas.table import Table
+from exogym.study.compare.comparison import markdown
+
+LIMITS = {"any bytes": 1, "1/10 of `ddp`'s bytes": 10, "1/100 of `ddp`'s bytes": 100}
+DOUBTFUL = -0.1  # DDP's gain, from which its tuned settings are no fair reference
+MARK = "†"
+
+
+def lines_in_short(table: Table, places: Mapping[str, Sequence[Result]], ranks: Ranks | None) -> Iterator[str]:
+    """Yield the section "In short", or nothing if no place has DDP and another method."""
+    shared = comparable(places)
+    if not shared:
+        return
+    yield "## In short\n"
+    yield "\n".join(f"- {line}" for line in [
+        *([] if ranks is None else [*_of_ranks(shared, ranks), *_of_defaults(shared, ranks)]), *_of_findings(table),
+        *_of_tuning(places), *_of_limits(table, shared),
+    ]) + "\n"  # fmt: skip
+    yield "Lowest test loss within a limit of bytes, and its difference from tuned `ddp`:\n"
+    yield markdown(["place", *LIMITS], [[place, *_cells(results)] for place, results in shared.items()]) + "\n"
+    notes = ["≈ n: n other methods within the limit are as good, as far as three seeds can tell."]
+    for place, results in shared.items():
+        if _is_doubtful(ddp := _ddp(results)):
+            notes.append(
+                f"{MARK} At {place}, tuned `ddp` is {-ddp.gain:.0%} worse than its own defaults, so differences from "
+                "it flatter other methods."
+            )
+    yield "\n".join(f"- {note}" for note in notes) + "\n"
+    yield "Fastest method with at most tuned `ddp`'s test loss, and how many times faster than `ddp` it is:\n"
+    yield markdown(["place", *NETWORKS], [[place, *_fastest(results)] for place, results in shared.items()]) + "\n"
+
+
+def _ddp(results: Sequence[Result]) -> Result:
+    return next(result for result in results if result.method == "ddp")
+
+
+def _is_doubtful(ddp: Result) -> bool:
+    return ddp.gain < DOUBTFUL
+
+
+def _mark(results: Sequence[Result]) -> str:
+    return f" {MARK}" if _is_doubtful(_ddp(results)) else ""
+
+
+def _cells(results: Sequence[Result]) -> Iterator[str]:
+    ddp, mark = _ddp(results), _mark(results)
+    for share in LIMITS.values():
+        able = [r for r in results if r.tx_bytes <= ddp.tx_bytes / share and math.isfinite(r.loss)]
+        if not able:
+            yield "none"
+            continue
+        best = min(able, key=lambda result: result.loss)
+        equal = sum(_are_equal(best, other) for other in able) - 1
+        difference = "" if best is ddp else f" {best.loss / ddp.loss - 1:+.1%}{mark}"
+        yield f"`{best.method}`{difference}" + (f" (≈ {equal})" if equal else "")
+
+
+def _are_equal(a: Result, b: Result) -> bool:
+    if a is b:
+        return True
+    error = math.sqrt((a.std**2 + b.std**2) / len(a.losses))
+    return abs(a.loss - b.loss) <= T_95 * error
+
+
+def _fastest(results: Sequence[Result]) -> Iterator[str]:
+    ddp, mark = _ddp(results), _mark(results)
+    for network in NETWORKS:
+        times = {r.method: s for r in results if (s := r.predicted_s[network]) is not None and r.loss <= ddp.loss}
+        best = min(times, key=lambda method: times[method])
+        yield "`ddp`" if best == "ddp" else f"`{best}` {times['ddp'] / times[best]:.1f}{mark}"
+
+
+def _of_ranks(places: Mapping[str, Sequence[Result]], ranks: Ranks) -> Iterator[str]:
+    best, worst = min(ranks.mean.values()), max(ranks.mean.values())
+    apart = sum(
+        abs(a - b) > ranks.critical for k, a in enumerate(ranks.mean.values()) for b in [*ranks.mean.values()][:k]
+    )
+    pairs = "they separate **no two methods**" if not apart else f"they separate {apart} pairs of methods"
+    first = [f"`{method}`" for method, mean in ranks.mean.items() if f"{mean:.1f}" == f"{best:.1f}"]
+    yield (
+        f"Mean ranks of the {len(ranks.mean)} methods that trained at all {len(places)} places with `ddp` go from "
+        f"{best:.1f} ({', '.join(first)}) to {worst:.1f}. Only differences above {ranks.critical:.1f} are more than "
+        f"chance: {pairs}."
+    )
+
+
+def _of_defaults(places: Mapping[str, Sequence[Result]], ranks: Ranks) -> Iterator[str]:
+    before = mean_ranks(places, list(ranks.mean), lambda result: result.default_losses)
+    most = max(ranks.mean, key=lambda method: before[method] - ranks.mean[method])
+    if before[most] > ranks.mean[most]:
+        yield (
+            f"Tuning decides: `{most}` has the mean rank {ranks.mean[most]:.1f} if all methods are tuned, and "
+            f"{before[most]:.1f} if all have their defaults."
+        )
+
+
+def _of_findings(table: Table) -> Iterator[str]:
+    found = [(finding.name, confirmed(finding, table)) for finding in findings_of(table)]
+    seen = [each.outcome for _, each in found if each is not None and not math.isnan(each.effect)]
+    if seen:
+        counts = ", ".join(f"{seen.count(word)} {word}" for word in ("confirmed", "open", "refuted") if word in seen)
+        yield f"Of {len(found)} [findings](#findings), tested on fresh seeds: {counts}."
+
+
+def _of_tuning(places: Mapping[str, Sequence[Result]]) -> Iterator[str]:
+    gains = {(r.method, place): r.gain for place, each in places.items() for r in each if not math.isnan(r.gain)}
+    worse = {key: gain for key, gain in gains.items() if gain < 0}
+    if worse:
+        method, place = min(worse, key=lambda key: worse[key])
+        yield (
+            f"In {len(worse)} of {len(gains)} rows the trials chose settings that are worse than the defaults; "
+            f"`{method}` at {place} lost most, {-worse[method, place]:.0%}."
+        )
+
+
+def _of_limits(table: Table, places: Mapping[str, Sequence[Result]]) -> Iterator[str]:
+    sizes = [int(table.places[place]["parameters"]) for place in places]
+    small, large = min(sizes), max(sizes)
+    few = sum(size == small for size in sizes)
+    yield (
+        f"Do not conclude more. The models have {small:,} (at {few} of {len(sizes)} places) to {large:,} parameters, "
+        f"and {table.places[next(iter(places))]['trials']} trials tune one to four options. Some methods also replace "
+        "the inner optimizer (`muloco`, `dion`, `demo`, `fednova`, `onebit_adam`), so not all of a difference is due "
+        "to communication."
+    )
+
+
+def rounds_of(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return which H the methods with rounds have, from the strategies' texts.
+
+    >>> rounds_of([{"strategy": "diloco:H=10"}, {"strategy": "fedavg:H=10:lr=1"}, {"strategy": "ddp"}])
+    'H = 10'
+    """
+    found = {part[2:] for row in rows for part in row["strategy"].split(":") if part.startswith("H=")}
+    return f"H = {', '.join(sorted(found, key=int))}" if found else ""

@@ -1,0 +1,90 @@
+"""The atlas in short: each line and cell by hand, from a table with two places."""
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tables import ABOUT
+from tables import atlas_row as row
+
+from exogym.study.atlas import Table
+from exogym.study.atlas.measures import comparable, ranks_of, results_of
+from exogym.study.atlas.short import lines_in_short, rounds_of
+from exogym.study.atlas.training import SEEDS
+
+PLACES = ("digits-2", "digits-4")
+# method: the three tuned losses at both places, the default loss, and the bytes of a run
+METHODS: dict[str, tuple[list[float], float, float]] = {
+    "ddp": ([1.0, 1.0, 1.0], 1.2, 4000.0), "diloco": ([0.9, 0.9, 0.9], 1.0, 400.0),
+    "fedavg": ([0.92, 0.96, 0.88], 0.95, 401.0), "sparta": ([1.5, 1.5, 1.5], 1.4, 40.0),
+    "demo": ([0.95, 0.95, 0.95], 1.9, 4000.0),
+}  # fmt: skip
+
+
+def text_of(folder: Path, changed: Any = None) -> str:
+    table, methods = Table(folder / "atlas.json"), METHODS | (changed or {})
+    for place in PLACES:
+        for method, (losses, default, sent) in methods.items():
+            rows = [row(place, method, "trial", 0, losses[0], sent)]
+            rows += [row(place, method, "tuned", s, x, sent) for s, x in zip(SEEDS, losses, strict=True)]
+            rows += [row(place, method, "default", s, default, sent) for s in SEEDS]
+            table.put(ABOUT | {"nodes": int(place[-1])}, rows)
+    places = {place: results_of(table, place) for place in table.places}
+    return "\n".join(lines_in_short(table, places, ranks_of(comparable(places))))
+
+
+def cells(text: str, heading: str) -> list[str]:
+    """The cells of the row of digits-2 in the table whose first column after the place is `heading`."""
+    (line,) = re.findall(rf"^\| place +\| +{heading} .*\n.*\n(\| digits-2 .*)$", text, re.MULTILINE)
+    return [cell.strip() for cell in line.strip("|").split("|")][1:]
+
+
+def test_within_a_limit_of_bytes_the_lowest_loss_is_named(tmp_path: Path) -> None:
+    """FedAvg's seeds spread by 0.04, so it is as good as DiLoCo; within a tenth of the bytes it may not compete."""
+    text = text_of(tmp_path)
+    assert cells(text, "any bytes") == ["`diloco` -10.0% (≈ 1)", "`diloco` -10.0%", "`sparta` +50.0%"]
+    assert 2.776 * math.sqrt(0.04**2 / 3) > 0.92 - 0.9 and "†" not in text
+    none = text_of(tmp_path / "none", {"sparta": ([1.5, 1.5, 1.5], 1.4, 41.0), "diloco": ([1.1, 1.1, 1.1], 1.2, 400.0)})
+    assert cells(none, "any bytes")[1:] == ["`diloco` +10.0%", "none"]
+
+
+def test_differences_from_a_badly_tuned_ddp_are_marked(tmp_path: Path) -> None:
+    text = text_of(tmp_path, {"ddp": ([1.0, 1.0, 1.0], 0.8, 4000.0)})
+    assert cells(text, "any bytes")[0] == "`diloco` -10.0% † (≈ 1)"
+    assert "† At digits-2, tuned `ddp` is 25% worse than its own defaults" in text
+
+
+def test_the_fastest_method_is_not_worse_than_ddp(tmp_path: Path) -> None:
+    """SPARTA is cheaper than DiLoCo, but its loss is too high."""
+    for cell in cells(text_of(tmp_path), "Wi-Fi"):
+        assert re.fullmatch(r"`(diloco|fedavg)` \d+\.\d", cell)
+    bad = {name: ([2.0, 2.0, 2.0], 2.0, 400.0) for name in METHODS if name != "ddp"}
+    assert cells(text_of(tmp_path / "bad", bad), "Wi-Fi") == ["`ddp`"] * 3
+
+
+def test_the_lines_say_what_the_ranks_and_trials_say(tmp_path: Path) -> None:
+    text = text_of(tmp_path)
+    assert "of the 5 methods that trained at all 2 places with `ddp` go from 1.0 (`diloco`) to 5.0" in text
+    assert "they separate **no two methods**" in text  # two places are no evidence
+    # defaults: fedavg .95, diloco 1, ddp 1.2, sparta 1.4, demo 1.9
+    assert "`demo` has the mean rank 3.0 if all methods are tuned, and 5.0 if all have their defaults" in text
+    assert (
+        "In 2 of 10 rows the trials chose settings that are worse than the defaults; `sparta` at digits-2 lost" in text
+    )
+    assert "findings" not in text  # no fresh seeds yet
+    assert "The models have 10 (at 2 of 2 places) to 10 parameters, and 1 trials" in text
+
+
+def test_nothing_is_said_without_ddp(tmp_path: Path) -> None:
+    table = Table(tmp_path / "atlas.json")
+    assert list(lines_in_short(table, {}, None)) == []
+
+
+@pytest.mark.parametrize(
+    ("texts", "said"),
+    [(["ddp"], ""), (["diloco:H=10", "fedavg:H=10:lr=1"], "H = 10"), (["a:H=100", "b:H=30"], "H = 30, 100")],
+)
+def test_the_section_says_which_h(texts: list[str], said: str) -> None:
+    assert rounds_of([{"strategy": text} for text in texts]) == said
