@@ -62,7 +62,7 @@ from exogym.network.overheads import PAYLOAD_SHARE
 from exogym.network.probes import never_falling
 from exogym.study.advise import advise
 from exogym.study.advise.beliefs import h_of
-from exogym.study.advise.judging import Site, sites
+from exogym.study.advise.judging import Site, _own_size, sites
 from exogym.study.atlas.halves import halved
 from exogym.study.atlas.places import KINDS, Place, studies_of
 from exogym.study.atlas.steps import LEVELS, REFERENCE, SHARE, Curve, curves_of, named
@@ -155,7 +155,7 @@ def candidates(table: Table) -> list[Job]:
     return found
 
 
-def step_s(parameters: int, site: Site, method: str, own_s: float = STEP_S, network: Any = None) -> float:
+def step_s(parameters: float, site: Site, method: str, own_s: float = STEP_S, network: Any = None) -> float:
     """Return a method's seconds per step, by formula or, with `network`, on measured lines."""
     each_s = [own_s / speed for speed in site.speeds or (1.0,) * NODES]
     advice = advise(
@@ -291,7 +291,7 @@ def row_of(job: Job, own_s: float, known: Row, group: Hosts) -> dict[str, Any]:
 
 def with_predictions(job: Job, table: Table, cells: Cells) -> dict[str, Any]:
     """Return a measured cell's row with the predicted seconds, and the shares by which they are off."""
-    parameters, steps = table.places[job.place]["parameters"], table_row(table, job)["steps"]
+    parameters, steps = _own_size(table.places[job.place]), table_row(table, job)["steps"]
     own_s = cells.rows[step_key(job)]["step_s"]
     row = cells.rows[str(job)] | {"own_s": own_s, "off": {}}
     site, probed = sites(NODES)[job.network], Network.of(cells.rows[f"{job.network}/probes"]["fields"])

@@ -89,7 +89,10 @@ def _trained(atlas: Atlas, table: Table) -> bool:
     for study, why in atlas.left_out.items():
         notice(f"left out: {study}: {why}")
         table.left_out[study] = why
+    asked = len(atlas.studies)
     atlas.skip(table)
+    if asked > len(atlas.studies):
+        notice(f"{asked - len(atlas.studies)} of {asked} studies are in {table.path}: not trained again")
     left = atlas.runs_left()
     if left:
         notice(f"about {left} runs left to train, about {readable_seconds(atlas.seconds_left())}")

@@ -153,10 +153,10 @@ class Network(Pricing):
         insides = [cls.of(one) for one in inside] if many else [cls.of(inside)]
         outer = cls.of(between)
         for part in (*insides, outer):
-            if part.jitter_s or part.loss or part.trace is not None:
+            if part.jitter_s or part.loss or part.trace is not None or part.tcp:
                 raise ArgumentError(
-                    "give jitter, loss and trace to Network.groups(), for all links, not to the networks inside and "
-                    "between"
+                    "give jitter, loss, trace and tcp to Network.groups(), for all links, not to the networks inside "
+                    "and between"
                 )
         kinds: list[UniformLinks] = [part.links for part in insides if isinstance(part.links, UniformLinks)]
         if len(kinds) < len(insides):

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from exogym.core.base.draws import numpy_generator
+from exogym.core.base.turns import turns_of
 from exogym.errors import ArgumentError, check_choice, check_count
 from exogym.network.costs import NAMES, Cost, MessageRound, algorithms_of, cost_among, price
 from exogym.network.links import GroupLinks, Links, UniformLinks
 from exogym.network.measured import Measurement
-from exogym.network.overheads import PAYLOAD_SHARE, moved_in_memory, rounds_of_gloo, slow_start_s
+from exogym.network.overheads import PAYLOAD_SHARE, messages_of, moved_in_memory, rounds_of_gloo, slow_start_s
 from exogym.network.probes import Probes
 from exogym.network.trace import RateTrace, TracedLinks
 
@@ -115,7 +116,7 @@ class Pricing:
                 options["root"] = members[int(np.argmin(event.tx_bytes))]
         way = event.algorithm if algorithm is None else algorithm
         cost = self.cost(event.kind, event.payload_bytes, members, way, **options)
-        ramp_s = self.ramp_s(event.kind, event.payload_bytes, members, idle_s)
+        ramp_s = self.ramp_s(event.kind, event.payload_bytes, members, idle_s, way)
         return self.duration_s(cost, draw) + ramp_s + (self.set_up_s(event.kind, way) if draw == 0 else 0.0)
 
     def _cost_of_links(self, event: Event) -> Cost:
@@ -124,7 +125,7 @@ class Pricing:
         givers, takers = (np.array([at[link[end]] for link in event.links]) for end in (0, 1))
         out, into = (float(np.bincount(ends).max()) for ends in (givers, takers))
         messages = MessageRound(1, event.payload_bytes, lambda n: (givers, takers), out, into)
-        turns = len(np.unique((takers - givers) % len(at)))  # a host sends and receives one row at a time
+        turns = len(turns_of(event.links)) if self.tcp else 1
         return self._over_tcp(price([messages], self.links, self._members(event.members)), 2 * turns)
 
     def _over_tcp(self, cost: Cost, latencies: int = 1) -> Cost:
@@ -180,9 +181,11 @@ class Pricing:
         if rounds is not None:
             cost = self._over_tcp(price(rounds, self.links, ids))
         else:
+            fan = (n - 1, n - 1) if kind == "mix" and fan is None else fan
             cost = cost_among(self.links, self.server_bps, kind, way, payload_bytes, ids, root, fan)
             turns = 1 if fan is None else math.ceil(max(fan))
-            cost = self._over_tcp(cost, 1 if kind in ("push", "pull") or way == "server" else 2 * turns)
+            alone = kind in ("push", "pull") or way in ("server", "hierarchical")
+            cost = self._over_tcp(cost, 1 if alone else 2 * turns)
         return cost + Cost(self._copying_s(kind, way, payload_bytes, n))
 
     def _copying_s(self, kind: str, way: str, payload_bytes: float, n: int) -> float:
@@ -197,9 +200,14 @@ class Pricing:
         return 0.0 if self.measurement is not None else self._copying_s(kind, way, payload_bytes, n)
 
     def cheapest(self, kind: str, payload_bytes: float, members: Members) -> tuple[str, float]:
-        """Return the name of the fastest algorithm for a collective, and its mean seconds. Servers do not count."""
+        """Return the name of the fastest algorithm for a collective, and its mean seconds. Servers do not count.
+
+        With `tcp`, the algorithm is the one that ExoGym's hosts use.
+        """
         names = algorithms_of(kind)
         names = names[:1] if kind in ("push", "pull") else [name for name in names if name != "server"]
+        if self.tcp and self.measurement is None:
+            names = ["exact"] if kind == "all_reduce" else names[:1]
         among = len(self._members(members))
         measured = [name for name in names if self._measured(kind, name, among) is not None]
         names = measured or names  # the measured algorithm counts as the library's best
@@ -209,13 +217,17 @@ class Pricing:
         best = min(times, key=times.__getitem__)
         return best, times[best]
 
-    def ramp_s(self, kind: str, payload_bytes: float, members: Members, idle_s: float) -> float:
+    def ramp_s(
+        self, kind: str, payload_bytes: float, members: Members, idle_s: float, algorithm: str | None = None
+    ) -> float:
         """Return the seconds that a collective loses because connections start slowly after `idle_s` idle seconds."""
         ids = self._members(members)
         if not self.tcp or len(ids) < 2 or self._measured(kind, algorithms_of(kind)[0], len(ids)):
             return 0.0
         bandwidth, latency = self.links.slowest(np.asarray(ids))
-        return slow_start_s(payload_bytes, float(bandwidth), float(latency), idle_s)
+        way = algorithms_of(kind)[0] if algorithm is None else NAMES.get(algorithm, algorithm)
+        times, each_bytes = messages_of(kind, way, len(ids), payload_bytes)
+        return times * slow_start_s(each_bytes, float(bandwidth), float(latency), idle_s)
 
     def set_up_s(self, kind: str, algorithm: str | None = None) -> float:
         """Return the extra seconds that a run's first collective takes to set up connections; 0 if not measured."""
@@ -227,7 +239,7 @@ class Pricing:
         """Seconds that all nodes need to agree on a few bytes; 0 if not measured, and without `tcp`."""
         if self.measurement is not None:
             return self.measurement.message_s
-        if not self.tcp:
+        if not self.tcp or self.num_nodes == 1:
             return 0.0
         _, latency_s = self.links.slowest(np.arange(self.num_nodes or 2))
         return self.duration_s(Cost(2 * float(latency_s), hops=2))

@@ -22,11 +22,12 @@ class ModelSize(float):
     (2080.0, ((64, 32), (32,)), None)
     """
 
-    shapes: tuple[tuple[int, ...], ...]
+    shapes: tuple[tuple[int, ...], ...] | None = None
 
     @classmethod
     def of(cls, shapes: Iterable[Sequence[int]]) -> Self:
-        kept = tuple(tuple(shape) for shape in shapes)
+        """Return the size of a model with these shapes. Parameters without elements do not count."""
+        kept = tuple(tuple(shape) for shape in shapes if math.prod(shape))
         size = cls(sum(map(math.prod, kept)))
         size.shapes = kept
         return size

@@ -118,7 +118,7 @@ def test_a_wrong_trace_is_refused(rows, message):
 def test_a_trace_of_other_nodes_or_in_the_wrong_place_is_refused(tmp_path):
     with pytest.raises(ArgumentError, match="a network of 2 nodes does not have"):
         Network.matrix([[0, 1e6], [1e6, 0]], trace=[(0, "0-2", 1e6)])
-    with pytest.raises(ArgumentError, match="give jitter, loss and trace to"):
+    with pytest.raises(ArgumentError, match="give jitter, loss, trace and tcp to"):
         Network.groups([2, 2], Network("1Gbps", trace=[(0, "*", 1e6)]), "1Gbps")
     (tmp_path / "a.csv").write_text("time_s,node,rate\n0,1,1\n")
     with pytest.raises(ArgumentError, match="has no column who"):

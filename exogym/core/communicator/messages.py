@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from exogym.core.base.turns import turns_of
 from exogym.core.communicator.wire import Parcel, Wire
 from exogym.core.progress import notice
 
@@ -96,9 +97,7 @@ def rows_of_givers(wire: Wire, x: Tensor, links: Sequence[tuple[int, int]]) -> d
                 found[taker][giver] = rows[givers.index(giver)]
         return found
     given = {rank: x[row].contiguous() for row, rank in enumerate(wire.ranks)}
-    count = 1 + max((max(link) for link in links), default=0)
-    for shift in range(1, count):  # a node gives and takes one row at a time
-        pairs = [(i, j) for i, j in links if (j - i) % count == shift]
+    for pairs in turns_of(links):
         got = hand_over(wire, given, [Parcel(i, j, x.shape[1:], x.dtype, False) for i, j in pairs])
         for giver, taker in pairs:
             if taker in found:

@@ -61,7 +61,8 @@ class Timing:
         are_there = len(wire.world.placement) > len(wire.placement)  # real devices, so that they are measured
         self.spread = None if self.is_measured and are_there else spread
         self.clock = Clock(fleet.num_nodes, network, 0.0 if self.is_measured else step_seconds, timeline=timeline)
-        self._is_exact = self.clock.network.measurement is not None and not fleet.comm.wire.native
+        of_hosts = self.clock.network.measurement is not None or self.clock.network.tcp
+        self._is_exact = of_hosts and not fleet.comm.wire.native
         if work is not None:
             self.clock.step_time = self.clock.step_time.for_work(work)
         if spread is not None:

@@ -467,7 +467,7 @@ def _assumptions(
 
 def _waits_unseen(network: Network) -> bool:
     """Return whether latencies make messages wait on hosts, and the network's formulas leave this out."""
-    if network.measurement is not None or network.tcp:
+    if network.measurement is not None or network.tcp or network.num_nodes == 1:
         return False
     return float(network.links.slowest(np.arange(network.num_nodes or 2))[1]) >= NOTED_S
 
@@ -511,6 +511,7 @@ def _row_of_fleet(
     stalls, sent, line, names = 0.0, 0.0, 0.0, []
     mean_s = time.mean_s(num_nodes)
     every = min((t.every_steps for t in plan.traffic if not t.overlap_steps), default=math.inf)
+    agreeing_s = scale * (AGREEMENTS + plan.needs_gradients) * network.message_s if num_nodes > 1 else 0.0
     asked = [t for t in plan.traffic if plan.rounds is not None and t.members is not None]
     if asked:
         step_s, busy = _of_asked(plan, asked, num_nodes, network, time, scale)
@@ -525,14 +526,14 @@ def _row_of_fleet(
             cost_s = _lost_s(turns, alone_s, traffic.every_steps * mean_s) if turns else alone_s(count)
             overlap = min(traffic.overlap_steps, traffic.every_steps)
             busy_s = scale * times * network.processor_s(traffic.kind, traffic.payload_bytes, count, way)
-            stalls += max(busy_s, cost_s - overlap * step_s) / traffic.every_steps
+            hidden_s = overlap * step_s + (agreeing_s if overlap else 0.0)  # nodes agree before they wait
+            stalls += max(busy_s, cost_s - hidden_s) / traffic.every_steps
         of_all = float(busy.mean()) if traffic in asked else 1.0
         handed = times * traffic.payload_bytes * of_all / traffic.every_steps
         sent += handed * _tx_factor(traffic.kind, way, count)
         line += handed * _line_factor(traffic.kind, way, count)
         names += [f"{way or 'ring'} {traffic.kind}"] * times
-    if num_nodes > 1 and math.isfinite(every):
-        stalls += scale * (AGREEMENTS + plan.needs_gradients) * network.message_s / every
+    stalls += agreeing_s * _stretches(plan)
     seconds = step_s + stalls
     computing = min(1.0, float((busy * mean_s).mean()) / seconds)
     busiest = float(busy[mean_s == mean_s.max()].mean() * mean_s.max()) / seconds
@@ -540,6 +541,14 @@ def _row_of_fleet(
         plan.name, seconds, sent, 1 - computing, computing, float(busy.sum()) * float(mean_s.min()) / seconds,
         plan.couples_every, tuple(names), busiest >= target, plan.can_train, line_bytes_per_step=line,
     )  # fmt: skip
+
+
+def _stretches(plan: Plan) -> float:
+    """Return how many times in a step nodes send, or receive a late average: each time, they agree first."""
+    waited = [t.every_steps for t in plan.traffic if not t.overlap_steps]
+    late = {(t.every_steps, t.overlap_steps) for t in plan.traffic if t.overlap_steps}
+    ends = sum((2 if overlap % every else 1) / every for every, overlap in late)
+    return ends + (1 / min(waited) if waited else 0.0)
 
 
 def _of_asked(
@@ -574,7 +583,9 @@ def _cost_s(
     """Return `times` the seconds of a collective among `members`, whose lines were idle for `idle_s`."""
     fan = (traffic.fan, traffic.fan) if traffic.kind == "mix" else None
     cost = network.cost(traffic.kind, traffic.payload_bytes / traffic.fan, members, way, fan=fan)
-    return times * (network.duration_s(cost) + network.ramp_s(traffic.kind, traffic.payload_bytes, members, idle_s))
+    return times * (
+        network.duration_s(cost) + network.ramp_s(traffic.kind, traffic.payload_bytes, members, idle_s, way)
+    )
 
 
 def _meetings(network: Network, num_nodes: int, count: int) -> list[list[list[int]]]:
@@ -609,12 +620,13 @@ def _lost_s(turns: list[list[list[int]]], cost_s: Callable[[list[int]], float], 
 
 
 def _way(traffic: Traffic, network: Network, members: Members, algorithm: str) -> str | None:
-    """Return a collective's algorithm. For a measured network, exogym's own all-reduce is the exact one."""
+    """Return a collective's algorithm. Between hosts, the all-reduce is the exact one."""
     if traffic.algorithm is not None:
         return traffic.algorithm
     if algorithm == "cheapest":
         return network.cheapest(traffic.kind, traffic.payload_bytes, members)[0]
-    return "exact" if traffic.kind == "all_reduce" and network.measurement is not None else None
+    of_hosts = network.measurement is not None or network.tcp
+    return "exact" if traffic.kind == "all_reduce" and of_hosts else None
 
 
 def _row_of_rounds(

@@ -111,7 +111,7 @@ class Outcome(StrEnum):
 
     YES = "comes out"
     MORE = "comes out more with size"
-    NO = "does not at these sizes"
+    NO = "does not come out at these sizes"
     CONTRADICTED = "is contradicted"
 
 

@@ -7,30 +7,32 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from exogym.core.base.files import replacing
-from exogym.study.atlas.claims import CENTRAL, Central, Judged, judged, studies_at
+from exogym.study.atlas.claims import CENTRAL, AtSize, Central, Judged, Outcome, judged, studies_at
 from exogym.study.atlas.gaps import PAPER, gaps_of
 from exogym.study.atlas.table import Table
+from exogym.study.atlas.training import Study
 from exogym.study.compare.comparison import markdown
 from exogym.study.reproduce.checks import WORDS, mean_text
 from exogym.study.reproduce.page import HOLDS
 
+PLURAL = {
+    Outcome.YES: "come out", Outcome.MORE: "come out more with size", Outcome.NO: "do not come out at these sizes",
+    Outcome.CONTRADICTED: "are contradicted",
+}  # fmt: skip
 ABOUT = """\
 Does a paper's claim fail here because it is false, because our models are small, or because our rates are bad? We test
 the central claims again at three sizes, and tune the rates of every cell with the same number of trials, as in
 [Tune several methods alike](sweeps.md#tune-several-methods-alike). The losses are on test data, with three seeds that
-no trial has seen. The [reproductions](reproductions.md) have the papers' findings and our questions, with fixed rates.
-
-- The **effect** is the logarithm of the loss ratio between the cell that the claim calls worse and the cell that it
-  calls better: 0.01 is about 1 %.
-- Its **slope** says how much the effect grows if a model has e times as many parameters, with the lowest and the
-  highest slope of a seed. If size made no difference, the slope would be above 0 in all three seeds in one case of
-  eight.
-- The verdicts speak of short runs of small models: at H = 30, most runs have 30 outer rounds. The papers' runs have
-  hundreds or more.
+no trial has seen. [Reproductions](reproductions.md) has each paper's finding, our question, and results with fixed
+rates.
+"""
+READING = """\
+- **Effect**: log(loss of the "worse" cell / loss of the "better" cell), as the claim names them: 0.01 is about 1 %. An
+  effect above 0 supports the claim. Some claims only say "at most 3 % worse": there, a small effect below 0 agrees.
+- **Slope**: the effect's growth if the parameters grow e = 2.7 times, and in brackets the lowest and the highest slope
+  of a seed. If size made no difference, the slope would be above 0 in all three seeds in one case of eight.
 - Few trials tune roughly. The first trial has the method's defaults, and the others are random. Cells with the same
   ranges get the same random settings.
-- We train claims in the order of their cost, the cheapest first, as far as our time lasts. We fixed this order before
-  the training, too.
 - A claim **comes out** if all its checks hold at all sizes. It **comes out more with size** if they hold at the largest
   size, and the slope is above 0 in every seed. It **is contradicted** if, at the largest size, the effect is below 0 in
   every seed, and the slope is not above 0 in every seed. Otherwise it **does not come out at these sizes**. We fixed
@@ -39,7 +41,7 @@ no trial has seen. The [reproductions](reproductions.md) have the papers' findin
 This command trains missing runs, and writes this page from {results}:
 
 ```bash
-exogym reproduce --trials {trials} --page docs/{page}
+exogym reproduce --trials {trials} --page {page}
 ```
 """
 
@@ -57,13 +59,14 @@ def text_of(table: Table, path: Path, claims: Sequence[str] = ()) -> str:
     done = _judged(table, claims)
     trials = max((about["trials"] for about in table.places.values()), default=0)
     results = path.with_suffix(".json").name
-    blocks = [
-        "# Claims at three sizes\n",
-        ABOUT.format(results=f"[{results}]({results})", trials=trials, page=path.name),
-    ]
+    blocks = ["# Claims at three sizes\n", ABOUT, *_in_short(done, table)]
     left = [name for name in CENTRAL if name not in done] if done and not claims else []
-    blocks += [f"Not trained yet: {', '.join(left)}.\n"] if left else []
+    blocks += [f"Not complete yet: {', '.join(left)}.\n"] if left else []
     blocks += _summary(done)
+    blocks += [
+        "## How to read the tables\n",
+        READING.format(results=f"[{results}]({results})", trials=trials, page=path),
+    ]
     blocks += _gaps(table)
     for each in done.values():
         blocks += _section(each, table)
@@ -73,6 +76,62 @@ def text_of(table: Table, path: Path, claims: Sequence[str] = ()) -> str:
 def _judged(table: Table, claims: Sequence[str]) -> dict[str, Judged]:
     found = {name: judged(central, table) for name, central in CENTRAL.items() if not claims or name in claims}
     return {name: each for name, each in found.items() if each is not None}
+
+
+def _in_short(done: Mapping[str, Judged], table: Table) -> Iterator[str]:
+    """Yield the verdicts in a few lines, by fixed rules."""
+    if not done:
+        return
+    outcomes = {kind: [name for name, each in done.items() if each.outcome is kind] for kind in Outcome}
+    counts = "; ".join(
+        f"{len(names)} {kind if len(names) == 1 else PLURAL[kind]} ({', '.join(names)})"
+        for kind, names in outcomes.items()
+        if names
+    )
+    lines = [f"{len(done)} of {len(CENTRAL)} claims are complete: {counts}."]
+    same: dict[tuple[Study, ...], list[str]] = {}
+    for name, each in done.items():
+        same.setdefault(tuple(_pair(each.central)), []).append(name)
+    lines += [f"{_and(names)} compare the same runs: count them once." for names in same.values() if len(names) > 1]
+    if contradicted := outcomes[Outcome.CONTRADICTED]:
+        sizes = sorted((abs(_largest(done[name]).effect), name) for name in contradicted)
+        lines.append(
+            '"Contradicted" means worse in three of three seeds at the largest size. Chance alone does this in one '
+            f"case of eight, so look at how much: {', '.join(f'{name} {size:.1%}' for size, name in sizes)}."
+        )
+    others = [name for name, each in done.items() if each.outcome is not Outcome.YES]
+    kept = {name: _always(done[name]) for name in others}
+    if any(kept.values()):
+        counts = ", ".join(f"{name} ({of[0]} of {of[1]} checks)" for name, of in kept.items() if of)
+        lines.append(f"Parts of these claims hold at all sizes: {counts}.")
+    parameters, steps = (max(about[name] for about in table.places.values()) for name in ("parameters", "steps"))
+    lines.append(
+        f"This refutes no paper at its size. The largest model here has {parameters:,} parameters, and runs have at "
+        f"most {steps:,} steps, in most cases with 33 outer rounds. Papers have hundreds of rounds. The "
+        "[atlas](atlas.md) has further variants of SparseLoCo and DiLoCo."
+    )
+    yield "## In short\n"
+    yield "\n".join(f"- {line}" for line in lines) + "\n"
+
+
+def _pair(central: Central) -> list[Study]:
+    studies = studies_at(central, "full")
+    return [studies[central.better], studies[central.worse]]
+
+
+def _largest(each: Judged) -> AtSize:
+    return list(each.sizes.values())[-1]
+
+
+def _always(each: Judged) -> tuple[int, int] | None:
+    """Return how many checks hold at all sizes, and the number of checks; None if none does."""
+    checks = list(zip(*(at.seen for at in each.sizes.values()), strict=True))
+    count = sum(all(seen.holds for seen in check) for check in checks)
+    return (count, len(checks)) if count else None
+
+
+def _and(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def _summary(done: Mapping[str, Judged]) -> Iterator[str]:
@@ -119,15 +178,28 @@ def _section(each: Judged, table: Table) -> Iterator[str]:
     central = each.central
     yield f"## {central.name}: {central.claim.title}\n"
     kept = f" Its options {', '.join(central.kept)} are not tuned." if central.kept else ""
-    worse = f"`{central.worse}`" if central.of_worse == "val_loss" else f"the {WORDS[central.of_worse]}"
-    yield f"{central.claim.paper}. The claim calls `{central.better}` better than {worse}.{kept}\n"
+    worse = f"`{central.worse}`" if central.of_worse == "val_loss" else f"the {_on_test(WORDS[central.of_worse])}"
+    yield f"{central.claim.paper}. The claim calls `{central.better}` better than {worse}.{kept}{_alike(central)}\n"
     lines = [[label, *_losses(central, label, table, each)] for label in central.claim.cells]
     heads = ["test loss", *(f"size {size}, {at.parameters:,} parameters" for size, at in each.sizes.items())]
     yield markdown(heads, lines) + "\n"
     for size, at in each.sizes.items():
         for seen in at.seen:
-            yield f"- Size {size}, {HOLDS[seen.holds]}: {seen.says}."
+            yield f"- Size {size}, {HOLDS[seen.holds]}: {_on_test(seen.says)}."
     yield ""
+
+
+def _on_test(text: str) -> str:
+    return text.replace("validation loss", "test loss")
+
+
+def _alike(central: Central) -> str:
+    """Return a sentence on cells that have the same runs, because their rates are tuned."""
+    labels: dict[Study, list[str]] = {}
+    for label, study in studies_at(central, "full").items():
+        labels.setdefault(study, []).append(f"`{label}`")
+    same = [_and(each) for each in labels.values() if len(each) > 1]
+    return f" {same[0]} have the same runs, because their rates are tuned." if same else ""
 
 
 def _losses(central: Central, label: str, table: Table, each: Judged) -> Iterator[str]:

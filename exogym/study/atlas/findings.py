@@ -93,7 +93,7 @@ class Confirmed:
 
 def findings_of(table: Table) -> list[Finding]:
     """Return the findings of a table, at most three: "cheap" needs a method that is cheap enough."""
-    places = comparable({place: results_of(table, place) for place in table.places})
+    places = comparable({place: results_of(table, place, times=False) for place in table.places})
     ranks = ranks_of(places)
     if ranks is None or "ddp" not in ranks.mean:
         return []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from exogym.study.advise.plans import plan_of, scaled
 from exogym.study.atlas.table import Row, Table
 
 NETWORKS = {"Wi-Fi": "wifi", "1 Gbit/s": "lan-1g", "50 Mbit/s, 80 ms": "50Mbps,80ms"}
+BEGIN_WITH_DDP = ("post_local_sgd", "pier")  # they send more often at first, not more each time
 DRAWS, SHARE = 2000, 0.95  # for intervals and the critical difference
 
 
@@ -66,8 +67,12 @@ class Result:
         return statistics.median(self.trials) / min(self.trials)
 
 
-def results_of(table: Table, place: str) -> list[Result]:
-    """Return the results of all methods at a place whose runs are complete, best first."""
+def results_of(table: Table, place: str, times: bool = True) -> list[Result]:
+    """Return the results of all methods at a place whose runs are complete, best first.
+
+    Args:
+        times: whether to predict times. If False, `predicted_s` is empty.
+    """
     groups: dict[str, dict[str, list[Row]]] = {}
     for row in table.rows:
         if row["place"] == place:
@@ -82,7 +87,7 @@ def results_of(table: Table, place: str) -> list[Result]:
         found.append(Result(
             method, tuned[0]["options"], _losses(tuned), _losses(kinds["default"]), _losses(kinds["trial"]),
             statistics.fmean(accuracies) if len(accuracies) == len(tuned) else None,
-            statistics.fmean(sent) if sent else math.nan, _predicted(tuned[0], about),
+            statistics.fmean(sent) if sent else math.nan, _predicted(tuned[0], about) if times else {},
         ))  # fmt: skip
     return sorted(found, key=lambda result: result.loss)
 
@@ -124,7 +129,12 @@ def _plan_of(row: Row, about: Mapping[str, Any]) -> Plan:
         .tx_bytes_per_step
     )
     sent = row["tx_bytes"]
-    return plan if not told or sent is None else scaled(plan, sent / about["steps"] / told)
+    if not told or sent is None:
+        return plan
+    factor = sent / about["steps"] / told
+    if row["method"].partition(":")[0] in BEGIN_WITH_DDP:
+        return replace(plan, traffic=tuple(replace(t, every_steps=t.every_steps / factor) for t in plan.traffic))
+    return scaled(plan, factor)
 
 
 def front_of(points: Mapping[str, tuple[float | None, float]]) -> set[str]:

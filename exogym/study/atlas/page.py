@@ -50,7 +50,7 @@ The results are in {results}. These commands train missing runs, and write this 
 {commands}
 ```
 
-To repeat a row without these results, name its method and a folder of your own:
+To repeat a row without these results, name its method and another folder:
 
 ```bash
 {one}
@@ -95,9 +95,10 @@ def _picture(page: Path, name: str) -> str:
 def _blocks(table: Table, path: Path, places: Mapping[str, Sequence[Result]], ranks: Ranks | None) -> Iterator[str]:
     yield "# Atlas\n"
     yield ABOUT
-    yield from lines_in_short(table, places, ranks)
+    findings = [(finding, confirmed(finding, table)) for finding in findings_of(table)]
+    yield from lines_in_short(table, places, ranks, findings)
     yield from _missing(table)
-    yield from _findings(table, path)
+    yield from _findings(findings, path)
     if ranks is not None:
         yield from _ranking(comparable(places), ranks, _picture(path, "ranks"))
     yield "## How to read the tables\n"
@@ -155,9 +156,8 @@ def _commands(table: Table, path: Path) -> Iterator[str]:
         )
 
 
-def _findings(table: Table, path: Path) -> Iterator[str]:
+def _findings(found: Sequence[tuple[Finding, Confirmed | None]], path: Path) -> Iterator[str]:
     """Yield the findings, with the verdict of fresh seeds."""
-    found = findings_of(table)
     if not found:
         return
     yield "## Findings\n"
@@ -169,8 +169,7 @@ def _findings(table: Table, path: Path) -> Iterator[str]:
         "The interval says nothing about other tasks. The rule is in `exogym.study.atlas.findings`; this command\n"
         f"trains the seeds:\n\n```bash\nexogym benchmark confirm --page {path}\n```\n"
     )
-    for number, finding in enumerate(found, 1):
-        seen = confirmed(finding, table)
+    for number, (finding, seen) in enumerate(found, 1):
         if seen is None:
             verdict = "Not trained again yet."
         elif math.isnan(seen.effect):

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from exogym.study.atlas.findings import T_95, confirmed, findings_of
+from exogym.study.atlas.findings import T_95, Confirmed, Finding
 from exogym.study.atlas.measures import NETWORKS, Ranks, Result, comparable, mean_ranks
 from exogym.study.atlas.table import Table
 from exogym.study.compare.comparison import markdown
@@ -21,14 +21,23 @@ DOUBTFUL = -0.1  # DDP's gain, from which its tuned settings are no fair referen
 MARK = "†"
 
 
-def lines_in_short(table: Table, places: Mapping[str, Sequence[Result]], ranks: Ranks | None) -> Iterator[str]:
-    """Yield the section "In short", or nothing if no place has DDP and another method."""
+def lines_in_short(
+    table: Table,
+    places: Mapping[str, Sequence[Result]],
+    ranks: Ranks | None,
+    findings: Sequence[tuple[Finding, Confirmed | None]] = (),
+) -> Iterator[str]:
+    """Yield the section "In short", or nothing if no place has DDP and another method.
+
+    Args:
+        findings: the table's findings, each with its effect on fresh seeds, or None if they are not trained yet.
+    """
     shared = comparable(places)
     if not shared:
         return
     yield "## In short\n"
     yield "\n".join(f"- {line}" for line in [
-        *([] if ranks is None else [*_of_ranks(shared, ranks), *_of_defaults(shared, ranks)]), *_of_findings(table),
+        *([] if ranks is None else [*_of_ranks(shared, ranks), *_of_defaults(shared, ranks)]), *_of_findings(findings),
         *_of_tuning(places), *_of_limits(table, shared),
     ]) + "\n"  # fmt: skip
     yield "Lowest test loss within a limit of bytes, and its difference from tuned `ddp`:\n"
@@ -109,12 +118,11 @@ def _of_defaults(places: Mapping[str, Sequence[Result]], ranks: Ranks) -> Iterat
         )
 
 
-def _of_findings(table: Table) -> Iterator[str]:
-    found = [(finding.name, confirmed(finding, table)) for finding in findings_of(table)]
+def _of_findings(found: Sequence[tuple[Finding, Confirmed | None]]) -> Iterator[str]:
     seen = [each.outcome for _, each in found if each is not None and not math.isnan(each.effect)]
     if seen:
         counts = ", ".join(f"{seen.count(word)} {word}" for word in ("confirmed", "open", "refuted") if word in seen)
-        yield f"Of {len(found)} [findings](#findings), tested on fresh seeds: {counts}."
+        yield f"Fresh seeds tested {len(found)} [findings](#findings): {counts}."
 
 
 def _of_tuning(places: Mapping[str, Sequence[Result]]) -> Iterator[str]:

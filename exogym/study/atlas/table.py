@@ -70,12 +70,9 @@ class Table:
                     "Keep one of the two files"
                 )
             self._rows.setdefault(key, plain)
-            self.places.setdefault(row["place"], short(dict(place)))
+            known = self.places.setdefault(row["place"], short(dict(place)))
+            known |= {name: value for name, value in short(dict(place)).items() if name not in known}
             self.left_out.pop(f"{row['place']}, {row['method']}", None)
-
-    def count(self, place: str, method: str, kind: str) -> int:
-        """Return the number of a method's rows of one kind at a place."""
-        return sum((row["place"], row["method"], row["kind"]) == (place, method, kind) for row in self._rows.values())
 
     def check(self, name: str, place: Mapping[str, Any]) -> None:
         """Check that results of a place can stand in this table.
@@ -107,6 +104,8 @@ class Table:
                 whole = all(isinstance(place[name], int) for name in SETTINGS)
                 if not whole or not isinstance(place["heading"], str) or not isinstance(place["step_s"], float):
                     raise ValueError(f"the place {place} has a wrong value")
+                if sum(map(math.prod, place.get("shapes", [[place["parameters"]]]))) != place["parameters"]:
+                    raise ValueError(f"the shapes of a place have not its {place['parameters']} parameters")
             groups = {name: [row for row in rows if row["place"] == name] for name in places}
             if len(rows) != sum(map(len, groups.values())):
                 raise ValueError("a row's place is not described")

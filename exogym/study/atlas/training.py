@@ -14,6 +14,8 @@ from exogym.study.advise.simulation import size_of
 from exogym.study.atlas.halves import HALVES, halved
 from exogym.study.atlas.table import Table
 from exogym.study.atlas.tuning import Options, axes_of_method, best_of, next_trials, takes, with_options
+from exogym.study.benchmark.results import short
+from exogym.study.compare.folder import ALL_ARGUMENTS
 from exogym.study.compare.run import heading_of
 from exogym.study.reproduce import Reproduction
 from exogym.study.reproduce.claim import Cell, Run
@@ -125,14 +127,23 @@ class Atlas:
         self.studies.append(study)
 
     def skip(self, table: Table) -> None:
-        """Leave out the studies whose runs are all in `table`: other machines have trained them, or an earlier run."""
-        kinds = ("tuned", "default") if self.defaults else ("tuned",)
-        self.studies = [
-            study
-            for study in self.studies
-            if table.count(study.place, study.method, "trial") < self.trials_possible(study)
-            or any(table.count(study.place, study.method, kind) < len(SEEDS) for kind in kinds)
-        ]
+        """Leave out the studies whose runs are all in `table`: other machines have trained them, or an earlier run.
+
+        A study is trained again if its defaults differ from the table's defaults.
+        """
+        self.studies = [study for study in self.studies if not self._has(table, study)]
+
+    def _has(self, table: Table, study: Study) -> bool:
+        rows = [dict(row) for row in table.rows if (row["place"], row["method"]) == (study.place, study.method)]
+        wanted = {"trial": self.trials_possible(study), "tuned": len(SEEDS)}
+        wanted |= {"default": len(SEEDS)} if self.defaults else {}
+        if any(sum(row["kind"] == kind for row in rows) < count for kind, count in wanted.items()):
+            return False
+        before = next(row for row in rows if row["kind"] == "trial" and not row["options"])
+        now = short(self._described(self.cell(study, {}), "validation") | {"arguments": self._arguments(study)})
+        old, new = (row.pop("arguments", {}) for row in (before, now))
+        same = all(before[name] == value for name, value in now.items())
+        return same and all(old[name] == new[name] for name in old.keys() & new.keys())  # a new option has its default
 
     def cell(self, study: Study, options: Options) -> Cell:
         """Return the cell that trains a method with some settings."""
@@ -284,20 +295,31 @@ class Atlas:
 
     def _row(self, study: Study, kind: str, number: int, options: Options, run: Run) -> dict[str, Any]:
         cell = self.cell(study, options)
-        text, setting = cell.says, self.work["test"].session(cell).setting
-        if takes(text, "H") and ":H=" not in text:
-            text += f":H={setting.H}"
         row: dict[str, Any] = {
             "place": study.place, "method": study.method, "kind": kind, "number": number, "seed": run.seed,
-            "options": dict(options), "strategy": text, "lr": setting.lr, "loss": run.last["val_loss"],
+            "options": dict(options), "loss": run.last["val_loss"],
             "accuracy": run.last.get("val_accuracy"), "tx_bytes": run.last.get("tx_bytes"),
             "payload_bytes": run.last.get("payload_bytes"), "wall_s": run.last["wall_s"],
-        }  # fmt: skip
+        } | self._described(cell, "test")  # fmt: skip
+        if kind == "trial" and not options:
+            row["arguments"] = self._arguments(study)
         if kind != "trial":
             row |= {"steps": run.curves["step"], "losses": run.curves.get("val_loss", [])}
         if kind != "trial" and cell.replicas:
             row["curves"] = {name: run.curves.get(name, []) for name in REPLICAS}
         return row if run.error is None else row | {"error": run.error}
+
+    def _described(self, cell: Cell, half: str) -> dict[str, Any]:
+        """Return the strategy's text with its H, and the inner rate."""
+        text, setting = cell.says, self.work[half].session(cell).setting
+        if takes(text, "H") and ":H=" not in text:
+            text += f":H={setting.H}"
+        return {"strategy": text, "lr": setting.lr}
+
+    def _arguments(self, study: Study) -> dict[str, Any]:
+        """Return all arguments of the study's strategy with its defaults."""
+        (arguments,) = self.work["validation"].asked(self.cell(study, {}))[ALL_ARGUMENTS].values()
+        return dict(arguments)
 
     def place_of(self, study: Study) -> dict[str, Any]:
         """Return what the page says about a study's place."""
@@ -307,6 +329,6 @@ class Atlas:
         size, step_s = size_of(session.task), work.run_seconds(cell) / (setting.steps * setting.nodes)
         return {
             "task": cell.task, "nodes": setting.nodes, "steps": setting.steps, "trials": self.trials,
-            "batch_size": setting.batch_size, "parameters": int(size), "shapes": [list(shape) for shape in size.shapes],
-            "step_s": step_s, "heading": heading_of(session),
+            "batch_size": setting.batch_size, "parameters": int(size), "step_s": step_s,
+            "shapes": [list(shape) for shape in size.shapes or ()], "heading": heading_of(session),
         }  # fmt: skip

@@ -18,7 +18,7 @@ from exogym.core.record.run_folder import versions
 from exogym.errors import ArgumentError
 from exogym.strategy.strategy import Strategy
 from exogym.study.advise import advise
-from exogym.study.advise.simulation import parameters_of
+from exogym.study.advise.simulation import parameters_of, size_of
 from exogym.study.benchmark.parts import Part
 from exogym.study.benchmark.speed import rates_of
 from exogym.study.compare.run import heading_of, said_of
@@ -109,7 +109,8 @@ class Results:
             spread = statistics.stdev(rates) if len(rates) > 1 else None
             row |= dict(zip(RATES, (statistics.fmean(rates), spread), strict=True))
         sessions = {label: work.session(cell) for label, cell in part.cells.items()}
-        new["predicted"] = _predicted(sessions, new["rows"], new["parameters"])
+        size = size_of(next(iter(sessions.values())).task)
+        new["predicted"] = _predicted(sessions, new["rows"], size)
         self._write(part, new, command)
 
     def _write(self, part: Part, new: Mapping[str, Any], command: str) -> None:
@@ -130,7 +131,7 @@ def _curve(histories: Sequence[History]) -> dict[str, list[float]]:
     return {"steps": steps.tolist(), "val_loss": losses.mean(0).tolist(), "val_loss_std": spread.tolist()}
 
 
-def _predicted(sessions: Mapping[str, Session], rows: Sequence[Mapping[str, Any]], size: int) -> dict[str, Any]:
+def _predicted(sessions: Mapping[str, Session], rows: Sequence[Mapping[str, Any]], size: float) -> dict[str, Any]:
     """Return label to network to the fleet's examples per second, with a node's step as measured here."""
     alone = next((row["examples_per_s"] for row in rows if row["strategy"] == SINGLE), None)
     if alone is None:

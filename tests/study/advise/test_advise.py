@@ -1,7 +1,9 @@
 """Predictions by formula: against real runs, against the clock, against published tables, and the laws they obey."""
 
+import copy
 import json
 import math
+import pickle
 import re
 
 import numpy as np
@@ -22,7 +24,7 @@ from exogym.network import Network, compute_utilisation
 from exogym.strategy import CommunicateOptimizeStrategy, DiLoCoStrategy, SimpleReduceStrategy, Strategy
 from exogym.strategy.federated_averaging import AveragingCommunicator
 from exogym.strategy.registry import parse_strategy
-from exogym.strategy.traffic import ModelSize
+from exogym.strategy.traffic import ModelSize, shapes_of
 from exogym.study.advise import Plan, Run, Traffic, Work, advise, plan_of, required_bandwidth, simulate
 from exogym.study.advise.simulation import size_of
 from exogym.study.compare import compare
@@ -75,6 +77,21 @@ def test_bytes_follow_the_shapes_of_a_small_model(text):
     counted = [r for r in trainer.history if r["step"] == 20][-1]["tx_bytes"] / 20
     assert size == 5490 and size.shapes[:2] == ((48, 64), (48,))
     assert row(text, parameters=size, num_nodes=4).tx_bytes_per_step == pytest.approx(counted, abs=1)
+
+
+def test_a_size_is_a_number_that_may_know_its_shapes():
+    size = ModelSize.of([(3, 2), (), (0, 5)])  # a parameter without elements sends nothing
+    for same in (size, copy.deepcopy(size), pickle.loads(pickle.dumps(size))):
+        assert (same, shapes_of(same), json.dumps(same)) == (7, ((3, 2), ()), "7.0")
+    assert shapes_of(ModelSize(5)) is None and shapes_of(7) is None
+    for text in ("demo", "powersgd", "sparseloco:H=5"):
+        assert row(text, parameters=size, num_nodes=2).tx_bytes_per_step > 0
+
+
+@pytest.mark.parametrize("tcp", [False, True])
+def test_one_node_on_a_network_of_one(tcp):
+    network = Network.matrix([["1Gbps"]], "5ms", tcp=tcp)
+    assert row("ddp", network, num_nodes=1, step_seconds=1.0).seconds_per_step == 1
 
 
 def test_formulas_of_the_papers():
@@ -336,6 +353,24 @@ def test_formula_and_clock_agree(network):
         assert told.seconds_per_step == pytest.approx(clock[told.strategy], rel=1e-3 + rough)
         assert told.waiting_share == pytest.approx(waited[told.strategy], abs=1e-3 + rough)
     assert [r.strategy for r in advice.rows] == sorted(texts, key=lambda text: (clock[text], texts.index(text)))
+
+
+@pytest.mark.parametrize("network", ["100Mbps,1ms", "100Mbps,20ms,tcp=true"])
+def test_formula_and_clock_agree_about_late_averages(network):
+    """Nodes agree when they send and when an average arrives, although they do not wait for its transfer."""
+    texts = [
+        "diloco:H=10:eager=true",
+        "diloco:H=10:delay=4",
+        "streaming_diloco:H=10:num_fragments=2:fragment_sync_delay=1",
+    ]
+    result = compare(TASK, texts, max_steps=200, seeds=1, val_interval=200, network=network, step_seconds="50ms")
+    rows = advise(
+        parameters=size_of(TASK), num_nodes=4, network=network, step_seconds="50ms", strategies=texts,
+        algorithm="recorded",
+    ).rows  # fmt: skip
+    clock = {r["strategy"]: r["time_s"] / 200 for r in result.rows}
+    for told in rows:
+        assert told.seconds_per_step == pytest.approx(clock[told.strategy], rel=0.02)  # the ends of the run differ
 
 
 @pytest.fixture(scope="module")

@@ -86,6 +86,27 @@ def test_studies_in_the_table_are_not_trained_again(whole: Table, tmp_path: Path
         atlas = atlas_in(tmp_path)
         atlas.skip(part)
         assert [study.method for study in atlas.studies] == ["ddp"], kind
+    (first,) = (
+        row for row in whole.rows if row["method"] == "diloco" and row["kind"] == "trial" and not row["options"]
+    )
+    assert first["arguments"]["H"] == 10
+    for changed, again in (({"lr": 9.0}, True), ({"strategy": "diloco:H=9"}, True), ({"arguments": {"H": 9}}, True),
+                           ({"arguments": {"unknown": 9}}, False)):  # fmt: skip
+        other = Table(tmp_path / "other.json")
+        other.put(whole.places["digits-2"], [row | changed if row == first else row for row in whole.rows])
+        atlas = atlas_in(tmp_path)
+        atlas.skip(other)
+        assert [study.method for study in atlas.studies] == ["diloco"] * again, changed
+
+
+def test_an_older_table_learns_the_shapes(whole: Table, tmp_path: Path) -> None:
+    old = json.loads(whole.path.read_text())
+    shapes = old["places"]["digits-2"].pop("shapes")
+    (tmp_path / "old.json").write_text(json.dumps(old))
+    table = Table(tmp_path / "old.json")
+    assert "shapes" not in table.places["digits-2"]
+    table.add(whole.path)
+    assert table.places["digits-2"]["shapes"] == shapes and sum(map(math.prod, shapes)) == 2410
 
 
 def test_selection_never_sees_test_data(whole: Table, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,6 +188,8 @@ def test_tables_that_contradict_each_other_are_not_merged(whole: Table, tmp_path
         refused(lambda t, new=(name, value): t["rows"][0].update([new]), "is no table of exogym benchmark --trials")
     refused(lambda t: t["rows"][0].pop("accuracy"), "is no table of exogym benchmark --trials")
     refused(lambda t: t["places"]["digits-2"].update(nodes=None), "is no table of exogym benchmark --trials")
+    for shapes in ("abc", None, [["a"]], [[5, 5]]):
+        refused(lambda t, new=shapes: t["places"]["digits-2"].update(shapes=new), "is no table of exogym benchmark")
     other.write_text("[" * 100_000)
     with pytest.raises(ArgumentError, match="is no table of exogym benchmark --trials"):
         Table(other)

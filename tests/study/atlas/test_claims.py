@@ -126,6 +126,19 @@ def test_the_page_has_each_claim_with_its_losses(tmp_path: Path) -> None:
     assert "2.0000 ± 0.0000 (lr=0.01)" in text
 
 
+def test_the_page_begins_with_the_verdicts(tmp_path: Path) -> None:
+    table = made_up(tmp_path / "claims.json", "R13", lambda label, size, seed: 2.0 + 0.2 * (label == "SparseLoCo"))
+    write(table, tmp_path / "claims.md", ["R13", "sparse-bytes"])
+    short = (tmp_path / "claims.md").read_text().partition("## In short")[2].partition("| claim")[0]
+    assert f"2 of {len(CENTRAL)} claims are complete: 2 are contradicted (R13, sparse-bytes)." in short
+    assert "R13 and sparse-bytes compare the same runs: count them once." in short
+    assert f"so look at how much: R13 {math.log(1.1):.1%}, sparse-bytes {math.log(1.1):.1%}." in short
+    write(table, tmp_path / "claims.md", ["R13"])
+    alone = (tmp_path / "claims.md").read_text()
+    assert "1 is contradicted (R13)." in alone and "count them once" not in alone
+    assert "`DiLoCo, 0.7` and `DiLoCo, 0.4` have the same runs, because their rates are tuned." in alone
+
+
 def test_a_claim_about_losses_of_the_same_run(tmp_path: Path) -> None:
     """R11's effect: log(one node's loss / the outer parameters' loss) late in training, not at the last evaluation."""
     table = made_up(tmp_path / "claims.json", "R11", lambda *_: 2.0)
@@ -136,7 +149,7 @@ def test_a_claim_about_losses_of_the_same_run(tmp_path: Path) -> None:
     assert found is not None and found.outcome == Outcome.YES
     assert [at.effect for at in found.sizes.values()] == pytest.approx([math.log(1.1)] * 3)
     write(table, tmp_path / "claims.md", ["R11"])
-    assert "better than the validation loss of one node" in (tmp_path / "claims.md").read_text()
+    assert "better than the test loss of one node" in (tmp_path / "claims.md").read_text()
 
 
 def test_exponents_and_gaps_are_those_of_the_losses(tmp_path: Path) -> None:
