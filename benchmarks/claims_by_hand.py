@@ -1,0 +1,441 @@
+"""Train the cells of claims that do not come out with a second program, and compare the losses with ExoGym's.
+
+Some claims of docs/claims.md do not come out. Is this the paper, the setting, or a mistake in ExoGym? This program
+trains the cells of R5, R7, R8, R11, R13 and sparse-bytes again at the full size, with the settings of claims.json. Its
+methods are plain loops, written from the papers, and share no code with ExoGym's strategies and trainer. Only the task
+(model, data, schedule) and the cells' options come from ExoGym. The initial weights are the same, but batches are drawn
+differently. So losses are equal in distribution, not in bits.
+
+    python benchmarks/claims_by_hand.py docs/claims.json --json docs/claims_by_hand.json
+    python benchmarks/claims_by_hand.py docs/claims.json --json docs/claims_by_hand.json sparseloco diloco:H=30
+
+The first command trains about half an hour on one core, and skips runs that the JSON file has. Each run is saved when
+it ends, so you may stop the program and start it again. Words after the options choose cells whose method has a word.
+
+The JSON file: {"cells": {"<place>|<method>": {"val_loss": [the loss for each seed], ...}}, "curves": ...}. Place and
+method are the fields of rows in claims.json. R11 also has means late in training, of the loss of the outer parameters,
+the loss of the nodes' mean, and the nodes' own losses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import json
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from exogym.study.atlas.claims import CENTRAL, studies_at
+from exogym.study.atlas.halves import halved
+from exogym.study.atlas.training import SEEDS, Study
+from exogym.study.reproduce.checks import late_mean
+from exogym.study.reproduce.training import STEP_S
+
+CLAIMS = ("R5", "R7", "R8", "R11", "R13", "sparse-bytes")
+BITS_PER_S = 1e9  # of a node's line, in the runs of claims.json; latency is 0
+LATE = ("val_loss", "mean_val_loss", "node_val_loss")
+Watch = Callable[[int, Tensor], None]  # receives the step and the outer parameters
+
+
+# ---------------------------------------------------------------- the task
+
+
+class Data:
+    """The task with its examples as tensors: x, y of shape (examples, characters)."""
+
+    def __init__(self) -> None:
+        self.task, _ = halved("test", "characters")
+        self.train, self.val = (
+            [torch.stack(column) for column in zip(*(part[k] for k in range(len(part))), strict=True)]
+            for part in (self.task.train, self.task.val)
+        )
+        self.judge = Node(self, 0, 0, 0.0)  # for evaluations only
+
+    def factor(self, step: int) -> float:
+        """Return the factor on the learning rate for a step, counted from 0: warm-up, then a cosine that ends at 0."""
+        warm, steps = self.task.warmup_steps, self.task.max_steps
+        if step < warm:
+            return (step + 1) / warm
+        return 0.5 * (1 + math.cos(math.pi * (step - warm) / (steps - warm)))
+
+    @torch.no_grad()
+    def loss(self, theta: Tensor) -> float:
+        """Return the test loss of parameters."""
+        self.judge.row = theta
+        return self.judge.model(self.val)["loss"].item()
+
+
+class Node:
+    """A node with its model, its optimizer's state and its share of the examples."""
+
+    def __init__(self, data: Data, seed: int, rank: int, lr: float) -> None:
+        task = data.task
+        self.data, self.lr, self.model = data, lr, task.make_model(seed)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr, fused=True)
+        order = torch.randperm(len(data.train[0]), generator=torch.Generator().manual_seed(seed))
+        self.batches = iter(order[rank :: task.num_nodes].split(task.batch_size))
+
+    def step(self, number: int) -> None:
+        """Take a local step with the learning rate of step `number` of the run."""
+        chosen = next(self.batches)
+        self.model([column[chosen] for column in self.data.train])["loss"].backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), self.data.task.max_norm)
+        self.optimizer.param_groups[0]["lr"] = self.lr * self.data.factor(number)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    @property
+    def row(self) -> Tensor:
+        """A copy of the node's parameters, as one vector."""
+        return nn.utils.parameters_to_vector(self.model.parameters()).detach()
+
+    @row.setter
+    def row(self, values: Tensor) -> None:
+        with torch.no_grad():
+            for p, part in zip(self.model.parameters(), self.parts(values), strict=True):
+                p.copy_(part)
+
+    def parts(self, vector: Tensor) -> list[Tensor]:
+        """Return views of a vector, in the parameters' shapes."""
+        shapes = [p.shape for p in self.model.parameters()]
+        pieces = vector.split([shape.numel() for shape in shapes])
+        return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+
+
+class Nesterov:
+    """SGD with Nesterov's momentum and without weight decay: v <- mu v + g, theta <- theta - eta (g + mu v)."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self.eta, self.mu, self.v = options["outer_lr"], options["outer_momentum"], 0.0
+
+    def step(self, theta: Tensor, g: Tensor) -> None:
+        self.v = self.mu * self.v + g
+        theta -= self.eta * (g + self.mu * self.v)
+
+
+# ---------------------------------------------------------------- the methods
+#
+# Each gets the nodes, the method's options, and `watch`, which it calls with the outer parameters after each step.
+
+
+def diloco(nodes: Sequence[Node], options: dict[str, Any], watch: Watch) -> None:
+    """DiLoCo, arXiv:2311.08105. Steps that remain at the end make a short round."""
+    theta, outer, steps = nodes[0].row, Nesterov(options), nodes[0].data.task.max_steps
+    for t in range(1, steps + 1):
+        for node in nodes:
+            node.step(t - 1)
+        if t % options["H"] == 0 or t == steps:
+            outer.step(theta, torch.stack([theta - node.row for node in nodes]).mean(0))
+            for node in nodes:
+                node.row = theta
+        watch(t, theta)
+
+
+def streaming_diloco(nodes: Sequence[Node], options: dict[str, Any], watch: Watch) -> None:
+    """Streaming DiLoCo, arXiv:2501.18512. At the end, each fragment that is not on its way is sent once more."""
+    H, F, alpha = (options[name] for name in ("H", "num_fragments", "fragment_update_alpha"))
+    delay, bits, steps = options["fragment_sync_delay"], options.get("bits", 32), nodes[0].data.task.max_steps
+    theta, outer = nodes[0].row, [Nesterov(options) for _ in range(F)]
+    owner = torch.empty(len(theta), dtype=torch.int64)  # each entry's fragment: layers in turn, the last has the rest
+    for (name, _), part in zip(nodes[0].model.named_parameters(), nodes[0].parts(owner), strict=True):
+        kind, number, *_ = name.split(".")
+        part.fill_(int(number) % (F - 1) if kind == "blocks" else F - 1)
+    flying: dict[int, tuple[int, Tensor]] = {}  # fragment to its arrival's step and mean
+
+    def send(p: int, t: int) -> None:
+        deltas = [theta - node.row for node in nodes]
+        if bits == 4:
+            deltas = [torch.cat([e3m0(x).flatten() for x in nodes[0].parts(delta)]) for delta in deltas]
+        flying[p] = t + delay, torch.stack(deltas).mean(0)[owner == p]
+
+    def arrive(p: int) -> None:
+        mine = owner == p
+        part = theta[mine]
+        outer[p].step(part, flying.pop(p)[1])
+        theta[mine] = part
+        for node in nodes:
+            node.row = torch.where(mine, alpha * node.row + (1 - alpha) * theta, node.row)
+
+    for t in range(1, steps + 1):
+        for node in nodes:
+            node.step(t - 1)
+        for p in [p for p, (at, _) in flying.items() if at == t]:
+            arrive(p)
+        for p in range(F):
+            if (t - p * H // F) % H == 0:
+                send(p, t)
+        if t == steps:
+            for p in range(F):
+                if p not in flying:
+                    send(p, t)
+                arrive(p)
+        watch(t, theta)
+
+
+def e3m0(x: Tensor) -> Tensor:
+    """Round to a sign and one of seven powers of two below the largest entry, or to 0."""
+    scale = x.abs().max()
+    if scale == 0:
+        return x
+    exponent = torch.log2(x.abs() / scale).neg()  # infinite for 0
+    return torch.where(exponent <= 6.5, x.sign() * scale * 2 ** -exponent.round().clamp(max=6), 0.0)
+
+
+def sparseloco(nodes: Sequence[Node], options: dict[str, Any], watch: Watch) -> None:
+    """SparseLoCo, arXiv:2508.15706: error feedback, no outer momentum, a mean over all nodes."""
+    theta, steps = nodes[0].row, nodes[0].data.task.max_steps
+    errors = [torch.zeros_like(theta) for _ in nodes]
+    for t in range(1, steps + 1):
+        for node in nodes:
+            node.step(t - 1)
+        if t % options["H"] == 0 or t == steps:
+            sent = []
+            for node, e in zip(nodes, errors, strict=True):
+                e.mul_(options["error_decay"]).add_(theta - node.row)
+                sent.append(torch.cat([two_bits(largest(part)).flatten() for part in node.parts(e)]))
+                e -= sent[-1]
+            theta -= options["outer_lr"] * torch.stack(sent).mean(0)
+            for node in nodes:
+                node.row = theta
+        watch(t, theta)
+
+
+def largest(e: Tensor) -> Tensor:
+    """Keep the 64 largest entries of 4,096, in blocks of at most 64 x 64; other entries become 0."""
+    table = e if e.ndim == 2 else e[None]
+    most = (64, 64) if e.ndim == 2 else (1, 4096)
+    a, b = (max(d for d in range(1, m + 1) if n % d == 0) for n, m in zip(table.shape, most, strict=True))
+    blocks = table.reshape(len(table) // a, a, -1, b).transpose(1, 2)
+    flat = blocks.reshape(-1, a * b)
+    places = flat.abs().topk(max(1, round(64 * a * b / 4096))).indices
+    kept = torch.zeros_like(flat).scatter(1, places, flat.gather(1, places))
+    return kept.reshape(blocks.shape).transpose(1, 2).reshape(e.shape)
+
+
+def two_bits(v: Tensor) -> Tensor:
+    """Replace a tensor's entries that are not 0 by their bin's mean; four bins span six standard deviations."""
+    values = v[v != 0]
+    if len(values) < 2:
+        return v
+    codes = (((values - values.mean()) / (6 * values.std() / 4)).round() + 2).clamp(0, 3)
+    means = torch.stack([values[codes == code].mean() for code in codes]) if len(codes) else values
+    return v.masked_scatter(v != 0, means)
+
+
+def async_diloco(nodes: Sequence[Node], options: dict[str, Any], watch: Watch) -> None:
+    """Asynchronous DiLoCo, arXiv:2401.09135, on a clock: a step takes STEP_S / speed, and a message its bytes' time.
+
+    A step of the run is N local steps of any nodes. At the end nodes push their unfinished rounds.
+    """
+    N, rule, speeds, total = (
+        len(nodes),
+        options.get("rule"),
+        options["speeds"],
+        len(nodes) * nodes[0].data.task.max_steps,
+    )
+    H = [max(1, int(v / max(speeds) * options["H"])) if options.get("dylu") else options["H"] for v in speeds]
+    theta, naive = nodes[0].row, Nesterov(options)
+    eta, beta, m, A = options["outer_lr"], options["outer_momentum"], torch.zeros_like(theta), torch.zeros_like(theta)
+    message_s = 32 * len(theta) / BITS_PER_S
+    pulled, version = [theta.clone() for _ in nodes], [0] * N
+    done, arrivals = [0] * N, 0  # steps of each node since its last push, and pushes
+
+    def arrive(w: int) -> None:
+        nonlocal arrivals
+        delta = pulled[w] - nodes[w].row
+        if rule is None:  # delayed Nesterov with c = 0
+            A.add_(delta)
+            theta.sub_(eta * delta / N)
+            if (arrivals + 1) % N == 0:
+                m.mul_(beta).add_(A / N)
+                theta.sub_(eta * beta * m)
+                A.zero_()
+        else:
+            staleness = arrivals - version[w]
+            naive.step(theta, delta / N * ((1 + staleness) ** -0.5 if rule == "discount" else 1))
+        arrivals += 1
+        pulled[w], version[w], done[w] = theta.clone(), arrivals, 0
+        nodes[w].row = theta
+
+    events = [(STEP_S / v, w, "step") for w, v in enumerate(speeds)]
+    heapq.heapify(events)
+    taken = 0
+    while taken < total:
+        at, w, what = heapq.heappop(events)
+        if what == "push":
+            arrive(w)
+            heapq.heappush(events, (at + message_s + STEP_S / speeds[w], w, "step"))
+            continue
+        nodes[w].step(taken // N)
+        taken, done[w] = taken + 1, done[w] + 1
+        ends = done[w] == H[w]
+        heapq.heappush(events, (at + message_s, w, "push") if ends else (at + STEP_S / speeds[w], w, "step"))
+        if taken % N == 0 and taken < total:
+            watch(taken // N, theta)
+    pushing = [w for _, w, what in sorted(events) if what == "push"]
+    for w in [*pushing, *(w for w in range(N) if w not in pushing and done[w])]:
+        arrive(w)
+    watch(taken // N, theta)
+
+
+METHODS = {each.__name__: each for each in (diloco, streaming_diloco, sparseloco, async_diloco)}
+
+
+# ---------------------------------------------------------------- cells and results
+
+
+@dataclass(frozen=True)
+class HandCell:
+    """A cell: its study, its rows of claims.json with seeds 1, 2 and 3, and its options."""
+
+    study: Study
+    rows: Sequence[dict[str, Any]]
+
+    @property
+    def key(self) -> str:
+        return f"{self.study.place}|{self.study.method}"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        texts = dict(part.split("=") for part in self.study.method.split(":")[1:]) | self.rows[0]["options"]
+        return {name: number(value) for name, value in texts.items()} | {"speeds": self.study.cell.speeds}
+
+    def theirs(self, name: str) -> list[float]:
+        """Return ExoGym's loss for each seed."""
+        if not name.startswith("late_"):
+            return [row["loss"] for row in self.rows]
+        curves = ({"val_loss": row["losses"], **row["curves"]} for row in self.rows)
+        return [late_mean(each[name.removeprefix("late_")]) for each in curves]
+
+    def train(self, data: Data, seed: int) -> tuple[dict[str, float], list[float]]:
+        """Return the losses, and the curve of the outer parameters' loss."""
+        lr = self.options["lr"]
+        nodes = [Node(data, seed, rank, lr) for rank in range(data.task.num_nodes)]
+        curves: dict[str, list[float]] = {name: [] for name in LATE}
+
+        def watch(step: int, theta: Tensor) -> None:
+            if step not in self.rows[0]["steps"]:
+                return
+            curves["val_loss"].append(data.loss(theta))
+            if self.study.cell.replicas:
+                curves["mean_val_loss"].append(data.loss(torch.stack([node.row for node in nodes]).mean(0)))
+                curves["node_val_loss"].append(statistics.fmean(data.loss(node.row) for node in nodes))
+
+        watch(0, nodes[0].row)
+        METHODS[self.study.method.partition(":")[0]](nodes, self.options, watch)
+        late = {f"late_{name}": late_mean(curve) for name, curve in curves.items() if self.study.cell.replicas}
+        return {"val_loss": curves["val_loss"][-1], **late}, curves["val_loss"]
+
+
+def number(text: str) -> float | int | bool | str:
+    """Return an option's value.
+
+    >>> number("30"), number("0.5"), number("true"), number("nesterov")
+    (30, 0.5, True, 'nesterov')
+    """
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return text == "true" if text in ("true", "false") else text
+
+
+def keys_of(claim: str) -> dict[str, str]:
+    """Return a dict from a claim's labels to the cells' keys."""
+    return {label: f"{each.place}|{each.method}" for label, each in studies_at(CENTRAL[claim], "full").items()}
+
+
+def cells_of(table: dict[str, Any]) -> Iterator[HandCell]:
+    found = {}
+    for claim in CLAIMS:
+        found |= dict(zip(keys_of(claim).values(), studies_at(CENTRAL[claim], "full").values(), strict=True))
+    for study in found.values():
+        wanted = (study.place, study.method, "tuned")
+        rows = [row for row in table["rows"] if (row["place"], row["method"], row["kind"]) == wanted]
+        yield HandCell(study, sorted(rows, key=lambda row: SEEDS.index(row["seed"])))
+
+
+def train(cells: Sequence[HandCell], path: Path) -> dict[str, Any]:
+    """Train the missing runs, and return all results."""
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"cells": {}, "curves": {}}
+    left = [(cell, seed) for cell in cells for seed in SEEDS[len(found["curves"].get(cell.key, [])) :]]
+    if not left:
+        return found
+    data = Data()
+    trial = Node(data, 0, 0, 0.001)
+    trial.step(0)
+    start = time.perf_counter()
+    for _ in range(20):
+        trial.step(0)
+    run_s = (time.perf_counter() - start) / 20 * 1.15 * data.task.max_steps * data.task.num_nodes
+    print(f"{len(left)} runs, about {math.ceil(len(left) * run_s / 60)} minutes", flush=True)
+    for cell, seed in left:
+        start = time.perf_counter()
+        losses, curve = cell.train(data, seed)
+        for name, loss in losses.items():
+            found["cells"].setdefault(cell.key, {}).setdefault(name, []).append(round(loss, 5))
+        found["curves"].setdefault(cell.key, []).append([round(loss, 5) for loss in curve])
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps(found) + "\n")
+        os.replace(part, path)
+        print(f"{cell.key}, seed {seed}: {losses['val_loss']:.4f}, {time.perf_counter() - start:.0f} s", flush=True)
+    return found
+
+
+# ---------------------------------------------------------------- the table
+
+
+def spread(losses: Sequence[float]) -> str:
+    return f"{statistics.fmean(losses):.4f} ± {(max(losses) - min(losses)) / 2:.4f}"
+
+
+def effect(claim: str, losses: Callable[[str, str], Sequence[float]]) -> float:
+    """Return a claim's mean log(worse / better), from a function that returns a key's losses with a name."""
+    central, keys = CENTRAL[claim], keys_of(claim)
+    late = "" if central.of_worse == "val_loss" else "late_"
+    better = losses(keys[central.better], f"{late}val_loss")
+    worse = losses(keys[central.worse], f"{late}{central.of_worse}")
+    return statistics.fmean(math.log(w) - math.log(b) for b, w in zip(better, worse, strict=True))
+
+
+def report(cells: Sequence[HandCell], found: dict[str, Any]) -> Iterator[str]:
+    by_key = {cell.key: cell for cell in cells}
+    yield "| cell | loss | ExoGym | by hand | difference |\n| --- | --- | --- | --- | --- |"
+    for cell in cells:
+        for name, ours in found["cells"].get(cell.key, {}).items():
+            theirs = cell.theirs(name)[: len(ours)]
+            change = statistics.fmean(ours) - statistics.fmean(theirs)
+            yield f"| {cell.key.replace('|', ', ')} | {name} | {spread(theirs)} | {spread(ours)} | {change:+.4f} |"
+    yield "\n| claim | effect, ExoGym | effect, by hand |\n| --- | --- | --- |"
+    for claim in CLAIMS:
+        if all(len(found["curves"].get(key, [])) == len(SEEDS) for key in keys_of(claim).values()):
+            theirs = effect(claim, lambda key, name: by_key[key].theirs(name))
+            ours = effect(claim, lambda key, name: found["cells"][key][name])
+            yield f"| {claim} | {theirs:+.4f} | {ours:+.4f} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("claims", type=Path, help="ExoGym's results, docs/claims.json")
+    parser.add_argument("--json", type=Path, required=True, help="file of this program's results")
+    parser.add_argument("words", nargs="*", metavar="cells", help="train only cells whose method contains a word")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    cells = list(cells_of(json.loads(given.claims.read_text())))
+    chosen = [cell for cell in cells if not given.words or any(word in cell.study.method for word in given.words)]
+    found = train(chosen, given.json)
+    print("\n".join(report(cells, found)))
+
+
+if __name__ == "__main__":
+    main()
