@@ -7,20 +7,22 @@ methods are plain loops, written from the papers, and share no code with ExoGym'
 differently. So losses are equal in distribution, not in bits.
 
     python benchmarks/claims_by_hand.py docs/claims.json --json docs/claims_by_hand.json
+    python benchmarks/claims_by_hand.py docs/claims.json --json docs/claims_by_hand.json --same-batches
     python benchmarks/claims_by_hand.py docs/claims.json --json docs/claims_by_hand.json sparseloco diloco:H=30
 
-The first command trains about half an hour on one core, and skips runs that the JSON file has. Each run is saved when
-it ends, so you may stop the program and start it again. Words after the options choose cells whose method has a word.
+Each of the first two commands trains about half an hour on one core. Runs that the JSON file has are skipped, and each
+run is saved when it ends. So you may stop the program and start it again. Words after the options choose cells whose
+method has a word. With --same-batches the nodes get the batches of ExoGym's run. Then losses differ by rounding only,
+until training has amplified the rounding.
 
-The JSON file: {"cells": {"<place>|<method>": {"val_loss": [the loss for each seed], ...}}, "curves": ...}. Place and
-method are the fields of rows in claims.json. R11 also has means late in training, of the loss of the outer parameters,
-the loss of the nodes' mean, and the nodes' own losses.
+The JSON file: {"cells": {"<place>|<method>": {"val_loss": [the loss for each seed], ...}}, "curves": ...,
+"same_batches": {"cells": ..., "curves": ...}}. Place and method are the fields of rows in claims.json. R11 also has
+means late in training, of the loss of the outer parameters, the loss of the nodes' mean, and the nodes' own losses.
 """
 
 from __future__ import annotations
 
 import argparse
-import heapq
 import json
 import math
 import os
@@ -34,6 +36,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from exogym.core.base.draws import stream_seed
+from exogym.data.partition import IID
 from exogym.study.atlas.claims import CENTRAL, studies_at
 from exogym.study.atlas.halves import halved
 from exogym.study.atlas.training import SEEDS, Study
@@ -77,12 +81,17 @@ class Data:
 class Node:
     """A node with its model, its optimizer's state and its share of the examples."""
 
-    def __init__(self, data: Data, seed: int, rank: int, lr: float) -> None:
-        task = data.task
+    def __init__(self, data: Data, seed: int, rank: int, lr: float, same_batches: bool = False) -> None:
+        task, examples = data.task, len(data.train[0])
         self.data, self.lr, self.model = data, lr, task.make_model(seed)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr, fused=True)
-        order = torch.randperm(len(data.train[0]), generator=torch.Generator().manual_seed(seed))
-        self.batches = iter(order[rank :: task.num_nodes].split(task.batch_size))
+        if same_batches:  # a random share, shuffled for each node
+            share = torch.from_numpy(IID().split(data.train[0], task.num_nodes, seed)[rank])
+            draws = torch.Generator().manual_seed(stream_seed(seed, "shuffle", 0, rank))
+            order = share[torch.randperm(len(share), generator=draws)]
+        else:
+            order = torch.randperm(examples, generator=torch.Generator().manual_seed(seed))[rank :: task.num_nodes]
+        self.batches = iter(order.split(task.batch_size))
 
     def step(self, number: int) -> None:
         """Take a local step with the learning rate of step `number` of the run."""
@@ -168,11 +177,11 @@ def streaming_diloco(nodes: Sequence[Node], options: dict[str, Any], watch: Watc
     for t in range(1, steps + 1):
         for node in nodes:
             node.step(t - 1)
-        for p in [p for p, (at, _) in flying.items() if at == t]:
-            arrive(p)
         for p in range(F):
             if (t - p * H // F) % H == 0:
                 send(p, t)
+        for p in [p for p, (at, _) in flying.items() if at == t]:
+            arrive(p)
         if t == steps:
             for p in range(F):
                 if p not in flying:
@@ -236,16 +245,10 @@ def async_diloco(nodes: Sequence[Node], options: dict[str, Any], watch: Watch) -
 
     A step of the run is N local steps of any nodes. At the end nodes push their unfinished rounds.
     """
-    N, rule, speeds, total = (
-        len(nodes),
-        options.get("rule"),
-        options["speeds"],
-        len(nodes) * nodes[0].data.task.max_steps,
-    )
+    N, rule, speeds = len(nodes), options.get("rule"), options["speeds"]
     H = [max(1, int(v / max(speeds) * options["H"])) if options.get("dylu") else options["H"] for v in speeds]
     theta, naive = nodes[0].row, Nesterov(options)
     eta, beta, m, A = options["outer_lr"], options["outer_momentum"], torch.zeros_like(theta), torch.zeros_like(theta)
-    message_s = 32 * len(theta) / BITS_PER_S
     pulled, version = [theta.clone() for _ in nodes], [0] * N
     done, arrivals = [0] * N, 0  # steps of each node since its last push, and pushes
 
@@ -266,25 +269,34 @@ def async_diloco(nodes: Sequence[Node], options: dict[str, Any], watch: Watch) -
         pulled[w], version[w], done[w] = theta.clone(), arrivals, 0
         nodes[w].row = theta
 
-    events = [(STEP_S / v, w, "step") for w, v in enumerate(speeds)]
-    heapq.heapify(events)
-    taken = 0
-    while taken < total:
-        at, w, what = heapq.heappop(events)
-        if what == "push":
+    # Times are whole nanoseconds, so that steps at the same time are equal. Then pushes come first, then lower ranks.
+    message, begin = round(32 * len(theta) / BITS_PER_S * 1e9), [0] * N
+    PUSH, STEP = 0, 1
+
+    def time_of(w: int, number: int) -> int:
+        return begin[w] + number * round(STEP_S / speeds[w] * 1e9)
+
+    events = [(time_of(w, 1), STEP, w) for w in range(N)]
+    taken, total = 0, N * nodes[0].data.task.max_steps
+    while True:
+        events.sort()
+        at, what, w = events[0]
+        if what == PUSH:
             arrive(w)
-            heapq.heappush(events, (at + message_s + STEP_S / speeds[w], w, "step"))
-            continue
-        nodes[w].step(taken // N)
-        taken, done[w] = taken + 1, done[w] + 1
+            begin[w] = at + message
+        else:
+            if taken and taken % N == 0:
+                if taken == total:
+                    break
+                watch(taken // N, theta)
+            nodes[w].step(taken // N)
+            taken, done[w] = taken + 1, done[w] + 1
         ends = done[w] == H[w]
-        heapq.heappush(events, (at + message_s, w, "push") if ends else (at + STEP_S / speeds[w], w, "step"))
-        if taken % N == 0 and taken < total:
-            watch(taken // N, theta)
-    pushing = [w for _, w, what in sorted(events) if what == "push"]
-    for w in [*pushing, *(w for w in range(N) if w not in pushing and done[w])]:
+        events[0] = (at + message, PUSH, w) if ends else (time_of(w, done[w] + 1), STEP, w)
+    left = [(at if what == PUSH else time_of(w, done[w]) + message, w) for at, what, w in events if done[w]]
+    for _, w in sorted(left):
         arrive(w)
-    watch(taken // N, theta)
+    watch(total // N, theta)
 
 
 METHODS = {each.__name__: each for each in (diloco, streaming_diloco, sparseloco, async_diloco)}
@@ -316,10 +328,9 @@ class HandCell:
         curves = ({"val_loss": row["losses"], **row["curves"]} for row in self.rows)
         return [late_mean(each[name.removeprefix("late_")]) for each in curves]
 
-    def train(self, data: Data, seed: int) -> tuple[dict[str, float], list[float]]:
+    def train(self, data: Data, seed: int, same_batches: bool) -> tuple[dict[str, float], list[float]]:
         """Return the losses, and the curve of the outer parameters' loss."""
-        lr = self.options["lr"]
-        nodes = [Node(data, seed, rank, lr) for rank in range(data.task.num_nodes)]
+        nodes = [Node(data, seed, r, self.options["lr"], same_batches) for r in range(data.task.num_nodes)]
         curves: dict[str, list[float]] = {name: [] for name in LATE}
 
         def watch(step: int, theta: Tensor) -> None:
@@ -365,31 +376,41 @@ def cells_of(table: dict[str, Any]) -> Iterator[HandCell]:
         yield HandCell(study, sorted(rows, key=lambda row: SEEDS.index(row["seed"])))
 
 
-def train(cells: Sequence[HandCell], path: Path) -> dict[str, Any]:
+def empty() -> dict[str, Any]:
+    return {"cells": {}, "curves": {}}
+
+
+def train(cells: Sequence[HandCell], path: Path, same_batches: bool) -> dict[str, Any]:
     """Train the missing runs, and return all results."""
-    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"cells": {}, "curves": {}}
-    left = [(cell, seed) for cell in cells for seed in SEEDS[len(found["curves"].get(cell.key, [])) :]]
-    if not left:
-        return found
-    data = Data()
-    trial = Node(data, 0, 0, 0.001)
-    trial.step(0)
-    start = time.perf_counter()
-    for _ in range(20):
-        trial.step(0)
-    run_s = (time.perf_counter() - start) / 20 * 1.15 * data.task.max_steps * data.task.num_nodes
-    print(f"{len(left)} runs, about {math.ceil(len(left) * run_s / 60)} minutes", flush=True)
-    for cell, seed in left:
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else empty()
+    part = found.setdefault("same_batches", empty()) if same_batches else found
+    left = [(cell, seed) for cell in cells for seed in SEEDS[len(part["curves"].get(cell.key, [])) :]]
+    data = Data() if left else None
+    for number, (cell, seed) in enumerate(left):
+        assert data is not None
+        if number == 0:
+            run_s = 1.15 * step_s(data) * data.task.max_steps * data.task.num_nodes
+            print(f"{len(left)} runs, about {math.ceil(len(left) * run_s / 60)} minutes", flush=True)
         start = time.perf_counter()
-        losses, curve = cell.train(data, seed)
+        losses, curve = cell.train(data, seed, same_batches)
         for name, loss in losses.items():
-            found["cells"].setdefault(cell.key, {}).setdefault(name, []).append(round(loss, 5))
-        found["curves"].setdefault(cell.key, []).append([round(loss, 5) for loss in curve])
-        part = path.with_suffix(".part")
-        part.write_text(json.dumps(found) + "\n")
-        os.replace(part, path)
+            part["cells"].setdefault(cell.key, {}).setdefault(name, []).append(round(loss, 5))
+        part["curves"].setdefault(cell.key, []).append([round(loss, 5) for loss in curve])
+        new = path.with_suffix(".part")
+        new.write_text(json.dumps(found) + "\n")
+        os.replace(new, path)
         print(f"{cell.key}, seed {seed}: {losses['val_loss']:.4f}, {time.perf_counter() - start:.0f} s", flush=True)
     return found
+
+
+def step_s(data: Data) -> float:
+    """Return about how many seconds a local step takes."""
+    node = Node(data, 0, 0, 0.001)
+    node.step(0)
+    start = time.perf_counter()
+    for _ in range(20):
+        node.step(0)
+    return (time.perf_counter() - start) / 20
 
 
 # ---------------------------------------------------------------- the table
@@ -409,19 +430,26 @@ def effect(claim: str, losses: Callable[[str, str], Sequence[float]]) -> float:
 
 
 def report(cells: Sequence[HandCell], found: dict[str, Any]) -> Iterator[str]:
+    """Yield the lines of two tables: the cells' losses, and the claims' effects where all cells are trained."""
     by_key = {cell.key: cell for cell in cells}
-    yield "| cell | loss | ExoGym | by hand | difference |\n| --- | --- | --- | --- | --- |"
+    same = found.get("same_batches", empty())
+    yield "| cell | loss | ExoGym | by hand | difference | same batches | difference |"
+    yield "| --- | --- | --- | --- | --- | --- | --- |"
     for cell in cells:
-        for name, ours in found["cells"].get(cell.key, {}).items():
-            theirs = cell.theirs(name)[: len(ours)]
-            change = statistics.fmean(ours) - statistics.fmean(theirs)
-            yield f"| {cell.key.replace('|', ', ')} | {name} | {spread(theirs)} | {spread(ours)} | {change:+.4f} |"
-    yield "\n| claim | effect, ExoGym | effect, by hand |\n| --- | --- | --- |"
+        for name, losses in (found["cells"].get(cell.key) or same["cells"].get(cell.key, {})).items():
+            line = [cell.key.replace("|", ", "), name, spread(cell.theirs(name))]
+            for part in (found, same):
+                losses = part["cells"].get(cell.key, {}).get(name, [])
+                change = statistics.fmean(losses) - statistics.fmean(cell.theirs(name)[: len(losses)]) if losses else 0
+                line += [spread(losses), f"{change:+.4f}"] if losses else ["", ""]
+            yield f"| {' | '.join(line)} |"
+    yield "\n| claim | effect, ExoGym | by hand | same batches |\n| --- | --- | --- | --- |"
     for claim in CLAIMS:
-        if all(len(found["curves"].get(key, [])) == len(SEEDS) for key in keys_of(claim).values()):
-            theirs = effect(claim, lambda key, name: by_key[key].theirs(name))
-            ours = effect(claim, lambda key, name: found["cells"][key][name])
-            yield f"| {claim} | {theirs:+.4f} | {ours:+.4f} |"
+        line = [f"{effect(claim, lambda key, name: by_key[key].theirs(name)):+.4f}"]
+        for part in (found, same):
+            whole = all(len(part["curves"].get(key, [])) == len(SEEDS) for key in keys_of(claim).values())
+            line += [f"{effect(claim, lambda key, name, of=part['cells']: of[key][name]):+.4f}" if whole else ""]
+        yield f"| {claim} | {' | '.join(line)} |"
 
 
 def main() -> None:
@@ -429,11 +457,12 @@ def main() -> None:
     parser.add_argument("claims", type=Path, help="ExoGym's results, docs/claims.json")
     parser.add_argument("--json", type=Path, required=True, help="file of this program's results")
     parser.add_argument("words", nargs="*", metavar="cells", help="train only cells whose method contains a word")
+    parser.add_argument("--same-batches", action="store_true", help="train on the batches of ExoGym's runs")
     given = parser.parse_args()
     torch.set_num_threads(1)
     cells = list(cells_of(json.loads(given.claims.read_text())))
     chosen = [cell for cell in cells if not given.words or any(word in cell.study.method for word in given.words)]
-    found = train(chosen, given.json)
+    found = train(chosen, given.json, given.same_batches)
     print("\n".join(report(cells, found)))
 
 
