@@ -236,8 +236,7 @@ def two_bits(v: Tensor) -> Tensor:
     if len(values) < 2:
         return v
     codes = (((values - values.mean()) / (6 * values.std() / 4)).round() + 2).clamp(0, 3)
-    means = torch.stack([values[codes == code].mean() for code in codes]) if len(codes) else values
-    return v.masked_scatter(v != 0, means)
+    return v.masked_scatter(v != 0, torch.stack([values[codes == code].mean() for code in codes]))
 
 
 def async_diloco(nodes: Sequence[Node], options: dict[str, Any], watch: Watch) -> None:
@@ -347,18 +346,12 @@ class HandCell:
         return {"val_loss": curves["val_loss"][-1], **late}, curves["val_loss"]
 
 
-def number(text: str) -> float | int | bool | str:
-    """Return an option's value.
-
-    >>> number("30"), number("0.5"), number("true"), number("nesterov")
-    (30, 0.5, True, 'nesterov')
-    """
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            pass
-    return text == "true" if text in ("true", "false") else text
+def number(text: str) -> Any:
+    """Return an option's value: a number, a truth value or the text itself."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def keys_of(claim: str) -> dict[str, str]:
@@ -376,21 +369,17 @@ def cells_of(table: dict[str, Any]) -> Iterator[HandCell]:
         yield HandCell(study, sorted(rows, key=lambda row: SEEDS.index(row["seed"])))
 
 
-def empty() -> dict[str, Any]:
-    return {"cells": {}, "curves": {}}
-
-
 def train(cells: Sequence[HandCell], path: Path, same_batches: bool) -> dict[str, Any]:
     """Train the missing runs, and return all results."""
-    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else empty()
-    part = found.setdefault("same_batches", empty()) if same_batches else found
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"cells": {}, "curves": {}}
+    part = found.setdefault("same_batches", {"cells": {}, "curves": {}}) if same_batches else found
     left = [(cell, seed) for cell in cells for seed in SEEDS[len(part["curves"].get(cell.key, [])) :]]
-    data = Data() if left else None
-    for number, (cell, seed) in enumerate(left):
-        assert data is not None
-        if number == 0:
-            run_s = 1.15 * step_s(data) * data.task.max_steps * data.task.num_nodes
-            print(f"{len(left)} runs, about {math.ceil(len(left) * run_s / 60)} minutes", flush=True)
+    if not left:
+        return found
+    data = Data()
+    run_s = 1.15 * step_s(data) * data.task.max_steps * data.task.num_nodes
+    print(f"{len(left)} runs, about {math.ceil(len(left) * run_s / 60)} minutes", flush=True)
+    for cell, seed in left:
         start = time.perf_counter()
         losses, curve = cell.train(data, seed, same_batches)
         for name, loss in losses.items():
@@ -432,7 +421,7 @@ def effect(claim: str, losses: Callable[[str, str], Sequence[float]]) -> float:
 def report(cells: Sequence[HandCell], found: dict[str, Any]) -> Iterator[str]:
     """Yield the lines of two tables: the cells' losses, and the claims' effects where all cells are trained."""
     by_key = {cell.key: cell for cell in cells}
-    same = found.get("same_batches", empty())
+    same = found.get("same_batches", {"cells": {}, "curves": {}})
     yield "| cell | loss | ExoGym | by hand | difference | same batches | difference |"
     yield "| --- | --- | --- | --- | --- | --- | --- |"
     for cell in cells:
