@@ -202,7 +202,7 @@ class Pricing:
     def cheapest(self, kind: str, payload_bytes: float, members: Members) -> tuple[str, float]:
         """Return the name of the fastest algorithm for a collective, and its mean seconds. Servers do not count.
 
-        With `tcp`, the algorithm is the one that ExoGym's hosts use.
+        With `tcp`, the algorithm is what ExoGym's hosts use.
         """
         names = algorithms_of(kind)
         names = names[:1] if kind in ("push", "pull") else [name for name in names if name != "server"]

@@ -140,7 +140,8 @@ class Statistical(Quantizer):
 
     With n = 2^bits bins, the group's standard deviation sigma and step = 6 sigma / n, a number x gets the code
     clamp(round((x - mean) / step) + n / 2, 0, n - 1). A group's table has the mean of the numbers in each bin. So the
-    decoded numbers and the group have the same mean.
+    decoded numbers and the group have the same mean. sigma^2 is the mean square; the published code divides by one less
+    than the group's size, which gives slightly larger steps.
 
     >>> q = Statistical(2)
     >>> q.decode(*q.encode(torch.tensor([[1.0, 5.0, 1.0, 5.0]]))).tolist()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from exogym.core.base.files import replacing
-from exogym.study.atlas.claims import CENTRAL, AtSize, Central, Judged, Outcome, judged, studies_at
+from exogym.study.atlas.claims import CENTRAL, AtSize, Central, Judged, Outcome, judged, runs_of, studies_at
 from exogym.study.atlas.gaps import PAPER, gaps_of
 from exogym.study.atlas.table import Table
 from exogym.study.atlas.training import Study
@@ -38,10 +40,10 @@ READING = """\
   every seed, and the slope is not above 0 in every seed. Otherwise it **does not come out at these sizes**. We fixed
   these rules before the training.
 
-This command trains missing runs, and writes this page from {results}:
+These commands train missing runs, and write this page from {results}:
 
 ```bash
-exogym reproduce --trials {trials} --page {page}
+{commands}
 ```
 """
 
@@ -57,7 +59,6 @@ def write(table: Table, path: Path, claims: Sequence[str] = ()) -> dict[str, Jud
 def text_of(table: Table, path: Path, claims: Sequence[str] = ()) -> str:
     """Return the page's text."""
     done = _judged(table, claims)
-    trials = max((about["trials"] for about in table.places.values()), default=0)
     results = path.with_suffix(".json").name
     blocks = ["# Claims at three sizes\n", ABOUT, *_in_short(done, table)]
     left = [name for name in CENTRAL if name not in done] if done and not claims else []
@@ -65,17 +66,29 @@ def text_of(table: Table, path: Path, claims: Sequence[str] = ()) -> str:
     blocks += _summary(done)
     blocks += [
         "## How to read the tables\n",
-        READING.format(results=f"[{results}]({results})", trials=trials, page=path),
+        READING.format(results=f"[{results}]({results})", commands="\n".join(_commands(done, table, path))),
     ]
     blocks += _gaps(table)
+    second = _second(path)
     for each in done.values():
         blocks += _section(each, table)
+        blocks += _by_hand(each.central, table, second)
     return "\n".join(blocks)
 
 
 def _judged(table: Table, claims: Sequence[str]) -> dict[str, Judged]:
     found = {name: judged(central, table) for name, central in CENTRAL.items() if not claims or name in claims}
     return {name: each for name, each in found.items() if each is not None}
+
+
+def _commands(done: Mapping[str, Judged], table: Table, path: Path) -> Iterator[str]:
+    """Yield a command for each number of trials. The most common number's command has no names, so it has all claims."""
+    trials = {name: table.places[_pair(each.central)[0].place]["trials"] for name, each in done.items()}
+    numbers = sorted(set(trials.values()), key=[*trials.values()].count) or [0]
+    for count in numbers[:-1]:
+        names = " ".join(name for name, each in trials.items() if each == count)
+        yield f"exogym reproduce {names} --trials {count} --page {path}"
+    yield f"exogym reproduce --trials {numbers[-1]} --page {path}"
 
 
 def _in_short(done: Mapping[str, Judged], table: Table) -> Iterator[str]:
@@ -186,7 +199,45 @@ def _section(each: Judged, table: Table) -> Iterator[str]:
     for size, at in each.sizes.items():
         for seen in at.seen:
             yield f"- Size {size}, {HOLDS[seen.holds]}: {_on_test(seen.says)}."
+        yield from _hardly_tuned(central, size, table)
     yield ""
+
+
+def _hardly_tuned(central: Central, size: str, table: Table) -> Iterator[str]:
+    """Yield which cells were hardly tuned, because at least half of their trials failed."""
+    for label, study in studies_at(central, size).items():
+        trials = [
+            row for row in table.rows
+            if (row["place"], row["method"], row["kind"]) == (study.place, study.method, "trial")
+        ]  # fmt: skip
+        failed = sum(row["loss"] is None for row in trials)
+        if 2 * failed >= len(trials) > 0:
+            yield f"- Size {size}: {failed} of {len(trials)} trials of `{label}` failed, so it is hardly tuned."
+
+
+def _second(path: Path) -> dict[str, Any]:
+    """Return the results of benchmarks/claims_by_hand.py, beside the page's results, or an empty dict."""
+    file = path.with_name(f"{path.stem}_by_hand.json")
+    return dict(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else {}
+
+
+def _by_hand(central: Central, table: Table, second: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what a second program found in the cells of the largest size."""
+    lines, same = [], second.get("same_batches", {"cells": {}})["cells"]
+    for study, labels in _labels(central).items():
+        key = f"{study.place}|{study.method}"
+        ours = [run.last["val_loss"] for run in runs_of(table, study)]
+        theirs = [part[key]["val_loss"] for part in (second.get("cells", {}), same) if key in part]
+        if ours and theirs:
+            lines.append([" and ".join(labels), mean_text(ours), *map(mean_text, theirs)])
+    if lines:
+        yield (
+            "A second program without ExoGym's strategies and trainer trained these cells at the largest size, on\n"
+            "other batches and on ExoGym's batches ([code](../benchmarks/claims_by_hand.py)):\n"
+        )
+        yield markdown(["test loss", "ExoGym", "second program", "on the same batches"], lines) + "\n"
+    if central.name in second.get("notes", {}):
+        yield f"{second['notes'][central.name]}\n"
 
 
 def _on_test(text: str) -> str:
@@ -195,11 +246,16 @@ def _on_test(text: str) -> str:
 
 def _alike(central: Central) -> str:
     """Return a sentence on cells that have the same runs, because their rates are tuned."""
+    same = [_and(labels) for labels in _labels(central).values() if len(labels) > 1]
+    return f" {same[0]} have the same runs, because their rates are tuned." if same else ""
+
+
+def _labels(central: Central) -> dict[Study, list[str]]:
+    """Return a dict from each study of the largest size to the labels of its cells."""
     labels: dict[Study, list[str]] = {}
     for label, study in studies_at(central, "full").items():
         labels.setdefault(study, []).append(f"`{label}`")
-    same = [_and(each) for each in labels.values() if len(each) > 1]
-    return f" {same[0]} have the same runs, because their rates are tuned." if same else ""
+    return labels
 
 
 def _losses(central: Central, label: str, table: Table, each: Judged) -> Iterator[str]:
