@@ -82,7 +82,7 @@ def _judged(table: Table, claims: Sequence[str]) -> dict[str, Judged]:
 
 
 def _commands(done: Mapping[str, Judged], table: Table, path: Path) -> Iterator[str]:
-    """Yield a command for each number of trials. The most common number's command has no names, so it has all claims."""
+    """Yield a command for each number of trials. The command for the most common number names no claim: it has all."""
     trials = {name: table.places[_pair(each.central)[0].place]["trials"] for name, each in done.items()}
     numbers = sorted(set(trials.values()), key=[*trials.values()].count) or [0]
     for count in numbers[:-1]:
