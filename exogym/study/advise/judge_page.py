@@ -10,12 +10,12 @@ from typing import Any
 
 from exogym.core.base.files import replacing
 from exogym.network import readable_seconds
-from exogym.study.advise.judging import TIE, Advised, Cell, Judgement, Score, believed, percentiles, task_of
+from exogym.study.advise.judging import TIE, Advised, Cell, Judgement, Score, believed, percentiles
 from exogym.study.compare.comparison import markdown
 
 WORST = 12  # cells in the list of mistakes
 BY: dict[str, Callable[[Cell], str]] = {
-    "task": lambda cell: task_of(cell.place), "network": lambda cell: cell.network, "size": lambda cell: cell.size,
+    "place": lambda cell: cell.place, "network": lambda cell: cell.network, "size": lambda cell: cell.size,
     "target": lambda cell: f"{cell.level:g}",
 }  # fmt: skip
 ABOUT = """\
@@ -23,10 +23,12 @@ How good is the advice? This page replays finished trainings on twelve networks.
 of nodes, a network, a model's size and a target loss. In each cell the page compares the advised method with the method
 that reaches the target first.
 
-In {cells} cells, the method that `exogym advise` recommends has a median regret of {median}. In {near} of the cells it
-is the best method, or at most 2 % slower. But in {far} of the cells it takes more than 20 % longer; this includes
-{never} in which it never reaches the target. The row **advise --pilot 0.1** shows whether a pilot of a tenth of the run
-helps.
+In {cells} cells, the rule of `exogym advise`, choosing among the {count} candidates below, has a median regret of
+{median}. In {near} of the cells it chooses the best method, or one at most 2 % slower. But in {far} of the cells its
+choice takes more than 20 % longer; this includes {never} in which it never reaches the target. So trust it as a first
+guess.
+
+The candidates: {candidates}.
 
 - **Regret** is how much longer the advised method takes than the best one. It is infinite, "never", if the method does
   not reach the target within the trained steps.
@@ -34,16 +36,18 @@ helps.
   and the other methods may take all of them.
 - **Size**: the model's own size with its measured step, and the bytes and seconds of a model of 100M parameters whose
   step takes a second. The losses are the small model's in both.
-- **Tied** counts advice that is not the best, but at most 2 % slower. In {tied} of {cells} cells the two best methods
-  are tied.
-- Intervals have 95 % of the results if the {tasks} tasks are resampled.
+- The seconds of the advised method and of the best one follow from the same formula. So the regret has only errors in
+  the number of steps. [Networks](network.md#how-good-is-the-advice) says how good the formula is on real hosts.
+- **Tied**: the choice is not the best, but at most 2 % slower. In {tied} of {cells} cells the second-best method is
+  within 2 % of the best.
+- Intervals: 95 % of resamples of the {tasks} tasks.
 - **advise** is what `exogym advise` recommends without training. The judged task's own runs are left out of the earlier
   runs that it knows. **advise --pilot 0.1** adds a pilot of a tenth of DDP's steps.
 - **rule of thumb** and **pilot** have no earlier runs. **table** and **pilot and table** have {prior}
   instead of the shipped runs. **90 % utilization** is `exogym advise --target-utilisation 0.9`. The formulas are in
   [Beliefs](network.md#beliefs).
-- The targets and the use of beliefs in `exogym advise` were decided with results of this table in hand. The numbers of
-  the rule of thumb and its weight are older. `roles` and `words` have the text of the atlas's `characters`, but learn
+- We chose the targets and the use of beliefs after seeing these results, so they may look too good. The numbers of the
+  rule of thumb and its weight are older. `roles` and `words` have the text of the atlas's `characters`, but learn
   something else. `strokes` counts as the same task as `pictures`.
 - All runs have tuned rates, the earlier runs and the judged ones. With a strategy's defaults the order may differ.
 - No adviser sees a run of the judged task, but a pilot sees the beginning of one seed's curves, interpolated between
@@ -78,6 +82,7 @@ def write(judgement: Judgement, path: Path, command: str, prior: str) -> None:
         "never": sum(map(math.isinf, regrets)),
     }
     about = ABOUT.format(
+        count=len(judgement.candidates), candidates=", ".join(f"`{name}`" for name in judgement.candidates),
         tied=judgement.tied, cells=len(judgement.cells), tasks=len(judgement.tasks), prior=prior, command=command,
         median=_share(percentiles(regrets)[0]), **{name: f"{n / len(regrets):.0%}" for name, n in shares.items()},
     )  # fmt: skip
@@ -123,9 +128,9 @@ def _blocks(judgement: Judgement) -> Iterator[str]:
     yield (
         f"- **best single method** is `{judgement.hindsight}`. It was chosen with all results in hand.\n"
         "- **all, one seed** trains every candidate to the end with one of the three seeds, and advises the fastest.\n"
-        "  No pilot sees more. Its regret comes from the seeds: another seed has another fastest method.\n"
-        "- **sure** is the mean probability of being right that the adviser states, and then the share of cells in\n"
-        "  which it was right: at most 5 % slower than the best.\n"
+        "  No pilot sees more. Its regret comes from the seeds: it sees one seed, and the truth is the mean of three.\n"
+        "- **sure**: first the mean stated probability of being right, then how often the adviser was right (at most\n"
+        "  5 % slower than the best).\n"
         "- **search** is the time that the search for the method adds, as a share of the best method's time. Only the\n"
         "  last two columns count it.\n"
     )

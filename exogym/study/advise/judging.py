@@ -405,6 +405,11 @@ class Judgement:
         return list(dict.fromkeys(task_of(cell.place) for cell in self.cells))
 
     @property
+    def candidates(self) -> list[str]:
+        """All methods among which advisers choose."""
+        return list(dict.fromkeys(method for cell in self.cells for method in cell.seconds))
+
+    @property
     def tied(self) -> int:
         """The number of cells in which the two best methods are tied."""
         return sum(cell.is_tied for cell in self.cells)

@@ -195,7 +195,7 @@ def test_the_command_judges_a_table(tmp_path: Path, capfd: Any) -> None:
     assert said.startswith("3 cells of 3 tasks") and "best single method, in hindsight: ddp" in said
     text = page.read_text()
     assert f"exogym advise --judge {table.path} --page {page}" in text and "In 3 cells" in text
-    for part in ("## By task", "## By network", "## Where it is wrong", "| advise"):
+    for part in ("## By place", "## By network", "## Where it is wrong", "| advise"):
         assert part in text
     assert main([*asked, "--json"]) == 0
     found = json.loads(capfd.readouterr().out)
