@@ -12,11 +12,15 @@ TABLES = [Path(__file__).parents[1] / "docs" / name for name in ("atlas.json", "
 
 
 def text() -> str:
-    """Return the file's text: a place per line, with each method's steps to the loss that DDP reaches halfway."""
-    lines, places = [], {place: steps for file in TABLES for place, steps in steps_of(Table(file)).items()}
+    """Return the file's text: a place per line, with its skew and each method's steps to DDP's loss halfway."""
+    lines, tables = [], [Table(file) for file in TABLES]
+    about = {place: each for table in tables for place, each in table.places.items()}
+    places = {place: steps for table in tables for place, steps in steps_of(table).items()}
     for place, each in sorted(places.items()):
         steps = {method: round(s, 1) if math.isfinite(s) else None for method, s in sorted(each.items())}
-        lines.append(f"{json.dumps(place)}: {json.dumps(steps)}")
+        skew = about[place].get("skew")
+        line = {"skew": None if skew is None else round(skew, 3), "steps": steps}
+        lines.append(f"{json.dumps(place)}: {json.dumps(line)}")
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 

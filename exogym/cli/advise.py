@@ -30,7 +30,7 @@ from exogym.study.advise import Advice, Failures, Piloted, Run, Spot, Work, pilo
 from exogym.study.advise import advise as predict
 from exogym.study.advise.answer import beside_ddp, command
 from exogym.study.advise.prediction import DEFAULT_STRATEGIES
-from exogym.study.advise.simulation import size_of
+from exogym.study.advise.simulation import size_of, skew_of
 from exogym.study.atlas.steps import steps_of
 from exogym.study.compare import measured_step_s, split_strategies
 from exogym.study.compare.asked import ComparisonOptions
@@ -51,6 +51,7 @@ NEEDS = {  # an option -> the options that it needs, at least one of them
     **dict.fromkeys(("target_loss", "processes"), ("simulated", "pilot_share")),
     "seeds": ("simulated",), "out": ("pilot_share",),
     **dict.fromkeys(("device", "device_utilisation"), ("flops",)),
+    "skew": ("parameters",),
     **dict.fromkeys(("layers", "activation_bytes"), ("node",)), "page": ("judge",), "prior": ("judge", "pilot_share"),
     "mtbf": ("accelerators",), "accelerators": ("mtbf",), "checkpoint": ("spot",), "restart": ("accelerators", "spot"),
 }  # fmt: skip
@@ -161,6 +162,14 @@ def advise(
         typer.Option(
             help="Steps of each node: DDP's in your run, for the choice, its time, bytes and money; with --simulate, "
             "in the simulation. [default: the task's or 1000; with --simulate a quarter of the task's]"
+        ),
+    ] = None,
+    skew: Annotated[
+        float | None,
+        typer.Option(
+            metavar="S",
+            help="Label skew of the nodes' data: 0 if dealt at random, 0.6 if each of four nodes has two of ten "
+            "labels, at most 1. A task has its own.",
         ),
     ] = None,
     price: Annotated[
@@ -278,7 +287,7 @@ def advise(
     failures = None
     if accelerators is not None and mtbf is not None:
         failures = Failures(count_of("--accelerators", accelerators), parse_seconds(mtbf, "--mtbf"), restart_s)
-    run = Run(None if simulated else steps, price, within, machines)
+    run = Run(None if simulated else steps, price, within, machines, skew)
     speed = numbers_of("--speeds", speeds)
     config = None if hosts is None else HostsConfig.load(hosts)
     links = _links(network, config)
@@ -311,7 +320,7 @@ def advise(
 
         earlier = steps_of(table_of(prior, "--prior"))
     if task is not None and not simulated:
-        run = replace(run, steps=steps or task.max_steps)
+        run = replace(run, steps=steps or task.max_steps, skew=skew_of(task, count))
     predicted: dict[str, Any] = {} if trains else {
         "parameters": count_of("--parameters", str(parameters)) if task is None else size_of(task),
         "num_nodes": count, "speeds": speed, "strategies": names,

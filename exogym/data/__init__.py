@@ -43,6 +43,7 @@ __all__ = [
     "TokenWindows",
     "cifar10",
     "digits",
+    "label_skew",
     "labels_of",
     "mnist",
     "parse_partitioner",
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
         LabelShards,
         Partitioner,
         QuantitySkew,
+        label_skew,
         labels_of,
         parse_partitioner,
     )

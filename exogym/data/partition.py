@@ -260,6 +260,28 @@ class ByKey(Partitioner):
         return [np.flatnonzero(home[owner] == node) for node in range(num_nodes)]
 
 
+def label_skew(partitioner: Partitioner, dataset: Any, num_nodes: int, seed: int = 0) -> float | None:
+    """Return how unequal the nodes' labels are, from 0 (all nodes alike) to 1; None if the labels are unknown.
+
+    The skew is a mean over nodes: the total variation distance between the distributions of a node's labels and of all
+    labels. It is the share of a node's examples that would need another label. No example is read.
+
+    >>> import torch
+    >>> data = TensorDataset(torch.zeros(100, 1), torch.arange(100) % 10)
+    >>> round(label_skew(LabelShards(2), data, 4), 2), label_skew(IID(), data, 4)
+    (0.73, 0.0)
+    """
+    if isinstance(partitioner, IID):
+        return 0.0
+    stored = _stored_labels(dataset)
+    if stored is None or stored.ndim != 1 or stored.dtype.kind not in "biuSU":
+        return None
+    classes, labels = np.unique(stored, return_inverse=True)
+    shards = [np.arange(len(labels)), *shards_of(partitioner, dataset, num_nodes, seed)]
+    whole, *each = [np.bincount(labels[shard], minlength=len(classes)) / len(shard) for shard in shards]
+    return float(np.mean([np.abs(share - whole).sum() / 2 for share in each]))
+
+
 def _shards(partitioner: Partitioner, shards: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Return the shards, each in ascending order. Raise DataError if a node has no examples."""
     return _check_shards(partitioner, [np.sort(shard) for shard in shards], None)

@@ -13,6 +13,7 @@ from exogym.data import (
     Partitioner,
     QuantitySkew,
     Stream,
+    label_skew,
     labels_of,
     parse_partitioner,
 )
@@ -171,3 +172,22 @@ def test_a_users_partitioner_is_checked() -> None:
     with pytest.raises(DataError, match="2 shards for 3 nodes"):
         Stream([1, 2, 3], 3, batch_size=1, partitioner=Wrong())
     assert Stream(range(8), 2, batch_size=1, partitioner=Wrong()).examples.tolist() == [2, 2]
+
+
+def test_label_skew_is_the_share_of_examples_that_need_another_label():
+    data = TensorDataset(torch.zeros(40, 1), torch.arange(40) % 4)
+
+    class Halves(Partitioner):
+        """Node 0 gets the labels 0 and 1, node 1 the labels 2 and 3."""
+
+        def split(self, dataset, num_nodes, seed):
+            labels = labels_of(dataset)
+            return [np.flatnonzero(labels < 2), np.flatnonzero(labels >= 2)]
+
+    assert label_skew(Halves(), data, 2) == 0.5  # half of a node's examples
+    assert label_skew(LabelShards(1), data, 4) == 0.75
+    assert label_skew(IID(), data, 4) == 0 < label_skew(QuantitySkew(1.0), data, 4) < 0.5
+    assert label_skew(ByKey([0, 1] * 20), data, 2) == 0.5  # even labels, odd labels
+    unread = [(torch.zeros(1), 0), (torch.zeros(1), 1)]  # no labels without reading the examples
+    assert label_skew(ByKey([0, 1]), unread, 2) is None and label_skew(IID(), unread, 2) == 0
+    assert label_skew(ByKey([0, 1] * 20), TensorDataset(torch.zeros(40, 1), torch.rand(40)), 2) is None

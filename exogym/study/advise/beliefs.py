@@ -14,6 +14,9 @@ method reached the target. If a place has only another H' of the method, its r_i
     sd^2  = (2 0.5^2 + sum of (r_i - mean)^2) / (2 + n) (1 + 1 / (2 + n))
     never = (2 p_0 + sum of w_i over places where it never arrived) / (2 + sum of w_i)
 
+If the label skew of the new run's data is known, a place whose skew is d away counts exp(-d / 0.3) times in all sums
+above, with half of the weight if the place's skew is unknown.
+
 Earlier runs are short. With R_i = S_i / H' synchronizations at a place and R = S / H in the new run, w_i is min(1,
 R_i / R) if the method never arrived there, because more synchronizations may be enough. Otherwise w_i is min(1,
 R / R_i).
@@ -37,10 +40,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -55,9 +59,12 @@ NEAR = 0.05  # a method counts as right if it takes at most this share longer th
 LEAST_SURE = 0.5  # with a smaller probability of being right, the safe choice is advised
 WORST = 10.0  # a method that never reaches the target counts as this many times slower than the best
 DRAWS, INTERVAL = 4000, 0.9
+ALIKE = 0.3  # difference in label skew at which a place counts e times less
+UNKNOWN = 0.5  # weight of a place with unknown skew
 KNOWN = Path(__file__).with_name("earlier.json")
 
 Earlier = Mapping[str, Mapping[str, float]]  # place to method to its steps to the target
+Weights = Mapping[str, float]  # place to its weight, 1 by default
 
 
 @dataclass(frozen=True)
@@ -107,7 +114,9 @@ class Belief:
 SAME = Belief(0.0, 0.0, 0.0)  # DDP takes as many steps as DDP
 
 
-def beliefs_of(periods: Mapping[str, int], steps: int, earlier: Earlier | None = None) -> dict[str, Belief]:
+def beliefs_of(
+    periods: Mapping[str, int], steps: int, earlier: Earlier | None = None, weights: Weights | None = None
+) -> dict[str, Belief]:
     """Return a belief for each method.
 
     Args:
@@ -116,20 +125,35 @@ def beliefs_of(periods: Mapping[str, int], steps: int, earlier: Earlier | None =
         earlier: dict from place to a dict from method to its steps to the target; infinite if it never reached the
             target. A place counts only if DDP reached the target there. If a place lacks a strategy's text, the
             strategy with the same name and the most similar options counts. None means no earlier runs.
+        weights: dict from place to its weight, 1 by default; see `likeness`.
 
     >>> beliefs_of({"ddp": 1, "diloco:H=50": 50}, 1000)["diloco:H=50"].never
     0.2
     """
     check_count("steps", steps)
-    return {method: _belief(earlier or {}, method, period, steps) for method, period in periods.items()}
+    return {method: _belief(earlier or {}, method, period, steps, weights or {}) for method, period in periods.items()}
 
 
-def _belief(earlier: Earlier, method: str, period: int, steps: int) -> Belief:
+def likeness(skew: float | None, skews: Mapping[str, float | None]) -> dict[str, float]:
+    """Return the weight of each earlier place for data with a label skew. All are 1 if the skew is None.
+
+    Args:
+        skews: dict from place to its label skew, or None if unknown (`exogym.data.label_skew`).
+
+    >>> likeness(0.6, {"digits-iid-4": 0.0, "pictures-4": 0.6, "speakers-4": None})
+    {'digits-iid-4': 0.1353352832366127, 'pictures-4': 1.0, 'speakers-4': 0.5}
+    """
+    if skew is None:
+        return dict.fromkeys(skews, 1.0)
+    return {place: UNKNOWN if other is None else math.exp(-abs(skew - other) / ALIKE) for place, other in skews.items()}
+
+
+def _belief(earlier: Earlier, method: str, period: int, steps: int, alike: Weights) -> Belief:
     if method.partition(":")[0] == REFERENCE:
         return SAME
     thumb = MORE_STEPS + MORE_PER_LOG * math.log(period)
-    ratios, weights, lost = [], [], 0.0
-    for known in earlier.values():
+    ratios, likenesses, weights, lost = [], [], [], 0.0
+    for place, known in earlier.items():
         base = known.get(REFERENCE, math.inf)
         other = _nearest(method, period, known)
         if other is None or not math.isfinite(base):
@@ -139,16 +163,21 @@ def _belief(earlier: Earlier, method: str, period: int, steps: int) -> Belief:
         rounds = base / there / (steps / here)
         if math.isfinite(known[other]):
             ratios.append(math.log(known[other] / base) + MORE_PER_LOG * math.log(here / there))
-            weights.append(min(1.0, 1 / rounds))
+            likenesses.append(alike.get(place, 1.0))
+            weights.append(likenesses[-1] * min(1.0, 1 / rounds))
         else:
-            weights.append(min(1.0, rounds))
+            weights.append(alike.get(place, 1.0) * min(1.0, rounds))
             lost += weights[-1]
-    count = WORTH + len(ratios)
-    mean = (WORTH * thumb + math.fsum(ratios)) / count
-    squares = WORTH * SPREAD**2 + math.fsum((r - mean) ** 2 for r in ratios)
+    count = WORTH + math.fsum(likenesses)
+    mean = (WORTH * thumb + _dot(likenesses, ratios)) / count
+    squares = WORTH * SPREAD**2 + _dot(likenesses, [(r - mean) ** 2 for r in ratios])
     rule = min(MOST_NEVER, LEAST_NEVER + ROUNDS * period / steps)
     never = (WORTH * rule + lost) / (WORTH + math.fsum(weights))
     return Belief(mean, math.sqrt(squares / count * (1 + 1 / count)), never, len(weights))
+
+
+def _dot(a: Sequence[float], b: Sequence[float]) -> float:
+    return math.fsum(x * y for x, y in zip(a, b, strict=True))
 
 
 def _nearest(method: str, period: int, known: Mapping[str, float]) -> str | None:
@@ -165,13 +194,23 @@ def _nearest(method: str, period: int, known: Mapping[str, float]) -> str | None
 
 
 @cache
+def _shipped() -> dict[str, Any]:
+    return dict(json.loads(KNOWN.read_text("utf-8")))
+
+
+@cache
 def known() -> dict[str, dict[str, float]]:
     """Return the steps of earlier runs that ExoGym ships, from docs/atlas.json and docs/judge.json."""
-    found = json.loads(KNOWN.read_text("utf-8"))
     return {
-        place: {method: math.inf if steps is None else steps for method, steps in each.items()}
-        for place, each in found.items()
+        place: {method: math.inf if steps is None else steps for method, steps in each["steps"].items()}
+        for place, each in _shipped().items()
     }
+
+
+@cache
+def known_skews() -> dict[str, float | None]:
+    """Return the label skew of the data at each place of `known`, or None if it is unknown."""
+    return {place: each["skew"] for place, each in _shipped().items()}
 
 
 def h_of(method: str) -> float | None:

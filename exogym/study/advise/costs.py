@@ -19,11 +19,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from exogym.core.progress import readable_bytes
-from exogym.errors import ArgumentError, check_count
+from exogym.errors import ArgumentError, check_count, check_number
 from exogym.network import parse_seconds, readable_seconds
 from exogym.network.units import parse_bytes
 from exogym.study.advise.spot import Spot
@@ -245,6 +245,9 @@ class Run:
             sends.
         within: `Limits`, or text such as "12h,1TB/month,50USD": a deadline, a data cap for each node's line, and money.
         spot: the nodes run on spot machines.
+        skew: how unequal the nodes' labels are, from 0 to 1 (`exogym.data.label_skew`): 0 if examples are
+            dealt at random, 0.6 if each of four nodes has two of ten labels. Earlier runs on data with a similar skew
+            then count most. If it is None, all count alike.
 
     Raises:
         ArgumentError: a text has a wrong unit, limits are given without steps, or money is limited without a price.
@@ -258,10 +261,13 @@ class Run:
     price: Prices | str | None = None
     within: Limits | str | None = None
     spot: Spot | None = None
+    skew: float | None = None
 
     def __post_init__(self) -> None:
         if self.steps is not None:
             check_count("steps", self.steps)
+        if self.skew is not None:
+            check_number("skew", self.skew, least=0, most=1)
         money, prices = self.limits.money, self.prices
         if money is not None and (prices is None or prices.currency != money.currency):
             wanted = "give the prices too, as price='1.20USD/h'" if prices is None else f"write it in {prices.currency}"
@@ -277,8 +283,8 @@ class Run:
 
     @property
     def is_asked(self) -> bool:
-        """Whether the caller asked for anything about the whole run."""
-        return self != Run()
+        """Whether the caller asked for the whole run's cost."""
+        return replace(self, skew=None) != Run()
 
     def cost(self, row: Predicted, num_nodes: int, steps: float) -> Cost:
         """Return the cost of a run of `steps` steps with a strategy's predicted step.

@@ -10,8 +10,8 @@ size and a level. The target is the level times the final loss of a run of DDP t
 The regret is infinite if the advised method never reaches the target. Each place counts twice: with its own model, and
 with the bytes and seconds of a model of 100M parameters whose step takes a second (`SIZES`).
 
-An adviser is a function of a `Question`, which holds nothing of the judged place except its size, its network and what
-a pilot would measure. Earlier runs come from places with other tasks only.
+An adviser is a function of a `Question`, which holds nothing of the judged place except its size, its network, the
+label skew of its data and what a pilot would measure. Earlier runs come from places with other tasks only.
 
 Methods whose nodes do not wait for each other are left out, because the network decides their losses.
 """
@@ -29,7 +29,7 @@ from exogym.core.base.draws import numpy_generator
 from exogym.errors import ArgumentError
 from exogym.network import Network
 from exogym.strategy.traffic import ModelSize
-from exogym.study.advise.beliefs import Belief, Earlier, beliefs_of, chosen, known
+from exogym.study.advise.beliefs import Belief, Earlier, beliefs_of, chosen, known, known_skews, likeness
 from exogym.study.advise.halving import halve
 from exogym.study.advise.plans import period_of, plan_of
 from exogym.study.advise.prediction import advise
@@ -99,6 +99,7 @@ class Question:
         seconds_per_step: dict from each candidate to its seconds per step, by formula.
         earlier: steps to the target at places with other tasks, as in `beliefs_of`.
         known: the steps of earlier runs that ExoGym ships, without runs of the same task.
+        alike: dict from each earlier place to its weight, by the label skew of its data and of the judged place's data.
         pilot: each candidate's curve for one seed. A pilot may read the curve's beginning.
     """
 
@@ -111,6 +112,7 @@ class Question:
     seconds_per_step: Mapping[str, float]
     earlier: Earlier
     known: Earlier
+    alike: Mapping[str, float]
     pilot: Mapping[str, Curve]
 
     @property
@@ -182,12 +184,15 @@ def cells_of(table: Table, prior: Table | None = None) -> list[Cell]:
     Raises:
         ArgumentError: no place of the table has DDP and another method with a formula.
     """
-    earlier = {level: steps_of(table if prior is None else prior, level) for level in LEVELS}
+    before = table if prior is None else prior
+    earlier = {level: steps_of(before, level) for level in LEVELS}
     truth = {level: steps_of(table, level) for level in LEVELS}
+    skews = {place: each.get("skew") for place, each in before.places.items()} | known_skews()
     found = []
     for place in sorted(truth[LEVELS[0]]):
         ours = {p: steps for p, steps in known().items() if task_of(p) != task_of(place)}
         about, first = table.places[place], curves_of(table, place, seeds=1)
+        alike = likeness(about.get("skew"), skews)
         for network, site in sites(about["nodes"]).items():
             for size, given in SIZES.items():
                 parameters, step_s = (_own_size(about), about["step_s"]) if given is None else given
@@ -198,7 +203,7 @@ def cells_of(table: Table, prior: Table | None = None) -> list[Cell]:
                     now = {method: pace[0][1] for method, pace in speeds.items()}
                     question = Question(
                         parameters, about["nodes"], each_s, site, level, round(SHARE * about["steps"]), now, others,
-                        ours, {method: first[method] for method in now},
+                        ours, alike, {method: first[method] for method in now},
                     )  # fmt: skip
                     steps = truth[level][place]
                     seconds = {method: seconds_until(steps[method], pace) for method, pace in speeds.items()}
@@ -281,14 +286,14 @@ def by_table(question: Question) -> Advised:
 
 
 def _believing(question: Question, earlier: Earlier) -> Advised:
-    beliefs = beliefs_of(question.periods, question.steps, earlier)
+    beliefs = beliefs_of(question.periods, question.steps, earlier, question.alike)
     choice = chosen(question.seconds_per_step, beliefs, question.steps, least_sure=0.0)
     return Advised(choice.method, sure=choice.sure)
 
 
 def believed(question: Question) -> dict[str, Belief]:
     """Return the beliefs about all candidates that `exogym advise` has."""
-    return beliefs_of(question.periods, question.steps, question.known)
+    return beliefs_of(question.periods, question.steps, question.known, question.alike)
 
 
 def by_pilot(question: Question) -> Advised:
@@ -314,9 +319,10 @@ def _after_pilot(question: Question, earlier: Earlier) -> Advised:
         seen = [(s, loss) for s, loss in zip(curve.steps, curve.losses, strict=True) if s < until]
         return [*seen, (float(until), float(np.interp(until, curve.steps, curve.losses)))]
 
+    beliefs = beliefs_of(question.periods, question.steps, earlier, question.alike)
     found = halve(
-        train, question.seconds_per_step, beliefs_of(question.periods, question.steps, earlier), steps=question.steps,
-        budget=int(PILOT * question.steps), periods=question.periods,
+        train, question.seconds_per_step, beliefs, steps=question.steps, budget=int(PILOT * question.steps),
+        periods=question.periods,
     )  # fmt: skip
     cost_s = found.spent * question.nodes * min(question.step_s)
     return Advised(found.choice.method, cost_s, found.choice.sure)

@@ -18,13 +18,13 @@ from exogym.core.progress import notice
 from exogym.errors import ArgumentError, check_number, checked
 from exogym.network import Network, readable_seconds
 from exogym.study.advise.advice import Advice, Row
-from exogym.study.advise.beliefs import REFERENCE, Earlier, beliefs_of, known
+from exogym.study.advise.beliefs import REFERENCE, Earlier, beliefs_of, known, known_skews, likeness
 from exogym.study.advise.costs import Run
 from exogym.study.advise.curves import LEAST, StepsTo, fit_curve
 from exogym.study.advise.halving import Found, Z, halve
 from exogym.study.advise.plans import period_of
 from exogym.study.advise.prediction import DEFAULT_STRATEGIES, predicted
-from exogym.study.advise.simulation import ROUNDS, plans_of, size_of
+from exogym.study.advise.simulation import ROUNDS, plans_of, size_of, skew_of
 from exogym.study.advise.trainings import Trainings, Watch
 from exogym.study.compare import measured_step_s, split_strategies
 from exogym.study.compare.asked import ComparisonOptions
@@ -189,7 +189,7 @@ def pilot(  # noqa: PLR0913
         strategies: texts as in `advise`. The task sets the options that a text does not give.
         target_loss: the loss to reach, instead of DDP's last loss.
         earlier: steps of earlier runs as in `exogym.study.advise.beliefs.beliefs_of`. By default, those that ExoGym
-            ships.
+            ships, weighted by the task's label skew.
         out: folder for the pilot's runs. If a pilot was killed, the same call continues it there. A pilot with a larger
             share continues, too. By default the runs are not kept.
         processes, device: as in `LocalTrainer.fit`.
@@ -233,8 +233,9 @@ def pilot(  # noqa: PLR0913
             f"the pilot trains at most {budget} steps of {setting.nodes} nodes on this machine, about "
             f"{readable_seconds(budget * here_s)} without evaluations"
         )
-    runs = known() if earlier is None else earlier
-    beliefs = beliefs_of({name: periods[name] for name in seconds}, setting.steps, runs)
+    runs, skew = known() if earlier is None else earlier, skew_of(task, setting.nodes)
+    alike = likeness(skew, known_skews()) if earlier is None else {}
+    beliefs = beliefs_of({name: periods[name] for name in seconds}, setting.steps, runs, alike)
     with _folder(out) as folder, Trainings(session, folder, watch) as trainings:
         found = halve(
             lambda method, until: trainings.train(method, until, periods[method]), seconds, beliefs,

@@ -54,7 +54,7 @@ from exogym.strategy import Strategy
 from exogym.strategy.registry import parse_strategy
 from exogym.strategy.traffic import Plan, Traffic
 from exogym.study.advise.advice import Advice, Row
-from exogym.study.advise.beliefs import Belief, Choice, beliefs_of, chosen, known
+from exogym.study.advise.beliefs import Belief, Choice, beliefs_of, chosen, known, known_skews, likeness
 from exogym.study.advise.costs import STEPS, Cost, Run, narrowed, notes
 from exogym.study.advise.failures import Failures
 from exogym.study.advise.plans import period_of, plan_of, title_of
@@ -181,7 +181,7 @@ def advise(
         layers=layers, activation_bytes=activation_bytes, batch_size=batch_size, target=meets,
     )  # fmt: skip
     steps, rows = run.steps or STEPS, []
-    beliefs = {name: belief for name, belief in _beliefs(found.plans, steps)}
+    beliefs = {name: belief for name, belief in _beliefs(found.plans, steps, run.skew)}
     for row in found.rows:
         multiple = beliefs[row.strategy].steps
         rows.append(replace(row, ddp_steps=multiple, cost=run.cost(row, num_nodes, math.ceil(steps * multiple))))
@@ -193,6 +193,7 @@ def advise(
     lines.append(
         f"steps/DDP's: to the loss that DDP reaches after {steps} steps, from a rule of thumb and {len(known())} small "
         "tasks, not from yours"
+        + ("" if run.skew is None else f"; tasks with a label skew near {run.skew:.2f} count most")
     )
     fit, best, because = narrowed(able, run, partial(_first, beliefs, rare))
     if best is None and fit:
@@ -334,11 +335,12 @@ def _plans(
     return plans, left_out
 
 
-def _beliefs(plans: Sequence[Plan], steps: int) -> Iterator[tuple[str, Belief]]:
+def _beliefs(plans: Sequence[Plan], steps: int, skew: float | None) -> Iterator[tuple[str, Belief]]:
     """Yield each plan's name, and the belief about its steps to the loss that DDP reaches after `steps` steps."""
+    alike = likeness(skew, known_skews())
     for plan in plans:
         method = plan.method or plan.name
-        yield plan.name, beliefs_of({method: period_of(plan)}, steps, known())[method]
+        yield plan.name, beliefs_of({method: period_of(plan)}, steps, known(), alike)[method]
 
 
 def _slowest(time: StepTime, num_nodes: int) -> str:

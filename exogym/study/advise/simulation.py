@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from exogym.data.partition import IID, label_skew, partitioner_of
+from exogym.data.stream import is_iterable
 from exogym.errors import ArgumentError, checked
 from exogym.network import Network
 from exogym.strategy.traffic import ModelSize, Plan
@@ -126,6 +128,13 @@ def parameters_of(task: Task) -> int:
 def size_of(task: Task) -> ModelSize:
     """Return the number of trainable parameters in a task's model, with their shapes."""
     return ModelSize.of(p.shape for p in task.make_model().parameters() if p.requires_grad)
+
+
+def skew_of(task: Task, num_nodes: int) -> float | None:
+    """Return the label skew of a task's data among nodes, or None if it is unknown."""
+    if is_iterable(task.train):
+        return None
+    return label_skew(partitioner_of(task.partitioner or IID()), task.train, num_nodes)
 
 
 def plans_of(task: Task, setting: Setting, strategies: str | Sequence[str]) -> list[Plan]:

@@ -34,6 +34,7 @@ class Kind:
 KINDS = {
     "digits": Kind("digits", "8x8 digits, MLP; labels are unequal between nodes"),
     "digits-iid": Kind("digits", "8x8 digits, MLP; examples are divided at random", "iid"),
+    "digits-shards": Kind("digits", "8x8 digits, MLP; two labels per node", "shards:2"),
     "characters": Kind("characters", "Shakespeare by characters, GPT of 0.1M parameters", steps=500),
     "speakers": Kind("by_speaker", "the same, but all lines of a speaker belong to one node", steps=500),
     "pictures": Kind("pictures", "MNIST, CNN; two labels per node"),
@@ -66,7 +67,13 @@ class Place:
 VARIANTS = ("diloco:outer_momentum=0.6", "sparseloco:aggregation=contributors")
 PLACES = (Place("digits", 4), Place("characters", 4))  # where every method trains
 OTHERS = (
-    *(Place("digits", 16), Place("digits-iid", 4), Place("characters", 16), Place("speakers", 4)),
+    *(
+        Place("digits", 16),
+        Place("digits-iid", 4),
+        Place("digits-shards", 4),
+        Place("characters", 16),
+        Place("speakers", 4),
+    ),
     *(Place("pictures", 4), Place("pictures", 16), Place("clients", 100), Place("spoken", 4)),
 )
 # For judging advice (`exogym advise --judge`): tasks and methods that were named before any of their results was known.

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from exogym.data.partition import label_skew
 from exogym.errors import ArgumentError, DataError, check_count
 from exogym.study.advise.simulation import size_of
 from exogym.study.atlas.halves import HALVES, halved
@@ -331,4 +332,5 @@ class Atlas:
             "task": cell.task, "nodes": setting.nodes, "steps": setting.steps, "trials": self.trials,
             "batch_size": setting.batch_size, "parameters": int(size), "step_s": step_s,
             "shapes": [list(shape) for shape in size.shapes or ()], "heading": heading_of(session),
+            "skew": None if session.split is None else label_skew(session.split, session.train, setting.nodes),
         }  # fmt: skip

@@ -26,7 +26,7 @@ from exogym.strategy.federated_averaging import AveragingCommunicator
 from exogym.strategy.registry import parse_strategy
 from exogym.strategy.traffic import ModelSize, shapes_of
 from exogym.study.advise import Plan, Run, Traffic, Work, advise, plan_of, required_bandwidth, simulate
-from exogym.study.advise.simulation import size_of
+from exogym.study.advise.simulation import size_of, skew_of
 from exogym.study.compare import compare
 from exogym.study.tasks import load_task
 
@@ -86,6 +86,34 @@ def test_a_size_is_a_number_that_may_know_its_shapes():
     assert shapes_of(ModelSize(5)) is None and shapes_of(7) is None
     for text in ("demo", "powersgd", "sparseloco:H=5"):
         assert row(text, parameters=size, num_nodes=2).tx_bytes_per_step > 0
+
+
+def test_earlier_runs_on_like_data_decide():
+    """Methods that averaged rarely never arrived where each node had few labels."""
+    asked = {"parameters": 1e6, "num_nodes": 4, "network": "200Mbps,10ms", "step_seconds": 0.05}
+    plain, dealt, few = (
+        advise(**asked, run=Run(skew=skew), strategies=["ddp", "demo", "powersgd", "diloco:H=30", "fedavg:H=30"])
+        for skew in (None, 0.0, 0.6)
+    )
+    assert any("tasks with a label skew near 0.60 count most" in line for line in few.assumptions)
+    assert not any("label skew" in line for line in plain.assumptions)
+    steps = [{row.strategy: row.ddp_steps for row in each.rows} for each in (dealt, few)]
+    assert steps[0] != steps[1]
+    assert not Run(skew=0.6).is_asked and str(few).count("USD") == 0
+    with pytest.raises(ArgumentError, match=r"skew=1\.5"):
+        Run(skew=1.5)
+
+
+def test_a_task_has_its_own_skew(capsys):
+    assert [round(skew_of(load_task("digits"), n), 2) for n in (4, 16)] == [0.29, 0.34]
+    assert skew_of(load_task("shakespeare"), 4) == 0  # dealt at random
+    words = ["advise", "--network", "wifi", "--step-seconds", "0.1"]
+    assert main([*words, "--dataset", "digits"]) == 0
+    assert "label skew near 0.29" in capsys.readouterr().out
+    assert main([*words, "--parameters", "1M", "--nodes", "4", "--skew", "0.6"]) == 0
+    assert "label skew near 0.60" in capsys.readouterr().out
+    assert main([*words, "--dataset", "digits", "--skew", "0.6"]) == 2
+    assert "--skew needs --parameters" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("tcp", [False, True])

@@ -6,7 +6,7 @@ import pytest
 from shipped import text
 
 from exogym.errors import ArgumentError
-from exogym.study.advise.beliefs import KNOWN, SAME, Belief, beliefs_of, chosen, known
+from exogym.study.advise.beliefs import KNOWN, SAME, Belief, beliefs_of, chosen, known, known_skews, likeness
 
 
 def close(belief: Belief, mean: float, sd: float, never: float, places: int) -> bool:
@@ -70,9 +70,25 @@ def test_places_that_cannot_say_do_not_count() -> None:
         beliefs_of({"demo": 1}, 0)
 
 
+def test_places_with_like_data_count_more() -> None:
+    alike = likeness(0.6, {"a-4": 0.6, "b-4": 0.0})
+    assert alike == {"a-4": 1.0, "b-4": pytest.approx(math.exp(-2))}
+    found = beliefs_of({"diloco:H=10": 10, "demo": 1}, 100, TWO, alike)
+    thumb, first, second, w = 0.1 + 0.12 * math.log(10), math.log(1.1), math.log(1.2), math.exp(-2)
+    mean = (2 * thumb + first + w * second) / (3 + w)
+    sd = math.sqrt((2 * 0.25 + (first - mean) ** 2 + w * (second - mean) ** 2) / (3 + w) * (1 + 1 / (3 + w)))
+    assert close(found["diloco:H=10"], mean, sd, 2 * 0.3 / (3 + w), 2)
+    assert found["demo"].never == pytest.approx((2 * 0.12 + 1) / (3 + w))  # it never arrived where the data are alike
+    assert likeness(0.0, {"a-4": 0.6, "b-4": 0.0, "c-4": None}) == pytest.approx({"a-4": w, "b-4": 1.0, "c-4": 0.5})
+    assert likeness(None, {"a-4": 0.6, "c-4": None}) == {"a-4": 1.0, "c-4": 1.0}
+    ones = dict.fromkeys(TWO, 1.0)
+    assert beliefs_of({"demo": 1}, 100, TWO, ones) == beliefs_of({"demo": 1}, 100, TWO)
+
+
 def test_the_shipped_runs_are_those_of_the_atlas() -> None:
     assert KNOWN.read_text("utf-8") == text(), "run python tests/shipped.py"
     assert known()["digits-4"]["ddp"] > 1 and math.inf in known()["pictures-4"].values()
+    assert known_skews().keys() == known().keys() and known_skews()["pictures-4"] == 0.6
 
 
 def test_the_choice_weighs_steps_and_seconds() -> None:

@@ -162,8 +162,10 @@ def test_earlier_runs_decide_what_a_short_pilot_cannot():
 
 
 def test_without_earlier_runs_given_those_that_exogym_ships_count():
-    shipped, none = piloted(share=0), piloted(share=0, earlier={})
-    assert shipped.found.beliefs == piloted(share=0, earlier=known()).found.beliefs
+    """Those on data with a like skew count most."""
+    shipped, none, alike = piloted(share=0), piloted(share=0, earlier={}), piloted(share=0, earlier=known())
+    assert shipped.found.beliefs["demo"].places == alike.found.beliefs["demo"].places == len(known())
+    assert shipped.found.beliefs["demo"] != alike.found.beliefs["demo"]
     assert shipped.found.beliefs["demo"].places > none.found.beliefs["demo"].places == 0
 
 
