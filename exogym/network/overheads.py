@@ -9,7 +9,7 @@ message takes two latencies. If n members all send m bytes to each other (`exogy
     all_reduce, exact                 two such exchanges with m = S/n; one with m = S if S is at most 1,448 bytes and
                                       n S at most 14,600 bytes
     all_gather, gather                one exchange with m = S
-    reduce_scatter, all_to_all        (n-1) (2 alpha + S/(n B)): each round's receivers say that they are ready
+    reduce_scatter, all_to_all        one exchange with m = S/n
     reduce                            (n-1) (2 alpha + S/B): the root gets one row after the other
     broadcast                         (L+1) alpha + L S/B: later receivers are ready early
     mix                               2 alpha + S/B for each turn (`exogym.core.base.turns`); d neighbors take about d
@@ -45,7 +45,6 @@ members moves more in memory than the network stack does: its own slices (4 S/n)
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -76,7 +75,7 @@ def rounds_of_gloo(kind: str, way: str, n: int, payload_bytes: float) -> list[Me
     if (kind, way) in (("all_gather", "ring"), ("gather", "direct")):
         return _exchanged(n, S)
     if (kind, way) in (("reduce_scatter", "ring"), ("all_to_all", "pairwise")):
-        return [replace(round_, hops=2) for round_ in _rounds(n, S / n)]
+        return _exchanged(n, S / n)
     if (kind, way) == ("reduce", "tree"):
         return [MessageRound(1, S, partial(_to_first, giver=k), hops=2) for k in range(1, n)]
     if (kind, way) == ("broadcast", "tree"):

@@ -142,7 +142,7 @@ class Wire:
     """Carries rows between processes. In this base class, a single process holds all rows.
 
     Every process of a run makes the same calls in the same order; the main process holds the first rows. All other
-    messages between processes use the methods `rows`, `reduce`, `carry` and `agree`
+    messages between processes use the methods `rows`, `reduce`, `all_to_all`, `carry` and `agree`
     (`exogym.core.communicator.messages`).
 
     Args:
@@ -242,6 +242,14 @@ class Wire:
             rows = [self.row_of[i] for i in ids]
             return tree_sum(x, ids, weights, len(ids) if op == "mean" and weights is None else 1, rows)
         return reduce_rows(self.rows(x, ids), ids, op, weights)
+
+    def all_to_all(self, x: Tensor, ids: Sequence[int]) -> Tensor:
+        """Give slice k of each row to the node `ids[k]`. `x` is (rows, n, ...) for n nodes `ids`.
+
+        Returns (m, n, ...) for the m nodes of `ids` in this process, in the order of `ids`. Their slice k is from the
+        node `ids[k]`.
+        """
+        return self.rows(x, ids).transpose(0, 1)[[k for k, i in enumerate(ids) if i in self.row_of]]
 
     def carry(self, given: Mapping[int, Tensor], moves: Sequence[Move]) -> dict[int, Tensor]:
         """Carry tensors between processes. Return the tensors that this process's nodes get, by node number.

@@ -69,7 +69,7 @@ class ProcessInside(Inside):
     @pulse.waits
     def swap(self, outgoing: list[Tensor], sizes: list[int]) -> list[Tensor]:
         moved = [x.to(self.device).contiguous() for x in outgoing]
-        found = self._lines.all_to_all(moved, sizes, list(range(self.parts)))
+        found = self._lines.swap(moved, sizes, list(range(self.parts)))
         return [x.to(outgoing[0].device) for x in found]
 
     @pulse.waits
@@ -158,6 +158,10 @@ class MeshWire(Wire):
         wanted = everywhere or not self.row_of.keys().isdisjoint(ids)
         shape = (x.shape[1] if wanted else 0,)
         return self._found(shape, x, lambda wire: wire.reduce(x, ids, op, weights, everywhere))
+
+    def all_to_all(self, x: Tensor, ids: Sequence[int]) -> Tensor:
+        shape = (sum(i in self.row_of for i in ids), *x.shape[1:])
+        return self._found(shape, x, lambda wire: wire.all_to_all(x, ids))
 
     def carry(self, given: Mapping[int, Tensor], moves: Sequence[Move]) -> dict[int, Tensor]:
         got = {} if self._between is None else self._between.carry(given, moves)

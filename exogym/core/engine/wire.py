@@ -110,6 +110,9 @@ class ProcessWire(Wire):
 
         return self._waiting(found, f"reduce {op}", x, ids)
 
+    def all_to_all(self, x: Tensor, ids: Sequence[int]) -> Tensor:
+        return self._waiting(lambda: self._sliced(x.to(self.device), ids).to(x.device), "all_to_all", x, ids)
+
     def carry(self, given: Mapping[int, Tensor], moves: Sequence[Move]) -> dict[int, Tensor]:
         return self._waiting(lambda: self._carried(given, moves), "carry")
 
@@ -174,7 +177,7 @@ class ProcessWire(Wire):
         sizes = np.diff(cuts).tolist()
         columns = width if whole else sizes[here]
         outgoing = [mine.reshape(-1)] * len(team) if whole else [mine[:, a:b].reshape(-1) for a, b in pairwise(cuts)]
-        incoming = self.all_to_all(outgoing, [counts[p] * columns for p in team], team)
+        incoming = self.swap(outgoing, [counts[p] * columns for p in team], team)
         rows = torch.cat(incoming).view(len(members), columns)
         held = [i for process in team for i in self.placement[process] if i in members]
         if held != (ordered := sorted(members)):
@@ -187,10 +190,23 @@ class ProcessWire(Wire):
         parts = self._all_gather(as_bytes(part, 1).flatten(), [n * size for n in sizes], team)
         return torch.cat([p.view(part.dtype) for p in parts])
 
+    def _sliced(self, x: Tensor, ids: Sequence[int]) -> Tensor:
+        """Send all slices for a process in one message. No slice passes through a third process."""
+        places = [[k for k, i in enumerate(ids) if i in set(held)] for held in self.placement]
+        own = places[self.process]
+        mine = x[[self.row_of[ids[k]] for k in own]]
+        outgoing = [mine[:, theirs].reshape(-1) for theirs in places]
+        slice_elements = math.prod(x.shape[2:])
+        sizes = [len(own) * len(theirs) * slice_elements for theirs in places]
+        result = torch.empty_like(mine)
+        for theirs, got in zip(places, self.swap(outgoing, sizes, list(range(len(places)))), strict=True):
+            result[:, theirs] = got.view(len(theirs), len(own), *x.shape[2:]).transpose(0, 1)
+        return result
+
     def _carried(self, given: Mapping[int, Tensor], moves: Sequence[Move]) -> dict[int, Tensor]:
         """Carry all moves at the same time. Only its two processes take part in a move.
 
-        Each process begins to receive before it begins to send, as in `_swap`.
+        Each process begins to receive before it begins to send, as in `swap`.
         """
         got, calls, sends = {}, [], []
         for tag, (giver, taker, parcel) in enumerate(moves):
@@ -215,32 +231,22 @@ class ProcessWire(Wire):
 
     # Moving bytes
 
-    def all_to_all(self, outgoing: list[Tensor], sizes: list[int], team: list[int]) -> list[Tensor]:
-        """Send the tensor `outgoing[k]`, (n,), to process `team[k]`, for each k. Return the received tensors.
-
-        The tensor from process `team[k]` has `sizes[k]` elements.
-        """
-        incoming = [outgoing[0].new_empty(size) for size in sizes]
-        self._swap(outgoing, incoming, team)
-        return incoming
-
     def _all_gather(self, mine: Tensor, sizes: list[int], team: list[int] | None = None) -> list[Tensor]:
         """Send `mine` to the team. Return each process's bytes, (sizes[k],)."""
         team = list(range(len(self.placement))) if team is None else team
-        incoming = [mine.new_empty(size) for size in sizes]
-        self._swap([mine] * len(team), incoming, team)
-        return incoming
+        return self.swap([mine] * len(team), sizes, team)
 
-    def _swap(self, outgoing: list[Tensor], incoming: list[Tensor], team: list[int]) -> None:
-        """Send `outgoing[k]` to process team[k] and receive `incoming[k]`.
+    def swap(self, outgoing: list[Tensor], sizes: list[int], team: list[int]) -> list[Tensor]:
+        """Send the tensor `outgoing[k]`, (n,), to process `team[k]`, for each k. Return the received tensors.
 
-        Tensors of at most `AT_ONCE_BYTES` move at the same time. Larger ones move in rounds, in which each process has
-        one sender and one receiver.
+        The tensor from process `team[k]` has `sizes[k]` elements. Tensors of at most `AT_ONCE_BYTES` move at the same
+        time. Larger ones move in rounds, in which each process has one sender and one receiver.
 
         gloo sends nothing before the peer is ready to receive, and a ready signal takes a latency. So all receives
         begin first. A ready signal travels on the same connection as data, so later signals would also wait for data.
         NCCL needs the receives and sends of a round together.
         """
+        incoming = [outgoing[0].new_empty(size) for size in sizes]
         here, n = team.index(self.process), len(team)
         incoming[here].copy_(outgoing[here])
         receives, sends = [], []
@@ -256,6 +262,7 @@ class ProcessWire(Wire):
         for k, (takes, gives) in enumerate(rounds):
             for work in [*_begun(gives), *begun[k]] if begun else _begun(takes + gives):
                 work.wait()
+        return incoming
 
     def _ops(self, call: Callable[..., Any], x: Tensor, process: int) -> list[dist.P2POp]:
         return [dist.P2POp(call, x, self._global(process), self.group)] if x.numel() else []

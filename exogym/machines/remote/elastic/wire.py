@@ -91,6 +91,9 @@ class ElasticWire(Wire):
     def agree(self, flag: bool) -> bool:
         return super().agree(flag) if self._members is None else self._members.agree(flag)
 
+    def all_to_all(self, x: Tensor, ids: Sequence[int]) -> Tensor:
+        return super().all_to_all(x, ids) if self._members is None else self._members.all_to_all(x, ids)
+
     def carry(self, given: Mapping[int, Tensor], moves: Sequence[Move]) -> dict[int, Tensor]:
         return super().carry(given, moves) if self._members is None else self._members.carry(given, moves)
 
