@@ -168,8 +168,8 @@ def advise(
         float | None,
         typer.Option(
             metavar="S",
-            help="Label skew of the nodes' data: 0 if dealt at random, 0.6 if each of four nodes has two of ten "
-            "labels, at most 1. A task has its own.",
+            help="Label skew of the nodes' data: 0 if dealt at random, 0.8 if each node has two of ten labels, at most "
+            "1. A task has its own.",
         ),
     ] = None,
     price: Annotated[

@@ -246,7 +246,7 @@ class Run:
         within: `Limits`, or text such as "12h,1TB/month,50USD": a deadline, a data cap for each node's line, and money.
         spot: the nodes run on spot machines.
         skew: how unequal the nodes' labels are, from 0 to 1 (`exogym.data.label_skew`): 0 if examples are
-            dealt at random, 0.6 if each of four nodes has two of ten labels. Earlier runs on data with a similar skew
+            dealt at random, 0.8 if each node has two of ten labels. Earlier runs on data with a similar skew
             then count most. If it is None, all count alike.
 
     Raises:

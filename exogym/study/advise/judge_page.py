@@ -26,28 +26,31 @@ that reaches the target first.
 In {cells} cells, the rule of `exogym advise`, choosing among the {count} candidates below, has a median regret of
 {median}. In {near} of the cells it chooses the best method, or one at most 2 % slower. But in {far} of the cells its
 choice takes more than 20 % longer; this includes {never} in which it never reaches the target. So trust it as a first
-guess.
+guess. {pilot}
 
 The candidates: {candidates}.
 
 - **Regret** is how much longer the advised method takes than the best one. It is infinite, "never", if the method does
   not reach the target within the trained steps.
-- **Target**: DDP's final test loss at the place, and losses 2 % and 10 % above it. DDP takes half of the table's steps,
-  and the other methods may take all of them.
+- **Target**: DDP's test loss after half of the table's steps, and losses 2 % and 10 % above it. Every method has all
+  steps to reach it.
 - **Size**: the model's own size with its measured step, and the bytes and seconds of a model of 100M parameters whose
   step takes a second. The losses are the small model's in both.
 - The seconds of the advised method and of the best one follow from the same formula. So the regret has only errors in
   the number of steps. [Networks](network.md#how-good-is-the-advice) says how good the formula is on real hosts.
+- **Networks**: *one slow line*: 1 Gbit/s, but one node has 50 Mbit/s. *one slow computer*: 1 Gbit/s, but one node
+  computes at a quarter of the speed. *20 up, 100 down*: Mbit/s, as at home. *two islands*: 10 Gbit/s inside, 100 Mbit/s
+  and 20 ms between them. *4-hour trace*: the rate changes every ten minutes.
 - **Tied**: the choice is not the best, but at most 2 % slower. In {tied} of {cells} cells the second-best method is
   within 2 % of the best.
-- Intervals: 95 % of resamples of the {tasks} tasks.
+- In brackets: 95 % of resamples of the {tasks} tasks.
 - **advise** is what `exogym advise` recommends without training. The judged task's own runs are left out of the earlier
   runs that it knows. **advise --pilot 0.1** adds a pilot of a tenth of DDP's steps.
 - **rule of thumb** and **pilot** have no earlier runs. **table** and **pilot and table** have {prior}
   instead of the shipped runs. **90 % utilization** is `exogym advise --target-utilisation 0.9`. The formulas are in
   [Beliefs](network.md#beliefs).
-- We chose the targets and the use of beliefs after seeing these results, so they may look too good. The numbers of the
-  rule of thumb and its weight are older. `roles` and `words` have the text of the atlas's `characters`, but learn
+- We chose the targets and the use of beliefs after seeing these results, so the results may be too good. The numbers of
+  the rule of thumb and its weight are older. `roles` and `words` have the text of the atlas's `characters`, but learn
   something else. `strokes` counts as the same task as `pictures`.
 - All runs have tuned rates, the earlier runs and the judged ones. With a strategy's defaults the order may differ.
 - No adviser sees a run of the judged task, but a pilot sees the beginning of one seed's curves, interpolated between
@@ -84,10 +87,22 @@ def write(judgement: Judgement, path: Path, command: str, prior: str) -> None:
     about = ABOUT.format(
         count=len(judgement.candidates), candidates=", ".join(f"`{name}`" for name in judgement.candidates),
         tied=judgement.tied, cells=len(judgement.cells), tasks=len(judgement.tasks), prior=prior, command=command,
-        median=_share(percentiles(regrets)[0]), **{name: f"{n / len(regrets):.0%}" for name, n in shares.items()},
+        median=_share(percentiles(regrets)[0]), pilot=_of_pilot_and_scope(judgement),
+        **{name: f"{n / len(regrets):.0%}" for name, n in shares.items()},
     )  # fmt: skip
     with replacing(path) as out:
         out.write("\n".join(["# How good is the advice\n", about, *_blocks(judgement)]))
+
+
+def _of_pilot_and_scope(judgement: Judgement) -> str:
+    score = judgement.score("advise --pilot 0.1")
+    pilot = "" if score is None else (
+        f"With a pilot of a tenth of DDP's steps, the median regret is {_share(score.median)}, or "
+        f"{_share(score.median_with_cost)} if the pilot's own time counts. "
+    )  # fmt: skip
+    nodes = sorted({cell.question.nodes for cell in judgement.cells})
+    most = max(cell.question.parameters for cell in judgement.cells if cell.size == "own")
+    return f"{pilot}The trained models have at most {int(most):,} parameters, on {' or '.join(map(str, nodes))} nodes."
 
 
 def to_dict(judgement: Judgement) -> dict[str, Any]:
@@ -201,12 +216,14 @@ def _mistakes(judgement: Judgement) -> Iterator[str]:
             continue
         beliefs = believed(cell.question)
         steps = [f"{beliefs[m].steps:.2g} believed, {_times(cell, m)}" for m in (answer.method, cell.best)]
-        where = f"{cell.network}, {cell.size}, {cell.level:g}"
         lines.append([
-            cell.place, where, f"`{answer.method}`", steps[0], f"`{cell.best}`", steps[1],
-            readable_seconds(cell.seconds[cell.best]), _share(regret),
+            cell.place, cell.network, cell.size, f"{cell.level:g}", f"`{answer.method}`", steps[0], f"`{cell.best}`",
+            steps[1], readable_seconds(cell.seconds[cell.best]), _share(regret),
         ])  # fmt: skip
-    heads = ["place", "network, size, target", "advised", "its steps", "best", "its steps", "its time", "regret"]
+    heads = [
+        "place", "network", "size", "target / DDP's loss", "advised", "advised's steps", "best", "best's steps",
+        "best's time", "regret",
+    ]  # fmt: skip
     yield markdown(heads, lines) + "\n"
 
 

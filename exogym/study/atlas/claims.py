@@ -113,18 +113,23 @@ class Outcome(StrEnum):
     MORE = "comes out more with size"
     NO = "does not come out at these sizes"
     CONTRADICTED = "is contradicted"
+    UNTUNED = "is hardly tuned: no verdict"
 
 
 @dataclass(frozen=True)
 class AtSize:
-    """A claim at a size: P, the checks' results, and each seed's effect.
+    """A claim at a size: P, the checks' results, each seed's effect, and each cell's failed trials.
 
     A seed's effect is infinite if one of its two runs failed, and NaN if both failed.
+
+    Attributes:
+        hardly_tuned: dict from a cell's label to its failed trials and all its trials, if at least half of them failed.
     """
 
     parameters: int
     seen: Sequence[Seen]
     effects: Sequence[float]
+    hardly_tuned: Mapping[str, tuple[int, int]]
 
     @property
     def holds(self) -> bool:
@@ -152,11 +157,13 @@ class Judged:
     @property
     def outcome(self) -> Outcome:
         largest = list(self.sizes.values())[-1]
+        if largest.hardly_tuned:
+            return Outcome.UNTUNED
         if all(at.holds for at in self.sizes.values()):
             return Outcome.YES
         if largest.holds and self.low > 0:
             return Outcome.MORE
-        if all(effect < 0 for effect in largest.effects) and not self.low > 0:
+        if not largest.holds and all(effect < 0 for effect in largest.effects) and not self.low > 0:
             return Outcome.CONTRADICTED
         return Outcome.NO
 
@@ -170,13 +177,25 @@ def judged(central: Central, table: Table) -> Judged | None:
         if not all(found.values()):
             return None
         parameters = table.places[studies[central.better].place]["parameters"]
-        sizes[size] = AtSize(parameters, central.claim.seen(found), _effects(central, found))
+        sizes[size] = AtSize(
+            parameters, central.claim.seen(found), _effects(central, found), _hardly_tuned(studies, table)
+        )
     logs = np.log([at.parameters for at in sizes.values()])
     effects = np.array([at.effects for at in sizes.values()])  # (sizes, seeds)
     if not np.isfinite(effects).all():
         return Judged(central, sizes, math.nan, math.nan, math.nan)
     slopes = [slope(logs, seed) for seed in effects.T]
     return Judged(central, sizes, statistics.fmean(slopes), min(slopes), max(slopes))
+
+
+def _hardly_tuned(studies: Mapping[str, Study], table: Table) -> dict[str, tuple[int, int]]:
+    found = {}
+    for label, study in studies.items():
+        key = (study.place, study.method, "trial")
+        losses = [row["loss"] for row in table.rows if (row["place"], row["method"], row["kind"]) == key]
+        if 2 * losses.count(None) >= len(losses) > 0:
+            found[label] = losses.count(None), len(losses)
+    return found
 
 
 def slope(x: np.ndarray, y: np.ndarray) -> float:

@@ -188,12 +188,15 @@ def ranks_of(places: Mapping[str, Sequence[Result]]) -> Ranks | None:
     losses = _by_place(places, methods, lambda result: result.losses)
     rng = numpy_generator(0, "atlas ranks")
     mean = np.mean([_ranked([statistics.fmean(seeds) for seeds in rows]) for rows in losses], 0)
-    drawn, chance = [], []
-    for _ in range(DRAWS):
-        rows = [losses[k] for k in rng.integers(len(losses), size=len(losses))]
-        drawn.append(np.mean([_ranked([float(np.mean(rng.choice(s, len(s)))) for s in each]) for each in rows], 0))
-        by_chance = np.mean([rng.permutation(len(methods)) for _ in losses], 0)
-        chance.append(by_chance.max() - by_chance.min())
+    picked = rng.integers(len(losses), size=(DRAWS, len(losses)))
+    drawn = np.zeros((DRAWS, len(methods)))
+    for k, each in enumerate(losses):
+        for column in picked.T:
+            rows = np.flatnonzero(column == k)
+            means = [np.mean(np.array(s)[rng.integers(len(s), size=(len(rows), len(s)))], 1) for s in each]
+            drawn[rows] += _ranked(np.stack(means, 1)) / len(losses)
+    by_chance = rng.permuted(np.tile(np.arange(len(methods)), (DRAWS, len(losses), 1)), axis=2).mean(1)
+    chance = by_chance.max(1) - by_chance.min(1)
     low, high = np.quantile(drawn, [(1 - SHARE) / 2, (1 + SHARE) / 2], axis=0)
     order = np.argsort(mean, kind="stable")
     by_name = [{methods[k]: float(values[k]) for k in order} for values in (mean, low, high)]
@@ -220,7 +223,8 @@ def _by_place(
     return [[each[method] for method in methods] for each in by_name]
 
 
-def _ranked(losses: Sequence[float]) -> np.ndarray:
-    """Return ranks from 1; equal losses share the mean of their ranks."""
-    values = np.array(losses)
-    return np.array([1 + (values < x).sum() + ((values == x).sum() - 1) / 2 for x in values])
+def _ranked(losses: Sequence[float] | np.ndarray) -> np.ndarray:
+    """Return the ranks from 1 along the last axis; equal losses share the mean of their ranks."""
+    mine = np.asarray(losses)
+    others, mine = mine[..., None, :], mine[..., None]
+    return 1 + (others < mine).sum(-1) + ((others == mine).sum(-1) - 1) / 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from exogym.study.atlas.findings import Confirmed, Finding, confirmed, findings_
 from exogym.study.atlas.measures import NETWORKS, Ranks, Result, comparable, front_of, ranks_of, results_of
 from exogym.study.atlas.places import KINDS, OTHERS, PLACES, VARIANTS
 from exogym.study.atlas.plots import draw_fronts, draw_ranks
-from exogym.study.atlas.short import lines_in_short, rounds_of
+from exogym.study.atlas.short import MARK, doubtful, lines_in_short, rounds_of
 from exogym.study.atlas.table import Table
 from exogym.study.compare.comparison import markdown
 
@@ -25,19 +26,21 @@ and examples. The first trial has the method's defaults. [Optuna](https://optuna
 the ranges that each method declares: the inner learning rate, and rates such as the outer learning rate. The trial with
 the lowest loss on validation data wins. Then the winner's settings and the defaults are trained again with three other
 seeds, and the table shows their loss on test data, which no trial has seen.
+
+A *place* is a task with a number of nodes: digits-16 has 16 nodes.
 """
 READING = """\
 - Options that change the bytes, such as H or a density, are not tuned: they belong to the method's name. Each section
   says which H the methods with rounds have.
 - `ditto`, `fedbn`, `fedper` and `fedrep` train a personal model for each client. Here they are judged by the shared
   model; [Federated learning](federated.md) compares personal models.
-- Nodes of asynchronous methods have equal speeds here.
+- Nodes of asynchronous methods have equal speeds here, so their advantage with unequal nodes does not show.
 - **Sent/node**: bytes that a node sends in the whole run.
 - **Times** are what `exogym advise` predicts for the whole run on three networks, with the bytes that the run sent.
   Each node computes as fast as one core of the machine that trained the place. The models are small, so these times
   are mostly communication.
-- **Bold**: for bytes, or for time on one of the networks, no other method has a lower cost and also a lower loss. Noise
-  of the seeds does not count.
+- **Bold**: for bytes, or for time on one of the networks, no other method has a lower cost and also a lower mean loss.
+  Differences may be noise of the seeds.
 - **Gain**: how much lower the test loss is than with the method's defaults. A negative gain means that the trials chose
   worse settings than the defaults. Trials have one seed and half of the held-out examples.
 - **Sensitivity**: the median trial's validation loss, divided by the best trial's. At 1, the settings hardly matter.
@@ -98,7 +101,7 @@ def _blocks(table: Table, path: Path, places: Mapping[str, Sequence[Result]], ra
     findings = [(finding, confirmed(finding, table)) for finding in findings_of(table)]
     yield from lines_in_short(table, places, ranks, findings)
     yield from _missing(table)
-    yield from _findings(findings, path)
+    yield from _findings(findings, table, path, doubtful(places))
     if ranks is not None:
         yield from _ranking(comparable(places), ranks, _picture(path, "ranks"))
     yield "## How to read the tables\n"
@@ -116,7 +119,7 @@ def _missing(table: Table) -> Iterator[str]:
     """Yield which places and methods were planned and are not trained yet."""
     planned = [str(place) for place in (*PLACES, *OTHERS) if str(place) not in table.places]
     if planned:
-        yield f"Planned before any training, and not trained yet: {_listed(dict.fromkeys(planned))}.\n"
+        yield f"Planned, and not trained for this page yet: {_listed(dict.fromkeys(planned))}.\n"
     ours = sorted(name for name, kind in STRATEGIES.items() if kind.__module__.startswith("exogym."))
     for place in map(str, PLACES):
         trained = {row["method"] for row in table.rows if row["place"] == place}
@@ -156,17 +159,20 @@ def _commands(table: Table, path: Path) -> Iterator[str]:
         )
 
 
-def _findings(found: Sequence[tuple[Finding, Confirmed | None]], path: Path) -> Iterator[str]:
-    """Yield the findings, with the verdict of fresh seeds."""
+def _findings(
+    found: Sequence[tuple[Finding, Confirmed | None]], table: Table, path: Path, doubted: Sequence[str]
+) -> Iterator[str]:
+    """Yield the findings, with the verdict of fresh seeds. `doubted`: places with badly tuned DDP."""
     if not found:
         return
     yield "## Findings\n"
     yield (
         "A rule that was fixed before any training chooses these statements from the tables below. Then five other\n"
-        "seeds decide. The effect is the logarithm of a ratio of losses, averaged over the places of\n"
-        "[Over all places](#over-all-places), plus a constant; if it is above 0, the statement holds. A statement\n"
-        "is confirmed if the whole 95 % interval over seeds is above 0, and refuted if the whole interval is below 0.\n"
-        "The interval says nothing about other tasks. The rule is in `exogym.study.atlas.findings`; this command\n"
+        "seeds decide. The effect is a mean over the places of [Over all places](#over-all-places), of log(other\n"
+        "loss / the method's loss), plus log(1.05) for \"at most 5% above\", or minus half of the table's gain for a\n"
+        "gain. If it is above 0, the statement holds on average. A statement is confirmed if the whole 95 % interval\n"
+        "over seeds is above 0, and refuted if the whole interval is below 0. The interval says nothing about other\n"
+        "tasks. The rule is in `exogym.study.atlas.findings`; this command\n"
         f"trains the seeds:\n\n```bash\nexogym benchmark confirm --page {path}\n```\n"
     )
     for number, (finding, seen) in enumerate(found, 1):
@@ -178,7 +184,7 @@ def _findings(found: Sequence[tuple[Finding, Confirmed | None]], path: Path) -> 
             verdict = (
                 f"**{seen.outcome.capitalize()}**: the effect is {seen.effect:.3f} "
                 f"({seen.low:.3f} to {seen.high:.3f}) on five fresh seeds. {_by_place(finding, seen)}"
-            )
+            ) + _without(finding, table, doubted)
         yield f"{number}. {finding.says} {verdict} This would refute it: {finding.refuted_by}."
     yield ""
 
@@ -188,7 +194,28 @@ def _by_place(finding: Finding, seen: Confirmed) -> str:
     ratios = {place: math.exp(-effect) - 1 for place, effect in seen.by_place.items()}
     best, worst = min(ratios, key=lambda p: ratios[p]), max(ratios, key=lambda p: ratios[p])
     other = "its defaults'" if finding.high[0] == finding.low[0] else f"`{finding.high[0]}`'s"
-    return f"By place, its loss is {ratios[best]:+.0%} ({best}) to {ratios[worst]:+.0%} ({worst}) against {other}."
+    return (
+        f"By place, its loss is between {_changed(ratios[best])} ({best}) and {_changed(ratios[worst])} ({worst}) "
+        f"than {other}."
+    )
+
+
+def _changed(ratio: float) -> str:
+    return f"{abs(ratio):.0%} {'higher' if ratio > 0 else 'lower'}"
+
+
+def _without(finding: Finding, table: Table, doubted: Sequence[str]) -> str:
+    """Return a sentence with the effect without the places at which DDP was badly tuned, if DDP is compared there."""
+    left = [place for place in finding.places if place not in doubted]
+    if not left or len(left) == len(finding.places) or all(method != "ddp" for _, method, _ in finding.asks):
+        return ""
+    seen = confirmed(replace(finding, places=left), table)
+    if seen is None or math.isnan(seen.effect):
+        return ""
+    return (
+        f" {MARK} Without {' and '.join(doubted)} it is {seen.effect:.3f} ({seen.low:.3f} to {seen.high:.3f}): "
+        f"{seen.outcome}."
+    )
 
 
 def _ranking(places: Mapping[str, Sequence[Result]], ranks: Ranks, picture: str) -> Iterator[str]:

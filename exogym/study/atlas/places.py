@@ -34,16 +34,18 @@ class Kind:
 KINDS = {
     "digits": Kind("digits", "8x8 digits, MLP; labels are unequal between nodes"),
     "digits-iid": Kind("digits", "8x8 digits, MLP; examples are divided at random", "iid"),
-    "digits-shards": Kind("digits", "8x8 digits, MLP; two labels per node", "shards:2"),
+    "digits-shards": Kind("digits", "8x8 digits, MLP; two label shards per node", "shards:2"),
     "characters": Kind("characters", "Shakespeare by characters, GPT of 0.1M parameters", steps=500),
     "speakers": Kind("by_speaker", "the same, but all lines of a speaker belong to one node", steps=500),
-    "pictures": Kind("pictures", "MNIST, CNN; two labels per node"),
-    "clients": Kind("pictures", "MNIST, CNN; two labels per client, a tenth of the clients per round", clients=0.1),
+    "pictures": Kind("pictures", "MNIST, CNN; two label shards per node"),
+    "clients": Kind(
+        "pictures", "MNIST, CNN; two label shards per client, a tenth of the clients per round", clients=0.1
+    ),
     "tumors": Kind("tumors", "569 tumors, MLP; labels are unequal between nodes"),
     "cars": Kind("cars", "392 cars' miles per gallon, MLP; examples are divided at random"),
     "roles": Kind("roles", "who speaks in Shakespeare, MLP; labels are unequal between nodes"),
     "words": Kind("words", "Shakespeare's next word, embeddings and an MLP; examples are divided at random"),
-    "strokes": Kind("strokes", "MNIST, MLP; two labels per node"),
+    "strokes": Kind("strokes", "MNIST, MLP; two label shards per node"),
     "spoken": Kind("spoken", "ten words of synthetic speech, CNN; each voice belongs to one node"),
 }
 

@@ -8,17 +8,24 @@ seeds. For speed, the answer on a network is the fastest method whose mean test 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from exogym.study.atlas.findings import T_95, Confirmed, Finding
 from exogym.study.atlas.measures import NETWORKS, Ranks, Result, comparable, mean_ranks
+from exogym.study.atlas.places import KINDS
 from exogym.study.atlas.table import Table
 from exogym.study.compare.comparison import markdown
 
 LIMITS = {"any bytes": 1, "1/10 of `ddp`'s bytes": 10, "1/100 of `ddp`'s bytes": 100}
 DOUBTFUL = -0.1  # DDP's gain, from which its tuned settings are no fair reference
 MARK = "†"
+
+
+def doubtful(places: Mapping[str, Sequence[Result]]) -> list[str]:
+    """Return the places at which tuned DDP is far worse than its defaults, so differences from it flatter others."""
+    return [place for place, results in comparable(places).items() if _is_doubtful(_ddp(results))]
 
 
 def lines_in_short(
@@ -42,7 +49,7 @@ def lines_in_short(
     ]) + "\n"  # fmt: skip
     yield "Lowest test loss within a limit of bytes, and its difference from tuned `ddp`:\n"
     yield markdown(["place", *LIMITS], [[place, *_cells(results)] for place, results in shared.items()]) + "\n"
-    notes = ["≈ n: n other methods within the limit are as good, as far as three seeds can tell."]
+    notes = ["≈ n: three seeds cannot tell n other methods within the limit from this one."]
     for place, results in shared.items():
         if _is_doubtful(ddp := _ddp(results)):
             notes.append(
@@ -50,7 +57,10 @@ def lines_in_short(
                 "it flatter other methods."
             )
     yield "\n".join(f"- {note}" for note in notes) + "\n"
-    yield "Fastest method with at most tuned `ddp`'s test loss, and how many times faster than `ddp` it is:\n"
+    yield (
+        "Fastest method for the same number of steps, of those whose mean test loss is at most tuned `ddp`'s, and how\n"
+        "many times faster than `ddp` it is. Larger models, whose steps take longer, gain less.\n"
+    )
     yield markdown(["place", *NETWORKS], [[place, *_fastest(results)] for place, results in shared.items()]) + "\n"
 
 
@@ -113,8 +123,9 @@ def _of_defaults(places: Mapping[str, Sequence[Result]], ranks: Ranks) -> Iterat
     most = max(ranks.mean, key=lambda method: before[method] - ranks.mean[method])
     if before[most] > ranks.mean[most]:
         yield (
-            f"Tuning decides: `{most}` has the mean rank {ranks.mean[most]:.1f} if all methods are tuned, and "
-            f"{before[most]:.1f} if all have their defaults."
+            f"Tuning changes the order most for `{most}`: its mean rank is {ranks.mean[most]:.1f} if all methods are "
+            f"tuned, and {before[most]:.1f} if all have their defaults. `ddp` has {ranks.mean['ddp']:.1f} and "
+            f"{before['ddp']:.1f}."
         )
 
 
@@ -131,18 +142,19 @@ def _of_tuning(places: Mapping[str, Sequence[Result]]) -> Iterator[str]:
     if worse:
         method, place = min(worse, key=lambda key: worse[key])
         yield (
-            f"In {len(worse)} of {len(gains)} rows the trials chose settings that are worse than the defaults; "
-            f"`{method}` at {place} lost most, {-worse[method, place]:.0%}."
+            f"In {len(worse)} of {len(gains)} rows the trials chose settings that are worse than the defaults. "
+            f"The worst are `{method}`'s at {place}: its test loss is {-worse[method, place]:.0%} higher."
         )
 
 
 def _of_limits(table: Table, places: Mapping[str, Sequence[Result]]) -> Iterator[str]:
     sizes = [int(table.places[place]["parameters"]) for place in places]
     small, large = min(sizes), max(sizes)
-    few = sum(size == small for size in sizes)
+    task, often = Counter(KINDS[place.rpartition("-")[0]].task for place in places).most_common(1)[0]
+    alike = f" {often} of {len(sizes)} places have the task `{task}`, so mean ranks say most about it." * (often > 1)
     yield (
-        f"Do not conclude more. The models have {small:,} (at {few} of {len(sizes)} places) to {large:,} parameters, "
-        f"and {table.places[next(iter(places))]['trials']} trials tune one to four options. Some methods also replace "
+        f"Do not conclude more. The models have {small:,} to {large:,} parameters.{alike} "
+        f"{table.places[next(iter(places))]['trials']} trials tune one to four options. Some methods also replace "
         "the inner optimizer (`muloco`, `dion`, `demo`, `fednova`, `onebit_adam`), so not all of a difference is due "
         "to communication."
     )

@@ -11,16 +11,22 @@ from tables import atlas_row as row
 from exogym.cli import main
 from exogym.study.atlas import Table
 from exogym.study.atlas.findings import MARGIN, Finding, confirmed, findings_of
+from exogym.study.atlas.page import text_of
 from exogym.study.atlas.training import FRESH, SEEDS, TRIAL_SEEDS
 
 PLACES = ("digits-2", "digits-4")
 
 
-def table_with(folder: Path, losses: dict[str, tuple[float, float, float]]) -> Table:
-    """Return a table with two places. `losses` has each method's tuned loss, default loss and bytes."""
+def table_with(folder: Path, losses: dict[str, tuple[float, float, float]], doubted: str = "") -> Table:
+    """Return a table with two places. `losses` has each method's tuned loss, default loss and bytes.
+
+    At the place `doubted` DDP's defaults are better than its tuned settings.
+    """
     table = Table(folder / "atlas.json")
     for place in PLACES:
         for method, (tuned, default, sent) in losses.items():
+            if (method, place) == ("ddp", doubted):
+                default = tuned / 2
             rows = [row(place, method, "trial", 0, tuned, sent)]
             rows += [row(place, method, "tuned", seed, tuned, sent) for seed in SEEDS]
             rows += [row(place, method, "default", seed, default, sent) for seed in SEEDS]
@@ -82,6 +88,22 @@ def test_fresh_seeds_decide(tmp_path: Path, mine: list[float | None], outcome: s
         assert seen.effect == pytest.approx(sum(effects) / 5) and seen.low < seen.effect < seen.high
         assert findings_of(table)[1] == best  # fresh seeds choose nothing
         assert seen.by_place == pytest.approx(dict.fromkeys(PLACES, seen.effect))
+
+
+def test_the_effect_is_told_without_a_place_where_ddp_was_badly_tuned(tmp_path: Path) -> None:
+    """FedAvg wins at digits-2 only, where DDP's defaults are better than its tuned settings."""
+    table = table_with(tmp_path, LOSSES, doubted="digits-2")
+    best = findings_of(table)[1]
+    for place, loss in zip(PLACES, (0.5, 1.25), strict=True):
+        for method, value in (("fedavg", loss), ("ddp", 1.0)):
+            table.put(table.places[place], [row(place, method, "tuned again", seed, value) for seed in FRESH])
+    text = text_of(table, tmp_path / "atlas.md")
+    assert f"**Confirmed**: the effect is {math.log(1.6) / 2:.3f}" in text
+    assert f"† Without digits-2 it is {-math.log(1.25):.3f} (-0.223 to -0.223): refuted." in text
+    assert best.refuted_by in text
+    plain = table_with(tmp_path / "plain", LOSSES)
+    again(plain, best, {("fedavg", "tuned"): [0.9] * len(FRESH), ("ddp", "tuned"): [1.0] * len(FRESH)})
+    assert "Without" not in text_of(plain, tmp_path / "atlas.md")
 
 
 def test_the_interval_is_students_over_five_seeds(tmp_path: Path) -> None:

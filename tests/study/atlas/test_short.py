@@ -69,12 +69,13 @@ def test_the_lines_say_what_the_ranks_and_trials_say(tmp_path: Path) -> None:
     assert "of the 5 methods that trained at all 2 places with `ddp` go from 1.0 (`diloco`) to 5.0" in text
     assert "they separate **no two methods**" in text  # two places are no evidence
     # defaults: fedavg .95, diloco 1, ddp 1.2, sparta 1.4, demo 1.9
-    assert "`demo` has the mean rank 3.0 if all methods are tuned, and 5.0 if all have their defaults" in text
+    assert "for `demo`: its mean rank is 3.0 if all methods are tuned, and 5.0 if all have their defaults" in text
+    assert "`ddp` has 4.0 and 3.0." in text
     assert (
-        "In 2 of 10 rows the trials chose settings that are worse than the defaults; `sparta` at digits-2 lost" in text
+        "In 2 of 10 rows the trials chose settings that are worse than the defaults. The worst are `sparta`'s" in text
     )
     assert "findings" not in text  # no fresh seeds yet
-    assert "The models have 10 (at 2 of 2 places) to 10 parameters, and 1 trials" in text
+    assert "have 10 to 10 parameters. 2 of 2 places have the task `digits`, so mean ranks say most about it." in text
 
 
 def test_nothing_is_said_without_ddp(tmp_path: Path) -> None:
