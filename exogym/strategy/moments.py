@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from exogym.core.base.torch_private import bare_step
 from exogym.core.fleet import Block, Fleet
 from exogym.core.fleet.presence import rows_of
 from exogym.errors import ArgumentError
@@ -36,7 +37,7 @@ class Moments:
         optimizer = OptimSpec(spec.cls, **spec.kwargs).build(named, hidden={"weight"})
         for p in named.values():
             p.grad = torch.ones_like(p)
-        optimizer.step()
+        (bare_step(optimizer) or optimizer.step)()  # without importing torch's compiler, which takes a second
         kept = [(p, name, x) for p in named.values() for name, x in optimizer.state[p].items()]
         names = [name for p, name, x in kept if isinstance(x, Tensor) and x.shape == p.shape]
         if not names:

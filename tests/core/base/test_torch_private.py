@@ -277,12 +277,14 @@ def test_a_step_with_hooks_keeps_its_wrapper() -> None:
 APART = """
 import sys, torch
 from exogym.core.base import torch_private
+from exogym.strategy.registry import parse_strategy
 p = torch.nn.Parameter(torch.ones(3))
 p.grad = torch.ones(3)
 for cls in (torch.optim.SGD, torch.optim.AdamW):
     with torch_private.without_compiler():
         optimizer = cls([p], lr=0.1)
     torch_private.bare_step(optimizer)()
+parse_strategy("desloc")  # takes a step of its optimizer, to see its moments
 print("torch._dynamo" in sys.modules)
 torch.optim.SGD([p], lr=0.1)
 print("torch._dynamo" in sys.modules)
