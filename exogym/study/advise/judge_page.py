@@ -95,7 +95,7 @@ def write(judgement: Judgement, path: Path, command: str, prior: str) -> None:
 
 
 def _of_pilot_and_scope(judgement: Judgement) -> str:
-    score = judgement.score("advise --pilot 0.1")
+    score = judgement.scores.get("advise --pilot 0.1")
     pilot = "" if score is None else (
         f"With a pilot of a tenth of DDP's steps, the median regret is {_share(score.median)}, or "
         f"{_share(score.median_with_cost)} if the pilot's own time counts. "
@@ -115,7 +115,7 @@ def to_dict(judgement: Judgement) -> dict[str, Any]:
             "seconds": {method: _finite(s) for method, s in cell.seconds.items()},
             "advised": {name: None if a is None else _answer(cell, a) for name, a in answers.items()},
         })  # fmt: skip
-    scores = {name: judgement.score(name) for name in judgement.answers}
+    scores = judgement.scores
     return {"hindsight": judgement.hindsight, "scores": {n: s and _plain(s) for n, s in scores.items()}, "cells": cells}
 
 
@@ -166,8 +166,7 @@ def _blocks(judgement: Judgement) -> Iterator[str]:
 
 def _scores(judgement: Judgement) -> tuple[list[str], list[list[str]]]:
     rows = []
-    for name in judgement.answers:
-        score = judgement.score(name)
+    for name, score in judgement.scores.items():
         if score is None:
             continue
         sure = "" if score.sure is None else f"{score.sure:.0%}, {score.right:.0%}"

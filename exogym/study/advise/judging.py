@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,7 @@ PILOT = 0.1  # of DDP's steps: what a pilot may train, summed over methods
 TIE = 0.02  # methods whose times differ by at most this share are tied
 TRACE_S, TRACE_PART_S = 4 * 3600.0, 600.0
 RESAMPLES, INTERVAL = 2000, 0.95
+ROUNDING = 1e-9
 WORST = 10.0  # for the best single method: larger times over the best time count as this multiple
 SAME_TASK = {"by_speaker": "characters", "strokes": "pictures"}  # the same data, divided otherwise or another model
 
@@ -396,10 +398,11 @@ class Judgement:
     answers: Mapping[str, Sequence[Advised | None]]
     hindsight: str
 
-    def score(self, adviser: str) -> Score | None:
-        """Return an adviser's score, or None if it has no answer in any cell."""
-        answered = self.answered(adviser)
-        return _score(answered) if answered else None
+    @cached_property
+    def scores(self) -> dict[str, Score | None]:
+        """Each adviser's score, or None if it has no answer in any cell."""
+        answered = {adviser: self.answered(adviser) for adviser in self.answers}
+        return {adviser: _score(pairs) if pairs else None for adviser, pairs in answered.items()}
 
     def answered(self, adviser: str) -> list[tuple[Cell, Advised]]:
         """Return an adviser's answers, each with its cell."""
@@ -447,7 +450,7 @@ def _score(chosen: Sequence[tuple[Cell, Advised]]) -> Score:
         percentiles(regrets[np.concatenate([groups[k] for k in rng.integers(len(groups), size=len(groups))])])
         for _ in range(RESAMPLES)
     ])  # fmt: skip
-    ends = [_quantile(drawn, q) for q in ((1 - INTERVAL) / 2, (1 + INTERVAL) / 2)]
+    ends = _quantiles(drawn, (1 - INTERVAL) / 2, (1 + INTERVAL) / 2)
     median, high = percentiles(regrets)
     median_with_cost, high_with_cost = percentiles(costly)
     return Score(
@@ -460,9 +463,11 @@ def _score(chosen: Sequence[tuple[Cell, Advised]]) -> Score:
 
 def percentiles(regrets: Sequence[float] | np.ndarray) -> tuple[float, float]:
     """Return the median and the 95th percentile. Both are among the regrets."""
-    return float(_quantile(regrets, 0.5)), float(_quantile(regrets, 0.95))
+    median, high = _quantiles(regrets, 0.5, 0.95)
+    return float(median), float(high)
 
 
-def _quantile(values: Any, q: float) -> Any:
-    """Return a quantile over the first axis. It is one of the values, so infinite values do no harm."""
-    return np.quantile(values, q, axis=0, method="inverted_cdf")
+def _quantiles(values: Sequence[float] | np.ndarray, *shares: float) -> np.ndarray:
+    """Return quantiles over the first axis. They are among the values, so infinite values do no harm."""
+    ordered = np.sort(values, axis=0)
+    return ordered[[math.ceil(share * len(ordered) - ROUNDING) - 1 for share in shares]]

@@ -64,12 +64,12 @@ def test_regrets_are_those_computed_by_hand(tmp_path: Path) -> None:
         "oracle": knowing(cells, lambda cell: cell.best), "wrong": judging.always("ddp"),
         "never": judging.always("demo"), "silent": lambda question: None,
     })  # fmt: skip
-    oracle, wrong, never = (result.score(name) for name in ("oracle", "wrong", "never"))
+    oracle, wrong, never = (result.scores[name] for name in ("oracle", "wrong", "never"))
     assert (oracle.median, oracle.high, oracle.best, oracle.never) == (0.0, 0.0, 1.0, 0.0)
     assert oracle.median_range == oracle.high_range == (0.0, 0.0)
     assert wrong.high == pytest.approx(ddp_s / diloco_s - 1) and wrong.best == pytest.approx(1 / 3)
-    assert never.never == pytest.approx(2 / 3) and never.median == math.inf and result.score("silent") is None
-    assert result.hindsight == "ddp" and result.score("best single method") == wrong
+    assert never.never == pytest.approx(2 / 3) and never.median == math.inf and result.scores["silent"] is None
+    assert result.hindsight == "ddp" and result.scores["best single method"] == wrong
     costly = cells[0].regret(Advised("ddp", cost_s=diloco_s), with_cost=True)
     assert costly == pytest.approx(ddp_s / diloco_s) and cells[0].regret(Advised("diloco:H=10")) == 0
 
