@@ -26,7 +26,9 @@ that reaches the target first.
 In {cells} cells, the rule of `exogym advise`, choosing among the {count} candidates below, has a median regret of
 {median}. In {near} of the cells it chooses the best method, or one at most 2 % slower. But in {far} of the cells its
 choice takes more than 20 % longer; this includes {never} in which it never reaches the target. So trust it as a first
-guess. {pilot}
+guess.
+
+{pilot}
 
 The candidates: {candidates}.
 
@@ -49,8 +51,8 @@ The candidates: {candidates}.
 - **rule of thumb** and **pilot** have no earlier runs. **table** and **pilot and table** have {prior}
   instead of the shipped runs. **90 % utilization** is `exogym advise --target-utilisation 0.9`. The formulas are in
   [Beliefs](network.md#beliefs).
-- We chose the targets and the use of beliefs after seeing these results, so the results may be too good. The numbers of
-  the rule of thumb and its weight are older. `roles` and `words` have the text of the atlas's `characters`, but learn
+- We chose the targets, the use of beliefs and the weight of the label skew after seeing these results, so the results
+  may be too good. The numbers of the rule of thumb and its weight are older. `roles` and `words` have the text of the atlas's `characters`, but learn
   something else. `strokes` counts as the same task as `pictures`.
 - All runs have tuned rates, the earlier runs and the judged ones. With a strategy's defaults the order may differ.
 - No adviser sees a run of the judged task, but a pilot sees the beginning of one seed's curves, interpolated between
