@@ -192,7 +192,9 @@ class ProcessWire(Wire):
 
     def _sliced(self, x: Tensor, ids: Sequence[int]) -> Tensor:
         """Send all slices for a process in one message. No slice passes through a third process."""
-        places = [[k for k, i in enumerate(ids) if i in set(held)] for held in self.placement]
+        places: list[list[int]] = [[] for _ in self.placement]
+        for k, i in enumerate(ids):
+            places[self.owner[i]].append(k)
         own = places[self.process]
         mine = x[[self.row_of[ids[k]] for k in own]]
         outgoing = [mine[:, theirs].reshape(-1) for theirs in places]
