@@ -1,10 +1,10 @@
 """Train the cells of claims that do not come out with a second program, and compare the losses with ExoGym's.
 
 Some claims of docs/claims.md do not come out. Is this the paper, the setting, or a mistake in ExoGym? This program
-trains the cells of R5, R7, R8, R11, R13 and sparse-bytes again at the full size, with the settings of claims.json. Its
-methods are plain loops, written from the papers, and share no code with ExoGym's strategies and trainer. Only the task
-(model, data, schedule) and the cells' options come from ExoGym. The initial weights are the same, but batches are drawn
-differently. So losses are equal in distribution, not in bits.
+trains the cells of R5, R6, R7, R8, R11, R13 and sparse-bytes again at the full size, with the settings of claims.json.
+Its methods are plain loops, written from the papers, and share no code with ExoGym's strategies and trainer. Only the
+task (model, data, schedule) and the cells' options come from ExoGym. The initial weights are the same, but batches are
+drawn differently. So losses are equal in distribution, not in bits.
 
     python benchmarks/claims_by_hand.py docs/claims.json --json docs/claims_by_hand.json
     python benchmarks/claims_by_hand.py docs/claims.json --json docs/claims_by_hand.json --same-batches
@@ -44,7 +44,7 @@ from exogym.study.atlas.training import SEEDS, Study
 from exogym.study.reproduce.checks import late_mean
 from exogym.study.reproduce.training import STEP_S
 
-CLAIMS = ("R5", "R7", "R8", "R11", "R13", "sparse-bytes")
+CLAIMS = ("R5", "R6", "R7", "R8", "R11", "R13", "sparse-bytes")
 BITS_PER_S = 1e9  # of a node's line, in the runs of claims.json; latency is 0
 LATE = ("val_loss", "mean_val_loss", "node_val_loss")
 Watch = Callable[[int, Tensor], None]  # receives the step and the outer parameters
@@ -81,16 +81,16 @@ class Data:
 class Node:
     """A node with its model, its optimizer's state and its share of the examples."""
 
-    def __init__(self, data: Data, seed: int, rank: int, lr: float, same_batches: bool = False) -> None:
+    def __init__(self, data: Data, seed: int, rank: int, lr: float, count: int = 4, same_batches: bool = False) -> None:
         task, examples = data.task, len(data.train[0])
         self.data, self.lr, self.model = data, lr, task.make_model(seed)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr, fused=True)
         if same_batches:  # a random share, shuffled for each node
-            share = torch.from_numpy(IID().split(data.train[0], task.num_nodes, seed)[rank])
+            share = torch.from_numpy(IID().split(data.train[0], count, seed)[rank])
             draws = torch.Generator().manual_seed(stream_seed(seed, "shuffle", 0, rank))
             order = share[torch.randperm(len(share), generator=draws)]
         else:
-            order = torch.randperm(examples, generator=torch.Generator().manual_seed(seed))[rank :: task.num_nodes]
+            order = torch.randperm(examples, generator=torch.Generator().manual_seed(seed))[rank::count]
         self.batches = iter(order.split(task.batch_size))
 
     def step(self, number: int) -> None:
@@ -147,6 +147,41 @@ def diloco(nodes: Sequence[Node], options: dict[str, Any], watch: Watch) -> None
             for node in nodes:
                 node.row = theta
         watch(t, theta)
+
+
+def delayed_diloco(nodes: Sequence[Node], options: dict[str, Any], watch: Watch) -> None:
+    """DiLoCo with averages that arrive a round late, arXiv:2502.12996. At the end, both that are left arrive."""
+    theta, outer, steps = nodes[0].row, Nesterov(options), nodes[0].data.task.max_steps
+    late = torch.zeros_like(theta)
+    for t in range(1, steps + 1):
+        for node in nodes:
+            node.step(t - 1)
+        if t % options["H"] == 0 or t == steps:
+            mean = torch.stack([theta - node.row for node in nodes]).mean(0)
+            outer.step(theta, late)
+            late = mean
+            if t == steps:
+                outer.step(theta, late)
+            for node in nodes:
+                node.row = theta
+        watch(t, theta)
+
+
+def eager_diloco(nodes: Sequence[Node], options: dict[str, Any], watch: Watch) -> None:
+    """Eager updates, arXiv:2502.12996: the other nodes' share is a round late. The result is the nodes' mean."""
+    N, steps = len(nodes), nodes[0].data.task.max_steps
+    thetas, outers = [node.row for node in nodes], [Nesterov(options) for _ in nodes]
+    others = [torch.zeros_like(theta) for theta in thetas]
+    for t in range(1, steps + 1):
+        for node in nodes:
+            node.step(t - 1)
+        if t % options["H"] == 0 or t == steps:
+            shares = [(theta - node.row) / N for theta, node in zip(thetas, nodes, strict=True)]
+            for i, node in enumerate(nodes):
+                outers[i].step(thetas[i], shares[i] + others[i])
+                others[i] = sum(shares) - shares[i]
+                node.row = thetas[i]
+        watch(t, torch.stack([node.row for node in nodes]).mean(0))
 
 
 def streaming_diloco(nodes: Sequence[Node], options: dict[str, Any], watch: Watch) -> None:
@@ -298,7 +333,9 @@ def async_diloco(nodes: Sequence[Node], options: dict[str, Any], watch: Watch) -
     watch(total // N, theta)
 
 
-METHODS = {each.__name__: each for each in (diloco, streaming_diloco, sparseloco, async_diloco)}
+METHODS = {
+    each.__name__: each for each in (diloco, delayed_diloco, eager_diloco, streaming_diloco, sparseloco, async_diloco)
+}
 
 
 # ---------------------------------------------------------------- cells and results
@@ -329,7 +366,8 @@ class HandCell:
 
     def train(self, data: Data, seed: int, same_batches: bool) -> tuple[dict[str, float], list[float]]:
         """Return the losses, and the curve of the outer parameters' loss."""
-        nodes = [Node(data, seed, r, self.options["lr"], same_batches) for r in range(data.task.num_nodes)]
+        count = self.study.cell.nodes or data.task.num_nodes
+        nodes = [Node(data, seed, r, self.options["lr"], count, same_batches) for r in range(count)]
         curves: dict[str, list[float]] = {name: [] for name in LATE}
 
         def watch(step: int, theta: Tensor) -> None:
@@ -341,7 +379,8 @@ class HandCell:
                 curves["node_val_loss"].append(statistics.fmean(data.loss(node.row) for node in nodes))
 
         watch(0, nodes[0].row)
-        METHODS[self.study.method.partition(":")[0]](nodes, self.options, watch)
+        kind = "eager_" if "eager" in self.options else "delayed_" if "delay" in self.options else ""
+        METHODS[kind + self.study.method.partition(":")[0]](nodes, self.options, watch)
         late = {f"late_{name}": late_mean(curve) for name, curve in curves.items() if self.study.cell.replicas}
         return {"val_loss": curves["val_loss"][-1], **late}, curves["val_loss"]
 
@@ -377,8 +416,8 @@ def train(cells: Sequence[HandCell], path: Path, same_batches: bool) -> dict[str
     if not left:
         return found
     data = Data()
-    run_s = 1.15 * step_s(data) * data.task.max_steps * data.task.num_nodes
-    print(f"{len(left)} runs, about {math.ceil(len(left) * run_s / 60)} minutes", flush=True)
+    steps = data.task.max_steps * sum(cell.study.cell.nodes or data.task.num_nodes for cell, _ in left)
+    print(f"{len(left)} runs, about {math.ceil(1.15 * step_s(data) * steps / 60)} minutes", flush=True)
     for cell, seed in left:
         start = time.perf_counter()
         losses, curve = cell.train(data, seed, same_batches)
