@@ -3,10 +3,13 @@
 import csv
 import json
 import statistics
+import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from exogym.core.clock import Clock, Span, StepTime
 from exogym.core.record.history import History
@@ -180,9 +183,15 @@ def test_a_measured_step_is_the_same_for_all(monkeypatch: pytest.MonkeyPatch) ->
     assert len(calls) == 2
 
 
-def test_a_measured_step_is_a_sensible_time() -> None:
-    more = measured_step_s(TASK, batch_size=1400)
-    assert 0 < measured_step_s(TASK, batch_size=4) < more < 10
+def test_a_measured_step_has_the_time_of_its_parts() -> None:
+    sizes, slept_s = [], 0.005
+
+    def slow(model: Any, batch: Any) -> Any:
+        time.sleep(slept_s)
+        sizes.append(len(batch[0]))
+        return torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    assert slept_s <= measured_step_s(TASK, batch_size=4, loss_fn=slow) < 10 and {*sizes} == {4}
     with pytest.raises(ArgumentError, match="batch_size=0"):
         measured_step_s(TASK, batch_size=0)
 
