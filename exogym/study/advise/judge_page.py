@@ -52,8 +52,8 @@ The candidates: {candidates}.
   instead of the shipped runs. **90 % utilization** is `exogym advise --target-utilisation 0.9`. The formulas are in
   [Beliefs](network.md#beliefs).
 - We chose the targets, the use of beliefs and the weight of the label skew after seeing these results, so the results
-  may be too good. The numbers of the rule of thumb and its weight are older. `roles` and `words` have the text of the atlas's `characters`, but learn
-  something else. `strokes` counts as the same task as `pictures`.
+  may be too good. The numbers of the rule of thumb and its weight are older. `roles` and `words` have the text of the
+  atlas's `characters`, but learn something else. `strokes` counts as the same task as `pictures`.
 - All runs have tuned rates, the earlier runs and the judged ones. With a strategy's defaults the order may differ.
 - No adviser sees a run of the judged task, but a pilot sees the beginning of one seed's curves, interpolated between
   evaluations.
