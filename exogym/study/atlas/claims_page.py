@@ -228,9 +228,9 @@ def _by_hand(central: Central, table: Table, second: Mapping[str, Any]) -> Itera
     for study, labels in _labels(central).items():
         key = f"{study.place}|{study.method}"
         ours = [run.last["val_loss"] for run in runs_of(table, study)]
-        theirs = [part[key]["val_loss"] for part in (second.get("cells", {}), same) if key in part]
-        if ours and theirs:
-            lines.append([" and ".join(labels), mean_text(ours), *map(mean_text, theirs)])
+        theirs = [part.get(key, {}).get("val_loss") for part in (second.get("cells", {}), same)]
+        if ours and any(theirs):
+            lines.append([" and ".join(labels), mean_text(ours), *(mean_text(each) if each else "" for each in theirs)])
     if lines:
         yield (
             "A second program without ExoGym's strategies and trainer trained these cells at the largest size, on\n"
