@@ -16,13 +16,13 @@ from exogym.network import readable_seconds
 from exogym.strategy.registry import STRATEGIES, parse_strategy
 from exogym.study.atlas.claims import CENTRAL, SIZES, studies_at
 from exogym.study.atlas.claims_page import write as write_claims
-from exogym.study.atlas.findings import findings_of
+from exogym.study.atlas.findings import Asked, findings_of
 from exogym.study.atlas.gaps import CLAIM as GAP_CLAIM
 from exogym.study.atlas.gaps import gap_studies
 from exogym.study.atlas.page import write
 from exogym.study.atlas.places import KINDS, PLACES, VARIANTS, Place, studies_of
-from exogym.study.atlas.table import Table
-from exogym.study.atlas.training import Atlas, Ended, Study, TimeIsUp
+from exogym.study.atlas.table import Row, Table
+from exogym.study.atlas.training import FRESH, Atlas, Ended, Study, TimeIsUp
 from exogym.study.compare.entries import split_strategies
 from exogym.study.compare.plots import check_matplotlib
 
@@ -154,6 +154,24 @@ def confirm(page: Path, out: Path, hours: float | None, processes: int | str, de
     asked = sorted({each for finding in findings_of(table) for each in finding.asks})
     if not asked:
         raise ArgumentError(f"{table.path} has no findings: wanted ddp and another method with tuned settings")
+    again = [(row["place"], row["method"], row["kind"]) for row in table.rows]
+    there = {each for each in asked if again.count((*each[:2], f"{each[2]} again")) == len(FRESH)}
+    if there:
+        print(f"{len(there)} of {len(asked)} settings are in {table.path}: not trained again")
+        asked = [each for each in asked if each not in there]
+    rows = _fresh(table, asked, out, hours, processes, device) if asked else []
+    if rows is None:
+        return
+    for name in {name for name, _, _ in asked}:
+        table.put(table.places[name], [row for row in rows if row["place"] == name])
+    table.write()
+    _write_page(table, page)
+
+
+def _fresh(
+    table: Table, asked: Sequence[Asked], out: Path, hours: float | None, processes: int | str, device: str
+) -> list[Row] | None:
+    """Train settings of a table with fresh seeds, and return their rows; None if the time is up or the user stopped."""
     options = {
         (row["place"], row["method"], row["kind"]): row["options"] for row in table.rows if row["kind"] in TUNED
     }  # fmt: skip
@@ -165,16 +183,12 @@ def confirm(page: Path, out: Path, hours: float | None, processes: int | str, de
         out, list(studies.values()), trials=1, processes=processes, device=device, hours=hours, watch=_tell,
     )  # fmt: skip
     try:
-        rows = atlas.train_again([
+        return atlas.train_again([
             (studies[name, method], kind, options[name, method, kind]) for name, method, kind in asked
         ])  # fmt: skip
     except (KeyboardInterrupt, TimeIsUp) as end:
         _stopped(end)
-        return
-    for name in {name for name, _, _ in asked}:
-        table.put(table.places[name], [row for row in rows if row["place"] == name])
-    table.write()
-    _write_page(table, page)
+        return None
 
 
 def add(files: Sequence[Path], page: Path) -> None:
