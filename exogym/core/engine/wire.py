@@ -196,7 +196,8 @@ class ProcessWire(Wire):
         for k, i in enumerate(ids):
             places[self.owner[i]].append(k)
         own = places[self.process]
-        mine = x[[self.row_of[ids[k]] for k in own]]
+        rows = [self.row_of[ids[k]] for k in own]
+        mine = x if rows == list(range(len(x))) else x[rows]
         outgoing = [mine[:, theirs].reshape(-1) for theirs in places]
         slice_elements = math.prod(x.shape[2:])
         sizes = [len(own) * len(theirs) * slice_elements for theirs in places]
