@@ -21,8 +21,8 @@ from exogym.study.atlas.gaps import CLAIM as GAP_CLAIM
 from exogym.study.atlas.gaps import gap_studies
 from exogym.study.atlas.page import write
 from exogym.study.atlas.places import KINDS, PLACES, VARIANTS, Place, studies_of
-from exogym.study.atlas.table import Row, Table
-from exogym.study.atlas.training import FRESH, Atlas, Ended, Study, TimeIsUp
+from exogym.study.atlas.table import FRESH, Row, Table
+from exogym.study.atlas.training import Atlas, Ended, Study, TimeIsUp
 from exogym.study.compare.entries import split_strategies
 from exogym.study.compare.plots import check_matplotlib
 
@@ -90,7 +90,7 @@ def _trained(atlas: Atlas, table: Table) -> bool:
         notice(f"left out: {study}: {why}")
         table.left_out[study] = why
     asked = len(atlas.studies)
-    atlas.skip(table)
+    atlas.know(table)
     if asked > len(atlas.studies):
         notice(f"{asked - len(atlas.studies)} of {asked} studies are in {table.path}: not trained again")
     left = atlas.runs_left()

@@ -1,19 +1,24 @@
 """Central claims of papers at three model sizes, with tuned rates, and a verdict with four values.
 
 The cells and checks come from `exogym.study.reproduce`. But the options that their methods declare for tuning
-are free, unless the claim is about them. Each cell is a study of the atlas: its rates are tuned on validation data, and
-its loss is measured on test data with three other seeds. P are the parameters of a model.
+are free, unless the claim is about them. Each cell is a study of the atlas: trials on validation data choose its
+options. Then its loss is measured on test data with three other seeds, at two inner rates that all cells share. A trial
+has one seed and would choose rates at which every third run fails to learn. P are the parameters of a model.
 
 The effect of a claim in a seed is log(loss of the worse cell / loss of the better cell), where the claim says which
-cell is better. Its slope is the least-squares slope of the effect over log P.
+cell is better. Its slope is the least-squares slope of the effect over log P. Intervals are Student's t over the three
+seeds, at 95 %. The seeds share their settings and test data, so an interval says nothing about those.
 
-These rules were fixed before any training:
+The rules for a verdict at an inner rate:
 
     comes out                  all checks hold at all sizes
-    comes out more with size   not so, but all checks hold at the largest size, and the slope is above 0 in every seed
-    is contradicted            the effect is below 0 in every seed at the largest size, and the slope is not above 0 in
-                               every seed
+    comes out more with size   not so, but all checks hold at the largest size, and the slope's interval is above 0
+    is contradicted            a check fails at the largest size, the effect's interval there is below 0, and the
+                               slope's interval is not above 0
     does not at these sizes    otherwise
+
+If the two inner rates disagree, a claim does not come out at these sizes; but it comes out more with size if it does at
+one rate, and comes out at the other.
 """
 
 from __future__ import annotations
@@ -21,13 +26,14 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 import numpy as np
 
 from exogym.strategy.registry import STRATEGIES
-from exogym.study.atlas.table import Table
+from exogym.study.atlas.intervals import interval
+from exogym.study.atlas.table import RATES, SEEDS, Table, run_of
 from exogym.study.atlas.training import Study
 from exogym.study.atlas.tuning import declared
 from exogym.study.reproduce.catalogue import CLAIMS
@@ -35,6 +41,8 @@ from exogym.study.reproduce.checks import late_mean
 from exogym.study.reproduce.claim import Cell, Claim, Found, Run, Seen
 
 SIZES = {"small": "/4", "medium": "/2", "full": ""}  # a name to what the task's name ends in
+TRIALS = 4  # of a cell, on the page of the documentation
+INNER_RATES = {"adamw": ("0.003756", "0.007512"), "sgd": ("0.01", "0.02")}  # a low and a high one
 TINY = {"tiny": "/8"}  # one size more, for the gap over sizes (`exogym.study.atlas.gaps`)
 
 
@@ -46,6 +54,7 @@ class Central:
         name: the claim's name on the command line.
         better, worse: labels of the two cells whose losses make the effect.
         kept: options that the claim is about, so they are not tuned.
+        also: dict from a cell's label to an option that its text lacks, such as "outer_momentum=0.9".
         of_worse: the loss of `worse` that counts. If it is not "val_loss", the claim compares losses of the same run.
             Then the effect is of their means late in training, as in the claim's check.
     """
@@ -55,12 +64,16 @@ class Central:
     worse: str
     kept: tuple[str, ...] = ()
     of_worse: str = "val_loss"
+    also: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def claim(self) -> Claim:
         return CLAIMS[self.name]
 
 
+# R7 and R8 are about momentum with stale gradients, and the paper's momentum is 0.9.
+MOMENTUM = dict.fromkeys(("synchronous", "naive", "discounted", "delayed Nesterov, dynamic"), "outer_momentum=0.9")
+CONTRIBUTORS = {"SparseLoCo": "aggregation=contributors"}  # as in the published code
 CENTRAL: dict[str, Central] = {  # the claims with tuned rates, by name
     each.name: each
     for each in (
@@ -70,13 +83,13 @@ CENTRAL: dict[str, Central] = {  # the claims with tuned rates, by name
         Central("R4", "DiLoCo", "FedAvg"),
         Central("R5", "streaming, 4 bits", "DiLoCo"),
         Central("R6", "N=2, eager", "N=2, naive delay"),
-        Central("R7", "delayed Nesterov, dynamic", "naive"),
-        Central("R8", "delayed Nesterov, dynamic", "discounted"),
+        Central("R7", "delayed Nesterov, dynamic", "naive", also=MOMENTUM),
+        Central("R8", "naive", "discounted", also=MOMENTUM),
         Central("R11", "streaming", "streaming", of_worse="node_val_loss"),
-        Central("R13", "SparseLoCo", "DiLoCo, 0.7"),
+        Central("R13", "SparseLoCo", "DiLoCo, 0.7", also=CONTRIBUTORS),
         Central("momentum", "H=64, momentum 0.9", "H=64, momentum 0.0", ("outer_momentum",)),
         Central("scaffold", "SCAFFOLD", "FedAvg"),
-        Central("sparse-bytes", "SparseLoCo", "DiLoCo, 0.7"),
+        Central("sparse-bytes", "SparseLoCo", "DiLoCo, 0.7", also=CONTRIBUTORS),
     )
 }
 
@@ -98,8 +111,11 @@ def studies_at(central: Central, size: str) -> dict[str, Study]:
     found = {}
     for label, cell in central.claim.cells.items():
         sized = freed(replace(cell, task=cell.task + (SIZES | TINY)[size]), central.kept)
+        if label in central.also:
+            sized = replace(sized, strategy=f"{sized.says}:{central.also[label]}")
         where = [sized.task, *(f"{name}={value}" for name, value in sized.describe().items() if name in SHOWN)]
-        found[label] = Study(", ".join(where), sized.says, sized)
+        rates = INNER_RATES["sgd" if "inner_optim=sgd" in sized.says else "adamw"]
+        found[label] = Study(", ".join(where), sized.says, sized, rates)
     return found
 
 
@@ -140,12 +156,19 @@ class AtSize:
         """The mean effect over the seeds, or NaN if a run failed."""
         return statistics.fmean(self.effects) if all(map(math.isfinite, self.effects)) else math.nan
 
+    @property
+    def is_worse(self) -> bool:
+        """Whether the effect's interval is below 0. If a run failed: whether every seed's effect is below 0."""
+        if math.isnan(self.effect):
+            return all(effect < 0 for effect in self.effects)
+        return interval(self.effects)[2] < 0
+
 
 @dataclass(frozen=True)
 class Judged:
-    """A claim over all sizes, smallest first. `low` and `high` are the lowest and the highest slope of a seed.
+    """A claim over all sizes at an inner rate, smallest first. `low` and `high` are the ends of the slope's interval.
 
-    The slopes are NaN if a run failed.
+    They and the slope are NaN if a run failed.
     """
 
     central: Central
@@ -163,17 +186,40 @@ class Judged:
             return Outcome.YES
         if largest.holds and self.low > 0:
             return Outcome.MORE
-        if not largest.holds and all(effect < 0 for effect in largest.effects) and not self.low > 0:
+        if not largest.holds and largest.is_worse and not self.low > 0:
             return Outcome.CONTRADICTED
         return Outcome.NO
 
 
-def judged(central: Central, table: Table) -> Judged | None:
-    """Return the verdict on a claim, or None while the table lacks a run of it."""
+@dataclass(frozen=True)
+class Verdict:
+    """A claim's verdict. `at` is a dict from the kind of rows, such as "low rate", to the results at this rate."""
+
+    central: Central
+    at: Mapping[str, Judged]
+
+    @property
+    def outcome(self) -> Outcome:
+        found = {each.outcome for each in self.at.values()}
+        if len(found) == 1:
+            return found.pop()
+        if Outcome.UNTUNED in found:
+            return Outcome.UNTUNED
+        return Outcome.MORE if found == {Outcome.YES, Outcome.MORE} else Outcome.NO
+
+
+def judged(central: Central, table: Table, kinds: Sequence[str] = RATES) -> Verdict | None:
+    """Return the verdict on a claim from rows of some kinds, or None while the table lacks a run of it."""
+    found = {kind: _judged_at(central, table, kind) for kind in kinds}
+    whole = {kind: each for kind, each in found.items() if each is not None}
+    return Verdict(central, whole) if len(whole) == len(found) else None
+
+
+def _judged_at(central: Central, table: Table, kind: str) -> Judged | None:
     sizes: dict[str, AtSize] = {}
     for size in SIZES:
         studies = studies_at(central, size)
-        found = {label: runs_of(table, study) for label, study in studies.items()}
+        found = {label: runs_of(table, study, kind) for label, study in studies.items()}
         if not all(found.values()):
             return None
         parameters = table.places[studies[central.better].place]["parameters"]
@@ -185,7 +231,7 @@ def judged(central: Central, table: Table) -> Judged | None:
     if not np.isfinite(effects).all():
         return Judged(central, sizes, math.nan, math.nan, math.nan)
     slopes = [slope(logs, seed) for seed in effects.T]
-    return Judged(central, sizes, statistics.fmean(slopes), min(slopes), max(slopes))
+    return Judged(central, sizes, *interval(slopes))
 
 
 def _hardly_tuned(studies: Mapping[str, Study], table: Table) -> dict[str, tuple[int, int]]:
@@ -217,13 +263,8 @@ def _late(run: Run, loss: str) -> float:
     return late_mean(run.curves[loss]) if run.error is None else math.inf
 
 
-def runs_of(table: Table, study: Study) -> list[Run]:
-    """Return a study's runs with the chosen settings, as the checks want them."""
-    runs = []
-    for row in table.rows:
-        if (row["place"], row["method"], row["kind"]) == (study.place, study.method, "tuned"):
-            loss = math.inf if row["loss"] is None else row["loss"]
-            sent = {name: math.nan if row[name] is None else row[name] for name in ("payload_bytes", "tx_bytes")}
-            curves = {"step": row["steps"], "val_loss": row["losses"], **row.get("curves", {})}
-            runs.append(Run(row["seed"], {"val_loss": loss, **sent}, curves, row.get("error")))
-    return runs
+def runs_of(table: Table, study: Study, kind: str) -> list[Run]:
+    """Return a study's runs of a kind, such as "low rate", or [] while a seed is missing."""
+    key = (study.place, study.method, kind)
+    runs = [run_of(row) for row in table.rows if (row["place"], row["method"], row["kind"]) == key]
+    return runs if [run.seed for run in runs] == [*SEEDS] else []

@@ -5,14 +5,29 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from exogym.core.base.files import replacing
-from exogym.study.atlas.claims import CENTRAL, AtSize, Central, Judged, Outcome, judged, runs_of, studies_at
+from exogym.study.atlas.claims import (
+    CENTRAL,
+    INNER_RATES,
+    SIZES,
+    TRIALS,
+    AtSize,
+    Central,
+    Judged,
+    Outcome,
+    Verdict,
+    judged,
+    runs_of,
+    studies_at,
+)
 from exogym.study.atlas.gaps import PAPER, gaps_of
-from exogym.study.atlas.table import Table
+from exogym.study.atlas.table import RATES, Table
 from exogym.study.atlas.training import Study
+from exogym.study.atlas.tuning import without
 from exogym.study.compare.comparison import markdown
 from exogym.study.reproduce.checks import WORDS, mean_text
 from exogym.study.reproduce.page import HOLDS
@@ -23,24 +38,31 @@ PLURAL = {
 }  # fmt: skip
 ABOUT = """\
 Does a paper's claim fail here because it is false, because our models are small, or because our rates are bad? We test
-the central claims again at three sizes, and tune the rates of every cell with the same number of trials, as in
-[Tune several methods alike](sweeps.md#tune-several-methods-alike). A *cell* is a method with its fixed options. The
-losses are on test data, with three seeds that no trial has seen. [Reproductions](reproductions.md) has each paper's
-finding, our question, and results with fixed rates.
+the central claims again at three sizes. A *cell* is a method with its fixed options. Trials choose its other options,
+such as the outer rate, with the same number of trials for each cell, as in
+[Tune several methods alike](sweeps.md#tune-several-methods-alike). Then all cells of a claim are trained at the same
+two inner rates. The losses are on test data, with three seeds that no trial has seen.
+[Reproductions](reproductions.md) has each paper's finding, our question, and results with fixed rates.
 """
 READING = """\
+- The **low** and the **high** inner rate are {rates}. All cells of a claim share them, and the trials do not choose
+  between them. The first trial has the task's defaults, and the others are random.
 - **Effect** of comparing A with B: log(B's loss / A's loss), so 0.01 is about 1 %. An effect above 0 supports the
   claim. Some claims only say "at most 3 % worse": there, a small effect below 0 agrees.
-- **Slope**: the effect's growth if the parameters grow e = 2.7 times, and in brackets the lowest and the highest slope
-  of a seed. If size made no difference, the slope would be above 0 in all three seeds in one case of eight.
-- So few trials find only rough rates. The first trial has the method's defaults, and the others are random. Cells with
-  the same ranges get the same random settings.
-- A claim **comes out** if all its checks hold at all sizes. It **comes out more with size** if they hold at the largest
-  size, and the slope is above 0 in every seed. It **is contradicted** if, at the largest size, a check fails, the
-  effect is below 0 in every seed, and the slope is not above 0 in every seed. Otherwise it **does not come out at these
-  sizes**. We fixed these rules before the training. Only "a check fails" is newer; it changed no verdict.
-- A claim **is hardly tuned** if at least half of a cell's trials failed at the largest size. Then it has no verdict. We
-  added this rule when most trials of SCAFFOLD had diverged.
+- **Slope**: the effect's growth if the parameters grow e = 2.7 times, with its 95 % interval over the three seeds. The
+  seeds share their settings and the test data, so an interval says nothing about other settings or other data.
+- At one inner rate, a claim **comes out** if all its checks hold at all sizes. It **comes out more with size** if they
+  hold at the largest size, and the slope's interval is above 0. It **is contradicted** if, at the largest size, a check
+  fails and the effect's interval is below 0, and the slope's interval is not above 0. Otherwise it **does not come out
+  at these sizes**. If the two rates disagree, it does not come out either.
+- A claim **is hardly tuned** if at least half of a cell's trials failed at the largest size. Then it has no verdict.
+
+At first the trials also chose the inner rate. Methods with many options then got lower inner rates than methods with
+few, which decided some claims. With more trials, a trial's one seed chose rates at which every third run fails to
+learn. So now all cells have the same inner rates. We also made the rules stricter: "above 0" and "below 0" meant all
+three seeds, not the interval. R7 and R8 now keep the paper's outer momentum of 0.9, and R13 has the published code's
+`aggregation=contributors`. R8's effect now compares what its title names. We decided all this after the first results,
+and before the new runs.
 
 These commands train missing runs, and write this page from {results}:
 
@@ -48,9 +70,11 @@ These commands train missing runs, and write this page from {results}:
 {commands}
 ```
 """
+BEFORE = ("tuned",)  # kinds of rows in the first table
+OLD = "with chosen inner rates"  # mark of a claim that is not trained again yet
 
 
-def write(table: Table, path: Path, claims: Sequence[str] = ()) -> dict[str, Judged]:
+def write(table: Table, path: Path, claims: Sequence[str] = ()) -> dict[str, Verdict]:
     """Write the page with all claims whose runs are complete, or with those named. Return their verdicts by name."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as file:
@@ -61,40 +85,63 @@ def write(table: Table, path: Path, claims: Sequence[str] = ()) -> dict[str, Jud
 def text_of(table: Table, path: Path, claims: Sequence[str] = ()) -> str:
     """Return the page's text."""
     done = _judged(table, claims)
+    before = Table(path.with_name(f"{path.stem}_before.json"))
+    old = {name: each for name, each in _judged_before(before, claims).items() if name not in done}
     results = path.with_suffix(".json").name
-    blocks = ["# Claims at three sizes\n", ABOUT, *_in_short(done, table)]
-    left = [name for name in CENTRAL if name not in done] if done and not claims else []
+    blocks = ["# Claims at three sizes\n", ABOUT, *_in_short(done, old, table.places | before.places)]
+    left = [name for name in CENTRAL if name not in done | old] if done | old and not claims else []
     blocks += [f"Not complete yet: {', '.join(left)}.\n"] if left else []
-    blocks += _summary(done)
+    blocks += _summary(done, old)
     blocks += [
         "## How to read the tables\n",
-        READING.format(results=f"[{results}]({results})", commands="\n".join(_commands(done, table, path))),
+        READING.format(
+            results=f"[{results}]({results})",
+            commands="\n".join(_commands(done, table, path)),
+            rates=", or ".join(f"{low} and {high} with {name}" for name, (low, high) in INNER_RATES.items()),
+        ),
     ]
     blocks += _gaps(table)
-    second = _second(path)
-    for each in done.values():
-        blocks += _section(each, table)
-        blocks += _by_hand(each.central, table, second)
+    for name in CENTRAL:
+        each, rows = (done[name], table) if name in done else (old.get(name), before)
+        if each is not None:
+            blocks += _section(each, rows, name in old)
+            blocks += _by_hand(each.central, rows, next(iter(each.at)))
     return "\n".join(blocks)
 
 
-def _judged(table: Table, claims: Sequence[str]) -> dict[str, Judged]:
+def _judged(table: Table, claims: Sequence[str]) -> dict[str, Verdict]:
     found = {name: judged(central, table) for name, central in CENTRAL.items() if not claims or name in claims}
     return {name: each for name, each in found.items() if each is not None}
 
 
-def _commands(done: Mapping[str, Judged], table: Table, path: Path) -> Iterator[str]:
+def _in_order(claims: Mapping[str, Verdict]) -> dict[str, Verdict]:
+    return {name: claims[name] for name in CENTRAL if name in claims}
+
+
+def _judged_before(table: Table, claims: Sequence[str]) -> dict[str, Verdict]:
+    """Return the verdicts from the first table, whose trials chose the inner rate, too."""
+    found = {
+        name: judged(replace(each, also={}), table, BEFORE)
+        for name, each in CENTRAL.items()
+        if not claims or name in claims
+    }
+    return {name: each for name, each in found.items() if each is not None}
+
+
+def _commands(done: Mapping[str, Verdict], table: Table, path: Path) -> Iterator[str]:
     """Yield a command for each number of trials. The command for the most common number names no claim: it has all."""
-    trials = {name: table.places[_pair(each.central)[0].place]["trials"] for name, each in done.items()}
-    numbers = sorted(set(trials.values()), key=[*trials.values()].count) or [0]
+    cells = {name: _pair(each.central)[0] for name, each in done.items()}
+    trials = {name: table.places[study.place]["trials"] for name, study in cells.items()}
+    numbers = sorted(set(trials.values()), key=[*trials.values()].count) or [TRIALS]
     for count in numbers[:-1]:
         names = " ".join(name for name, each in trials.items() if each == count)
         yield f"exogym reproduce {names} --trials {count} --page {path}"
     yield f"exogym reproduce --trials {numbers[-1]} --page {path}"
 
 
-def _in_short(done: Mapping[str, Judged], table: Table) -> Iterator[str]:
+def _in_short(new: Mapping[str, Verdict], old: Mapping[str, Verdict], places: Mapping[str, Any]) -> Iterator[str]:
     """Yield the verdicts in a few lines, by fixed rules."""
+    done = _in_order({**new, **old})
     if not done:
         return
     outcomes = {kind: [name for name, each in done.items() if each.outcome is kind] for kind in Outcome}
@@ -109,25 +156,27 @@ def _in_short(done: Mapping[str, Judged], table: Table) -> Iterator[str]:
         same.setdefault(tuple(_pair(each.central)), []).append(name)
     lines += [f"{_and(names)} compare the same runs: count them once." for names in same.values() if len(names) > 1]
     if contradicted := outcomes[Outcome.CONTRADICTED]:
-        sizes = {name: math.expm1(-_largest(done[name]).effect) for name in contradicted}
-        shown = {name: f"{sizes[name]:.1%}" for name in sorted(sizes, key=lambda name: sizes[name])}
-        shown |= {name: "a run failed" for name, size in sizes.items() if math.isnan(size)}
+        sizes = {name: [math.expm1(-at.effect) for at in _largest(done[name])] for name in contradicted}
+        shown = {
+            name: " and ".join("a run failed" if math.isnan(size) else f"{size:.1%}" for size in each)
+            for name, each in sizes.items()
+        }
         lines.append(
-            '"Contradicted" means worse in three of three seeds at the largest size. Chance alone does this in one '
-            f"case of eight, so look at how much higher the loss is: "
+            '"Contradicted" says nothing of how much higher the loss is at the largest size: '
             f"{', '.join(f'{name} {size}' for name, size in shown.items())}."
         )
-    if "R13" in contradicted or "sparse-bytes" in contradicted:
+    if old:
         lines.append(
-            "R13 and sparse-bytes train SparseLoCo with ExoGym's default `aggregation=mean`. The published code has "
-            "`aggregation=contributors`. In the [atlas](atlas.md#characters-4) this variant beats DiLoCo."
+            f"{_and([*old])} still {'has' if len(old) == 1 else 'have'} inner rates that trials chose, as "
+            "told [below](#how-to-read-the-tables): differences of a few percent may come from unequal inner rates."
         )
     others = [name for name, each in done.items() if each.outcome is not Outcome.YES]
     kept = {name: _always(done[name]) for name in others}
     if any(kept.values()):
         counts = ", ".join(f"{name} ({of[0]} of {of[1]} checks)" for name, of in kept.items() if of)
-        lines.append(f"Parts of these claims hold at all sizes: {counts}.")
-    parameters, steps = (max(about[name] for about in table.places.values()) for name in ("parameters", "steps"))
+        lines.append(f"Parts of these claims hold at all sizes and inner rates: {counts}.")
+    parameters = max(at.parameters for each in done.values() for at in _largest(each))
+    steps = max(about["steps"] for about in places.values())
     lines.append(
         f"This refutes no paper at its size. The largest model here has {parameters:,} parameters, and runs have at "
         f"most {steps:,} steps, in most cases with 33 outer rounds. Papers have hundreds of rounds."
@@ -141,108 +190,152 @@ def _pair(central: Central) -> list[Study]:
     return [studies[central.better], studies[central.worse]]
 
 
-def _largest(each: Judged) -> AtSize:
-    return list(each.sizes.values())[-1]
+def _largest(each: Verdict) -> list[AtSize]:
+    """Return the results at the largest size, for each inner rate."""
+    return [list(judged.sizes.values())[-1] for judged in each.at.values()]
 
 
-def _always(each: Judged) -> tuple[int, int] | None:
-    """Return how many checks hold at all sizes, and the number of checks; None if none does."""
-    checks = list(zip(*(at.seen for at in each.sizes.values()), strict=True))
+def _always(each: Verdict) -> tuple[int, int] | None:
+    """Return how many checks hold at all sizes and inner rates, and the number of checks; None if none does."""
+    checks = list(zip(*(at.seen for judged in each.at.values() for at in judged.sizes.values()), strict=True))
     count = sum(all(seen.holds for seen in check) for check in checks)
     return (count, len(checks)) if count else None
 
 
 def _and(names: Sequence[str]) -> str:
-    return f"{', '.join(names[:-1])} and {names[-1]}"
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
-def _summary(done: Mapping[str, Judged]) -> Iterator[str]:
+def _summary(new: Mapping[str, Verdict], old: Mapping[str, Verdict]) -> Iterator[str]:
+    done = _in_order({**new, **old})
     if not done:
         yield "No claim has all its runs yet.\n"
         return
-    sizes = next(iter(done.values())).sizes
     lines = [
         [
-            name, each.central.claim.title, str(each.outcome),
-            *("a run failed" if math.isnan(at.effect) else f"{at.effect:+.3f}" for at in each.sizes.values()),
-            "" if math.isnan(each.slope) else f"{each.slope:+.3f} ({each.low:+.3f} to {each.high:+.3f})",
+            name, each.central.claim.title, f"{each.outcome}, {OLD}" if name in old else str(each.outcome),
+            *(" / ".join(_effect(at.sizes[size].effect) for at in each.at.values()) for size in SIZES),
+            " / ".join(_slope(at) for at in each.at.values()),
         ]
         for name, each in done.items()
     ]  # fmt: skip
-    heads = ["claim", "title", "verdict", *(f"effect, size {size}" for size in sizes), "slope"]
+    yield "The effects and slopes are at the low / high inner rate.\n"
+    heads = ["claim", "title", "verdict", *(f"effect, size {size}" for size in SIZES), "slope"]
     yield markdown(heads, lines) + "\n"
+
+
+def _effect(effect: float) -> str:
+    return "a run failed" if math.isnan(effect) else f"{effect:+.3f}"
+
+
+def _slope(at: Judged) -> str:
+    return "a run failed" if math.isnan(at.slope) else f"{at.slope:+.3f} ({at.low:+.3f} to {at.high:+.3f})"
 
 
 def _gaps(table: Table) -> Iterator[str]:
-    found = gaps_of(table)
-    if found is None:
+    found = {kind: gaps for kind in RATES if (gaps := gaps_of(table, kind)) is not None}
+    if not found:
         return
     yield "## DiLoCo's gap to DDP over nodes and size\n"
     yield (
-        "The test loss relative to DDP's, at equal tokens. The **exponent** is the slope of the loss's logarithm over\n"
-        "the parameters' logarithm, with the lowest and the highest slope of a seed. The last column has the\n"
-        "exponents of [arXiv:2503.09799](https://arxiv.org/abs/2503.09799), for 35M to 2.4B parameters. Its larger\n"
-        "models see more tokens. Here all sizes see the same tokens.\n"
+        "The test loss relative to DDP's, at equal tokens and inner rates. The **exponent** is the slope of the\n"
+        "loss's logarithm over the parameters' logarithm, with the 95 % interval of the fit. A wide interval means\n"
+        "that the points are not on a line: then no power law holds here. The last column has the exponents of\n"
+        "[arXiv:2503.09799](https://arxiv.org/abs/2503.09799), for 35M to 2.4B parameters. Its larger models see more\n"
+        "tokens. Here all sizes see the same tokens.\n"
     )
     lines = [
-        [label, *(f"{gap:+.1%}" for gap in gaps), _exponent(*found.exponents[label]), f"{PAPER[label]:.4f}"]
-        for label, gaps in found.gaps.items()
+        [
+            label,
+            kind.removesuffix(" rate"),
+            *map(_gap, gaps.gaps[label]),
+            _exponent(*gaps.exponents[label]),
+            f"{PAPER[label]:.3f}",
+        ]
+        for kind, gaps in found.items()
+        for label in gaps.gaps
     ]
-    heads = ["", *(f"{count:,} parameters" for count in found.parameters.values()), "exponent", "paper"]
+    counts = next(iter(found.values())).parameters.values()
+    heads = ["", "inner rate", *(f"{count:,} parameters" for count in counts), "exponent", "paper"]
     yield markdown(heads, lines) + "\n"
 
 
+def _gap(gap: float) -> str:
+    return "a run failed" if math.isnan(gap) else f"{gap:+.1%}"
+
+
 def _exponent(mean: float, low: float, high: float) -> str:
-    return "a run failed" if math.isnan(mean) else f"{mean:.4f} ({low:.4f} to {high:.4f})"
+    return "a run failed" if math.isnan(mean) else f"{mean:.3f} ({low:.3f} to {high:.3f})"
 
 
-def _section(each: Judged, table: Table) -> Iterator[str]:
+def _section(each: Verdict, table: Table, old: bool = False) -> Iterator[str]:
     central = each.central
     yield f"## {central.name}: {central.claim.title}\n"
+    if old:
+        yield f"These results are {OLD}, as told [above](#how-to-read-the-tables).\n"
     kept = f" Its options {', '.join(central.kept)} are not tuned." if central.kept else ""
+    kept += "".join(f" {_and(labels)}: `{option}`, not tuned." for option, labels in _options(central).items())
     worse = f"`{central.worse}`" if central.of_worse == "val_loss" else f"the {_on_test(WORDS[central.of_worse])}"
     late = "" if central.of_worse == "val_loss" else (
         " \"Late in training\" is the mean over the last quarter of the evaluations, without the last one."
     )  # fmt: skip
     yield f"{central.claim.paper}. The effect compares `{central.better}` with {worse}.{late}{kept}{_alike(central)}\n"
-    lines = [[label, *_losses(central, label, table, each)] for label in central.claim.cells]
-    heads = ["test loss", *(f"size {size}, {at.parameters:,} parameters" for size, at in each.sizes.items())]
+    lines = [[label, *_losses(each, label, table)] for label in central.claim.cells]
+    sizes = next(iter(each.at.values())).sizes
+    heads = ["test loss" if old else "test loss, low / high rate"]
+    heads += [f"size {size}, {at.parameters:,} parameters" for size, at in sizes.items()]
     yield markdown(heads, lines) + "\n"
-    for size, at in each.sizes.items():
-        for seen in at.seen:
-            yield f"- Size {size}, {HOLDS[seen.holds]}: {_on_test(seen.says)}."
+    for kind, at_rate in each.at.items():
+        begin = "Size" if old else f"{kind.capitalize()}, size"
+        for size, at in at_rate.sizes.items():
+            for seen in at.seen:
+                yield f"- {begin} {size}, {HOLDS[seen.holds]}: {_on_test(seen.says)}."
+    for size, at in sizes.items():
         for label, (failed, trials) in at.hardly_tuned.items():
             yield f"- Size {size}: {failed} of {trials} trials of `{label}` failed, so it is hardly tuned."
     yield ""
 
 
-def _second(path: Path) -> dict[str, Any]:
-    """Return the results of benchmarks/claims_by_hand.py, beside the page's results, or an empty dict."""
-    file = path.with_name(f"{path.stem}_by_hand.json")
+def _second(table: Table) -> dict[str, Any]:
+    """Return the results of benchmarks/claims_by_hand.py, beside the table, or an empty dict."""
+    file = table.path.with_name(f"{table.path.stem}_by_hand.json")
     return dict(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else {}
 
 
-def _by_hand(central: Central, table: Table, second: Mapping[str, Any]) -> Iterator[str]:
+def _by_hand(central: Central, table: Table, kind: str) -> Iterator[str]:
     """Yield what a second program found in the cells of the largest size."""
+    second = _second(table)
     lines, same = [], second.get("same_batches", {"cells": {}})["cells"]
     for study, labels in _labels(central).items():
         key = f"{study.place}|{study.method}"
-        ours = [run.last["val_loss"] for run in runs_of(table, study)]
+        ours = [run.last["val_loss"] for run in runs_of(table, study, kind)]
         theirs = [part.get(key, {}).get("val_loss") for part in (second.get("cells", {}), same)]
         if ours and any(theirs):
             lines.append([" and ".join(labels), mean_text(ours), *(mean_text(each) if each else "" for each in theirs)])
     if lines:
         yield (
-            "A second program without ExoGym's strategies and trainer trained these cells at the largest size, on\n"
-            "other batches and on ExoGym's batches ([code](../benchmarks/claims_by_hand.py)):\n"
+            "A second program without ExoGym's strategies and trainer trained these cells at the largest size, with\n"
+            "the same settings, on other batches or on ExoGym's batches ([code](../benchmarks/claims_by_hand.py)). So\n"
+            "it checks the code, not the settings:\n"
         )
-        yield markdown(["test loss", "ExoGym", "second program", "on the same batches"], lines) + "\n"
+        yield markdown(["test loss", "ExoGym", "on other batches", "on the same batches"], lines) + "\n"
     if central.name in second.get("notes", {}):
         yield f"{second['notes'][central.name]}\n"
 
 
 def _on_test(text: str) -> str:
     return text.replace("validation loss", "test loss")
+
+
+def _options(central: Central) -> dict[str, list[str]]:
+    """Return a dict from each further option to the labels of its cells, or to ["All cells"]."""
+    found: dict[str, list[str]] = {}
+    for label in central.claim.cells.keys() & central.also.keys():
+        found.setdefault(central.also[label], []).append(f"`{label}`")
+    return {
+        option: ["All cells"] if len(labels) == len(central.claim.cells) else sorted(labels)
+        for option, labels in found.items()
+    }
 
 
 def _alike(central: Central) -> str:
@@ -259,11 +352,15 @@ def _labels(central: Central) -> dict[Study, list[str]]:
     return labels
 
 
-def _losses(central: Central, label: str, table: Table, each: Judged) -> Iterator[str]:
-    for size in each.sizes:
-        study = studies_at(central, size)[label]
-        rows = [row for row in table.rows if (row["place"], row["method"]) == (study.place, study.method)]
-        tuned = [row for row in rows if row["kind"] == "tuned"]
-        losses = [float("inf") if row["loss"] is None else row["loss"] for row in tuned]
-        options = ", ".join(f"{name}={value}" for name, value in tuned[0]["options"].items()) or "defaults"
-        yield f"{mean_text(losses)} ({options})"
+def _losses(each: Verdict, label: str, table: Table) -> Iterator[str]:
+    for size in SIZES:
+        study = studies_at(each.central, size)[label]
+        key = study.place, study.method
+        losses: list[str] = []
+        options: Mapping[str, str] = {}
+        for kind in each.at:
+            rows = [row for row in table.rows if (row["place"], row["method"], row["kind"]) == (*key, kind)]
+            losses.append(mean_text([math.inf if row["loss"] is None else row["loss"] for row in rows]))
+            options = rows[0]["options"] if kind not in RATES else without(rows[0]["options"], {"lr"})
+        chosen = ", ".join(f"{name}={value}" for name, value in options.items())
+        yield " / ".join(losses) + (f" ({chosen})" if chosen else "")

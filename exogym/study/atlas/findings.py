@@ -22,12 +22,11 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from exogym.study.atlas.intervals import interval
 from exogym.study.atlas.measures import Result, comparable, ranks_of, results_of
-from exogym.study.atlas.table import Table
-from exogym.study.atlas.training import FRESH
+from exogym.study.atlas.table import FRESH, Table
 
 MARGIN = 1.05
-T_95 = 2.776  # Student's t for 95 % and five seeds
 Asked = tuple[str, str, str]  # place, method, and "tuned" or "default"
 Losses = Mapping[Asked, Sequence[float]]  # of each seed
 
@@ -38,7 +37,8 @@ class Finding:
 
     Attributes:
         name: "cheap", "best" or "tuning".
-        says: the statement in words.
+        says: the statement in words, as the fresh seeds test it.
+        why: what chose the statement. Fresh seeds do not test this.
         refuted_by: what would refute the statement.
         places: the places over which the effect is a mean.
         low, high: the method (with "tuned" or "default") whose loss the statement says is low, and the other.
@@ -47,6 +47,7 @@ class Finding:
 
     name: str
     says: str
+    why: str
     refuted_by: str
     places: Sequence[str]
     low: tuple[str, str]
@@ -119,14 +120,12 @@ def confirmed(finding: Finding, table: Table) -> Confirmed | None:
     effects = finding.effects(losses)
     if not all(map(math.isfinite, effects)):
         return Confirmed(finding, math.nan, math.nan, math.nan)
-    mean = statistics.fmean(effects)
-    half = T_95 * statistics.stdev(effects) / math.sqrt(len(effects))
     by_place = {
         place: statistics.fmean(_log(x) for x in losses[place, *finding.high])
         - statistics.fmean(_log(x) for x in losses[place, *finding.low])
         for place in finding.places
     }
-    return Confirmed(finding, mean, mean - half, mean + half, by_place)
+    return Confirmed(finding, *interval(effects), by_place)
 
 
 def _cheap(by_name: Mapping[str, Mapping[str, Result]], places: Sequence[str], methods: Sequence[str]) -> list[Finding]:
@@ -142,6 +141,7 @@ def _cheap(by_name: Mapping[str, Mapping[str, Result]], places: Sequence[str], m
         "cheap",
         f"`{best}` sends 1/{1 / over_ddp(best, 'tx_bytes'):,.0f} of `ddp`'s bytes, and its test loss, averaged "
         f"over places, is at most {MARGIN - 1:.0%} above `ddp`'s.",
+        "no other method within this margin sends less",
         f"a test loss of `{best}` more than {MARGIN - 1:.0%} above `ddp`'s",
         places, (best, "tuned"), ("ddp", "tuned"), math.log(MARGIN),
     )]  # fmt: skip
@@ -153,7 +153,7 @@ def _best(places: Sequence[str], ranks: Mapping[str, float]) -> Finding:
     equal = [f"`{method}`" for method in rest if f"{ranks[method]:.1f}" == f"{ranks[first]:.1f}"]
     has = f"shares the best mean rank with {' and '.join(equal)}" if equal else "has the best mean rank"
     return Finding(
-        "best", f"`{first}` {has}, and its test loss is lower than `{other}`'s.",
+        "best", f"The test loss of `{first}`, averaged over places, is lower than `{other}`'s.", f"`{first}` {has}",
         f"a test loss of `{first}` above `{other}`'s", places, (first, "tuned"), (other, "tuned"), 0.0,
     )  # fmt: skip
 
@@ -169,11 +169,12 @@ def _tuning(
     if not gains:
         return []
     most = max(gains, key=gains.__getitem__)
-    share = 1 - math.exp(-gains[most])
+    share, half = 1 - math.exp(-gains[most]), 1 - math.exp(-gains[most] / 2)
     return [Finding(
         "tuning",
-        f"Tuning helps `{most}` most: its test loss is {share:.0%} lower than with its defaults.",
-        "less than half of this gain, on a logarithmic scale", places, (most, "tuned"), (most, "default"),
+        f"Tuning lowers the test loss of `{most}`, averaged over places, by at least {half:.0%}.",
+        f"the table has {share:.0%}, the most of these methods, and the statement half of it on a logarithmic scale",
+        f"a test loss less than {half:.0%} below its defaults'", places, (most, "tuned"), (most, "default"),
         -gains[most] / 2,
     )]  # fmt: skip
 

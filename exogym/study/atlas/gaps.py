@@ -1,7 +1,9 @@
 """DiLoCo's gap to DDP over the number of nodes and the model's size, beside the exponents of arXiv:2503.09799.
 
 The paper fits a loss as A P^alpha for each number of nodes, where P are the model's parameters. Here alpha is the
-least-squares slope of log(test loss) over log(P) in each seed, at the sizes of `GAP_SIZES`, with tuned rates.
+least-squares slope of log(L) over log(P) at the sizes of `GAP_SIZES`, where L is the mean test loss with tuned outer
+options and one inner rate for all cells.
+Its 95 % interval is Student's t of the fit's residuals. So it is wide if the points are not on a line.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from exogym.study.atlas.claims import CENTRAL, SIZES, TINY, runs_of, slope, studies_at
+from exogym.study.atlas.intervals import T_95
 from exogym.study.atlas.table import Table
 from exogym.study.atlas.training import Study
 
@@ -28,8 +31,8 @@ class Gaps:
 
     Attributes:
         parameters: dict from size to P.
-        gaps: dict from cell to the mean of loss / DDP's loss - 1 at each size.
-        exponents: dict from cell to alpha: the mean, the lowest and the highest of the seeds.
+        gaps: dict from cell to loss / DDP's loss - 1 at each size, of mean losses; NaN if a run failed.
+        exponents: dict from cell to alpha and the ends of its interval; NaN if a run failed.
     """
 
     parameters: Mapping[str, int]
@@ -42,24 +45,35 @@ def gap_studies() -> list[Study]:
     return [study for size in GAP_SIZES for study in studies_at(CENTRAL[CLAIM], size).values()]
 
 
-def gaps_of(table: Table) -> Gaps | None:
-    """Return the gaps, or None while the table lacks a run."""
-    losses: dict[str, list[list[float]]] = {label: [] for label in PAPER}  # sizes, seeds
+def gaps_of(table: Table, kind: str) -> Gaps | None:
+    """Return the gaps in rows of a kind, such as "low rate", or None while the table lacks a run."""
+    losses: dict[str, list[float]] = {label: [] for label in PAPER}  # mean over seeds, by size
     parameters = {}
     for size in GAP_SIZES:
         for label, study in studies_at(CENTRAL[CLAIM], size).items():
-            runs = runs_of(table, study)
+            runs = runs_of(table, study, kind)
             if not runs:
                 return None
-            losses[label].append([run.last["val_loss"] for run in runs])
+            mean = statistics.fmean(run.last["val_loss"] for run in runs)
+            losses[label].append(mean if math.isfinite(mean) else math.nan)
             parameters[size] = table.places[study.place]["parameters"]
     logs = np.log([*parameters.values()])
-    gaps, exponents = {}, {}
-    for label, found in losses.items():
-        gaps[label] = [
-            statistics.fmean(mine) / statistics.fmean(ddp) - 1 for mine, ddp in zip(found, losses["DDP"], strict=True)
-        ]
-        slopes = [slope(logs, np.log(seed)) for seed in zip(*found, strict=True)]
-        finite = all(map(math.isfinite, slopes))
-        exponents[label] = (statistics.fmean(slopes), min(slopes), max(slopes)) if finite else (math.nan,) * 3
-    return Gaps(parameters, gaps, exponents)
+    gaps = {
+        label: [mine / ddp - 1 for mine, ddp in zip(found, losses["DDP"], strict=True)]
+        for label, found in losses.items()
+    }
+    return Gaps(parameters, gaps, {label: exponent(logs, np.log(found)) for label, found in losses.items()})
+
+
+def exponent(x: np.ndarray, y: np.ndarray) -> tuple[float, float, float]:
+    """Return the least-squares slope of four values y over x, and the ends of the fit's 95 % interval.
+
+    >>> x = np.array([0.0, 1.0, 2.0, 3.0])
+    >>> [round(end, 2) for end in exponent(x, np.array([0.0, 1.0, 2.0, 3.4]))]
+    [1.12, 0.82, 1.42]
+    """
+    alpha = slope(x, y)
+    residuals = y - y.mean() - alpha * (x - x.mean())
+    free = len(x) - 2
+    error = math.sqrt(float(residuals @ residuals) / free / float(((x - x.mean()) ** 2).sum()))
+    return alpha, alpha - T_95[free] * error, alpha + T_95[free] * error

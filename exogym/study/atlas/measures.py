@@ -15,7 +15,7 @@ from exogym.errors import ArgumentError
 from exogym.strategy.traffic import Plan
 from exogym.study.advise import advise
 from exogym.study.advise.plans import plan_of, scaled
-from exogym.study.atlas.table import Row, Table
+from exogym.study.atlas.table import SEEDS_OF, Row, Table
 
 NETWORKS = {"Wi-Fi": "wifi", "1 Gbit/s": "lan-1g", "50 Mbit/s, 80 ms": "50Mbps,80ms"}
 BEGIN_WITH_DDP = ("post_local_sgd", "pier")  # they send more often at first, not more each time
@@ -59,12 +59,16 @@ class Result:
         It is 1 if only runs with the defaults failed, and NaN if a run with the chosen settings failed.
         """
         before = statistics.fmean(self.default_losses)
-        return 1 - self.loss / before if math.isfinite(self.loss) else math.nan
+        return 1 - self.loss / before if math.isfinite(self.loss) and before else math.nan
 
     @property
     def sensitivity(self) -> float:
-        """The median trial's loss over the best trial's; 1 means that the settings hardly matter."""
-        return statistics.median(self.trials) / min(self.trials)
+        """The median trial's loss over the best trial's; 1 means that the settings hardly matter.
+
+        It is NaN if all trials failed, or the best loss is 0.
+        """
+        best = min(self.trials)
+        return statistics.median(self.trials) / best if 0 < best < math.inf else math.nan
 
 
 def results_of(table: Table, place: str, times: bool = True) -> list[Result]:
@@ -79,8 +83,8 @@ def results_of(table: Table, place: str, times: bool = True) -> list[Result]:
             groups.setdefault(row["method"], {}).setdefault(row["kind"], []).append(row)
     about, found = table.places[place], []
     for method, kinds in groups.items():
-        if not {"trial", "tuned", "default"} <= kinds.keys():
-            continue
+        if any([row["seed"] for row in kinds.get(kind, ())] != [*SEEDS_OF[kind]] for kind in ("tuned", "default")):
+            continue  # not whole yet
         tuned = kinds["tuned"]
         accuracies = [row["accuracy"] for row in tuned if row["accuracy"] is not None]
         sent = [row["tx_bytes"] for row in tuned if row["tx_bytes"] is not None]
@@ -171,11 +175,14 @@ class Ranks:
 
 
 def comparable(places: Mapping[str, Sequence[Result]]) -> dict[str, Sequence[Result]]:
-    """Return the places with at least two methods, DDP among them. DDP cannot train where a server asks clients."""
+    """Return the places with at least two methods where DDP trained and did not fail.
+
+    DDP cannot train where a server asks clients.
+    """
     return {
         place: results
         for place, results in places.items()
-        if len(results) > 1 and any(result.method == "ddp" for result in results)
+        if len(results) > 1 and any(result.method == "ddp" and math.isfinite(result.loss) for result in results)
     }
 
 

@@ -1,8 +1,8 @@
 """The atlas's answers in a few lines, by fixed rules from its results.
 
 Within a limit of bytes, the answer at a place is the method with the lowest mean test loss. Another method counts as
-equal if their difference is at most 2.776 sqrt((s_1^2 + s_2^2) / 3), where s are the standard deviations over the three
-seeds. For speed, the answer on a network is the fastest method whose mean test loss is at most DDP's.
+equal if the 95 % interval of their difference has 0: Student's t of the three seeds' differences. For speed, the answer
+on a network is the fastest method whose mean test loss is at most DDP's.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from exogym.study.atlas.findings import T_95, Confirmed, Finding
+from exogym.study.atlas.findings import Confirmed, Finding
+from exogym.study.atlas.intervals import interval
 from exogym.study.atlas.measures import NETWORKS, Ranks, Result, comparable, mean_ranks
 from exogym.study.atlas.places import KINDS
 from exogym.study.atlas.table import Table
@@ -84,16 +85,15 @@ def _cells(results: Sequence[Result]) -> Iterator[str]:
             yield "none"
             continue
         best = min(able, key=lambda result: result.loss)
-        equal = sum(_are_equal(best, other) for other in able) - 1
+        equal = sum(_contains_0(best.losses, other.losses) for other in able) - 1
         difference = "" if best is ddp else f" {best.loss / ddp.loss - 1:+.1%}{mark}"
         yield f"`{best.method}`{difference}" + (f" (≈ {equal})" if equal else "")
 
 
-def _are_equal(a: Result, b: Result) -> bool:
-    if a is b:
-        return True
-    error = math.sqrt((a.std**2 + b.std**2) / len(a.losses))
-    return abs(a.loss - b.loss) <= T_95 * error
+def _contains_0(a: Sequence[float], b: Sequence[float]) -> bool:
+    """Return whether the interval of the seeds' differences contains 0."""
+    _, low, high = interval([x - y for x, y in zip(a, b, strict=True)])
+    return low <= 0 <= high
 
 
 def _fastest(results: Sequence[Result]) -> Iterator[str]:
@@ -133,16 +133,18 @@ def _of_findings(found: Sequence[tuple[Finding, Confirmed | None]]) -> Iterator[
     seen = [each.outcome for _, each in found if each is not None and not math.isnan(each.effect)]
     if seen:
         counts = ", ".join(f"{seen.count(word)} {word}" for word in ("confirmed", "open", "refuted") if word in seen)
-        yield f"Fresh seeds tested {len(found)} [findings](#findings): {counts}."
+        yield f"Fresh seeds tested {len(seen)} [findings](#findings): {counts}."
 
 
 def _of_tuning(places: Mapping[str, Sequence[Result]]) -> Iterator[str]:
-    gains = {(r.method, place): r.gain for place, each in places.items() for r in each if not math.isnan(r.gain)}
-    worse = {key: gain for key, gain in gains.items() if gain < 0}
+    known = {(r.method, place): r for place, each in places.items() for r in each if not math.isnan(r.gain)}
+    worse = {key: result.gain for key, result in known.items() if result.gain < 0}
+    clear = sum(not _contains_0(known[key].losses, known[key].default_losses) for key in worse)
     if worse:
         method, place = min(worse, key=lambda key: worse[key])
         yield (
-            f"In {len(worse)} of {len(gains)} rows the trials chose settings that are worse than the defaults. "
+            f"In {len(worse)} of {len(known)} rows the chosen settings have a higher test loss than the defaults, in "
+            f"{clear} of them by more than the seeds' chance. "
             f"The worst are `{method}`'s at {place}: its test loss is {-worse[method, place]:.0%} higher."
         )
 

@@ -4,24 +4,33 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from exogym.core.base.files import write_json
 from exogym.core.record.run_folder import versions
 from exogym.errors import ArgumentError
+from exogym.study.atlas.tuning import best_of, without
 from exogym.study.benchmark.results import short
+from exogym.study.reproduce.claim import Run
 
 KEY = ("place", "method", "kind", "number", "seed")
 SAME = ("options", "loss")  # what two rows of the same run have in common
-KINDS = ("trial", "tuned", "default", "tuned again", "default again")
 NUMBERS = ("loss", "accuracy", "tx_bytes", "payload_bytes")
 TYPES: dict[str, Any] = {  # of a row's values
     "place": str, "method": str, "strategy": str, "number": int, "seed": int, "options": dict,
     **dict.fromkeys(NUMBERS, float | int | None),
 }  # fmt: skip
 SETTINGS = ("nodes", "steps", "trials", "batch_size", "parameters")  # of a place; they must agree
+DATA = ("task", "skew")  # the same, but an older file may lack them
+TRIAL_SEEDS, SEEDS = (0,), (1, 2, 3)
+FRESH = (4, 5, 6, 7, 8)  # seeds that chose nothing, to confirm findings
+RATES = ("low rate", "high rate")  # kinds: the best trial's settings with one of two given inner rates
+SEEDS_OF = {
+    "trial": TRIAL_SEEDS, **dict.fromkeys(("tuned", "default", *RATES), SEEDS),
+    **dict.fromkeys(("tuned again", "default again"), FRESH),
+}  # fmt: skip
 Row = dict[str, Any]
 
 
@@ -29,8 +38,8 @@ class Table:
     """All runs of the atlas.
 
     A row has the keys place, method, kind, number, seed, options, strategy, loss, accuracy, tx_bytes and wall_s. Its
-    kind is "trial" (loss on validation data), or "tuned" or "default" (loss on test data, with the keys steps and
-    losses of its evaluations). A loss that is not finite is None.
+    kind is "trial" (loss on validation data), or "tuned", "default" or one of `RATES` (loss on test data, with the keys
+    steps and losses of its evaluations). A loss that is not finite is None.
 
     Args:
         path: the JSON file. If it exists, the table has its rows.
@@ -80,12 +89,14 @@ class Table:
         Raises:
             ArgumentError: the table has the place with other settings.
         """
+        place = short(dict(place))
         known = self.places.get(name, place)
-        for setting in SETTINGS:
+        both = [name for name in DATA if None not in (known.get(name), place.get(name))]
+        for setting in (*SETTINGS, *both):
             if known[setting] != place[setting]:
                 raise ArgumentError(
                     f"results of {name} have {setting}={known[setting]} and {setting}={place[setting]}: only results "
-                    f"with the same budget can be compared. {self.path} has the first"
+                    f"with the same budget and data can be compared. {self.path} has the first"
                 )
 
     def add(self, path: Path | str) -> int:
@@ -98,8 +109,6 @@ class Table:
         try:
             found = json.loads(Path(path).read_text(encoding="utf-8"))
             places, rows = dict(found["places"]), [dict(row) for row in found["rows"]]
-            for row in rows:
-                _check_row(row)
             for place in places.values():
                 whole = all(isinstance(place[name], int) for name in SETTINGS)
                 if not whole or not isinstance(place["heading"], str) or not isinstance(place["step_s"], float):
@@ -109,6 +118,9 @@ class Table:
             groups = {name: [row for row in rows if row["place"] == name] for name in places}
             if len(rows) != sum(map(len, groups.values())):
                 raise ValueError("a row's place is not described")
+            for row in rows:
+                _check_row(row, places[row["place"]]["trials"])
+            _check_choices(rows, places)
             left_out = dict(found.get("left_out", {}))
         except (OSError, ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
             raise ArgumentError(f"{path} is no table of exogym benchmark --trials ({error})") from error
@@ -126,15 +138,49 @@ class Table:
         write_json(self.path, found | {"versions": versions(), "rows": self.rows}, indent=None)
 
 
-def _check_row(row: Row) -> None:
+def run_of(row: Row) -> Run:
+    """Return a row's run. The loss of a failed run is infinite, and numbers that the row lacks are NaN."""
+    loss = math.inf if row["loss"] is None else row["loss"]
+    others = {"val_accuracy": "accuracy", "tx_bytes": "tx_bytes", "payload_bytes": "payload_bytes", "wall_s": "wall_s"}
+    found = {name: row.get(column) for name, column in others.items()}
+    last = {name: math.nan if value is None else value for name, value in found.items()}
+    curves = {"step": row.get("steps", []), "val_loss": row.get("losses", []), **row.get("curves", {})}
+    return Run(row["seed"], {"val_loss": loss, **last}, curves, row.get("error"))
+
+
+def _check_row(row: Row, trials: int) -> None:
     """Check a row from a file.
 
+    Args:
+        trials: the number of trials at the row's place.
+
     Raises:
-        ValueError, KeyError: the row lacks a value, or a value is of the wrong kind.
+        ValueError, KeyError, TypeError: the row lacks a value, or a value is of the wrong kind or not possible.
     """
     wrong = [name for name, kind in TYPES.items() if not isinstance(row[name], kind)]
     wrong += [name for name in NUMBERS if name not in wrong and not math.isfinite(row[name] or 0)]
-    if row["kind"] not in KINDS or wrong:
+    if row["kind"] not in SEEDS_OF or wrong:
         raise ValueError(f"the row {row} has a wrong {', '.join(wrong) or 'kind'}")
+    if row["seed"] not in SEEDS_OF[row["kind"]] or not 0 <= row["number"] < (trials if row["kind"] == "trial" else 1):
+        raise ValueError(f"the row {row} has a seed or a number that no run of {trials} trials has")
     if row["kind"] != "trial" and not all(isinstance(row[name], list) for name in ("steps", "losses")):
         raise ValueError(f"the row {row} has no evaluations")
+
+
+def _check_choices(rows: Sequence[Row], places: Mapping[str, Any]) -> None:
+    """Check that rows have the best trial's settings, or these with another inner rate, where all trials are there.
+
+    Raises:
+        ValueError: a row has other settings.
+    """
+    trials: dict[tuple[str, str], list[Row]] = {}
+    for row in sorted(rows, key=lambda row: row["number"]):
+        if row["kind"] == "trial":
+            trials.setdefault((row["place"], row["method"]), []).append(row)
+    for row in rows:
+        tried = trials.get((row["place"], row["method"]), ())
+        if row["kind"] in ("tuned", *RATES) and len(tried) in (1, places[row["place"]]["trials"]):
+            losses = [(each["options"], math.inf if each["loss"] is None else each["loss"]) for each in tried]
+            free = {"lr"} if row["kind"] in RATES else set()
+            if without(row["options"], free) != without(best_of(losses), free):
+                raise ValueError(f"{row['method']} at {row['place']} has other settings than its best trial")

@@ -13,8 +13,8 @@ from exogym.data.partition import label_skew
 from exogym.errors import ArgumentError, DataError, check_count
 from exogym.study.advise.simulation import size_of
 from exogym.study.atlas.halves import HALVES, halved
-from exogym.study.atlas.table import Table
-from exogym.study.atlas.tuning import Options, axes_of_method, best_of, next_trials, takes, with_options
+from exogym.study.atlas.table import FRESH, RATES, SEEDS, SEEDS_OF, TRIAL_SEEDS, Row, Table, run_of
+from exogym.study.atlas.tuning import Options, axes_of_method, best_of, next_trials, takes, with_options, without
 from exogym.study.benchmark.results import short
 from exogym.study.compare.folder import ALL_ARGUMENTS
 from exogym.study.compare.run import heading_of
@@ -25,8 +25,6 @@ from exogym.study.sweep.search import check_optuna
 from exogym.study.sweep.workers import Job, processes_that_pay, train_all
 from exogym.study.tasks import Data
 
-TRIAL_SEEDS, SEEDS = (0,), (1, 2, 3)
-FRESH = (4, 5, 6, 7, 8)  # seeds that chose nothing, to confirm findings
 REPLICAS = ("mean_val_loss", "node_val_loss")  # of a cell with `replicas`
 START_S = 0.3  # about what a run takes beside its steps
 
@@ -37,11 +35,17 @@ class TimeIsUp(Exception):
 
 @dataclass(frozen=True)
 class Study:
-    """A method at a place: its trials, and the runs with the chosen settings. `cell` has its options that stay."""
+    """A method at a place: its trials, and the runs with the chosen settings.
+
+    Attributes:
+        cell: the method's options that stay, and the place's.
+        rates: two inner rates to measure instead of the best trial's: a low and a high one. () takes the best trial's.
+    """
 
     place: str
     method: str
     cell: Cell
+    rates: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.place}, {self.method}"
@@ -109,7 +113,7 @@ class Atlas:
         self.studies: list[Study] = []
         self.left_out: dict[str, str] = {}
         self._axes: dict[Study, Axes] = {}
-        self._found: dict[tuple[str, str], list[Run]] = {}
+        self._found: dict[tuple[str, str], list[Run]] = {}  # whole, by half and cell
         for study in studies:
             self._add(study)
         if not self.studies:
@@ -127,24 +131,43 @@ class Atlas:
         self._axes[study] = axes_of_method(study.cell.says, session.setting.inner_optim)
         self.studies.append(study)
 
-    def skip(self, table: Table) -> None:
-        """Leave out the studies whose runs are all in `table`: other machines have trained them, or an earlier run.
+    def know(self, table: Table) -> None:
+        """Take the runs in `table` as finished, and leave out the studies that are whole: others have trained them.
 
-        A study is trained again if its defaults differ from the table's defaults.
+        Raises:
+            ArgumentError: the table has a study whose defaults differ from this version's.
         """
-        self.studies = [study for study in self.studies if not self._has(table, study)]
+        rows: dict[tuple[str, str], list[Row]] = {}
+        for row in table.rows:
+            rows.setdefault((row["place"], row["method"]), []).append(row)
+        for study in self.studies:
+            self._know(study, rows.get((study.place, study.method), []), table)
+        self.studies = [study for study in self.studies if self._left(study)]
 
-    def _has(self, table: Table, study: Study) -> bool:
-        rows = [dict(row) for row in table.rows if (row["place"], row["method"]) == (study.place, study.method)]
-        wanted = {"trial": self.trials_possible(study), "tuned": len(SEEDS)}
-        wanted |= {"default": len(SEEDS)} if self.defaults else {}
-        if any(sum(row["kind"] == kind for row in rows) < count for kind, count in wanted.items()):
-            return False
-        before = next(row for row in rows if row["kind"] == "trial" and not row["options"])
+    def _know(self, study: Study, rows: Sequence[Row], table: Table) -> None:
+        for row in rows:
+            if "arguments" in row and (changed := self._changed(study, row)):
+                raise ArgumentError(
+                    f"{table.path} has {study} with other defaults ({', '.join(changed)}): its rows cannot be compared "
+                    "with new ones. Give another --page, or remove these rows"
+                )
+        found: dict[tuple[str, str], dict[int, Run]] = {}
+        for row in rows:
+            half = {SEEDS: "test", TRIAL_SEEDS: "validation", FRESH: "fresh"}[SEEDS_OF[row["kind"]]]
+            found.setdefault((half, self.cell(study, row["options"]).key), {})[row["seed"]] = run_of(row)
+        for (half, cell), runs in found.items():
+            if runs.keys() == {*self.work[half].seeds}:
+                self._found[half, cell] = [runs[seed] for seed in self.work[half].seeds]
+
+    def _changed(self, study: Study, row: Row) -> list[str]:
+        """Return the names of a study's defaults that differ from those in a row. A new argument has its default."""
         now = short(self._described(self.cell(study, {}), "validation") | {"arguments": self._arguments(study)})
-        old, new = (row.pop("arguments", {}) for row in (before, now))
-        same = all(before[name] == value for name, value in now.items())
-        return same and all(old[name] == new[name] for name in old.keys() & new.keys())  # a new option has its default
+        old, new = row.get("arguments", {}), now.pop("arguments")
+        changed = [] if row["options"] else [name for name, value in now.items() if row[name] != value]
+        return changed + [name for name in old.keys() & new.keys() if old[name] != new[name]]
+
+    def _missing(self, half: str, cell: Cell) -> list[int]:
+        return [] if (half, cell.key) in self._found else self.work[half].missing(cell)
 
     def cell(self, study: Study, options: Options) -> Cell:
         """Return the cell that trains a method with some settings."""
@@ -158,21 +181,25 @@ class Atlas:
         done: list[tuple[Options, Run]] = []
         while options := self._next(study, done):
             cells = [self.cell(study, each) for each in options]
-            if any(self.work["validation"].missing(cell) for cell in cells):
+            if any(self._missing("validation", cell) for cell in cells):
                 break
             done += [(each, self._runs("validation", cell)[0]) for each, cell in zip(options, cells, strict=True)]
         return done
 
     def finals_of(self, study: Study) -> dict[str, Options]:
-        """Return the settings to measure, "tuned" and "default", or {} while trials are missing."""
+        """Return the settings to measure, a dict from a row's kind to options, or {} while trials are missing."""
         done = self.trials_of(study)
         if len(done) < self.trials_possible(study):
             return {}
-        best = best_of([(options, run.last["val_loss"]) for options, run in done])
+        best = best_of([(options, run.last["val_loss"]) for options, run in done]) if done else {}
+        if study.rates:
+            return {kind: {"lr": rate, **without(best, {"lr"})} for kind, rate in zip(RATES, study.rates, strict=True)}
         return {"tuned": best, "default": {}} if self.defaults else {"tuned": best}
 
     def trials_possible(self, study: Study) -> int:
-        """Return the number of trials: one if a method has nothing to tune."""
+        """Return the number of trials: one if a method has nothing to tune, and none if only given rates count."""
+        if study.rates and self._axes[study].keys() <= {"lr"}:
+            return 0
         return self.trials if self._axes[study] else 1
 
     def runs_left(self) -> int:
@@ -189,9 +216,10 @@ class Atlas:
     def _left(self, study: Study) -> int:
         finals = self.finals_of(study)
         if not finals:
-            return self.trials_possible(study) - len(self.trials_of(study)) + (1 + self.defaults) * len(SEEDS)
+            kinds = len(study.rates) or 1 + self.defaults
+            return self.trials_possible(study) - len(self.trials_of(study)) + kinds * len(SEEDS)
         cells = {cell.key: cell for cell in (self.cell(study, options) for options in finals.values())}
-        return sum(len(self.work["test"].missing(cell)) for cell in cells.values())
+        return sum(len(self._missing("test", cell)) for cell in cells.values())
 
     def _run_s(self, study: Study) -> float:
         return START_S + self.work["validation"].run_seconds(self.cell(study, {}))
@@ -234,7 +262,7 @@ class Atlas:
             TimeIsUp, KeyboardInterrupt: as in `train`.
         """
         batch = [(study, "fresh", options, self.cell(study, options)) for study, _, options in asked]
-        left = [(study, self.work["fresh"].missing(cell)) for study, _, _, cell in batch]
+        left = [(study, self._missing("fresh", cell)) for study, _, _, cell in batch]
         self._train(batch, sum(len(seeds) for _, seeds in left), sum(len(s) * self._run_s(each) for each, s in left))
         return [
             self._row(study, f"{kind} again", 0, options, run)
@@ -247,7 +275,7 @@ class Atlas:
         owners: dict[tuple[int, int], tuple[Study, Options]] = {}
         for study, half, options, cell in {(half, cell.key): (s, half, o, cell) for s, half, o, cell in batch}.values():
             work = self.work[half]
-            session, missing = work.session(cell), work.missing(cell)
+            session, missing = work.session(cell), self._missing(half, cell)
             if missing:
                 work.prepare(cell)
             (label,) = session.entries
@@ -302,7 +330,7 @@ class Atlas:
             "accuracy": run.last.get("val_accuracy"), "tx_bytes": run.last.get("tx_bytes"),
             "payload_bytes": run.last.get("payload_bytes"), "wall_s": run.last["wall_s"],
         } | self._described(cell, "test")  # fmt: skip
-        if kind == "trial" and not options:
+        if (kind == "trial" and not options) or (kind == RATES[0] and not self.trials_possible(study)):
             row["arguments"] = self._arguments(study)
         if kind != "trial":
             row |= {"steps": run.curves["step"], "losses": run.curves.get("val_loss", [])}
@@ -327,10 +355,11 @@ class Atlas:
         work, cell = self.work["test"], self.cell(study, {})
         session = work.session(cell)
         setting = session.setting
+        held_out: Any = session.task.val
         size, step_s = size_of(session.task), work.run_seconds(cell) / (setting.steps * setting.nodes)
         return {
-            "task": cell.task, "nodes": setting.nodes, "steps": setting.steps, "trials": self.trials,
-            "batch_size": setting.batch_size, "parameters": int(size), "step_s": step_s,
-            "shapes": [list(shape) for shape in size.shapes or ()], "heading": heading_of(session),
+            "task": cell.task, "nodes": setting.nodes, "steps": setting.steps, "batch_size": setting.batch_size,
+            "trials": self.trials, "tested": len(held_out), "parameters": int(size),
+            "step_s": step_s, "shapes": [list(shape) for shape in size.shapes or ()], "heading": heading_of(session),
             "skew": None if session.split is None else label_skew(session.split, session.train, setting.nodes),
         }  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from exogym.errors import ArgumentError
 from exogym.strategy.registry import STRATEGIES, parse_strategy
@@ -99,6 +99,11 @@ def best_of(losses: Sequence[tuple[Options, float]]) -> Options:
     {'lr': '0.1'}
     """
     return min(losses, key=lambda trial: trial[1])[0]
+
+
+def without(options: Options, names: Collection[str]) -> dict[str, str]:
+    """Return the options that have none of `names`."""
+    return {name: value for name, value in options.items() if name not in names}
 
 
 def with_options(method: str, options: Options) -> str:

@@ -18,7 +18,8 @@ from exogym.strategy import DiLoCoStrategy, SimpleReduceStrategy, Strategy
 from exogym.strategy.registry import STRATEGIES
 from exogym.study.atlas import Atlas, Place, Table, halves, studies_of
 from exogym.study.atlas.measures import comparable, ranks_of, results_of
-from exogym.study.atlas.training import SEEDS, Ended, TimeIsUp
+from exogym.study.atlas.table import RATES, SEEDS
+from exogym.study.atlas.training import Ended, TimeIsUp
 from exogym.study.atlas.tuning import axes_of_method, best_of, next_trials
 from exogym.study.sweep.search import BATCH
 
@@ -77,26 +78,71 @@ def test_two_parts_merged_are_the_whole(whole: Table, tmp_path: Path) -> None:
 def test_studies_in_the_table_are_not_trained_again(whole: Table, tmp_path: Path) -> None:
     """A page's command trains the missing rows alone, also where the runs' folders are gone."""
     atlas = atlas_in(tmp_path)
-    atlas.skip(whole)
+    atlas.know(whole)
     assert atlas.studies == [] and atlas.runs_left() == 0
     for kind in ("trial", "tuned", "default"):
         part = Table(tmp_path / f"{kind}.json")
         rows = [row for row in whole.rows if row["method"] != "ddp" or row["kind"] != kind or row["seed"] == 1]
         part.put(whole.places["digits-2"], rows)
         atlas = atlas_in(tmp_path)
-        atlas.skip(part)
+        atlas.know(part)
         assert [study.method for study in atlas.studies] == ["ddp"], kind
     (first,) = (
         row for row in whole.rows if row["method"] == "diloco" and row["kind"] == "trial" and not row["options"]
     )
     assert first["arguments"]["H"] == 10
-    for changed, again in (({"lr": 9.0}, True), ({"strategy": "diloco:H=9"}, True), ({"arguments": {"H": 9}}, True),
-                           ({"arguments": {"unknown": 9}}, False)):  # fmt: skip
+    for change, name in (({"lr": 9.0}, "lr"), ({"strategy": "diloco:H=9"}, "strategy"), ({"arguments": {"H": 9}}, "H"),
+                          ({"arguments": {"unknown": 9}}, None)):  # fmt: skip
         other = Table(tmp_path / "other.json")
-        other.put(whole.places["digits-2"], [row | changed if row == first else row for row in whole.rows])
+        other.put(whole.places["digits-2"], [row | change if row == first else row for row in whole.rows])
         atlas = atlas_in(tmp_path)
-        atlas.skip(other)
-        assert [study.method for study in atlas.studies] == ["diloco"] * again, changed
+        if name is None:
+            atlas.know(other)
+            assert atlas.studies == []
+        else:
+            with pytest.raises(ArgumentError, match=rf"other.json has digits-2, diloco with other defaults \({name}\)"):
+                atlas.know(other)
+
+
+def test_what_a_table_lacks_is_trained_and_nothing_else(whole: Table, tmp_path: Path) -> None:
+    """The runs' folders are gone, and the table lacks the last trial and the chosen settings of DDP."""
+    part = Table(tmp_path / "part.json")
+    lacks = [row for row in whole.rows if row["method"] == "ddp" and (row["kind"], row["number"]) in (
+        ("tuned", 0), ("trial", TRIALS - 1))]  # fmt: skip
+    part.put(whole.places["digits-2"], [row for row in whole.rows if row not in lacks])
+    told: list[Ended] = []
+    atlas = atlas_in(tmp_path / "runs", watch=told.append)
+    atlas.know(part)
+    atlas.train(lambda study: part.put(atlas.place_of(study), atlas.rows(study)))
+    assert len(told) == len(lacks) and without_times(part) == without_times(whole)
+
+
+def test_given_inner_rates_replace_that_of_the_best_trial(whole: Table, tmp_path: Path) -> None:
+    """A method without other options to tune needs no trials then, and the table takes part in a later run."""
+    studies = [replace(study, rates=("0.001", "0.004")) for study in atlas_in(tmp_path).studies]
+    atlas = Atlas(tmp_path, studies, trials=2, defaults=False, device="cpu")
+    ddp, diloco = atlas.studies
+    assert (atlas.trials_possible(ddp), atlas.trials_possible(diloco), atlas.runs_left()) == (0, 2, 2 * 6 + 2)
+    table = table_of(atlas, tmp_path / "rates.json")
+    rows = {(row["method"], row["kind"], row["seed"]): row for row in table.rows}
+    assert len(table.rows) == 2 * 6 + 2
+    assert {str(row["options"]) for row in table.rows if row["method"] == "ddp"} == {
+        "{'lr': '0.001'}",
+        "{'lr': '0.004'}",
+    }
+    best = best_of([(row["options"], row["loss"]) for row in table.rows if row["kind"] == "trial"])
+    for kind, rate in zip(RATES, ("0.001", "0.004"), strict=True):
+        assert all(rows["diloco", kind, seed]["options"] == {**best, "lr": rate} for seed in SEEDS)
+    assert "arguments" in rows["ddp", "low rate", 1]
+    again = Atlas(tmp_path / "empty", studies, trials=2, defaults=False, device="cpu")
+    again.know(Table(table.path))
+    assert again.studies == []
+    found = json.loads(table.path.read_text())
+    (wrong,) = (row for row in found["rows"] if (row["method"], row["kind"], row["seed"]) == ("diloco", "low rate", 1))
+    wrong["options"]["outer_lr"] = "0.5"
+    table.path.write_text(json.dumps(found))
+    with pytest.raises(ArgumentError, match="diloco at digits-2 has other settings than its best trial"):
+        Table(table.path)
 
 
 def test_an_older_table_learns_the_shapes(whole: Table, tmp_path: Path) -> None:
@@ -182,6 +228,15 @@ def test_tables_that_contradict_each_other_are_not_merged(whole: Table, tmp_path
         lambda t: t["places"]["digits-2"].update(trials=9), "have trials=5 and trials=9: only results with the same"
     )
     refused(lambda t: t["rows"][0].update(kind="best"), "is no table of exogym benchmark --trials")
+    trial, tuned = (
+        next(k for k, row in enumerate(found["rows"]) if row["kind"] == kind and row["options"])
+        for kind in ("trial", "tuned")
+    )
+    refused(lambda t: t["rows"][trial].update(number=TRIALS), f"a number that no run of {TRIALS} trials has")
+    refused(lambda t: t["rows"][trial].update(seed=1), "has a seed")
+    refused(lambda t: t["rows"][tuned].update(options={"lr": "1"}), "has other settings than its best trial")
+    refused(lambda t: t["places"]["digits-2"].update(task="pictures"), "have task=digits and task=pictures")
+    refused(lambda t: t["places"]["digits-2"].update(skew=0.9), "and skew=0.9: only results with the same")
     refused(lambda t: t.pop("places"), "is no table of exogym benchmark --trials")
     refused(lambda t: t["rows"][0].update(place="nowhere"), "a row's place is not described")
     for name, value in (("loss", "low"), ("loss", math.nan), ("place", []), ("seed", "1"), ("tx_bytes", 10**400)):

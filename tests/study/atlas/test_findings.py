@@ -12,7 +12,7 @@ from exogym.cli import main
 from exogym.study.atlas import Table
 from exogym.study.atlas.findings import MARGIN, Finding, confirmed, findings_of
 from exogym.study.atlas.page import text_of
-from exogym.study.atlas.training import FRESH, SEEDS, TRIAL_SEEDS
+from exogym.study.atlas.table import FRESH, SEEDS, TRIAL_SEEDS
 
 PLACES = ("digits-2", "digits-4")
 
@@ -61,10 +61,8 @@ def test_the_rule_chooses_three_statements(tmp_path: Path) -> None:
 
 def test_methods_that_share_the_best_rank_are_named(tmp_path: Path) -> None:
     equal = LOSSES | {"diloco": (0.9, 1.1, 10.0)}
-    assert findings_of(table_with(tmp_path, equal))[1].says.startswith(
-        "`diloco` shares the best mean rank with `fedavg`"
-    )
-    assert findings_of(table_with(tmp_path / "b", LOSSES))[1].says.startswith("`fedavg` has the best mean rank")
+    assert findings_of(table_with(tmp_path, equal))[1].why == "`diloco` shares the best mean rank with `fedavg`"
+    assert findings_of(table_with(tmp_path / "b", LOSSES))[1].why == "`fedavg` has the best mean rank"
 
 
 @pytest.mark.parametrize(

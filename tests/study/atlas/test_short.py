@@ -12,7 +12,7 @@ from tables import atlas_row as row
 from exogym.study.atlas import Table
 from exogym.study.atlas.measures import comparable, ranks_of, results_of
 from exogym.study.atlas.short import lines_in_short, rounds_of
-from exogym.study.atlas.training import SEEDS
+from exogym.study.atlas.table import SEEDS
 
 PLACES = ("digits-2", "digits-4")
 # method: the three tuned losses at both places, the default loss, and the bytes of a run
@@ -72,7 +72,8 @@ def test_the_lines_say_what_the_ranks_and_trials_say(tmp_path: Path) -> None:
     assert "for `demo`: its mean rank is 3.0 if all methods are tuned, and 5.0 if all have their defaults" in text
     assert "`ddp` has 4.0 and 3.0." in text
     assert (
-        "In 2 of 10 rows the trials chose settings that are worse than the defaults. The worst are `sparta`'s" in text
+        "In 2 of 10 rows the chosen settings have a higher test loss than the defaults, in 2 of them by more than the "
+        "seeds' chance. The worst are `sparta`'s" in text
     )
     assert "findings" not in text  # no fresh seeds yet
     assert "have 10 to 10 parameters. 2 of 2 places have the task `digits`, so mean ranks say most about it." in text
