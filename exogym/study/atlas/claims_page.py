@@ -213,15 +213,21 @@ def _summary(new: Mapping[str, Verdict], old: Mapping[str, Verdict]) -> Iterator
         return
     lines = [
         [
-            name, each.central.claim.title, f"{each.outcome}, {OLD}" if name in old else str(each.outcome),
+            name, each.central.claim.title, f"{each.outcome}, {OLD}" if name in old else _outcome(each),
             *(" / ".join(_effect(at.sizes[size].effect) for at in each.at.values()) for size in SIZES),
             " / ".join(_slope(at) for at in each.at.values()),
         ]
         for name, each in done.items()
     ]  # fmt: skip
-    yield "The effects and slopes are at the low / high inner rate.\n"
+    yield "The effects and slopes are at the low / high inner rate, as are two verdicts in brackets.\n"
     heads = ["claim", "title", "verdict", *(f"effect, size {size}" for size in SIZES), "slope"]
     yield markdown(heads, lines) + "\n"
+
+
+def _outcome(each: Verdict) -> str:
+    """Return the verdict, and those at the two inner rates if they differ."""
+    found = [str(at.outcome) for at in each.at.values()]
+    return str(each.outcome) + (f" ({' / '.join(found)})" if len({*found}) > 1 else "")
 
 
 def _effect(effect: float) -> str:

@@ -134,6 +134,9 @@ def test_inner_rates_that_disagree_give_no_verdict_on_the_paper(tmp_path: Path) 
         loss = lambda label, size, seed, sign=sign: 2 + sign[size] * at[size] * (label != "DiLoCo")  # noqa: E731
         found = judged(CENTRAL["R4"], made_up(path, "R4", loss, table=table, kinds=RATES[1:]))
         assert found is not None and found.outcome == outcome, signs
+    write(table, tmp_path / "claims.md", ["R4"])
+    words = "does not come out at these sizes (comes out / is contradicted)"
+    assert f"| {words} |" in (tmp_path / "claims.md").read_text()
 
 
 def test_sizes_differ_in_their_parameters() -> None:
