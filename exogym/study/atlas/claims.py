@@ -43,6 +43,7 @@ from exogym.study.reproduce.claim import Cell, Claim, Found, Run, Seen
 SIZES = {"small": "/4", "medium": "/2", "full": ""}  # a name to what the task's name ends in
 TRIALS = 4  # of a cell, on the page of the documentation
 INNER_RATES = {"adamw": ("0.003756", "0.007512"), "sgd": ("0.01", "0.02")}  # a low and a high one
+LONG = 2000  # a claim with so many steps in a cell is tested only at the low inner rate
 TINY = {"tiny": "/8"}  # one size more, for the gap over sizes (`exogym.study.atlas.gaps`)
 
 
@@ -69,6 +70,11 @@ class Central:
     @property
     def claim(self) -> Claim:
         return CLAIMS[self.name]
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of rows that decide: both inner rates, or only the low one if the claim's runs are long."""
+        return RATES[:1] if any((cell.steps or 0) >= LONG for cell in self.claim.cells.values()) else RATES
 
 
 # R7 and R8 are about momentum with stale gradients, and the paper's momentum is 0.9.
@@ -115,7 +121,7 @@ def studies_at(central: Central, size: str) -> dict[str, Study]:
             sized = replace(sized, strategy=f"{sized.says}:{central.also[label]}")
         where = [sized.task, *(f"{name}={value}" for name, value in sized.describe().items() if name in SHOWN)]
         rates = INNER_RATES["sgd" if "inner_optim=sgd" in sized.says else "adamw"]
-        found[label] = Study(", ".join(where), sized.says, sized, rates)
+        found[label] = Study(", ".join(where), sized.says, sized, rates[: len(central.kinds)])
     return found
 
 
@@ -208,9 +214,13 @@ class Verdict:
         return Outcome.MORE if found == {Outcome.YES, Outcome.MORE} else Outcome.NO
 
 
-def judged(central: Central, table: Table, kinds: Sequence[str] = RATES) -> Verdict | None:
-    """Return the verdict on a claim from rows of some kinds, or None while the table lacks a run of it."""
-    found = {kind: _judged_at(central, table, kind) for kind in kinds}
+def judged(central: Central, table: Table, kinds: Sequence[str] | None = None) -> Verdict | None:
+    """Return the verdict on a claim from rows of some kinds, or None while the table lacks a run of it.
+
+    Args:
+        kinds: the kinds of rows. None takes the claim's own.
+    """
+    found = {kind: _judged_at(central, table, kind) for kind in kinds or central.kinds}
     whole = {kind: each for kind, each in found.items() if each is not None}
     return Verdict(central, whole) if len(whole) == len(found) else None
 

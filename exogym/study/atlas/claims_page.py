@@ -45,8 +45,9 @@ two inner rates. The losses are on test data, with three seeds that no trial has
 [Reproductions](reproductions.md) has each paper's finding, our question, and results with fixed rates.
 """
 READING = """\
-- The **low** and the **high** inner rate are {rates}. All cells of a claim share them, and the trials do not choose
-  between them. The first trial has the task's defaults, and the others are random.
+- The **low** and the **high** inner rate are {rates}. All cells of a claim share them, and the trials
+  do not choose between them. Claims with 2,000 steps or more in a cell have only the low rate. The first trial has the
+  task's defaults, and the others are random.
 - **Effect** of comparing A with B: log(B's loss / A's loss), so 0.01 is about 1 %. An effect above 0 supports the
   claim. Some claims only say "at most 3 % worse": there, a small effect below 0 agrees.
 - **Slope**: the effect's growth if the parameters grow e = 2.7 times, with its 95 % interval over the three seeds. The
@@ -288,7 +289,7 @@ def _section(each: Verdict, table: Table, old: bool = False) -> Iterator[str]:
     yield f"{central.claim.paper}. The effect compares `{central.better}` with {worse}.{late}{kept}{_alike(central)}\n"
     lines = [[label, *_losses(each, label, table)] for label in central.claim.cells]
     sizes = next(iter(each.at.values())).sizes
-    heads = ["test loss" if old else "test loss, low / high rate"]
+    heads = ["test loss" if old else f"test loss, {' / '.join(kind.removesuffix(' rate') for kind in each.at)} rate"]
     heads += [f"size {size}, {at.parameters:,} parameters" for size, at in sizes.items()]
     yield markdown(heads, lines) + "\n"
     for kind, at_rate in each.at.items():

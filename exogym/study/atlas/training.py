@@ -39,7 +39,8 @@ class Study:
 
     Attributes:
         cell: the method's options that stay, and the place's.
-        rates: two inner rates to measure instead of the best trial's: a low and a high one. () takes the best trial's.
+        rates: inner rates to measure instead of the best trial's: a low one, or a low and a high one. () takes the best
+            trial's.
     """
 
     place: str
@@ -193,7 +194,7 @@ class Atlas:
             return {}
         best = best_of([(options, run.last["val_loss"]) for options, run in done]) if done else {}
         if study.rates:
-            return {kind: {"lr": rate, **without(best, {"lr"})} for kind, rate in zip(RATES, study.rates, strict=True)}
+            return {kind: {"lr": rate, **without(best, {"lr"})} for kind, rate in zip(RATES, study.rates, strict=False)}
         return {"tuned": best, "default": {}} if self.defaults else {"tuned": best}
 
     def trials_possible(self, study: Study) -> int:
