@@ -81,6 +81,7 @@ class Table:
             self._rows.setdefault(key, plain)
             known = self.places.setdefault(row["place"], short(dict(place)))
             known |= {name: value for name, value in short(dict(place)).items() if name not in known}
+            self.places = dict(sorted(self.places.items()))
             self.left_out.pop(f"{row['place']}, {row['method']}", None)
 
     def check(self, name: str, place: Mapping[str, Any]) -> None:
@@ -134,7 +135,7 @@ class Table:
         if self.path.exists():
             self.add(self.path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        found = {"places": dict(sorted(self.places.items())), "left_out": dict(sorted(self.left_out.items()))}
+        found = {"places": self.places, "left_out": dict(sorted(self.left_out.items()))}
         write_json(self.path, found | {"versions": versions(), "rows": self.rows}, indent=None)
 
 

@@ -145,6 +145,15 @@ def test_given_inner_rates_replace_that_of_the_best_trial(whole: Table, tmp_path
         Table(table.path)
 
 
+def test_places_have_the_order_that_the_file_gives_them(whole: Table, tmp_path: Path) -> None:
+    """Otherwise a page that is written after a merge differs from the page of the merged file."""
+    table = Table(tmp_path / "two.json")
+    for name in ("b-2", "a-2"):
+        table.put(whole.places["digits-2"], [whole.rows[0] | {"place": name}])
+    table.write()
+    assert list(table.places) == list(Table(table.path).places) == ["a-2", "b-2"]
+
+
 def test_an_older_table_learns_the_shapes(whole: Table, tmp_path: Path) -> None:
     old = json.loads(whole.path.read_text())
     shapes = old["places"]["digits-2"].pop("shapes")
