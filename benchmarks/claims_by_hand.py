@@ -1,7 +1,8 @@
 """Train the cells of claims that do not come out with a second program, and compare the losses with ExoGym's.
 
 Some claims of docs/claims.md do not come out. Is this the paper, the setting, or a mistake in ExoGym? This program
-trains the cells of R5, R6, R7, R8, R11, R13 and sparse-bytes again at the full size, with the settings of claims.json.
+trains the cells of R5, R6, R7, R8, R11, R13 and sparse-bytes again at the full size, with the settings of claims.json
+and its low inner rate. (docs/claims_before.json has the first results, whose trials chose the inner rate, too.)
 Its methods are plain loops, written from the papers, and share no code with ExoGym's strategies and trainer. Only the
 task (model, data, schedule) and the cells' options come from ExoGym. The initial weights are the same, but batches are
 drawn differently. So losses are equal in distribution, not in bits.
@@ -28,8 +29,8 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ from torch import Tensor, nn
 
 from exogym.core.base.draws import stream_seed
 from exogym.data.partition import IID
-from exogym.study.atlas.claims import CENTRAL, studies_at
+from exogym.study.atlas.claims import CENTRAL, Central, studies_at
 from exogym.study.atlas.halves import halved
 from exogym.study.atlas.table import RATES, SEEDS
 from exogym.study.atlas.training import Study
@@ -362,7 +363,7 @@ class HandCell:
     def options(self) -> dict[str, Any]:
         texts = dict(part.split("=") for part in self.study.method.split(":")[1:]) | self.rows[0]["options"]
         given = {name: number(value) for name, value in texts.items()} | {"speeds": self.study.cell.speeds}
-        return self.defaults | {"lr": self.defaults["inner_rate"]} | given
+        return self.defaults | {"lr": self.defaults.get("inner_rate")} | given
 
     def theirs(self, name: str) -> list[float]:
         """Return ExoGym's loss for each seed."""
@@ -400,21 +401,25 @@ def number(text: str) -> Any:
         return text
 
 
-def keys_of(claim: str) -> dict[str, str]:
+def centrals_of(table: dict[str, Any]) -> dict[str, Central]:
+    """Return the claims by name. In docs/claims_before.json, cells have only the options of their texts."""
+    before = any(row["kind"] == "tuned" for row in table["rows"])
+    return {name: replace(CENTRAL[name], also={}) if before else CENTRAL[name] for name in CLAIMS}
+
+
+def keys_of(central: Central) -> dict[str, str]:
     """Return a dict from a claim's labels to the cells' keys."""
-    return {label: f"{each.place}|{each.method}" for label, each in studies_at(CENTRAL[claim], "full").items()}
+    return {label: f"{each.place}|{each.method}" for label, each in studies_at(central, "full").items()}
 
 
-def cells_of(table: dict[str, Any]) -> Iterator[HandCell]:
-    found = {}
-    for claim in CLAIMS:
-        found |= dict(zip(keys_of(claim).values(), studies_at(CENTRAL[claim], "full").values(), strict=True))
-    for study in found.values():
+def cells_of(table: dict[str, Any], centrals: Iterable[Central]) -> Iterator[HandCell]:
+    """Yield the cells of which the table has runs."""
+    for study in dict.fromkeys(study for each in centrals for study in studies_at(each, "full").values()):
         mine = [row for row in table["rows"] if (row["place"], row["method"]) == (study.place, study.method)]
-        rows = [row for row in mine if row["kind"] == RATES[0]] or [row for row in mine if row["kind"] == "tuned"]
-        first = [row for row in mine if row.get("arguments")]
-        if rows and first:
-            defaults = {name: value for name, value in first[0]["arguments"].items() if value is not None}
+        rows = [row for row in mine if row["kind"] in (RATES[0], "tuned")]
+        given = next((row["arguments"] for row in mine if row.get("arguments")), {})
+        if rows:
+            defaults = {name: value for name, value in given.items() if value is not None}
             yield HandCell(study, sorted(rows, key=lambda row: SEEDS.index(row["seed"])), NESTEROV | defaults)
 
 
@@ -458,16 +463,16 @@ def spread(losses: Sequence[float]) -> str:
     return f"{statistics.fmean(losses):.4f} ± {(max(losses) - min(losses)) / 2:.4f}"
 
 
-def effect(claim: str, losses: Callable[[str, str], Sequence[float]]) -> float:
+def effect(central: Central, losses: Callable[[str, str], Sequence[float]]) -> float:
     """Return a claim's mean log(worse / better), from a function that returns a key's losses with a name."""
-    central, keys = CENTRAL[claim], keys_of(claim)
+    keys = keys_of(central)
     late = "" if central.of_worse == "val_loss" else "late_"
     better = losses(keys[central.better], f"{late}val_loss")
     worse = losses(keys[central.worse], f"{late}{central.of_worse}")
     return statistics.fmean(math.log(w) - math.log(b) for b, w in zip(better, worse, strict=True))
 
 
-def report(cells: Sequence[HandCell], found: dict[str, Any]) -> Iterator[str]:
+def report(cells: Sequence[HandCell], centrals: Iterable[Central], found: dict[str, Any]) -> Iterator[str]:
     """Yield the lines of two tables: the cells' losses, and the claims' effects where all cells are trained."""
     by_key = {cell.key: cell for cell in cells}
     same = found.get("same_batches", {"cells": {}, "curves": {}})
@@ -482,12 +487,12 @@ def report(cells: Sequence[HandCell], found: dict[str, Any]) -> Iterator[str]:
                 line += [spread(losses), f"{change:+.4f}"] if losses else ["", ""]
             yield f"| {' | '.join(line)} |"
     yield "\n| claim | effect, ExoGym | by hand | same batches |\n| --- | --- | --- | --- |"
-    for claim in (claim for claim in CLAIMS if by_key.keys() >= {*keys_of(claim).values()}):
-        line = [f"{effect(claim, lambda key, name: by_key[key].theirs(name)):+.4f}"]
+    for central in (each for each in centrals if by_key.keys() >= {*keys_of(each).values()}):
+        line = [f"{effect(central, lambda key, name: by_key[key].theirs(name)):+.4f}"]
         for part in (found, same):
-            whole = all(len(part["curves"].get(key, [])) == len(SEEDS) for key in keys_of(claim).values())
-            line += [f"{effect(claim, lambda key, name, of=part['cells']: of[key][name]):+.4f}" if whole else ""]
-        yield f"| {claim} | {' | '.join(line)} |"
+            whole = all(len(part["curves"].get(key, [])) == len(SEEDS) for key in keys_of(central).values())
+            line += [f"{effect(central, lambda key, name, of=part['cells']: of[key][name]):+.4f}" if whole else ""]
+        yield f"| {central.name} | {' | '.join(line)} |"
 
 
 def main() -> None:
@@ -498,10 +503,12 @@ def main() -> None:
     parser.add_argument("--same-batches", action="store_true", help="train on the batches of ExoGym's runs")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    cells = list(cells_of(json.loads(given.claims.read_text())))
+    table = json.loads(given.claims.read_text())
+    centrals = list(centrals_of(table).values())
+    cells = list(cells_of(table, centrals))
     chosen = [cell for cell in cells if not given.words or any(word in cell.study.method for word in given.words)]
     found = train(chosen, given.json, given.same_batches)
-    print("\n".join(report(cells, found)))
+    print("\n".join(report(cells, centrals, found)))
 
 
 if __name__ == "__main__":

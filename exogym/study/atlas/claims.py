@@ -14,11 +14,12 @@ The rules for a verdict at an inner rate:
     comes out                  all checks hold at all sizes
     comes out more with size   not so, but all checks hold at the largest size, and the slope's interval is above 0
     is contradicted            a check fails at the largest size, the effect's interval there is below 0, and the
-                               slope's interval is not above 0
+                               slope's interval is not above 0; if a run failed, the effect is below 0 in every seed
     does not at these sizes    otherwise
 
 If the two inner rates disagree, a claim does not come out at these sizes; but it comes out more with size if it does at
-one rate, and comes out at the other.
+one rate, and comes out at the other. A claim is hardly tuned if trials chose the inner rate, too, and at least half of
+a cell's trials failed at the largest size.
 """
 
 from __future__ import annotations
@@ -234,7 +235,10 @@ def _judged_at(central: Central, table: Table, kind: str) -> Judged | None:
             return None
         parameters = table.places[studies[central.better].place]["parameters"]
         sizes[size] = AtSize(
-            parameters, central.claim.seen(found), _effects(central, found), _hardly_tuned(studies, table)
+            parameters,
+            central.claim.seen(found),
+            _effects(central, found),
+            {} if kind in RATES else _hardly_tuned(studies, table),
         )
     logs = np.log([at.parameters for at in sizes.values()])
     effects = np.array([at.effects for at in sizes.values()])  # (sizes, seeds)
@@ -274,7 +278,13 @@ def _late(run: Run, loss: str) -> float:
 
 
 def runs_of(table: Table, study: Study, kind: str) -> list[Run]:
-    """Return a study's runs of a kind, such as "low rate", or [] while a seed is missing."""
+    """Return a study's runs of a kind, such as "low rate", or [] while a seed is missing.
+
+    Runs with another inner rate than the study's do not count.
+    """
     key = (study.place, study.method, kind)
-    runs = [run_of(row) for row in table.rows if (row["place"], row["method"], row["kind"]) == key]
+    rows = [row for row in table.rows if (row["place"], row["method"], row["kind"]) == key]
+    if kind in RATES:
+        rows = [row for row in rows if row["options"]["lr"] == study.rates[RATES.index(kind)]]
+    runs = [run_of(row) for row in rows]
     return runs if [run.seed for run in runs] == [*SEEDS] else []

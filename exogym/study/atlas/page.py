@@ -46,7 +46,7 @@ READING = """\
 - All seeds and all methods of a task are measured on the same test examples, whose number each section gives. So no
   interval here says what other examples would give.
 - The two halves of the task `digits` differ more than chance: its file has an order, and the halves take every second
-  example. Test losses there are about 1.7 times the validation losses, and the trials choose less well.
+  example. Test losses there are 1.1 to 2 times the validation losses, and the trials choose less well.
 - **Gain**: how much lower the test loss is than with the method's defaults. A negative gain means that the trials chose
   worse settings than the defaults. Trials have one seed and half of the held-out examples.
 - **Sensitivity**: the median trial's validation loss, divided by the best trial's. At 1, the settings hardly matter.

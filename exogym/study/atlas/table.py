@@ -121,7 +121,7 @@ class Table:
                 raise ValueError("a row's place is not described")
             for row in rows:
                 _check_row(row, places[row["place"]]["trials"])
-            _check_choices(rows, places)
+            _check_choices([*self._rows.values(), *rows], places | self.places)
             left_out = dict(found.get("left_out", {}))
         except (OSError, ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
             raise ArgumentError(f"{path} is no table of exogym benchmark --trials ({error})") from error
@@ -180,7 +180,10 @@ def _check_choices(rows: Sequence[Row], places: Mapping[str, Any]) -> None:
             trials.setdefault((row["place"], row["method"]), []).append(row)
     for row in rows:
         tried = trials.get((row["place"], row["method"]), ())
-        if row["kind"] in ("tuned", *RATES) and len(tried) in (1, places[row["place"]]["trials"]):
+        if (
+            row["kind"] in ("tuned", *RATES)
+            and len({each["number"] for each in tried}) == places[row["place"]]["trials"]
+        ):
             losses = [(each["options"], math.inf if each["loss"] is None else each["loss"]) for each in tried]
             free = {"lr"} if row["kind"] in RATES else set()
             if without(row["options"], free) != without(best_of(losses), free):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -114,7 +115,8 @@ class Atlas:
         self.studies: list[Study] = []
         self.left_out: dict[str, str] = {}
         self._axes: dict[Study, Axes] = {}
-        self._found: dict[tuple[str, str], list[Run]] = {}  # whole, by half and cell
+        self._found: dict[tuple[str, str], list[Run]] = {}  # of all seeds, by half and cell
+        self._tried: dict[Study, list[Options]] = {}  # trials that a table has
         for study in studies:
             self._add(study)
         if not self.studies:
@@ -135,6 +137,9 @@ class Atlas:
     def know(self, table: Table) -> None:
         """Take the runs in `table` as finished, and leave out the studies that are whole: others have trained them.
 
+        Runs of a cell count if the table has all its seeds. The table's trials count in their order, also if this
+        version of optuna would propose others.
+
         Raises:
             ArgumentError: the table has a study whose defaults differ from this version's.
         """
@@ -147,11 +152,14 @@ class Atlas:
 
     def _know(self, study: Study, rows: Sequence[Row], table: Table) -> None:
         for row in rows:
-            if "arguments" in row and (changed := self._changed(study, row)):
+            first = row["kind"] == "trial" and not row["options"]
+            if (first or "arguments" in row) and (changed := self._changed(study, row)):
                 raise ArgumentError(
                     f"{table.path} has {study} with other defaults ({', '.join(changed)}): its rows cannot be compared "
                     "with new ones. Give another --page, or remove these rows"
                 )
+        trials = {row["number"]: row["options"] for row in rows if row["kind"] == "trial"}
+        self._tried[study] = [trials[k] for k in itertools.takewhile(trials.__contains__, itertools.count())]
         found: dict[tuple[str, str], dict[int, Run]] = {}
         for row in rows:
             half = {SEEDS: "test", TRIAL_SEEDS: "validation", FRESH: "fresh"}[SEEDS_OF[row["kind"]]]
@@ -192,7 +200,7 @@ class Atlas:
         done = self.trials_of(study)
         if len(done) < self.trials_possible(study):
             return {}
-        best = best_of([(options, run.last["val_loss"]) for options, run in done]) if done else {}
+        best = best_of(_losses(done)) if done else {}
         if study.rates:
             return {kind: {"lr": rate, **without(best, {"lr"})} for kind, rate in zip(RATES, study.rates, strict=False)}
         return {"tuned": best, "default": {}} if self.defaults else {"tuned": best}
@@ -225,9 +233,10 @@ class Atlas:
     def _run_s(self, study: Study) -> float:
         return START_S + self.work["validation"].run_seconds(self.cell(study, {}))
 
-    def _next(self, study: Study, done: Sequence[tuple[Options, Run]]) -> list[dict[str, str]]:
-        losses = [(options, run.last["val_loss"]) for options, run in done]
-        return next_trials(self._axes[study], losses, self.trials_possible(study))
+    def _next(self, study: Study, done: Sequence[tuple[Options, Run]]) -> Sequence[Options]:
+        trials = self.trials_possible(study)
+        tried = self._tried.get(study, [])[len(done) : trials]
+        return tried or next_trials(self._axes[study], _losses(done), trials)
 
     # ---------------------------------------------------------------- training
 
@@ -364,3 +373,8 @@ class Atlas:
             "step_s": step_s, "shapes": [list(shape) for shape in size.shapes or ()], "heading": heading_of(session),
             "skew": None if session.split is None else label_skew(session.split, session.train, setting.nodes),
         }  # fmt: skip
+
+
+def _losses(done: Sequence[tuple[Options, Run]]) -> list[tuple[Options, float]]:
+    """Return trials' losses, rounded as in a table: so a table gives the same choice."""
+    return [(options, float(f"{run.last['val_loss']:.6g}")) for options, run in done]

@@ -16,7 +16,7 @@ from exogym.cli import main
 from exogym.errors import ArgumentError
 from exogym.strategy import DiLoCoStrategy, SimpleReduceStrategy, Strategy
 from exogym.strategy.registry import STRATEGIES
-from exogym.study.atlas import Atlas, Place, Table, halves, studies_of
+from exogym.study.atlas import Atlas, Place, Table, halves, studies_of, training
 from exogym.study.atlas.measures import comparable, ranks_of, results_of
 from exogym.study.atlas.table import RATES, SEEDS
 from exogym.study.atlas.training import Ended, TimeIsUp
@@ -75,7 +75,9 @@ def test_two_parts_merged_are_the_whole(whole: Table, tmp_path: Path) -> None:
     assert both.add(whole.path) == 0  # the same runs again
 
 
-def test_studies_in_the_table_are_not_trained_again(whole: Table, tmp_path: Path) -> None:
+def test_studies_in_the_table_are_not_trained_again(
+    whole: Table, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A page's command trains the missing rows alone, also where the runs' folders are gone."""
     atlas = atlas_in(tmp_path)
     atlas.know(whole)
@@ -87,6 +89,10 @@ def test_studies_in_the_table_are_not_trained_again(whole: Table, tmp_path: Path
         atlas = atlas_in(tmp_path)
         atlas.know(part)
         assert [study.method for study in atlas.studies] == ["ddp"], kind
+    monkeypatch.setattr(training, "next_trials", lambda *_: [{"lr": "0.001"}])  # as another version of optuna
+    atlas = atlas_in(tmp_path)
+    atlas.know(whole)
+    assert atlas.studies == []
     (first,) = (
         row for row in whole.rows if row["method"] == "diloco" and row["kind"] == "trial" and not row["options"]
     )
@@ -94,7 +100,8 @@ def test_studies_in_the_table_are_not_trained_again(whole: Table, tmp_path: Path
     for change, name in (({"lr": 9.0}, "lr"), ({"strategy": "diloco:H=9"}, "strategy"), ({"arguments": {"H": 9}}, "H"),
                           ({"arguments": {"unknown": 9}}, None)):  # fmt: skip
         other = Table(tmp_path / "other.json")
-        other.put(whole.places["digits-2"], [row | change if row == first else row for row in whole.rows])
+        known = {} if "arguments" in change else {"arguments": {}}  # as in older tables
+        other.put(whole.places["digits-2"], [row | change | known if row == first else row for row in whole.rows])
         atlas = atlas_in(tmp_path)
         if name is None:
             atlas.know(other)
@@ -257,6 +264,27 @@ def test_tables_that_contradict_each_other_are_not_merged(whole: Table, tmp_path
     other.write_text("[" * 100_000)
     with pytest.raises(ArgumentError, match="is no table of exogym benchmark --trials"):
         Table(other)
+
+
+def test_a_choice_is_checked_against_the_trials_of_both_tables(whole: Table, tmp_path: Path) -> None:
+    parts = {kind: Table(tmp_path / f"{kind}.json") for kind in ("trial", "tuned")}
+    for kind, part in parts.items():
+        rows = [row for row in whole.rows if (row["kind"] == "trial") == (kind == "trial")]
+        part.put(
+            whole.places["digits-2"],
+            [row | {"options": {"lr": "1"}} if row["kind"] == "tuned" else row for row in rows],
+        )
+        part.write()
+    with pytest.raises(ArgumentError, match="has other settings than its best trial"):
+        parts["trial"].add(parts["tuned"].path)
+    assert all(row["kind"] == "trial" for row in parts["trial"].rows)
+
+
+def test_a_method_without_its_trials_has_no_results_yet(whole: Table, tmp_path: Path) -> None:
+    part = Table(tmp_path / "part.json")
+    lacks = [row for row in whole.rows if (row["method"], row["kind"]) != ("ddp", "trial")]
+    part.put(whole.places["digits-2"], lacks)
+    assert [result.method for result in results_of(part, "digits-2")] == ["diloco"]
 
 
 def test_two_processes_with_one_table_lose_no_rows(whole: Table, tmp_path: Path) -> None:

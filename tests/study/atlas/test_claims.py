@@ -28,12 +28,13 @@ def made_up(
     table, central = table or Table(path), CENTRAL[name] if isinstance(name, str) else name
     for size in sizes:
         for label, study in studies_at(central, size).items():
-            about = {"nodes": 4, "steps": 9, "trials": 2, "batch_size": 8, "parameters": PARAMETERS[size],
+            about = {"nodes": 4, "steps": 9, "trials": 3, "batch_size": 8, "parameters": PARAMETERS[size],
                      "heading": "made up", "step_s": 0.1}  # fmt: skip
+            rates = dict(zip(RATES, study.rates, strict=False))
             rows = [
                 {
                     "place": study.place, "method": study.method, "kind": kind, "number": 0, "seed": seed,
-                    "options": {"lr": "0.01", "outer_lr": "0.5"}, "strategy": study.method,
+                    "options": {"lr": rates.get(kind, "0.01"), "outer_lr": "0.5"}, "strategy": study.method,
                     "loss": loss(label, size, seed),
                     "accuracy": None, "tx_bytes": 10, "payload_bytes": 10, "steps": [9],
                     "losses": [loss(label, size, seed)],
@@ -84,15 +85,32 @@ def test_a_failed_run_has_a_verdict_too(failed: str, seeds: Any, outcome: Outcom
 @pytest.mark.parametrize("failed, outcome", [(2, Outcome.UNTUNED), (1, Outcome.CONTRADICTED)])
 def test_a_claim_has_no_verdict_if_half_of_a_cells_trials_failed(failed: int, outcome: Outcome, tmp_path: Path) -> None:
     worse = {"small": 0.1, "medium": 0.15, "full": 0.2}
-    table = made_up(tmp_path / "claims.json", "R4", lambda label, size, _: 2.0 + worse[size] * (label == "DiLoCo"))
+    loss = lambda label, size, _: 2.0 + worse[size] * (label == "DiLoCo")  # noqa: E731
+    table = made_up(tmp_path / "claims_before.json", "R4", loss, kinds=["tuned"])
     study = studies_at(CENTRAL["R4"], "full")["DiLoCo"]
     row = next(row for row in table.rows if (row["place"], row["method"]) == (study.place, study.method))
-    row = row | {"options": {}}
-    trials = [row | {"kind": "trial", "number": k, "seed": 0, "loss": None if k < failed else 2.0} for k in range(3)]
-    table.put(table.places[study.place], trials)
-    assert write(table, tmp_path / "claims.md", ["R4"])["R4"].outcome == outcome
+    row = row | {"kind": "trial", "seed": 0}
+    table.put(
+        table.places[study.place], [row | {"number": k, "loss": None if k < failed else 2.0 + k} for k in range(3)]
+    )
+    table.write()
+    found = judged(CENTRAL["R4"], table, ["tuned"])
+    assert found is not None and found.outcome == outcome
+    write(made_up(tmp_path / "claims.json", "R1", lambda *_: 2.0), tmp_path / "claims.md")
     text = (tmp_path / "claims.md").read_text()
+    assert f"| {outcome}, with chosen inner rates |" in text
     assert ("2 of 3 trials of `DiLoCo` failed, so it is hardly tuned." in text) == (failed == 2)
+    made_up(tmp_path / "claims.json", "R4", loss, table=table)  # at given inner rates, failed trials do not count
+    again = judged(CENTRAL["R4"], table)
+    assert again is not None and again.outcome == Outcome.CONTRADICTED
+
+
+def test_runs_with_other_inner_rates_do_not_count(tmp_path: Path) -> None:
+    table = made_up(tmp_path / "claims.json", "R4", lambda *_: 2.0)
+    assert judged(CENTRAL["R4"], table) is not None
+    for row in table.rows[:3]:
+        row["options"]["lr"] = "0.03"
+    assert judged(CENTRAL["R4"], table) is None
 
 
 def test_a_failed_run_has_no_bytes(tmp_path: Path) -> None:
@@ -224,7 +242,7 @@ def test_a_claim_about_losses_of_the_same_run(tmp_path: Path) -> None:
     """R11's effect: log(one node's loss / the outer parameters' loss) late in training, not at the last evaluation."""
     table = made_up(tmp_path / "claims.json", "R11", lambda *_: 2.0)
     for row in table.rows:
-        row |= {"steps": [*range(1, 9)], "losses": [2.0] * 8, "options": {}}
+        row |= {"steps": [*range(1, 9)], "losses": [2.0] * 8, "options": {"lr": row["options"]["lr"]}}
         row["curves"] = {"mean_val_loss": [2.1] * 8, "node_val_loss": [9.0] * 6 + [2.2, 2.0]}
     verdict = judged(CENTRAL["R11"], table)
     assert verdict is not None and verdict.outcome == Outcome.YES
