@@ -501,7 +501,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True, help="file of this program's results")
     parser.add_argument("words", nargs="*", metavar="cells", help="train only cells whose method contains a word")
     parser.add_argument("--same-batches", action="store_true", help="train on the batches of ExoGym's runs")
-    given = parser.parse_args()
+    given = parser.parse_intermixed_args()  # words may follow the options
     torch.set_num_threads(1)
     table = json.loads(given.claims.read_text())
     centrals = list(centrals_of(table).values())

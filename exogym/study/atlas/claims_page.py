@@ -38,34 +38,35 @@ PLURAL = {
 }  # fmt: skip
 ABOUT = """\
 Does a paper's claim fail here because it is false, because our models are small, or because our rates are bad? We test
-the central claims again at three sizes. A *cell* is a method with its fixed options. If it has other options, such as
-the outer rate, trials choose them, with the same number of trials for each such cell, as in
-[Tune several methods alike](sweeps.md#tune-several-methods-alike). Then all cells of a claim are trained at the same
-inner rates. The losses are on test data, with three seeds that no trial has seen.
+the central claims again at three sizes. A *cell* is a method with its fixed options. Trials choose its other options,
+such as the outer rate; each cell that has such options gets the same number of trials, as in
+[Tune several methods alike](sweeps.md#tune-several-methods-alike). Then the cells of a claim are trained at the same
+inner rates. The losses are on test data, with three seeds that no trial has seen; ± is their standard deviation.
 [Reproductions](reproductions.md) has each paper's finding, our question, and results with fixed rates.
 """
 READING = """\
 - The **low** and the **high** inner rate are {rates}.
-  All cells of a claim share them. So a method that bears a higher inner rate than another gets no credit for that.
-  Claims with 2,000 steps or more in a cell have only the low rate. The first trial has the task's defaults. The others
-  have random options, and inner rates from 0.0023 to 0.0038 (DiLoCo and its variants) that do not count later.
+  The cells of a claim share them. So a method that bears a higher inner rate than another gets no credit for that.
+  The runs of {long} are long, so these claims have only the low rate.
+- The first trial has the task's defaults. The others have random options. Their inner rates, 0.0023 to 0.0038 for
+  DiLoCo and its variants, are then dropped. So no options were chosen at the high rate.
 - **Effect** of comparing A with B: log(B's loss / A's loss), so 0.01 is about 1 %. An effect above 0 supports the
   claim. Some claims only say "at most 3 % worse": there, a small effect below 0 agrees.
 - **Slope**: the effect's growth if the parameters grow e = 2.7 times, with its 95 % interval over the three seeds. The
   seeds share their settings and the test data, so an interval says nothing about other settings or other data.
 - At one inner rate, a claim **comes out** if all its checks hold at all sizes. It **comes out more with size** if they
   hold at the largest size, and the slope's interval is above 0. It **is contradicted** if, at the largest size, a check
-  fails and the effect's interval is below 0, and the slope's interval is not above 0; if a run failed, the effect is
-  below 0 in all seeds. Otherwise it **does not come out at these sizes**. If the two rates disagree, it does not come
-  out either, unless it comes out at one and comes out more with size at the other.
+  fails and the effect's interval is below 0 (not below what the claim allows), and the slope's interval is not above 0;
+  if a run failed, the effect is below 0 in all seeds. Otherwise it **does not come out at these sizes**. If the two
+  rates disagree, it does not come out. But "comes out" with "comes out more with size" gives the second.
 
 At first the trials also chose the inner rate. Methods with many options then got lower inner rates than methods with
 few, which decided some claims. With more trials, a trial's one seed chose rates at which every third run fails to
-learn. So now all cells have the same inner rates. The low rate is the rate that most cells of the first results had
-chosen, so their runs count again; the high rate is twice as high. We also made the rules stricter: "above 0" and "below
-0" meant all three seeds, not the interval. R7 and R8 now keep the paper's outer momentum of 0.9, and R13 has the
-published code's `aggregation=contributors`. R8's effect now compares what its title names. We decided all this after
-the first results, and for each claim before its new runs.
+learn. So now the new runs of a claim share inner rates. The low rate is the rate that most cells of the first results
+had chosen, so their runs count again; the high rate is twice as high. The rules are stricter, too: an interval must be
+above or below 0, not just all three seeds. New runs of R7 and R8 keep the paper's outer momentum of 0.9, and new runs
+of R13 have the published code's `aggregation=contributors`. R8's effect now compares what its title names. We decided
+all this after the first results, and for each claim before its new runs.
 
 These commands train missing runs, and write this page from {results}:
 
@@ -101,6 +102,7 @@ def text_of(table: Table, path: Path, claims: Sequence[str] = ()) -> str:
             results=f"[{results}]({results})",
             commands="\n".join(_commands(done, table, path)),
             rates=", or ".join(f"{low} and {high} with {name}" for name, (low, high) in INNER_RATES.items()),
+            long=_and([name for name, each in CENTRAL.items() if len(each.kinds) == 1]),
         ),
     ]
     blocks += _gaps(table)
@@ -161,17 +163,17 @@ def _in_short(new: Mapping[str, Verdict], old: Mapping[str, Verdict], places: Ma
     if contradicted := outcomes[Outcome.CONTRADICTED]:
         sizes = {name: [math.expm1(-at.effect) for at in _largest(done[name])] for name in contradicted}
         shown = {
-            name: " and ".join("a run failed" if math.isnan(size) else f"{size:.1%}" for size in each)
+            name: " / ".join("a run failed" if math.isnan(size) else f"{size:.1%}" for size in each)
             for name, each in sizes.items()
         }
         lines.append(
-            '"Contradicted" says nothing of how much higher the loss is at the largest size: '
+            "At the largest size, the losses of contradicted claims are higher by: "
             f"{', '.join(f'{name} {size}' for name, size in shown.items())}."
         )
     if old:
         lines.append(
-            f"{_and([*old])} still {'has' if len(old) == 1 else 'have'} inner rates that trials chose, as "
-            "told [below](#how-to-read-the-tables): differences of a few percent may come from unequal inner rates."
+            f"{_and([*old])} {'has' if len(old) == 1 else 'have'} not been trained again at equal inner rates: trials "
+            "chose the rates, so differences of a few percent may come from them."
         )
     others = [name for name, each in done.items() if each.outcome is not Outcome.YES]
     kept = {name: _always(done[name]) for name in others}
@@ -223,7 +225,7 @@ def _summary(new: Mapping[str, Verdict], old: Mapping[str, Verdict]) -> Iterator
         for name, each in done.items()
     ]  # fmt: skip
     if new:
-        yield "Two effects, slopes or verdicts are at the low / high inner rate.\n"
+        yield "If a field has two values, they are at the low / high inner rate.\n"
     heads = ["claim", "title", "verdict", *(f"effect, size {size}" for size in SIZES), "slope"]
     yield markdown(heads, lines) + "\n"
 
@@ -282,14 +284,19 @@ def _section(each: Verdict, table: Table, old: bool = False) -> Iterator[str]:
     central = each.central
     yield f"## {central.name}: {central.claim.title}\n"
     if old:
-        yield f"These results are {OLD}, as told [above](#how-to-read-the-tables).\n"
+        yield "Trials chose the inner rates of these results, as told [above](#how-to-read-the-tables).\n"
     kept = f" Its options {', '.join(central.kept)} are not tuned." if central.kept else ""
     kept += "".join(f" {_and(labels)}: `{option}`, not tuned." for option, labels in _options(central).items())
     worse = f"`{central.worse}`" if central.of_worse == "val_loss" else f"the {_on_test(WORDS[central.of_worse])}"
     late = "" if central.of_worse == "val_loss" else (
         " \"Late in training\" is the mean over the last quarter of the evaluations, without the last one."
     )  # fmt: skip
-    yield f"{central.claim.paper}. The effect compares `{central.better}` with {worse}.{late}{kept}{_alike(central)}\n"
+    effect = f"The effect compares only `{central.better}` with {worse}."
+    yield f"{central.claim.paper}. {effect}{late}{kept}{_alike(central)}\n"
+    studies = studies_at(central, "full")
+    steps = " or ".join(f"{n:,}" for n in sorted({table.places[study.place]["steps"] for study in studies.values()}))
+    cells = ", ".join(f"{label} is `{study.method}`" for label, study in studies.items())
+    yield f"Cells: {cells}. Runs have {steps} steps.\n"
     lines = [[label, *_losses(each, label, table)] for label in central.claim.cells]
     sizes = next(iter(each.at.values())).sizes
     heads = ["test loss" if old else f"test loss, {' / '.join(kind.removesuffix(' rate') for kind in each.at)} rate"]
@@ -314,7 +321,7 @@ def _second(table: Table) -> dict[str, Any]:
 
 def _by_hand(central: Central, table: Table, kind: str) -> Iterator[str]:
     """Yield what a second program found in the cells of the largest size."""
-    second = _second(table)
+    second, rate = _second(table), "chosen inner" if kind in BEFORE else kind.removesuffix(" rate")
     lines, same = [], second.get("same_batches", {"cells": {}})["cells"]
     for study, labels in _labels(central).items():
         key = f"{study.place}|{study.method}"
@@ -324,9 +331,9 @@ def _by_hand(central: Central, table: Table, kind: str) -> Iterator[str]:
             lines.append([" and ".join(labels), mean_text(ours), *(mean_text(each) if each else "" for each in theirs)])
     if lines:
         yield (
-            "A second program without ExoGym's strategies and trainer trained these cells at the largest size, with\n"
-            "the same settings, on other batches or on ExoGym's batches ([code](../benchmarks/claims_by_hand.py)). So\n"
-            "it checks the code, not the settings:\n"
+            "A second program without ExoGym's strategies and trainer trained only these cells, at the largest size\n"
+            f"and the {rate} rate, on other batches or on ExoGym's batches\n"
+            "([code](../benchmarks/claims_by_hand.py)). So it checks the code, not the settings:\n"
         )
         yield markdown(["test loss", "ExoGym", "on other batches", "on the same batches"], lines) + "\n"
     if central.name in second.get("notes", {}):

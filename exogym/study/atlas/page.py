@@ -176,7 +176,8 @@ def _findings(
         "A rule that was fixed before any training chooses these statements from the tables below. Then five other\n"
         "seeds decide, on the same test examples. The effect is a mean over the places of\n"
         "[Over all places](#over-all-places), of log(other loss / the method's loss), plus log(1.05) for \"at most 5%\n"
-        "above\", or minus half of the table's gain for a gain. If it is above 0, the statement holds on average. A\n"
+        'above". For a gain, half of its value in the table is subtracted. If the effect is above 0, the statement\n'
+        "holds on average. A\n"
         "statement is confirmed if the whole 95 % interval over seeds is above 0, and refuted if the whole interval\n"
         "is below 0. The interval says nothing about other tasks. The rule is in `exogym.study.atlas.findings`; this\n"
         f"command trains the seeds:\n\n```bash\nexogym benchmark confirm --page {path}\n```\n"
