@@ -119,7 +119,7 @@ def claims_at_sizes(
     trials: int, claims: Sequence[str], hours: float | None, out: Path, page: Path | None, only_page: bool,
     processes: int | str, device: str, data: str | None,
 ) -> None:  # fmt: skip
-    """Train the claims' missing cells at all sizes with tuned rates, and write the page of verdicts."""
+    """Train the claims' missing cells at all sizes, and write the page of verdicts."""
     page = _page(page or out / CLAIMS_PAGE)
     table = _table(page, claims=True)
     for name in claims:
