@@ -66,7 +66,8 @@ learn. So now the new runs of a claim share inner rates. The low rate is the rat
 had chosen, so their runs count again; the high rate is twice as high. The rules are stricter, too: an interval must be
 above or below 0, not just all three seeds. New runs of R7 and R8 keep the paper's outer momentum of 0.9, and new runs
 of R13 have the published code's `aggregation=contributors`. R8's effect now compares what its title names. We decided
-all this after the first results, and for each claim before its new runs.
+all this after the first results, and for each claim before its new runs, with one exception: six runs of DiLoCo at the
+high rate (sizes medium and full) are from the try with more trials, so we had seen them.
 
 These commands train missing runs, and write this page from {results}:
 

@@ -2,8 +2,8 @@
 
 The paper fits a loss as A P^alpha for each number of nodes, where P are the model's parameters. Here alpha is the
 least-squares slope of log(L) over log(P) at the sizes of `GAP_SIZES`, where L is the mean test loss with tuned outer
-options and one inner rate for all cells.
-Its 95 % interval is Student's t of the fit's residuals. So it is wide if the points are not on a line.
+options and one inner rate for all cells. Its 95 % interval is Student's t of the fit's residuals. So it is wide if the
+points are not on a line.
 """
 
 from __future__ import annotations
