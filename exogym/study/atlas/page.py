@@ -125,7 +125,7 @@ def _missing(table: Table) -> Iterator[str]:
     """Yield which places and methods were planned and are not trained yet."""
     planned = [str(place) for place in (*PLACES, *OTHERS) if str(place) not in table.places]
     if planned:
-        yield f"Planned, and not trained for this page yet: {_listed(dict.fromkeys(planned))}.\n"
+        yield f"Planned, and not in this table yet: {_listed(dict.fromkeys(planned))}.\n"
     ours = sorted(name for name, kind in STRATEGIES.items() if kind.__module__.startswith("exogym."))
     for place in map(str, PLACES):
         trained = {row["method"] for row in table.rows if row["place"] == place}

@@ -164,6 +164,9 @@ def _check_row(row: Row, trials: int) -> None:
         raise ValueError(f"the row {row} has a wrong {', '.join(wrong) or 'kind'}")
     if row["seed"] not in SEEDS_OF[row["kind"]] or not 0 <= row["number"] < (trials if row["kind"] == "trial" else 1):
         raise ValueError(f"the row {row} has a seed or a number that no run of {trials} trials has")
+    if not all(isinstance(value, str) for value in row["options"].values()):
+        raise ValueError(f"the row {row} has an option that is no text")
+    float(row["options"]["lr"] if row["kind"] in RATES else row["options"].get("lr", "0"))
     if row["kind"] != "trial" and not all(isinstance(row[name], list) for name in ("steps", "losses")):
         raise ValueError(f"the row {row} has no evaluations")
 
