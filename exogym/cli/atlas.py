@@ -16,6 +16,7 @@ from exogym.network import readable_seconds
 from exogym.strategy.registry import STRATEGIES, parse_strategy
 from exogym.study.atlas.claims import CENTRAL, SIZES, studies_at
 from exogym.study.atlas.claims_page import write as write_claims
+from exogym.study.atlas.equal import studies_at_rates
 from exogym.study.atlas.findings import Asked, findings_of
 from exogym.study.atlas.gaps import CLAIM as GAP_CLAIM
 from exogym.study.atlas.gaps import gap_studies
@@ -166,6 +167,22 @@ def confirm(page: Path, out: Path, hours: float | None, processes: int | str, de
         table.put(table.places[name], [row for row in rows if row["place"] == name])
     table.write()
     _write_page(table, page)
+
+
+def rates(page: Path, out: Path, hours: float | None, processes: int | str, device: str) -> None:
+    """Train methods of a page's table at two inner rates that they share, and write the page again."""
+    check_matplotlib()
+    page = _page(page)
+    table = _table(page)
+    studies = studies_at_rates(table)
+    if not studies:
+        raise ArgumentError(f"{table.path} has no place with ddp and its tuned settings: train it first")
+    atlas = Atlas(
+        out, studies, trials=table.places[studies[0].place]["trials"], processes=processes, device=device, hours=hours,
+        watch=_tell,
+    )  # fmt: skip
+    if _trained(atlas, table):
+        _write_page(table, page)
 
 
 def _fresh(

@@ -26,6 +26,8 @@ from exogym.study.reproduce.training import different
 from exogym.study.tasks import Data
 
 PAGE = "benchmark.md"
+AtlasPage = Annotated[Path, typer.Option(metavar="FILE", help="The atlas's page; its results are beside it as .json.")]
+Hours = Annotated[float | None, typer.Option(metavar="H", min=0, help="Stop after this time.")]
 app = typer.Typer(help="Measure bytes, quality and speed of every method.")
 
 
@@ -160,17 +162,28 @@ def add(
 
 @app.command("confirm")
 def confirm(
-    page: Annotated[
-        Path, typer.Option(metavar="FILE", help="The atlas's page; its results are beside it as .json.")
-    ] = Path("runs/atlas/atlas.md"),
+    page: AtlasPage = Path("runs/atlas/atlas.md"),
     out: Out = Path("runs/benchmark"),
-    hours: Annotated[float | None, typer.Option(metavar="H", min=0, help="Stop after this time.")] = None,
+    hours: Hours = None,
     processes: Processes = "1",
     device: Device = "auto",
     debug: Debug = False,
 ) -> None:
     """Train the findings of the atlas again with five fresh seeds, and write the page with the verdicts."""
     atlas.confirm(page, out, hours, processes_of(processes), device)
+
+
+@app.command("rates")
+def rates(
+    page: AtlasPage = Path("runs/atlas/atlas.md"),
+    out: Out = Path("runs/benchmark"),
+    hours: Hours = None,
+    processes: Processes = "1",
+    device: Device = "auto",
+    debug: Debug = False,
+) -> None:
+    """Train ten methods of the atlas again at two inner rates that all share, and write the page with their ranks."""
+    atlas.rates(page, out, hours, processes_of(processes), device)
 
 
 def _scope(full: bool, tasks: str | None, nodes: str | None, strategies: str | None) -> Scope:

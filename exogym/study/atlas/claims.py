@@ -36,14 +36,13 @@ from exogym.strategy.registry import STRATEGIES
 from exogym.study.atlas.intervals import interval
 from exogym.study.atlas.table import RATES, SEEDS, Table, run_of
 from exogym.study.atlas.training import Study
-from exogym.study.atlas.tuning import declared
+from exogym.study.atlas.tuning import INNER_RATES, declared
 from exogym.study.reproduce.catalogue import CLAIMS
 from exogym.study.reproduce.checks import late_mean
 from exogym.study.reproduce.claim import Cell, Claim, Found, Run, Seen
 
 SIZES = {"small": "/4", "medium": "/2", "full": ""}  # a name to what the task's name ends in
 TRIALS = 4  # of a cell, on the page of the documentation
-INNER_RATES = {"adamw": ("0.003756", "0.007512"), "sgd": ("0.01", "0.02")}  # a low and a high one
 LONG = 2000  # a claim with so many steps in a cell is tested only at the low inner rate
 TINY = {"tiny": "/8"}  # one size more, for the gap over sizes (`exogym.study.atlas.gaps`)
 

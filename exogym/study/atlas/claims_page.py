@@ -12,7 +12,6 @@ from typing import Any
 from exogym.core.base.files import replacing
 from exogym.study.atlas.claims import (
     CENTRAL,
-    INNER_RATES,
     SIZES,
     TRIALS,
     AtSize,
@@ -27,7 +26,7 @@ from exogym.study.atlas.claims import (
 from exogym.study.atlas.gaps import PAPER, gaps_of
 from exogym.study.atlas.table import RATES, Table
 from exogym.study.atlas.training import Study
-from exogym.study.atlas.tuning import without
+from exogym.study.atlas.tuning import INNER_RATES, without
 from exogym.study.compare.comparison import markdown
 from exogym.study.reproduce.checks import WORDS, mean_text
 from exogym.study.reproduce.page import HOLDS

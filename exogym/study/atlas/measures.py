@@ -15,7 +15,7 @@ from exogym.errors import ArgumentError
 from exogym.strategy.traffic import Plan
 from exogym.study.advise import advise
 from exogym.study.advise.plans import plan_of, scaled
-from exogym.study.atlas.table import SEEDS, Row, Table
+from exogym.study.atlas.table import RATES, SEEDS, Row, Table
 
 NETWORKS = {"Wi-Fi": "wifi", "1 Gbit/s": "lan-1g", "50 Mbit/s, 80 ms": "50Mbps,80ms"}
 BEGIN_WITH_DDP = ("post_local_sgd", "pier")  # they send more often at first, not more each time
@@ -31,6 +31,8 @@ class Result:
         losses: each seed's test loss with the chosen settings; infinite if a run failed.
         default_losses: the same with the method's defaults.
         trials: validation losses of all trials, in order.
+        at_rates: dict from a kind of `exogym.study.atlas.table.RATES` to the losses with a given inner rate and the
+            other chosen settings. It lacks a kind while a run is missing.
         tx_bytes: bytes that a node sends in the whole run.
         predicted_s: dict from network to the predicted seconds of the whole run, or None without a formula.
     """
@@ -40,6 +42,7 @@ class Result:
     losses: Sequence[float]
     default_losses: Sequence[float]
     trials: Sequence[float]
+    at_rates: Mapping[str, Sequence[float]]
     accuracy: float | None
     tx_bytes: float
     predicted_s: Mapping[str, float | None]
@@ -91,6 +94,7 @@ def results_of(table: Table, place: str, times: bool = True) -> list[Result]:
         sent = [row["tx_bytes"] for row in tuned if row["tx_bytes"] is not None]
         found.append(Result(
             method, tuned[0]["options"], _losses(tuned), _losses(kinds["default"]), _losses(kinds["trial"]),
+            {kind: _losses(rows) for kind, rows in kinds.items() if kind in RATES and len(rows) == len(SEEDS)},
             statistics.fmean(accuracies) if len(accuracies) == len(tuned) else None,
             statistics.fmean(sent) if sent else math.nan, _predicted(tuned[0], about) if times else {},
         ))  # fmt: skip

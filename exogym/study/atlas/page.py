@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,12 +13,14 @@ from exogym.core.base.files import replacing
 from exogym.core.progress import readable_bytes
 from exogym.network import readable_seconds
 from exogym.strategy.registry import STRATEGIES
+from exogym.study.atlas.equal import METHODS, places_at_rates, ranks_at_rates
 from exogym.study.atlas.findings import Confirmed, Finding, confirmed, findings_of
 from exogym.study.atlas.measures import NETWORKS, Ranks, Result, comparable, front_of, ranks_of, results_of
 from exogym.study.atlas.places import KINDS, OTHERS, PLACES, VARIANTS
 from exogym.study.atlas.plots import draw_fronts, draw_ranks
 from exogym.study.atlas.short import MARK, doubtful, lines_in_short, rounds_of
-from exogym.study.atlas.table import Table
+from exogym.study.atlas.table import RATES, Table
+from exogym.study.atlas.tuning import INNER_RATES
 from exogym.study.compare.comparison import markdown
 
 ABOUT = """\
@@ -50,6 +53,16 @@ READING = """\
 - **Gain**: how much lower the test loss is than with the method's defaults. A negative gain means that the trials chose
   worse settings than the defaults. Trials have one seed and half of the held-out examples.
 - **Sensitivity**: the median trial's validation loss, divided by the best trial's. At 1, the settings hardly matter.
+"""
+RATES_ALIKE = """\
+Tuning can favor a method by its inner rate: with one option, the trials try other inner rates than with three. So ten
+methods, named before any training ({methods}), are trained again at two inner rates that all share: {rates}. Their
+other options are as tuned. These are mean ranks over {places}. Two methods differ more than by chance if their mean
+ranks differ by more than {critical:.1f}. This command trains the runs:
+
+```bash
+exogym benchmark rates --page {page}
+```
 """
 REPEAT = """\
 The results are in {results}. These commands train missing runs, and write this page. They need `exogym[search]`, and
@@ -110,6 +123,7 @@ def _blocks(table: Table, path: Path, places: Mapping[str, Sequence[Result]], ra
     yield from _findings(findings, table, path, doubtful(places))
     if ranks is not None:
         yield from _ranking(comparable(places), ranks, _picture(path, "ranks"))
+    yield from _at_rates(places, path)
     yield "## How to read the tables\n"
     yield READING
     for place, results in places.items():
@@ -241,6 +255,38 @@ def _ranking(places: Mapping[str, Sequence[Result]], ranks: Ranks, picture: str)
     ]
     yield markdown(["method", "mean rank", "95% of resamples"], lines) + "\n"
     yield f"![Mean ranks with their intervals]({picture})\n"
+
+
+def _at_rates(places: Mapping[str, Sequence[Result]], path: Path) -> Iterator[str]:
+    """Yield what methods reach at equal inner rates, or nothing while no place is whole."""
+    ranks, shown = ranks_at_rates(places), places_at_rates(places)
+    if not ranks:
+        return
+    yield "## At equal inner rates\n"
+    yield RATES_ALIKE.format(
+        methods=_listed(dict.fromkeys(f"`{method}`" for method in METHODS)), places=_listed(shown), page=path,
+        rates=" and ".join(INNER_RATES["adamw"]), critical=next(iter(ranks.values())).critical,
+    )  # fmt: skip
+    tuned = ranks_of(shown)
+    columns = {"tuned": tuned.mean if tuned else {}} | {kind: each.mean for kind, each in ranks.items()}
+    yield (
+        markdown(
+            ["method", *columns],
+            [[f"`{m}`", *(f"{mean[m]:.1f}" for mean in columns.values())] for m in ranks[RATES[0]].mean],
+        )
+        + "\n"
+    )
+    yield "Test loss compared with `ddp`'s at the same inner rate, low and high:\n"
+    others = [method for method in METHODS if method != "ddp"]
+    lines = []
+    for place, results in shown.items():
+        at = {r.method: [statistics.fmean(r.at_rates[kind]) for kind in RATES] for r in results}
+        lines.append([place, *(", ".join(map(_over, at[m], at["ddp"])) if m in at else "" for m in others)])
+    yield markdown(["place", *(f"`{method}`" for method in others)], lines) + "\n"
+
+
+def _over(loss: float, other: float) -> str:
+    return f"{loss / other - 1:+.0%}" if math.isfinite(loss) and math.isfinite(other) else "failed"
 
 
 def _section(table: Table, place: str, results: Sequence[Result], picture: str) -> Iterator[str]:

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from exogym.study.atlas.equal import ranks_at_rates
 from exogym.study.atlas.findings import Confirmed, Finding
 from exogym.study.atlas.intervals import interval
 from exogym.study.atlas.measures import NETWORKS, Ranks, Result, comparable, mean_ranks
@@ -45,8 +46,8 @@ def lines_in_short(
         return
     yield "## In short\n"
     yield "\n".join(f"- {line}" for line in [
-        *([] if ranks is None else [*_of_ranks(shared, ranks), *_of_defaults(shared, ranks)]), *_of_findings(findings),
-        *_of_tuning(places), *_of_limits(table, shared),
+        *([] if ranks is None else [*_of_ranks(shared, ranks), *_of_defaults(shared, ranks)]), *_of_rates(places),
+        *_of_findings(findings), *_of_tuning(places), *_of_limits(table, shared),
     ]) + "\n"  # fmt: skip
     yield "Lowest test loss within a limit of bytes, and its difference from tuned `ddp`:\n"
     yield markdown(["place", *LIMITS], [[place, *_cells(results)] for place, results in shared.items()]) + "\n"
@@ -127,6 +128,15 @@ def _of_defaults(places: Mapping[str, Sequence[Result]], ranks: Ranks) -> Iterat
             f"tuned, and {before[most]:.1f} if all have their defaults. `ddp` has {ranks.mean['ddp']:.1f} and "
             f"{before['ddp']:.1f}."
         )
+
+
+def _of_rates(places: Mapping[str, Sequence[Result]]) -> Iterator[str]:
+    parts = []
+    for kind, ranks in ranks_at_rates(places).items():
+        (best, low), *_, (_, high) = ranks.mean.items()
+        parts.append(f"from {low:.1f} (`{best}`) to {high:.1f} at the {kind}")
+    if parts:
+        yield f"At [equal inner rates](#at-equal-inner-rates), mean ranks go {' and '.join(parts)}."
 
 
 def _of_findings(found: Sequence[tuple[Finding, Confirmed | None]]) -> Iterator[str]:

@@ -17,6 +17,7 @@ RATES = {
     "adam": "3e-4..3e-2", "adamw": "3e-4..3e-2", "nadam": "3e-4..3e-2", "radam": "3e-4..3e-2", "muonadamw": "1e-3..0.1",
     "sgd": "3e-3..1.0",
 }  # fmt: skip
+INNER_RATES = {"adamw": ("0.003756", "0.007512"), "sgd": ("0.01", "0.02")}  # a low and a high one, to compare methods
 Options = Mapping[str, str]
 
 
