@@ -2,7 +2,7 @@
 
 Some claims of docs/claims.md do not come out. Is this the paper, the setting, or a mistake in ExoGym? This program
 trains the cells of R5, R6, R7, R8, R11, R13 and sparse-bytes again at the full size, with the settings of claims.json
-and its low inner rate. (docs/claims_before.json has the first results, whose trials chose the inner rate, too.)
+and its low inner rate.
 Its methods are plain loops, written from the papers, and share no code with ExoGym's strategies and trainer. Only the
 task (model, data, schedule) and the cells' options come from ExoGym. The initial weights are the same, but batches are
 drawn differently. So losses are equal in distribution, not in bits.

@@ -18,8 +18,7 @@ The rules for a verdict at an inner rate:
     does not at these sizes    otherwise
 
 If the two inner rates disagree, a claim does not come out at these sizes; but it comes out more with size if it does at
-one rate, and comes out at the other. A claim is hardly tuned if trials chose the inner rate, too, and at least half of
-a cell's trials failed at the largest size.
+one rate, and comes out at the other.
 """
 
 from __future__ import annotations
@@ -135,23 +134,18 @@ class Outcome(StrEnum):
     MORE = "comes out more with size"
     NO = "does not come out at these sizes"
     CONTRADICTED = "is contradicted"
-    UNTUNED = "is hardly tuned: no verdict"
 
 
 @dataclass(frozen=True)
 class AtSize:
-    """A claim at a size: P, the checks' results, each seed's effect, and each cell's failed trials.
+    """A claim at a size: P, the checks' results, and each seed's effect.
 
     A seed's effect is infinite if one of its two runs failed, and NaN if both failed.
-
-    Attributes:
-        hardly_tuned: dict from a cell's label to its failed trials and all its trials, if at least half of them failed.
     """
 
     parameters: int
     seen: Sequence[Seen]
     effects: Sequence[float]
-    hardly_tuned: Mapping[str, tuple[int, int]]
 
     @property
     def holds(self) -> bool:
@@ -186,8 +180,6 @@ class Judged:
     @property
     def outcome(self) -> Outcome:
         largest = list(self.sizes.values())[-1]
-        if largest.hardly_tuned:
-            return Outcome.UNTUNED
         if all(at.holds for at in self.sizes.values()):
             return Outcome.YES
         if largest.holds and self.low > 0:
@@ -209,18 +201,12 @@ class Verdict:
         found = {each.outcome for each in self.at.values()}
         if len(found) == 1:
             return found.pop()
-        if Outcome.UNTUNED in found:
-            return Outcome.UNTUNED
         return Outcome.MORE if found == {Outcome.YES, Outcome.MORE} else Outcome.NO
 
 
-def judged(central: Central, table: Table, kinds: Sequence[str] | None = None) -> Verdict | None:
-    """Return the verdict on a claim from rows of some kinds, or None while the table lacks a run of it.
-
-    Args:
-        kinds: the kinds of rows. None takes the claim's own.
-    """
-    found = {kind: _judged_at(central, table, kind) for kind in kinds or central.kinds}
+def judged(central: Central, table: Table) -> Verdict | None:
+    """Return the verdict on a claim, or None while the table lacks a run of it."""
+    found = {kind: _judged_at(central, table, kind) for kind in central.kinds}
     whole = {kind: each for kind, each in found.items() if each is not None}
     return Verdict(central, whole) if len(whole) == len(found) else None
 
@@ -233,28 +219,13 @@ def _judged_at(central: Central, table: Table, kind: str) -> Judged | None:
         if not all(found.values()):
             return None
         parameters = table.places[studies[central.better].place]["parameters"]
-        sizes[size] = AtSize(
-            parameters,
-            central.claim.seen(found),
-            _effects(central, found),
-            {} if kind in RATES else _hardly_tuned(studies, table),
-        )
+        sizes[size] = AtSize(parameters, central.claim.seen(found), _effects(central, found))
     logs = np.log([at.parameters for at in sizes.values()])
     effects = np.array([at.effects for at in sizes.values()])  # (sizes, seeds)
     if not np.isfinite(effects).all():
         return Judged(central, sizes, math.nan, math.nan, math.nan)
     slopes = [slope(logs, seed) for seed in effects.T]
     return Judged(central, sizes, *interval(slopes))
-
-
-def _hardly_tuned(studies: Mapping[str, Study], table: Table) -> dict[str, tuple[int, int]]:
-    found = {}
-    for label, study in studies.items():
-        key = (study.place, study.method, "trial")
-        losses = [row["loss"] for row in table.rows if (row["place"], row["method"], row["kind"]) == key]
-        if 2 * losses.count(None) >= len(losses) > 0:
-            found[label] = losses.count(None), len(losses)
-    return found
 
 
 def slope(x: np.ndarray, y: np.ndarray) -> float:
@@ -283,7 +254,5 @@ def runs_of(table: Table, study: Study, kind: str) -> list[Run]:
     """
     key = (study.place, study.method, kind)
     rows = [row for row in table.rows if (row["place"], row["method"], row["kind"]) == key]
-    if kind in RATES:
-        rows = [row for row in rows if row["options"]["lr"] == study.rates[RATES.index(kind)]]
-    runs = [run_of(row) for row in rows]
+    runs = [run_of(row) for row in rows if row["options"]["lr"] == study.rates[RATES.index(kind)]]
     return runs if [run.seed for run in runs] == [*SEEDS] else []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ from exogym.study.reproduce.page import HOLDS
 
 PLURAL = {
     Outcome.YES: "come out", Outcome.MORE: "come out more with size", Outcome.NO: "do not come out at these sizes",
-    Outcome.CONTRADICTED: "are contradicted", Outcome.UNTUNED: "are hardly tuned: no verdict",
+    Outcome.CONTRADICTED: "are contradicted",
 }  # fmt: skip
 ABOUT = """\
 Does a paper's claim fail here because it is false, because our models are small, or because our rates are bad? We test
@@ -60,13 +59,14 @@ READING = """\
   rates disagree, it does not come out. But "comes out" with "comes out more with size" gives the second.
 
 At first the trials also chose the inner rate. Methods with many options then got lower inner rates than methods with
-few, which decided some claims. With more trials, a trial's one seed chose rates at which every third run fails to
-learn. So now the new runs of a claim share inner rates. The low rate is the rate that most cells of the first results
-had chosen, so their runs count again; the high rate is twice as high. The rules are stricter, too: an interval must be
-above or below 0, not just all three seeds. New runs of R7 and R8 keep the paper's outer momentum of 0.9, and new runs
-of R13 have the published code's `aggregation=contributors`. R8's effect now compares what its title names. We decided
-all this after the first results, and for each claim before its new runs, with one exception: six runs of DiLoCo at the
-high rate (sizes medium and full) are from the try with more trials, so we had seen them.
+few, which decided some claims. R8 came out, R1 came out more with size, R4, R6, R7 and R11 did not come out, R5, R13
+and sparse-bytes were contradicted, and SCAFFOLD was hardly tuned. With more trials, a trial's one seed chose rates at
+which every third run fails to learn. So now the cells of a claim share inner rates. The low rate is the rate that most
+cells of the first results had chosen, so their runs count again; the high rate is twice as high. The rules are
+stricter, too: an interval must be above or below 0, not just all three seeds. R7 and R8 now keep the paper's outer
+momentum of 0.9, and R13 has the published code's `aggregation=contributors`. R8's effect now compares what its title
+names. We decided all this after the first results, and for each claim before its new runs, with one exception: six runs
+of DiLoCo at the high rate (sizes medium and full) are from the try with more trials, so we had seen them.
 
 These commands train missing runs, and write this page from {results}:
 
@@ -74,8 +74,6 @@ These commands train missing runs, and write this page from {results}:
 {commands}
 ```
 """
-BEFORE = ("tuned",)  # kinds of rows in the first table
-OLD = "with chosen inner rates"  # mark of a claim that is not trained again yet
 
 
 def write(table: Table, path: Path, claims: Sequence[str] = ()) -> dict[str, Verdict]:
@@ -89,13 +87,11 @@ def write(table: Table, path: Path, claims: Sequence[str] = ()) -> dict[str, Ver
 def text_of(table: Table, path: Path, claims: Sequence[str] = ()) -> str:
     """Return the page's text."""
     done = _judged(table, claims)
-    before = Table(path.with_name(f"{path.stem}_before.json"))
-    old = {name: each for name, each in _judged_before(before, claims).items() if name not in done}
     results = path.with_suffix(".json").name
-    blocks = ["# Claims at three sizes\n", ABOUT, *_in_short(done, old, table.places | before.places)]
-    left = [name for name in CENTRAL if name not in done | old] if done | old and not claims else []
+    blocks = ["# Claims at three sizes\n", ABOUT, *_in_short(done, table.places)]
+    left = [name for name in CENTRAL if name not in done] if done and not claims else []
     blocks += [f"Not complete yet: {', '.join(left)}.\n"] if left else []
-    blocks += _summary(done, old)
+    blocks += _summary(done)
     blocks += [
         "## How to read the tables\n",
         READING.format(
@@ -106,30 +102,13 @@ def text_of(table: Table, path: Path, claims: Sequence[str] = ()) -> str:
         ),
     ]
     blocks += _gaps(table)
-    for name in CENTRAL:
-        each, rows = (done[name], table) if name in done else (old.get(name), before)
-        if each is not None:
-            blocks += _section(each, rows, name in old)
-            blocks += _by_hand(each.central, rows, next(iter(each.at)))
+    for each in done.values():
+        blocks += [*_section(each, table), *_by_hand(each.central, table, next(iter(each.at)))]
     return "\n".join(blocks)
 
 
 def _judged(table: Table, claims: Sequence[str]) -> dict[str, Verdict]:
     found = {name: judged(central, table) for name, central in CENTRAL.items() if not claims or name in claims}
-    return {name: each for name, each in found.items() if each is not None}
-
-
-def _in_order(claims: Mapping[str, Verdict]) -> dict[str, Verdict]:
-    return {name: claims[name] for name in CENTRAL if name in claims}
-
-
-def _judged_before(table: Table, claims: Sequence[str]) -> dict[str, Verdict]:
-    """Return the verdicts from the first table, whose trials chose the inner rate, too."""
-    found = {
-        name: judged(replace(each, also={}), table, BEFORE)
-        for name, each in CENTRAL.items()
-        if not claims or name in claims
-    }
     return {name: each for name, each in found.items() if each is not None}
 
 
@@ -144,9 +123,8 @@ def _commands(done: Mapping[str, Verdict], table: Table, path: Path) -> Iterator
     yield f"exogym reproduce --trials {numbers[-1]} --page {path}"
 
 
-def _in_short(new: Mapping[str, Verdict], old: Mapping[str, Verdict], places: Mapping[str, Any]) -> Iterator[str]:
+def _in_short(done: Mapping[str, Verdict], places: Mapping[str, Any]) -> Iterator[str]:
     """Yield the verdicts in a few lines, by fixed rules."""
-    done = _in_order({**new, **old})
     if not done:
         return
     outcomes = {kind: [name for name, each in done.items() if each.outcome is kind] for kind in Outcome}
@@ -169,11 +147,6 @@ def _in_short(new: Mapping[str, Verdict], old: Mapping[str, Verdict], places: Ma
         lines.append(
             "At the largest size, the losses of contradicted claims are higher by: "
             f"{', '.join(f'{name} {size}' for name, size in shown.items())}."
-        )
-    if old:
-        lines.append(
-            f"{_and([*old])} {'has' if len(old) == 1 else 'have'} not been trained again at equal inner rates: trials "
-            "chose the rates, so differences of a few percent may come from them."
         )
     others = [name for name, each in done.items() if each.outcome is not Outcome.YES]
     kept = {name: _always(done[name]) for name in others}
@@ -211,21 +184,19 @@ def _and(names: Sequence[str]) -> str:
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
-def _summary(new: Mapping[str, Verdict], old: Mapping[str, Verdict]) -> Iterator[str]:
-    done = _in_order({**new, **old})
+def _summary(done: Mapping[str, Verdict]) -> Iterator[str]:
     if not done:
         yield "No claim has all its runs yet.\n"
         return
     lines = [
         [
-            name, each.central.claim.title, f"{each.outcome}, {OLD}" if name in old else _outcome(each),
+            name, each.central.claim.title, _outcome(each),
             *(" / ".join(_effect(at.sizes[size].effect) for at in each.at.values()) for size in SIZES),
             " / ".join(_slope(at) for at in each.at.values()),
         ]
         for name, each in done.items()
     ]  # fmt: skip
-    if new:
-        yield "If a field has two values, they are at the low / high inner rate.\n"
+    yield "If a field has two values, they are at the low / high inner rate.\n"
     heads = ["claim", "title", "verdict", *(f"effect, size {size}" for size in SIZES), "slope"]
     yield markdown(heads, lines) + "\n"
 
@@ -280,11 +251,9 @@ def _exponent(mean: float, low: float, high: float) -> str:
     return "a run failed" if math.isnan(mean) else f"{mean:.3f} ({low:.3f} to {high:.3f})"
 
 
-def _section(each: Verdict, table: Table, old: bool = False) -> Iterator[str]:
+def _section(each: Verdict, table: Table) -> Iterator[str]:
     central = each.central
     yield f"## {central.name}: {central.claim.title}\n"
-    if old:
-        yield "Trials chose the inner rates of these results, as told [above](#how-to-read-the-tables).\n"
     kept = f" Its options {', '.join(central.kept)} are not tuned." if central.kept else ""
     kept += "".join(f" {_and(labels)}: `{option}`, not tuned." for option, labels in _options(central).items())
     worse = f"`{central.worse}`" if central.of_worse == "val_loss" else f"the {_on_test(WORDS[central.of_worse])}"
@@ -299,17 +268,13 @@ def _section(each: Verdict, table: Table, old: bool = False) -> Iterator[str]:
     yield f"Cells: {cells}. Runs have {steps} steps.\n"
     lines = [[label, *_losses(each, label, table)] for label in central.claim.cells]
     sizes = next(iter(each.at.values())).sizes
-    heads = ["test loss" if old else f"test loss, {' / '.join(kind.removesuffix(' rate') for kind in each.at)} rate"]
+    heads = [f"test loss, {' / '.join(kind.removesuffix(' rate') for kind in each.at)} rate"]
     heads += [f"size {size}, {at.parameters:,} parameters" for size, at in sizes.items()]
     yield markdown(heads, lines) + "\n"
     for kind, at_rate in each.at.items():
-        begin = "Size" if old else f"{kind.capitalize()}, size"
         for size, at in at_rate.sizes.items():
             for seen in at.seen:
-                yield f"- {begin} {size}, {HOLDS[seen.holds]}: {_on_test(seen.says)}."
-    for size, at in sizes.items():
-        for label, (failed, trials) in at.hardly_tuned.items():
-            yield f"- Size {size}: {failed} of {trials} trials of `{label}` failed, so it is hardly tuned."
+                yield f"- {kind.capitalize()}, size {size}, {HOLDS[seen.holds]}: {_on_test(seen.says)}."
     yield ""
 
 
@@ -321,7 +286,7 @@ def _second(table: Table) -> dict[str, Any]:
 
 def _by_hand(central: Central, table: Table, kind: str) -> Iterator[str]:
     """Yield what a second program found in the cells of the largest size."""
-    second, rate = _second(table), "chosen inner" if kind in BEFORE else kind.removesuffix(" rate")
+    second = _second(table)
     lines, same = [], second.get("same_batches", {"cells": {}})["cells"]
     for study, labels in _labels(central).items():
         key = f"{study.place}|{study.method}"
@@ -332,7 +297,7 @@ def _by_hand(central: Central, table: Table, kind: str) -> Iterator[str]:
     if lines:
         yield (
             "A second program without ExoGym's strategies and trainer trained only these cells, at the largest size\n"
-            f"and the {rate} rate, on other batches or on ExoGym's batches\n"
+            f"and the {kind}, on other batches or on ExoGym's batches\n"
             "([code](../benchmarks/claims_by_hand.py)). So it checks the code, not the settings:\n"
         )
         yield markdown(["test loss", "ExoGym", "on other batches", "on the same batches"], lines) + "\n"
@@ -378,6 +343,6 @@ def _losses(each: Verdict, label: str, table: Table) -> Iterator[str]:
         for kind in each.at:
             rows = [row for row in table.rows if (row["place"], row["method"], row["kind"]) == (*key, kind)]
             losses.append(mean_text([math.inf if row["loss"] is None else row["loss"] for row in rows]))
-            options = rows[0]["options"] if kind not in RATES else without(rows[0]["options"], {"lr"})
+            options = without(rows[0]["options"], {"lr"})
         chosen = ", ".join(f"{name}={value}" for name, value in options.items())
         yield " / ".join(losses) + (f" ({chosen})" if chosen else "")

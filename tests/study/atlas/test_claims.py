@@ -1,7 +1,6 @@
 """Claims at three sizes: cells whose rates are free, and a verdict whose four values follow from the losses."""
 
 import math
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -80,29 +79,6 @@ def test_a_failed_run_has_a_verdict_too(failed: str, seeds: Any, outcome: Outcom
     (line,) = [x for x in (tmp_path / "claims.md").read_text().splitlines() if x.startswith("| R4 ")]
     text = (tmp_path / "claims.md").read_text()
     assert line.count("a run failed") == 4 and "nan" not in text.partition("## How")[0]
-
-
-@pytest.mark.parametrize("failed, outcome", [(2, Outcome.UNTUNED), (1, Outcome.CONTRADICTED)])
-def test_a_claim_has_no_verdict_if_half_of_a_cells_trials_failed(failed: int, outcome: Outcome, tmp_path: Path) -> None:
-    worse = {"small": 0.1, "medium": 0.15, "full": 0.2}
-    loss = lambda label, size, _: 2.0 + worse[size] * (label == "DiLoCo")  # noqa: E731
-    table = made_up(tmp_path / "claims_before.json", "R4", loss, kinds=["tuned"])
-    study = studies_at(CENTRAL["R4"], "full")["DiLoCo"]
-    row = next(row for row in table.rows if (row["place"], row["method"]) == (study.place, study.method))
-    row = row | {"kind": "trial", "seed": 0}
-    table.put(
-        table.places[study.place], [row | {"number": k, "loss": None if k < failed else 2.0 + k} for k in range(3)]
-    )
-    table.write()
-    found = judged(CENTRAL["R4"], table, ["tuned"])
-    assert found is not None and found.outcome == outcome
-    write(made_up(tmp_path / "claims.json", "R1", lambda *_: 2.0), tmp_path / "claims.md")
-    text = (tmp_path / "claims.md").read_text()
-    assert f"| {outcome}, with chosen inner rates |" in text
-    assert ("2 of 3 trials of `DiLoCo` failed, so it is hardly tuned." in text) == (failed == 2)
-    made_up(tmp_path / "claims.json", "R4", loss, table=table)  # at given inner rates, failed trials do not count
-    again = judged(CENTRAL["R4"], table)
-    assert again is not None and again.outcome == Outcome.CONTRADICTED
 
 
 def test_runs_with_other_inner_rates_do_not_count(tmp_path: Path) -> None:
@@ -210,30 +186,11 @@ def test_the_page_begins_with_the_verdicts(tmp_path: Path) -> None:
     assert f"2 of {len(CENTRAL)} claims are complete: 2 are contradicted (R13, sparse-bytes)." in short
     assert "R13 and sparse-bytes compare the same runs: count them once." in short
     assert "losses of contradicted claims are higher by: R13 10.0% / 10.0%, sparse-bytes 10.0% / 10.0%." in short
-    assert "trained again" not in short
     write(table, tmp_path / "claims.md", ["R13"])
     alone = (tmp_path / "claims.md").read_text()
     assert "1 is contradicted (R13)." in alone and "count them once" not in alone
     assert "`DiLoCo, 0.7` and `DiLoCo, 0.4` have the same runs, because their rates are tuned." in alone
     assert "`SparseLoCo`: `aggregation=contributors`, not tuned." in alone
-
-
-def test_claims_that_only_the_first_table_has_are_marked(tmp_path: Path) -> None:
-    """R4 is in both tables, and R13 only in the first, with the options of its cells' texts alone."""
-    first = made_up(tmp_path / "claims_before.json", "R4", lambda label, *_: 2.0 + (label == "DiLoCo"), kinds=["tuned"])
-    plain = replace(CENTRAL["R13"], also={})
-    worse = {"small": 0.1, "medium": 0.15, "full": 0.2}
-    loss = lambda label, size, _: 2 + worse[size] * (label == "SparseLoCo")  # noqa: E731
-    made_up(first.path, plain, loss, table=first, kinds=["tuned"]).write()
-    table = made_up(tmp_path / "claims.json", "R4", lambda label, *_: 2.0 + (label != "DiLoCo"))
-    found = write(table, tmp_path / "claims.md")
-    text = (tmp_path / "claims.md").read_text()
-    assert list(found) == ["R4"] and found["R4"].outcome == Outcome.YES
-    assert re.search(r"^\| R4 +\|[^|]+\| +comes out \|", text, re.MULTILINE)
-    assert re.search(r"^\| R13 +\|[^|]+\| +is contradicted, with chosen inner rates \|", text, re.MULTILINE)
-    assert "R13 and sparse-bytes have not been trained again at equal inner rates" in text
-    assert "## R13: SparseLoCo beats DiLoCo\n\nTrials chose the inner rates of these results" in text
-    assert "aggregation=contributors`, not tuned" not in text
 
 
 def test_a_claim_about_losses_of_the_same_run(tmp_path: Path) -> None:
