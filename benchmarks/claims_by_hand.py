@@ -1,8 +1,7 @@
 """Train the cells of claims that do not come out with a second program, and compare the losses with ExoGym's.
 
 Some claims of docs/claims.md do not come out. Is this the paper, the setting, or a mistake in ExoGym? This program
-trains the cells of R5, R6, R7, R8, R11, R13 and sparse-bytes again at the full size, with the settings of claims.json
-and its low inner rate.
+trains the cells of the claims `CLAIMS` again at the full size, with the settings of claims.json and its low inner rate.
 Its methods are plain loops, written from the papers, and share no code with ExoGym's strategies and trainer. Only the
 task (model, data, schedule) and the cells' options come from ExoGym. The initial weights are the same, but batches are
 drawn differently. So losses are equal in distribution, not in bits.
@@ -46,7 +45,7 @@ from exogym.study.atlas.training import Study
 from exogym.study.reproduce.checks import late_mean
 from exogym.study.reproduce.training import STEP_S
 
-CLAIMS = ("R5", "R6", "R7", "R8", "R11", "R13", "sparse-bytes")
+CLAIMS = ("R4", "R5", "R6", "R7", "R8", "R11", "R13", "sparse-bytes")
 NESTEROV = {"outer_lr": 0.7, "outer_momentum": 0.9}  # where neither the task nor a trial has another value
 BITS_PER_S = 1e9  # of a node's line, in the runs of claims.json; latency is 0
 LATE = ("val_loss", "mean_val_loss", "node_val_loss")
@@ -59,8 +58,9 @@ Watch = Callable[[int, Tensor], None]  # receives the step and the outer paramet
 class Data:
     """The task with its examples as tensors: x, y of shape (examples, characters)."""
 
-    def __init__(self) -> None:
-        self.task, _ = halved("test", "characters")
+    def __init__(self, steps: int | None = None) -> None:
+        task, _ = halved("test", "characters")
+        self.task = replace(task, max_steps=steps or task.max_steps)
         self.train, self.val = (
             [torch.stack(column) for column in zip(*(part[k] for k in range(len(part))), strict=True)]
             for part in (self.task.train, self.task.val)
@@ -150,6 +150,11 @@ def diloco(nodes: Sequence[Node], options: dict[str, Any], watch: Watch) -> None
             for node in nodes:
                 node.row = theta
         watch(t, theta)
+
+
+def fedavg(nodes: Sequence[Node], options: dict[str, Any], watch: Watch) -> None:
+    """FedAvg, arXiv:1602.05629, with all clients: after H steps, the nodes' mean."""
+    diloco(nodes, options | {"outer_lr": 1.0, "outer_momentum": 0.0}, watch)
 
 
 def delayed_diloco(nodes: Sequence[Node], options: dict[str, Any], watch: Watch) -> None:
@@ -340,7 +345,8 @@ def async_diloco(nodes: Sequence[Node], options: dict[str, Any], watch: Watch) -
 
 
 METHODS = {
-    each.__name__: each for each in (diloco, delayed_diloco, eager_diloco, streaming_diloco, sparseloco, async_diloco)
+    each.__name__: each
+    for each in (diloco, fedavg, delayed_diloco, eager_diloco, streaming_diloco, sparseloco, async_diloco)
 }
 
 
@@ -401,12 +407,6 @@ def number(text: str) -> Any:
         return text
 
 
-def centrals_of(table: dict[str, Any]) -> dict[str, Central]:
-    """Return the claims by name. In docs/claims_before.json, cells have only the options of their texts."""
-    before = any(row["kind"] == "tuned" for row in table["rows"])
-    return {name: replace(CENTRAL[name], also={}) if before else CENTRAL[name] for name in CLAIMS}
-
-
 def keys_of(central: Central) -> dict[str, str]:
     """Return a dict from a claim's labels to the cells' keys."""
     return {label: f"{each.place}|{each.method}" for label, each in studies_at(central, "full").items()}
@@ -416,7 +416,7 @@ def cells_of(table: dict[str, Any], centrals: Iterable[Central]) -> Iterator[Han
     """Yield the cells of which the table has runs."""
     for study in dict.fromkeys(study for each in centrals for study in studies_at(each, "full").values()):
         mine = [row for row in table["rows"] if (row["place"], row["method"]) == (study.place, study.method)]
-        rows = [row for row in mine if row["kind"] in (RATES[0], "tuned")]
+        rows = [row for row in mine if row["kind"] == RATES[0]]
         given = next((row["arguments"] for row in mine if row.get("arguments")), {})
         if rows:
             defaults = {name: value for name, value in given.items() if value is not None}
@@ -430,12 +430,14 @@ def train(cells: Sequence[HandCell], path: Path, same_batches: bool) -> dict[str
     left = [(cell, seed) for cell in cells for seed in SEEDS[len(part["curves"].get(cell.key, [])) :]]
     if not left:
         return found
-    data = Data()
-    steps = data.task.max_steps * sum(cell.study.cell.nodes or data.task.num_nodes for cell, _ in left)
-    print(f"{len(left)} runs, about {math.ceil(1.15 * step_s(data) * steps / 60)} minutes", flush=True)
+    data = {cell.key: Data(cell.study.cell.steps) for cell, _ in left}
+    steps = sum(
+        data[cell.key].task.max_steps * (cell.study.cell.nodes or data[cell.key].task.num_nodes) for cell, _ in left
+    )
+    print(f"{len(left)} runs, about {math.ceil(1.15 * step_s(data[left[0][0].key]) * steps / 60)} minutes", flush=True)
     for cell, seed in left:
         start = time.perf_counter()
-        losses, curve = cell.train(data, seed, same_batches)
+        losses, curve = cell.train(data[cell.key], seed, same_batches)
         for name, loss in losses.items():
             part["cells"].setdefault(cell.key, {}).setdefault(name, []).append(round(loss, 5))
         part["curves"].setdefault(cell.key, []).append([round(loss, 5) for loss in curve])
@@ -504,7 +506,7 @@ def main() -> None:
     given = parser.parse_intermixed_args()  # words may follow the options
     torch.set_num_threads(1)
     table = json.loads(given.claims.read_text())
-    centrals = list(centrals_of(table).values())
+    centrals = [CENTRAL[name] for name in CLAIMS]
     cells = list(cells_of(table, centrals))
     chosen = [cell for cell in cells if not given.words or any(word in cell.study.method for word in given.words)]
     found = train(chosen, given.json, given.same_batches)
