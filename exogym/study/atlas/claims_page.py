@@ -271,10 +271,15 @@ def _section(each: Verdict, table: Table) -> Iterator[str]:
     heads = [f"test loss, {' / '.join(kind.removesuffix(' rate') for kind in each.at)} rate"]
     heads += [f"size {size}, {at.parameters:,} parameters" for size, at in sizes.items()]
     yield markdown(heads, lines) + "\n"
+    largest = list(sizes)[-1]
     for kind, at_rate in each.at.items():
         for size, at in at_rate.sizes.items():
             for seen in at.seen:
-                yield f"- {kind.capitalize()}, size {size}, {HOLDS[seen.holds]}: {_on_test(seen.says)}."
+                if size == largest or not seen.holds:
+                    yield f"- {kind.capitalize()}, size {size}, {HOLDS[seen.holds]}: {_on_test(seen.says)}."
+    smaller = [seen for at_rate in each.at.values() for at in list(at_rate.sizes.values())[:-1] for seen in at.seen]
+    if any(seen.holds for seen in smaller):
+        yield "- At the smaller sizes, all other checks hold."
     yield ""
 
 
