@@ -238,8 +238,8 @@ def check_places(table: Table, file: Path, claims: bool = False) -> None:
     Raises:
         ArgumentError: the table has the other kind of results.
     """
-    for place in table.places:
-        if claims == (place.rpartition("-")[0] in KINDS):
+    for place, about in table.places.items():
+        if claims == (place in {f"{kind}-{about['nodes']}" for kind in KINDS}):
             wanted = "reproduce" if claims else "benchmark"
             raise ArgumentError(f"{file} has results of {place!r}: wanted results of exogym {wanted} --trials")
 

@@ -55,10 +55,10 @@ READING = """\
 - **Sensitivity**: the median trial's validation loss, divided by the best trial's. At 1, the settings hardly matter.
 """
 RATES_ALIKE = """\
-Tuning can favor a method by its inner rate: with one option, the trials try other inner rates than with three. So ten
-methods, named before any training ({methods}), are trained again at two inner rates that all share: {rates}. Their
-other options are as tuned. These are mean ranks over {places}. Two methods differ more than by chance if their mean
-ranks differ by more than {critical:.1f}. This command trains the runs:
+Trials of a method with one option try other inner rates than trials of a method with three. So a method may be better
+only by its inner rate. Here {methods}, of ten methods that were named before any training, have the same two inner
+rates, {rates}, and their other options as tuned. The first table has mean ranks over {places}. Two methods differ more
+than by chance if their mean ranks differ by more than {critical:.1f}. This command trains the runs:
 
 ```bash
 exogym benchmark rates --page {page}
@@ -264,7 +264,8 @@ def _at_rates(places: Mapping[str, Sequence[Result]], path: Path) -> Iterator[st
         return
     yield "## At equal inner rates\n"
     yield RATES_ALIKE.format(
-        methods=_listed(dict.fromkeys(f"`{method}`" for method in METHODS)), places=_listed(shown), page=path,
+        methods=_listed(dict.fromkeys(f"`{m}`" for m in METHODS if m in ranks[RATES[0]].mean)),
+        places=_listed(shown), page=path,
         rates=" and ".join(INNER_RATES["adamw"]), critical=next(iter(ranks.values())).critical,
     )  # fmt: skip
     tuned = ranks_of(shown)

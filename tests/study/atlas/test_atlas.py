@@ -362,6 +362,10 @@ def test_what_the_page_cannot_hold_is_refused_before_training(
     claims.write_text(json.dumps(found | {"rows": [row | {"place": "characters, nodes=4"} for row in found["rows"]]}))
     assert main(["benchmark", "add", str(claims), "--page", str(page)]) == 2
     assert "wanted results of exogym benchmark --trials" in capfd.readouterr().err
+    found["places"] = {"digits-three": found["places"].popitem()[1]}  # it has 2 nodes
+    claims.write_text(json.dumps(found | {"rows": [row | {"place": "digits-three"} for row in found["rows"]]}))
+    assert main(["benchmark", "add", str(claims), "--page", str(page)]) == 2
+    assert "has results of 'digits-three'" in capfd.readouterr().err
     assert page.with_suffix(".json").read_text() == whole_text
     assert main(["reproduce", "R1", "--trials", "5", "--page", str(page)]) == 2
     assert "wanted results of exogym reproduce --trials" in capfd.readouterr().err and not page.exists()
