@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,12 +12,12 @@ import typer
 
 from exogym.cli.values import INTERRUPTED, numbers_of
 from exogym.core.progress import notice
-from exogym.errors import ArgumentError, check_choice
+from exogym.errors import ArgumentError, DataError, check_choice
 from exogym.network import readable_seconds
 from exogym.strategy.registry import STRATEGIES, parse_strategy
 from exogym.study.atlas.claims import CENTRAL, SIZES, studies_at
 from exogym.study.atlas.claims_page import write as write_claims
-from exogym.study.atlas.equal import studies_at_rates
+from exogym.study.atlas.equal import METHODS, studies_at_rates
 from exogym.study.atlas.findings import Asked, findings_of
 from exogym.study.atlas.gaps import CLAIM as GAP_CLAIM
 from exogym.study.atlas.gaps import gap_studies
@@ -174,15 +175,22 @@ def rates(page: Path, out: Path, hours: float | None, processes: int | str, devi
     check_matplotlib()
     page = _page(page)
     table = _table(page)
-    studies = studies_at_rates(table)
-    if not studies:
-        raise ArgumentError(f"{table.path} has no place with ddp and its tuned settings: train it first")
-    atlas = Atlas(
-        out, studies, trials=table.places[studies[0].place]["trials"], processes=processes, device=device, hours=hours,
-        watch=_tell,
-    )  # fmt: skip
-    if _trained(atlas, table):
-        _write_page(table, page)
+    studies: dict[int, list[Study]] = {}  # by the number of trials
+    for name, about in table.places.items():
+        try:
+            studies.setdefault(about["trials"], []).extend(studies_at_rates(table, name))
+        except DataError as error:
+            notice(f"left out: {name}: {error}")
+    if not any(studies.values()):
+        raise ArgumentError(f"{table.path} has no place with ddp and another of {', '.join(METHODS)}: train them first")
+    until = None if hours is None else time.monotonic() + 3600 * hours
+    for trials, each in studies.items():
+        left = None if until is None else max(0.0, until - time.monotonic()) / 3600
+        if each and not _trained(
+            Atlas(out, each, trials=trials, processes=processes, device=device, hours=left, watch=_tell), table
+        ):
+            break
+    _write_page(table, page)
 
 
 def _fresh(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from exogym.study.atlas.measures import Ranks, Result, ranks_of
+from exogym.study.atlas.measures import Ranks, Result, comparable, ranks_of
 from exogym.study.atlas.places import KINDS, TEN, Place, studies_of
 from exogym.study.atlas.table import RATES, Table
 from exogym.study.atlas.training import Study
@@ -18,38 +18,41 @@ from exogym.study.reproduce.problems import problem
 METHODS = TEN
 
 
-def studies_at_rates(table: Table) -> list[Study]:
-    """Return the studies of `METHODS` that a table has with tuned settings, at places with DDP, each with two rates.
+def studies_at_rates(table: Table, place: str) -> list[Study]:
+    """Return the studies of `METHODS` that a table has with all trials at a place, each with two rates.
 
-    A place whose task has an inner optimizer without given rates is left out.
+    There are none if DDP or all others are missing, or if no rates are given for the task's inner optimizer.
+
+    Raises:
+        DataError: the place's data were not found.
     """
-    tuned = {(row["place"], row["method"]) for row in table.rows if row["kind"] == "tuned"}
-    found = []
-    for name, about in table.places.items():
-        kind, _, nodes = name.rpartition("-")
-        rates = INNER_RATES.get(problem(KINDS[kind].task)[0].inner_optim)
-        methods = [method for method in METHODS if (name, method) in tuned]
-        if rates and "ddp" in methods:
-            found += [
-                replace(each, rates=rates) for each in studies_of([Place(kind, int(nodes))], methods, about["steps"])
-            ]
-    return found
+    about, (kind, _, _) = table.places[place], place.rpartition("-")
+    tried = [row["method"] for row in table.rows if (row["place"], row["kind"]) == (place, "trial")]
+    methods = [method for method in METHODS if tried.count(method) == about["trials"]]
+    rates = INNER_RATES.get(problem(KINDS[kind].task)[0].inner_optim)
+    if rates is None or "ddp" not in methods or len(methods) < 2:
+        return []
+    return [replace(each, rates=rates) for each in studies_of([Place(kind, about["nodes"])], methods, about["steps"])]
 
 
 def places_at_rates(places: Mapping[str, Sequence[Result]]) -> dict[str, list[Result]]:
-    """Return the places at which DDP and another method have their runs at both rates, with these methods' results."""
-    found = {place: [r for r in results if r.at_rates.keys() == {*RATES}] for place, results in places.items()}
-    return {place: each for place, each in found.items() if len(each) > 1 and any(r.method == "ddp" for r in each)}
+    """Return the places at which `METHODS` are trained at both rates, with their results.
+
+    A place counts if it has DDP and another of these methods, and if none of them lacks a run.
+    """
+    found = {place: [r for r in each if r.method in METHODS] for place, each in comparable(places).items()}
+    whole = {place: all(r.at_rates.keys() == {*RATES} for r in each) for place, each in found.items()}
+    return {place: each for place, each in found.items() if whole[place] and len(each) > 1}
 
 
 def ranks_at_rates(places: Mapping[str, Sequence[Result]]) -> dict[str, Ranks]:
-    """Return a dict from "low rate" and "high rate" to the ranks over `places_at_rates`, or {} without such places."""
-    found = {}
-    for kind in RATES:
-        ranks = ranks_of({
-            place: [replace(result, losses=result.at_rates[kind]) for result in results]
-            for place, results in places_at_rates(places).items()
-        })  # fmt: skip
-        if ranks is not None:
-            found[kind] = ranks
-    return found
+    """Return a dict from "low rate" and "high rate" to the ranks over `places_at_rates`.
+
+    It is empty if these places have fewer than two methods in common.
+    """
+    shown = places_at_rates(places)
+    found = {
+        kind: ranks_of({place: [replace(r, losses=r.at_rates[kind]) for r in each] for place, each in shown.items()})
+        for kind in RATES
+    }
+    return {kind: ranks for kind, ranks in found.items() if ranks is not None}

@@ -16,6 +16,7 @@ from exogym.strategy.traffic import Plan
 from exogym.study.advise import advise
 from exogym.study.advise.plans import plan_of, scaled
 from exogym.study.atlas.table import RATES, SEEDS, Row, Table
+from exogym.study.atlas.tuning import INNER_RATES
 
 NETWORKS = {"Wi-Fi": "wifi", "1 Gbit/s": "lan-1g", "50 Mbit/s, 80 ms": "50Mbps,80ms"}
 BEGIN_WITH_DDP = ("post_local_sgd", "pier")  # they send more often at first, not more each time
@@ -94,11 +95,18 @@ def results_of(table: Table, place: str, times: bool = True) -> list[Result]:
         sent = [row["tx_bytes"] for row in tuned if row["tx_bytes"] is not None]
         found.append(Result(
             method, tuned[0]["options"], _losses(tuned), _losses(kinds["default"]), _losses(kinds["trial"]),
-            {kind: _losses(rows) for kind, rows in kinds.items() if kind in RATES and len(rows) == len(SEEDS)},
+            {kind: _losses(rows) for kind, rows in kinds.items() if _is_at_rate(kind, rows)},
             statistics.fmean(accuracies) if len(accuracies) == len(tuned) else None,
             statistics.fmean(sent) if sent else math.nan, _predicted(tuned[0], about) if times else {},
         ))  # fmt: skip
     return sorted(found, key=lambda result: result.loss)
+
+
+def _is_at_rate(kind: str, rows: Sequence[Row]) -> bool:
+    """Return whether rows are all runs at one of the two given inner rates."""
+    if kind not in RATES or len(rows) != len(SEEDS):
+        return False
+    return rows[0]["options"]["lr"] in {rates[RATES.index(kind)] for rates in INNER_RATES.values()}
 
 
 def _losses(rows: Sequence[Row]) -> list[float]:

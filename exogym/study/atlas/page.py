@@ -18,7 +18,7 @@ from exogym.study.atlas.findings import Confirmed, Finding, confirmed, findings_
 from exogym.study.atlas.measures import NETWORKS, Ranks, Result, comparable, front_of, ranks_of, results_of
 from exogym.study.atlas.places import KINDS, OTHERS, PLACES, VARIANTS
 from exogym.study.atlas.plots import draw_fronts, draw_ranks
-from exogym.study.atlas.short import MARK, doubtful, lines_in_short, rounds_of
+from exogym.study.atlas.short import DOUBTFUL, MARK, doubtful, lines_in_short, rounds_of
 from exogym.study.atlas.table import RATES, Table
 from exogym.study.atlas.tuning import INNER_RATES
 from exogym.study.compare.comparison import markdown
@@ -55,14 +55,18 @@ READING = """\
 - **Sensitivity**: the median trial's validation loss, divided by the best trial's. At 1, the settings hardly matter.
 """
 RATES_ALIKE = """\
-Trials of a method with one option try other inner rates than trials of a method with three. So a method may be better
-only by its inner rate. Here {methods}, of ten methods that were named before any training, have the same two inner
-rates, {rates}, and their other options as tuned. The first table has mean ranks over {places}. Two methods differ more
-than by chance if their mean ranks differ by more than {critical:.1f}. This command trains the runs:
+Methods with one option and methods with three try different inner rates. A method may rank better only because its
+trials met a better rate. So here {methods} have the same two inner rates, {rates}. Ten methods were named before any
+training, and the table has these. Their other options stay as tuned. This command trains the runs:
 
 ```bash
 exogym benchmark rates --page {page}
 ```
+
+This comparison is not neutral either. We chose the two rates after we had seen the tuned results, and trials tried the
+low one, too: where a method had chosen it, its low-rate runs are its tuned runs. Other options were chosen at the
+method's own rate, so a method without other options has an advantage here. `demo` has its own optimizer, so the same
+number means another rate there.
 """
 REPEAT = """\
 The results are in {results}. These commands train missing runs, and write this page. They need `exogym[search]`, and
@@ -260,34 +264,45 @@ def _ranking(places: Mapping[str, Sequence[Result]], ranks: Ranks, picture: str)
 def _at_rates(places: Mapping[str, Sequence[Result]], path: Path) -> Iterator[str]:
     """Yield what methods reach at equal inner rates, or nothing while no place is whole."""
     ranks, shown = ranks_at_rates(places), places_at_rates(places)
-    if not ranks:
+    if not shown:
         return
+    methods = [method for method in METHODS if any(r.method == method for each in shown.values() for r in each)]
     yield "## At equal inner rates\n"
     yield RATES_ALIKE.format(
-        methods=_listed(dict.fromkeys(f"`{m}`" for m in METHODS if m in ranks[RATES[0]].mean)),
-        places=_listed(shown), page=path,
-        rates=" and ".join(INNER_RATES["adamw"]), critical=next(iter(ranks.values())).critical,
+        methods=_listed(dict.fromkeys(f"`{method}`" for method in methods)), page=path,
+        rates=" and ".join(INNER_RATES["adamw"]),
     )  # fmt: skip
+    if left := comparable(places).keys() - shown.keys():
+        yield f"Not trained yet at these rates: {_listed(dict.fromkeys(sorted(left)))}.\n"
     tuned = ranks_of(shown)
-    columns = {"tuned": tuned.mean if tuned else {}} | {kind: each.mean for kind, each in ranks.items()}
-    yield (
-        markdown(
-            ["method", *columns],
-            [[f"`{m}`", *(f"{mean[m]:.1f}" for mean in columns.values())] for m in ranks[RATES[0]].mean],
+    if tuned is not None and ranks:
+        yield (
+            f"Mean ranks over {_listed(shown)}. Two methods differ more than by chance if their mean ranks differ by\n"
+            f"more than {tuned.critical:.1f}.\n"
         )
-        + "\n"
-    )
-    yield "Test loss compared with `ddp`'s at the same inner rate, low and high:\n"
-    others = [method for method in METHODS if method != "ddp"]
-    lines = []
-    for place, results in shown.items():
-        at = {r.method: [statistics.fmean(r.at_rates[kind]) for kind in RATES] for r in results}
-        lines.append([place, *(", ".join(map(_over, at[m], at["ddp"])) if m in at else "" for m in others)])
-    yield markdown(["place", *(f"`{method}`" for method in others)], lines) + "\n"
+        columns = {"tuned": tuned.mean} | {kind: each.mean for kind, each in ranks.items()}
+        lines = [[f"`{m}`", *(f"{mean[m]:.1f}" for mean in columns.values())] for m in ranks[RATES[0]].mean]
+        yield markdown(["method", *columns], lines) + "\n"
+    yield "How much higher the test loss is than `ddp`'s at the same rate: at the low rate, and at the high one.\n"
+    others = [method for method in methods if method != "ddp"]
+    lines = [
+        [place, *(", ".join(_over(at[m], at["ddp"], kind) for kind in RATES) if m in at else "" for m in others)]
+        for place, at in ((place, {r.method: r for r in each}) for place, each in shown.items())
+    ]
+    table = markdown(["place", *(f"`{method}`" for method in others)], lines) + "\n"
+    yield table
+    if MARK in table:
+        yield f"{MARK} There `ddp` is more than 10% worse than with its defaults, which flatters other methods.\n"
 
 
-def _over(loss: float, other: float) -> str:
-    return f"{loss / other - 1:+.0%}" if math.isfinite(loss) and math.isfinite(other) else "failed"
+def _over(result: Result, ddp: Result, kind: str) -> str:
+    loss, other = (statistics.fmean(each.at_rates[kind]) for each in (result, ddp))
+    if not math.isfinite(loss):
+        return "failed"
+    if not 0 < other < math.inf:
+        return "" if other == 0 else "`ddp` failed"
+    mark = f" {MARK}" if other > (1 - DOUBTFUL) * statistics.fmean(ddp.default_losses) else ""
+    return f"{loss / other - 1:+.1%}{mark}"
 
 
 def _section(table: Table, place: str, results: Sequence[Result], picture: str) -> Iterator[str]:

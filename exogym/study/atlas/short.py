@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from exogym.study.atlas.equal import ranks_at_rates
+from exogym.study.atlas.equal import places_at_rates, ranks_at_rates
 from exogym.study.atlas.findings import Confirmed, Finding
 from exogym.study.atlas.intervals import interval
 from exogym.study.atlas.measures import NETWORKS, Ranks, Result, comparable, mean_ranks
@@ -106,17 +106,24 @@ def _fastest(results: Sequence[Result]) -> Iterator[str]:
 
 
 def _of_ranks(places: Mapping[str, Sequence[Result]], ranks: Ranks) -> Iterator[str]:
-    best, worst = min(ranks.mean.values()), max(ranks.mean.values())
-    apart = sum(
-        abs(a - b) > ranks.critical for k, a in enumerate(ranks.mean.values()) for b in [*ranks.mean.values()][:k]
-    )
-    pairs = "they separate **no two methods**" if not apart else f"they separate {apart} pairs of methods"
-    first = [f"`{method}`" for method, mean in ranks.mean.items() if f"{mean:.1f}" == f"{best:.1f}"]
     yield (
-        f"Mean ranks of the {len(ranks.mean)} methods that trained at all {len(places)} places with `ddp` go from "
-        f"{best:.1f} ({', '.join(first)}) to {worst:.1f}. Only differences above {ranks.critical:.1f} are more than "
-        f"chance: {pairs}."
+        f"Mean ranks of the {len(ranks.mean)} methods that trained at all {len(places)} places with `ddp` go "
+        f"{_range(ranks)}. Only differences above {ranks.critical:.1f} are more than chance: they separate "
+        f"{_apart(ranks)}."
     )
+
+
+def _range(ranks: Ranks) -> str:
+    best, worst = min(ranks.mean.values()), max(ranks.mean.values())
+    first = [f"`{method}`" for method, mean in ranks.mean.items() if f"{mean:.1f}" == f"{best:.1f}"]
+    return f"from {best:.1f} ({', '.join(first)}) to {worst:.1f}"
+
+
+def _apart(ranks: Ranks) -> str:
+    """Return how many pairs of methods differ by more than chance."""
+    means = [*ranks.mean.values()]
+    count = sum(abs(a - b) > ranks.critical for k, a in enumerate(means) for b in means[:k])
+    return f"{count} pairs of methods" if count else "**no two methods**"
 
 
 def _of_defaults(places: Mapping[str, Sequence[Result]], ranks: Ranks) -> Iterator[str]:
@@ -131,12 +138,15 @@ def _of_defaults(places: Mapping[str, Sequence[Result]], ranks: Ranks) -> Iterat
 
 
 def _of_rates(places: Mapping[str, Sequence[Result]]) -> Iterator[str]:
-    parts = []
-    for kind, ranks in ranks_at_rates(places).items():
-        (best, low), *_, (_, high) = ranks.mean.items()
-        parts.append(f"from {low:.1f} (`{best}`) to {high:.1f} at the {kind}")
-    if parts:
-        yield f"At [equal inner rates](#at-equal-inner-rates), mean ranks go {' and '.join(parts)}."
+    found = ranks_at_rates(places)
+    if found:
+        of = next(iter(found.values()))
+        yield (
+            f"At [equal inner rates](#at-equal-inner-rates), mean ranks of {len(of.mean)} methods over "
+            f"{len(places_at_rates(places))} places go "
+            f"{' and '.join(f'{_range(ranks)} at the {kind}' for kind, ranks in found.items())}. Differences above "
+            f"{of.critical:.1f} separate {' and '.join(f'{_apart(ranks)} at the {k}' for k, ranks in found.items())}."
+        )
 
 
 def _of_findings(found: Sequence[tuple[Finding, Confirmed | None]]) -> Iterator[str]:

@@ -166,7 +166,9 @@ def _check_row(row: Row, trials: int) -> None:
         raise ValueError(f"the row {row} has a seed or a number that no run of {trials} trials has")
     if not all(isinstance(value, str) for value in row["options"].values()):
         raise ValueError(f"the row {row} has an option that is no text")
-    float(row["options"]["lr"] if row["kind"] in RATES else row["options"].get("lr", "0"))
+    rate = float(row["options"]["lr"] if row["kind"] in RATES else row["options"].get("lr", "1"))
+    if not 0 < rate < math.inf:
+        raise ValueError(f"the row {row} has a rate that is not above 0, or not finite")
     if row["kind"] != "trial" and not all(isinstance(row[name], list) for name in ("steps", "losses")):
         raise ValueError(f"the row {row} has no evaluations")
 
