@@ -290,7 +290,7 @@ def async_diloco(nodes: Sequence[Node], options: dict[str, Any], watch: Watch) -
 
     A step of the run is N local steps of any nodes. At the end nodes push their unfinished rounds.
     """
-    N, rule, speeds = len(nodes), options.get("rule"), options["speeds"]
+    N, rule, speeds = len(nodes), options["rule"], options["speeds"]
     H = [max(1, int(v / max(speeds) * options["H"])) if options.get("dylu") else options["H"] for v in speeds]
     theta, naive = nodes[0].row, Nesterov(options)
     eta, beta, m, A = options["outer_lr"], options["outer_momentum"], torch.zeros_like(theta), torch.zeros_like(theta)
@@ -300,7 +300,7 @@ def async_diloco(nodes: Sequence[Node], options: dict[str, Any], watch: Watch) -
     def arrive(w: int) -> None:
         nonlocal arrivals
         delta = pulled[w] - nodes[w].row
-        if rule is None:  # delayed Nesterov with c = 0
+        if rule == "delayed_nesterov":  # with c = 0
             A.add_(delta)
             theta.sub_(eta * delta / N)
             if (arrivals + 1) % N == 0:

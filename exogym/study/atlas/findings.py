@@ -139,8 +139,8 @@ def _cheap(by_name: Mapping[str, Mapping[str, Result]], places: Sequence[str], m
     best = min(good, key=lambda method: over_ddp(method, "tx_bytes"))
     return [Finding(
         "cheap",
-        f"`{best}` sends 1/{1 / over_ddp(best, 'tx_bytes'):,.0f} of `ddp`'s bytes, and its test loss, averaged "
-        f"over places, is at most {MARGIN - 1:.0%} above `ddp`'s.",
+        f"`{best}` sends 1/{1 / over_ddp(best, 'tx_bytes'):,.0f} of `ddp`'s bytes (geometric mean over places), and "
+        f"its test loss, averaged over places, is at most {MARGIN - 1:.0%} above `ddp`'s.",
         "no other method within this margin sends less",
         f"a test loss of `{best}` more than {MARGIN - 1:.0%} above `ddp`'s",
         places, (best, "tuned"), ("ddp", "tuned"), math.log(MARGIN),

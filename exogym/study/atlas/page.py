@@ -30,7 +30,8 @@ the ranges that each method declares: the inner learning rate, and rates such as
 the lowest loss on validation data wins. Then the winner's settings and the defaults are trained again with three other
 seeds, and the table shows their loss on test data, which no trial has seen.
 
-A *place* is a task with a number of nodes: digits-16 has 16 nodes.
+A *place* is a task with a number of nodes: digits-16 has 16 nodes. For your own machines,
+[Choosing a strategy](understand/choosing.md) and `exogym advise` say where to begin.
 """
 READING = """\
 - Options that change the bytes, such as H or a density, are not tuned: they belong to the method's name. Each section
@@ -192,12 +193,13 @@ def _findings(
     yield "## Findings\n"
     yield (
         "A rule that was fixed before any training chooses these statements from the tables below. Then five other\n"
-        "seeds decide, on the same test examples. The effect is a mean over the places of\n"
-        "[Over all places](#over-all-places), of log(other loss / the method's loss), plus log(1.05) for \"at most 5%\n"
-        'above". For a gain, half of its value in the table is subtracted. If the effect is above 0, the statement\n'
-        "holds on average. A\n"
-        "statement is confirmed if the whole 95 % interval over seeds is above 0, and refuted if the whole interval\n"
-        "is below 0. The interval says nothing about other tasks. The rule is in `exogym.study.atlas.findings`; this\n"
+        "seeds decide, on the same test examples. The effect is log(other loss / the method's loss), a mean over the\n"
+        'places of [Over all places](#over-all-places). A statement "at most 5% above" adds log(1.05). A statement\n'
+        "on a gain subtracts half of the gain's logarithm. For example, 78 % lower is a factor of 4.5, whose square\n"
+        "root is 2.1, so 53 % lower. If the effect is above 0, the statement holds on average. A statement is\n"
+        "confirmed if the whole 95 % interval over seeds is above 0, refuted if the whole interval is below 0, and\n"
+        "otherwise open. The interval says nothing about other tasks. The rule is in\n"
+        "`exogym.study.atlas.findings`; this\n"
         f"command trains the seeds:\n\n```bash\nexogym benchmark confirm --page {path}\n```\n"
     )
     for number, (finding, seen) in enumerate(found, 1):
@@ -211,8 +213,8 @@ def _findings(
                 f"({seen.low:.3f} to {seen.high:.3f}) on five fresh seeds. {_by_place(finding, seen)}"
             ) + _without(finding, table, doubted)
         yield (
-            f"{number}. {finding.says} {verdict} This would refute it: {finding.refuted_by}. It was chosen because "
-            f"{finding.why}."
+            f"{number}. {finding.says} {verdict} Over all places, this would refute it: {finding.refuted_by}. It was "
+            f"chosen because {finding.why}."
         )
     yield ""
 
