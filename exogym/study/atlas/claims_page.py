@@ -46,12 +46,12 @@ READING = """\
 - The **low** and the **high** inner rate are {rates}.
   The cells of a claim share them. So a method that bears a higher inner rate than another gets no credit for that.
   The runs of {long} are long, so these claims have only the low rate.
-- The first of a cell's four trials has the task's defaults, and the others have random options. Cells with the same
+- The first of a cell's {trials} trials has the task's defaults, and the others have random options. Cells with the same
   options to tune try the same random points, so many cells chose the same one. A trial's inner rate (0.0021 to 0.0048
   with AdamW, 0.035 to 0.0995 with SGD) is then dropped. So no options were chosen at the high rate.
 - **Effect** of comparing A with B: log(B's loss / A's loss), so 0.01 is about 1 %. An effect above 0 supports the
   claim. The effect is of one comparison, and the verdict of all checks: a claim may fail by another check. Some claims
-  allow that A is a little worse: R5 by 0.5 %, R8 by 1 %, sparse-bytes by 3 %.
+  allow that A is a little worse: {allowed}.
 - **Slope**: the effect's growth if the parameters grow e = 2.7 times, with its 95 % interval over the three seeds. The
   seeds share their settings and the test data, so an interval says nothing about other settings or other data.
 - At one inner rate, a claim **comes out** if all its checks hold at all sizes. It **comes out more with size** if they
@@ -106,6 +106,8 @@ def text_of(table: Table, path: Path, claims: Sequence[str] = ()) -> str:
             results=f"[{results}]({results})",
             commands="\n".join(_commands(done, table, path)),
             rates=", or ".join(f"{low} and {high} with {name}" for name, (low, high) in INNER_RATES.items()),
+            allowed=_and([f"{name} by {each.allowed:.1%}" for name, each in CENTRAL.items() if each.allowed]),
+            trials=" or ".join(map(str, sorted({about["trials"] for about in table.places.values()}))) or TRIALS,
             long=_and([name for name, each in CENTRAL.items() if len(each.kinds) == 1]),
         ),
     ]

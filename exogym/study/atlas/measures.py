@@ -106,7 +106,7 @@ def _is_at_rate(kind: str, rows: Sequence[Row]) -> bool:
     """Return whether rows are all runs at one of the two given inner rates."""
     if kind not in RATES or len(rows) != len(SEEDS):
         return False
-    return rows[0]["options"]["lr"] in {rates[RATES.index(kind)] for rates in INNER_RATES.values()}
+    return {row["options"]["lr"] for row in rows} <= {rates[RATES.index(kind)] for rates in INNER_RATES.values()}
 
 
 def _losses(rows: Sequence[Row]) -> list[float]:

@@ -66,6 +66,15 @@ def test_the_verdict_follows_from_the_effects(effects: Any, outcome: Outcome, tm
     assert found.slope == pytest.approx(wanted, abs=0.004)  # of a straight line through equal steps
 
 
+def test_what_a_claim_allows_is_what_its_check_allows(tmp_path: Path) -> None:
+    for name, central in CENTRAL.items():
+        if central.allowed:
+            found = judged(central, made_up(tmp_path / f"{name}.json", name, lambda *_: 2.0))
+            assert found is not None
+            texts = [seen.says for seen in found.at["low rate"].sizes["full"].seen]
+            assert any(f"the claim allows {central.allowed:.1%} above" in text for text in texts), texts
+
+
 @pytest.mark.parametrize("noise, outcome", [(0.02, Outcome.NO), (0.001, Outcome.CONTRADICTED)])
 def test_a_claim_that_allows_a_difference_is_contradicted_only_beyond_it(
     noise: float, outcome: Outcome, tmp_path: Path
