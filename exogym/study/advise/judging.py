@@ -289,7 +289,10 @@ def by_table(question: Question) -> Advised:
 
 def _believing(question: Question, earlier: Earlier) -> Advised:
     beliefs = beliefs_of(question.periods, question.steps, earlier, question.alike)
-    choice = chosen(question.seconds_per_step, beliefs, question.steps, least_sure=0.0)
+    alone_s = question.nodes * min(question.step_s)  # of the fastest node, for the examples of a step of all nodes
+    seconds = question.seconds_per_step
+    able = {method: s for method, s in seconds.items() if method != REFERENCE or s <= alone_s}  # as `advise` does
+    choice = chosen(able or seconds, beliefs, question.steps, least_sure=0.0)
     return Advised(choice.method, sure=choice.sure)
 
 

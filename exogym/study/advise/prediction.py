@@ -32,7 +32,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -54,7 +54,7 @@ from exogym.strategy import Strategy
 from exogym.strategy.registry import parse_strategy
 from exogym.strategy.traffic import Plan, Traffic
 from exogym.study.advise.advice import Advice, Row
-from exogym.study.advise.beliefs import Belief, Choice, beliefs_of, chosen, known, known_skews, likeness
+from exogym.study.advise.beliefs import SAME, Belief, Choice, beliefs_of, chosen, known, known_skews, likeness
 from exogym.study.advise.costs import STEPS, Cost, Run, narrowed, notes
 from exogym.study.advise.failures import Failures
 from exogym.study.advise.plans import period_of, plan_of, title_of
@@ -188,8 +188,11 @@ def advise(
     lines = [*found.notes, *notes(run)]
     able = [row for row in rows if row.can_train]
     late = {plan.name for plan in found.plans if plan.local_steps is not None} if target_utilisation is None else set()
-    rare = [row.strategy for row in able if row.strategy in late and not row.meets_target]
-    lines += [_rare(name) for name in rare if len(rare) < len(able)]
+    rare = {row.strategy: _LATE for row in able if row.strategy in late and not row.meets_target}
+    if target_utilisation is None:
+        rare |= {row.strategy: _SLOW for row in able if beliefs[row.strategy] == SAME and row.speedup < 1}
+    if len(rare) < len(able):
+        lines += [f"{name}: not recommended by formula, because {why}" for name, why in rare.items()]
     lines.append(
         f"steps/DDP's: to the loss that DDP reaches after {steps} steps, from a rule of thumb and {len(known())} small "
         "tasks, not from yours"
@@ -209,6 +212,9 @@ def advise(
     return Advice(rows, best, because, lines, num_nodes=num_nodes, run=run, left_out=found.left_out)
 
 
+# Why a strategy is recommended only if there are no others.
+_LATE = f"the slowest node computes for less than {UTILISATION:.0%} of the time, so what this node learns arrives late"
+_SLOW = "the fastest node alone reaches the same loss sooner"
 _WORK = "give step_seconds=Work(...) with these three arguments"
 advise.__wrapped__.not_taken = dict.fromkeys(("flops", "device", "device_utilisation"), _WORK)  # type: ignore[attr-defined]
 
@@ -349,7 +355,7 @@ def _slowest(time: StepTime, num_nodes: int) -> str:
 
 
 def _first(
-    beliefs: Mapping[str, Belief], rare: Sequence[str], rows: Sequence[Row], amount: Callable[[Cost], float]
+    beliefs: Mapping[str, Belief], rare: Collection[str], rows: Sequence[Row], amount: Callable[[Cost], float]
 ) -> Row:
     """Return the row that probably needs the smallest amount, such as seconds or money, to DDP's loss."""
     choice = _choice(beliefs, rare, rows, amount)
@@ -357,7 +363,7 @@ def _first(
 
 
 def _choice(
-    beliefs: Mapping[str, Belief], rare: Sequence[str], rows: Sequence[Row], amount: Callable[[Cost], float]
+    beliefs: Mapping[str, Belief], rare: Collection[str], rows: Sequence[Row], amount: Callable[[Cost], float]
 ) -> Choice:
     """Choose by an amount of each run's cost: with failures or spot machines, it is more than its steps' amount.
 
@@ -368,7 +374,7 @@ def _choice(
 
 
 def _first_to_arrive(
-    rows: Sequence[Row], beliefs: Mapping[str, Belief], rare: Sequence[str], steps: int
+    rows: Sequence[Row], beliefs: Mapping[str, Belief], rare: Collection[str], steps: int
 ) -> tuple[Row, str]:
     """Return the row that probably reaches DDP's loss after `steps` steps first, and the reason."""
     choice = _choice(beliefs, rare, rows, lambda cost: cost.seconds)
@@ -379,14 +385,6 @@ def _first_to_arrive(
     )
     alone = "; but all nodes together are slower than the fastest node alone" if best.speedup < 1 else ""
     return best, because + alone
-
-
-def _rare(strategy: str) -> str:
-    """Return why an asynchronous strategy is not recommended."""
-    return (
-        f"{strategy}: not recommended by formula, because the slowest node computes for less than "
-        f"{UTILISATION:.0%} of the time, so what this node learns arrives late"
-    )
 
 
 def _busy(rows: Sequence[Row], wanted: str) -> tuple[Row, str]:

@@ -36,7 +36,7 @@ KINDS = {
     "digits-iid": Kind("digits", "8x8 digits, MLP; examples are divided at random", "iid"),
     "digits-shards": Kind("digits", "8x8 digits, MLP; two label shards per node", "shards:2"),
     "characters": Kind("characters", "Shakespeare by characters, GPT of 0.1M parameters", steps=500),
-    "speakers": Kind("by_speaker", "the same, but all lines of a speaker belong to one node", steps=500),
+    "speakers": Kind("by_speaker", "Shakespeare by characters; all lines of a speaker belong to one node", steps=500),
     "pictures": Kind("pictures", "MNIST, CNN; two label shards per node"),
     "clients": Kind(
         "pictures", "MNIST, CNN; two label shards per client, a tenth of the clients per round", clients=0.1

@@ -49,10 +49,13 @@ def lines_in_short(
         *([] if ranks is None else [*_of_ranks(shared, ranks), *_of_defaults(shared, ranks)]), *_of_rates(places),
         *_of_findings(findings), *_of_tuning(places), *_of_limits(table, shared),
     ]) + "\n"  # fmt: skip
-    apart = [p for p, each in shared.items() if not _contains_0(each[0].losses, _ddp(each).losses)]
+    others = {place: each for place, each in shared.items() if each[0] is not _ddp(each)}
+    equal = sum(_contains_0(each[0].losses, _ddp(each).losses) for each in others.values())
+    best = ", ".join(place for place in shared if place not in others)
     yield (
-        f"At {len(shared) - len(apart)} of {len(shared)} places, three seeds cannot tell the best method from `ddp`.\n"
-    )
+        f"At {equal} of {len(shared)} places, three seeds cannot tell the best method from `ddp`."
+        + (f" At {best} `ddp` itself has the lowest loss." if best else "") + "\n"
+    )  # fmt: skip
     yield "Lowest test loss within a limit of bytes, and its difference from tuned `ddp`:\n"
     yield markdown(["place", *LIMITS], [[place, *_cells(results)] for place, results in shared.items()]) + "\n"
     notes = ["≈ n: three seeds cannot tell n other methods within the limit from this one."]

@@ -437,3 +437,15 @@ def test_two_hosts_on_a_fast_line_and_one_behind_a_slow_line(capsys):
         assert told["recommended"] == best
     rows = {row["strategy"]: row for row in told["rows"]}
     assert not rows["async_diloco:H=100"]["meets_target"] and rows["diloco:H=1000"]["meets_target"]
+
+
+def test_ddp_is_not_recommended_where_one_node_alone_is_faster():
+    """That node reaches DDP's loss after as many steps, so a method that may never reach it is the better guess."""
+    for network, best in (("100Gbps", "ddp"), ("1Mbps", "diloco:H=10000")):
+        fleet = {"parameters": 1e7, "num_nodes": 2, "network": network, "step_seconds": 1.0}
+        advice = advise(**fleet, strategies=["ddp", "diloco:H=10000"], run=Run(10_000))
+        assert advice.recommended.strategy == best
+        assert any("the fastest node alone" in line for line in advice.assumptions) == (best != "ddp")
+    only = advise(**fleet, strategies=["ddp"])
+    assert only.recommended.strategy == "ddp" and "slower than the fastest node alone" in only.because
+    assert not any("not recommended" in line for line in only.assumptions)
