@@ -23,6 +23,7 @@ from exogym.study.compare.comparison import markdown
 LIMITS = {"any bytes": 1, "1/10 of `ddp`'s bytes": 10, "1/100 of `ddp`'s bytes": 100}
 DOUBTFUL = -0.1  # DDP's gain, from which its tuned settings are no fair reference
 MARK = "†"
+MOST_NAMED = 2  # pairs of methods
 
 
 def doubtful(places: Mapping[str, Sequence[Result]]) -> list[str]:
@@ -51,10 +52,10 @@ def lines_in_short(
     ]) + "\n"  # fmt: skip
     others = {place: each for place, each in shared.items() if each[0] is not _ddp(each)}
     equal = sum(_contains_0(each[0].losses, _ddp(each).losses) for each in others.values())
-    best = ", ".join(place for place in shared if place not in others)
+    best = " and ".join(place for place in shared if place not in others)
     yield (
         f"At {equal} of {len(shared)} places, three seeds cannot tell the best method from `ddp`."
-        + (f" At {best} `ddp` itself has the lowest loss." if best else "") + "\n"
+        + (f" At {best}, `ddp` itself has the lowest loss." if best else "") + "\n"
     )  # fmt: skip
     yield "Lowest test loss within a limit of bytes, and its difference from tuned `ddp`:\n"
     yield markdown(["place", *LIMITS], [[place, *_cells(results)] for place, results in shared.items()]) + "\n"
@@ -127,10 +128,14 @@ def _range(ranks: Ranks) -> str:
 
 
 def _apart(ranks: Ranks) -> str:
-    """Return how many pairs of methods differ by more than chance."""
-    means = [*ranks.mean.values()]
-    count = sum(abs(a - b) > ranks.critical for k, a in enumerate(means) for b in means[:k])
-    return f"{count} pairs of methods" if count else "**no two methods**"
+    """Say which pairs of methods differ by more than chance: each if they are few, else how many."""
+    means = sorted(ranks.mean.items(), key=lambda item: item[1])
+    pairs = [
+        f"`{low}` from `{high}`" for k, (low, a) in enumerate(means) for high, b in means[k:] if b - a > ranks.critical
+    ]
+    if len(pairs) > MOST_NAMED:
+        return f"{len(pairs)} pairs of methods"
+    return " and ".join(pairs) or "**no two methods**"
 
 
 def _of_defaults(places: Mapping[str, Sequence[Result]], ranks: Ranks) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ METHODS: dict[str, tuple[list[float], float, float]] = {
 }  # fmt: skip
 
 
-def text_of(folder: Path, changed: Any = None) -> str:
+def text_of(folder: Path, changed: Any = None, **of_ranks: float) -> str:
     table, methods = Table(folder / "atlas.json"), METHODS | (changed or {})
     for place in PLACES:
         for method, (losses, default, sent) in methods.items():
@@ -32,7 +33,9 @@ def text_of(folder: Path, changed: Any = None) -> str:
             rows += [row(place, method, "default", s, default, sent) for s in SEEDS]
             table.put(ABOUT | {"nodes": int(place[-1])}, rows)
     places = {place: results_of(table, place) for place in table.places}
-    return "\n".join(lines_in_short(table, places, ranks_of(comparable(places))))
+    ranks = ranks_of(comparable(places))
+    assert ranks is not None
+    return "\n".join(lines_in_short(table, places, replace(ranks, **of_ranks)))
 
 
 def cells(text: str, heading: str) -> list[str]:
@@ -61,7 +64,11 @@ def test_the_fastest_method_is_not_worse_than_ddp(tmp_path: Path) -> None:
     for cell in cells(text_of(tmp_path), "Wi-Fi"):
         assert re.fullmatch(r"`(diloco|fedavg)` \d+\.\d", cell)
     bad = {name: ([2.0, 2.0, 2.0], 2.0, 400.0) for name in METHODS if name != "ddp"}
-    assert cells(text_of(tmp_path / "bad", bad), "Wi-Fi") == ["`ddp`"] * 3
+    text = text_of(tmp_path / "bad", bad)
+    assert cells(text, "Wi-Fi") == ["`ddp`"] * 3
+    assert "At 0 of 2 places, three seeds cannot tell the best method from `ddp`." in text
+    assert "At digits-2 and digits-4, `ddp` itself has the lowest loss." in text
+    assert "itself" not in text_of(tmp_path)
 
 
 def test_the_lines_say_what_the_ranks_and_trials_say(tmp_path: Path) -> None:
@@ -77,6 +84,15 @@ def test_the_lines_say_what_the_ranks_and_trials_say(tmp_path: Path) -> None:
     )
     assert "findings" not in text  # no fresh seeds yet
     assert "have 10 to 10 parameters. 2 of 2 places have the task `digits`, so mean ranks say most about it." in text
+
+
+@pytest.mark.parametrize(
+    ("critical", "said"),
+    [(4.0, "**no two methods**"), (3.9, "`diloco` from `sparta`."), (2.9, "3 pairs of methods."), (0.9, "10 pairs")],
+)
+def test_methods_that_differ_by_more_than_chance_are_named(tmp_path: Path, critical: float, said: str) -> None:
+    """The mean ranks are 1 to 5."""
+    assert f"they separate {said}" in text_of(tmp_path, critical=critical)
 
 
 def test_nothing_is_said_without_ddp(tmp_path: Path) -> None:
