@@ -113,7 +113,7 @@ def propose(
     >>> links = Network.measured(all_reduce={4: 1e-2, 10_000: 2e-2}, num_nodes=2)
     >>> plan = propose(network=links, parameters=2410, steps=400, batch_size=4, step_s=[1e-3, 1e-3])
     >>> plan.strategy, plan.alone_s
-    ('diloco:H=10', 0.8)
+    ('diloco:H=30', 0.8)
     """
     seconds = measured_steps(network) if step_s is None else step_s
     measurement, nodes = network.measurement, len(seconds)

@@ -14,8 +14,11 @@ method reached the target. If a place has only another H' of the method, its r_i
     sd^2  = (2 0.5^2 + sum of (r_i - mean)^2) / (2 + n) (1 + 1 / (2 + n))
     never = (2 p_0 + sum of w_i over places where it never arrived) / (2 + sum of w_i)
 
-If the label skew of the new run's data is known, a place whose skew is d away counts exp(-d / 0.3) times in all sums
-above, with half of the weight if the place's skew is unknown.
+Places of the same task (`task_of`) count together as one: each of a task's k places counts 1 / k in all sums above, and
+n is the sum of these.
+
+If the label skew of the new run's data is known, a place whose skew is d away counts exp(-d / 0.3) times as
+much, and half as much if the place's skew is unknown.
 
 Earlier runs are short. With R_i = S_i / H' synchronizations at a place and R = S / H in the new run, w_i is min(1,
 R_i / R) if the method never arrived there, because more synchronizations may be enough. Otherwise w_i is min(1,
@@ -40,6 +43,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -61,6 +65,10 @@ WORST = 10.0  # a method that never reaches the target counts as this many times
 DRAWS, INTERVAL = 4000, 0.9
 ALIKE = 0.3  # difference in label skew at which a place counts e times less
 UNKNOWN = 0.5  # weight of a place with unknown skew
+SAME_TASK = {  # the same data, divided otherwise or with another model
+    "digits-iid": "digits", "digits-shards": "digits", "speakers": "characters", "clients": "pictures",
+    "strokes": "pictures",
+}  # fmt: skip
 KNOWN = Path(__file__).with_name("earlier.json")
 
 Earlier = Mapping[str, Mapping[str, float]]  # place to method to its steps to the target
@@ -153,20 +161,23 @@ def _belief(earlier: Earlier, method: str, period: int, steps: int, alike: Weigh
         return SAME
     thumb = MORE_STEPS + MORE_PER_LOG * math.log(period)
     ratios, likenesses, weights, lost = [], [], [], 0.0
-    for place, known in earlier.items():
-        base = known.get(REFERENCE, math.inf)
-        other = _nearest(method, period, known)
-        if other is None or not math.isfinite(base):
-            continue
+    others = {
+        place: other for place, known in earlier.items()
+        if math.isfinite(known.get(REFERENCE, math.inf)) and (other := _nearest(method, period, known)) is not None
+    }  # fmt: skip
+    same = Counter(map(task_of, others))
+    for place, other in others.items():
+        known = earlier[place]
+        base, like = known[REFERENCE], alike.get(place, 1.0) / same[task_of(place)]
         there = h_of(other) or period
         here = h_of(method) or there
         rounds = base / there / (steps / here)
         if math.isfinite(known[other]):
             ratios.append(math.log(known[other] / base) + MORE_PER_LOG * math.log(here / there))
-            likenesses.append(alike.get(place, 1.0))
+            likenesses.append(like)
             weights.append(likenesses[-1] * min(1.0, 1 / rounds))
         else:
-            weights.append(alike.get(place, 1.0) * min(1.0, rounds))
+            weights.append(like * min(1.0, rounds))
             lost += weights[-1]
     count = WORTH + math.fsum(likenesses)
     mean = (WORTH * thumb + _dot(likenesses, ratios)) / count
@@ -174,6 +185,16 @@ def _belief(earlier: Earlier, method: str, period: int, steps: int, alike: Weigh
     rule = min(MOST_NEVER, LEAST_NEVER + ROUNDS * period / steps)
     never = (WORTH * rule + lost) / (WORTH + math.fsum(weights))
     return Belief(mean, math.sqrt(squares / count * (1 + 1 / count)), never, len(weights))
+
+
+def task_of(place: str) -> str:
+    """Return the task of a place's name, such as "digits" for "digits-iid-4".
+
+    >>> task_of("digits-iid-4"), task_of("speakers-16"), task_of("words")
+    ('digits', 'characters', 'words')
+    """
+    kind = place.rpartition("-")[0] or place
+    return SAME_TASK.get(kind, kind)
 
 
 def _dot(a: Sequence[float], b: Sequence[float]) -> float:

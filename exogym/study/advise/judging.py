@@ -30,11 +30,10 @@ from exogym.core.base.draws import numpy_generator
 from exogym.errors import ArgumentError
 from exogym.network import Network
 from exogym.strategy.traffic import ModelSize
-from exogym.study.advise.beliefs import Belief, Earlier, beliefs_of, chosen, known, known_skews, likeness
+from exogym.study.advise.beliefs import Belief, Earlier, beliefs_of, chosen, known, known_skews, likeness, task_of
 from exogym.study.advise.halving import halve
 from exogym.study.advise.plans import period_of, plan_of
 from exogym.study.advise.prediction import advise
-from exogym.study.atlas.places import KINDS
 from exogym.study.atlas.steps import LEVELS, REFERENCE, SHARE, Curve, curves_of, steps_of
 from exogym.study.atlas.table import Table
 
@@ -46,7 +45,6 @@ TRACE_S, TRACE_PART_S = 4 * 3600.0, 600.0
 RESAMPLES, INTERVAL = 2000, 0.95
 ROUNDING = 1e-9
 WORST = 10.0  # for the best single method: larger times over the best time count as this multiple
-SAME_TASK = {"by_speaker": "characters", "strokes": "pictures"}  # the same data, divided otherwise or another model
 
 
 @dataclass(frozen=True)
@@ -122,6 +120,11 @@ class Question:
         """A dict from each candidate to the steps between its synchronizations."""
         return {method: period_of(plan_of(method, self.parameters, self.nodes)) for method in self.seconds_per_step}
 
+    @property
+    def alone_s(self) -> float:
+        """Seconds in which the fastest node alone computes a step of all nodes."""
+        return self.nodes * min(self.step_s)
+
 
 @dataclass(frozen=True)
 class Advised:
@@ -161,19 +164,13 @@ class Cell:
         first, *rest = sorted(self.seconds.values())
         return bool(rest) and rest[0] <= (1 + TIE) * first
 
+    @property
+    def is_slow(self) -> bool:
+        """Whether the fastest node alone reaches the target sooner than every candidate, in DDP's number of steps."""
+        return self.question.alone_s * self.steps[REFERENCE] < self.seconds[self.best]
+
     def regret(self, advised: Advised, with_cost: bool = False) -> float:
         return (self.seconds[advised.method] + with_cost * advised.cost_s) / self.seconds[self.best] - 1
-
-
-def task_of(place: str) -> str:
-    """Return the task of a place's name, such as "digits" for "digits-iid-4".
-
-    >>> task_of("digits-iid-4"), task_of("speakers-16")
-    ('digits', 'characters')
-    """
-    kind = place.rpartition("-")[0]
-    task = KINDS[kind].task if kind in KINDS else kind
-    return SAME_TASK.get(task, task)
 
 
 def cells_of(table: Table, prior: Table | None = None) -> list[Cell]:
@@ -289,9 +286,8 @@ def by_table(question: Question) -> Advised:
 
 def _believing(question: Question, earlier: Earlier) -> Advised:
     beliefs = beliefs_of(question.periods, question.steps, earlier, question.alike)
-    alone_s = question.nodes * min(question.step_s)  # of the fastest node, for the examples of a step of all nodes
     seconds = question.seconds_per_step
-    able = {method: s for method, s in seconds.items() if method != REFERENCE or s <= alone_s}  # as `advise` does
+    able = {method: s for method, s in seconds.items() if method != REFERENCE or s <= question.alone_s}
     choice = chosen(able or seconds, beliefs, question.steps, least_sure=0.0)
     return Advised(choice.method, sure=choice.sure)
 
@@ -425,6 +421,11 @@ class Judgement:
     def tied(self) -> int:
         """The number of cells in which the two best methods are tied."""
         return sum(cell.is_tied for cell in self.cells)
+
+    @property
+    def slow(self) -> int:
+        """The number of cells in which the fastest node alone is faster than every candidate."""
+        return sum(cell.is_slow for cell in self.cells)
 
 
 def judge(cells: Sequence[Cell], advisers: Mapping[str, Adviser] = ADVISERS) -> Judgement:

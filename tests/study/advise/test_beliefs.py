@@ -6,7 +6,8 @@ import pytest
 from shipped import text
 
 from exogym.errors import ArgumentError
-from exogym.study.advise.beliefs import KNOWN, SAME, Belief, beliefs_of, chosen, known, known_skews, likeness
+from exogym.study.advise.beliefs import KNOWN, SAME, Belief, beliefs_of, chosen, known, known_skews, likeness, task_of
+from exogym.study.atlas.places import KINDS
 
 
 def close(belief: Belief, mean: float, sd: float, never: float, places: int) -> bool:
@@ -17,6 +18,21 @@ TWO = {  # places, with steps to a target
     "a-4": {"ddp": 100.0, "diloco:H=10": 110.0, "diloco:H=40": 200.0, "demo": math.inf},
     "b-4": {"ddp": 50.0, "diloco:H=10": 60.0, "diloco:H=40": 100.0, "demo": 50.0},
 }
+
+
+def test_places_of_one_task_count_together_as_one():
+    a, b = {"ddp": 100.0, "demo": 150.0}, {"ddp": 100.0, "demo": math.inf}
+    once = beliefs_of({"demo": 1}, 100, {"digits-4": a, "words-4": b})["demo"]
+    again = beliefs_of({"demo": 1}, 100, {"digits-4": a, "digits-iid-16": a, "words-4": b, "words-16": b})["demo"]
+    assert (again.mean, again.sd, again.never) == pytest.approx((once.mean, once.sd, once.never))
+    other = beliefs_of({"demo": 1}, 100, {"digits-4": a, "pictures-4": a, "words-4": b})["demo"]
+    assert other.mean > once.mean  # two tasks count twice
+
+
+def test_tasks_of_places_are_those_of_the_atlas():
+    for kind, place in KINDS.items():
+        same = {"by_speaker": "characters", "strokes": "pictures"}.get(place.task, place.task)
+        assert task_of(f"{kind}-4") == same
 
 
 def test_beliefs_from_two_places_are_those_computed_by_hand() -> None:

@@ -4,6 +4,7 @@ import json
 import math
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,8 @@ def test_regrets_are_those_computed_by_hand(tmp_path: Path) -> None:
     first, _, last = cells
     assert first.seconds == {"ddp": pytest.approx(ddp_s), "diloco:H=10": pytest.approx(diloco_s), "demo": math.inf}
     assert first.best == "diloco:H=10" and last.best == "ddp" and first.is_tied == (ddp_s <= 1.02 * diloco_s)
+    alone_s = 4 * 0.01 * 10  # DDP's steps, each with the examples of 4 nodes
+    assert not first.is_slow and replace(first, seconds={"ddp": 1.01 * alone_s, "demo": math.inf}).is_slow
     result = judge(cells, {
         "oracle": knowing(cells, lambda cell: cell.best), "wrong": judging.always("ddp"),
         "never": judging.always("demo"), "silent": lambda question: None,
