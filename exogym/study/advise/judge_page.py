@@ -57,9 +57,9 @@ The candidates: {candidates}.
 - We chose the targets, the use of beliefs and the weight of the label skew after seeing these results. We also chose
   then that `ddp` is not advised where one node alone is faster, and that a task's places count as one. If all places
   count alike, 57 % and not 63 % of **advise**'s choices are within 2 % of the best, but 42 % and not 38 % of
-  **table**'s choices. So the results may be too good. The numbers of the rule of thumb and its weight are older. `roles` and
-  `words` have the text of the atlas's `characters`, but learn something else. `strokes` counts as the same task as
-  `pictures`.
+  **table**'s choices. So the results may be too good. The numbers of the rule of thumb and its weight are older.
+  `roles` and `words` have the text of the atlas's `characters`, but learn something else. `strokes` counts as the same
+  task as `pictures`.
 - All runs have tuned rates, the earlier runs and the judged ones. With a strategy's defaults the order may differ.
 - No adviser sees a run of the judged task, but a pilot sees the beginning of one seed's curves, interpolated between
   evaluations.
