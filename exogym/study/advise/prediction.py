@@ -145,7 +145,9 @@ def advise(
         strategies: texts as on the command line ("diloco:H=20"), strategies, or your own `Plan`s.
         target_utilisation: share of its time that the slowest node must compute, over 0 and up to 1. If given, the
             strategies that meet it compete, and the strategy that exchanges the whole model most often is recommended.
-            Otherwise the strategy that probably reaches DDP's loss first is recommended.
+            Otherwise the strategy that probably reaches DDP's loss first is recommended. While there is another,
+            this is never DDP where the fastest node alone is faster, nor an asynchronous strategy whose slowest node
+            waits for more than 10 % of the time.
         algorithm: "cheapest" takes the fastest known algorithm for each collective. "recorded" takes the algorithm that
             the strategy's events name.
         run: the whole run's length, prices, limits and spot machines. Each row then has a cost, and no strategy over a
