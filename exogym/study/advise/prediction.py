@@ -193,8 +193,6 @@ def advise(
     rare = {row.strategy: _LATE for row in able if row.strategy in late and not row.meets_target}
     if target_utilisation is None:
         rare |= {row.strategy: _SLOW for row in able if beliefs[row.strategy] == SAME and row.speedup < 1}
-    if len(rare) < len(able):
-        lines += [f"{name}: not recommended by formula, because {why}" for name, why in rare.items()]
     lines.append(
         f"steps/DDP's: to the loss that DDP reaches after {steps} steps, from a rule of thumb and {len(known())} small "
         "tasks, not from yours"
@@ -211,6 +209,8 @@ def advise(
         because += within
     elif best is None:
         because = "no strategy that can be trained here is among them"
+    if best is not None and best.strategy not in rare:
+        lines += [f"{name}: not recommended by formula, because {why}" for name, why in rare.items()]
     return Advice(rows, best, because, lines, num_nodes=num_nodes, run=run, left_out=found.left_out)
 
 

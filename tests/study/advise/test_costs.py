@@ -449,3 +449,9 @@ def test_ddp_is_not_recommended_where_one_node_alone_is_faster():
     only = advise(**fleet, strategies=["ddp"])
     assert only.recommended.strategy == "ddp" and "slower than the fastest node alone" in only.because
     assert not any("not recommended" in line for line in only.assumptions)
+    near = {"parameters": 1e7, "num_nodes": 2, "network": "300Mbps", "step_seconds": 1.0}  # a bit slower than one node
+    free, held = (advise(**near, strategies=["ddp", "diloco:H=10000"], run=Run(10_000, within=within))
+                  for within in (None, "6h"))  # fmt: skip
+    assert free.recommended.strategy != "ddp" == held.recommended.strategy  # a deadline that only DDP keeps
+    assert any("not recommended" in line for line in free.assumptions)
+    assert not any("not recommended" in line for line in held.assumptions)
