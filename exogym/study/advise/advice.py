@@ -127,7 +127,13 @@ class Advice:
             return text
         text += f"; {best.speedup:.3g} times as fast as the fastest node alone"
         low, high = (f"{speedup:.3g}" for speedup in best.speedup_range or (best.speedup, best.speedup))
-        return text if low == high else f"{text}, likely {low} to {high}"
+        text += "" if low == high else f", likely {low} to {high}"
+        multiple = best.ddp_steps or 0.0
+        if self.target_loss is None and best.cost is not None and best.speedup < multiple:
+            alone_s = best.cost.steps / multiple * best.seconds_per_step * best.speedup
+            fewer = ", because it needs fewer steps" if multiple > 1 else ""
+            text += f"; that node alone probably takes only {readable_seconds(alone_s)}{fewer}"
+        return text
 
     def table(self) -> tuple[list[str], list[list[str]]]:
         """Return the table's headers and rows as text."""

@@ -47,7 +47,7 @@ The candidates: {candidates}.
   within 2 % of the best.
 - In {slow} of {cells} cells the fastest node alone would reach the target sooner than every candidate. It takes as
   many steps as DDP, and computes all nodes' examples itself. It is no candidate here, so no regret counts it. `exogym
-  advise` prints how many times as fast as one node the nodes are.
+  advise` prints that node's time if it is probably shorter.
 - In brackets: 95 % of resamples of the {tasks} tasks.
 - **advise** is what `exogym advise` recommends without training. The judged task's own runs are left out of the earlier
   runs that it knows. **advise --pilot 0.1** adds a pilot of a tenth of DDP's steps.

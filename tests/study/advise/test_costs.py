@@ -439,6 +439,19 @@ def test_two_hosts_on_a_fast_line_and_one_behind_a_slow_line(capsys):
     assert not rows["async_diloco:H=100"]["meets_target"] and rows["diloco:H=1000"]["meets_target"]
 
 
+def test_the_answer_says_when_one_node_alone_probably_reaches_the_loss_sooner():
+    """It computes all nodes' examples itself, in DDP's steps: `steps` times N times the time of its step."""
+    fleet = {"parameters": 1e7, "num_nodes": 2, "step_seconds": 1.0, "run": Run(1000)}
+    for network, strategy, sooner in (
+        ("100Gbps", "ddp", False), ("100Gbps", "diloco:H=10", False), ("100Mbps", "ddp", True),
+        ("8Mbps", "diloco:H=10", True), ("50Mbps", "diloco:H=100", True),  # faster than the node, but more steps
+    ):  # fmt: skip
+        advice = advise(**fleet, network=network, strategies=[strategy])
+        (row,), said = advice.rows, "that node alone probably takes only 33.3 min" in advice.answer.takes
+        assert said == sooner == (row.cost.seconds > 2000)
+    assert row.speedup > 1 and advice.answer.takes.endswith(", because it needs fewer steps")
+
+
 def test_ddp_is_not_recommended_where_one_node_alone_is_faster():
     """That node reaches DDP's loss after as many steps, so a method that may never reach it is the better guess."""
     for network, best in (("100Gbps", "ddp"), ("1Mbps", "diloco:H=10000")):
@@ -447,7 +460,7 @@ def test_ddp_is_not_recommended_where_one_node_alone_is_faster():
         assert advice.recommended.strategy == best
         assert any("the fastest node alone" in line for line in advice.assumptions) == (best != "ddp")
     only = advise(**fleet, strategies=["ddp"])
-    assert only.recommended.strategy == "ddp" and "slower than the fastest node alone" in only.because
+    assert only.recommended.strategy == "ddp" and "that node alone probably takes only" in only.answer.takes
     assert not any("not recommended" in line for line in only.assumptions)
     near = {"parameters": 1e7, "num_nodes": 2, "network": "300Mbps", "step_seconds": 1.0}  # a bit slower than one node
     free, held = (advise(**near, strategies=["ddp", "diloco:H=10000"], run=Run(10_000, within=within))
