@@ -8,9 +8,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from exogym.core.base.files import replacing
 from exogym.network import readable_seconds
-from exogym.study.advise.judging import TIE, Advised, Cell, Judgement, Score, believed, percentiles
+from exogym.study.advise.judging import Advised, Cell, Judgement, Score, believed, percentiles, resampled, shares
 from exogym.study.compare.comparison import markdown
 
 WORST = 12  # cells in the list of mistakes
@@ -23,10 +25,11 @@ How good is the advice? This page replays finished trainings on twelve networks.
 of nodes, a network, a model's size and a target loss. In each cell the page compares the advised method with the method
 that reaches the target first.
 
-In {cells} cells, the rule of `exogym advise`, choosing among the {count} candidates below, has a median regret of
-{median}. In {near} of the cells it chooses the best method, or one at most 2 % slower. But in {far} of the cells its
-choice takes more than 20 % longer; this includes {never} in which it never reaches the target. So trust it as a first
-guess.
+In {cells} cases, the rule of `exogym advise`, choosing among the {count} candidates below, has a median regret of
+{median}. In {near} of the cases it chooses the best method, or one at most 2 % slower. But in
+{far} its choice takes more than 20 % longer; this includes {never} in which it never
+reaches the target. These are {tasks} tasks, each seen many times; in brackets are 95 % of resamples of the tasks. We
+adjusted the rule after we had seen them, so expect less for a new task: trust it as a first guess.
 
 {pilot}
 
@@ -48,7 +51,6 @@ The candidates: {candidates}.
 - In {slow} of {cells} cells the fastest node alone would reach the target sooner than every candidate. It takes as
   many steps as DDP, and computes all nodes' examples itself. It is no candidate here, so no regret counts it. `exogym
   advise` prints that node's time if it is probably shorter.
-- In brackets: 95 % of resamples of the {tasks} tasks.
 - **advise** is what `exogym advise` recommends without training. The judged task's own runs are left out of the earlier
   runs that it knows. **advise --pilot 0.1** adds a pilot of a tenth of DDP's steps.
 - **rule of thumb** and **pilot** have no earlier runs. **table** and **pilot and table** have {prior}
@@ -86,17 +88,15 @@ def write(judgement: Judgement, path: Path, command: str, prior: str) -> None:
         prior: a text that says where the beliefs come from.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    regrets = [cell.regret(answer) for cell, answer in judgement.answered("advise")]
-    shares = {
-        "near": sum(r <= TIE for r in regrets),
-        "far": sum(r > 0.2 for r in regrets),
-        "never": sum(map(math.isinf, regrets)),
-    }
+    chosen = judgement.answered("advise")
+    regrets = np.array([cell.regret(answer) for cell, answer in chosen])
+    ends = zip(shares(regrets), *resampled(chosen, shares), strict=True)
+    told = [f"{share:.0%} ({low:.0%} to {high:.0%})" for share, low, high in ends]
     about = ABOUT.format(
         count=len(judgement.candidates), candidates=", ".join(f"`{name}`" for name in judgement.candidates),
         tied=judgement.tied, slow=judgement.slow, cells=len(judgement.cells), tasks=len(judgement.tasks), prior=prior,
         command=command, median=_share(percentiles(regrets)[0]), pilot=_of_pilot_and_scope(judgement),
-        **{name: f"{n / len(regrets):.0%}" for name, n in shares.items()},
+        near=told[0], far=told[1], never=told[2],
     )  # fmt: skip
     with replacing(path) as out:
         out.write("\n".join(["# How good is the advice\n", about, *_blocks(judgement)]))

@@ -446,23 +446,40 @@ def _score(chosen: Sequence[tuple[Cell, Advised]]) -> Score:
     costs = np.array([answer.cost_s / cell.seconds[cell.best] for cell, answer in chosen])
     best = np.array([answer.method == cell.best for cell, answer in chosen])
     sure = [answer.sure for _, answer in chosen if answer.sure is not None]
+    ends = resampled(chosen, percentiles)
+    median, high = percentiles(regrets)
+    median_with_cost, high_with_cost = percentiles(costly)
+    return Score(
+        len(chosen), float(best.mean()), float((~best & (regrets <= TIE)).mean()), float(np.isinf(regrets).mean()),
+        median, high, (ends[0][0], ends[1][0]), (ends[0][1], ends[1][1]),
+        float(np.median(costs)), median_with_cost, high_with_cost, float(np.mean(sure)) if sure else None,
+        float((regrets <= 0.05).mean()),
+    )  # fmt: skip
+
+
+def resampled(
+    chosen: Sequence[tuple[Cell, Advised]], numbers_of: Callable[[np.ndarray], tuple[float, ...]]
+) -> list[tuple[float, ...]]:
+    """Return the low and the high ends of the 95 % of resamples of the tasks, for each number.
+
+    Args:
+        numbers_of: function from regrets to numbers, such as `percentiles`.
+    """
+    regrets = np.array([cell.regret(answer) for cell, answer in chosen])
     tasks: dict[str, list[int]] = {}
     for k, (cell, _) in enumerate(chosen):
         tasks.setdefault(task_of(cell.place), []).append(k)
     groups, rng = [np.array(group) for group in tasks.values()], numpy_generator(0, "judge tasks")
     drawn = np.array([
-        percentiles(regrets[np.concatenate([groups[k] for k in rng.integers(len(groups), size=len(groups))])])
+        numbers_of(regrets[np.concatenate([groups[k] for k in rng.integers(len(groups), size=len(groups))])])
         for _ in range(RESAMPLES)
     ])  # fmt: skip
-    ends = _quantiles(drawn, (1 - INTERVAL) / 2, (1 + INTERVAL) / 2)
-    median, high = percentiles(regrets)
-    median_with_cost, high_with_cost = percentiles(costly)
-    return Score(
-        len(chosen), float(best.mean()), float((~best & (regrets <= TIE)).mean()), float(np.isinf(regrets).mean()),
-        median, high, (float(ends[0][0]), float(ends[1][0])), (float(ends[0][1]), float(ends[1][1])),
-        float(np.median(costs)), median_with_cost, high_with_cost, float(np.mean(sure)) if sure else None,
-        float((regrets <= 0.05).mean()),
-    )  # fmt: skip
+    return [tuple(map(float, end)) for end in _quantiles(drawn, (1 - INTERVAL) / 2, (1 + INTERVAL) / 2)]
+
+
+def shares(regrets: np.ndarray) -> tuple[float, float, float]:
+    """Return the shares of regrets up to `TIE`, over 20 %, and infinite."""
+    return float((regrets <= TIE).mean()), float((regrets > FAR).mean()), float(np.isinf(regrets).mean())
 
 
 def percentiles(regrets: Sequence[float] | np.ndarray) -> tuple[float, float]:

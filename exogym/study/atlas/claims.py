@@ -44,6 +44,7 @@ from exogym.study.reproduce.claim import Cell, Claim, Found, Run, Seen
 SIZES = {"small": "/4", "medium": "/2", "full": ""}  # a name to what the task's name ends in
 TRIALS = 4  # of a cell, on the page of the documentation
 LONG = 2000  # a claim with so many steps in a cell is tested only at the low inner rate
+APART = 0.1  # if a cell's losses differ by more between seeds, some of its runs hardly learn
 TINY = {"tiny": "/8"}  # one size more, for the gap over sizes (`exogym.study.atlas.gaps`)
 
 
@@ -247,6 +248,15 @@ def _effects(central: Central, found: Found) -> list[float]:
 
 def _late(run: Run, loss: str) -> float:
     return late_mean(run.curves[loss]) if run.error is None else math.inf
+
+
+def disagree(losses: Sequence[float]) -> bool:
+    """Return whether a cell's losses, one per seed, differ by more than `APART`. The page marks failed runs anyway.
+
+    >>> disagree([2.3, 2.35, 2.38]), disagree([2.3, 2.3, 2.5]), disagree([2.3, math.inf, 2.3])
+    (False, True, False)
+    """
+    return APART < max(losses) - min(losses) < math.inf
 
 
 def runs_of(table: Table, study: Study, kind: str) -> list[Run]:

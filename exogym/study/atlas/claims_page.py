@@ -10,14 +10,15 @@ from typing import Any
 
 from exogym.core.base.files import replacing
 from exogym.study.atlas.claims import (
+    APART,
     CENTRAL,
     SIZES,
     TRIALS,
     AtSize,
     Central,
-    Judged,
     Outcome,
     Verdict,
+    disagree,
     judged,
     runs_of,
     studies_at,
@@ -25,7 +26,7 @@ from exogym.study.atlas.claims import (
 from exogym.study.atlas.gaps import PAPER, gaps_of
 from exogym.study.atlas.table import RATES, Table
 from exogym.study.atlas.training import Study
-from exogym.study.atlas.tuning import INNER_RATES, without
+from exogym.study.atlas.tuning import INNER_RATES, axes_of_method, without
 from exogym.study.compare.comparison import markdown
 from exogym.study.reproduce.checks import WORDS, mean_text
 from exogym.study.reproduce.page import HOLDS
@@ -47,8 +48,10 @@ READING = """\
   The cells of a claim share them. So a method that bears a higher inner rate than another gets no credit for that.
   The runs of {long} are long, so these claims have only the low rate.
 - The first of a cell's {trials} trials has the task's defaults, and the others have random options. Cells with the same
-  options to tune try the same random points, so many cells chose the same one. A trial's inner rate (0.0021 to 0.0048
-  with AdamW, 0.035 to 0.0995 with SGD) is then dropped. So no options were chosen at the high rate.
+  options to tune try the same random points, so many cells chose the same one. Each trial also has an inner rate:
+  {tried}.
+  It is then dropped. So options may have been chosen for their trial's rate: none were tried at the high rate, and few
+  at the low one.
 - **Effect** of comparing A with B: log(B's loss / A's loss), so 0.01 is about 1 %. An effect above 0 supports the
   claim. The effect is of one comparison, and the verdict of all checks: a claim may fail by another check. Some claims
   allow that A is a little worse: {allowed}.
@@ -60,8 +63,9 @@ READING = """\
   the claim allows, and the slope's interval is not above 0; if a run failed, the effect is below it in all seeds.
   Otherwise it **does not come out at these sizes**. If the two rates disagree, it does not come out. But "comes out"
   with "comes out more with size" gives the second.
-- At the high rate some runs still hardly learn, mostly at size medium: there the seeds of a cell differ by more than
-  0.1. Do not read effects of such cells.
+- ‡: a cell's highest and lowest loss differ by more than {apart}. Some of these runs hardly learn. Do not read such
+  effects and gaps: a different seed could turn them around. The verdicts have no such exception.
+- No interval is corrected for the number of claims.
 
 At first the trials also chose the inner rate. Methods with many options then got lower inner rates than methods with
 few, which decided some claims. Then R8 came out, R1 came out more with size, R4, R6, R7 and R11 did not come out, R5,
@@ -71,10 +75,11 @@ rate that most cells of the first results had chosen, so their runs count again;
 tried. The high rate is twice as high. The rules are stricter, too: intervals decide, not just all three seeds. R7 and
 R8 now keep the paper's outer momentum of 0.9, and R13 has the published code's `aggregation=contributors`. R8's effect
 now compares what its title names. We decided all this after the first results, and for each claim before its new runs,
-with two exceptions. Six runs of DiLoCo at the high rate (sizes medium and full) are from the try with more trials, so
-we had seen them. And until all these runs were done, a claim was contradicted if the interval was below 0, also where
-the claim allows a difference. R5 and sparse-bytes were then contradicted; but three seeds cannot tell whether they are
-worse than they allow.
+with three exceptions. Six runs of DiLoCo at the high rate (sizes medium and full) are from the try with more trials, so
+we had seen them. [Reproductions](reproductions.md) already had SCAFFOLD and FedAvg at full size with SGD's rates of
+0.01 and 0.02, so for scaffold the full size is no fresh test. And until all these runs were done, a claim was
+contradicted if the interval was below 0, also where the claim allows a difference. R5 and sparse-bytes were then
+contradicted; but three seeds cannot tell whether they are worse than they allow.
 
 These commands train missing runs, and write this page from {results}:
 
@@ -96,10 +101,10 @@ def text_of(table: Table, path: Path, claims: Sequence[str] = ()) -> str:
     """Return the page's text."""
     done = _judged(table, claims)
     results = path.with_suffix(".json").name
-    blocks = ["# Claims at three sizes\n", ABOUT, *_in_short(done, table.places)]
+    blocks = ["# Claims at three sizes\n", ABOUT, *_in_short(done, table)]
     left = [name for name in CENTRAL if name not in done] if done and not claims else []
     blocks += [f"Not complete yet: {', '.join(left)}.\n"] if left else []
-    blocks += _summary(done)
+    blocks += _summary(done, table)
     blocks += [
         "## How to read the tables\n",
         READING.format(
@@ -109,6 +114,8 @@ def text_of(table: Table, path: Path, claims: Sequence[str] = ()) -> str:
             allowed=_and([f"{name} by {each.allowed:.1%}" for name, each in CENTRAL.items() if each.allowed]),
             trials=" or ".join(map(str, sorted({about["trials"] for about in table.places.values()}))) or TRIALS,
             long=_and([name for name, each in CENTRAL.items() if len(each.kinds) == 1]),
+            tried=_tried(table),
+            apart=APART,
         ),
     ]
     blocks += _gaps(table)
@@ -133,7 +140,7 @@ def _commands(done: Mapping[str, Verdict], table: Table, path: Path) -> Iterator
     yield f"exogym reproduce --trials {numbers[-1]} --page {path}"
 
 
-def _in_short(done: Mapping[str, Verdict], places: Mapping[str, Any]) -> Iterator[str]:
+def _in_short(done: Mapping[str, Verdict], table: Table) -> Iterator[str]:
     """Yield the verdicts in a few lines, by fixed rules."""
     if not done:
         return
@@ -148,6 +155,13 @@ def _in_short(done: Mapping[str, Verdict], places: Mapping[str, Any]) -> Iterato
     for name, each in done.items():
         same.setdefault(tuple(_pair(each.central)), []).append(name)
     lines += [f"{_and(names)} compare the same runs: count them once." for names in same.values() if len(names) > 1]
+    users: dict[Study, list[str]] = {}
+    for name, each in done.items():
+        for study in dict.fromkeys(studies_at(each.central, "full").values()):
+            users.setdefault(study, []).append(name)
+    study, names = max(users.items(), key=lambda item: len(item[1]))
+    if len(names) > 1:
+        lines.append(f"{_and(names)} share the runs of `{study.method}`, so their verdicts are not independent.")
     if contradicted := outcomes[Outcome.CONTRADICTED]:
         sizes = {name: [math.expm1(-at.effect) for at in _largest(done[name])] for name in contradicted}
         shown = {
@@ -158,9 +172,15 @@ def _in_short(done: Mapping[str, Verdict], places: Mapping[str, Any]) -> Iterato
             "At the largest size, contradicted claims have a loss above the other method's by: "
             f"{', '.join(f'{name} {size}' for name, size in shown.items())}."
         )
+    lines += [text for name, text in _second(table).get("in_short", {}).items() if name in done]
     for kind in RATES:
-        failed = {name: each.at for name, each in done.items() if each.outcome is Outcome.NO and kind in each.at}
-        if once := [name for name, at in failed.items() if at[kind].outcome is Outcome.YES]:
+        mixed = {name: each.at for name, each in done.items() if each.outcome is not Outcome.YES and len(each.at) > 1}
+        once = [
+            name + ("‡" if any(_pair_unclear(done[name], kind, size, table) for size in SIZES) else "")
+            for name, at in mixed.items()
+            if at[kind].outcome is Outcome.YES
+        ]
+        if once:
             lines.append(f"At the {kind} alone, {_and(once)} would come out.")
     others = [name for name, each in done.items() if each.outcome is not Outcome.YES]
     kept = {name: _always(done[name]) for name in others}
@@ -168,7 +188,7 @@ def _in_short(done: Mapping[str, Verdict], places: Mapping[str, Any]) -> Iterato
         counts = ", ".join(f"{name} ({of[0]} of {of[1]} checks)" for name, of in kept.items() if of)
         lines.append(f"Parts of these claims hold at all sizes and inner rates: {counts}.")
     parameters = max(at.parameters for each in done.values() for at in _largest(each))
-    steps = max(places[study.place]["steps"] for each in done.values() for study in _pair(each.central))
+    steps = max(table.places[study.place]["steps"] for each in done.values() for study in _pair(each.central))
     lines.append(
         f"This refutes no paper at its size. The largest model here has {parameters:,} parameters, and runs have at "
         f"most {steps:,} steps, in most cases with 33 outer rounds. Papers have hundreds of rounds."
@@ -198,15 +218,15 @@ def _and(names: Sequence[str]) -> str:
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
-def _summary(done: Mapping[str, Verdict]) -> Iterator[str]:
+def _summary(done: Mapping[str, Verdict], table: Table) -> Iterator[str]:
     if not done:
         yield "No claim has all its runs yet.\n"
         return
     lines = [
         [
             name, each.central.claim.title, _outcome(each),
-            *(" / ".join(_effect(at.sizes[size].effect) for at in each.at.values()) for size in SIZES),
-            " / ".join(_slope(at) for at in each.at.values()),
+            *(" / ".join(_effect_at(each, kind, size, table) for kind in each.at) for size in SIZES),
+            " / ".join(_slope(at.slope, at.low, at.high) for at in each.at.values()),
         ]
         for name, each in done.items()
     ]  # fmt: skip
@@ -221,12 +241,26 @@ def _outcome(each: Verdict) -> str:
     return str(each.outcome) + (f" ({' / '.join(found)})" if len({*found}) > 1 else "")
 
 
+def _effect_at(each: Verdict, kind: str, size: str, table: Table) -> str:
+    return _effect(each.at[kind].sizes[size].effect) + ("‡" if _pair_unclear(each, kind, size, table) else "")
+
+
+def _pair_unclear(each: Verdict, kind: str, size: str, table: Table) -> bool:
+    """Return whether the seeds of one of the two cells that a claim compares disagree."""
+    studies = studies_at(each.central, size)
+    return any(_unclear(table, studies[label], kind) for label in (each.central.better, each.central.worse))
+
+
+def _unclear(table: Table, study: Study, kind: str) -> bool:
+    return disagree([run.last["val_loss"] for run in runs_of(table, study, kind)])
+
+
 def _effect(effect: float) -> str:
     return "a run failed" if math.isnan(effect) else f"{effect:+.3f}"
 
 
-def _slope(at: Judged) -> str:
-    return "a run failed" if math.isnan(at.slope) else f"{at.slope:+.3f} ({at.low:+.3f} to {at.high:+.3f})"
+def _slope(slope: float, low: float, high: float) -> str:
+    return "a run failed" if math.isnan(slope) else f"{slope:+.3f} ({low:+.3f} to {high:+.3f})"
 
 
 def _gaps(table: Table) -> Iterator[str]:
@@ -240,13 +274,15 @@ def _gaps(table: Table) -> Iterator[str]:
         "the fit. If the interval is wide, these four points do not give an exponent. The last column has the\n"
         "exponents of [arXiv:2503.09799](https://arxiv.org/abs/2503.09799), for 35M to 2.4B parameters. They fall\n"
         "with N, so there the gap shrinks with size. Its larger models see more tokens. Here all sizes see the same\n"
-        "tokens.\n"
+        "tokens. The **gap's growth** is the slope of the logarithm of loss / DDP's loss over the parameters'\n"
+        "logarithm, with its 95 % interval over the three seeds.\n"
     )
     lines = [
         [
             label,
             kind.removesuffix(" rate"),
-            *map(_gap, gaps.gaps[label]),
+            *(_gap(gap) + "‡" * mark for gap, mark in zip(gaps.gaps[label], gaps.unclear[label], strict=True)),
+            "" if label == "DDP" else _slope(*gaps.growth[label]),
             _exponent(*gaps.exponents[label]),
             f"{PAPER[label]:.3f}",
         ]
@@ -254,7 +290,7 @@ def _gaps(table: Table) -> Iterator[str]:
         for label in gaps.gaps
     ]
     counts = next(iter(found.values())).parameters.values()
-    heads = ["", "inner rate", *(f"{count:,} parameters" for count in counts), "exponent", "paper"]
+    heads = ["", "inner rate", *(f"{count:,} parameters" for count in counts), "gap's growth", "exponent", "paper"]
     yield markdown(heads, lines) + "\n"
 
 
@@ -278,9 +314,10 @@ def _section(each: Verdict, table: Table) -> Iterator[str]:
     effect = f"The effect compares only `{central.better}` with {worse}."
     yield f"{central.claim.paper}. {effect}{late}{kept}{_alike(central)}\n"
     studies = studies_at(central, "full")
-    steps = " or ".join(f"{n:,}" for n in sorted({table.places[study.place]["steps"] for study in studies.values()}))
-    cells = ", ".join(f"{label} is `{study.method}`" for label, study in studies.items())
-    yield f"Cells: {cells}. Runs have {steps} steps.\n"
+    cells = ", ".join(
+        f"{label} is `{study.method}`{_differs([*studies.values()], study, table)}" for label, study in studies.items()
+    )
+    yield f"{_trained([*studies.values()], table)} Cells: {cells}.\n"
     lines = [[label, *_losses(each, label, table)] for label in central.claim.cells]
     sizes = next(iter(each.at.values())).sizes
     heads = [f"test loss, {' / '.join(kind.removesuffix(' rate') for kind in each.at)} rate"]
@@ -296,6 +333,45 @@ def _section(each: Verdict, table: Table) -> Iterator[str]:
     if any(seen.holds for seen in smaller):
         yield "- At the smaller sizes, all other checks hold."
     yield ""
+
+
+def _trained(studies: Sequence[Study], table: Table) -> str:
+    """Return a sentence on what the cells of a claim train at the largest size."""
+    places = [table.places[study.place] for study in studies]
+    task, _, how = places[0]["heading"].partition(". ")
+    partition = how.partition("examples, ")[2].partition(", adamw")[0]
+    schedule = how.rpartition(")")[0].rpartition("(")[2]
+    steps, tested = (
+        " or ".join(f"{n:,}" for n in sorted({place[name] for place in places})) for name in ("steps", "tested")
+    )
+    alike = len({place["nodes"] for place in places}) == 1
+    nodes = f"{places[0]['nodes']} nodes with {places[0]['batch_size']} examples a step, " if alike else ""
+    return f"Runs at size full: {task}; {nodes}{steps} steps, {partition}, {schedule} schedule, {tested} test examples."
+
+
+def _differs(studies: Sequence[Study], study: Study, table: Table) -> str:
+    """Return in what a cell's nodes differ from the other cells', or ""."""
+    found = []
+    if len({table.places[each.place]["nodes"] for each in studies}) > 1:
+        about = table.places[study.place]
+        count = about["nodes"]
+        found.append(f"{count} node{'s' * (count > 1)} with {about['batch_size']} examples a step")
+    if len({table.places[each.place]["steps"] for each in studies}) > 1:
+        found.append(f"{table.places[study.place]['steps']:,} steps")
+    if study.cell.speeds:
+        found.append(f"speeds {', '.join(f'{speed:g}' for speed in study.cell.speeds)}")
+    return f" ({'; '.join(found)})" if found else ""
+
+
+def _tried(table: Table) -> str:
+    """Return the inner rates of the trials, by optimizer, as text. A trial without a rate has the task's."""
+    rates: dict[str, set[float]] = {}
+    for row in table.rows:
+        if row["kind"] == "trial" and "lr" in row["options"]:
+            optimizer = "SGD" if "inner_optim=sgd" in row["method"] else "AdamW"
+            rates.setdefault(optimizer, set()).add(float(row["options"]["lr"]))
+    ends = ", ".join(f"{min(each):.2g} to {max(each):.2g} with {name}" for name, each in sorted(rates.items()))
+    return f"{ends}; the first trial has the task's" if ends else "none yet"
 
 
 def _second(table: Table) -> dict[str, Any]:
@@ -363,6 +439,9 @@ def _losses(each: Verdict, label: str, table: Table) -> Iterator[str]:
         for kind in each.at:
             rows = [row for row in table.rows if (row["place"], row["method"], row["kind"]) == (*key, kind)]
             losses.append(mean_text([math.inf if row["loss"] is None else row["loss"] for row in rows]))
+            losses[-1] += "‡" if _unclear(table, study, kind) else ""
             options = without(rows[0]["options"], {"lr"})
         chosen = ", ".join(f"{name}={value}" for name, value in options.items())
+        if not chosen and len(axes_of_method(study.method, "adamw")) > 1:
+            chosen = "defaults"
         yield " / ".join(losses) + (f" ({chosen})" if chosen else "")

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from exogym.study.atlas.claims import CENTRAL, SIZES, TINY, runs_of, slope, studies_at
-from exogym.study.atlas.intervals import T_95
+from exogym.study.atlas.claims import CENTRAL, SIZES, TINY, disagree, runs_of, slope, studies_at
+from exogym.study.atlas.intervals import T_95, interval
 from exogym.study.atlas.table import Table
 from exogym.study.atlas.training import Study
 
@@ -33,11 +33,16 @@ class Gaps:
         parameters: dict from size to P.
         gaps: dict from cell to loss / DDP's loss - 1 at each size, of mean losses; NaN if a run failed.
         exponents: dict from cell to alpha and the ends of its interval; NaN if a run failed.
+        growth: dict from cell to the slope of log(loss / DDP's loss) over log(P), mean over seeds, and the ends of its
+            interval; NaN if a run failed.
+        unclear: dict from cell to whether its seeds or DDP's disagree, at each size.
     """
 
     parameters: Mapping[str, int]
     gaps: Mapping[str, list[float]]
     exponents: Mapping[str, tuple[float, float, float]]
+    growth: Mapping[str, tuple[float, float, float]]
+    unclear: Mapping[str, list[bool]]
 
 
 def gap_studies() -> list[Study]:
@@ -48,13 +53,15 @@ def gap_studies() -> list[Study]:
 def gaps_of(table: Table, kind: str) -> Gaps | None:
     """Return the gaps in rows of a kind, such as "low rate", or None while the table lacks a run."""
     losses: dict[str, list[float]] = {label: [] for label in PAPER}  # mean over seeds, by size
+    by_seed: dict[str, list[list[float]]] = {label: [] for label in PAPER}
     parameters = {}
     for size in GAP_SIZES:
         for label, study in studies_at(CENTRAL[CLAIM], size).items():
             runs = runs_of(table, study, kind)
             if not runs:
                 return None
-            mean = statistics.fmean(run.last["val_loss"] for run in runs)
+            by_seed[label].append([run.last["val_loss"] for run in runs])
+            mean = statistics.fmean(by_seed[label][-1])
             losses[label].append(mean if math.isfinite(mean) else math.nan)
             parameters[size] = table.places[study.place]["parameters"]
     logs = np.log([*parameters.values()])
@@ -62,7 +69,18 @@ def gaps_of(table: Table, kind: str) -> Gaps | None:
         label: [mine / ddp - 1 for mine, ddp in zip(found, losses["DDP"], strict=True)]
         for label, found in losses.items()
     }
-    return Gaps(parameters, gaps, {label: exponent(logs, np.log(found)) for label, found in losses.items()})
+    growth = {}
+    for label in PAPER:
+        both = np.array([by_seed[label], by_seed["DDP"]])  # (2, sizes, seeds)
+        growth[label] = (math.nan, math.nan, math.nan)
+        if np.isfinite(both).all():
+            growth[label] = interval([slope(logs, seed) for seed in (np.log(both[0]) - np.log(both[1])).T])
+    unclear = {
+        label: [disagree(mine) or disagree(ddp) for mine, ddp in zip(found, by_seed["DDP"], strict=True)]
+        for label, found in by_seed.items()
+    }
+    exponents = {label: exponent(logs, np.log(found)) for label, found in losses.items()}
+    return Gaps(parameters, gaps, exponents, growth, unclear)
 
 
 def exponent(x: np.ndarray, y: np.ndarray) -> tuple[float, float, float]:

@@ -28,7 +28,8 @@ def made_up(
     for size in sizes:
         for label, study in studies_at(central, size).items():
             about = {"nodes": 4, "steps": 9, "trials": 3, "batch_size": 8, "parameters": PARAMETERS[size],
-                     "heading": "made up", "step_s": 0.1}  # fmt: skip
+                     "heading": "A made-up task. 4 nodes, 9 steps of 8 examples, IID(), adamw with lr 0.01 (constant), "
+                     "seeds 1, 2, 3", "step_s": 0.1, "tested": 16}  # fmt: skip
             rates = dict(zip(RATES, study.rates, strict=False))
             rows = [
                 {
@@ -198,7 +199,39 @@ def test_the_page_has_each_claim_with_its_losses(tmp_path: Path) -> None:
     assert list(found) == ["R13"] and found["R13"].outcome == Outcome.YES
     text = (tmp_path / "claims.md").read_text()
     assert "| R13   | SparseLoCo beats DiLoCo | comes out" in text and text.count("size full, yes: ") == 4
-    assert "2.0000 ± 0.0000 / 2.0000 ± 0.0000 (outer_lr=0.5)" in text
+    assert "2.0000 ± 0.0000 / 2.0000 ± 0.0000 (outer_lr=0.5)" in text and text.count("‡") == 1  # only what it means
+    assert "A made-up task; 4 nodes with 8 examples a step, 9 steps, IID(), constant schedule, 16 test examples" in text
+
+
+def test_the_page_marks_cells_whose_seeds_disagree(tmp_path: Path) -> None:
+    """In the cell itself, in the effects that it makes, in the gaps, and where a claim comes out at one rate."""
+
+    def loss(label: str, size: str, seed: int) -> float:
+        far = 0.11 if seed == 2 and size == "small" else 0.09 if size == "medium" and seed == 2 else 0.0
+        return 2.0 + exponents[label] + far * (label == "N=8")
+
+    exponents = {"DDP": 0.1, "N=1": 0.0, "N=2": 0.2, "N=4": 0.3, "N=8": 0.4}
+    table = made_up(tmp_path / "claims.json", "R2", loss, GAP_SIZES)
+    for row in table.rows:  # so that the claim comes out at the low rate only
+        if row["kind"] == "high rate" and row["method"] == "ddp":
+            row["losses"] = [row.update(loss=1.0) or 1.0]
+    write(table, tmp_path / "claims.md", ["R2"])
+    text = (tmp_path / "claims.md").read_text()
+    assert "At the low rate alone, R2‡ would come out." in text
+    (line,) = [x for x in text.splitlines() if x.startswith("| R2 ")]
+    assert ["‡" in field for field in line.split("|")[4:7]] == [True, False, False]
+    gaps, cells = ([x.split("|") for x in text.splitlines() if x.startswith(f"| {y} ")] for y in ("N=8", "N=8"))
+    assert [["‡" in field for field in fields] for fields in gaps[:2]] == [[*[False] * 4, True, *[False] * 6]] * 2
+    assert [field.count("‡") for field in cells[-1]] == [0, 0, 2, 0, 0, 0]
+
+
+def test_a_cell_for_which_the_defaults_were_best_says_so(tmp_path: Path) -> None:
+    table = made_up(tmp_path / "claims.json", "R4", lambda *_: 2.0)
+    for row in table.rows:
+        row["options"] = {"lr": row["options"]["lr"]}
+    write(table, tmp_path / "claims.md", ["R4"])
+    lines = [x for x in (tmp_path / "claims.md").read_text().splitlines() if x.startswith(("| DiLoCo", "| FedAvg"))]
+    assert [x.count("(defaults)") for x in lines] == [3, 0]  # FedAvg has nothing to tune
 
 
 def test_the_page_begins_with_the_verdicts(tmp_path: Path) -> None:
@@ -209,6 +242,7 @@ def test_the_page_begins_with_the_verdicts(tmp_path: Path) -> None:
     short = (tmp_path / "claims.md").read_text().partition("## In short")[2].partition("| claim")[0]
     assert f"2 of {len(CENTRAL)} claims are complete: 2 are contradicted (R13, sparse-bytes)." in short
     assert "R13 and sparse-bytes compare the same runs: count them once." in short
+    assert "R13 and sparse-bytes share the runs of `sparseloco:H=30:aggregation=contributors`, so their" in short
     assert "a loss above the other method's by: R13 10.0% / 10.0%, sparse-bytes 10.0% / 10.0%." in short
     write(table, tmp_path / "claims.md", ["R13"])
     alone = (tmp_path / "claims.md").read_text()
@@ -244,6 +278,7 @@ def test_exponents_and_gaps_are_those_of_the_losses(tmp_path: Path) -> None:
     assert found is not None and list(found.parameters.values()) == [*PARAMETERS.values()]
     for label, alpha in exponents.items():
         assert found.exponents[label] == pytest.approx((alpha,) * 3, abs=1e-4)  # the points are on a line
+        assert found.growth[label] == pytest.approx((alpha + 0.1,) * 3, abs=1e-6)  # all seeds have the same
     assert found.gaps["DDP"] == [0.0] * 4
     assert found.gaps["N=8"] == pytest.approx([p**0.04 - 1 for p in PARAMETERS.values()], rel=1e-3)
     write(table, tmp_path / "claims.md", ["R2"])
