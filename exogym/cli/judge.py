@@ -12,7 +12,8 @@ from exogym.cli.atlas import check_places
 from exogym.core.progress import notice
 from exogym.errors import ArgumentError
 from exogym.study.advise.judge_page import summary, to_dict, write
-from exogym.study.advise.judging import cells_of, judge
+from exogym.study.advise.judging import cases_of, judge
+from exogym.study.atlas.page import commands
 from exogym.study.atlas.table import Table
 
 OWN = ("judge", "prior", "page", "as_json", "debug")
@@ -32,11 +33,11 @@ def judged(context: typer.Context, table: Path, prior: Path | None, page: Path |
         raise ArgumentError(f"--page={str(page)!r} should end in .md, as runs/advice.md")
     found = table_of(table, "--judge")
     earlier = None if prior is None else table_of(prior, "--prior")
-    cells = cells_of(found, earlier)
-    alone = dict.fromkeys(cell.place for cell in cells if not cell.question.earlier)
+    cases = cases_of(found, earlier)
+    alone = dict.fromkeys(case.place for case in cases if not case.question.earlier)
     if alone:
         notice(f"no earlier runs of other tasks for {', '.join(alone)}: beliefs there are the same for all methods")
-    result = judge(cells)
+    result = judge(cases)
     if page is not None:
         given = [("--judge", table), ("--prior", prior), ("--page", page)]
         words = [
@@ -44,11 +45,12 @@ def judged(context: typer.Context, table: Path, prior: Path | None, page: Path |
             "advise",
             *(str(word) for name, value in given if value is not None for word in (name, value)),
         ]
-        write(result, page, shlex.join(words), f"the other tasks of `{prior or table}`")
+        train = "\n".join(commands(found, table.with_suffix(".md")))
+        write(result, page, shlex.join(words), f"the other tasks of `{prior or table}`", found.places, train)
     if as_json:
         print(json.dumps(to_dict(result), indent=1))
         return
-    print(f"{len(result.cells)} cells of {len(result.tasks)} tasks; in {result.tied} the two best methods are tied\n")
+    print(f"{len(result.cases)} cases of {len(result.tasks)} tasks; in {result.tied} the two best methods are tied\n")
     print(summary(result))
     print(f"best single method, in hindsight: {result.hindsight}")
     if page is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,24 +12,25 @@ import numpy as np
 
 from exogym.core.base.files import replacing
 from exogym.network import readable_seconds
-from exogym.study.advise.judging import Advised, Cell, Judgement, Score, believed, percentiles, resampled, shares
+from exogym.study.advise.judging import Advised, Case, Judgement, Score, believed, percentiles, resampled, shares
 from exogym.study.compare.comparison import markdown
 
-WORST = 12  # cells in the list of mistakes
-BY: dict[str, Callable[[Cell], str]] = {
-    "place": lambda cell: cell.place, "network": lambda cell: cell.network, "size": lambda cell: cell.size,
-    "target": lambda cell: f"{cell.level:g}",
+WORST = 12  # cases in the list of mistakes
+BY: dict[str, Callable[[Case], str]] = {
+    "place": lambda case: case.place, "network": lambda case: case.network, "size": lambda case: case.size,
+    "target": lambda case: f"{case.level:g}",
 }  # fmt: skip
 ABOUT = """\
-How good is the advice? This page replays finished trainings on twelve networks. A cell is a task with a number
-of nodes, a network, a model's size and a target loss. In each cell the page compares the advised method with the method
+How good is the advice? This page replays finished trainings on twelve networks. A *case* is a task with a number
+of nodes, a network, a model's size and a target loss. In each case the page compares the advised method with the method
 that reaches the target first.
 
-In {cells} cases, the rule of `exogym advise`, choosing among the {count} candidates below, has a median regret of
+In {cases} cases, the rule of `exogym advise`, choosing among the {count} candidates below, has a median regret of
 {median}. In {near} of the cases it chooses the best method, or one at most 2 % slower. But in
 {far} its choice takes more than 20 % longer; this includes {never} in which it never
 reaches the target. These are {tasks} tasks, each seen many times; in brackets are 95 % of resamples of the tasks. We
-adjusted the rule after we had seen them, so expect less for a new task: trust it as a first guess.
+adjusted the rule after we had seen them, so expect less for a new task: trust it as a first guess. In {alone} of the
+cases the fastest node alone would be faster than every candidate, which no regret counts.
 
 {pilot}
 
@@ -46,11 +47,10 @@ The candidates: {candidates}.
 - **Networks**: *one slow line*: 1 Gbit/s, but one node has 50 Mbit/s. *one slow computer*: 1 Gbit/s, but one node
   computes at a quarter of the speed. *20 up, 100 down*: Mbit/s, as at home. *two islands*: 10 Gbit/s inside, 100 Mbit/s
   and 20 ms between them. *4-hour trace*: the rate changes every ten minutes.
-- **Tied**: the choice is not the best, but at most 2 % slower. In {tied} of {cells} cells the second-best method is
+- **Tied**: the choice is not the best, but at most 2 % slower. In {tied} of {cases} cases the second-best method is
   within 2 % of the best.
-- In {slow} of {cells} cells the fastest node alone would reach the target sooner than every candidate. It takes as
-  many steps as DDP, and computes all nodes' examples itself. It is no candidate here, so no regret counts it. `exogym
-  advise` prints that node's time if it is probably shorter.
+- The **fastest node alone** takes as many steps as DDP, and computes all nodes' examples itself. `exogym advise` prints
+  its time if it is probably shorter.
 - **advise** is what `exogym advise` recommends without training. The judged task's own runs are left out of the earlier
   runs that it knows. **advise --pilot 0.1** adds a pilot of a tenth of DDP's steps.
 - **rule of thumb** and **pilot** have no earlier runs. **table** and **pilot and table** have {prior}
@@ -67,7 +67,8 @@ The candidates: {candidates}.
   evaluations.
 - Methods whose nodes do not wait for each other are left out: the network decides their losses.
 
-This command repeats the page. With `--json` it prints the numbers of all cells:
+This command computes the page from [finished trainings](#the-trainings). With `--json` it prints the numbers of all
+cases:
 
 ```bash
 {command}
@@ -81,25 +82,30 @@ def summary(judgement: Judgement) -> str:
     return markdown(heads, rows)
 
 
-def write(judgement: Judgement, path: Path, command: str, prior: str) -> None:
+def write(
+    judgement: Judgement, path: Path, command: str, prior: str, places: Mapping[str, Mapping[str, Any]], train: str
+) -> None:
     """Write the page.
 
     Args:
+        command: the command that writes the page.
         prior: a text that says where the beliefs come from.
+        places: what the judged table says about its places.
+        train: the commands that train the judged table.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     chosen = judgement.answered("advise")
-    regrets = np.array([cell.regret(answer) for cell, answer in chosen])
+    regrets = np.array([case.regret(answer) for case, answer in chosen])
     ends = zip(shares(regrets), *resampled(chosen, shares), strict=True)
     told = [f"{share:.0%} ({low:.0%} to {high:.0%})" for share, low, high in ends]
     about = ABOUT.format(
         count=len(judgement.candidates), candidates=", ".join(f"`{name}`" for name in judgement.candidates),
-        tied=judgement.tied, slow=judgement.slow, cells=len(judgement.cells), tasks=len(judgement.tasks), prior=prior,
-        command=command, median=_share(percentiles(regrets)[0]), pilot=_of_pilot_and_scope(judgement),
-        near=told[0], far=told[1], never=told[2],
+        tied=judgement.tied, alone=f"{judgement.slow / len(judgement.cases):.0%}", cases=len(judgement.cases),
+        tasks=len(judgement.tasks), prior=prior, command=command, median=_share(percentiles(regrets)[0]),
+        pilot=_of_pilot_and_scope(judgement), near=told[0], far=told[1], never=told[2],
     )  # fmt: skip
     with replacing(path) as out:
-        out.write("\n".join(["# How good is the advice\n", about, *_blocks(judgement)]))
+        out.write("\n".join(["# How good is the advice\n", about, *_blocks(judgement), *_trainings(places, train)]))
 
 
 def _of_pilot_and_scope(judgement: Judgement) -> str:
@@ -108,28 +114,28 @@ def _of_pilot_and_scope(judgement: Judgement) -> str:
         f"With a pilot of a tenth of DDP's steps, the median regret is {_share(score.median)}, or "
         f"{_share(score.median_with_cost)} if the pilot's own time counts. "
     )  # fmt: skip
-    nodes = sorted({cell.question.nodes for cell in judgement.cells})
-    most = max(cell.question.parameters for cell in judgement.cells if cell.size == "own")
+    nodes = sorted({case.question.nodes for case in judgement.cases})
+    most = max(case.question.parameters for case in judgement.cases if case.size == "own")
     return f"{pilot}The trained models have at most {int(most):,} parameters, on {' or '.join(map(str, nodes))} nodes."
 
 
 def to_dict(judgement: Judgement) -> dict[str, Any]:
-    """Return all scores and cells for JSON. Infinite numbers become None."""
-    cells = []
-    for k, cell in enumerate(judgement.cells):
+    """Return all scores and cases for JSON. Infinite numbers become None."""
+    cases = []
+    for k, case in enumerate(judgement.cases):
         answers = {name: given[k] for name, given in judgement.answers.items()}
-        cells.append({
-            "place": cell.place, "network": cell.network, "size": cell.size, "level": cell.level, "best": cell.best,
-            "seconds": {method: _finite(s) for method, s in cell.seconds.items()},
-            "advised": {name: None if a is None else _answer(cell, a) for name, a in answers.items()},
+        cases.append({
+            "place": case.place, "network": case.network, "size": case.size, "level": case.level, "best": case.best,
+            "seconds": {method: _finite(s) for method, s in case.seconds.items()},
+            "advised": {name: None if a is None else _answer(case, a) for name, a in answers.items()},
         })  # fmt: skip
     scores = judgement.scores
-    return {"hindsight": judgement.hindsight, "scores": {n: s and _plain(s) for n, s in scores.items()}, "cells": cells}
+    return {"hindsight": judgement.hindsight, "scores": {n: s and _plain(s) for n, s in scores.items()}, "cases": cases}
 
 
-def _answer(cell: Cell, answer: Advised) -> dict[str, Any]:
+def _answer(case: Case, answer: Advised) -> dict[str, Any]:
     return {
-        "method": answer.method, "regret": _finite(cell.regret(answer)), "cost_s": _finite(answer.cost_s),
+        "method": answer.method, "regret": _finite(case.regret(answer)), "cost_s": _finite(answer.cost_s),
         "sure": answer.sure and _finite(answer.sure),
     }  # fmt: skip
 
@@ -162,9 +168,9 @@ def _blocks(judgement: Judgement) -> Iterator[str]:
         yield f"## By {title}\n"
         yield "Median and 95th percentile of the regret.\n"
         rows = []
-        for value in dict.fromkeys(map(value_of, judgement.cells)):
+        for value in dict.fromkeys(map(value_of, judgement.cases)):
             regrets = [
-                [cell.regret(answer) for cell, answer in judgement.answered(name) if value_of(cell) == value]
+                [case.regret(answer) for case, answer in judgement.answered(name) if value_of(case) == value]
                 for name in names
             ]
             rows.append([value, *(", ".join(map(_share, percentiles(each))) if each else "" for each in regrets)])
@@ -180,13 +186,13 @@ def _scores(judgement: Judgement) -> tuple[list[str], list[list[str]]]:
         sure = "" if score.sure is None else f"{score.sure:.0%}, {score.right:.0%}"
         searched = score.cost > 0
         rows.append([
-            name, str(score.cells), _ranged(score.median, score.median_range), _ranged(score.high, score.high_range),
+            name, str(score.cases), _ranged(score.median, score.median_range), _ranged(score.high, score.high_range),
             f"{score.best:.0%}", f"{score.tied:.0%}", f"{score.never:.0%}", sure,
             _share(score.cost) if searched else "",
             _share(score.median_with_cost) if searched else "", _share(score.high_with_cost) if searched else "",
         ])  # fmt: skip
     heads = [
-        "adviser", "cells", "median regret", "95th percentile", "best", "tied", "never arrives", "sure", "search",
+        "adviser", "cases", "median regret", "95th percentile", "best", "tied", "never arrives", "sure", "search",
         "median with search", "95th with search",
     ]  # fmt: skip
     return heads, rows
@@ -201,31 +207,31 @@ def _ranged(x: float, ends: tuple[float, float]) -> str:
 
 
 def _mistakes(judgement: Judgement) -> Iterator[str]:
-    """Yield the worst advice of the adviser with beliefs, at most one cell for each place, advised and best method."""
+    """Yield the worst advice of the adviser with beliefs, at most one case for each place, advised and best method."""
     answers = judgement.answers.get("advise")
     if answers is None:
         return
     wrong = sorted(
-        ((cell.regret(answer), cell, answer) for cell, answer in zip(judgement.cells, answers, strict=True) if answer),
+        ((case.regret(answer), case, answer) for case, answer in zip(judgement.cases, answers, strict=True) if answer),
         key=lambda each: -each[0],
     )
-    kinds: dict[tuple[str, ...], tuple[float, Cell, Advised]] = {}
+    kinds: dict[tuple[str, ...], tuple[float, Case, Advised]] = {}
     for each in wrong:
         kinds.setdefault((each[1].place, each[2].method, each[1].best), each)
     yield "## Where it is wrong\n"
     yield (
-        "The worst advice of `exogym advise`, with one cell for each place, advised method and best method. Steps are\n"
+        "The worst advice of `exogym advise`, with one case for each place, advised method and best method. Steps are\n"
         "multiples of DDP's steps, as believed and as they were.\n"
     )
     lines = []
-    for regret, cell, answer in list(kinds.values())[:WORST]:
+    for regret, case, answer in list(kinds.values())[:WORST]:
         if regret <= 0:
             continue
-        beliefs = believed(cell.question)
-        steps = [f"{beliefs[m].steps:.2g} believed, {_times(cell, m)}" for m in (answer.method, cell.best)]
+        beliefs = believed(case.question)
+        steps = [f"{beliefs[m].steps:.2g} believed, {_times(case, m)}" for m in (answer.method, case.best)]
         lines.append([
-            cell.place, cell.network, cell.size, f"{cell.level:g}", f"`{answer.method}`", steps[0], f"`{cell.best}`",
-            steps[1], readable_seconds(cell.seconds[cell.best]), _share(regret),
+            case.place, case.network, case.size, f"{case.level:g}", f"`{answer.method}`", steps[0], f"`{case.best}`",
+            steps[1], readable_seconds(case.seconds[case.best]), _share(regret),
         ])  # fmt: skip
     heads = [
         "place", "network", "size", "target / DDP's loss", "advised", "advised's steps", "best", "best's steps",
@@ -234,6 +240,15 @@ def _mistakes(judgement: Judgement) -> Iterator[str]:
     yield markdown(heads, lines) + "\n"
 
 
-def _times(cell: Cell, method: str) -> str:
-    ratio = cell.steps[method] / cell.steps["ddp"]
+def _trainings(places: Mapping[str, Mapping[str, Any]], train: str) -> Iterator[str]:
+    """Yield what was trained, and the commands that train it."""
+    yield "## The trainings\n"
+    lines = [[place, about["heading"], f"{about['parameters']:,}", str(about["trials"])]
+             for place, about in places.items()]  # fmt: skip
+    yield markdown(["place", "what was trained", "parameters", "trials for each method"], lines) + "\n"
+    yield f"These commands train missing runs:\n\n```bash\n{train}\n```\n"
+
+
+def _times(case: Case, method: str) -> str:
+    ratio = case.steps[method] / case.steps["ddp"]
     return f"{ratio:.2g} real" if math.isfinite(ratio) else "never arrived"

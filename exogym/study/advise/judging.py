@@ -1,7 +1,7 @@
 """Judge advice: replay finished trainings on many networks, and compare the advised method with the best method.
 
 A training's losses do not depend on the network. So a run of the atlas's table gives its time to a loss on every
-network: its steps to the loss, times the seconds of a step by formula. A *cell* is a place of the table, a network, a
+network: its steps to the loss, times the seconds of a step by formula. A *case* is a place of the table, a network, a
 size and a level. The target is the level times the final loss of a run of DDP that takes half of the table's steps
 (`exogym.study.atlas.steps`), so every other method has twice DDP's steps to reach it.
 
@@ -40,6 +40,7 @@ from exogym.study.atlas.table import Table
 SIZES: dict[str, tuple[float, float] | None] = {"own": None, "100M": (1e8, 1.0)}  # parameters and seconds of a step
 FIXED = "diloco:H=30"
 PILOT = 0.1  # of DDP's steps: what a pilot may train, summed over methods
+FAR = 0.2  # a choice that takes more than this share longer is far off
 TIE = 0.02  # methods whose times differ by at most this share are tied
 TRACE_S, TRACE_PART_S = 4 * 3600.0, 600.0
 RESAMPLES, INTERVAL = 2000, 0.95
@@ -139,7 +140,7 @@ Adviser = Callable[[Question], Advised | None]  # None: the adviser has no answe
 
 
 @dataclass(frozen=True)
-class Cell:
+class Case:
     """A place, a network, a size and a level.
 
     `steps` and `seconds` are dicts from each candidate to its steps and seconds to the target. They are infinite if the
@@ -173,8 +174,8 @@ class Cell:
         return (self.seconds[advised.method] + with_cost * advised.cost_s) / self.seconds[self.best] - 1
 
 
-def cells_of(table: Table, prior: Table | None = None) -> list[Cell]:
-    """Return all cells of a table.
+def cases_of(table: Table, prior: Table | None = None) -> list[Case]:
+    """Return all cases of a table.
 
     Args:
         prior: the table with earlier runs; by default the judged table. In both, places with the judged place's task do
@@ -206,8 +207,8 @@ def cells_of(table: Table, prior: Table | None = None) -> list[Cell]:
                     )  # fmt: skip
                     steps = truth[level][place]
                     seconds = {method: seconds_until(steps[method], pace) for method, pace in speeds.items()}
-                    found.append(Cell(place, network, size, level, question, steps, seconds))
-    if not any(len(cell.seconds) > 1 for cell in found):
+                    found.append(Case(place, network, size, level, question, steps, seconds))
+    if not any(len(case.seconds) > 1 for case in found):
         raise ArgumentError(f"{table.path} has no place with ddp and another method that can be judged")
     return found
 
@@ -357,19 +358,19 @@ class Score:
     """How good an adviser is.
 
     Attributes:
-        cells: number of cells for which the adviser has an answer.
-        best: share of cells in which it advised the best method.
-        tied: share of cells in which it advised another method that takes at most 2 % longer.
-        never: share of cells in which the advised method never reaches the target.
+        cases: number of cases for which the adviser has an answer.
+        best: share of cases in which it advised the best method.
+        tied: share of cases in which it advised another method that takes at most 2 % longer.
+        never: share of cases in which the advised method never reaches the target.
         median, high: the median and the 95th percentile of the regret.
         median_range, high_range: intervals with 95 % of these numbers if tasks are resampled.
         cost: median share by which the search for the method adds to the best method's time.
         median_with_cost, high_with_cost: the same percentiles, if the time of the search counts.
         sure: mean probability of being right that the adviser stated, or None.
-        right: share of cells in which the advised method took at most 5 % longer than the best.
+        right: share of cases in which the advised method took at most 5 % longer than the best.
     """
 
-    cells: int
+    cases: int
     best: float
     tied: float
     never: float
@@ -386,65 +387,65 @@ class Score:
 
 @dataclass(frozen=True)
 class Judgement:
-    """All cells, and each adviser's answers in the order of the cells.
+    """All cases, and each adviser's answers in the order of the cases.
 
     Attributes:
         hindsight: the best single method in hindsight: it has the smallest mean logarithm of its time over the best
             time. The adviser "best single method" always advises this method.
     """
 
-    cells: Sequence[Cell]
+    cases: Sequence[Case]
     answers: Mapping[str, Sequence[Advised | None]]
     hindsight: str
 
     @cached_property
     def scores(self) -> dict[str, Score | None]:
-        """Each adviser's score, or None if it has no answer in any cell."""
+        """Each adviser's score, or None if it has no answer in any case."""
         answered = {adviser: self.answered(adviser) for adviser in self.answers}
         return {adviser: _score(pairs) if pairs else None for adviser, pairs in answered.items()}
 
-    def answered(self, adviser: str) -> list[tuple[Cell, Advised]]:
-        """Return an adviser's answers, each with its cell."""
-        pairs = zip(self.cells, self.answers[adviser], strict=True)
-        return [(cell, answer) for cell, answer in pairs if answer is not None]
+    def answered(self, adviser: str) -> list[tuple[Case, Advised]]:
+        """Return an adviser's answers, each with its case."""
+        pairs = zip(self.cases, self.answers[adviser], strict=True)
+        return [(case, answer) for case, answer in pairs if answer is not None]
 
     @property
     def tasks(self) -> list[str]:
-        return list(dict.fromkeys(task_of(cell.place) for cell in self.cells))
+        return list(dict.fromkeys(task_of(case.place) for case in self.cases))
 
     @property
     def candidates(self) -> list[str]:
         """All methods among which advisers choose."""
-        return list(dict.fromkeys(method for cell in self.cells for method in cell.seconds))
+        return list(dict.fromkeys(method for case in self.cases for method in case.seconds))
 
     @property
     def tied(self) -> int:
-        """The number of cells in which the two best methods are tied."""
-        return sum(cell.is_tied for cell in self.cells)
+        """The number of cases in which the two best methods are tied."""
+        return sum(case.is_tied for case in self.cases)
 
     @property
     def slow(self) -> int:
-        """The number of cells in which the fastest node alone is faster than every candidate."""
-        return sum(cell.is_slow for cell in self.cells)
+        """The number of cases in which the fastest node alone is faster than every candidate."""
+        return sum(case.is_slow for case in self.cases)
 
 
-def judge(cells: Sequence[Cell], advisers: Mapping[str, Adviser] = ADVISERS) -> Judgement:
-    """Ask all advisers in all cells."""
+def judge(cases: Sequence[Case], advisers: Mapping[str, Adviser] = ADVISERS) -> Judgement:
+    """Ask all advisers in all cases."""
     answers: dict[str, Sequence[Advised | None]] = {
-        name: [adviser(cell.question) for cell in cells] for name, adviser in advisers.items()
+        name: [adviser(case.question) for case in cases] for name, adviser in advisers.items()
     }
-    everywhere = [m for m in cells[0].seconds if all(m in cell.seconds for cell in cells)]
-    lost = {m: math.fsum(math.log(min(c.regret(Advised(m)) + 1, WORST)) for c in cells) for m in everywhere}
+    everywhere = [m for m in cases[0].seconds if all(m in case.seconds for case in cases)]
+    lost = {m: math.fsum(math.log(min(c.regret(Advised(m)) + 1, WORST)) for c in cases) for m in everywhere}
     hindsight = min(lost, key=lambda method: lost[method])
-    answers["best single method"] = [Advised(hindsight) for _ in cells]
-    return Judgement(cells, answers, hindsight)
+    answers["best single method"] = [Advised(hindsight) for _ in cases]
+    return Judgement(cases, answers, hindsight)
 
 
-def _score(chosen: Sequence[tuple[Cell, Advised]]) -> Score:
-    regrets = np.array([cell.regret(answer) for cell, answer in chosen])
-    costly = np.array([cell.regret(answer, with_cost=True) for cell, answer in chosen])
-    costs = np.array([answer.cost_s / cell.seconds[cell.best] for cell, answer in chosen])
-    best = np.array([answer.method == cell.best for cell, answer in chosen])
+def _score(chosen: Sequence[tuple[Case, Advised]]) -> Score:
+    regrets = np.array([case.regret(answer) for case, answer in chosen])
+    costly = np.array([case.regret(answer, with_cost=True) for case, answer in chosen])
+    costs = np.array([answer.cost_s / case.seconds[case.best] for case, answer in chosen])
+    best = np.array([answer.method == case.best for case, answer in chosen])
     sure = [answer.sure for _, answer in chosen if answer.sure is not None]
     ends = resampled(chosen, percentiles)
     median, high = percentiles(regrets)
@@ -458,17 +459,17 @@ def _score(chosen: Sequence[tuple[Cell, Advised]]) -> Score:
 
 
 def resampled(
-    chosen: Sequence[tuple[Cell, Advised]], numbers_of: Callable[[np.ndarray], tuple[float, ...]]
+    chosen: Sequence[tuple[Case, Advised]], numbers_of: Callable[[np.ndarray], tuple[float, ...]]
 ) -> list[tuple[float, ...]]:
     """Return the low and the high ends of the 95 % of resamples of the tasks, for each number.
 
     Args:
         numbers_of: function from regrets to numbers, such as `percentiles`.
     """
-    regrets = np.array([cell.regret(answer) for cell, answer in chosen])
+    regrets = np.array([case.regret(answer) for case, answer in chosen])
     tasks: dict[str, list[int]] = {}
-    for k, (cell, _) in enumerate(chosen):
-        tasks.setdefault(task_of(cell.place), []).append(k)
+    for k, (case, _) in enumerate(chosen):
+        tasks.setdefault(task_of(case.place), []).append(k)
     groups, rng = [np.array(group) for group in tasks.values()], numpy_generator(0, "judge tasks")
     drawn = np.array([
         numbers_of(regrets[np.concatenate([groups[k] for k in rng.integers(len(groups), size=len(groups))])])

@@ -161,7 +161,7 @@ def _repeat(table: Table, path: Path) -> Iterator[str]:
     method = next(row["method"] for row in table.rows if row["place"] == place)
     yield "## Repeat and add\n"
     yield REPEAT.format(
-        results=f"[{file}]({file})", page=path, commands="\n".join(_commands(table, path)),
+        results=f"[{file}]({file})", page=path, commands="\n".join(commands(table, path)),
         one=f"exogym benchmark --trials {about['trials']} --tasks {_kind(place)} --nodes {about['nodes']} "
         f"--strategies {method} --steps {about['steps']} --out runs/repeat",
     )  # fmt: skip
@@ -171,7 +171,7 @@ def _kind(place: str) -> str:
     return place.rpartition("-")[0]
 
 
-def _commands(table: Table, path: Path) -> Iterator[str]:
+def commands(table: Table, path: Path) -> Iterator[str]:
     """Yield a command for each group of places with the same methods."""
     groups: dict[tuple[int, tuple[str, ...], int, int], list[str]] = {}
     for place, about in table.places.items():

@@ -23,7 +23,18 @@ from exogym.models import MLP
 from exogym.network import Network
 from exogym.strategy.registry import parse_strategy
 from exogym.study.advise import judging
-from exogym.study.advise.judging import Advised, Cell, Question, Site, cells_of, judge, seconds_until, sites
+from exogym.study.advise.judging import (
+    Advised,
+    Case,
+    Question,
+    Site,
+    cases_of,
+    judge,
+    resampled,
+    seconds_until,
+    shares,
+    sites,
+)
 from exogym.study.advise.prediction import advise
 from exogym.study.atlas import Table
 
@@ -42,29 +53,29 @@ def one_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(judging, "LEVELS", (1.0,))
 
 
-def asked(cells: list[Cell], advisers: Any) -> Any:
-    return judge(cells, advisers).answers
+def asked(cases: list[Case], advisers: Any) -> Any:
+    return judge(cases, advisers).answers
 
 
-def knowing(cells: list[Cell], choose: Any) -> Any:
+def knowing(cases: list[Case], choose: Any) -> Any:
     """An adviser that knows the answers."""
-    by_question = {id(cell.question): choose(cell) for cell in cells}
+    by_question = {id(case.question): choose(case) for case in cases}
     return lambda question: Advised(by_question[id(question)])
 
 
 @pytest.mark.usefixtures("one_network")
 def test_regrets_are_those_computed_by_hand(tmp_path: Path) -> None:
     table = made_table(tmp_path / "table.json", {"digits-4": CURVES, "cars-4": CURVES, "words-4": SLOWER})
-    cells = cells_of(table)
+    cases = cases_of(table)
     ring_s = 6 * (1e-3 + 1000 * 8 / 1e9)  # 1,000 parameters of 4 bytes among 4 nodes
     ddp_s, diloco_s = 10 * (0.01 + ring_s), 15 * (0.01 + ring_s / 10)
-    first, _, last = cells
+    first, _, last = cases
     assert first.seconds == {"ddp": pytest.approx(ddp_s), "diloco:H=10": pytest.approx(diloco_s), "demo": math.inf}
     assert first.best == "diloco:H=10" and last.best == "ddp" and first.is_tied == (ddp_s <= 1.02 * diloco_s)
     alone_s = 4 * 0.01 * 10  # DDP's steps, each with the examples of 4 nodes
     assert not first.is_slow and replace(first, seconds={"ddp": 1.01 * alone_s, "demo": math.inf}).is_slow
-    result = judge(cells, {
-        "oracle": knowing(cells, lambda cell: cell.best), "wrong": judging.always("ddp"),
+    result = judge(cases, {
+        "oracle": knowing(cases, lambda case: case.best), "wrong": judging.always("ddp"),
         "never": judging.always("demo"), "silent": lambda question: None,
     })  # fmt: skip
     oracle, wrong, never = (result.scores[name] for name in ("oracle", "wrong", "never"))
@@ -73,8 +84,8 @@ def test_regrets_are_those_computed_by_hand(tmp_path: Path) -> None:
     assert wrong.high == pytest.approx(ddp_s / diloco_s - 1) and wrong.best == pytest.approx(1 / 3)
     assert never.never == pytest.approx(2 / 3) and never.median == math.inf and result.scores["silent"] is None
     assert result.hindsight == "ddp" and result.scores["best single method"] == wrong
-    costly = cells[0].regret(Advised("ddp", cost_s=diloco_s), with_cost=True)
-    assert costly == pytest.approx(ddp_s / diloco_s) and cells[0].regret(Advised("diloco:H=10")) == 0
+    costly = cases[0].regret(Advised("ddp", cost_s=diloco_s), with_cost=True)
+    assert costly == pytest.approx(ddp_s / diloco_s) and cases[0].regret(Advised("diloco:H=10")) == 0
 
 
 @pytest.mark.usefixtures("one_network")
@@ -83,16 +94,16 @@ def test_a_place_never_judges_itself(tmp_path: Path) -> None:
     table = made_table(tmp_path / "table.json", places)
     prior = made_table(tmp_path / "prior.json", {"digits-4": CURVES, "words-4": CURVES})
 
-    def seen(cells: list[Cell]) -> dict[str, set[str]]:
-        return {cell.place: set(cell.question.earlier) for cell in cells}
+    def seen(cases: list[Case]) -> dict[str, set[str]]:
+        return {case.place: set(case.question.earlier) for case in cases}
 
     texts, digits = {"characters-4", "speakers-4"}, {"digits-4", "digits-iid-16"}
-    assert seen(cells_of(table)) == dict.fromkeys(texts, digits) | dict.fromkeys(digits, texts)
+    assert seen(cases_of(table)) == dict.fromkeys(texts, digits) | dict.fromkeys(digits, texts)
     both, one = {"digits-4", "words-4"}, {"words-4"}
-    assert seen(cells_of(table, prior)) == dict.fromkeys(texts, both) | dict.fromkeys(digits, one)
+    assert seen(cases_of(table, prior)) == dict.fromkeys(texts, both) | dict.fromkeys(digits, one)
 
     other = made_table(tmp_path / "other.json", places | dict.fromkeys(digits, SLOWER))
-    before, after = ({c.place: judging.by_table(c.question) for c in cells_of(t)} for t in (table, other))
+    before, after = ({c.place: judging.by_table(c.question) for c in cases_of(t)} for t in (table, other))
     assert all(before[place] == after[place] for place in digits)  # their own runs do not count
     assert all(before[place] != after[place] for place in texts)  # the control: others' runs do
 
@@ -154,7 +165,7 @@ def test_after_training_everything_only_the_seeds_can_mislead(tmp_path: Path) ->
     alike = CURVES | {"diloco:H=10": [[3.0, 2.5, 1.5], [3.0, 2.5, 1.5]]}
     unlike = CURVES | {"diloco:H=10": [[3.0, 2.9, 2.8], [3.0, 0.1, 0.1]]}
     table = made_table(tmp_path / "table.json", {"digits-4": alike, "cars-4": unlike})
-    first, second = (cell.question for cell in cells_of(table))
+    first, second = (case.question for case in cases_of(table))
     found = judging.by_one_seed(first)
     assert (found.method, judging.by_one_seed(second).method) == ("ddp", "diloco:H=10")  # sorted: cars, digits
     assert found.cost_s == pytest.approx(3 * 20 * 4 * 0.01)
@@ -164,7 +175,7 @@ def test_after_training_everything_only_the_seeds_can_mislead(tmp_path: Path) ->
 def test_a_pilot_costs_the_seconds_of_its_steps(tmp_path: Path) -> None:
     table = made_table(tmp_path / "table.json", {"digits-4": CURVES, "cars-4": CURVES})
     table.places["digits-4"]["steps"] = table.places["cars-4"]["steps"] = 400  # half of them are DDP's
-    (question, _) = [cell.question for cell in cells_of(table)]
+    (question, _) = [case.question for case in cases_of(table)]
     assert isinstance(question, Question) and question.steps == 200
     advised = judging.by_pilot(question)
     assert 0 < advised.cost_s <= 0.1 * 200 * 4 * 0.01 and 0 < advised.sure < 1
@@ -188,6 +199,19 @@ def test_the_page_of_the_documentation_is_what_its_command_writes(tmp_path: Path
 
 
 @pytest.mark.usefixtures("one_network")
+def test_shares_and_their_ranges_over_tasks(tmp_path: Path) -> None:
+    """With one task all resamples are alike; with a good and a bad one, a share may be 0 or 1."""
+    assert shares(np.array([0.0, 0.02, 0.2, 0.21, math.inf])) == (0.4, 0.4, 0.2)
+    table = made_table(tmp_path / "table.json", {"digits-4": CURVES, "digits-iid-4": CURVES, "words-4": SLOWER})
+    chosen = [(case, Advised("demo")) for case in cases_of(table)]  # never arrives in digits
+    assert shares(np.array([case.regret(answer) for case, answer in chosen]))[2] == pytest.approx(2 / 3)
+    assert resampled(chosen[:2], shares) == [(0.0, 1.0, 1.0)] * 2
+    (low, *_), (high, *_) = resampled([(case, Advised(case.best)) for case, _ in chosen], shares)
+    assert low == high == 1.0
+    assert [end[2] for end in resampled(chosen, shares)] == [0.0, 1.0]
+
+
+@pytest.mark.usefixtures("one_network")
 def test_the_command_judges_a_table(tmp_path: Path, capfd: Any) -> None:
     table = made_table(tmp_path / "table.json", {"digits-4": CURVES, "cars-4": CURVES, "words-4": SLOWER})
     table.write()
@@ -195,15 +219,16 @@ def test_the_command_judges_a_table(tmp_path: Path, capfd: Any) -> None:
     asked = ["advise", "--judge", str(table.path)]
     assert main([*asked, "--page", str(page)]) == 0
     said = capfd.readouterr().out
-    assert said.startswith("3 cells of 3 tasks") and "best single method, in hindsight: ddp" in said
+    assert said.startswith("3 cases of 3 tasks") and "best single method, in hindsight: ddp" in said
     text = page.read_text()
-    assert f"exogym advise --judge {table.path} --page {page}" in text and "In 3 cells" in text
-    for part in ("## By place", "## By network", "## Where it is wrong", "| advise"):
+    assert f"exogym advise --judge {table.path} --page {page}" in text and "In 3 cases" in text
+    assert f"--tasks cars,digits,words --nodes 4 --strategies ddp,demo,diloco:H=10 --steps 20 --page {tmp_path}" in text
+    for part in ("## The trainings", "## By place", "## By network", "## Where it is wrong", "| advise"):
         assert part in text
     assert main([*asked, "--json"]) == 0
     found = json.loads(capfd.readouterr().out)
-    assert len(found["cells"]) == 3
-    assert found["cells"][0]["seconds"]["demo"] is None and found["scores"]["advise"]["cells"] == 3
+    assert len(found["cases"]) == 3
+    assert found["cases"][0]["seconds"]["demo"] is None and found["scores"]["advise"]["cases"] == 3
 
     def refused(words: list[str], why: str) -> None:
         assert main(["advise", *words]) == 2
@@ -222,5 +247,5 @@ def test_the_command_judges_a_table(tmp_path: Path, capfd: Any) -> None:
     assert "no earlier runs of other tasks for digits-4" in capfd.readouterr().err
     alone = made_table(tmp_path / "alone.json", {"digits-4": {"ddp": CURVES["ddp"]}})
     with pytest.raises(ArgumentError, match="has no place with ddp and another method"):
-        cells_of(alone)
-    assert cells_of(Table(table.path)) == cells_of(table)  # the same from the file
+        cases_of(alone)
+    assert cases_of(Table(table.path)) == cases_of(table)  # the same from the file
