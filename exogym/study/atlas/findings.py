@@ -139,8 +139,8 @@ def _cheap(by_name: Mapping[str, Mapping[str, Result]], places: Sequence[str], m
     best = min(good, key=lambda method: over_ddp(method, "tx_bytes"))
     return [Finding(
         "cheap",
-        f"`{best}` sends 1/{1 / over_ddp(best, 'tx_bytes'):,.0f} of `ddp`'s bytes (geometric mean over places), and "
-        f"its test loss, averaged over places, is at most {MARGIN - 1:.0%} above `ddp`'s.",
+        f"`{best}` sends 1/{1 / over_ddp(best, 'tx_bytes'):,.0f} of `ddp`'s bytes, and "
+        f"its test loss is at most {MARGIN - 1:.0%} above `ddp`'s.",
         "no other method within this margin sends less",
         f"a test loss of `{best}` more than {MARGIN - 1:.0%} above `ddp`'s",
         places, (best, "tuned"), ("ddp", "tuned"), math.log(MARGIN),
@@ -153,7 +153,7 @@ def _best(places: Sequence[str], ranks: Mapping[str, float]) -> Finding:
     equal = [f"`{method}`" for method in rest if f"{ranks[method]:.1f}" == f"{ranks[first]:.1f}"]
     has = f"shares the best mean rank with {' and '.join(equal)}" if equal else "has the best mean rank"
     return Finding(
-        "best", f"The test loss of `{first}`, averaged over places, is lower than `{other}`'s.", f"`{first}` {has}",
+        "best", f"The test loss of `{first}` is lower than `{other}`'s.", f"`{first}` {has}",
         f"a test loss of `{first}` above `{other}`'s", places, (first, "tuned"), (other, "tuned"), 0.0,
     )  # fmt: skip
 
@@ -172,7 +172,7 @@ def _tuning(
     share, half = 1 - math.exp(-gains[most]), 1 - math.exp(-gains[most] / 2)
     return [Finding(
         "tuning",
-        f"Tuning lowers the test loss of `{most}`, averaged over places, by at least {half:.0%}.",
+        f"The settings that trials chose for `{most}` lower its test loss by at least {half:.0%}.",
         f"the table has {share:.0%}, the most of these methods, and the statement half of it on a logarithmic scale",
         f"a test loss less than {half:.0%} below its defaults'", places, (most, "tuned"), (most, "default"),
         -gains[most] / 2,

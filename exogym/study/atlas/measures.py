@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,6 +15,7 @@ from exogym.core.base.draws import numpy_generator
 from exogym.errors import ArgumentError
 from exogym.strategy.traffic import Plan
 from exogym.study.advise import advise
+from exogym.study.advise.beliefs import task_of
 from exogym.study.advise.plans import plan_of, scaled
 from exogym.study.atlas.table import RATES, SEEDS, Row, Table
 from exogym.study.atlas.tuning import INNER_RATES
@@ -178,7 +180,7 @@ class Ranks:
         low, high: ends of the intervals with 95 % of the mean ranks over resampled places and seeds. With few places
             these intervals are too narrow for confidence.
         critical: the critical difference. If all methods were equal, the best and worst mean rank would differ by more
-            in 5 % of tables.
+            in 5 % of tables. Places with the same data count as one: chance gives them the same order.
     """
 
     mean: Mapping[str, float]
@@ -215,7 +217,9 @@ def ranks_of(places: Mapping[str, Sequence[Result]]) -> Ranks | None:
             rows = np.flatnonzero(column == k)
             means = [np.mean(np.array(s)[rng.integers(len(s), size=(len(rows), len(s)))], 1) for s in each]
             drawn[rows] += _ranked(np.stack(means, 1)) / len(losses)
-    by_chance = rng.permuted(np.tile(np.arange(len(methods)), (DRAWS, len(losses), 1)), axis=2).mean(1)
+    data = np.array([*Counter(map(task_of, places)).values()])
+    orders = rng.permuted(np.tile(np.arange(len(methods)), (DRAWS, len(data), 1)), axis=2)
+    by_chance = np.average(orders, 1, data)
     chance = by_chance.max(1) - by_chance.min(1)
     low, high = np.quantile(drawn, [(1 - SHARE) / 2, (1 + SHARE) / 2], axis=0)
     order = np.argsort(mean, kind="stable")

@@ -315,6 +315,11 @@ def test_ranks_and_gains(whole: Table) -> None:
     assert ddp.predicted_s["Wi-Fi"] > ddp.predicted_s["1 Gbit/s"] > 20 * whole.places["digits-2"]["step_s"]  # type: ignore[operator]
     ranks = ranks_of({"a": results, "b": results})
     assert ranks is not None and list(ranks.mean.values()) == [1.0, 2.0] and 0 < ranks.critical <= 1
+    both = ranks_of({"digits-2": results, "digits-iid-4": results, "b": results})  # of three places, two have one order
+    assert both is not None and both.critical == 1.0
+    four = ranks_of({name: results for name in ("a", "b", "c", "d", "e", "f")})
+    alike = ranks_of({f"digits-{count}": results for count in range(6)})
+    assert four is not None and alike is not None and four.critical < 1 == alike.critical
     assert ranks_of({}) is None
     clients = [result for result in results if result.method != "ddp"]
     assert list(comparable({"a": results, "b": clients, "c": [ddp]})) == ["a"]

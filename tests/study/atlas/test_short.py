@@ -18,8 +18,8 @@ from exogym.study.atlas.table import SEEDS
 PLACES = ("digits-2", "digits-4")
 # method: the three tuned losses at both places, the default loss, and the bytes of a run
 METHODS: dict[str, tuple[list[float], float, float]] = {
-    "ddp": ([1.0, 1.0, 1.0], 1.2, 4000.0), "diloco": ([0.9, 0.9, 0.9], 1.0, 400.0),
-    "fedavg": ([0.92, 0.96, 0.88], 0.95, 401.0), "sparta": ([1.5, 1.5, 1.5], 1.4, 40.0),
+    "ddp": ([1.0, 1.0, 1.0], 1.2, 4000.0), "diloco": ([0.9, 0.9, 0.9], 1.0, 403.0),
+    "fedavg": ([0.92, 0.96, 0.88], 0.95, 405.0), "sparta": ([1.5, 1.5, 1.5], 1.4, 40.0),
     "demo": ([0.95, 0.95, 0.95], 1.9, 4000.0),
 }  # fmt: skip
 
@@ -45,17 +45,22 @@ def cells(text: str, heading: str) -> list[str]:
 
 
 def test_within_a_limit_of_bytes_the_lowest_loss_is_named(tmp_path: Path) -> None:
-    """FedAvg's seeds spread by 0.04, so it is as good as DiLoCo; within a tenth of the bytes it may not compete."""
+    """FedAvg's seeds spread by 0.04, so it is as good as DiLoCo; within a tenth of the bytes it may not compete.
+
+    DiLoCo may, although it sends 0.75 % too much.
+    """
     text = text_of(tmp_path)
-    assert cells(text, "any bytes") == ["`diloco` -10.0% (≈ 1)", "`diloco` -10.0%", "`sparta` +50.0%"]
+    assert cells(text, "any bytes") == [
+        "`diloco` -10.0% (≈ 1 of 4)", "`diloco` -10.0% (≈ 0 of 1)", "`sparta` +50.0% (alone)",
+    ]  # fmt: skip
     assert 2.776 * math.sqrt(0.04**2 / 3) > 0.92 - 0.9 and "†" not in text
     none = text_of(tmp_path / "none", {"sparta": ([1.5, 1.5, 1.5], 1.4, 41.0), "diloco": ([1.1, 1.1, 1.1], 1.2, 400.0)})
-    assert cells(none, "any bytes")[1:] == ["`diloco` +10.0%", "none"]
+    assert cells(none, "any bytes")[1:] == ["`diloco` +10.0% (≈ 0 of 1)", "none"]
 
 
 def test_differences_from_a_badly_tuned_ddp_are_marked(tmp_path: Path) -> None:
     text = text_of(tmp_path, {"ddp": ([1.0, 1.0, 1.0], 0.8, 4000.0)})
-    assert cells(text, "any bytes")[0] == "`diloco` -10.0% † (≈ 1)"
+    assert cells(text, "any bytes")[0] == "`diloco` -10.0% † (≈ 1 of 4)"
     assert "† At digits-2, tuned `ddp` is 25% worse than its own defaults" in text
 
 
@@ -80,7 +85,8 @@ def test_the_lines_say_what_the_ranks_and_trials_say(tmp_path: Path) -> None:
     assert "`ddp` has 4.0 and 3.0." in text
     assert (
         "In 2 of 10 rows the chosen settings have a higher test loss than the defaults, in 2 of them by more than the "
-        "seeds' chance. The worst are `sparta`'s" in text
+        "seeds' spread. If no settings mattered, chance would give about 0 such rows. In 6 rows it is lower by more "
+        "than this. The worst are `sparta`'s" in text
     )
     assert "findings" not in text  # no fresh seeds yet
     assert "have 10 to 10 parameters. 2 of 2 places have the task `digits`, so mean ranks say most about it." in text
