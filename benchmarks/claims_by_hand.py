@@ -45,7 +45,7 @@ from exogym.study.atlas.training import Study
 from exogym.study.reproduce.checks import late_mean
 from exogym.study.reproduce.training import STEP_S
 
-CLAIMS = ("R3", "R4", "R5", "R6", "R7", "R8", "R11", "R13", "momentum", "sparse-bytes")
+CLAIMS = ("R4", "R5", "R6", "R7", "R8", "R11", "R13", "momentum", "sparse-bytes")
 NESTEROV = {"outer_lr": 0.7, "outer_momentum": 0.9}  # where neither the task nor a trial has another value
 BITS_PER_S = 1e9  # of a node's line, in the runs of claims.json; latency is 0
 LATE = ("val_loss", "mean_val_loss", "node_val_loss")
