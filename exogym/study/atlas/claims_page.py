@@ -187,6 +187,10 @@ def _in_short(done: Mapping[str, Verdict], table: Table) -> Iterator[str]:
     if any(kept.values()):
         counts = ", ".join(f"{name} ({of[0]} of {of[1]} checks)" for name, of in kept.items() if of)
         lines.append(f"Parts of these claims hold at all sizes and inner rates: {counts}.")
+    for kind in RATES:
+        if single := [name for name, each in done.items() if [*each.at] == [kind]]:
+            has = "has" if len(single) == 1 else "have"
+            lines.append(f"{_and(single)} {has} only the {kind}, so coming out is easier there.")
     parameters = max(at.parameters for each in done.values() for at in _largest(each))
     steps = max(table.places[study.place]["steps"] for each in done.values() for study in _pair(each.central))
     lines.append(
