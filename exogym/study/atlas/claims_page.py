@@ -150,47 +150,14 @@ def _in_short(done: Mapping[str, Verdict], table: Table) -> Iterator[str]:
         for kind, names in outcomes.items()
         if names
     )
-    lines = [f"{len(done)} of {len(CENTRAL)} claims are complete: {counts}."]
-    same: dict[tuple[Study, ...], list[str]] = {}
-    for name, each in done.items():
-        same.setdefault(tuple(_pair(each.central)), []).append(name)
-    lines += [f"{_and(names)} compare the same runs: count them once." for names in same.values() if len(names) > 1]
-    users: dict[Study, list[str]] = {}
-    for name, each in done.items():
-        for study in dict.fromkeys(studies_at(each.central, "full").values()):
-            users.setdefault(study, []).append(name)
-    study, names = max(users.items(), key=lambda item: len(item[1]))
-    if len(names) > 1:
-        lines.append(f"{_and(names)} share the runs of `{study.method}`, so their verdicts are not independent.")
-    if contradicted := outcomes[Outcome.CONTRADICTED]:
-        sizes = {name: [math.expm1(-at.effect) for at in _largest(done[name])] for name in contradicted}
-        shown = {
-            name: " / ".join("a run failed" if math.isnan(size) else f"{size:.1%}" for size in each)
-            for name, each in sizes.items()
-        }
-        lines.append(
-            "At the largest size, contradicted claims have a loss above the other method's by: "
-            f"{', '.join(f'{name} {size}' for name, size in shown.items())}."
-        )
-    lines += [text for name, text in _second(table).get("in_short", {}).items() if name in done]
-    for kind in RATES:
-        mixed = {name: each.at for name, each in done.items() if each.outcome is not Outcome.YES and len(each.at) > 1}
-        once = [
-            name + ("‡" if any(_pair_unclear(done[name], kind, size, table) for size in SIZES) else "")
-            for name, at in mixed.items()
-            if at[kind].outcome is Outcome.YES
-        ]
-        if once:
-            lines.append(f"At the {kind} alone, {_and(once)} would come out.")
-    others = [name for name, each in done.items() if each.outcome is not Outcome.YES]
-    kept = {name: _always(done[name]) for name in others}
-    if any(kept.values()):
-        counts = ", ".join(f"{name} ({of[0]} of {of[1]} checks)" for name, of in kept.items() if of)
-        lines.append(f"Parts of these claims hold at all sizes and inner rates: {counts}.")
-    for kind in RATES:
-        if single := [name for name, each in done.items() if [*each.at] == [kind]]:
-            has = "has" if len(single) == 1 else "have"
-            lines.append(f"{_and(single)} {has} only the {kind}, so coming out is easier there.")
+    lines = [
+        f"{len(done)} of {len(CENTRAL)} claims are complete: {counts}.",
+        *_of_shared_runs(done),
+        *_of_contradicted({name: done[name] for name in outcomes[Outcome.CONTRADICTED]}),
+        *(text for name, text in _second(table).get("in_short", {}).items() if name in done),
+        *_of_single_rates(done, table),
+        *_of_parts({name: each for name, each in done.items() if each.outcome is not Outcome.YES}),
+    ]
     parameters = max(at.parameters for each in done.values() for at in _largest(each))
     steps = max(table.places[study.place]["steps"] for each in done.values() for study in _pair(each.central))
     lines.append(
@@ -199,6 +166,58 @@ def _in_short(done: Mapping[str, Verdict], table: Table) -> Iterator[str]:
     )
     yield "## In short\n"
     yield "\n".join(f"- {line}" for line in lines) + "\n"
+
+
+def _of_shared_runs(done: Mapping[str, Verdict]) -> Iterator[str]:
+    pairs: dict[tuple[Study, ...], list[str]] = {}
+    users: dict[Study, list[str]] = {}
+    for name, each in done.items():
+        pairs.setdefault(tuple(_pair(each.central)), []).append(name)
+        for study in dict.fromkeys(studies_at(each.central, "full").values()):
+            users.setdefault(study, []).append(name)
+    for names in pairs.values():
+        if len(names) > 1:
+            yield f"{_and(names)} compare the same runs: count them once."
+    study, names = max(users.items(), key=lambda item: len(item[1]))
+    if len(names) > 1:
+        yield f"{_and(names)} share the runs of `{study.method}`, so their verdicts are not independent."
+
+
+def _of_contradicted(contradicted: Mapping[str, Verdict]) -> Iterator[str]:
+    if not contradicted:
+        return
+    sizes = {name: [math.expm1(-at.effect) for at in _largest(each)] for name, each in contradicted.items()}
+    shown = {
+        name: " / ".join("a run failed" if math.isnan(size) else f"{size:.1%}" for size in each)
+        for name, each in sizes.items()
+    }
+    yield (
+        "At the largest size, contradicted claims have a loss above the other method's by: "
+        f"{', '.join(f'{name} {size}' for name, size in shown.items())}."
+    )
+
+
+def _of_single_rates(done: Mapping[str, Verdict], table: Table) -> Iterator[str]:
+    """Yield which claims come out at one of two inner rates, and which have only one."""
+    for kind in RATES:
+        mixed = {name: each for name, each in done.items() if each.outcome is not Outcome.YES and len(each.at) > 1}
+        once = [
+            name + ("‡" if any(_pair_unclear(each, kind, size, table) for size in SIZES) else "")
+            for name, each in mixed.items()
+            if each.at[kind].outcome is Outcome.YES
+        ]
+        if once:
+            yield f"At the {kind} alone, {_and(once)} would come out."
+        if single := [name for name, each in done.items() if [*each.at] == [kind]]:
+            has = "has" if len(single) == 1 else "have"
+            yield f"{_and(single)} {has} only the {kind}, so coming out is easier there."
+
+
+def _of_parts(others: Mapping[str, Verdict]) -> Iterator[str]:
+    kept = {name: _always(each) for name, each in others.items()}
+    if any(kept.values()):
+        counts = ", ".join(f"{name} ({of[0]} of {of[1]} checks)" for name, of in kept.items() if of)
+        yield f"Parts of these claims hold at all sizes and inner rates: {counts}."
 
 
 def _pair(central: Central) -> list[Study]:
