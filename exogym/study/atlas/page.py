@@ -53,6 +53,8 @@ READING = """\
   an order, and the halves take every second example. With the defaults, the median method's test loss is 1.1 to 2.1
   times its validation loss with `digits`, and 4.3 times with `spoken`. So trials choose less well there: with the
   chosen settings it is 1.6 to 3.2 times, and 5.7 times.
+- Losses are the same to the last digit only on the same kind of processor: elsewhere rounding differs, and training
+  amplifies it. [Claims](claims.md) has examples.
 - **Gain**: how much lower the test loss is than with the method's defaults. A negative gain means that the trials chose
   worse settings than the defaults. Trials have one seed and half of the held-out examples.
 - **Sensitivity**: the median trial's validation loss, divided by the best trial's. At 1, the settings hardly matter.
