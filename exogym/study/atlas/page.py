@@ -319,7 +319,7 @@ def _section(table: Table, place: str, results: Sequence[Result], picture: str) 
     yield f"## {place}\n"
     tested = f" {about['tested']:,} test examples." if "tested" in about else ""
     yield (
-        f"{KINDS[_kind(place)].says}. {about['heading']}.{tested} {about['trials']} trials for each method."
+        f"{KINDS[_kind(place)].says}. {about['heading']}.{tested} Trials for each method: {about['trials']}."
         + (f" {rounds}." if rounds else "")
         + "\n"
     )

@@ -55,7 +55,7 @@ def lines_in_short(
     equal = sum(_contains_0(each[0].losses, _ddp(each).losses) for each in others.values())
     best = " and ".join(place for place in shared if place not in others)
     yield (
-        f"At {equal} of {len(shared)} places, three seeds cannot tell the best method from `ddp`."
+        f"At {equal} of {_count(len(shared), 'place')}, three seeds cannot tell the best method from `ddp`."
         + (f" At {best}, `ddp` itself has the lowest loss." if best else "") + "\n"
     )  # fmt: skip
     yield "Lowest test loss within a limit of bytes, and its difference from tuned `ddp`:\n"
@@ -124,7 +124,7 @@ def _fastest(results: Sequence[Result]) -> Iterator[str]:
 
 def _of_ranks(places: Mapping[str, Sequence[Result]], ranks: Ranks) -> Iterator[str]:
     yield (
-        f"Mean ranks of the {len(ranks.mean)} methods that trained at all {len(places)} places with `ddp` go "
+        f"Mean ranks of the {len(ranks.mean)} methods that trained at all {_count(len(places), 'place')} with `ddp` go "
         f"{_range(ranks)}. Only differences above {ranks.critical:.1f} are more than chance, if places with the same "
         f"data count as one: they separate {_apart(ranks)}."
     )
@@ -164,7 +164,7 @@ def _of_rates(places: Mapping[str, Sequence[Result]]) -> Iterator[str]:
         of = next(iter(found.values()))
         yield (
             f"At [equal inner rates](#at-equal-inner-rates), mean ranks of {len(of.mean)} methods over "
-            f"{len(places_at_rates(places))} places go "
+            f"{_count(len(places_at_rates(places)), 'place')} go "
             f"{' and '.join(f'{_range(ranks)} at the {kind}' for kind, ranks in found.items())}. Differences above "
             f"{of.critical:.1f} separate {' and '.join(f'{_apart(ranks)} at the {k}' for k, ranks in found.items())}."
         )
@@ -194,15 +194,20 @@ def _of_tuning(places: Mapping[str, Sequence[Result]]) -> Iterator[str]:
 
 def _of_limits(table: Table, places: Mapping[str, Sequence[Result]]) -> Iterator[str]:
     sizes = [int(table.places[place]["parameters"]) for place in places]
-    small, large = min(sizes), max(sizes)
+    trials = _count(table.places[next(iter(places))]["trials"], "trial")
+    size = " to ".join(f"{n:,}" for n in sorted({min(sizes), max(sizes)}))
     task, often = Counter(KINDS[place.rpartition("-")[0]].task for place in places).most_common(1)[0]
     alike = f" {often} of {len(sizes)} places have the task `{task}`, so mean ranks say most about it." * (often > 1)
     yield (
-        f"Do not conclude more. The models have {small:,} to {large:,} parameters.{alike} "
-        f"{table.places[next(iter(places))]['trials']} trials tune one to four options. Some methods also replace "
-        "the inner optimizer (`muloco`, `dion`, `demo`, `fednova`, `onebit_adam`), so not all of a difference is due "
-        "to communication."
+        f"Do not conclude more. The models have {size} parameters.{alike} Each method has "
+        f"{trials} for one to four options. Some methods also replace the inner "
+        "optimizer (`muloco`, `dion`, `demo`, `fednova`, `onebit_adam`), so not all of a difference is due to "
+        "communication."
     )
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}{'s' * (number != 1)}"
 
 
 def rounds_of(rows: Sequence[Mapping[str, Any]]) -> str:

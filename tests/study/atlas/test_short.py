@@ -89,7 +89,7 @@ def test_the_lines_say_what_the_ranks_and_trials_say(tmp_path: Path) -> None:
         "than this. The worst are `sparta`'s" in text
     )
     assert "findings" not in text  # no fresh seeds yet
-    assert "have 10 to 10 parameters. 2 of 2 places have the task `digits`, so mean ranks say most about it." in text
+    assert "have 10 parameters. 2 of 2 places have the task `digits`, so mean ranks say most about it." in text
 
 
 @pytest.mark.parametrize(
