@@ -236,7 +236,9 @@ def without_aliases(given: dict[str, Any], names: Collection[str], kept: Collect
         if given.get(name) is None:
             given[name] = value
         if given[name] != value:
-            raise ArgumentError(f"{alias}={asked!r} means {name}={value!r}, but {name}={given[name]!r} is given too")
+            raise ArgumentError(
+                f"{alias}={asked!r} means {name}={value!r}, but {name}={given[name]!r} is given too: leave one out"
+            )
     return given
 
 

@@ -111,7 +111,7 @@ figure.savefig("tutorial_federated.png", dpi=80)
 #
 # ## Clients come and go
 #
-# `Devices` simulates kinds of devices, each with a speed and a share of time online. The server asks a third more
+# `Devices` simulates kinds of devices, each with a speed and a share of time online. The server asks 30 % more
 # clients than it needs (`over_sampling`) and waits at most 30 seconds (`deadline_s`). A round with fewer than ten
 # reports fails.
 

@@ -136,7 +136,10 @@ def kubernetes(
     mount: Annotated[str, typer.Option(metavar="DIR", help="Folder of the claim in the pods.")] = "/checkpoints",
     grace: Annotated[int, typer.Option(metavar="SECONDS", help="Time to save before a pod ends.")] = 120,
     restarts: Annotated[
-        int, typer.Option(metavar="N", help="Failures that are allowed; preemptions do not count.")
+        int,
+        typer.Option(
+            metavar="N", help="Failures that are allowed, for each pod. A job's preempted pod does not count."
+        ),
     ] = 10,
     kind: Annotated[str, typer.Option(help="job, or pytorchjob for the training operator.")] = "job",
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for run.yaml and Dockerfile.")] = Path("kubernetes"),

@@ -198,8 +198,8 @@ class AsyncDiLoCoStrategy(ClockedStrategy):
             its own schedule, which follows the steps taken on this shard.
 
     One step of the fleet is N local steps, whichever nodes take them. Every node draws examples from its own share of
-    the data, so a fast node goes through its share faster. With `shard_sampling` every node must be able to read every
-    share; the bytes of these data are not counted.
+    the data, so a fast node goes through its share faster. With `shard_sampling` every node must be able to read all
+    shares; the bytes of these data are not counted.
 
     At the end of training each node pushes the steps since its last push (`final_sync`). Each node that pushes then
     also pulls once more, so as many bytes go up as down. If fewer than K Delta then wait with rule="fedbuff", the

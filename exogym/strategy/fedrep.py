@@ -132,5 +132,7 @@ class FedRepStrategy(CommunicateOptimizeStrategy):
         steps = max(average.interval_steps // 5, 1) if body_steps is None else body_steps
         check_count("body_steps", steps)
         if not callable(H) and steps > average.interval_steps:  # the table refuses H as a function
-            raise ArgumentError(f"body_steps={steps} is more than the H={H} steps of a round: raise H")
+            raise ArgumentError(
+                f"body_steps={steps} is more than the H={H} steps of a round: lower body_steps or raise H"
+            )
         super().__init__(inner_optim, [average, HeadThenBody(average, steps)], **others)

@@ -89,7 +89,7 @@ def _listening(host: str, port: int) -> socket.socket:
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise ArgumentError(
-                    f"port={place} of {host} cannot be used ({error.strerror or error}): give another --port"
+                    f"{host} port {place} cannot be used ({error.strerror or error}): give another --host or --port"
                 ) from error
             continue
         if place != port:

@@ -119,8 +119,10 @@ def test_what_the_decoder_is_told():
     assert german.decode([german.start, *labels]) == "Hallo, Welt"
     english = byte_tokens()
     assert not english.multilingual and english.prompt == [257, 258] and english.encode("a")[0] == 258
-    with pytest.raises(ArgumentError, match="language='dd' is not a language of the model: give one of af, am, ar"):
-        Tokens(tokenizer, language="dd")
+    for wrong in ("dd", "german", "DE", "de-AT"):
+        why = f"language='{wrong}' is not a language of the model: give one of af, am, ar"
+        with pytest.raises(ArgumentError, match=why):
+            Tokens(tokenizer, language=wrong)
     with pytest.raises(ArgumentError, match="an English-only model can only transcribe English"):
         Tokens(byte_tokens().tokenizer, language="de")
     with pytest.raises(ArgumentError, match="did you mean 'translate'"):

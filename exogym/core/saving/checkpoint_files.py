@@ -224,7 +224,7 @@ def _tensors(file: Path) -> dict[str, Tensor]:
         with safe_open(file, framework="pt") as opened:
             return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - not a dict
     except WRONG as error:
-        raise CheckpointError(f"{file} is not a file of tensors: {error!r}") from error
+        raise CheckpointError(f"{file} is not a safetensors file: {error!r}") from error
 
 
 def _rows(file: Path, ids: Collection[int] | None, others: range) -> dict[int, dict[str, Tensor]]:

@@ -145,9 +145,9 @@ def _check_whole(name: str, pieces: Sequence[_Piece]) -> None:
     for piece in pieces:
         if (piece.ahead, piece.shape, piece.dtype) != (first.ahead, first.shape, first.dtype):
             raise CheckpointError(
-                f"{piece.file}: its piece of {name!r} belongs to a tensor {piece.dtype} "
-                f"{(*piece.ahead, *piece.shape)}, but the piece in {first.file.name} belongs to a tensor "
-                f"{first.dtype} {(*first.ahead, *first.shape)}"
+                f"{piece.file}: the tensor {name!r} has dtype {piece.dtype} and shape {(*piece.ahead, *piece.shape)}, "
+                f"but in {first.file.name} dtype {first.dtype} and shape {(*first.ahead, *first.shape)}: the "
+                "checkpoint is damaged"
             )
     end = 0
     for (start, stop), file in sorted((ends, piece.file) for piece in pieces for ends in piece.ranges):

@@ -4,8 +4,9 @@ The manifests describe an indexed Job with one pod per machine. Its pods find ea
 service. With `kind="pytorchjob"` the manifests describe a PyTorchJob of the training operator instead. Each pod's
 launcher needs the run's secret from a Kubernetes Secret, which you must create.
 
-A preempted pod does not count as a failure. Kubernetes replaces the pod, and all pods start the script again. The run
-resumes if the script calls `fit(save_dir=..., resume=True)` with a folder on the volume.
+If a pod is preempted, all pods end. Kubernetes replaces them, and all start the script again. A job's preempted pod
+does not count as a failure, but the others do. The run resumes if the script calls
+`fit(save_dir=..., resume=True)` with a folder on the volume.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Pods:
         claim: name of a PersistentVolumeClaim for checkpoints. All pods must be able to write to it.
         mount: path at which the pods mount the claim.
         grace_s: seconds between SIGTERM and the end of a pod. The run saves a checkpoint when it gets SIGTERM.
-        restarts: number of failures after which the Job fails. Preempted pods do not count.
+        restarts: failures that are allowed, for each pod. A job's preempted pod does not count.
         kind: "job" for a Kubernetes Job, or "pytorchjob" for the training operator's PyTorchJob.
 
     Raises:

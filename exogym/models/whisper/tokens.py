@@ -68,14 +68,14 @@ class Tokens:
 
     def _id(self, name: str) -> int:
         found = self.tokenizer.token_to_id(name)
-        if found is None and re.fullmatch(r"<\|[a-z]{2,3}\|>", name):
-            known = sorted(t[2:-2] for t in self.tokenizer.get_vocab() if re.fullmatch(r"<\|[a-z]{2,3}\|>", t))
+        if found is not None:
+            return int(found)
+        known = sorted(t[2:-2] for t in self.tokenizer.get_vocab() if re.fullmatch(r"<\|[a-z]{2,3}\|>", t))
+        if known and name == f"<|{self.language}|>":
             raise ArgumentError(
-                f"language={name[2:-2]!r} is not a language of the model: give one of {', '.join(known)}"
+                f"language={self.language!r} is not a language of the model: give one of {', '.join(known)}"
             )
-        if found is None:
-            raise ArgumentError(f"the tokenizer has no {name}, so it is not Whisper's: give the model's own tokenizer")
-        return int(found)
+        raise ArgumentError(f"the tokenizer has no {name}, so it is not Whisper's: give the model's own tokenizer")
 
     def encode(self, text: str, seconds: float | None = None) -> list[int]:
         """Return the labels of a text. With timestamps, `seconds` must be the length of the text's clip."""

@@ -282,11 +282,11 @@ FORGED = {
     "overlapping": (ranges([[6, 10], [8, 10]]), "overlapping ranges"),
     "numbers with a point": (ranges([[6.0, 12.0]]), "invalid ranges"),
     "terabytes of places": (ranges([[6, 1 << 42]]), "does not fit its ranges"),
-    "terabytes": (shape(1 << 42), "its piece of 'w' belongs to a tensor F32"),
+    "terabytes": (shape(1 << 42), "the tensor 'w' has dtype F32"),
     "a shape below 0": (shape(-6, -2), "has the wrong shape"),
     "a shape that is none": (lambda tensors, told: told["0/w"].__setitem__(1, "62"), "has the wrong shape"),
     "axes": (lambda tensors, told: told["0/w"].__setitem__(2, 9), "has the wrong shape"),
-    "another dtype": (lambda t, told: t.update({"0/w": t["0/w"].double()}), "belongs to a tensor F64"),
+    "another dtype": (lambda t, told: t.update({"0/w": t["0/w"].double()}), "dtype F64"),
     "more rows": (lambda t, told: t.update({"0/w": t["0/w"].repeat(4, 1)}), "does not fit its ranges"),
     "another node": (lambda t, told: (t.update({"7/w": t["0/w"]}), told.update({"7/w": told["0/w"]})), "of a node"),
     "no node": (
