@@ -337,7 +337,7 @@ def _exponent(mean: float, low: float, high: float) -> str:
 def _section(each: Verdict, table: Table) -> Iterator[str]:
     central = each.central
     yield f"## {central.name}: {central.claim.title}\n"
-    kept = f" Its options {', '.join(central.kept)} are not tuned." if central.kept else ""
+    kept = f" Not tuned: {', '.join(f'`{name}`' for name in central.kept)}." if central.kept else ""
     kept += "".join(f" {_and(labels)}: `{option}`, not tuned." for option, labels in _options(central).items())
     worse = f"`{central.worse}`" if central.of_worse == "val_loss" else f"the {_on_test(WORDS[central.of_worse])}"
     late = "" if central.of_worse == "val_loss" else (
