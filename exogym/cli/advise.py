@@ -142,7 +142,7 @@ def advise(
         ),
     ] = None,
     simulated: Annotated[
-        bool, typer.Option("--simulate", help="Also train each strategy for some steps. Needs --dataset.")
+        bool, typer.Option("--simulate", help="Also train each strategy for some steps. Needs a task.")
     ] = False,
     pilot_share: Annotated[
         float | None,
@@ -150,7 +150,7 @@ def advise(
             "--pilot",
             metavar="SHARE",
             help="Also train some strategies for a few steps: this share of the run's steps in all, as 0.1. Needs "
-            "--dataset.",
+            "a task.",
         ),
     ] = None,
     out: Annotated[

@@ -28,6 +28,7 @@ from exogym.study.tasks import Data
 PAGE = "benchmark.md"
 AtlasPage = Annotated[Path, typer.Option(metavar="FILE", help="The atlas's page; its results are beside it as .json.")]
 Hours = Annotated[float | None, typer.Option(metavar="H", min=0, help="Stop after this time.")]
+RunsAtOnce = Annotated[str, typer.Option("--processes", metavar="P", help="Runs at the same time, or auto.")]
 app = typer.Typer(help="Measure bytes, quality and speed of every method.")
 
 
@@ -165,7 +166,7 @@ def confirm(
     page: AtlasPage = Path("runs/atlas/atlas.md"),
     out: Out = Path("runs/benchmark"),
     hours: Hours = None,
-    processes: Processes = "1",
+    processes: RunsAtOnce = "1",
     device: Device = "auto",
     debug: Debug = False,
 ) -> None:
@@ -178,7 +179,7 @@ def rates(
     page: AtlasPage = Path("runs/atlas/atlas.md"),
     out: Out = Path("runs/benchmark"),
     hours: Hours = None,
-    processes: Processes = "1",
+    processes: RunsAtOnce = "1",
     device: Device = "auto",
     debug: Debug = False,
 ) -> None:

@@ -32,7 +32,8 @@ def discover(
     seconds: Annotated[float, typer.Option(metavar="S", help="Seconds to listen.")] = 3.0,
     at: At = None,
     pair_with: Annotated[
-        str | None, typer.Option("--pair", metavar="NAME", help="Pair with this computer, by the code that it shows.")
+        str | None,
+        typer.Option("--pair", metavar="NAME", help="Pair with the computer NAME, by the code that it shows."),
     ] = None,
     code: Annotated[
         str | None,

@@ -65,7 +65,7 @@ def list_runs(
         print(json.dumps([run.to_json() for run in found], indent=1))
         return
     if not found:
-        notice(f"no runs in {where}")
+        notice(f"no {'runs' if state is None and tag is None else 'such runs'} in {where}")
         return
     headers = ["run", "state", "strategy", "task", "step", "loss", "sent/node", "time", "age"]
     noted = any(run.tags or run.note or run.reason for run in found)
@@ -113,7 +113,7 @@ def note(
     """Give a run, comparison or sweep a note and tags, and print its note and tags."""
     known = {run.name: run for run in runs.list(where)}
     if name not in known:
-        raise ArgumentError(f"found no run {name!r} in {where}: see exogym runs list")
+        raise ArgumentError(f"found no run {name!r}: see exogym runs list --runs {where}")
     before = read_notes(known[name].path)
     if missing := [word for word in untag if word not in before.tags]:
         raise ArgumentError(
@@ -182,7 +182,7 @@ def remove(
     known = {run.name: run for run in runs.list(where)}
     for name in names:
         if name not in known:
-            raise ArgumentError(f"found no run {name!r} in {where}: see exogym runs list")
+            raise ArgumentError(f"found no run {name!r}: see exogym runs list --runs {where}")
         if known[name].state == "running":
             raise ArgumentError(f"{name} is running: stop it first")
     if not yes:

@@ -66,7 +66,8 @@ def sweep(
     val_size: ValSizeOption = None,
     val_interval: ValIntervalOption = None,
     processes: Annotated[
-        str, typer.Option(metavar="P", help="Runs at the same time. auto means one per core, as far as memory allows.")
+        str,
+        typer.Option(metavar="P", help="Runs at the same time. auto: one per core, as memory allows; one on a GPU."),
     ] = "auto",
     engine: Annotated[str | None, typer.Option(help="ray trains the runs as tasks of a Ray cluster.")] = None,
     device: DeviceOption = str(FitOptions.device),

@@ -73,7 +73,7 @@ def wizard(
     ] = None,
     at: At = None,
     here: Annotated[
-        bool | None, typer.Option("--here/--not-here", help="Train on this computer, too. [default: yes]")
+        bool | None, typer.Option("--here/--not-here", help="When pairing, add this computer, too. [default: yes]")
     ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Steps of each node. [default: the task's]")] = None,
     strategy: Annotated[

@@ -208,7 +208,8 @@ def _find(name: str, files: Sequence[str], data: str | os.PathLike[str] | None) 
         for file in files:
             if (path / file).is_file():
                 return path / file
-        what = f"has no {' or '.join(files)}" if path.is_dir() else "does not exist"
+        other = "is no file or folder" if path.exists() else "does not exist"
+        what = f"has no {' or '.join(files)}" if path.is_dir() else other
         raise DataError(
             f"data={os.fspath(data)!r} {what}: give the file or its folder, or leave data out to search for {name}"
         )

@@ -426,7 +426,7 @@ def _check_nodes(name: str, nodes: Iterable[int], num_nodes: int) -> None:
 
 
 def _intervals(node: int, given: Any) -> list[tuple[int, int]]:
-    wanted = "a list of (first, last) steps such as [(100, 200)]; last=None if the node does not return"
+    wanted = "a list of (first, back) steps such as [(100, 200)], absent from 100, back at 200; back=None: never"
     if not isinstance(given, list | tuple) or not all(isinstance(x, list | tuple) and len(x) == 2 for x in given):
         raise ArgumentError(f"absent={{{node}: {given!r}}} must be {wanted}")
     for first, last in given:

@@ -232,9 +232,9 @@ class ExoGymCallback(*(package.Callback for package in _LIGHTNING)):  # type: ig
              "callback.loader deals another number of batches per step",
              f"give callback.loader gradient_accumulation={parts}"),
             (ours and _cuts(trainer.num_training_batches, parts), "limit_train_batches",
-             "an epoch would end between the batches of a step", f"give a multiple of {parts}"),
+             "an epoch would end between the batches of a step", f"give an int, a multiple of {parts}"),
             (ours and _cuts(trainer.val_check_batch or 0, parts), "val_check_interval",
-             "it falls between the batches of a step", f"give a multiple of {parts}"),
+             "it falls between the batches of a step", f"give an int, a multiple of {parts}"),
         ])  # fmt: skip
 
 

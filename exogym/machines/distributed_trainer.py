@@ -142,7 +142,7 @@ def spec_of(optimizer: Optimizer, model: nn.Module) -> OptimSpec:
     name = type(optimizer).__name__
     if len(optimizer.param_groups) > 1:
         raise ArgumentError(
-            f"the {name} has {len(optimizer.param_groups)} parameter groups: give OptimSpec({name.lower()!r}, "
+            f"the {name} has {len(optimizer.param_groups)} parameter groups: give OptimSpec({name}, "
             "groups=[(pattern, options), ...]) instead"
         )
     (group,) = optimizer.param_groups

@@ -187,7 +187,7 @@ def test_faults_are_described_as_json() -> None:
         ({"absents": {}}, "did you mean 'absent'"),
         ({"absent": [3]}, "must map nodes"),
         ({"absent": {"3": [(1, 2)]}}, "each node of absent='3'"),
-        ({"absent": {3: (1, 2)}}, "a list of \\(first, last\\) steps"),
+        ({"absent": {3: (1, 2)}}, "a list of \\(first, back\\) steps"),
         ({"absent": {3: [(0, 2)]}}, "first step of an outage of node 3=0"),
         ({"absent": {3: [(5, 5)]}}, "node 3 returns=5 must be a whole number of at least 6"),
         ({"drop_rate": 1.5}, "drop_rate=1.5 must be a number of at least 0 and at most 1"),

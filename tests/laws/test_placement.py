@@ -462,7 +462,7 @@ def test_a_run_whose_process_dies_starts_again_from_the_last_checkpoint(checkpoi
     )  # fmt: skip
     assert outcome(trainer) == outcome(quiet)
     err = capfd.readouterr().err
-    assert "was killed by SIGKILL" in err and "starting again from the last checkpoint (1 of 1)" in err
+    assert "was killed by SIGKILL" in err and "starting again from the last checkpoint, if any (1 of 1)" in err
     assert steps == [1, *range(1, STEPS + 1)]
     logged = [int(line.split(",")[0]) for line in (tmp_path / "log").read_text().splitlines()[1:]]
     assert logged == [0, *(step for step in range(1, STEPS + 1) for _ in range(5))]
@@ -480,7 +480,7 @@ def test_one_process_starts_again_from_the_last_checkpoint_too(tmp_path, capfd):
     trainer = train(**AVERAGES, model=Trouble(act, elsewhere=False), **options)
     assert fingerprint(trainer.model) == fingerprint(train(**AVERAGES, model=Trouble(lambda: None)).model)
     said = capfd.readouterr().err
-    assert "the drive is gone; starting again from the last checkpoint (1 of 1)" in said
+    assert "OSError: the drive is gone; starting again from the last checkpoint, if any (1 of 1)" in said
     assert "going on from step 5 " in said
 
 
@@ -526,7 +526,7 @@ def test_auto_with_one_core_or_one_node_takes_one(monkeypatch, capfd):
     assert train(**AVERAGES, processes="auto", max_steps=5).description["placement"]["processes"] == 1
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
     assert train(**AVERAGES, processes="auto", max_steps=5, num_nodes=1).description["placement"]["processes"] == 1
-    assert capfd.readouterr().err.count("processes='auto' chose 1: there is one core or one node") == 2
+    assert capfd.readouterr().err.count("processes='auto' chose 1: more need two cores, two nodes") == 2
 
 
 class Trap:

@@ -244,6 +244,8 @@ def test_the_list_and_one_run_on_the_command_line(made: Path, capsys: pytest.Cap
     assert lines[-1].split()[:4] == ["one", "done", "diloco", "8/8"]
     assert main(["runs", "list", "--runs", str(made), "--state", "lost"]) == 0
     assert capsys.readouterr().out == ""
+    assert main(["runs", "list", "--runs", str(made), "--tag", "nobody's"]) == 0
+    assert f"no such runs in {made}" in capsys.readouterr().err
     assert main(["runs", "list", "--runs", str(made), "--json"]) == 0
     assert [run["name"] for run in json.loads(capsys.readouterr().out)][-1] == "one"
     assert main(["runs", "show", "one", "--runs", str(made)]) == 0

@@ -71,6 +71,11 @@ def refuse_others(names: list[str], sums: Tensor, what: object) -> float:
 
     `sums`, (parameters, 2), are the results of `squares`, summed over the processes of a node.
     """
+    if not bool((whole := sums[:, 1]).isfinite().all()):
+        name = names[int((~whole.isfinite()).nonzero()[0])]
+        raise ModelError(
+            f"the gradient of {name!r} is not finite, even without the split: check the first batch and the loss"
+        )
     if found := unlike(names, sums):
         raise ModelError(
             f"split by {what}, the model has wrong gradients: {found}. Choose another split for this model; "

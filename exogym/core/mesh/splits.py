@@ -90,7 +90,7 @@ def cuts(model: nn.Module, stages: int) -> list[str]:
     if len(places) < stages:
         raise ModelError(
             f"{type(model).__name__} can be cut after {', '.join(places) or 'no module'}: that makes fewer than "
-            f"{stages} stages; give a smaller NodeMesh(stages=)"
+            f"{stages} stages. Lower stages, give NodeMesh schedule='1f1b', or correct the model's cut_points"
         )
     sizes = [sum(p.numel() for p in model.get_submodule(name).parameters()) for name in places]
     return [places[k - 1] for k in _even_cuts(sizes, stages)]

@@ -196,9 +196,10 @@ def _check_local(snapshot: Snapshot, strategy: Strategy, steps: int, shares: boo
     if end is None:
         raise ArgumentError(f"{name} takes other steps than plain local steps, so no other trainer can take them")
     if first + steps >= end:
+        most = end - first - 1
         raise ArgumentError(
-            f"{name} synchronizes after step {end}, so after step {first} another trainer can take at most "
-            f"{end - first - 1} steps, but steps={steps}: let the run save at an earlier step, or take fewer steps"
+            f"{name} synchronizes after step {end}, so after step {first} another trainer can take at most {most} "
+            f"steps, but steps={steps}: let the run save at another step{', or take fewer steps' if most else ''}"
         )
 
 

@@ -29,7 +29,8 @@ def restarted(model: nn.Module, options: FitOptions, train: Callable[[FitOptions
         except Exception as error:
             if attempt == options.max_restarts:
                 raise
-            notice(f"{error}; starting again from the last checkpoint ({attempt + 1} of {options.max_restarts})")
+            what = f"{type(error).__name__}: {error}"
+            notice(f"{what}; starting again from the last checkpoint, if any ({attempt + 1} of {options.max_restarts})")
     raise AssertionError
 
 

@@ -36,7 +36,7 @@ def chosen_processes(subject: Subject, options: FitOptions, engine_options: Engi
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     most = min(cores, options.num_nodes)
     if most == 1 or device.type != "cpu" or not can_fork():
-        notice("processes='auto' chose 1: there is one core or one node, or this system cannot fork safely")
+        notice("processes='auto' chose 1: more need two cores, two nodes, the CPU, and a system that forks safely")
         return 1
     trial = functools.partial(_trial, subject=subject, options=options, device=device, rows=rows)
     step_s, meetings, moved_bytes, steps = Forked().run(

@@ -202,7 +202,7 @@ def _slurm(*words: str) -> subprocess.CompletedProcess[str]:
     except FileNotFoundError:
         raise ExoGymError(f"this machine has no {words[0]}: submit from a machine of the SLURM cluster") from None
     except subprocess.TimeoutExpired:
-        raise ExoGymError(f"SLURM did not answer {words[0]} within 60 s: try again later") from None
+        raise ExoGymError(f"SLURM did not answer {words[0]} within 60 s: look at squeue, then try again") from None
 
 
 def _said(done: subprocess.CompletedProcess[str]) -> str:

@@ -152,7 +152,7 @@ class Board:
             write_json(self.folder / NAME, value)
         except OSError as error:  # a full disk here must not stop the training there
             if not self._trouble:
-                notice(f"{self.folder / NAME} is no longer written: {error}")
+                notice(f"{self.folder / NAME} cannot be written: {error}")
             self._trouble = True
 
     def _keep(self, said: Mapping[str, Any]) -> None:

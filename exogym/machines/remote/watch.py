@@ -180,4 +180,5 @@ def _why(channel: Channel, logs: Logs) -> str:
         return f"{host.address} was cut off from the other hosts"
     if _was_cut_off(channel):
         return f"the connection to {host.address}, or the run's guard there, is lost"
-    return f"{host.address} ended with exit code {channel.status}; its output is above and in {logs.folder}"
+    where = f"above and in {logs.folder}" if logs.echo else f"in {logs.folder}"
+    return f"{host.address} ended with exit code {channel.status}; its output is {where}"

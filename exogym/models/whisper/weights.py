@@ -123,7 +123,8 @@ def _made(shape: Mapping[str, Any], tokens: Tokens) -> Any:
 
 def _english(options: Mapping[str, Any]) -> dict[str, Any]:
     if (options.get("language", "en"), options.get("task", "transcribe")) != ("en", "transcribe"):
-        raise ArgumentError(f"language and task: the model {SMALL!r} transcribes English only")
+        given = ", ".join(f"{name}={options[name]!r}" for name in ("language", "task") if name in options)
+        raise ArgumentError(f"{given}: the model {SMALL!r} only transcribes English: leave out language and task")
     return {"timestamps": options.get("timestamps", False)}
 
 

@@ -153,8 +153,8 @@ class WhisperModelWrapper(nn.Module):
         missing = round(self.window_s * rate) - audio.shape[-1]
         if missing < 0:
             raise DataError(
-                f"clips of {audio.shape[-1] / rate:g} s are longer than the window of {self.window_s:g} s: give the "
-                "wrapper a larger window_s, or shorten the clips"
+                f"clips of {audio.shape[-1] / rate:g} s are longer than the window of {self.window_s:g} s: "
+                f"shorten the clips, or raise window_s (at most {len(self._positions) / 50:g} s)"
             )
         if audio.dim() == 2:
             return self.log_mel(F.pad(audio, (0, missing)))

@@ -115,7 +115,7 @@ class Table:
                 if not whole or not isinstance(place["heading"], str) or not isinstance(place["step_s"], float):
                     raise ValueError(f"the place {place} has a wrong value")
                 if sum(map(math.prod, place.get("shapes", [[place["parameters"]]]))) != place["parameters"]:
-                    raise ValueError(f"the shapes of a place have not its {place['parameters']} parameters")
+                    raise ValueError(f"the shapes of a place do not add up to its {place['parameters']} parameters")
             groups = {name: [row for row in rows if row["place"] == name] for name in places}
             if len(rows) != sum(map(len, groups.values())):
                 raise ValueError("a row's place is not described")

@@ -31,6 +31,7 @@ from exogym.study.compare.plots import Strip
 
 RUN, HISTORY, TIMELINE = "run.json", "history.safetensors", "timeline.json"
 OUTCOME, CHECKPOINTS = "outcome.json", "checkpoints"
+STATUS = "status.json"  # only in the folder of a single run
 ALL_ARGUMENTS = "all_arguments"  # in run.json: each strategy's arguments, also those with default values
 MOST_ALIKE = 100  # labels whose folders differ only by a number
 
@@ -72,6 +73,8 @@ class Folder:
             ArgumentError: `out` cannot be written, or is itself a comparison's folder.
         """
         if (Path(out) / RUN).exists():
+            if (Path(out) / STATUS).exists():
+                raise ArgumentError(f"out={os.fspath(out)!r} is the folder of a single run: give another folder")
             raise ArgumentError(
                 f"out={os.fspath(out)!r} holds results: resume them with resume=True (--resume), or give another folder"
             )

@@ -122,11 +122,11 @@ def first_rounds_s(strips: Iterable[Strip]) -> float:
 
 
 def check_matplotlib() -> None:
-    """Raise ExoGymError if matplotlib, which draws the pictures, is not installed."""
+    """Raise ExoGymError if matplotlib, which draws the pictures, cannot be imported."""
     try:
         import matplotlib.figure  # noqa: F401
-    except ImportError:
-        raise ExoGymError("the pictures need matplotlib, which is not installed: pip install 'exogym[demo]'") from None
+    except ImportError as error:
+        raise ExoGymError(f"the pictures need matplotlib ({error}): pip install 'exogym[demo]'") from None
 
 
 def plot_against_steps(

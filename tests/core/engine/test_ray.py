@@ -78,7 +78,7 @@ def test_a_cluster_started_here(tmp_path: Path) -> None:
     environment = {name: x for name, x in os.environ.items() if not name.startswith("RAY_")}
     said = script(tmp_path, LOCAL, environment)
     assert "all is well" in said, said
-    assert "starting again from the last checkpoint (1 of 1)" in said
+    assert "starting again from the last checkpoint, if any (1 of 1)" in said
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ def test_the_example_on_three_raylets(tmp_path: Path, what: str) -> None:
     expected = {
         "nothing": "",
         "an actor is killed": "is lost",
-        "a raylet is killed": "starting again from the last checkpoint (1 of 3)",
+        "a raylet is killed": "starting again from the last checkpoint, if any (1 of 3)",
         "a raylet joins": "there is room for 3 processes instead of 2",
     }
     assert expected[what] in said, said

@@ -143,6 +143,16 @@ def test_what_is_zero_may_differ_by_rounding_only():
             check_gradients(dense, dense | {name: found}, "")
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_the_split_is_not_blamed_for_a_gradient_that_the_whole_model_cannot_compute(value):
+    whole = {"a": torch.ones(2), "b": torch.tensor([1.0, value])}
+    with pytest.raises(ModelError, match="the gradient of 'b' is not finite, even without the split"):
+        check_gradients(whole, whole, "shard=2")
+    finite = {"a": torch.ones(2), "b": torch.ones(2)}
+    with pytest.raises(ModelError, match="split by shard=2, the model has wrong gradients: the gradient of 'b'"):
+        check_gradients(finite, whole, "shard=2")
+
+
 def test_a_gradient_of_another_parameter_or_shape_is_refused():
     with pytest.raises(ModelError, match="parameter 'b' that the whole model lacks"):
         squares({"a": None}, {"b": torch.ones(1)})

@@ -176,7 +176,7 @@ def test_a_full_disk_here_ends_nothing(tmp_path: Path, capsys: pytest.CaptureFix
     board = Board(folder)
     board.started(order())
     board.ended(order(), "done")
-    assert capsys.readouterr().err.count("is no longer written") == 1
+    assert capsys.readouterr().err.count("cannot be written") == 1
 
 
 def test_a_report_in_the_middle_of_a_line_breaks_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

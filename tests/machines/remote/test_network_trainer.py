@@ -455,7 +455,7 @@ def test_a_folder_too_large_for_a_project(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "env" / "c.py").write_text("")
     assert list(probe.source_sums(str(tmp_path))) == ["a.py"]
     monkeypatch.setattr(probe, "MOST_FILES", 0)
-    with pytest.raises(ArgumentError, match="name the project's own folder"):
+    with pytest.raises(ArgumentError, match="use the project's own folder"):
         SSHLauncher({"master": "localhost"}, project=tmp_path).check()
 
 
@@ -530,7 +530,7 @@ def test_what_is_wrong_with_a_profile_is_named(config: Path) -> None:
     wrong("base_profile = nobody: there is no such section", "base_profile = nobody")
     wrong("[distributed:x] steps = 'many'; wanted a whole number", "steps = many")
     wrong("[distributed:x] lr = 'high'; wanted a number", "lr = high")
-    wrong("[distributed:x] lr=-1.0 must be a number over 0", "lr = -1")
+    wrong("[distributed:x] lr=-1.0 must be a finite number over 0", "lr = -1")
     wrong("[distributed:x] steps=0 must be", "steps = 0")
     wrong("[distributed:x] data is empty", "data =")
     wrong("max_restarts=1 needs save_dir", "max_restarts = 1")

@@ -109,7 +109,7 @@ def source_sums(folder: str) -> dict[str, str]:
                 with open(path, "rb") as file:
                     sums[os.path.relpath(path, root)] = hashlib.sha256(file.read()).hexdigest()[:12]
         if len(sums) > MOST_FILES:
-            raise ValueError(f"{root} holds more than {MOST_FILES} Python files: name the project's own folder")
+            raise ValueError(f"{root} holds more than {MOST_FILES} Python files: use the project's own folder")
     return sums
 
 
