@@ -29,8 +29,12 @@ def agent(
     address: Annotated[
         str | None, typer.Option(metavar="IP", help="This computer's address to listen at. [default: its only one]")
     ] = None,
-    port: Annotated[int, typer.Option(metavar="N", help="Port to listen on; 0 takes any free port.")] = PORT,
-    ssh_port: Annotated[int, typer.Option(metavar="N", help="Port of this computer's SSH server.")] = 22,
+    port: Annotated[
+        int, typer.Option(metavar="N", min=0, max=65535, help="Port to listen on; 0 takes any free port.")
+    ] = PORT,
+    ssh_port: Annotated[
+        int, typer.Option(metavar="N", min=1, max=65535, help="Port of this computer's SSH server.")
+    ] = 22,
     authorized_keys: Annotated[
         str, typer.Option(metavar="FILE", help="File that receives the keys of paired computers.")
     ] = "~/.ssh/authorized_keys",

@@ -311,8 +311,10 @@ def _check_texts(found: Any) -> None:
     """Raise ValueError for a lone surrogate: no file can hold it, and no browser can receive it."""
     try:
         json.dumps(found, ensure_ascii=False).encode("utf-8")
-    except (UnicodeEncodeError, RecursionError) as error:
+    except UnicodeEncodeError as error:
         raise ValueError(f"half a character in a text: {error}"[:100]) from None
+    except RecursionError:
+        raise ValueError("lists or objects are nested too deep") from None
 
 
 def _parts(value: Any) -> Any:

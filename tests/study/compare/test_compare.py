@@ -2,6 +2,7 @@
 
 import csv
 import html
+import itertools
 import json
 import math
 import re
@@ -416,6 +417,12 @@ def test_a_folder_that_cannot_be_made_is_known_before_training(tmp_path: Path) -
 ONE_MODEL = TASK.build()
 
 
+def growing_model():
+    """Return a function whose every model has one more layer than the model before."""
+    count = itertools.count(1)
+    return lambda: torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(next(count))))
+
+
 def unseeded_model(draw: np.random.Generator = np.random.default_rng(0)) -> torch.nn.Module:  # noqa: B008
     model = TASK.build()
     next(model.parameters()).data.fill_(draw.random())
@@ -443,6 +450,7 @@ def unseeded_model(draw: np.random.Generator = np.random.default_rng(0)) -> torc
         ({"problem": (TASK.build(), TASK.train, TASK.val)}, "instead of a model give a function"),
         ({"problem": (lambda: ONE_MODEL, TASK.train, TASK.val)}, "gave the same weights twice"),
         ({"problem": (lambda: unseeded_model(), TASK.train, TASK.val)}, "different weights from the same seed"),
+        ({"problem": (growing_model(), TASK.train, TASK.val)}, "different weights from the same seed"),
         ({"problem": "digit"}, "did you mean 'digits'"),
         ({"problem": TASK, "data": "here"}, "data='here' needs a named task"),
         ({"problem": (TASK.build, lambda rank, num_nodes, is_train: TASK.train, TASK.val)}, "instead of a factory"),
