@@ -139,6 +139,8 @@ def wizard(
     finder = Finder(asker, hosts or Path(HOSTS_FILE), key, ssh_config, address)
     if hosts is None or not hosts.exists() or computers is not None:
         finder.find(computers, pairs("--code", code or []), at or [], here)
+    else:
+        _refuse_pairing(hosts, {"--here": here, "--code": code or None, "--at": at or None})
     place = RunPlace.of(folder or free(f"exogym-{what}"), path_on_hosts, finder.file, data, copied_of(task_options))
     profile = replace(
         profile, data=place.data_there, task_options=place.options_there(task_options),
@@ -157,6 +159,16 @@ def wizard(
     session = run.write(plan)
     if run.starts:
         carry_out(session, plan, asker.can_ask, problem)
+
+
+def _refuse_pairing(hosts: Path, given: Mapping[str, object]) -> None:
+    """Refuse options that are for pairing, because the hosts file already names the computers."""
+    for option, value in given.items():
+        if value is not None:
+            raise ArgumentError(
+                f"{option} is for pairing, but --hosts={os.fspath(hosts)!r} names the computers: leave out {option}, "
+                "or name computers to pair with in --computers"
+            )
 
 
 def piloted(task: Task, network: Network, profile: RunProfile, share: float) -> tuple[str, str]:
