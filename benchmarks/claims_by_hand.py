@@ -10,7 +10,7 @@ drawn differently. So losses are equal in distribution, not in bits.
     python benchmarks/claims_by_hand.py docs/claims.json --json docs/claims_by_hand.json --same-batches
     python benchmarks/claims_by_hand.py docs/claims.json --json docs/claims_by_hand.json sparseloco diloco:H=30
 
-Each of the first two commands trains about half an hour on one core. Runs that the JSON file has are skipped, and each
+Each of the first two commands trains about an hour on one core. Runs that the JSON file has are skipped, and each
 run is saved when it ends. So you may stop the program and start it again. Words after the options choose cells whose
 method has a word. With --same-batches the nodes get the batches of ExoGym's run. Then losses differ by rounding only,
 until training has amplified the rounding.
