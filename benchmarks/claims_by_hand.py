@@ -23,6 +23,7 @@ means late in training, of the loss of the outer parameters, the loss of the nod
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -33,11 +34,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from exogym.core.base.draws import stream_seed
-from exogym.data.partition import IID
+from exogym.core.base.draws import numpy_generator, stream_seed
+from exogym.data.partition import IID, parse_partitioner
 from exogym.study.atlas.claims import CENTRAL, Central, studies_at
 from exogym.study.atlas.halves import halved
 from exogym.study.atlas.table import RATES, SEEDS
@@ -45,7 +47,7 @@ from exogym.study.atlas.training import Study
 from exogym.study.reproduce.checks import late_mean
 from exogym.study.reproduce.training import STEP_S
 
-CLAIMS = ("R4", "R5", "R6", "R7", "R8", "R11", "R13", "momentum", "sparse-bytes")
+CLAIMS = ("R4", "R5", "R6", "R7", "R8", "R11", "R13", "momentum", "scaffold", "sparse-bytes")
 NESTEROV = {"outer_lr": 0.7, "outer_momentum": 0.9}  # where neither the task nor a trial has another value
 BITS_PER_S = 1e9  # of a node's line, in the runs of claims.json; latency is 0
 LATE = ("val_loss", "mean_val_loss", "node_val_loss")
@@ -56,11 +58,12 @@ Watch = Callable[[int, Tensor], None]  # receives the step and the outer paramet
 
 
 class Data:
-    """The task with its examples as tensors: x, y of shape (examples, characters)."""
+    """A task with its examples as tensors: x, y of shape (examples, ...). `sgd`: without AdamW."""
 
-    def __init__(self, steps: int | None = None) -> None:
-        task, _ = halved("test", "characters")
-        self.task = replace(task, max_steps=steps or task.max_steps)
+    def __init__(self, name: str, steps: int | None = None, sgd: bool = False) -> None:
+        task, split = halved("test", name)
+        self.task, self.sgd = replace(task, max_steps=steps or task.max_steps), sgd
+        self.partition = split or parse_partitioner(task.partitioner)
         self.train, self.val = (
             [torch.stack(column) for column in zip(*(part[k] for k in range(len(part))), strict=True)]
             for part in (self.task.train, self.task.val)
@@ -70,6 +73,8 @@ class Data:
     def factor(self, step: int) -> float:
         """Return the factor on the learning rate for a step, counted from 0: warm-up, then a cosine that ends at 0."""
         warm, steps = self.task.warmup_steps, self.task.max_steps
+        if self.task.lr_scheduler == "constant":
+            return 1.0
         if step < warm:
             return (step + 1) / warm
         return 0.5 * (1 + math.cos(math.pi * (step - warm) / (steps - warm)))
@@ -85,25 +90,45 @@ class Node:
     """A node with its model, its optimizer's state and its share of the examples."""
 
     def __init__(self, data: Data, seed: int, rank: int, lr: float, count: int = 4, same_batches: bool = False) -> None:
-        task, examples = data.task, len(data.train[0])
+        task, self.rank, self.seed, self.same_batches = data.task, rank, seed, same_batches
         self.data, self.lr, self.model = data, lr, task.make_model(seed)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr, fused=True)
-        if same_batches:  # a random share, shuffled for each node
-            share = torch.from_numpy(IID().split(data.train[0], count, seed)[rank])
-            draws = torch.Generator().manual_seed(stream_seed(seed, "shuffle", 0, rank))
-            order = share[torch.randperm(len(share), generator=draws)]
+        kind = torch.optim.SGD if data.sgd else torch.optim.AdamW
+        self.optimizer = kind(self.model.parameters(), lr=lr, fused=True)
+        if same_batches or not isinstance(data.partition, IID):
+            self.share = torch.from_numpy(data.partition.split(task.train, count, seed)[rank])
         else:
-            order = torch.randperm(examples, generator=torch.Generator().manual_seed(seed))[rank::count]
-        self.batches = iter(order.split(task.batch_size))
+            self.share = torch.randperm(len(data.train[0]), generator=torch.Generator().manual_seed(seed))[rank::count]
+        self.batches = self._batches()
 
-    def step(self, number: int) -> None:
-        """Take a local step with the learning rate of step `number` of the run."""
-        chosen = next(self.batches)
+    def _batches(self) -> Iterator[Tensor]:
+        """Yield batches of the node's examples, in a new order in each pass."""
+        draws, drawn = torch.Generator().manual_seed(self.seed), isinstance(self.data.partition, IID)
+        for epoch in itertools.count():
+            if self.same_batches:
+                draws.manual_seed(stream_seed(self.seed, "shuffle", epoch, self.rank))
+            elif epoch == 0 and drawn:  # the share is in a random order
+                yield from self.share.split(self.data.task.batch_size)
+                continue
+            order = torch.randperm(len(self.share), generator=draws)
+            yield from self.share[order].split(self.data.task.batch_size)
+
+    def step(self, number: int, correction: Tensor | None = None) -> Tensor | None:
+        """Take a local step with the learning rate of step `number` of the run.
+
+        With a correction, add it to the gradient, and return the gradient before that.
+        """
+        chosen, before = next(self.batches), None
         self.model([column[chosen] for column in self.data.train])["loss"].backward()
-        nn.utils.clip_grad_norm_(self.model.parameters(), self.data.task.max_norm)
+        if correction is not None:
+            before = torch.cat([p.grad.flatten() for p in self.model.parameters()])
+            for p, part in zip(self.model.parameters(), self.parts(correction), strict=True):
+                p.grad.add_(part)
+        if self.data.task.max_norm is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.data.task.max_norm)
         self.optimizer.param_groups[0]["lr"] = self.lr * self.data.factor(number)
         self.optimizer.step()
         self.optimizer.zero_grad()
+        return before
 
     @property
     def row(self) -> Tensor:
@@ -153,8 +178,40 @@ def diloco(nodes: Sequence[Node], options: dict[str, Any], watch: Watch) -> None
 
 
 def fedavg(nodes: Sequence[Node], options: dict[str, Any], watch: Watch) -> None:
-    """FedAvg, arXiv:1602.05629, with all clients: after H steps, the nodes' mean."""
-    diloco(nodes, options | {"outer_lr": 1.0, "outer_momentum": 0.0}, watch)
+    """FedAvg, arXiv:1602.05629: after H steps, the mean of the clients of the round."""
+    if "client_fraction" in options:
+        sampled(nodes, options, watch, control=False)
+    else:
+        diloco(nodes, options | {"outer_lr": 1.0, "outer_momentum": 0.0}, watch)
+
+
+def scaffold(nodes: Sequence[Node], options: dict[str, Any], watch: Watch) -> None:
+    """SCAFFOLD, arXiv:1910.06378, option II: a client's new control variate is the mean of its round's gradients."""
+    sampled(nodes, options, watch, control=True)
+
+
+def sampled(nodes: Sequence[Node], options: dict[str, Any], watch: Watch, control: bool) -> None:
+    """Rounds of H steps, each with a random share of the nodes as clients."""
+    N, H, steps = len(nodes), options["H"], nodes[0].data.task.max_steps
+    eta, theta = options.get("server_lr", 1.0), nodes[0].row
+    c, own = torch.zeros_like(theta), [torch.zeros_like(theta) for _ in nodes]
+    count, draws = math.ceil(options["client_fraction"] * N), np.random.default_rng(nodes[0].seed)
+    for round_ in range(steps // H):
+        if nodes[0].same_batches:
+            draws = numpy_generator(nodes[0].seed, "clients", round_)
+        clients = sorted(draws.choice(N, count, replace=False).tolist())
+        ends, changes = [], []
+        for i in clients:
+            nodes[i].row = theta
+            seen = [nodes[i].step(round_ * H + k, c - own[i] if control else torch.zeros_like(c)) for k in range(H)]
+            ends.append(nodes[i].row)
+            new = torch.stack([g for g in seen if g is not None]).mean(0)
+            changes.append(new - own[i])
+            own[i] = new
+        theta = theta + eta * (torch.stack(ends).mean(0) - theta)
+        c = c + torch.stack(changes).sum(0) / N
+        for k in range(H):
+            watch(round_ * H + k + 1, theta)
 
 
 def delayed_diloco(nodes: Sequence[Node], options: dict[str, Any], watch: Watch) -> None:
@@ -346,7 +403,7 @@ def async_diloco(nodes: Sequence[Node], options: dict[str, Any], watch: Watch) -
 
 METHODS = {
     each.__name__: each
-    for each in (diloco, fedavg, delayed_diloco, eager_diloco, streaming_diloco, sparseloco, async_diloco)
+    for each in (diloco, fedavg, scaffold, delayed_diloco, eager_diloco, streaming_diloco, sparseloco, async_diloco)
 }
 
 
@@ -377,6 +434,9 @@ class HandCell:
             return [row["loss"] for row in self.rows]
         curves = ({"val_loss": row["losses"], **row["curves"]} for row in self.rows)
         return [late_mean(each[name.removeprefix("late_")]) for each in curves]
+
+    def data(self) -> Data:
+        return Data(self.study.cell.task, self.study.cell.steps, self.options.get("inner_optim") == "sgd")
 
     def train(self, data: Data, seed: int, same_batches: bool) -> tuple[dict[str, float], list[float]]:
         """Return the losses, and the curve of the outer parameters' loss."""
@@ -430,7 +490,7 @@ def train(cells: Sequence[HandCell], path: Path, same_batches: bool) -> dict[str
     left = [(cell, seed) for cell in cells for seed in SEEDS[len(part["curves"].get(cell.key, [])) :]]
     if not left:
         return found
-    data = {cell.key: Data(cell.study.cell.steps) for cell, _ in left}
+    data = {cell.key: cell.data() for cell, _ in left}
     steps = sum(
         data[cell.key].task.max_steps * (cell.study.cell.nodes or data[cell.key].task.num_nodes) for cell, _ in left
     )
