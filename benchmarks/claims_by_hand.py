@@ -63,7 +63,7 @@ class Data:
     def __init__(self, name: str, steps: int | None = None, sgd: bool = False) -> None:
         task, split = halved("test", name)
         self.task, self.sgd = replace(task, max_steps=steps or task.max_steps), sgd
-        self.partition = split or parse_partitioner(task.partitioner)
+        self.partition = split or parse_partitioner(task.partitioner or "iid")
         self.train, self.val = (
             [torch.stack(column) for column in zip(*(part[k] for k in range(len(part))), strict=True)]
             for part in (self.task.train, self.task.val)

@@ -68,7 +68,8 @@ READING = """\
 - No interval is corrected for the number of claims.
 - Losses are the same to the last digit only on the same kind of processor. On another kind, rounding differs, and
   training amplifies it. We repeated 16 runs of R1 on another kind: 15 differ by at most 0.6 %, about as much as two
-  seeds, and one trial differs by 2.2 %. Of three runs of SCAFFOLD one differs, by 6 %. So another processor may choose other options.
+  seeds, and one trial differs by 2.2 %. Also one of three runs of SCAFFOLD differs, by 6 %. So another processor may
+  choose other options.
 
 At first the trials also chose the inner rate. Methods with many options then got lower inner rates than methods with
 few, which decided some claims. Then R8 came out, R1 came out more with size, R4, R6, R7 and R11 did not come out, R5,
