@@ -45,7 +45,7 @@ def judged(context: typer.Context, table: Path, prior: Path | None, page: Path |
             "advise",
             *(str(word) for name, value in given if value is not None for word in (name, value)),
         ]
-        train = "\n".join(commands(found, table.with_suffix(".md")))
+        train = "\n".join(commands(found, Path("runs") / f"{table.stem}.md"))
         write(result, page, shlex.join(words), f"the other tasks of `{prior or table}`", found.places, train)
     if as_json:
         print(json.dumps(to_dict(result), indent=1))

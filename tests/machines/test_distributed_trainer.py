@@ -148,7 +148,7 @@ def stepped(model):
             lambda m: DistributedTrainer(
                 m, torch.optim.SGD([{"params": [m.out.weight]}, {"params": [m.out.bias]}], 0.1)
             ),
-            r"2 parameter groups.* OptimSpec\('sgd', groups=",
+            r"2 parameter groups.* OptimSpec\(SGD, groups=",
         ),
         (lambda m: DistributedTrainer(m, sgd(m), 2).train([1, 2]), "is a list, wanted"),
         (lambda m: DistributedTrainer(m, sgd(m), 2).train(loader(drop_last=True, batch_size=7)), "leave drop_last out"),

@@ -246,7 +246,7 @@ def _trainings(places: Mapping[str, Mapping[str, Any]], train: str) -> Iterator[
     lines = [[place, about["heading"], f"{about['parameters']:,}", str(about["trials"])]
              for place, about in places.items()]  # fmt: skip
     yield markdown(["place", "what was trained", "parameters", "trials for each method"], lines) + "\n"
-    yield f"These commands train missing runs:\n\n```bash\n{train}\n```\n"
+    yield f"These commands train the runs again:\n\n```bash\n{train}\n```\n"
 
 
 def _times(case: Case, method: str) -> str:

@@ -54,9 +54,11 @@ def test_the_page_of_claims_is_what_its_results_say(
     assert "13 of 13 claims are complete" in summary and "--trials 4 --page docs/claims.md" in page.read_text()
 
 
+@pytest.mark.parametrize("page, results", [("atlas.md", "atlas.json"), ("advice.md", "judge.json")])
 def test_the_commands_of_the_page_train_its_results(
-    table: Table, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    page: str, results: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    table = Table(PAGE.with_name(results))
     asked: set[tuple[str, str]] = set()
 
     def train(atlas: Atlas, ended: Any) -> None:
@@ -65,7 +67,7 @@ def test_the_commands_of_the_page_train_its_results(
 
     monkeypatch.setattr(Atlas, "train", train)
     monkeypatch.setattr(Atlas, "seconds_left", lambda atlas: 0.0)  # measures steps
-    lines = re.findall(r"^exogym benchmark --trials .*$", PAGE.read_text(), re.MULTILINE)
+    lines = re.findall(r"^exogym benchmark --trials .*$", PAGE.with_name(page).read_text(), re.MULTILINE)
     for number, line in enumerate(lines):
         _, *words = shlex.split(line)
         where = ["--out", str(tmp_path), "--page", str(tmp_path / f"{number}.md")]  # instead of the page's own
