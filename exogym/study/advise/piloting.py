@@ -264,12 +264,15 @@ def pilot(  # noqa: PLR0913
 
 
 def _believed(row: Row, found: Found, ddp_steps: float, run: Run, num_nodes: int) -> Row:
-    """Return a row with the pilot's belief about its steps, and their cost. If they are unknown: of the planned run."""
+    """Return a row with the pilot's belief about its steps, and their cost. If they are unknown: of the planned run.
+
+    Then the row has no multiple of DDP's steps, so that the answer compares no times to the loss.
+    """
     assert run.steps is not None
     belief = found.beliefs.get(row.strategy)
     steps = math.nan if belief is None else ddp_steps * belief.steps
     cost = run.cost(row, num_nodes, max(1, math.ceil(steps)) if math.isfinite(steps) else run.steps)
-    return replace(row, ddp_steps=None if belief is None else belief.steps, cost=cost)
+    return replace(row, ddp_steps=belief.steps if belief is not None and math.isfinite(steps) else None, cost=cost)
 
 
 def _measured_before(out: str | os.PathLike[str] | None) -> float | None:

@@ -374,12 +374,11 @@ def _trained(studies: Sequence[Study], table: Table) -> str:
     task, _, how = places[0]["heading"].partition(". ")
     partition = how.partition("examples, ")[2].partition(", adamw")[0]
     schedule = how.rpartition(")")[0].rpartition("(")[2]
-    steps, tested = (
-        " or ".join(f"{n:,}" for n in sorted({place[name] for place in places})) for name in ("steps", "tested")
-    )
+    steps = " or ".join(f"{n:,}" for n in sorted({place["steps"] for place in places}))
+    tested = f", {places[0]['tested']:,} test examples" if "tested" in places[0] else ""
     alike = len({place["nodes"] for place in places}) == 1
     nodes = f"{places[0]['nodes']} nodes with {places[0]['batch_size']} examples a step, " if alike else ""
-    return f"Runs at size full: {task}; {nodes}{steps} steps, {partition}, {schedule} schedule, {tested} test examples."
+    return f"Runs at size full: {task}; {nodes}{steps} steps, {partition}, {schedule} schedule{tested}."
 
 
 def _differs(studies: Sequence[Study], study: Study, table: Table) -> str:

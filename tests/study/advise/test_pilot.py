@@ -3,14 +3,18 @@
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from exogym.errors import ArgumentError
+from exogym.study.advise import Run, advise
+from exogym.study.advise.advice import Advice
 from exogym.study.advise.beliefs import Belief
 from exogym.study.advise.curves import fit_curve
 from exogym.study.advise.halving import foreseen, halve, measured
+from exogym.study.advise.piloting import _believed
 
 REAL = json.loads(Path("docs/reproductions.json").read_text("utf-8"))["cells"]
 UNKNOWN = Belief(mean=0.4, sd=0.7, never=0.2)
@@ -215,3 +219,14 @@ def test_foreseen_is_right_about_itself():
         right.append(times[pick] <= 1.05 * min(times.values()))
     assert promised - foreseen(seconds, beliefs, {}, 1000) > 0.25
     assert abs(np.mean(right) - promised) < 0.05
+
+
+def test_a_loss_that_the_pilot_cannot_predict_gives_no_time_of_one_node_alone() -> None:
+    """DDP's steps to this loss are then unknown, and so is the time of the node that needs as many."""
+    (row,) = advise(parameters=1e7, num_nodes=2, network="50Mbps", step_seconds=1.0, strategies=["diloco:H=100"]).rows
+    found = SimpleNamespace(beliefs={row.strategy: Belief(math.log(3.0), 0.1, 0.0, 1)})
+    said = [
+        Advice([best], best, "", [], num_nodes=2).answer.takes
+        for best in (_believed(row, found, steps, Run(1000), 2) for steps in (100.0, math.nan))  # type: ignore[arg-type]
+    ]
+    assert ["that node alone probably takes only" in text for text in said] == [True, False], said
