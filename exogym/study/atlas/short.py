@@ -180,7 +180,8 @@ def _of_findings(found: Sequence[tuple[Finding, Confirmed | None]]) -> Iterator[
 def _of_tuning(places: Mapping[str, Sequence[Result]]) -> Iterator[str]:
     known = {(r.method, place): r for place, each in places.items() for r in each if not math.isnan(r.gain)}
     worse = {key: result.gain for key, result in known.items() if result.gain < 0}
-    clear = {key for key, result in known.items() if not _contains_0(result.losses, result.default_losses)}
+    both = {key: (r.losses, r.default_losses) for key, r in known.items() if all(map(math.isfinite, r.default_losses))}
+    clear = {key for key, losses in both.items() if not _contains_0(*losses)}
     by_chance = 0.025 * sum(bool(result.options) for result in known.values())  # one side of 95 % intervals
     if worse:
         method, place = min(worse, key=lambda key: worse[key])

@@ -101,6 +101,11 @@ def test_methods_that_differ_by_more_than_chance_are_named(tmp_path: Path, criti
     assert f"they separate {said}" in text_of(tmp_path, critical=critical)
 
 
+def test_failed_defaults_are_no_clear_gain_over_the_seeds_spread(tmp_path: Path) -> None:
+    text = text_of(tmp_path, {"demo": ([0.95, 0.95, 0.95], None, 4000.0)})
+    assert "In 2 of 10 rows" in text and "In 4 rows it is lower by more than this." in text
+
+
 def test_nothing_is_said_without_ddp(tmp_path: Path) -> None:
     table = Table(tmp_path / "atlas.json")
     assert list(lines_in_short(table, {}, None)) == []
