@@ -72,9 +72,8 @@ class Folder:
         Raises:
             ArgumentError: `out` cannot be written, or is itself a comparison's folder.
         """
+        _refuse_single_run(out)
         if (Path(out) / RUN).exists():
-            if (Path(out) / STATUS).exists():
-                raise ArgumentError(f"out={os.fspath(out)!r} is the folder of a single run: give another folder")
             raise ArgumentError(
                 f"out={os.fspath(out)!r} holds results: resume them with resume=True (--resume), or give another folder"
             )
@@ -90,6 +89,7 @@ class Folder:
             ArgumentError: `out` holds no comparison, another process writes there, or the comparison's options differ.
                 The message lists the differences.
         """
+        _refuse_single_run(out)
         saved = saved_in(out)
         check_same(out, "comparison", saved, asked)
         path = Path(out).expanduser()
@@ -169,6 +169,11 @@ class Folder:
             with contextlib.suppress(OSError):
                 above.rmdir()
         return True
+
+
+def _refuse_single_run(out: str | os.PathLike[str]) -> None:
+    if (Path(out).expanduser() / STATUS).exists():
+        raise ArgumentError(f"out={os.fspath(out)!r} is the folder of a single run: give another folder")
 
 
 def check_same(out: str | os.PathLike[str], kind: str, saved: dict[str, Any], asked: dict[str, Any]) -> None:

@@ -183,7 +183,8 @@ def test_what_differs_is_listed(undisturbed: Path, tmp_path: Path) -> None:
     refuse(r"strategies.sparta: saved None", resume=True, strategies="ddp,diloco:H=5,single,sparta")
     refuse(r"timing: saved None", resume=True, network="wifi", step_seconds=1)
     refuse(r"holds results: resume them with resume=True \(--resume\), or give another folder")
-    refuse("is the folder of a single run: give another folder", next(undisturbed.glob("ddp-*")))
+    for again in ({}, {"resume": True}):
+        refuse("is the folder of a single run: give another folder", next(undisturbed.glob("ddp-*")), **again)
     refuse(r"holds no comparison to resume: did you mean", undisturbed.parent, resume=True)
     refuse(r"holds no comparison to resume: give a comparison's folder", tmp_path, resume=True)
     with pytest.raises(ArgumentError, match="give it as out"):
