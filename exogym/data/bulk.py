@@ -77,8 +77,15 @@ class TokenWindows(BulkDataset):
         return (len(self.tokens) - self.block_size - 1) // self.stride + 1
 
     def take(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        picked = self.windows[indices].long()
-        return picked[:, :-1], picked[:, 1:]
+        return shifted(self.windows[indices].long())
+
+
+def shifted(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return blocks without their last token, and without their first: (k, T) each, from (k, T + 1).
+
+    Both are contiguous, like a DataLoader's batch, because models call `view` on them.
+    """
+    return blocks[:, :-1].contiguous(), blocks[:, 1:].contiguous()
 
 
 def bulk_take(dataset: Any) -> Take | None:

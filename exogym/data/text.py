@@ -32,7 +32,7 @@ from torch import Tensor
 
 from exogym.core.base import rng
 from exogym.core.base.streams import printable
-from exogym.data.bulk import BulkDataset
+from exogym.data.bulk import BulkDataset, shifted
 from exogym.data.tokens import encoded
 from exogym.errors import DataError, check_choice, check_count, checked
 
@@ -71,8 +71,7 @@ class TextBlocks(BulkDataset):
         return len(self.tokens)
 
     def take(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        picked = self.tokens[indices].long()
-        return picked[:, :-1], picked[:, 1:]
+        return shifted(self.tokens[indices].long())
 
     def chosen(self, kept: Sequence[int] | np.ndarray) -> TextBlocks:
         """Return only the blocks with the numbers `kept`."""

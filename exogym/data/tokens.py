@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from exogym.data.bulk import BulkDataset
+from exogym.data.bulk import BulkDataset, shifted
 from exogym.errors import ArgumentError, DataError, check_choice, check_count, checked
 
 DTYPES = ("uint16", "uint32")
@@ -90,8 +90,7 @@ class TokenFiles(BulkDataset):
         if (blocks < 0).any():  # of a signed type, or above 2^63
             file = self.files[int(homes[(blocks < 0).any(axis=1).argmax()])]
             raise DataError(f"{file} has a token that is negative or above 2^63: wanted token numbers from 0 on")
-        found = torch.from_numpy(blocks)
-        return found[:, :-1], found[:, 1:]
+        return shifted(torch.from_numpy(blocks))
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_maps"}  # maps open files again

@@ -12,8 +12,22 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, TensorDataset
 
-from exogym.data import BulkDataset, ByKey, Stream, TokenWindows, cifar10, digits, mnist, shakespeare, speakers
+from exogym.data import (
+    BulkDataset,
+    ByKey,
+    Stream,
+    TokenFiles,
+    TokenWindows,
+    cifar10,
+    digits,
+    mnist,
+    shakespeare,
+    speakers,
+)
+from exogym.data.bulk import bulk_take
 from exogym.data.loading import _begin_worker
+from exogym.data.speech.clips import SpeechClips
+from exogym.data.text import TextBlocks
 from exogym.errors import ArgumentError, DataError
 
 D = 53
@@ -274,6 +288,30 @@ class Doubled(TensorDataset):
 
     def __getitem__(self, i):
         return (2 * self.tensors[1][i],)
+
+
+def test_every_reader_gives_contiguous_tensors(tmp_path) -> None:
+    """As a DataLoader does: models call `view` on a batch."""
+    tokens = np.arange(40, dtype=np.uint16)
+    np.save(tmp_path / "tokens.npy", tokens)
+    wide = torch.arange(40.0).view(4, 10)
+    readers = [
+        TokenWindows(tokens.astype(np.int16), block_size=3),
+        TokenFiles(tmp_path / "tokens.npy", block_size=3),
+        TextBlocks(torch.arange(40, dtype=torch.int32).view(10, 4), np.zeros(10)),
+        SpeechClips([np.ones(8, np.int16)] * 3, [[1, 2]] * 3, 1e-3, ["a"] * 3, ["b"] * 3, ["c"] * 3),
+        TensorDataset(wide.T, -wide.T),
+    ]
+    known = {kind for kind in BulkDataset.__subclasses__() if kind.__module__.startswith("exogym.data.")}
+    assert known <= {type(reader) for reader in readers}
+    for reader in readers:
+        for data in (reader, Subset(reader, [2, 0])):
+            take = bulk_take(data)
+            assert take is not None
+            for part in take(torch.tensor([1, 0])):
+                assert part.is_contiguous(), (type(reader).__name__, part.stride())
+            for batch in Stream(data, 1, batch_size=2).batches(0, 0, 3):
+                assert all(part.is_contiguous() for part in batch)
 
 
 def test_subclasses_of_tensor_data_sets_keep_their_getitem() -> None:
