@@ -162,7 +162,7 @@ class Iterated:
     @property
     def window(self) -> int:
         """The number of examples that are shuffled together; 1 without shuffling."""
-        return described(self.datasets[0]).window if self.shuffle else 1
+        return described(next(data for data in self.datasets if data is not None)).window if self.shuffle else 1
 
     @property
     def most_steps(self) -> int | None:

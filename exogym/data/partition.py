@@ -3,7 +3,7 @@
 A partitioner cuts one data set of D examples into N shards, one per node. Nodes of real fleets have different data. The
 data differ in labels (`LabelShards`, `Dirichlet`), in amount (`QuantitySkew`), or in the data's source (`ByKey`: a
 speaker, a hospital, a phone). Every partitioner here gives each example to exactly one node, and every node at least
-one example. The shards depend only on (data set, N, seed).
+one example, except with `min_examples=0`. The shards depend only on (data set, N, seed).
 """
 
 from __future__ import annotations
@@ -144,7 +144,8 @@ class Dirichlet(Partitioner):
 
     Args:
         alpha: concentration, above 0.
-        min_examples: the smallest allowed number of examples for a node.
+        min_examples: the smallest allowed number of examples for a node. If clients are sampled, it may be 0: nodes
+            without examples then take part in no round. With a small alpha and many nodes nothing else is possible.
 
     Raises:
         DataError: no draw gave every node `min_examples`.
@@ -159,7 +160,7 @@ class Dirichlet(Partitioner):
 
     def __post_init__(self) -> None:
         check_number("alpha", self.alpha, over=0)
-        check_count("min_examples", self.min_examples)
+        check_count("min_examples", self.min_examples, least=0)
 
     def split(self, dataset: Any, num_nodes: int, seed: int) -> list[np.ndarray]:
         draws = numpy_generator(seed, "partition")
@@ -176,9 +177,13 @@ class Dirichlet(Partitioner):
             most = max(most, least)
             if least >= self.min_examples:
                 return [np.flatnonzero(owner == node) for node in range(num_nodes)]
+        few = "an example" if self.min_examples == 1 else f"{self.min_examples} examples"
+        allowed = f"Dirichlet({self.alpha}, min_examples=0) if clients are sampled"
+        if self.min_examples > 1:
+            allowed = f"a smaller min_examples (the best attempt gave {most}; 0 needs sampled clients)"
         raise DataError(
-            f"Dirichlet(alpha={self.alpha}) over {num_nodes} nodes and {len(labels)} examples never gave every node "
-            f"{self.min_examples} in {REDRAWS} draws (best: {most}): raise alpha, or lower num_nodes or min_examples"
+            f"Dirichlet(alpha={self.alpha}) could not give all {num_nodes} nodes {few} of {len(labels)} in {REDRAWS} "
+            f"attempts: use fewer nodes, a larger alpha, or {allowed}"
         )
 
 
@@ -191,7 +196,7 @@ class QuantitySkew(Partitioner):
 
     Args:
         alpha: concentration, above 0. A smaller alpha makes the numbers of examples more unequal.
-        min_examples: the least number of examples for a node.
+        min_examples: the least number of examples for a node. It may be 0 if clients are sampled.
 
     >>> sizes = [len(shard) for shard in QuantitySkew(0.5).split(range(1000), 4, seed=0)]
     >>> sum(sizes), max(sizes) > 2 * min(sizes)
@@ -203,7 +208,7 @@ class QuantitySkew(Partitioner):
 
     def __post_init__(self) -> None:
         check_number("alpha", self.alpha, over=0)
-        check_count("min_examples", self.min_examples)
+        check_count("min_examples", self.min_examples, least=0)
 
     def split(self, dataset: Any, num_nodes: int, seed: int) -> list[np.ndarray]:
         draws = numpy_generator(seed, "partition")
@@ -211,12 +216,13 @@ class QuantitySkew(Partitioner):
         if spare < 0:
             raise DataError(
                 f"{len(dataset)} examples are too few for {num_nodes} nodes with min_examples={self.min_examples}: "
-                "use fewer nodes or lower min_examples"
+                f"use at most {len(dataset) // self.min_examples} nodes, or a smaller min_examples (0 needs sampled "
+                "clients)"
             )
         share = draws.dirichlet(np.full(num_nodes, float(self.alpha)))
         cuts = np.rint(np.cumsum(share)[:-1] * spare).astype(np.int64)
         cuts += self.min_examples * np.arange(1, num_nodes)
-        return _shards(self, np.split(draws.permutation(len(dataset)), cuts))
+        return _shards(self, np.split(draws.permutation(len(dataset)), cuts), self.min_examples == 0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -277,32 +283,45 @@ def label_skew(partitioner: Partitioner, dataset: Any, num_nodes: int, seed: int
     if stored is None or stored.ndim != 1 or stored.dtype.kind not in "biuSU":
         return None
     classes, labels = np.unique(stored, return_inverse=True)
-    shards = [np.arange(len(labels)), *shards_of(partitioner, dataset, num_nodes, seed)]
-    whole, *each = [np.bincount(labels[shard], minlength=len(classes)) / len(shard) for shard in shards]
+    shards = [np.arange(len(labels)), *shards_of(partitioner, dataset, num_nodes, seed, may_be_empty=True)]
+    whole, *each = [np.bincount(labels[x], minlength=len(classes)) / len(x) for x in shards if len(x)]
     return float(np.mean([np.abs(share - whole).sum() / 2 for share in each]))
 
 
-def _shards(partitioner: Partitioner, shards: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Return the shards, each in ascending order. Raise DataError if a node has no examples."""
-    return _check_shards(partitioner, [np.sort(shard) for shard in shards], None)
+def _shards(partitioner: Partitioner, shards: Sequence[np.ndarray], may_be_empty: bool = False) -> list[np.ndarray]:
+    """Return the shards, each in ascending order. Raise DataError if a node has no examples and must have some."""
+    return _check_shards(partitioner, [np.sort(shard) for shard in shards], None, may_be_empty)
 
 
-def shards_of(partitioner: Partitioner, dataset: Any, num_nodes: int, seed: int) -> list[np.ndarray]:
-    """Split `dataset` and return each node's shard. Raise DataError for missing, empty or wrong shards."""
+def shards_of(
+    partitioner: Partitioner, dataset: Any, num_nodes: int, seed: int, may_be_empty: bool = False
+) -> list[np.ndarray]:
+    """Split `dataset` and return each node's shard. Raise DataError for missing or wrong shards.
+
+    Args:
+        may_be_empty: whether a shard may be empty. Otherwise an empty shard is an error, too.
+    """
     shards = partitioner.split(dataset, num_nodes, seed)
     if len(shards) != num_nodes:
         raise DataError(f"{partitioner!r} made {len(shards)} shards for {num_nodes} nodes: return one shard per node")
-    return _check_shards(partitioner, shards, len(dataset))
+    return _check_shards(partitioner, shards, len(dataset), may_be_empty)
 
 
-def _check_shards(partitioner: Partitioner, shards: Sequence[Any], num_examples: int | None) -> list[np.ndarray]:
-    """Return the shards as int64 arrays. Raise DataError for a node without examples or an index out of range."""
+def _check_shards(
+    partitioner: Partitioner, shards: Sequence[Any], num_examples: int | None, may_be_empty: bool
+) -> list[np.ndarray]:
+    """Return the shards as int64 arrays. Raise DataError for a wrong shard or an index out of range."""
     arrays = [np.asarray(shard) for shard in shards]
+    if not any(map(len, arrays)):
+        raise DataError(f"{partitioner!r} gave no node an example: return indices of examples")
     for node, shard in enumerate(arrays):
+        if len(shard) == 0 and may_be_empty:
+            continue
         if len(shard) == 0:
             raise DataError(
                 f"{partitioner!r} leaves node {node} of {len(arrays)} without examples "
-                f"({sum(map(len, arrays))} in all): use fewer nodes, a milder split, or more data"
+                f"({sum(map(len, arrays))} in all), and only sampled clients may have none: use fewer nodes, a milder "
+                "split, or more data"
             )
         if shard.ndim != 1 or shard.dtype.kind not in "iu":
             raise DataError(

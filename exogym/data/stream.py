@@ -25,6 +25,11 @@ if TYPE_CHECKING:
 
 CHUNK_BYTES = 2**20  # bytes gathered at once: several steps, but few enough for the cache
 KEPT_ORDERS = 2**20  # examples in the stored permutations; at least two epochs are stored
+# what to do about a node without examples
+ONLY_SAMPLED = (
+    "give it examples, leave it out, or sample clients (such as FedAvgStrategy(client_fraction=0.9)): only sampled "
+    "clients may have none"
+)
 UNKNOWN = 2**40  # stands for the examples of an iterable without a length
 
 
@@ -65,7 +70,8 @@ class Stream:
             when needed. Default: all stay.
         asks_all: if True, all data sets of a factory are made at the start, to know their lengths. If False, `length`
             makes a node's data set when needed, and `learn` stores lengths that other processes found.
-        may_be_empty: whether a factory may return None for a node, which then has no examples.
+        may_be_empty: whether a node may have no examples: its shard is empty, or the factory returns None or a data set
+            without examples. Such nodes are in `empty`, and nobody may ask for their batches.
 
     Attributes:
         iterates: whether the data are iterables.
@@ -127,10 +133,10 @@ class Stream:
             combinations.check(
                 combinations.features_of(partitioner=partitioner) | {"data factory": "a data set factory"}
             )
-            check = check_or_none if may_be_empty else check_data
+            check = check_or_none if may_be_empty else check_made
             self._datasets: Any = Made(dataset, num_nodes, is_train, check, kept)
-            self.iterates = is_iterable(self._datasets[0])
             self.examples = np.zeros(num_nodes, dtype=np.int64)
+            self.iterates = is_iterable(self._first_made())
             if asks_all:
                 self.learn((node, self.length(node)) for node in range(num_nodes))
             self.total = int(self.examples.sum())
@@ -144,8 +150,9 @@ class Stream:
             if partitioner is None:
                 self.examples = np.full(num_nodes, -(-self.total // num_nodes), dtype=np.int64)
             else:
-                self._shards = shards_of(partitioner, dataset, num_nodes, seed)
+                self._shards = shards_of(partitioner, dataset, num_nodes, seed, may_be_empty)
                 self.examples = np.array([len(shard) for shard in self._shards], dtype=np.int64)
+                self.empty = set(np.flatnonzero(self.examples == 0).tolist())
                 self.total = int(self.examples.sum())
         if self.iterates:
             combinations.check(self.features() | combinations.features_of(partitioner=partitioner))
@@ -163,7 +170,7 @@ class Stream:
         if not self.iterates:
             return {}
         if self._private:
-            self.length(0)
+            self.length(self.first)
         what = "an iterable for each node" if self._private else "one iterable for all nodes"
         found = {"iterable data": what, what: what}
         if others := {name: value for name, value in self._loader_kwargs.items() if name != "collate_fn" and value}:
@@ -230,7 +237,7 @@ class Stream:
         """
         self._check(node, first_step)
         if not self.length(node):
-            raise DataError(f"node {node} has no examples but needs a batch: only sampled clients may have none")
+            raise DataError(f"node {node} has no examples but needs a batch: {ONLY_SAMPLED}")
         if self._iterated is not None:
             return self._iterated.batches(node, first_step, count)
         take = self._take
@@ -239,7 +246,12 @@ class Stream:
         return self._loaded(node, first_step, count) if take is None else self._taken(take, node, first_step, count)
 
     def epoch(self, node: int) -> Iterator[Any]:
-        """Yield the batches of the node's first own epoch. An iterable's epoch ends where the iterable ends."""
+        """Yield the batches of the node's first own epoch: none if the node has no examples.
+
+        An iterable's epoch ends where the iterable ends.
+        """
+        if not self.length(node):
+            return iter(())
         if self._iterated is not None:
             return self._iterated.epoch(node)
         return self.batches(node, 0, self._own_steps(node))
@@ -364,6 +376,23 @@ class Stream:
         """Restore the state that `state` returned."""
         self.learn((node, 0) for node in tensors["nodes"].tolist())
 
+    @property
+    def first(self) -> int:
+        """The first node with examples."""
+        return next(node for node in range(self.num_nodes) if node not in self.empty)
+
+    def _first_made(self) -> Any:
+        """Return the first data set with examples that the factory makes. Note the nodes before, which have none."""
+        for node in range(self.num_nodes):
+            made = self._datasets[node]
+            if made is not None:
+                return made
+            self.learn([(node, 0)])
+        what = "training" if self._is_train else "validation"
+        raise DataError(
+            f"the factory returned no examples for any of {self.num_nodes:,} nodes: give at least one {what} example"
+        )
+
     def _length_of(self, dataset: Any) -> int:
         """Return the number of examples, `UNKNOWN` for an iterable without a length."""
         if is_iterable(dataset) != self.iterates:
@@ -407,8 +436,18 @@ class Stream:
 
 
 def check_or_none(made: Any, origin: str) -> Any:
-    """Check the data set that a factory made for a node, and return it. None stands for a node without examples."""
-    return None if made is None else check_data(made, origin)
+    """Check the data set that a factory made for a node, and return it, or None for a node without examples."""
+    if made is None or (not is_iterable(made) and not len(check_dataset(made, origin, least=0))):
+        return None
+    return made
+
+
+def check_made(made: Any, origin: str) -> Any:
+    """Check the data set that a factory made for a node, and return it. Raise DataError if it has no examples."""
+    if check_or_none(made, origin) is None:
+        what = "is None" if made is None else f"({type(made).__name__}) is empty"
+        raise DataError(f"{origin} {what}: {ONLY_SAMPLED}")
+    return made
 
 
 def check_data(dataset: Any, origin: str = "the data set") -> Any:
@@ -484,8 +523,8 @@ def _check_order(dataset: Any, origin: str) -> None:
         raise DataError(f"{origin} is a {kind}, which has no order, so no run could repeat: use sorted(...)")
 
 
-def check_dataset(dataset: Any, origin: str = "the data set") -> Any:
-    """Return `dataset` if it has a length above 0 and can be indexed by position.
+def check_dataset(dataset: Any, origin: str = "the data set", least: int = 1) -> Any:
+    """Return `dataset` if it has a length of at least `least` and can be indexed by position.
 
     Raises:
         DataError: `dataset` has no such length or cannot be indexed. The message says what to do.
@@ -515,9 +554,6 @@ def check_dataset(dataset: Any, origin: str = "the data set") -> Any:
             f"memory, and this machine has {there_bytes / 1e9:.3g} GB: correct its __len__, or give a "
             f"part, such as torch.utils.data.Subset(dataset, range({there_bytes // 160}))"
         )
-    if length == 0:
-        raise DataError(
-            f"{origin} ({kind}) is empty: give at least one example (if clients are sampled, a factory may return None "
-            "to leave a client out)"
-        )
+    if length < least:
+        raise DataError(f"{origin} ({kind}) is empty: give at least one example")
     return dataset

@@ -342,7 +342,7 @@ class NoLength(Dataset):
         (Noisy, "is the class Noisy: give an instance"),
         ((torch.zeros(4, 2), torch.zeros(4)), r"tuple of 2 tensors.*TensorDataset"),
         (lambda rank, num_nodes, is_train: [1] * (1 - rank), "data set for node 1 .list. is empty"),
-        (lambda rank, num_nodes, is_train: None, "data set for node 0 is a NoneType"),
+        (lambda rank, num_nodes, is_train: None, "data set for node 0 is None: .* only sampled"),
         (lambda rank: [1], r"cannot be called as a data set factory.*\(rank, num_nodes, is_train\)"),
     ],
 )

@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
+from exogym import LocalTrainer
 from exogym.data import (
     IID,
     ByKey,
@@ -18,6 +19,7 @@ from exogym.data import (
     parse_partitioner,
 )
 from exogym.errors import ArgumentError, DataError
+from exogym.strategy import FedAvgStrategy
 
 D, N = 600, 6
 LABELS = np.random.default_rng(0).integers(0, 10, D)
@@ -69,7 +71,7 @@ def test_dirichlet_shares_have_the_variance_of_the_law() -> None:
 
 
 def test_dirichlet_that_cannot_feed_every_node_says_so() -> None:
-    with pytest.raises(DataError, match=r"alpha=0\.01\) over 6 nodes.*best: \d+\): raise alpha"):
+    with pytest.raises(DataError, match=r"alpha=0\.01\) could not give all 6 nodes 90 examples.*attempt gave \d+"):
         Dirichlet(0.01, min_examples=90).split(DATA, N, 0)
 
 
@@ -159,6 +161,36 @@ def test_a_node_without_examples_is_an_error_before_training() -> None:
         Stream([1, 2, 3], 4, batch_size=1, partitioner=IID())
     with pytest.raises(DataError, match="3 examples are too few for 4 nodes"):
         Stream([1, 2, 3], 4, batch_size=1, partitioner=QuantitySkew())
+
+
+def test_many_clients_of_few_labels() -> None:
+    """The error's remedies work: Dirichlet(0.1) over 200 clients is the usual setting, whose clients are sampled."""
+    data = TensorDataset(torch.zeros(1400, 1), torch.arange(1400) % 10)
+    with pytest.raises(DataError, match=r"all 200 nodes an example of 1400 in 100 attempts: .*min_examples=0\) if cl"):
+        Dirichlet(0.1).split(data, 200, 0)
+    with pytest.raises(DataError, match=r"all 200 nodes 2 examples .* smaller min_examples \(the best attempt gave 0;"):
+        Dirichlet(0.1, min_examples=2).split(data, 200, 0)
+    with pytest.raises(DataError, match="use at most 700 nodes, or a smaller min_examples"):
+        QuantitySkew(min_examples=2).split(data, 701, 0)
+    for partitioner in (Dirichlet(0.1, min_examples=0), QuantitySkew(0.1, min_examples=0)):
+        sampled = Stream(data, 200, batch_size=4, partitioner=partitioner, may_be_empty=True)
+        lengths = [len(shard) for shard in partitioner.split(data, 200, 0)]
+        assert sampled.examples.tolist() == lengths and sum(lengths) == 1400
+        assert sampled.empty == {node for node, length in enumerate(lengths) if not length} != set()
+        assert lengths[sampled.first] > 0
+        with pytest.raises(DataError, match=r"without examples .* and only sampled clients may have none"):
+            Stream(data, 200, batch_size=4, partitioner=partitioner)
+    assert 0 < label_skew(Dirichlet(0.1, min_examples=0), data, 200) <= 1
+
+
+def test_sampled_clients_may_have_empty_shards() -> None:
+    data = TensorDataset(torch.randn(90, 4), torch.arange(90) % 3)
+    trainer = LocalTrainer(torch.nn.Linear(4, 3), data, loss_fn=torch.nn.functional.cross_entropy)
+    given = {"num_nodes": 40, "max_steps": 8, "batch_size": 4, "partitioner": Dirichlet(0.05, min_examples=0)}
+    trainer.fit(FedAvgStrategy("sgd", H=2, client_fraction=0.2), progress=False, **given)
+    assert trainer.history.last["empty_clients"] > 10
+    with pytest.raises(DataError, match="only sampled clients may have none"):
+        trainer.fit(FedAvgStrategy("sgd", H=2), progress=False, **given)
 
 
 class Wrong(Partitioner):

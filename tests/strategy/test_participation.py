@@ -7,11 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from clients import ALL_ROWS, CLIENTS, SAMPLED, WITH_A_SERVER, client, same, trained
+import torch
+from clients import ALL_ROWS, CLIENTS, SAMPLED, WITH_A_SERVER, client, same, trained, trainer
 
+from exogym import LocalTrainer
 from exogym.errors import ArgumentError, DataError
 from exogym.faults import Devices, Diurnal, Faults, Profile, Trace
-from exogym.strategy import DiLoCoStrategy, FedAvgStrategy, FedNovaStrategy, ScaffoldStrategy
+from exogym.strategy import DifferentialPrivacy, DiLoCoStrategy, FedAvgStrategy, FedNovaStrategy, ScaffoldStrategy
 from exogym.strategy.participation import Participation
 
 HEAD = "client,from,to,speed\n"
@@ -184,7 +186,7 @@ def test_all_rows_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_clients_without_examples_are_left_out_and_counted(tmp_path: Path) -> None:
-    """A factory says so by None; an empty data set is a mistake."""
+    """A factory says so by None, or by a data set without examples."""
 
     def some(rank: int, num_nodes: int, is_train: bool) -> Any:
         return None if rank % 3 == 1 else client(rank, num_nodes, is_train)
@@ -198,7 +200,46 @@ def test_clients_without_examples_are_left_out_and_counted(tmp_path: Path) -> No
     trained(WITH_A_SERVER["scaffold"](), data=some, save_dir=tmp_path, max_steps=10, final_sync=False)
     resumed = trained(WITH_A_SERVER["scaffold"](), data=some, save_dir=tmp_path, resume=True)
     assert same(resumed, wanted) and resumed.history.last["empty_clients"] == left_out
-    with pytest.raises(DataError, match="is a NoneType"):
+    empty = trained(WITH_A_SERVER["scaffold"](), data=lambda *given: some(*given) or [])
+    assert same(empty, wanted) and empty.history.last["empty_clients"] == left_out
+    with pytest.raises(DataError, match=r"node 1 is None: .* sample clients"):
         trained(DiLoCoStrategy(H=4), data=some)
-    with pytest.raises(DataError, match="node 0 has no examples"):
-        trained(WITH_A_SERVER["fedavg"](), data=lambda rank, *more: some(rank + 1, *more))
+    with pytest.raises(DataError, match=r"node 1 .list. is empty: .* sample clients"):
+        trained(DiLoCoStrategy(H=4), data=lambda *given: some(*given) or [])
+    with pytest.raises(DataError, match="no examples for any of 40 nodes"):
+        trained(WITH_A_SERVER["fedavg"](), data=lambda *given: None)
+
+
+@pytest.mark.parametrize("private", [False, True])
+def test_any_client_may_have_no_examples(private: bool) -> None:
+    """Client 0, too, of any strategy that samples clients."""
+
+    def strategy() -> FedAvgStrategy:
+        noise = {"privacy": DifferentialPrivacy(1.0, 1.0), "weighting": "uniform"} if private else {}
+        return FedAvgStrategy("sgd", **SAMPLED, **noise)
+
+    def without(client_0: Any) -> Any:
+        return lambda rank, *more: client_0 if rank in (0, 5) else client(rank, *more)
+
+    wanted = trained(strategy(), data=without(None))
+    assert wanted.history.last["empty_clients"] > 0
+    assert same(trained(strategy(), data=without(None), faults=ALL_ROWS), wanted)
+    assert same(trained(strategy(), data=without(None), processes=2), wanted)
+    assert not same(trained(strategy(), data=client), wanted)
+
+
+def test_clients_without_validation_examples() -> None:
+    """They do not count in the evaluation, whoever they are."""
+    part = client(3, CLIENTS, False)
+
+    def loss(val: Any) -> float:
+        found = LocalTrainer(trainer().model, client, val, loss_fn=torch.nn.functional.mse_loss)
+        found.fit(FedAvgStrategy("sgd", **SAMPLED), num_nodes=CLIENTS, max_steps=4, batch_size=4, progress=False)
+        return found.history.last["val_loss"]
+
+    wanted = loss(part)
+    assert loss(lambda rank, *more: part if rank == 3 else None) == wanted
+    assert loss(lambda rank, *more: part if rank == 3 else []) == wanted
+    assert loss(lambda rank, *more: part if rank in (3, 4) else None) == pytest.approx(wanted)
+    with pytest.raises(DataError, match="give at least one validation example"):
+        loss(lambda *given: None)

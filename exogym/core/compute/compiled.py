@@ -173,7 +173,7 @@ class Stretches:
         self._graphs: dict[Any, Callable[..., Any]] = {}
         self._steppings: dict[Any, Stepping | None] = {}
         self._told = set[str]()
-        batch = self.plain(next(iter(stream.batches(0, 0, 1))))
+        batch = self.plain(next(iter(stream.batches(stream.first, 0, 1))))
         kind = signature(batch)
         if kind is None:
             raise refusal(

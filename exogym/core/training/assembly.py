@@ -242,7 +242,7 @@ def _evaluator(subject: Subject, options: FitOptions, worker: Worker) -> Evaluat
     nodes = options.num_nodes if is_factory(subject.val_dataset) else 1
     stream = Stream(
         subject.val_dataset, nodes, batch_size=size, seed=options.seed, shuffle=False, is_train=False,
-        dataloader_kwargs=options.dataloader_kwargs,
+        dataloader_kwargs=options.dataloader_kwargs, may_be_empty=True,
     )  # fmt: skip
     if stream.endless and options.val_size is None:
         check({"validation iterable without a length": "a val_dataset without a length", "no val_size": "no val_size"})

@@ -126,7 +126,8 @@ def _looks(subject: Subject, stream: Stream, first_batch: Any) -> Iterator[Any]:
     steps = stream.steps_per_epoch
     for step in (steps // 2, steps - 1):
         if step > 0:
-            yield next(iter(stream.batches(0, step, 1)))
+            yield next(iter(stream.batches(stream.first, step, 1)))
     if not is_factory(subject.train_dataset):
         for node in (stream.num_nodes // 3, 2 * stream.num_nodes // 3, stream.num_nodes - 1):
-            yield next(iter(stream.batches(node, 0, 1)))
+            if stream.length(node):
+                yield next(iter(stream.batches(node, 0, 1)))

@@ -53,7 +53,7 @@ def make_driver(
     strategy = copy.deepcopy(options.strategy)
     watch = Watch(options.on_nonfinite, worker)
     attendance = _attendance(options, strategy, step_shares)
-    if strategy.asks_clients:
+    if options.samples_clients:
         fleet.state.register("empty clients", Shared(stream.state, stream.load_state))
     if stream.iterates:
         fleet.state.register("data", stream.begin(fleet))

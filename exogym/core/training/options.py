@@ -245,6 +245,11 @@ class FitOptions(RunOptions):
         return self.faults is not None and self.faults.trace is None
 
     @property
+    def samples_clients(self) -> bool:
+        """Whether each round draws the clients that take part in it. Then clients may have no data."""
+        return not self.strategy.features().keys().isdisjoint({"client_fraction", "privacy"})
+
+    @property
     def meshes(self) -> tuple[NodeMesh, ...]:
         """Each node's split; empty if each node is one device."""
         return self.node if isinstance(self.node, tuple) else ()

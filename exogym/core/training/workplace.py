@@ -36,7 +36,7 @@ def workplace(
         subject.train_dataset, options.num_nodes, batch_size=options.step_examples, seed=options.seed,
         shuffle=options.shuffle, partitioner=options.partitioner, dataloader_kwargs=options.dataloader_kwargs,
         kept=None if rows == options.num_nodes else max(KEPT_DATA_SETS, 2 * len(wire.ranks)), asks_all=asks_all,
-        may_be_empty=options.strategy.asks_clients,
+        may_be_empty=options.samples_clients,
     )  # fmt: skip
     undo.callback(stream.close)
     if stream.iterates:
@@ -46,14 +46,14 @@ def workplace(
     worker = Worker(model, loss, device, options.precision, options.seed, options.micro_batch_size)
     # else a step is the mean over its batches, however their classes weigh
     worker.weighs_classes = options.gradient_accumulation == 1
-    first_batch = next(iter(stream.batches(0, 0, 1)))
+    first_batch = next(iter(stream.batches(stream.first, 0, 1)))
     _initialise_lazy(worker, first_batch)
     if options.meshes:  # which look at shapes
         from exogym.core.compute.insides import Insides
 
         worker.insides = Insides(model, options.meshes)
     with contextlib.nullcontext() if worker.insides is None else worker.insides.watching():
-        look(worker, first_batch, lambda: next(iter(stream.batches(0, 1, 1))))
+        look(worker, first_batch, lambda: next(iter(stream.batches(stream.first, 1, 1))))
     if buffers := sum(model.get_buffer(name).nbytes for name in worker.changing):
         forked = options.engine is None and options.processes != 1  # which share the memory of the machine
         check_rows(

@@ -20,7 +20,7 @@ from exogym.core.fleet.seats import Packs, Seats, rows_for, unpacked
 from exogym.core.fleet.store import Store
 from exogym.core.saving.checkpoint import save
 from exogym.core.saving.checkpoint_files import Snapshot, load
-from exogym.errors import ArgumentError, DataError, TrainingError
+from exogym.errors import ArgumentError, TrainingError
 from exogym.strategy import DifferentialPrivacy, FedAvgStrategy, OptimSpec, ScaffoldStrategy, SPARTADiLoCoStrategy
 
 STOPPED = {"fedavg, momentum kept", "scaffold", "fedper"}  # the others by make slow
@@ -213,8 +213,6 @@ def test_a_factory_that_fails_says_for_whom() -> None:
     with pytest.raises(OSError) as failed:
         trained(WITH_A_SERVER["fedavg"](), data=fails)
     assert "called for node" in failed.value.__notes__[0]
-    with pytest.raises(DataError, match=r"the factory's data set for node \d+ .* is empty"):
-        trained(WITH_A_SERVER["fedavg"](), data=lambda rank, num_nodes, is_train: [] if rank else client(0, 1, True))
 
 
 def test_processes_that_meet_over_gloo(tmp_path: Path) -> None:
