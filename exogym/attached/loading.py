@@ -103,7 +103,7 @@ def stream_of_node(
         found = stream.features()
         found.pop("one iterable for all nodes", None)
         check(strategy.features() | found)
-    elif left := [n for n in (stream.examples % stream.batch_size).tolist() if n % parts]:
+    elif left := [n for n in stream.last_batches.tolist() if n % parts]:
         raise ArgumentError(
             f"a node's last batch of an epoch has {left[0]} examples, which its {parts} processes cannot share evenly: "
             f"give a data set whose length is a multiple of {parts * num_nodes} (nodes x processes), such as "

@@ -13,7 +13,10 @@ from torch.optim import Optimizer
 from exogym.attached.checking import check_model, check_optimizer, check_strategy
 from exogym.attached.loading import NodeLoader, stream_of_node
 from exogym.attached.node import Node
+from exogym.core.progress import warn
 from exogym.core.record.history import History
+from exogym.data.single import normalizes, single
+from exogym.data.stream import UNKNOWN
 from exogym.errors import ArgumentError, checked
 
 
@@ -145,6 +148,8 @@ class Nodes:
             ArgumentError: an argument is wrong, or the node's processes cannot share its batches evenly; or
                 training has begun, and a strategy that weights nodes by their examples would have needed this data set.
             DataError: `dataset` cannot be used.
+
+        Warns if the node's batch normalization would get a single example, such as the rest of an epoch.
         """
         stream = stream_of_node(
             dataset, self._node.strategy, self.num_nodes, self._node.seed, parts=self.parts, batch_size=batch_size,
@@ -152,6 +157,10 @@ class Nodes:
             dataloader_kwargs=dataloader_kwargs,
         )  # fmt: skip
         self._node.take_stream(stream)
+        if self.parts == 1 and normalizes(self._node.model):
+            micro = batch_size if gradient_accumulation > 1 else None
+            if (said := single(stream, [self.rank], self._node.total_steps or UNKNOWN, micro)) is not None:
+                warn(f"batch normalization cannot train on 1 example, unless it has several positions: {said}")
         share = (self.part, self.parts)
         return NodeLoader(stream, self.rank, gradient_accumulation, lambda: self.step_count, share)
 

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, default_collate, get_
 
 from exogym.core.base import draws, rng
 from exogym.core.base.torch_private import end_workers
-from exogym.errors import ArgumentError, DataError, check_count, nearest
+from exogym.errors import ArgumentError, DataError, check_count, check_switch, nearest
 
 Request = tuple[int, int, np.ndarray, str]  # one batch: (data set, epoch, example indices, owner in words)
 
@@ -31,7 +31,6 @@ _OURS = {
     "shuffle": "use the argument shuffle of fit",
     "sampler": "the order follows from seed; use partitioner to assign examples to nodes",
     "batch_sampler": "the order follows from seed; use partitioner to assign examples to nodes",
-    "drop_last": "ExoGym keeps the short last batch of an epoch",
     "generator": "random numbers follow from seed",
     "in_order": "the order follows from seed",
 }
@@ -50,6 +49,7 @@ def check_dataloader_kwargs(given: dict[str, Any] | None) -> dict[str, Any]:
                 f"dataloader_kwargs: DataLoader has no argument {name!r}: {nearest(name, known - set(_OURS))}"
             )
     kwargs = dict(given or {})
+    check_switch("dataloader_kwargs: drop_last", kwargs.get("drop_last", False))
     workers = kwargs.get("num_workers", 0)
     check_count("dataloader_kwargs: num_workers", workers, least=0)
     for name in ("collate_fn", "worker_init_fn"):

@@ -45,7 +45,10 @@ class Stream:
 
         own_epoch, within = divmod(step, ceil(n_i / batch_size))
 
-    The last batch of an own epoch may be short. A shard smaller than a batch is its own batch.
+    The last batch of an own epoch may be short. A shard smaller than a batch is its own batch. With
+    `dataloader_kwargs={"drop_last": True}` each node leaves out its short last batch in training. An own epoch then has
+    max(1, floor(n_i / batch_size)) steps, and an epoch that deals the data anew has max(1, floor(D / (N batch_size))).
+    If the data are shuffled, each epoch leaves out other examples.
 
     Tensor data sets are indexed in bulk. Other data sets use one torch DataLoader. Before each `dataset[i]` the
     generators of Python, numpy and torch are set to (seed, epoch, example). So random augmentation does not depend on
@@ -64,8 +67,8 @@ class Stream:
         shuffle: whether to shuffle. False keeps the order of the data set or shard.
         partitioner: a `Partitioner`, or its text as on the command line, such as "dirichlet:0.3".
         is_train: passed to a factory.
-        dataloader_kwargs: arguments of the DataLoader (`num_workers`, `collate_fn`, `pin_memory`, ...). If given,
-            tensor data sets use the DataLoader, too.
+        dataloader_kwargs: arguments of the DataLoader (`num_workers`, `collate_fn`, `pin_memory`, ...). If others than
+            `drop_last` are given, tensor data sets use the DataLoader, too.
         kept: how many of a factory's data sets stay in memory. The data sets used last stay, and others are made again
             when needed. Default: all stay.
         asks_all: if True, all data sets of a factory are made at the start, to know their lengths. If False, `length`
@@ -81,7 +84,9 @@ class Stream:
         is_shared: whether all nodes share one data set. A factory gives each node its own.
         total: examples of all nodes, or D if the nodes share one data set.
         batch_sizes: (N,) examples in a step of each node: `batch_size`, or the sizes from `share_out`.
-        steps_per_epoch: steps of an epoch, ceil(total / (N * batch_size)); 0 if some lengths are unknown.
+        steps_per_epoch: steps of an epoch, ceil(total / (N * batch_size)), or with `drop_last` the floor, at least 1; 0
+            if some lengths are unknown.
+        drops_last: whether the short last batches of training data are left out.
 
     Raises:
         DataError: `dataset` is not a data set, has no examples or no length, or a node has no examples.
@@ -122,6 +127,7 @@ class Stream:
             from exogym.data.loading import check_dataloader_kwargs
 
             self._loader_kwargs = check_dataloader_kwargs(dataloader_kwargs)
+        self.drops_last = bool(self._loader_kwargs.pop("drop_last", False)) and is_train
         self._shards: list[np.ndarray] | None = None
         self._kept, self._is_train = kept, is_train
         self.empty: set[int] = set()
@@ -159,7 +165,7 @@ class Stream:
         self.is_shared = not self._private
         self._dealt = not self._private and self._shards is None and not self.iterates
         self.total = 0 if self.endless else self.total
-        self.steps_per_epoch = -(-self.total // (num_nodes * batch_size))
+        self.steps_per_epoch = self._batches_of(self.total, num_nodes * batch_size)
         self._iterated: Iterated | None = None
         self.share_out([batch_size] * num_nodes)
         self._orders: dict[int, tuple[int, Tensor]] = {}
@@ -173,7 +179,9 @@ class Stream:
             self.length(self.first)
         what = "an iterable for each node" if self._private else "one iterable for all nodes"
         found = {"iterable data": what, what: what}
-        if others := {name: value for name, value in self._loader_kwargs.items() if name != "collate_fn" and value}:
+        others = {name: value for name, value in self._loader_kwargs.items() if name != "collate_fn" and value}
+        others |= {"drop_last": True} if self.drops_last else {}  # no batch of an iterable is short
+        if others:
             found["dataloader_kwargs except collate_fn"] = f"dataloader_kwargs={others!r}"
         if self.endless:
             found["iterable without a length"] = "an iterable without a length"
@@ -226,7 +234,7 @@ class Stream:
         self._check(node, step)
         if self.iterates:
             raise DataError("an iterable's examples have no indices: use batches")
-        epoch, within = divmod(step, self._own_steps(node))
+        epoch, within = divmod(step, self.own_steps(node))
         size = int(self.batch_sizes[node])
         return self._order(node, epoch)[within * size : (within + 1) * size].numpy().copy(), epoch
 
@@ -254,7 +262,7 @@ class Stream:
             return iter(())
         if self._iterated is not None:
             return self._iterated.epoch(node)
-        return self.batches(node, 0, self._own_steps(node))
+        return self.batches(node, 0, self.own_steps(node))
 
     def begin(self, fleet: Fleet) -> Place:
         """Read iterables for the fleet's nodes from now on. Return what checkpoints must save of the iterables."""
@@ -291,7 +299,7 @@ class Stream:
             self._iterated.close()
 
     def _taken(self, take: Take, node: int, step: int, count: int) -> Iterator[Any]:
-        end, size, own_steps = step + count, int(self.batch_sizes[node]), self._own_steps(node)
+        end, size, own_steps = step + count, int(self.batch_sizes[node]), self.own_steps(node)
         home = node if self._private else 0
         if (home, size) not in self._chunk_steps:
             bytes_per_step = batch_bytes(take(torch.tensor([0]))) * size
@@ -408,9 +416,23 @@ class Stream:
         self.endless = self.endless or data.length is None
         return UNKNOWN if data.length is None else -(-data.length // data.nodes)
 
-    def _own_steps(self, node: int) -> int:
+    def own_steps(self, node: int) -> int:
         """Return the steps of one own epoch of the node."""
-        return -(-self.length(node) // int(self.batch_sizes[node]))
+        if self._dealt:
+            return self.steps_per_epoch
+        return self._batches_of(self.length(node), int(self.batch_sizes[node]))
+
+    def _batches_of(self, examples: int, size: int) -> int:
+        """Return how many batches of `size` an epoch of so many examples has."""
+        return max(min(1, examples), examples // size) if self.drops_last else -(-examples // size)
+
+    @property
+    def last_batches(self) -> np.ndarray:
+        """(N,) examples in the last batch of each node's own epoch; 0 if the node's examples are unknown."""
+        whole = np.minimum(self.examples, self.batch_sizes)
+        if self.drops_last or self.iterates:
+            return whole
+        return np.where(self.examples, (self.examples - 1) % self.batch_sizes + 1, 0)
 
     def _deal(self, epoch: int) -> tuple[Tensor, ...]:
         """Deal one epoch to all nodes. Equal batches give `DistributedSampler`'s perm[i::N], repeated as needed."""
@@ -534,7 +556,7 @@ def check_dataset(dataset: Any, origin: str = "the data set", least: int = 1) ->
     if isinstance(dataset, (str, bytes, dict)) or not hasattr(dataset, "__getitem__"):
         wanted = "a torch Dataset, a sequence of examples, or a factory (rank, num_nodes, is_train) -> Dataset"
         hint = (
-            "; for a DataLoader give its .dataset, or batch_size=None"
+            "; for a DataLoader give its .dataset (and its collate_fn in dataloader_kwargs), or batch_size=None"
             if isinstance(dataset, torch.utils.data.DataLoader)
             else ""
         )

@@ -68,7 +68,7 @@ class AveragingCommunicator(PeriodicModule, ChoosesClients, HasOuterModel):
         weighting: "examples" to weight clients by their numbers of examples n_i, as in the paper, or "uniform".
         local_steps: H_i per node, each from 1 to H, for clients with different amounts of work.
         local_epochs: E, the epochs of a client's round, which has H_i = E ceil(n_i / B) steps with the batch size B. H
-            becomes the largest H_i.
+            becomes the largest H_i. With `drop_last` an epoch has max(1, floor(n_i / B)) steps.
         keep_inner_state: if False, each client starts every round with a fresh inner optimizer.
         privacy: a `DifferentialPrivacy`; the history then records the `epsilon` spent. `privacy` cannot be combined
             with islands, with weights by examples that differ, or with buffers that training changes (averages of
@@ -193,7 +193,7 @@ class AveragingCommunicator(PeriodicModule, ChoosesClients, HasOuterModel):
             self.weights = torch.from_numpy(run.examples)  # filled in when nodes take seats
         self.work = None
         if self.local_epochs is not None:
-            self.work = self.local_epochs * -(-run.examples // run.batch_size)
+            self.work = self.local_epochs * run.epoch_steps
             self.interval_steps = int(self.work.max())
         elif self.local_steps_given is not None:
             if len(self.local_steps_given) != run.num_nodes:

@@ -45,6 +45,7 @@ class Run:
         availability: which clients a server can ask for a round. None means all clients in every round.
         empty: nodes known to have no examples. These nodes never take part.
         final_sync: whether nodes synchronize at the end of the run, if the last steps are not yet synchronized.
+        drops_last: whether nodes leave out the short last batches of their epochs.
     """
 
     num_nodes: int
@@ -56,6 +57,14 @@ class Run:
     availability: Availability | None = None
     empty: Set[int] = frozenset()
     final_sync: bool = True
+    drops_last: bool = False
+
+    @property
+    def epoch_steps(self) -> np.ndarray:
+        """(N,) the steps in which each node goes once through its examples."""
+        if self.drops_last:
+            return np.maximum(np.minimum(1, self.examples), self.examples // self.batch_size)
+        return -(-self.examples // self.batch_size)
 
 
 SGD_LR = 0.1  # of an inner optimizer that is given by its name 'sgd'

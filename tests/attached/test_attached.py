@@ -1,5 +1,6 @@
 """A loop of the user's own with `exogym.attach`: the bits of `LocalTrainer` with the same batches and optimizer."""
 
+import copy
 import itertools
 import json
 import os
@@ -308,6 +309,24 @@ def test_a_loop_over_an_iterable_goes_on_at_its_place(is_loaded_first):
     state["shared"] = {name: x for name, x in state["shared"].items() if not name.startswith("data.")}
     nodes, _ = run(Placed(), 8, state)
     assert outcome(nodes, nodes.finish()) == whole and min(READ) == 0
+
+
+def test_dropped_last_batches_are_those_of_fit():
+    """And without it, a batch normalization that would get a single example is told of."""
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 1))
+    x = torch.randn(17, 4, generator=torch.Generator().manual_seed(0))
+    data, strategy = TensorDataset(x, x.sum(1, keepdim=True)), DiLoCoStrategy("sgd", H=3, lr=0.1)
+    trainer = LocalTrainer(copy.deepcopy(model), data, loss_fn=mse_loss)
+    trainer.fit(strategy, num_epochs=2, batch_size=8, dataloader_kwargs={"drop_last": True}, device="cpu")
+    nodes = attach(model, None, strategy)
+    with pytest.warns(UserWarning, match=r"node 0 gets 1 example at the end of an epoch \(17 .* 8\): .*drop_last"):
+        nodes.loader(data, 8)
+    loader = nodes.loader(data, 8, dataloader_kwargs={"drop_last": True})
+    assert len(loader) == 2
+    for x, y in itertools.chain(loader, loader):
+        mse_loss(model(x), y).backward()
+        nodes.step()
+    assert fingerprint(nodes.finish()) == fingerprint(trainer.model) and trainer.history.last["step"] == 4
 
 
 def test_other_random_numbers_or_batches_give_other_bits():

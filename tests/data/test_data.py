@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, Te
 from exogym.data import (
     BulkDataset,
     ByKey,
+    IterableData,
     Stream,
     TokenFiles,
     TokenWindows,
@@ -29,6 +30,7 @@ from exogym.data.loading import _begin_worker
 from exogym.data.speech.clips import SpeechClips
 from exogym.data.text import TextBlocks
 from exogym.errors import ArgumentError, DataError
+from exogym.strategy.strategy import Run
 
 D = 53
 DATA = TensorDataset(torch.randn(D, 3), torch.arange(D))
@@ -235,6 +237,69 @@ def test_dataloader_arguments() -> None:
     for name, message in (("shuffle", "argument shuffle of fit"), ("num_worker", "did you mean 'num_workers'")):
         with pytest.raises(ArgumentError, match=message):
             Stream(DATA, 2, batch_size=4, dataloader_kwargs={name: 1})
+
+
+DROPPED = {"drop_last": True}
+
+
+@pytest.mark.parametrize(("length", "nodes", "steps"), [(53, 4, 2), (48, 4, 2), (64, 4, 2), (31, 1, 5), (23, 4, 1)])
+def test_dropping_the_last_batch_leaves_whole_batches(length: int, nodes: int, steps: int) -> None:
+    """floor(D / (N batch_size)) steps, without a repeated example; they are the first steps of the whole epoch."""
+    kept = Stream(range(length), nodes, batch_size=6)
+    stream = Stream(range(length), nodes, batch_size=6, dataloader_kwargs=DROPPED)
+    assert stream.steps_per_epoch == steps == stream.own_steps(nodes - 1)
+    for epoch in range(3):
+        for node in range(nodes):
+            batches = seen(stream, node, epoch * steps, steps)
+            assert batches == seen(kept, node, epoch * kept.steps_per_epoch, steps)
+            assert length < 24 or all(len(batch) == 6 for batch in batches)
+        dealt = [i for node in range(nodes) for batch in seen(stream, node, epoch * steps, steps) for i in batch]
+        assert len(set(dealt)) == len(dealt) or length < 24
+
+
+def test_dropping_the_last_batch_of_tensors_reads_them_in_bulk() -> None:
+    stream = Stream(DATA, 2, batch_size=4, dataloader_kwargs=DROPPED)
+    assert stream._take is not None
+    for step, (x, y) in enumerate(stream.batches(1, 0, 14)):  # floor(53 / 8) = 6 steps
+        indices, epoch = stream.indices(1, step)
+        assert epoch == step // 6 and y.tolist() == indices.tolist() and torch.equal(x, DATA.tensors[0][indices])
+
+
+def test_dropping_the_last_batch_of_shards() -> None:
+    """floor(n_i / batch_size) steps; a shard that is smaller than a batch is its own batch. Validation keeps all."""
+    lengths = [1, 4, 5, 12, 0]
+
+    def factory(rank: int, num_nodes: int, is_train: bool) -> TensorDataset:
+        return TensorDataset(torch.arange(lengths[rank]))
+
+    stream = Stream(factory, 5, batch_size=4, dataloader_kwargs=DROPPED, may_be_empty=True)
+    assert [stream.own_steps(node) for node in range(5)] == [1, 1, 1, 3, 0]
+    assert stream.last_batches.tolist() == [1, 4, 4, 4, 0]
+    assert [[len(x) for (x,) in stream.batches(node, 0, 4)] for node in range(4)] == [
+        [1] * 4,
+        [4] * 4,
+        [4] * 4,
+        [4] * 4,
+    ]
+    left_out = {int(i) for epoch in range(20) for i in range(5) if i not in stream.indices(2, epoch)[0]}
+    assert left_out == set(range(5))  # each epoch another one
+    assert stream.steps_per_epoch == 22 // (5 * 4)
+    assert Run(5, 0, 9, stream.examples, 4, drops_last=True).epoch_steps.tolist() == [1, 1, 1, 3, 0]
+    assert Run(5, 0, 9, stream.examples, 4).epoch_steps.tolist() == [1, 1, 2, 3, 0]
+    val = Stream(range(9), 1, batch_size=4, dataloader_kwargs=DROPPED, is_train=False)
+    assert [len(batch) for batch in val.epoch(0)] == [4, 4, 1]
+    for wrong in ({"drop_last": 1}, {"drop_last": None}):
+        with pytest.raises(ArgumentError, match=r"drop_last=.* must be True or False"):
+            Stream(DATA, 2, batch_size=4, dataloader_kwargs=wrong)
+    with pytest.raises(ArgumentError, match="drop_last"):  # no batch of an iterable is short
+        Stream(IterableData(range(9), length=9), 2, batch_size=4, dataloader_kwargs=DROPPED)
+
+
+def test_a_dropped_last_batch_in_shares_of_unequal_size() -> None:
+    stream = Stream(range(30), 2, batch_size=8, dataloader_kwargs=DROPPED)
+    stream.share_out([4, 12])
+    assert stream.own_steps(0) == stream.own_steps(1) == stream.steps_per_epoch == 1
+    assert [len(stream.indices(node, step)[0]) for node in (0, 1) for step in range(3)] == [4] * 3 + [12] * 3
 
 
 # --- data sets that are read in bulk

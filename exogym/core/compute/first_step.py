@@ -11,15 +11,21 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from exogym.core.base.batches import slice_batch
 from exogym.core.base.rng import seed_python, seed_torch
 from exogym.core.base.torch_private import own_buffers, version
 from exogym.core.compute.attributes import Attributes, refuse_carried
 from exogym.core.compute.pointer import owner_of
 from exogym.core.compute.worker import Worker
+from exogym.data.single import normalizes
 from exogym.errors import ModelError
 
+ONE_VALUE = "Expected more than 1 value per channel"  # of torch's batch normalization
 
-def look(worker: Worker, batch: Any, another: Callable[[], Any] | None = None) -> None:
+
+def look(
+    worker: Worker, batch: Any, another: Callable[[], Any] | None = None, alone: Callable[[], None] | None = None
+) -> None:
     """Take a training step on `batch`, undo it, and refuse models that cannot be trained.
 
     Set the worker's `changing`, `draws_torch` and `draws_python` to the buffers that the step changes and the random
@@ -28,12 +34,16 @@ def look(worker: Worker, batch: Any, another: Callable[[], Any] | None = None) -
 
     Args:
         another: returns another batch like `batch`. Without `another`, the second step uses `batch` again.
+        alone: called if a step on a single example fails in batch normalization. Without `alone`, this is not tried.
 
     Raises:
         ModelError: the model returns no loss; the loss depends on no trainable parameter; a gradient is sparse; or the
             step changes a frozen parameter, or an attribute that later steps use.
     """
     worker.model.train()
+    if alone is not None and _fails_alone(worker, batch):
+        worker.fails_alone = True
+        alone()
     attributes, at_first = Attributes(worker.model), _buffer_shapes(worker.model)
     _trial_step(worker, batch)
     if (made := _buffer_shapes(worker.model)) != at_first:
@@ -49,6 +59,17 @@ def look(worker: Worker, batch: Any, another: Callable[[], Any] | None = None) -
     refuse_carried(
         worker.model, attributes, lambda batch: _trial_step(worker, batch), batch, other, 0.0 if exact else 1e-4
     )
+
+
+def _fails_alone(worker: Worker, batch: Any) -> bool:
+    """Return whether a training step on the batch's first example fails, because batch normalization gets one value."""
+    if not normalizes(worker.model):
+        return False
+    try:
+        _trial_step(worker, slice_batch(batch, 0, 1))
+    except Exception as error:  # others come again in the first step
+        return ONE_VALUE in str(error)
+    return False
 
 
 def _trial_step(worker: Worker, batch: Any) -> Tensor:

@@ -51,6 +51,7 @@ class Worker:
         draws_python: whether a training step draws random numbers from Python or numpy.
         before_last_backward: called before the backward pass of a step's last micro-batch.
         changing: names of the buffers that a training step changes. Each row has its own values of these buffers.
+        fails_alone: whether a training step on a single example is known to fail in batch normalization.
         weighs_classes: whether the loss function's class weights count in the weight of a batch's part.
         devices: the node's devices (`NodeDevices`) if a node is several processes; otherwise None.
     """
@@ -74,6 +75,7 @@ class Worker:
         self.before_last_backward: Callable[[], None] | None = None
         self.changing: list[str] = []
         self.weighs_classes = True
+        self.fails_alone = False
 
     def bind(self, fleet: Fleet) -> None:
         """Use the rows of `fleet` from now on. `point` can then point the module at any of these rows."""

@@ -205,7 +205,7 @@ def _run_and_clock(
     steps = options.total_steps(_steps_per_epoch(options, stream))
     run = Run(
         options.num_nodes, options.seed, steps, stream.examples, sizes, step_s, availability, stream.empty,
-        options.final_sync,
+        options.final_sync, stream.drops_last,
     )  # fmt: skip
     return run, timing, step_shares
 

@@ -24,6 +24,7 @@ def description_of(
     model = [[slot.name, list(slot.shape), str(layout.dtype)] for layout in layouts for slot in layout]
     shards = hashlib.sha256(np.ascontiguousarray(stream.examples).tobytes()).hexdigest()[:16] if stream.total else ""
     data = {"examples": stream.total, "shards": shards} | ({"window": stream.window} if stream.iterates else {})
+    data |= {"drop_last": True} if stream.drops_last else {}
     by_process = options.sharing is not None and options.sharing.kind == "nodes" and options.sharing.speeds
     dealt = {"speeds": by_process} if by_process else {}
     limits = {"num_epochs": options.num_epochs, "max_steps": options.max_steps, "total_steps": total_steps}

@@ -24,6 +24,7 @@ from exogym.core.training.algorithm import Algorithm, Setting
 from exogym.core.training.driver import Driver
 from exogym.core.training.loop import TrainingLoop
 from exogym.core.training.options import FitOptions
+from exogym.data.single import check_single
 from exogym.data.stream import Stream
 from exogym.strategy.strategy import Run, Strategy
 
@@ -75,7 +76,7 @@ def make_driver(
     if fleet.comm.wire.total_rows < options.num_nodes:  # then none is absent: nodes that may be keep their rows
         from exogym.core.training.seating import Seating
 
-        seats = _seats(options, fleet, stream)
+        seats = _seats(options, worker, stream, run.total_steps)
         algorithm = Seating(algorithm, seats)
     if attendance is not None or watch.skips:
         from exogym.core.training.absence import Absence
@@ -98,17 +99,19 @@ def _attendance(options: FitOptions, strategy: Strategy, step_shares: Sequence[F
     return (faults or Faults()).bind(options.num_nodes, strategy.needs_gradients, step_shares)
 
 
-def _seats(options: FitOptions, fleet: Fleet, stream: Stream) -> Seats:
+def _seats(options: FitOptions, worker: Worker, stream: Stream, steps: int) -> Seats:
     """Return the assignment of rows to nodes, if rows are fewer. Saved state must be registered before."""
     from exogym.core.fleet.seats import Seats
     from exogym.core.fleet.store import Store
 
-    wire = fleet.comm.wire
+    fleet, wire = worker.fleet, worker.fleet.comm.wire
     folder = None if options.save_dir is None else Path(options.save_dir) / f".clients-{wire.process}"
 
     def arrived(nodes: Sequence[int]) -> None:
         found = gather(wire, [[node, stream.length(node)] for node in nodes])
         stream.learn((node, examples) for told in found for node, examples in told)
+        if worker.fails_alone:
+            check_single(stream, [node for told in found for node, _ in told], steps, worker.micro_batch_size)
 
     return Seats(fleet, Store(options.client_state_memory, folder), arrived)
 

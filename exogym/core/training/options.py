@@ -101,7 +101,8 @@ class RunOptions:
         client_state_memory: Bytes of memory, per process, for the saved state of idle sampled clients. State
             (optimizers, control variates) beyond this limit is in files under `save_dir`. If `client_state_memory` is
             None, all of this state stays in memory. While ExoGym writes a checkpoint, all of this state is in memory.
-        dataloader_kwargs: Arguments for torch's DataLoader (num_workers, collate_fn, ...).
+        dataloader_kwargs: Arguments for torch's DataLoader (num_workers, collate_fn, ...). With {"drop_last": True} a
+            node leaves out the short last batch of its epochs in training; a node with less than a batch keeps it.
     """
 
     node: NodeMesh | Sequence[NodeMesh] | None = None

@@ -46,6 +46,8 @@ class Shards:
         self.sizes = [int(size) for size in stream.examples]
         self.batch = [min(int(b), size) for b, size in zip(stream.batch_sizes, self.sizes, strict=True)]
         epochs = [Fraction(size, b) for size, b in zip(self.sizes, self.batch, strict=True)]
+        if stream.drops_last:
+            epochs = [Fraction(stream.own_steps(node)) for node in range(len(self.sizes))]
         self.pace = [sum(epochs) / (len(epochs) * epoch) for epoch in epochs]
         self.handed, self.drawn, self.first = (np.zeros(len(self.sizes), dtype=np.int64) for _ in range(3))
 

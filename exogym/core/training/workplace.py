@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -19,6 +22,7 @@ from exogym.core.compute.worker import Worker
 from exogym.core.fleet import Fleet
 from exogym.core.training.options import FitOptions
 from exogym.core.training.subject import Subject
+from exogym.data.single import check_single, single
 from exogym.data.stream import Stream, is_factory
 
 KEPT_DATA_SETS = 256  # of a factory, where few nodes act at a time: those last used
@@ -53,7 +57,7 @@ def workplace(
 
         worker.insides = Insides(model, options.meshes)
     with contextlib.nullcontext() if worker.insides is None else worker.insides.watching():
-        look(worker, first_batch, lambda: next(iter(stream.batches(stream.first, 1, 1))))
+        look(worker, first_batch, lambda: next(iter(stream.batches(stream.first, 1, 1))), _alone(options, stream))
     if buffers := sum(model.get_buffer(name).nbytes for name in worker.changing):
         forked = options.engine is None and options.processes != 1  # which share the memory of the machine
         check_rows(
@@ -84,6 +88,14 @@ def _asks_all(options: FitOptions, wire: Wire) -> bool:
     if options.num_epochs is not None:
         say(wire, f"num_epochs={options.num_epochs}: making the data sets of all {options.num_nodes:,} nodes once")
     return options.num_epochs is not None or options.strategy.asks_all_lengths
+
+
+def _alone(options: FitOptions, stream: Stream) -> Callable[[], None] | None:
+    """Return what to call if the model cannot train on a single example. None: no node needs to."""
+    steps = options.total_steps(stream.steps_per_epoch or options.max_steps or 1)
+    asked = (stream, range(options.num_nodes), steps, options.micro_batch_size)
+    is_unknown = np.count_nonzero(stream.examples == 0) > len(stream.empty)
+    return functools.partial(check_single, *asked) if is_unknown or single(*asked) is not None else None
 
 
 def _initialise_lazy(worker: Worker, batch: Any) -> None:

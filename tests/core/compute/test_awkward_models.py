@@ -19,8 +19,8 @@ from torch.utils.data import TensorDataset
 from exogym import LocalTrainer
 from exogym.core.base.draws import stream_seed
 from exogym.data.stream import Stream
-from exogym.errors import ModelError
-from exogym.strategy import DiLoCoStrategy, OptimSpec, SPARTAStrategy
+from exogym.errors import DataError, ModelError
+from exogym.strategy import DiLoCoStrategy, FedAvgStrategy, OptimSpec, SPARTAStrategy
 
 NODES, STEPS, BATCH = 3, 6, 8
 PAGE = ROOT / "docs" / "getting_started.md"
@@ -48,6 +48,65 @@ class Net(nn.Module):
 
     def forward(self, x):
         return self.out(self.awkward(torch.tanh(self.first(x))))
+
+
+# A single example, on which batch normalization cannot train
+
+
+def normalized(layer):
+    return nn.Sequential(nn.Linear(6, 8), layer, nn.Flatten(), nn.LazyLinear(2))
+
+
+def fit_lengths(lengths, layer=None, strategy=None, **options):
+    """Train nodes with so many examples for 6 steps of 4."""
+
+    def own(rank, num_nodes, is_train):
+        x = torch.randn(lengths[rank], 6, generator=torch.Generator().manual_seed(rank))
+        return TensorDataset(x, (x.sum(1) > 0).long())
+
+    trainer = LocalTrainer(normalized(layer or nn.BatchNorm1d(8)), own, loss_fn=F.cross_entropy)
+    strategy = DiLoCoStrategy("sgd", H=2, lr=0.1) if strategy is None else strategy
+    trainer.fit(strategy, **{"num_nodes": len(lengths), "max_steps": 6, "batch_size": 4, "progress": False} | options)
+    return trainer
+
+
+SINGLE = {  # examples of the nodes, options; message
+    "the rest": ([9, 8, 13], {}, r"nodes 0, 2 get 1 example at the end of an epoch \(9 .* 4\): .*\"drop_last\": True"),
+    "one in all": ([1, 9], {}, "node 0 has 1 example in all: give more"),
+    "batches of one": ([8, 8], {"batch_size": 1}, "nodes 0, 1 take 1 example per step: give a larger batch_size"),
+    "parts of one": ([8, 8], {"minibatch_size": 3}, r"nodes 0, 1 compute 1 example at once \(4 examples in parts of 3\)"),
+    "accumulation": ([9, 8], {"batch_size": 2, "gradient_accumulation": 2}, "node 0 gets 1 .* in parts of 2"),
+}
+
+
+@pytest.mark.parametrize("name", SINGLE)
+def test_a_single_example_under_batch_normalization_is_named_before_training(name):
+    lengths, options, words = SINGLE[name]
+    seen = []
+    with pytest.raises(DataError, match="needs at least 2 examples at once, but " + words):
+        fit_lengths(lengths, callbacks=[lambda loop: seen.append(loop.step)], **options)
+    assert not seen
+
+
+def test_the_remedies_for_a_single_example_train():
+    fit_lengths([9, 8, 13], dataloader_kwargs={"drop_last": True})
+    fit_lengths([8, 8], minibatch_size=2)
+    fit_lengths([9, 8], layer=nn.GroupNorm(2, 8))
+    fit_lengths([9, 8], batch_size=2, gradient_accumulation=2, dataloader_kwargs={"drop_last": True})
+
+
+def test_single_examples_that_do_no_harm_train():
+    fit_lengths([13, 9], max_steps=2)  # an epoch's last batch is never reached
+    fit_lengths([9, 8], layer=nn.Sequential(nn.Unflatten(1, (2, 4)), nn.BatchNorm1d(2)))  # 4 values per channel
+
+
+def test_a_single_example_of_a_sampled_client_is_named_when_its_length_is_known():
+    lengths = [8] * 39 + [9]
+    strategy = FedAvgStrategy("sgd", H=3, lr=0.1, client_fraction=0.1)
+    fit_lengths([8] * 40, strategy=strategy, max_steps=60)
+    with pytest.raises(DataError, match="node 39 gets 1 example at the end of an epoch"):
+        fit_lengths(lengths, strategy=strategy, max_steps=60)
+    fit_lengths(lengths, strategy=strategy, max_steps=60, dataloader_kwargs={"drop_last": True})
 
 
 # Right

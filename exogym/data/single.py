@@ -1,0 +1,90 @@
+"""Find steps that compute a single example at once, before training: batch normalization cannot train on one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from torch import nn
+
+from exogym.data.stream import UNKNOWN, Stream
+from exogym.errors import DataError
+
+NAMED = 5  # nodes in a message
+
+
+def normalizes(model: nn.Module) -> bool:
+    """Return whether the model has a batch normalization that is in training mode."""
+    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+    return any(isinstance(module, kinds) and module.training for module in model.modules())
+
+
+def single(stream: Stream, nodes: Sequence[int], steps: int = UNKNOWN, micro: int | None = None) -> str | None:
+    """Say which of `nodes` compute a single example at once, and what to do; None if no node does.
+
+    Args:
+        stream: the data. Nodes whose number of examples is unknown are left out.
+        steps: the number of steps that a node takes. The short last batch of an epoch counts if it is reached.
+        micro: examples computed at once; None: all examples of a batch.
+
+    >>> stream = Stream(range(18), 2, batch_size=4)
+    >>> single(stream, [0, 1], steps=2) is None
+    True
+    >>> str(single(stream, [0, 1], steps=3)).partition(":")[0]
+    'nodes 0, 1 get 1 example at the end of an epoch (9 examples in batches of 4)'
+    """
+    known = np.asarray(nodes, dtype=np.int64)
+    known = known[stream.examples[known] > 0]
+    return next(_found(stream, known, steps, micro), None)
+
+
+def check_single(stream: Stream, nodes: Sequence[int], steps: int = UNKNOWN, micro: int | None = None) -> None:
+    """Raise DataError if batch normalization would get a single example. `single` has the same arguments."""
+    if (said := single(stream, nodes, steps, micro)) is not None:
+        raise DataError(
+            f"batch normalization needs at least 2 examples at once, but {said}; or replace it, for example by "
+            "torch.nn.GroupNorm"
+        )
+
+
+def _found(stream: Stream, nodes: np.ndarray, steps: int, micro: int | None) -> Iterator[str]:
+    counts, sizes = stream.examples[nodes], stream.batch_sizes[nodes]
+    usual, last = np.minimum(counts, sizes), stream.last_batches[nodes]
+
+    def are_single(batches: np.ndarray) -> np.ndarray:
+        """Return whether the smallest part of each batch is a single example."""
+        if micro is None:
+            return batches == 1
+        rest = np.where(batches > micro, batches % micro, batches)
+        return np.where(rest, rest, micro) == 1
+
+    if len(found := nodes[sizes == 1]):
+        yield f"{_named(found, 'take')} 1 example per step: give a larger batch_size"
+    if len(found := nodes[counts == 1]):
+        yield f"{_named(found, 'have')} 1 example in all: give more examples, or leave out such nodes"
+    if (odd := are_single(usual)).any():
+        yield (
+            f"{_named(nodes[odd], 'compute')} 1 example at once ({usual[odd][0]} examples in parts of {micro}): give "
+            "another minibatch_size or batch_size"
+        )
+    odd = are_single(last)
+    odd[odd] = [stream.own_steps(node) <= steps for node in nodes[odd].tolist()]
+    if odd.any():
+        parts = "" if micro is None else f", in parts of {micro}"
+        yield (
+            f"{_named(nodes[odd], 'get')} 1 example at the end of an epoch ({counts[odd][0]} examples in batches of "
+            f'{sizes[odd][0]}{parts}): give dataloader_kwargs={{"drop_last": True}}, so that each node leaves out its '
+            "short last batch"
+        )
+
+
+def _named(nodes: np.ndarray, verb: str) -> str:
+    """Return the first nodes' numbers, with a verb.
+
+    >>> _named(np.array([3]), "get"), _named(np.arange(7), "have")
+    ('node 3 gets', 'nodes 0, 1, 2, 3, 4 and 2 more have')
+    """
+    if len(nodes) == 1:
+        return f"node {nodes[0]} {'has' if verb == 'have' else verb + 's'}"
+    more = f" and {len(nodes) - NAMED:,} more" if len(nodes) > NAMED else ""
+    return f"nodes {', '.join(map(str, nodes[:NAMED].tolist()))}{more} {verb}"
