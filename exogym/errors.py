@@ -149,6 +149,11 @@ ALIASES: dict[str, tuple[str, dict[Any, Any]]] = {
     "autocast": ("precision", {True: "bf16", False: None}),
     "inner_lr": ("lr", {}),
 }
+# of torch's DataLoader, which a function with the argument `dataloader_kwargs` takes there
+LOADER_ARGUMENTS = (
+    "collate_fn", "drop_last", "multiprocessing_context", "num_workers", "persistent_workers", "pin_memory",
+    "pin_memory_device", "prefetch_factor", "timeout", "worker_init_fn",
+)  # fmt: skip
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -183,6 +188,8 @@ def checked(function: F) -> F:
         for name in [name for name in kwargs if name not in signature.parameters]:
             where = function.__qualname__.removesuffix(".__init__")
             known = getattr(type(args[0]) if function.__name__ == "__init__" else function, "not_taken", {})
+            if "dataloader_kwargs" in names and name in LOADER_ARGUMENTS:
+                known = {name: f"give it to torch's DataLoader, by dataloader_kwargs={{{name!r}: ...}}"}
             raise ArgumentError(f"{where}() has no argument {name!r}: {known.get(name) or nearest(name, names)}")
         try:
             bound = signature.bind(*args, **kwargs)

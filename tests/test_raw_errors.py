@@ -2,6 +2,7 @@
 
 import contextlib
 import csv
+import inspect
 import json
 import os
 
@@ -12,9 +13,10 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from exogym import LocalTrainer, load_model, save_model
+from exogym import LocalTrainer, attach, load_model, save_model
 from exogym.data import BulkDataset
-from exogym.errors import ArgumentError, DataError, ModelError
+from exogym.data.loading import _OURS
+from exogym.errors import LOADER_ARGUMENTS, ArgumentError, DataError, ModelError
 from exogym.logger import CSVLogger, JSONLinesLogger, TensorBoardLogger
 from exogym.machines.remote import HostsConfig
 from exogym.strategy import SimpleReduceStrategy
@@ -138,6 +140,17 @@ MISTAKES = {  # model, data, loss_fn; message
     "int targets": (Positions, windows(kind=torch.int32), None, r"batch\[1\] is int32 .*: write y = y.long\(\)"),
     "an example": (linear, FailsAt13(), CE, "index 13, an example of node 1: KeyError: 'label'"),
     "a batch": (linear, TakesAt13(), CE, r"failed at indices .*, examples of node 1: KeyError: 'label'"),
+    "a key": (
+        linear, [{"input": x, "y": y, "id": 0} for x, y in zip(X, Y, strict=True)], CE,
+        r"the keys \['input', 'id'\] beside the targets, and forward takes .*\['input'\]: leave \['id'\] out",
+    ),
+    "a key of the model's own loss": (
+        Positions, [{"idx": y[None], "targets": y[None], "id": 0} for y in Y], None, r"leave \['id'\] out",
+    ),
+    "another key": (
+        linear, [{"inputs": x, "y": y} for x, y in zip(X, Y, strict=True)], CE, r"so that forward gets \['input'\]",
+    ),
+    "texts": (linear, [("to be", y) for y in Y], CE, r"batch\[0\] is a \w+ of 2 \(str first\), but a layer .* tensor:"),
     "sizes": (linear, late(X[0, :3]), CE, r"the examples \[.*15.*\] of node . do not make a batch: .*collate_fn"),
 }  # fmt: skip
 
@@ -166,6 +179,29 @@ def test_an_example_of_the_validation_data_is_of_no_node():
     trainer = LocalTrainer(nn.Linear(6, 2), TensorDataset(X, Y), FailsAt13(), loss_fn=CE)
     with pytest.raises(DataError, match="index 13, an example of the validation data"):
         trainer.fit(STRATEGY, max_steps=1, device="cpu")
+
+
+def test_targets_that_cannot_be_found_are_described():
+    for data, words in (
+        ([(x, "class a") for x in X], "the last item of a batch is a .* and no tensor"),
+        ([{"input": x, "label": y, "y": y} for x, y in zip(X, Y, strict=True)], r"several targets .*\['label', 'y'\]"),
+    ):
+        with pytest.raises(DataError, match=words):
+            LocalTrainer(linear(), data, loss_fn=CE).fit(STRATEGY, batch_size=4, max_steps=1, device="cpu")
+
+
+def test_arguments_of_the_data_loader_have_their_place():
+    taken = set(inspect.signature(torch.utils.data.DataLoader.__init__).parameters) - {"self"}
+    assert taken - set(_OURS) == set(LOADER_ARGUMENTS)
+    model = linear()
+    nodes = attach(model, None, STRATEGY)
+    data = TensorDataset(X, Y)
+    for call in (lambda: train(collate_fn=len), lambda: nodes.loader(data, collate_fn=len)):
+        with pytest.raises(ArgumentError, match=r"no argument 'collate_fn': .* dataloader_kwargs={'collate_fn': ...}"):
+            call()
+    nodes.loader(data, dataloader_kwargs={"collate_fn": torch.utils.data.default_collate})
+    with pytest.raises(ArgumentError, match="no argument 'colate_fn': known"):
+        nodes.loader(data, colate_fn=len)
 
 
 def test_a_complex_loss_is_refused_before_training():

@@ -28,6 +28,17 @@ def tensors_in(value: Any) -> list[Tensor]:
     return [x for part in parts for x in tensors_in(part)]
 
 
+def beside_tensors(value: Any) -> list[Any]:
+    """Return what nested mappings, tuples and lists hold beside tensors, in order.
+
+    >>> beside_tensors({"a": torch.ones(2), "b": [torch.ones(3), "c"]})
+    ['c']
+    """
+    if isinstance(value, Mapping | tuple | list):
+        return [x for part in (value.values() if isinstance(value, Mapping) else value) for x in beside_tensors(part)]
+    return [] if isinstance(value, Tensor) else [value]
+
+
 def map_tensors(batch: Any, function: Callable[[Tensor], Any]) -> Any:
     """Apply `function` to every tensor of a nested batch. Mappings become dicts."""
     if isinstance(batch, Tensor):
@@ -42,23 +53,54 @@ def map_tensors(batch: Any, function: Callable[[Tensor], Any]) -> Any:
 
 
 def batch_examples(batch: Any) -> int:
-    """Return the number of examples: the first dimension of the batch's first tensor."""
+    """Return the number of examples: the first dimension of the batch's first tensor.
+
+    A list of k tensors beside a tensor of k rows holds one tensor for each example, so k is the number.
+
+    >>> batch_examples([torch.zeros(3, 8), torch.zeros(3)]), batch_examples([[torch.zeros(8)] * 3, torch.zeros(3)])
+    (3, 3)
+    """
+    parts = list(batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else ())
+    rows = {len(part) for part in parts if isinstance(part, Tensor) and part.dim()}
+    for part in parts:
+        if isinstance(part, tuple | list) and len(part) in rows and tensors_in(part):
+            return len(part)
     for leaf in tensors_in(batch):
         if leaf.dim():
             return len(leaf)
     raise DataError(f"a batch is {described(batch)}; wanted a tensor whose first dimension counts the examples")
 
 
+def _pick(batch: Any, total: int, of_tensor: Callable[[Tensor], Tensor], of_list: Callable[[Any], Any]) -> Any:
+    """Pick some of the `total` examples of a nested batch.
+
+    They are rows of its tensors, and items of its lists that hold something else: a text or a tensor for each example.
+    """
+    is_list = isinstance(batch, tuple | list) and len(batch) == total and not hasattr(batch, "_fields")
+    if is_list and not any(x.dim() and len(x) == total for x in tensors_in(batch)):
+        return type(batch)(of_list(batch))
+    if isinstance(batch, Tensor):
+        return of_tensor(batch) if batch.dim() and len(batch) == total else batch
+    if isinstance(batch, Mapping):
+        return {key: _pick(value, total, of_tensor, of_list) for key, value in batch.items()}
+    if isinstance(batch, tuple | list):
+        parts = [_pick(part, total, of_tensor, of_list) for part in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+    return batch
+
+
 def slice_batch(batch: Any, start: int, stop: int) -> Any:
-    """Return a batch's examples from number `start` to number `stop`, without number `stop` itself."""
-    total = batch_examples(batch)
-    return map_tensors(batch, lambda x: x[start:stop] if x.dim() and len(x) == total else x)
+    """Return a batch's examples from number `start` to number `stop`, without number `stop` itself.
+
+    >>> slice_batch([("a", "b", "c"), torch.tensor([1, 2, 3])], 1, 3)
+    [('b', 'c'), tensor([2, 3])]
+    """
+    return _pick(batch, batch_examples(batch), lambda x: x[start:stop], lambda x: x[start:stop])
 
 
 def take_examples(batch: Any, which: list[int]) -> Any:
     """Return the examples of a batch whose numbers are in `which`, in that order."""
-    total = batch_examples(batch)
-    return map_tensors(batch, lambda x: x[which] if x.dim() and len(x) == total else x)
+    return _pick(batch, batch_examples(batch), lambda x: x[which], lambda x: [x[k] for k in which])
 
 
 def micro_batches(batch: Any, size: int) -> Iterator[tuple[Any, float]]:

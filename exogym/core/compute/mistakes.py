@@ -5,13 +5,15 @@ This code runs only after an error.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from exogym.core.base.batches import MISSING, RAISED, described, targets_of, tensors_in
+from exogym.core.base.batches import MISSING, RAISED, TARGET_KEYS, described, targets_of, tensors_in
+from exogym.core.base.torch_private import uncompiled
 from exogym.errors import DataError, ExoGymError, ModelError
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -41,12 +43,49 @@ def explain(
             said = _no_tensor(out, loss_fn, model)
         elif isinstance(error, RuntimeError):
             said = _targets(text, loss_fn, out, targets) or _types(text, model, batch)
+        elif isinstance(error, TypeError) and out is MISSING:
+            said = _names(text, model, batch, loss_fn) or _no_tensors(text, batch)
         else:
             said = None
     except RAISED:  # numbers cannot be read here, for example inside vmap: keep torch's error
         return None
     kind = DataError if out is MISSING or isinstance(out, Tensor) else ModelError
     return None if said is None else kind(f"{said} (torch: {text})")
+
+
+def _names(text: str, model: nn.Module, batch: Any, loss_fn: Callable[..., Any] | None) -> str | None:
+    """Explain that the keys of a batch are not the arguments of the model's `forward`."""
+    if not isinstance(batch, Mapping) or not ("unexpected keyword" in text or "missing" in text):
+        return None
+    forward: Any = uncompiled(model).forward
+    parameters = inspect.signature(forward).parameters.values()
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    keys = [str(key) for key in batch if loss_fn is None or key not in TARGET_KEYS]
+    taken = [p.name for p in named]
+    lacking = [p.name for p in named if p.default is p.empty and p.name not in keys]
+    more = [] if any(p.kind is p.VAR_KEYWORD for p in parameters) else [key for key in keys if key not in taken]
+    if not (more or lacking):
+        return None
+    beside = "" if loss_fn is None else " beside the targets"
+    said = f"a batch has the keys {keys}{beside}, and forward takes the arguments {taken}: "
+    if not lacking:
+        return f"{said}leave {more} out of the examples, or give forward **kwargs"
+    return f"{said}rename the keys, or the arguments, so that forward gets {lacking}"
+
+
+def _no_tensors(text: str, batch: Any) -> str | None:
+    """Explain that an input is a list, which a layer of torch does not take."""
+    if "must be Tensor, not" not in text:
+        return None
+    items = batch.items() if isinstance(batch, Mapping) else enumerate(batch if isinstance(batch, tuple | list) else ())
+    for key, value in items:
+        if isinstance(value, tuple | list) and value:
+            return (
+                f"batch[{key!r}] is a {type(value).__name__} of {len(value)} ({described(value[0])} first), but a "
+                "layer of the model wants a tensor: make tensors in the data set, or join the examples by collate_fn "
+                "in dataloader_kwargs"
+            )
+    return None
 
 
 def _out_of_range(

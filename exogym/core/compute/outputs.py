@@ -117,9 +117,16 @@ class Loss:
         assert self.loss_fn is not None
         targets = targets_of(batch)
         if targets is None:
+            given = f"a batch is {described(batch)}"
+            if isinstance(batch, tuple | list) and len(batch) > 1:
+                given = f"the last item of a batch is {described(batch[-1])} and no tensor"
             raise DataError(
-                f"loss_fn needs targets, but a batch is {described(batch)}: wanted (inputs, targets), or a mapping "
-                "with one of " + ", ".join(TARGET_KEYS)
+                f"loss_fn needs targets, but {given}: wanted (inputs, targets), or a mapping with one of "
+                + ", ".join(TARGET_KEYS)
+            )
+        if isinstance(batch, Mapping) and len(both := [key for key in TARGET_KEYS if key in batch]) > 1:
+            raise DataError(
+                f"a batch has several targets for loss_fn, {both}: keep one of these keys, rename the others"
             )
         out = predictions = MISSING
         try:

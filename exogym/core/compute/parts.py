@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from exogym.core.base.batches import batch_examples, map_tensors, take_examples, targets_of, tensors_in
+from exogym.core.base.batches import batch_examples, beside_tensors, map_tensors, take_examples, targets_of, tensors_in
 from exogym.core.compute.first_step import random_states, trying
 from exogym.core.compute.worker import Worker
 from exogym.core.mesh.probe import unlike
@@ -118,7 +118,12 @@ def _telling(batches: Iterable[Any]) -> tuple[Any, list[float]]:
 
 
 def _joined(batches: Sequence[Any]) -> Any:
-    """Join all batches whose tensors have the same shapes as the first batch's, apart from the number of examples."""
+    """Join all batches whose tensors have the same shapes as the first batch's, apart from the number of examples.
+
+    If batches hold more than tensors, such as texts, return the first batch.
+    """
+    if beside_tensors(batches[0]):
+        return batches[0]
     leaves = [tensors_in(batch) for batch in batches]
     kinds = [[x.shape[1:] for x in each] for each in leaves]
     columns = zip(*(each for each, kind in zip(leaves, kinds, strict=True) if kind == kinds[0]), strict=True)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from exogym.core.base import pulse
-from exogym.core.base.batches import batch_examples, stack_nested
+from exogym.core.base.batches import batch_examples, beside_tensors, described, stack_nested
 from exogym.core.compute.finite import Watch
 from exogym.core.compute.inner import InnerOptimizer
 from exogym.core.compute.loop import Loop
@@ -145,6 +145,11 @@ class Vmap:
 
     def _chunk(self, rows: Sequence[int], batches: Sequence[Any]) -> Tensor:
         fleet = self.worker.fleet
+        if more := beside_tensors(batches[0]):
+            raise ModelError(
+                f"compute='vmap' cannot train this model: its batches hold more than tensors ({described(more[0])}); "
+                "use compute='loop'"
+            )
         parameters = {slot.name: slot.of(block.params[rows]) for block in fleet.blocks for slot in block.layout}
         stacked = stack_nested([self.worker.to_device(batch) for batch in batches])
         with self.worker.autocast():

@@ -9,6 +9,7 @@ import exogym.core.compute.parts
 import exogym.core.training.assembly
 import exogym.core.training.choices
 from exogym import LocalTrainer, NodeMesh
+from exogym.core.base.batches import batch_examples
 from exogym.data import Partitioner
 from exogym.errors import ModelError
 from exogym.strategy import DiLoCoStrategy, FedAvgStrategy, SimpleReduceStrategy
@@ -103,6 +104,38 @@ def test_torchs_own_class_weights_weigh_the_parts(name, asked):
     whole, parts = run(loss_fn, model), run(loss_fn, model, **PARTS[asked])
     torch.testing.assert_close(numbers(parts), numbers(whole), rtol=0, atol=1e-6)
     assert parts.history.last["val_loss"] == pytest.approx(whole.history.last["val_loss"], rel=1e-5)
+
+
+class OfLists(nn.Module):
+    """Gets a list with an item for each example: a text with its number, or a tensor."""
+
+    def __init__(self, read):
+        super().__init__()
+        self.layers, self.read = network(), read
+
+    def forward(self, items):
+        return self.layers(torch.stack([self.read(item) for item in items]))
+
+
+def in_a_list(batch):
+    return [x for x, _ in batch], torch.stack([y for _, y in batch])
+
+
+def test_lists_of_a_batch_are_divided_with_its_tensors():
+    """Texts, and tensors that stay apart: in steps and in evaluations."""
+    whole = run(minibatch_size=3, val_size=21)
+    x, y = examples().tensors
+    texts = [(str(i), label) for i, label in enumerate(y)]
+    read = {"texts": lambda text: x[int(text)], "tensors": lambda row: row}
+    for name, data, more in (
+        ("texts", texts, {}), ("tensors", examples(), {"dataloader_kwargs": {"collate_fn": in_a_list}}),
+    ):  # fmt: skip
+        torch.manual_seed(0)
+        trainer = LocalTrainer(OfLists(read[name]), data, data, loss_fn=nn.functional.cross_entropy)
+        options = {"num_nodes": 2, "batch_size": 8, "max_steps": 4, "minibatch_size": 3, "val_size": 21}
+        trainer.fit(SimpleReduceStrategy("sgd", lr=0.1), **options, **more)
+        torch.testing.assert_close(numbers(trainer), numbers(whole), rtol=0, atol=1e-6)
+    assert batch_examples(in_a_list([(row, y[0]) for row in x[:3]])) == 3
 
 
 def soft(data):

@@ -169,6 +169,14 @@ def with_layer(layer):
     return nn.Sequential(nn.Linear(6, 6), layer, nn.Linear(6, 2))
 
 
+class WithText(nn.Linear):
+    def __init__(self):
+        super().__init__(6, 2)
+
+    def forward(self, text, x):
+        return super().forward(x)
+
+
 REFUSED = {
     "dropout": (lambda: with_layer(nn.Dropout(0.1)), {}, "draws random numbers"),
     "BatchNorm": (lambda: with_layer(nn.BatchNorm1d(6)), {}, r"changes its buffers \(1.running_mean"),
@@ -191,6 +199,15 @@ def test_refused_where_it_would_be_something_else(name, strategy, capsys):
     assert auto.description["chosen"]["compute"] == "loop"
     assert "compute='auto' chose 'loop'" in capsys.readouterr().err
     assert fingerprint(auto.model) == fingerprint(loop.model)
+
+
+def test_batches_with_texts_are_refused():
+    data = [("to be", x, y) for x, y in zip(torch.randn(8, 6), torch.arange(8) % 2, strict=True)]
+    trainer = LocalTrainer(WithText(), data, loss_fn=nn.functional.cross_entropy)
+    options = {"num_nodes": 2, "max_steps": 3, "batch_size": 2}
+    trainer.fit(STRATEGIES["fedavg"](), **options)
+    with pytest.raises(ModelError, match=r"batches hold more than tensors \(str\)"):
+        trainer.fit(STRATEGIES["fedavg"](), **options, compute="vmap")
 
 
 def test_auto_says_and_records_what_it_chose(capsys):
