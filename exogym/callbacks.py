@@ -30,7 +30,7 @@ This callback is called every two steps, and has state that checkpoints save:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -70,8 +70,13 @@ class Running(Protocol):
     def evaluate(self, node: int | None = None, *, own_data: bool = False) -> dict[str, float]:
         """Return losses and metrics of the model of `node`, or of the averaged model; {} without a validation set.
 
-        With `own_data`, evaluate the node on its own validation set: `val_dataset` is a function of the node.
+        With `own_data`, evaluate the node on its own validation set: `val_dataset` is a function of the node. Between
+        rounds, sampled clients without personal parameters all have the server's model.
         """
+
+    @property
+    def clients(self) -> Sequence[int]:
+        """The nodes that `evaluate(node, own_data=True)` takes now."""
 
     def measure(self, vectors: list[Tensor], buffers: dict[str, Tensor]) -> dict[str, float]:
         """Return losses and metrics of any parameters and buffers, in the form that `average` returns."""
@@ -165,7 +170,10 @@ class EvaluateClients(Callback):
         clients_val_loss_spread     the standard deviation (divided by n)
 
     A client's model is its row: after a round, theta and the client's personal parameters. So let evaluations follow
-    rounds (`val_interval` is a multiple of H). With client sampling, only the next round's clients count.
+    rounds (`val_interval` is a multiple of H). Sampled clients without personal parameters all have the server's model
+    theta, so all of them count. Sampled clients with personal parameters count only if they have a row: if idle clients
+    have no row, these are the next round's clients. Clients without validation data never count. If not all N count,
+    the record says how many do: `clients_counted`.
 
     Args:
         lower_is_better: names of metrics, without "val_", whose largest values are the worst. Name your own errors.
@@ -194,12 +202,16 @@ class EvaluateClients(Callback):
 
     def __call__(self, loop: Running) -> None:
         found: dict[str, list[float]] = {}
-        for node in list(loop.fleet.comm.present):
+        counted = 0
+        for node in loop.clients:
             values = loop.evaluate(node, own_data=True)
+            if not values:
+                continue
+            counted += 1
             loop.history.add_evaluation(loop.step, loop.epoch, values, node=node)
             for name, value in values.items():
                 found.setdefault(name, []).append(value)
-        summary = {}
+        summary = {} if counted == loop.fleet.num_nodes else {"clients_counted": float(counted)}
         for name, known in found.items():
             descending = name.removeprefix("val_") in self.lower_is_better
             x = torch.tensor(known, dtype=torch.float64).sort(descending=descending).values

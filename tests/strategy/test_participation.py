@@ -11,9 +11,17 @@ import torch
 from clients import ALL_ROWS, CLIENTS, SAMPLED, WITH_A_SERVER, client, same, trained, trainer
 
 from exogym import LocalTrainer
+from exogym.callbacks import EvaluateClients
 from exogym.errors import ArgumentError, DataError
 from exogym.faults import Devices, Diurnal, Faults, Profile, Trace
-from exogym.strategy import DifferentialPrivacy, DiLoCoStrategy, FedAvgStrategy, FedNovaStrategy, ScaffoldStrategy
+from exogym.strategy import (
+    DifferentialPrivacy,
+    DiLoCoStrategy,
+    FedAvgStrategy,
+    FedNovaStrategy,
+    FedPerStrategy,
+    ScaffoldStrategy,
+)
 from exogym.strategy.participation import Participation
 
 HEAD = "client,from,to,speed\n"
@@ -226,6 +234,46 @@ def test_any_client_may_have_no_examples(private: bool) -> None:
     assert same(trained(strategy(), data=without(None), faults=ALL_ROWS), wanted)
     assert same(trained(strategy(), data=without(None), processes=2), wanted)
     assert not same(trained(strategy(), data=client), wanted)
+
+
+def own_values(strategy: FedAvgStrategy, skip: int = 99, **options: Any) -> tuple[Any, np.ndarray]:
+    """Evaluate clients on their own data: the run, and each client's loss under the final model."""
+
+    def data(rank: int, num_nodes: int, is_train: bool) -> Any:
+        return None if rank == skip and not is_train else client(rank, num_nodes, is_train)
+
+    found = LocalTrainer(trainer().model, client, data, loss_fn=torch.nn.functional.mse_loss)
+    given = {"num_nodes": CLIENTS, "max_steps": 8, "val_interval": 4, "batch_size": 4, "progress": False}
+    found.fit(strategy, **given | options, callbacks=[EvaluateClients()])
+    with torch.no_grad():
+        pairs = [client(i, CLIENTS, False).tensors for i in range(CLIENTS)]
+        losses = [float(torch.nn.functional.mse_loss(found.model(x), y)) for x, y in pairs]
+    return found, np.delete(losses, [skip] if skip < CLIENTS else [])
+
+
+def test_all_sampled_clients_are_evaluated() -> None:
+    """Those that do not train have the server's model. So the worst tenth is one of all clients."""
+    found, losses = own_values(FedAvgStrategy("sgd", **SAMPLED))
+    last = found.history.last
+    assert last["clients_val_loss"] == pytest.approx(losses.mean(), rel=1e-5)
+    assert last["clients_val_loss_worst"] == pytest.approx(np.sort(losses)[-4:].mean(), rel=1e-5)
+    assert last["clients_val_loss_spread"] == pytest.approx(losses.std(), rel=1e-5)
+    assert found.history.rows(node=7)[-1]["val_loss"] == pytest.approx(losses[7], rel=1e-5)
+    assert "clients_counted" not in last
+    names = [name for name in last if name.startswith("clients_")]
+    for options in ({"faults": ALL_ROWS}, {"processes": 2}):
+        other = own_values(FedAvgStrategy("sgd", **SAMPLED), **options)[0].history.last
+        assert {name: other[name] for name in names} == {name: last[name] for name in names}
+
+
+def test_how_many_clients_count_is_said() -> None:
+    """If some have no validation data, or personal parameters that are not in a row."""
+    found, losses = own_values(FedAvgStrategy("sgd", **SAMPLED), skip=3)
+    assert found.history.last["clients_counted"] == CLIENTS - 1
+    assert found.history.last["clients_val_loss"] == pytest.approx(losses.mean(), rel=1e-5)
+    assert not any("val_loss" in row for row in found.history.rows(node=3))
+    personal, _ = own_values(FedPerStrategy("sgd", **SAMPLED))
+    assert 1 <= personal.history.last["clients_counted"] < CLIENTS
 
 
 def test_clients_without_validation_examples() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,10 +69,14 @@ class Calling:
             self.models.check_own_data()
         if self.models.evaluator is None:
             return {}
-        self.models.check_node(node)
         on = node if own_data else None
+        self.models.check_node(node, on)
         self._ask("evaluate", [node, on])
         return self.models.evaluate(node, on)
+
+    @property
+    def clients(self) -> Sequence[int]:
+        return self.models.clients
 
     def measure(self, vectors: list[Tensor], buffers: dict[str, Tensor]) -> dict[str, float]:
         """Evaluate given parameters, (P,) per block, and buffers. Return {} without a validation set."""

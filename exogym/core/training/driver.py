@@ -30,6 +30,7 @@ class Driver:
 
     Attributes:
         losses: the current stretch's losses.
+        shares_model: whether between rounds every client has the server's model, without personal parameters.
         attendance: the nodes present at each step, or None if all nodes are present at every step.
         before_sync: a function that `advance` calls at its last step, before communication changes parameters. The
             training loop may set another function for every stretch.
@@ -38,7 +39,7 @@ class Driver:
     def __init__(self, algorithm: Algorithm, setting: Setting, seats: Seats | None = None):
         self.algorithm, self.compute, self.fleet = algorithm, algorithm.compute, setting.fleet
         self.worker, self.watch, self.attendance = setting.worker, setting.watch, setting.attendance
-        self.seats = seats
+        self.seats, self.shares_model = seats, False
         self.losses = Losses(len(self.fleet), self.worker.device)
         self.before_sync: Callable[[], None] | None = None
         self.fleet.state.register("losses", self.losses)

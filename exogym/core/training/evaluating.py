@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -54,6 +56,11 @@ class Models:
 
     # Evaluation
 
+    @property
+    def clients(self) -> Sequence[int]:
+        """The nodes whose models can be evaluated now: all, if they share the server's model."""
+        return range(self.fleet.num_nodes) if self.driver.shares_model else list(self.fleet.comm.present)
+
     def check_own_data(self) -> None:
         """Raise ArgumentError if the nodes have no own validation sets."""
         if self.evaluator is None or self.evaluator.stream.num_nodes < self.fleet.num_nodes:
@@ -62,9 +69,10 @@ class Models:
                 "the validation set of (node, num_nodes, is_train)"
             )
 
-    def check_node(self, node: int | None) -> None:
+    def check_node(self, node: int | None, on: int | None = None) -> None:
         """Raise ArgumentError if the node does not exist, or has no model because it does not train in this round."""
-        if node is not None and node not in self.driver.seated:
+        known = self.clients if on is not None and self.driver.shares_model else self.driver.seated
+        if node is not None and node not in known:
             raise ArgumentError(
                 f"evaluate({node!r}): wanted a node from 0 to {self.fleet.num_nodes - 1}; with client sampling, one of "
                 "fleet.comm.present"
@@ -73,10 +81,11 @@ class Models:
     def evaluate(self, node: int | None = None, on: int | None = None) -> dict[str, float]:
         """Return losses and metrics of the averaged (or outer) model, or of `node`; {} without a validation set.
 
-        With `on`, evaluate on this node's own validation set.
+        With `on`, evaluate on this node's own validation set. Clients that keep nothing have the server's model there.
         """
         if self.evaluator is None:
             return {}
+        node = None if on is not None and self.driver.shares_model else node
         vectors, buffers = self.of(node)
         values = self.evaluator(vectors, buffers, on) if self.wire.process == 0 else {}  # the first node's processes
         return values if self.wire.shares_memory else tell(self.wire, values)

@@ -86,7 +86,10 @@ def make_driver(
         from exogym.core.training.clocking import Charged
 
         algorithm = Charged(algorithm, clock)
-    return Driver(algorithm, setting, seats)
+    driver = Driver(algorithm, setting, seats)
+    own = {"personal", "two kinds of steps", "island_size"}  # clients keep parameters, or whole models
+    driver.shares_model = options.samples_clients and strategy.features().keys().isdisjoint(own)
+    return driver
 
 
 def _attendance(options: FitOptions, strategy: Strategy, step_shares: Sequence[Fraction]) -> Attendance | None:
