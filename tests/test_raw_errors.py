@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from exogym import LocalTrainer, attach, load_model, save_model
+from exogym.core.compute.outputs import Loss
 from exogym.data import BulkDataset
 from exogym.data.loading import _OURS
 from exogym.errors import LOADER_ARGUMENTS, ArgumentError, DataError, ModelError
@@ -188,6 +189,14 @@ def test_targets_that_cannot_be_found_are_described():
     ):
         with pytest.raises(DataError, match=words):
             LocalTrainer(linear(), data, loss_fn=CE).fit(STRATEGY, batch_size=4, max_steps=1, device="cpu")
+
+
+def test_a_single_example_that_nobody_foresaw_is_explained():
+    """Such as a device's part of a batch."""
+    loss = Loss(nn.Sequential(nn.Linear(6, 2), nn.BatchNorm1d(2)), CE)
+    loss([X[:2], Y[:2]])
+    with pytest.raises(DataError, match=r"at least 2 examples at once, and got 1: .* \(torch: Expected more than 1"):
+        loss([X[:1], Y[:1]])
 
 
 def test_arguments_of_the_data_loader_have_their_place():

@@ -20,8 +20,6 @@ from exogym.core.compute.worker import Worker
 from exogym.data.single import normalizes
 from exogym.errors import ModelError
 
-ONE_VALUE = "Expected more than 1 value per channel"  # of torch's batch normalization
-
 
 def look(
     worker: Worker, batch: Any, another: Callable[[], Any] | None = None, alone: Callable[[], None] | None = None
@@ -68,6 +66,8 @@ def _fails_alone(worker: Worker, batch: Any) -> bool:
     try:
         _trial_step(worker, slice_batch(batch, 0, 1))
     except Exception as error:  # others come again in the first step
+        from exogym.core.compute.mistakes import ONE_VALUE
+
         return ONE_VALUE in str(error)
     return False
 

@@ -16,6 +16,7 @@ from exogym.core.base.batches import MISSING, RAISED, TARGET_KEYS, described, ta
 from exogym.core.base.torch_private import uncompiled
 from exogym.errors import DataError, ExoGymError, ModelError
 
+ONE_VALUE = "Expected more than 1 value per channel"  # of torch's batch normalization
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool)
 
@@ -43,6 +44,12 @@ def explain(
             said = _no_tensor(out, loss_fn, model)
         elif isinstance(error, RuntimeError):
             said = _targets(text, loss_fn, out, targets) or _types(text, model, batch)
+        elif ONE_VALUE in text:
+            said = (
+                "batch normalization needs at least 2 examples at once, and got 1: give a larger batch_size or "
+                'minibatch_size, dataloader_kwargs={"drop_last": True} if an epoch ends with 1 example, or another '
+                "layer, such as torch.nn.GroupNorm"
+            )
         elif isinstance(error, TypeError) and out is MISSING:
             said = _names(text, model, batch, loss_fn) or _no_tensors(text, batch)
         else:
