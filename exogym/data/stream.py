@@ -27,8 +27,8 @@ CHUNK_BYTES = 2**20  # bytes gathered at once: several steps, but few enough for
 KEPT_ORDERS = 2**20  # examples in the stored permutations; at least two epochs are stored
 # what to do about a node without examples
 ONLY_SAMPLED = (
-    "give it examples, leave it out, or sample clients (such as FedAvgStrategy(client_fraction=0.9)): only sampled "
-    "clients may have none"
+    "give it examples, leave it out, or let fit sample clients (such as FedAvgStrategy(client_fraction=0.999)): only "
+    "sampled clients may have none"
 )
 UNKNOWN = 2**40  # stands for the examples of an iterable without a length
 

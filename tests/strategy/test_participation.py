@@ -210,9 +210,9 @@ def test_clients_without_examples_are_left_out_and_counted(tmp_path: Path) -> No
     assert same(resumed, wanted) and resumed.history.last["empty_clients"] == left_out
     empty = trained(WITH_A_SERVER["scaffold"](), data=lambda *given: some(*given) or [])
     assert same(empty, wanted) and empty.history.last["empty_clients"] == left_out
-    with pytest.raises(DataError, match=r"node 1 is None: .* sample clients"):
+    with pytest.raises(DataError, match=r"node 1 is None: .* let fit sample clients"):
         trained(DiLoCoStrategy(H=4), data=some)
-    with pytest.raises(DataError, match=r"node 1 .list. is empty: .* sample clients"):
+    with pytest.raises(DataError, match=r"node 1 .list. is empty: .* let fit sample clients"):
         trained(DiLoCoStrategy(H=4), data=lambda *given: some(*given) or [])
     with pytest.raises(DataError, match="no examples for any of 40 nodes"):
         trained(WITH_A_SERVER["fedavg"](), data=lambda *given: None)
@@ -234,6 +234,17 @@ def test_any_client_may_have_no_examples(private: bool) -> None:
     assert same(trained(strategy(), data=without(None), faults=ALL_ROWS), wanted)
     assert same(trained(strategy(), data=without(None), processes=2), wanted)
     assert not same(trained(strategy(), data=client), wanted)
+
+
+def test_a_client_without_examples_is_as_if_it_were_not_there() -> None:
+    def run(last: Any, num_nodes: int, fraction: float) -> Any:
+        strategy = FedAvgStrategy("sgd", H=4, lr=0.02, client_fraction=fraction)
+        data = lambda rank, *more: last if rank == 9 else client(rank, *more)  # noqa: E731
+        return trained(strategy, data=data, num_nodes=num_nodes, val_interval=4).history.column("val_loss")[1]
+
+    wanted = run(None, 9, 1.0)
+    assert run(None, 10, 0.999) == pytest.approx(wanted, rel=1e-5)  # draws all ten
+    assert run(client(9, 10, True), 10, 0.999) != pytest.approx(wanted, rel=1e-5)
 
 
 def own_values(strategy: FedAvgStrategy, skip: int = 99, **options: Any) -> tuple[Any, np.ndarray]:
