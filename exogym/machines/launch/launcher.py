@@ -15,12 +15,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from exogym.core.base.files import temporary_folder
 from exogym.core.progress import notice
 from exogym.errors import ArgumentError, ExoGymError, TrainingError, checked
 from exogym.machines.launch.backends import BACKEND_VARIABLE
 from exogym.machines.launch.config import LaunchConfig
 from exogym.machines.launch.door import SECRET, WrongSecret
+from exogym.machines.launch.folders import launch_folder
 from exogym.machines.launch.output import RankOutput
 from exogym.machines.launch.stopping import Interrupted, ended_by, kill_what_is_left
 
@@ -73,9 +73,8 @@ class DistributedLauncher:
             raise ArgumentError(f"script={target!r} does not exist in {os.getcwd()}: give the path of a Python file")
         log_dir = self._log_dir()
         # At the first signal the agent sends SIGTERM to the ranks and waits. A second signal kills them.
-        with ended_by(SIGNALS) as stop, _kept(HANDLED), temporary_folder("exogym-launch-") as folder:
+        with ended_by(SIGNALS) as stop, _kept(HANDLED), launch_folder() as folder:
             stop.again = functools.partial(kill_what_is_left, folder)
-            (folder / "running").mkdir()
             output = RankOutput(folder, self.config.nproc_per_node, log_dir)
             try:
                 code, said = self._run(folder, output, log_dir, "module" if module else "script", target, args)
