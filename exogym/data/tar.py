@@ -8,14 +8,19 @@ import os
 import tarfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from torch.utils.data import IterableDataset
 
+from exogym.core.base.files import opened_regular
 from exogym.errors import ArgumentError, DataError, check_count, checked
 
 PathLike = str | os.PathLike[str]
 BLOCK = 512  # bytes: the unit of tar files
+GLOBAL = tarfile.XGLTYPE
+EXTENDED = (tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE, GLOBAL, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
+MOST_EXTENDED, EXTENDED_BYTES = 8, 1 << 18  # limits on the extended headers before one file
+GLOBAL_BYTES = 1 << 18  # limit on a tar file's global headers: tarfile copies them for each file
 
 
 class TarShards(IterableDataset[Any]):
@@ -30,8 +35,9 @@ class TarShards(IterableDataset[Any]):
         decode: function of this mapping that returns the example. Default: the mapping itself.
 
     Raises:
-        DataError: a folder has no tar file. While reading: a tar file does not exist, is damaged or ends too early; has
-            a sparse file, or two files of one name in a row; or `decode` failed.
+        DataError: a folder has no tar file. While reading: a tar file does not exist, is a pipe or a device, is damaged
+            or ends too early; has a sparse file, two files of one name in a row, or extended headers of over 256 KiB;
+            or `decode` failed.
 
     >>> import io, tempfile
     >>> folder = tempfile.mkdtemp()
@@ -101,7 +107,7 @@ class _Walk(Iterator[Any]):
                 for example, end in _examples(path, self.offset):
                     self.offset = end
                     yield example if decode is None else _decoded(decode, example, path)
-            except (OSError, ValueError, OverflowError, MemoryError, tarfile.TarError) as error:
+            except (OSError, ValueError, IndexError, OverflowError, MemoryError, tarfile.TarError) as error:
                 raise DataError(f"{path} is not a readable tar file: {type(error).__name__}: {error}") from error
             self.file, self.offset = self.file + 1, 0
 
@@ -117,30 +123,66 @@ def _decoded(decode: Callable[[dict[str, Any]], Any], example: dict[str, Any], p
 
 def _examples(path: Path, offset: int) -> Iterator[tuple[dict[str, Any], int]]:
     """Yield each example from `offset` on, and where the next one begins."""
-    with open(path, "rb") as file:
+    with opened_regular(path) as file:
         end = os.fstat(file.fileno()).st_size
         if 0 < offset == end:
             return
+        seen = _check_headers(file, offset, 0)
         file.seek(offset)
         with tarfile.open(fileobj=file, mode="r:") as tar:
             example: dict[str, Any] = {}
-            for member in tar:
+            while (member := tar.next()) is not None:
                 tar.members = []  # type: ignore[attr-defined]  # else tarfile keeps every header
+                if member.size < 0:  # as an extended header says, so tarfile would go back
+                    raise tarfile.ReadError(f"{member.name!r} has {member.size} bytes")
                 folder, _, name = member.name.rpartition("/")
                 stem, _, suffix = name.partition(".")
-                if not member.isfile() or not stem or not suffix:  # such as folders, README, and macOS's ._7.jpg
-                    continue
-                key = f"{folder}/{stem}" if folder else stem
-                if example and example["__key__"] != key:
-                    yield example, member.offset
-                    example = {}
-                example.setdefault("__key__", key)
-                if suffix in example:
-                    raise DataError(f"{path} has two files {member.name!r} in a row: give each file its own name")
-                example[suffix] = _content(tar, member, path, end)
+                if member.isfile() and stem and suffix:  # not folders, README, and macOS's ._7.jpg
+                    key = f"{folder}/{stem}" if folder else stem
+                    if example and example["__key__"] != key:
+                        yield example, member.offset
+                        example = {}
+                    example.setdefault("__key__", key)
+                    if suffix in example:
+                        raise DataError(f"{path} has two files {member.name!r} in a row: give each file its own name")
+                    example[suffix] = _content(tar, member, path, end)
+                seen += _check_headers(file, tar.offset, seen)
             _check_end(file, tar.offset)
             if example:
                 yield example, end
+
+
+def _check_headers(file: IO[bytes], place: int, seen: int) -> int:
+    """Check the headers of the next file, at byte `place`, and return the bytes of its global headers.
+
+    tarfile reads a chain of extended headers recursively. At a size below 0 it goes back, and may never end. Other
+    damage is left to tarfile.
+
+    Args:
+        seen: bytes of the global headers before.
+
+    Raises:
+        ReadError: a size is below 0, or extended headers are too many or too long.
+    """
+    chain = total = shared = 0
+    while True:
+        file.seek(place)
+        try:
+            header = tarfile.TarInfo.frombuf(file.read(BLOCK), tarfile.ENCODING, "surrogateescape")
+        except tarfile.HeaderError:
+            return shared
+        if header.size < 0:
+            raise tarfile.ReadError(f"at byte {place} there is a header of a file with {header.size} bytes")
+        if header.type not in EXTENDED:
+            return shared
+        chain, total = chain + 1, total + header.size
+        shared += header.size * (header.type == GLOBAL)
+        if chain > MOST_EXTENDED or total > EXTENDED_BYTES or seen + shared > GLOBAL_BYTES:
+            raise tarfile.ReadError(
+                f"at byte {place} there are extended headers of {total} bytes: wanted at most {MOST_EXTENDED} for a "
+                f"file, of at most {EXTENDED_BYTES} bytes"
+            )
+        place += BLOCK + -(-header.size // BLOCK) * BLOCK
 
 
 def _content(tar: tarfile.TarFile, member: tarfile.TarInfo, path: Path, end: int) -> bytes:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from exogym.core.base.files import check_regular
 from exogym.data.bulk import BulkDataset, shifted
 from exogym.errors import ArgumentError, DataError, check_choice, check_count, checked
 
@@ -231,6 +232,7 @@ def _mapped(file: Path, dtype: str) -> np.ndarray:
         raise DataError(f"{file} is neither a .npy nor a .bin file: write one with exogym.data.tokenize_folder")
     tokens: np.ndarray
     try:
+        check_regular(file)
         if file.suffix == ".npy":
             tokens = np.lib.format.open_memmap(file, mode="r")
         elif file.stat().st_size % np.dtype(dtype).itemsize:

@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from exogym.attached.nodes import Nodes
+from exogym.core.base.files import check_regular
 from exogym.errors import ArgumentError, checked
 from exogym.integrations.dealing import MicroBatches
 from exogym.integrations.joining import Joined
@@ -131,4 +132,5 @@ def _load(model: nn.Module, models: list[nn.Module], input_dir: str) -> None:
     file = Path(input_dir) / "model.safetensors"
     if len(models) == 1 and models[0] is model and file.exists():
         models.clear()
+        check_regular(file)
         model.load_state_dict(load_file(file), strict=False)  # a file has tied parameters once

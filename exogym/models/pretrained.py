@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from exogym.core.base.files import check_regular, indexed, inside, regular_text
 from exogym.core.base.streams import printable
 from exogym.errors import DataError, check_count, needs
 
@@ -51,16 +53,20 @@ def usual_weights(variable: str, name: str, package: str, inside: str = "", file
 
 
 def from_pretrained(kind: Any, name: str, wanted: str, **options: Any) -> Any:
-    """Return what transformers' class `kind` reads from a folder. It executes nothing that the folder contains.
+    """Return what transformers' class `kind` reads from a folder.
+
+    It executes nothing that the folder contains, and opens only files of the folder. These may be links, which may lead
+    anywhere: Hugging Face's cache has links.
 
     Args:
         wanted: what to give instead, for the error.
         options: further options of `kind.from_pretrained`.
 
     Raises:
-        DataError: transformers cannot read the folder.
+        DataError: transformers cannot read the folder, or the folder names files outside, or has an adapter.
     """
     try:
+        _check_inside(Path(name))
         return kind.from_pretrained(name, trust_remote_code=False, **options)
     except Exception as error:  # damaged files raise whatever the parsers of several packages raise
         why = printable((str(error).strip() or "no reason given").splitlines()[0])
@@ -68,6 +74,19 @@ def from_pretrained(kind: Any, name: str, wanted: str, **options: Any) -> Any:
         raise DataError(
             f"weights={what!r}: transformers cannot load them ({type(error).__name__}: {why}): {wanted}"
         ) from error
+
+
+def _check_inside(folder: Path) -> None:
+    """Raise an error if files of a folder lead transformers to weights outside the folder, or to a pipe."""
+    if (folder / "adapter_config.json").exists():  # it names another model, which transformers would load
+        raise ValueError("the folder has an adapter, adapter_config.json: merge it into the model")
+    for index in sorted(folder.glob("*.index.json")):
+        indexed(index)
+    file = folder / "config.json"
+    if file.exists():
+        config = json.loads(regular_text(file))
+        if isinstance(config, dict) and config.get("transformers_weights") is not None:
+            inside(folder, config["transformers_weights"])
 
 
 def model_from_pretrained(kind: Any, name: str, wanted: str, **options: Any) -> Any:
@@ -147,6 +166,7 @@ def read_trained(file: str | os.PathLike[str]) -> dict[str, Tensor]:
         DataError: the file cannot be read.
     """
     try:
+        check_regular(file)
         return load_file(str(file))
     except (OSError, ValueError, SafetensorError) as error:
         raise DataError(f"{os.fspath(file)!r} cannot be read: {error}; wanted the model file of a run") from error

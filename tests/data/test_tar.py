@@ -1,12 +1,15 @@
 """Examples in tar files: read in order, and from any place."""
 
 import io
+import os
+import random
 import tarfile
 import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import pytest
+from corrupted import FEW, MANY, impatient, mutated, read_or_refused
 
 from exogym.data import Stream, TarShards
 from exogym.errors import ArgumentError, DataError
@@ -159,6 +162,78 @@ def test_a_small_file_that_asks_for_much_memory_is_refused(tmp_path: Path) -> No
         assert tracemalloc.get_traced_memory()[1] < 50_000_000
     finally:
         tracemalloc.stop()
+
+
+def signed(block: bytes) -> bytes:
+    return block[:148] + b"%06o\0 " % sum(block[:148] + b" " * 8 + block[156:512]) + block[156:]
+
+
+def pax(**fields: str) -> bytes:
+    """Return an extended header, and the header of a file README of 512 bytes."""
+    info = tarfile.TarInfo("README")
+    info.size, info.pax_headers = 512, fields
+    return info.tobuf(tarfile.PAX_FORMAT)
+
+
+LONG = header(tarfile.GNU_FORMAT, {156: b"L", 124: b"%011o\0" % 512}) + b"deep/0.txt".ljust(512, b"\0")
+FILE = header(tarfile.GNU_FORMAT, {124: b"%011o\0" % 512})
+HOSTILE = {
+    "a size of -512": FILE + bytes(512) + header(tarfile.GNU_FORMAT, {0: b"README", 124: b"\xff" * 10 + b"\xfe\0"}),
+    "an extended size of -512": FILE + bytes(512) + pax(size="-512"),
+    "an extended size of -1536": FILE + bytes(512) + pax(size="-1536"),
+    "5,000 long names of one file": LONG * 5000 + FILE + bytes(512),
+    "5,000 extended headers of one file": pax(comment="x")[:1024] * 5000 + FILE + bytes(512),
+    "a long extended header": pax(comment="x" * 300_000) + bytes(512),
+    "global headers that each file copies": b"".join(
+        tarfile.TarInfo.create_pax_global_header({f"k{i}-{k}": "x" for k in range(3000)}) for i in range(9)
+    ) + FILE + bytes(512),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("data", HOSTILE.values(), ids=HOSTILE)
+def test_headers_that_lead_round_in_circles_or_nest_are_refused(data: bytes, tmp_path: Path) -> None:
+    """tarfile takes the first of them for ever, ends the others in a RecursionError, or in a time that grows faster."""
+    file = tmp_path / "a.tar"
+    file.write_bytes(data + bytes(1024))
+    with impatient(), pytest.raises(DataError, match=r"a\.tar is not a readable tar file: ReadError: ") as caught:
+        list(TarShards([file]))
+    assert "\n" not in str(caught.value)
+    file.write_bytes(LONG * 3 + FILE + bytes(512) + pax(comment="x" * 9000) + bytes(512 + 1024))
+    assert list(TarShards([file])) == [{"__key__": "deep/0", "txt": bytes(512)}]  # the control
+
+
+def test_a_pipe_is_no_tar_file(tmp_path: Path) -> None:
+    write(tmp_path / "a.tar", 0)
+    (tmp_path / "c.tar").symlink_to("a.tar")
+    assert len(list(TarShards(tmp_path))) == 2 * EXAMPLES  # a link to a file is read
+    os.mkfifo(tmp_path / "b.tar")
+    with impatient(), pytest.raises(DataError, match=r"b\.tar is a folder, a pipe or a device: wanted a regular file"):
+        list(TarShards(tmp_path))
+
+
+@pytest.mark.parametrize("count", [FEW, pytest.param(MANY, marks=pytest.mark.slow)])
+def test_mutated_tar_files_are_refused_or_read(count: int, tmp_path: Path) -> None:
+    """Half of the changed headers get their right sum again, so that tarfile believes the rest of them."""
+    file, wholes = tmp_path / "a.tar", []
+    for form in (tarfile.USTAR_FORMAT, tarfile.PAX_FORMAT, tarfile.GNU_FORMAT):
+        with tarfile.open(file, "w", format=form) as tar:
+            for k in range(4):
+                info = tarfile.TarInfo(f"{'deep/' * (20 if form == tarfile.USTAR_FORMAT else 40) * (k % 2)}{k}.txt")
+                info.size = 600
+                tar.addfile(info, io.BytesIO(b"x" * 600))
+        wholes.append(file.read_bytes()[:10240])
+    outcomes = []
+    for seed in range(count):
+        draw = random.Random(seed)
+        whole = draw.choice(wholes)
+        headers = [at for at in range(0, len(whole), 512) if whole[at + 257 : at + 262] == b"ustar"]
+        damaged = mutated(draw, whole, [range(at, at + 512) for at in headers])
+        if draw.random() < 0.5:
+            for at in headers:
+                damaged = damaged[:at] + signed(damaged[at : at + 512]) + damaged[at + 512 :]
+        file.write_bytes(damaged)
+        outcomes.append(read_or_refused(lambda: list(TarShards([file])), tmp_path)[0])
+    assert min(map(outcomes.count, ("read", "refused"))) > count // 10
 
 
 def test_what_cannot_be_read(folder: Path) -> None:

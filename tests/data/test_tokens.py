@@ -1,11 +1,13 @@
 """Files of tokens: written from a folder of texts, and read through memory maps."""
 
+import os
 import pickle
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from corrupted import impatient
 from processes import everywhere
 from torch.utils.data import Subset
 
@@ -186,3 +188,12 @@ def test_what_cannot_be_read_or_written(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="cannot be called"):
         written("gpt2")
     assert not list(tmp_path.glob("x*"))  # no half file stays
+
+
+@pytest.mark.parametrize("name", ["a.npy", "a.bin"])
+def test_a_pipe_in_a_folder_of_tokens_is_refused(name: str, tmp_path: Path) -> None:
+    np.save(tmp_path / "b.npy", np.arange(9, dtype=np.uint16))
+    assert len(TokenFiles(tmp_path, 4)) == 2
+    os.mkfifo(tmp_path / name)
+    with impatient(), pytest.raises(DataError, match="is a folder, a pipe or a device: wanted a regular file"):
+        TokenFiles(tmp_path, 4)

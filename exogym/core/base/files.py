@@ -1,4 +1,4 @@
-"""Write files whole or not at all, read only plain files, and make new folders."""
+"""Write files whole or not at all, read only regular files, and make new folders."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import stat
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from typing import IO, Any
 
 from exogym.errors import ArgumentError, ExoGymError
@@ -69,6 +69,61 @@ def opened_plain(path: str | os.PathLike[str]) -> Any:
     if not is_plain(path):
         raise OSError(f"{os.fspath(path)} is a link, a folder, a pipe or a device: wanted a plain file")
     return os.fdopen(os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)), "rb")
+
+
+def check_regular(path: str | os.PathLike[str]) -> None:
+    """Raise OSError unless `path` is a regular file, or a link to one. Opening a pipe would wait for its other end.
+
+    Call it before another package opens a path that came from a folder or an index.
+    """
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise OSError(f"{os.fspath(path)} is a folder, a pipe or a device: wanted a regular file")
+
+
+def opened_regular(path: str | os.PathLike[str]) -> IO[bytes]:
+    """Open a regular file, or a link to one, for reading bytes.
+
+    Raises:
+        OSError: `path` is not a regular file, or cannot be read.
+    """
+    check_regular(path)
+    return os.fdopen(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb")
+
+
+def regular_text(path: str | os.PathLike[str]) -> str:
+    """Return the text of a regular file, or of a link to one.
+
+    Raises:
+        OSError, UnicodeDecodeError: `path` is not a regular file, or cannot be read.
+    """
+    with opened_regular(path) as file:
+        return file.read().decode("utf-8")
+
+
+def indexed(index: Path) -> list[Path]:
+    """Return the files of weights that an index in Hugging Face's layout names, in the order of their names.
+
+    They are in the index's folder. There they may be links, which may lead anywhere: Hugging Face's cache has links.
+
+    Raises:
+        OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError: the index cannot be read, or names
+            something else than files of its folder.
+    """
+    names = json.loads(regular_text(index))["weight_map"].values()
+    return sorted({inside(index.parent, name) for name in names})
+
+
+def inside(folder: Path, name: Any) -> Path:
+    """Return the path of a file that another file in `folder` names.
+
+    Raises:
+        OSError, ValueError: `name` is not the name of a regular file in `folder`, or of a link to one.
+    """
+    plain = isinstance(name, str) and "\0" not in name and name not in ("", "..")
+    if not plain or Path(name).name != name or PureWindowsPath(name).name != name:
+        raise ValueError(f"{name!r} is named in {folder}, but is not in this folder")
+    check_regular(folder / name)
+    return folder / name
 
 
 def end_of(path: str | os.PathLike[str], most_bytes: int) -> bytes:

@@ -4,19 +4,24 @@
 the other trainer saved, and writes a checkpoint of later steps, from which the run resumes.
 
 DCP stores its index as a pickle. This module unpickles only the few classes of an index, reads tensors with torch's
-`weights_only`, and opens only plain files of the folder. So reading a stranger's folder runs no code.
+`weights_only`, and opens only plain files of the folder. So reading a stranger's folder runs no code. torch saves each
+piece of a tensor as a zip file with checksums, but ignores these checksums when it reads. This module checks them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
+import itertools
 import math
 import os
 import pickle
 import shutil
 import warnings
-from collections import OrderedDict
+import zipfile
+import zlib
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from exogym.core.base.files import is_plain, missing_folders
+from exogym.core.base.files import is_plain, missing_folders, opened_plain
 from exogym.core.communicator import Wire
 from exogym.core.fleet.layout import hidden_matrices, layouts_of
 from exogym.core.saving.checkpoint import differences, load_newest, save
@@ -308,6 +313,7 @@ class _Subject:
             if sizes.get(name) != (shape, dtype):
                 given = "nothing" if name not in sizes else f"{sizes[name][1]} {sizes[name][0]}"
                 raise CheckpointError(f"{folder}: {name!r} is {given}, wanted {dtype} {shape}")
+        _check_pieces(reader, folder, {*wanted, *state})
         values = _read(reader, folder, {name: sizes[name] for name in (*wanted, *state)})
         result = {key: x for key, x in before.items() if not key.startswith("optimizer.")}
         for b, layout in enumerate(self.layouts):
@@ -437,12 +443,69 @@ def _sizes(reader: FileSystemReader, folder: Path) -> dict[str, tuple[tuple[int,
         every = reader.read_metadata().state_dict_metadata.items()
         tensors = {name: x for name, x in every if isinstance(x, TensorStorageMetadata)}
         for name, x in tensors.items():
-            held = sum(chunk.sizes.numel() for chunk in x.chunks)
-            if held != x.size.numel():
-                raise CheckpointError(f"{folder}: {name!r} has {held} elements in pieces, wanted {x.size.numel()}")
+            if not _is_covered(tuple(x.size), [(tuple(c.offsets), tuple(c.sizes)) for c in x.chunks]):
+                raise CheckpointError(
+                    f"{folder / INDEX}: the pieces of {name!r} do not cover its {x.size.numel()} elements once each: "
+                    "save the nodes again"
+                )
         return {name: (tuple(x.size), x.properties.dtype) for name, x in tensors.items()}
 
     return _guarded(folder / INDEX, sizes)
+
+
+def _is_covered(size: tuple[int, ...], pieces: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
+    """Return whether each element of a tensor is in exactly one of its pieces (place of the first element, size)."""
+    if any(len(place) != len(size) or len(here) != len(size) for place, here in pieces):
+        return False
+    if any(not (0 <= a <= a + n <= end) for x in pieces for a, n, end in zip(*x, size, strict=True)):
+        return False
+    if sum(math.prod(here) for _, here in pieces) != math.prod(size):
+        return False
+    filled = sorted(x for x in pieces if math.prod(x[1]))
+    split = [axis for axis, end in enumerate(size) if any(here[axis] != end for _, here in filled)]
+    if len(split) <= 1:  # as FSDP does it; then the order shows overlaps
+        return all(a[axis] + n[axis] <= b[axis] for axis in split for (a, n), (b, _) in itertools.pairwise(filled))
+    apart = (
+        any(x + n <= y or y + m <= x for x, n, y, m in zip(*one, *other, strict=True))
+        for one, other in itertools.combinations(filled, 2)
+    )
+    return all(apart)
+
+
+def _check_pieces(reader: FileSystemReader, folder: Path, names: Collection[str]) -> None:
+    """Raise CheckpointError if the files of `names` are damaged, or if the index gives two pieces the same bytes."""
+
+    def check() -> None:
+        places = defaultdict(list)
+        for key, info in reader.read_metadata().storage_data.items():
+            places[info.relative_path].append((int(info.offset), int(info.length), key.fqn))
+        for file, pieces in places.items():
+            with opened_plain(folder / file) as opened:
+                end = 0
+                for offset, length, name in sorted(pieces):
+                    if offset < end or length < 0:
+                        raise CheckpointError(f"{folder / INDEX} gives {name!r} bytes of another tensor in {file}")
+                    end = offset + length
+                    if name in names:
+                        opened.seek(offset)
+                        _check_sums(opened.read(min(length, os.fstat(opened.fileno()).st_size)), folder / file, name)
+
+    _guarded(folder, check)
+
+
+def _check_sums(piece: bytes, file: Path, name: str) -> None:
+    """Raise CheckpointError unless the checksums in a piece, a zip file of torch.save, are right."""
+    try:
+        with zipfile.ZipFile(io.BytesIO(piece)) as entries:
+            strange = [x.filename for x in entries.infolist() if x.compress_type != zipfile.ZIP_STORED]
+            wrong = (strange or [entries.testzip()])[0]
+    except (zipfile.BadZipFile, zlib.error, NotImplementedError) as error:
+        raise CheckpointError(f"{file} is damaged at {name!r} ({error}): copy the file again") from error
+    if wrong is not None:
+        raise CheckpointError(
+            f"{file} is damaged at {name!r}, where the checksum of {wrong} is wrong: copy the file again, or save it "
+            "without torch.serialization.set_crc32_options(False)"
+        )
 
 
 def _read(reader: FileSystemReader, folder: Path, wanted: Mapping[str, Any]) -> dict[str, Tensor]:

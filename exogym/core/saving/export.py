@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from exogym.core.base.files import beside, write_json
+from exogym.core.base.files import beside, check_regular, indexed, write_json
 from exogym.core.record.history import History
 from exogym.errors import ArgumentError, ModelError
 
@@ -96,7 +96,9 @@ def load_model(model: nn.Module, path: str | Path) -> nn.Module:
         ModelError: the file holds another model. The message lists the differences, and `model` stays as it was.
     """
     try:
-        files = _files_of(Path(path)) if os.path.isdir(path) else [path]
+        files = _files_of(Path(path)) if os.path.isdir(path) else [Path(path)]
+        for file in files:
+            check_regular(file)
         tensors = {name: x for file in files for name, x in load_file(str(file)).items()}
     except (OSError, ValueError, SafetensorError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ArgumentError(f"{str(path)!r} cannot be read: {error}; wanted a file that save_model wrote") from error
@@ -119,10 +121,7 @@ def _files_of(folder: Path) -> list[Path]:
     """Return the safetensors files of a folder in Hugging Face's layout."""
     if not (folder / INDEX).exists():
         return [folder / WHOLE]
-    names = sorted(set(json.loads((folder / INDEX).read_text("utf-8"))["weight_map"].values()))
-    if strange := [name for name in names if Path(name).name != name]:
-        raise ValueError(f"its index names {strange[0]!r}, which is not in the folder")
-    return [folder / name for name in names]
+    return indexed(folder / INDEX)
 
 
 def split_history(history: History) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -160,6 +159,7 @@ def load_history(path: str | Path) -> History:
         ArgumentError: the file is missing or incomplete, or holds no history.
     """
     try:
+        check_regular(path)
         with safe_open(str(path), framework="pt") as file:
             state = json.loads(file.metadata()["history"])
             state |= {name: file.get_tensor(name).numpy() for name in file.keys()}  # noqa: SIM118

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from exogym.core.base.files import write_json
+from exogym.core.base.files import regular_text, write_json
 from exogym.core.record.history import History
 from exogym.core.record.schema import FILES
 from exogym.core.saving.export import load_history, load_model, save_history, save_model, split_history
@@ -161,7 +161,7 @@ def facts_of(folder: Path, fit: int) -> FitResults:
     """Read the results that `write` has saved, without the model."""
     _, history_name, facts_name = names(fit)
     try:
-        facts = json.loads((folder / facts_name).read_text("utf-8"))
+        facts = json.loads(regular_text(folder / facts_name))
         return FitResults(load_history(folder / history_name), facts["description"], facts["traffic"])
     except Exception as error:
         raise ExoGymError(f"the results in {folder} cannot be read: {error!r}; train again") from error

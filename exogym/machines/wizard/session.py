@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from exogym.core.base.files import replacing, write_json
+from exogym.core.base.files import regular_text, replacing, write_json
 from exogym.errors import ArgumentError
 from exogym.machines.remote.hosts import HostsConfig
 from exogym.machines.remote.profile import PREFIX, RunProfile, load_profile
@@ -112,7 +112,7 @@ class Taken:
         """Read a run's times from its run folder. Return None if the folder does not record the run's start or end."""
         at: dict[str, float] = {}
         try:
-            for line in (folder / "events.jsonl").read_text("utf-8").splitlines():
+            for line in regular_text(folder / "events.jsonl").splitlines():
                 event = json.loads(line)
                 at[event["kind"]] = float(event["at_s"])
         except (OSError, ValueError, KeyError, TypeError):

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from exogym.errors import DataError, needs
+from exogym.models.language.gguf import check_gguf
 from exogym.models.pretrained import (
     SMALL,
     Weights,
@@ -205,11 +206,13 @@ def _gguf(file: str | None) -> dict[str, str]:
 
 
 def _read(kind: str, folder: str, **options: Any) -> Any:
-    """Call `from_pretrained` of transformers' class `kind`.
+    """Call `from_pretrained` of transformers' class `kind`. A GGUF file's header is checked before.
 
     Raises:
         DataError: transformers cannot read the folder, or the folder lacks a tensor of the model.
     """
+    if "gguf_file" in options:
+        check_gguf(Path(folder, options["gguf_file"]))
     transformers = needs("transformers", EXTRA)
     bars = transformers.utils.logging.is_progress_bar_enabled()
     transformers.utils.logging.disable_progress_bar()

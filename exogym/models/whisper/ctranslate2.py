@@ -33,6 +33,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from exogym.core.base.files import opened_regular
 from exogym.errors import DataError
 
 VERSION, KIND = 6, "WhisperSpec"
@@ -64,9 +65,13 @@ def read_variables(path: Path) -> dict[str, np.ndarray]:
     """Return the variables in CTranslate2's file model.bin, by name.
 
     Raises:
-        DataError: the file is incomplete, has another version, or has a model of another kind.
+        DataError: the file cannot be read, is incomplete, has another version, or has a model of another kind.
     """
-    data = path.read_bytes()
+    try:
+        with opened_regular(path) as file:
+            data = file.read()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error})") from error
     reader = _Bytes(data)
     try:
         version = reader.number("I")

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from exogym.core.base.files import check_regular
 from exogym.errors import ArgumentError, DataError, check_choice, needs
 from exogym.models.pretrained import byte_tokenizer
 
@@ -120,6 +121,7 @@ def file_tokens(path: Path, **options: Any) -> Tokens:
     """
     tokenizers = needs("tokenizers", "whisper")
     try:
+        check_regular(path)
         return Tokens(tokenizers.Tokenizer.from_file(str(path)), **options)
     except ArgumentError:
         raise

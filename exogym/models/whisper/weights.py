@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from exogym.core.base.files import regular_text
 from exogym.errors import ArgumentError, DataError, checked, needs
 from exogym.models.pretrained import SMALL, from_pretrained, model_from_pretrained, usual_weights
 from exogym.models.whisper.ctranslate2 import named_for_transformers, read_variables, sizes
@@ -172,7 +173,7 @@ def of_transformers(model: Any, processor: Any, **options: Any) -> Pretrained:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text("utf-8"))
+        found = json.loads(regular_text(path))
     except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read ({error})") from error
     if not isinstance(found, dict):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from exogym.callbacks import Callback
-from exogym.core.base.files import write_json
+from exogym.core.base.files import regular_text, write_json
 from exogym.core.progress import GOING_ON, without_notices
 from exogym.errors import ArgumentError, TrainingError
 from exogym.study.compare.folder import RUN, Folder, check_same, lock_of, saved_in
@@ -91,7 +91,7 @@ class Trainings:
     def why(self, method: str) -> str:
         """Return in one line why a method's training failed."""
         file = self._folder.child(method, self.session.setting.seeds[0]) / ERROR
-        return str(json.loads(file.read_text("utf-8"))) if file.exists() else "its validation loss was not finite"
+        return str(json.loads(regular_text(file))) if file.exists() else "its validation loss was not finite"
 
     def _tell(self, method: str, step: int, loss: float) -> None:
         self._folder.beat()
@@ -108,7 +108,7 @@ class _Seen(Callback):
         self.path, self.until, self.tell = path, until, tell
         self.curve: dict[int, float] = {}
         if path.exists():
-            saved = json.loads(path.read_text("utf-8"))
+            saved = json.loads(regular_text(path))
             self.curve = {int(step): math.nan if loss is None else loss for step, loss in saved.items()}
         self.is_done = max(self.curve, default=-1) >= until
         self.marks = {period << k for k in range(until.bit_length()) if period << k < until} | {until}

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from exogym.core.base.files import write_json
+from exogym.core.base.files import regular_text, write_json
 from exogym.core.clock import DEVICES, seconds_of
 from exogym.core.record.history import History
 from exogym.core.record.run_folder import versions
@@ -47,7 +47,7 @@ class Results:
         self.found: dict[str, Any] = {"parts": {}}
         if path.exists():
             try:
-                self.found = json.loads(path.read_text(encoding="utf-8"))
+                self.found = json.loads(regular_text(path))
                 self.parts  # noqa: B018
             except (OSError, ValueError, KeyError) as error:
                 raise ArgumentError(f"{path} holds no results ({error}): correct or remove this file") from error

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from exogym.core.base.files import missing_folders, new_folder, write_json
+from exogym.core.base.files import missing_folders, new_folder, regular_text, write_json
 from exogym.core.base.locks import Lock, acquire
 from exogym.core.clock import Span
 from exogym.core.record.history import History
@@ -234,7 +234,7 @@ def saved_in(out: str | os.PathLike[str]) -> dict[str, Any]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(regular_text(path))
     except (OSError, ValueError) as error:
         raise ArgumentError(f"{path} cannot be read ({error}): remove its folder, and train again") from error
     return dict(found)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from exogym.core.base.files import replacing
+from exogym.core.base.files import regular_text, replacing
 from exogym.core.progress import readable_bytes
 from exogym.errors import ArgumentError
 from exogym.study.compare.summary import SINGLE
@@ -56,7 +56,7 @@ class Page:
         self.cells: dict[str, dict[str, Any]] = {}
         if self.results.exists():
             try:
-                self.cells = json.loads(self.results.read_text(encoding="utf-8"))["cells"]
+                self.cells = json.loads(regular_text(self.results))["cells"]
             except (OSError, ValueError, KeyError) as error:
                 raise ArgumentError(
                     f"{self.results} holds no results ({error}): correct or remove this file"

@@ -1,12 +1,16 @@
 """A model as a safetensors file or folder, and back."""
 
 import json
+import os
+import random
 
 import pytest
 import torch
+from corrupted import FEW, MANY, impatient, mutated, read_or_refused
 from torch import nn
 
 from exogym import LocalTrainer, load_model, save_model
+from exogym.core.saving.export import load_history
 from exogym.errors import ArgumentError, ModelError
 from exogym.models import CharGPT
 from exogym.strategy import DiLoCoStrategy
@@ -101,6 +105,68 @@ def test_folders_that_are_no_model(tmp_path):
     index.unlink()
     with pytest.raises(ArgumentError, match="cannot be read"):
         load_model(gpt(), folder)
+
+
+def test_links_to_files_are_read_and_pipes_are_not(tmp_path):
+    """Hugging Face's cache has links to files outside the folder."""
+    model, folder = gpt(), save_model(gpt(), tmp_path / "m", shard_bytes=100_000)
+    file = sorted(folder.glob("*.safetensors"))[1]
+    file.rename(tmp_path / "blob")
+    file.symlink_to(tmp_path / "blob")
+    assert fingerprint(load_model(gpt(1), folder)) == fingerprint(model)
+    file.unlink()
+    os.mkfifo(file)
+    os.mkfifo(tmp_path / "pipe")
+    for path in (folder, tmp_path / "pipe"):
+        with impatient(), pytest.raises(ArgumentError, match="is a folder, a pipe or a device: wanted a regular file"):
+            load_model(gpt(1), path)
+    with impatient(), pytest.raises(ArgumentError, match="is a folder, a pipe or a device: wanted a regular file"):
+        load_history(tmp_path / "pipe")
+    (folder / "model.safetensors.index.json").unlink()
+    os.mkfifo(folder / "model.safetensors.index.json")
+    with impatient(), pytest.raises(ArgumentError, match="is a folder, a pipe or a device: wanted a regular file"):
+        load_model(gpt(1), folder)
+
+
+OUTSIDE = 7.0
+ODD_NAMES = ["../outside.safetensors", "{up}/outside.safetensors", "..", ".", "", "a/../../outside.safetensors", None, 3,
+             ["x"], {}, "\0", "x" * 9999, "pipe", "/dev/zero", "~", "..\\outside.safetensors"]  # fmt: skip
+
+
+@pytest.mark.parametrize("count", [FEW, pytest.param(MANY, marks=pytest.mark.slow)])
+def test_mutated_folders_are_refused_or_read(count, tmp_path):
+    """In the index, which then also names files outside, and in the headers and numbers of the files."""
+
+    def make():
+        return nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 2))
+
+    model = make()
+    everything = {name: torch.full_like(x, OUTSIDE) for name, x in model.state_dict().items()}
+    outside = make()
+    outside.load_state_dict(everything)
+    save_model(outside, tmp_path / "outside.safetensors")
+    folder = save_model(model, tmp_path / "m", shard_bytes=100)
+    os.mkfifo(folder / "pipe")
+    wholes = {path: path.read_bytes() for path in sorted(folder.glob("model*"))}
+    index = folder / "model.safetensors.index.json"
+    places = json.loads(index.read_text())
+    outcomes = []
+    for seed in range(count):
+        draw = random.Random(seed)
+        path = draw.choice([index, *wholes])
+        hot = [] if path == index else [range(8), range(8 + int.from_bytes(wholes[path][:8], "little"))]
+        if path == index and seed % 2:
+            name = draw.choice(ODD_NAMES)
+            named = name.format(up=tmp_path) if isinstance(name, str) else name
+            weights = places["weight_map"] | {draw.choice(list(places["weight_map"])): named}
+            path.write_text(json.dumps(places | {"weight_map": weights}))
+        else:
+            path.write_bytes(mutated(draw, wholes[path], hot))
+        outcome, found = read_or_refused(lambda: load_model(make(), folder), folder)
+        outcomes.append(outcome)
+        assert found is None or not any(bool((x == OUTSIDE).all()) for x in found.parameters()), seed
+        path.write_bytes(wholes[path])
+    assert {*outcomes} == {"read", "refused"}
 
 
 @pytest.mark.slow
