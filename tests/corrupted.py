@@ -117,3 +117,42 @@ def mutated(draw: random.Random, data: bytes, hot: Sequence[range] = ()) -> byte
         piece = found[start : start + draw.randint(1, 600)]
         found[at : at + len(piece)] = piece
     return bytes(found)
+
+
+def write_gguf(path: Path) -> Path:
+    """Write a small random model of Llama with a vocabulary of bytes as a GGUF file; return its path."""
+    import gguf
+    import numpy as np
+
+    from exogym.models.pretrained import byte_tokenizer
+
+    end, width = "<|endoftext|>", 16
+    known = byte_tokenizer([end], "language").get_vocab()
+    words = [*sorted(known, key=known.__getitem__), "th", "the"]
+    numbers, out = np.random.default_rng(0), gguf.GGUFWriter(path, "llama")
+    out.add_name("small")
+    out.add_block_count(1)
+    out.add_context_length(32)
+    out.add_embedding_length(width)
+    out.add_feed_forward_length(width)
+    out.add_head_count(2)
+    out.add_head_count_kv(1)
+    out.add_layer_norm_rms_eps(1e-5)
+    out.add_rope_freq_base(10000.0)
+    out.add_vocab_size(len(words))
+    out.add_tokenizer_model("gpt2")
+    out.add_token_list(words)
+    out.add_token_types([1] * 256 + [3, 1, 1])
+    out.add_token_merges(["t h", "th e"])
+    out.add_eos_token_id(words.index(end))
+    shapes = {"token_embd": (len(words), width), "output_norm": (width,)}
+    shapes |= {f"blk.0.{name}": (width, width) for name in ("attn_q", "attn_output", "ffn_gate", "ffn_up", "ffn_down")}
+    shapes |= {f"blk.0.{name}": (width // 2, width) for name in ("attn_k", "attn_v")}
+    shapes |= {f"blk.0.{name}": (width,) for name in ("attn_norm", "ffn_norm")}
+    for name, shape in shapes.items():
+        out.add_tensor(f"{name}.weight", numbers.standard_normal(shape).astype(np.float32))
+    out.write_header_to_file()
+    out.write_kv_data_to_file()
+    out.write_tensors_to_file()
+    out.close()
+    return path

@@ -5,11 +5,14 @@ import importlib.util
 import io
 import json
 import math
+import os
+import random
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from corrupted import FEW, MANY, impatient, mutated, read_or_refused, write_gguf
 from safetensors.torch import load_file, save_file
 from text_files import folder_of_texts, save_small
 
@@ -18,9 +21,12 @@ from exogym.core.saving.export import save_model
 from exogym.errors import ArgumentError, DataError, ExoGymError
 from exogym.models.language import LanguageModelWrapper, load_pretrained, load_vocabulary
 from exogym.models.language import weights as language_weights
+from exogym.models.language.gguf import check_gguf
 from exogym.models.language.weights import PACKAGE, SMALL, find_weights
+from exogym.models.pretrained import read_trained
 from exogym.models.whisper import WhisperModelWrapper
 from exogym.models.whisper import load_pretrained as load_whisper
+from exogym.models.whisper.weights import load_tokens
 from exogym.strategy import DiLoCoStrategy, SimpleReduceStrategy
 from exogym.study.tasks import load_task
 from exogym.testing import fingerprint
@@ -343,7 +349,7 @@ def test_other_files_than_weights_are_refused(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "adapter_config.json").unlink()
     with pytest.raises(DataError, match=r"has several GGUF files \(a.gguf, b.gguf\): name one file"):
         load_pretrained(tmp_path)
-    with pytest.raises(DataError, match=r"a.gguf': transformers cannot load them \(.*not a GGUF file"):
+    with pytest.raises(DataError, match=r"a\.gguf is not a whole GGUF file \(it does not begin with GGUF\)"):
         load_pretrained(tmp_path / "a.gguf")
     (tmp_path / "notes.txt").write_text("")
     with pytest.raises(DataError, match=r"notes.txt' is a file: give its folder, or a GGUF file"):
@@ -412,6 +418,154 @@ def test_an_evaluation_says_which_blocks_it_uses(folders, capsys: pytest.Capture
     assert "texts, LoRA of rank 8" in task.description and task.perplexity
     with pytest.raises(ArgumentError, match="did you mean 'lora_rank'"):
         load_task("language", folders[1], weights=SMALL, lora_ranks=3)
+
+
+# Files from strangers
+
+
+PIPE = "is a folder, a pipe or a device: wanted a regular file"
+
+
+def in_shards(folder: Path) -> Path:
+    """Cut the weights in a folder into two files with an index; return the folder."""
+    whole = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names, places = sorted(whole), {}
+    for k, file in enumerate(("model-1.safetensors", "model-2.safetensors")):
+        save_file({name: whole[name] for name in names[k::2]}, folder / file, {"format": "pt"})
+        places |= dict.fromkeys(names[k::2], file)
+    index = {"metadata": {"total_size": sum(x.nbytes for x in whole.values())}, "weight_map": places}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+@pytest.mark.parametrize(("save", "load", "name"), LOADERS, ids=["language", "speech"])
+def test_an_index_names_only_files_of_its_folder(save, load, name, tmp_path: Path) -> None:
+    """A link to a file elsewhere is one of the folder's files: Hugging Face's cache has such links."""
+    folder = in_shards(save(tmp_path / "model"))
+    file, wanted = folder / "model-1.safetensors", fingerprint(load(folder).model)
+    file.rename(tmp_path / "blob")
+    file.symlink_to("../blob")
+    assert fingerprint(load(folder).model) == wanted  # the control
+    (tmp_path / "out.safetensors").write_bytes((tmp_path / "blob").read_bytes())
+    index = folder / "model.safetensors.index.json"
+    whole = index.read_text()
+    for place in ("../out.safetensors", str(tmp_path / "out.safetensors"), "..", "none.safetensors", 3, None):
+        index.write_text(whole.replace('"model-1.safetensors"', json.dumps(place)))
+        with pytest.raises(DataError, match=r"transformers cannot load them \((ValueError|FileNotFoundError)"):
+            load(folder)
+    index.write_text(whole)
+    file.unlink()
+    os.mkfifo(file)
+    with impatient(), pytest.raises(DataError, match=PIPE):
+        load(folder)
+
+
+@pytest.mark.parametrize(("save", "load", "name"), LOADERS, ids=["language", "speech"])
+def test_a_folder_leads_to_no_other_model(save, load, name, tmp_path: Path) -> None:
+    """Neither by its config nor by an adapter, whose config names the model that transformers would load."""
+    other, folder = save(tmp_path / "other"), save(tmp_path / "model")
+    config = folder / "config.json"
+    fields = json.loads(config.read_text())
+    config.write_text(json.dumps(fields | {"transformers_weights": "../other/model.safetensors"}))
+    with pytest.raises(DataError, match="transformers cannot load them"):
+        load(folder)
+    config.write_text(json.dumps(fields))
+    (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(other)}))
+    with pytest.raises(DataError, match=r"adapter_config\.json: merge it into the model"):
+        load(folder)
+    if load is load_whisper:
+        config.unlink()
+        with pytest.raises(DataError, match=r"adapter_config\.json: merge it into the model"):
+            load(folder)
+
+
+def test_pipes_in_a_folder_of_weights_are_refused(tmp_path: Path) -> None:
+    folder = speech(tmp_path / "speech")
+    os.mkfifo(folder / "model.bin")
+    with impatient(), pytest.raises(DataError, match=PIPE):
+        load_whisper(folder)
+    (folder / "tokenizer.json").unlink()
+    os.mkfifo(folder / "tokenizer.json")
+    with impatient(), pytest.raises(DataError, match=PIPE):
+        load_tokens(folder)
+    os.mkfifo(tmp_path / "trained.safetensors")
+    with impatient(), pytest.raises(DataError, match=PIPE):
+        read_trained(tmp_path / "trained.safetensors")
+
+
+GGUF_FIELDS = ("llama.block_count", "llama.embedding_length", "llama.attention.head_count", "llama.vocab_size")
+
+
+def test_a_gguf_file_is_read_and_its_header_is_checked(tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "m.gguf")
+    found, whole = load_pretrained(file), file.read_bytes()
+    assert (
+        found.tokenizer.decode(found.tokenizer.encode("the end")) == "the end" and found.model.config.vocab_size == 259
+    )
+    assert float(found.model.model.embed_tokens.weight.detach().std()) == pytest.approx(1, abs=0.1)
+    at = {field: whole.index(field.encode()) + len(field) + 4 for field in GGUF_FIELDS}  # behind the type
+    for place, value, message in (
+        (4, b"\x09", "has version 9: wanted one of"),
+        (8, b"\xff" * 7, "it should have"),  # tensors
+        (16, b"\xff" * 7, "it should have"),  # fields
+        (whole.index(b"tokenizer.ggml.tokens") + 21 + 8, b"\xff" * 7, "arrays have over"),
+        (at["llama.block_count"], b"\xff\xff\0\0", "block_count is 65535, and it has the tensors of 1 layers"),
+        (at["llama.embedding_length"], b"\xff" * 4, "embedding_length = 4294967295: wanted at most"),
+    ):
+        file.write_bytes(whole[:place] + value + whole[place + len(value) :])
+        with impatient(), pytest.raises(DataError, match=rf"m\.gguf is not a whole GGUF file \(.*{message}"):
+            load_pretrained(file)
+    nested = b"\x09\0\0\0\x01" + bytes(7)
+    for content in (b"", b"GGUF", whole[: len(whole) // 10], whole[:24] + b"\x01" + bytes(7) + b"k" + nested * 9):
+        file.write_bytes(content)
+        with pytest.raises(DataError, match=r"m\.gguf is not a whole GGUF file"):
+            load_pretrained(file)
+    file.unlink()
+    os.mkfifo(file)
+    with impatient(), pytest.raises(DataError, match=r"is a file|has no weights|not a whole GGUF file"):
+        load_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("count", [FEW, pytest.param(MANY, marks=pytest.mark.slow)])
+def test_mutated_gguf_files_are_refused_or_read(count: int, tmp_path: Path) -> None:
+    """Few are only read by the package gguf: transformers takes a fifth of a second for each."""
+    gguf = pytest.importorskip("gguf")
+    file = write_gguf(tmp_path / "m.gguf")
+    whole = file.read_bytes()
+    heads = [range(24), range(whole.index(b"tokenizer.ggml")), range(len(whole) - 4 * 5800)]
+    load_pretrained(file)  # imports
+    outcomes = []
+
+    def read() -> object:
+        if count > FEW:
+            return load_pretrained(file)
+        check_gguf(file)
+        with contextlib.suppress(Exception):  # from_pretrained turns them into a DataError
+            return gguf.GGUFReader(file)
+        raise DataError(str(file))
+
+    for seed in range(count):
+        file.write_bytes(mutated(random.Random(seed), whole, heads))
+        outcomes.append(read_or_refused(read, tmp_path)[0])
+    assert {*outcomes} == {"read", "refused"}
+
+
+@pytest.mark.parametrize("count", [FEW // 5, pytest.param(MANY, marks=pytest.mark.slow)])
+def test_mutated_folders_of_models_are_refused_or_read(count: int, tmp_path: Path) -> None:
+    """In the index and in the files of weights."""
+    folder = in_shards(save_small(tmp_path / "model"))
+    wholes = {path: path.read_bytes() for path in sorted(folder.glob("model*"))}
+    load_pretrained(folder)  # imports
+    outcomes = []
+    for seed in range(count):
+        draw = random.Random(seed)
+        path = draw.choice([*wholes])
+        hot = [range(8), range(8 + int.from_bytes(wholes[path][:8], "little"))] if path.suffix != ".json" else []
+        path.write_bytes(mutated(draw, wholes[path], hot))
+        outcomes.append(read_or_refused(lambda: load_pretrained(folder), tmp_path)[0])
+        path.write_bytes(wholes[path])
+    assert {*outcomes} == {"read", "refused"}
 
 
 # The real one

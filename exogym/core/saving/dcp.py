@@ -17,6 +17,7 @@ import itertools
 import math
 import os
 import pickle
+import pickletools
 import shutil
 import warnings
 import zipfile
@@ -400,6 +401,13 @@ class _Index(pickle.Unpickler):
         return lambda *given: found(*given)
 
 
+def _check_memory(data: bytes) -> None:
+    """Raise UnpicklingError if a short pickle asks for much memory, before Python makes room for it."""
+    for code, number, place in pickletools.genops(data):
+        if code.name == "BYTEARRAY8" or (code.name.endswith("PUT") and number > place):
+            raise pickle.UnpicklingError(f"it has the instruction {code.name} {number!r:.20} at byte {place}")
+
+
 def _reader(folder: Path) -> FileSystemReader:
     from torch.distributed.checkpoint import FileSystemReader
     from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
@@ -409,8 +417,10 @@ def _reader(folder: Path) -> FileSystemReader:
     def index() -> Metadata:
         if not is_plain(file) or file.stat().st_size > INDEX_BYTES:
             raise CheckpointError(f"{file} is not a plain file of at most {INDEX_BYTES} bytes")
-        with open(file, "rb") as opened:
-            found = _Index(opened).load()
+        with opened_plain(file) as opened:
+            data = opened.read()
+        _check_memory(data)
+        found = _Index(io.BytesIO(data)).load()
         if not isinstance(found, Metadata):
             raise CheckpointError(f"{file} holds a {type(found).__name__}, wanted DCP's Metadata")
         found.storage_meta = StorageMeta()

@@ -10,6 +10,7 @@ the place of its numbers (u64).
 from __future__ import annotations
 
 import mmap
+import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,6 @@ WHOLE = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 10: "Q", 11: "q"}  # ty
 MOST_AXES, MOST_NESTED = 4, 2
 MOST_ITEMS = 1 << 22  # in all arrays: gguf makes a Python object for each
 LARGEST = 1 << 24  # of the sizes in a model's fields: transformers may make tables of such a length
-LAYERS = ".block_count"
 
 
 def check_gguf(path: Path) -> None:
@@ -33,7 +33,7 @@ def check_gguf(path: Path) -> None:
         with opened_regular(path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             _Header(data).check()
     except (OSError, ValueError, struct.error) as error:
-        raise DataError(f"{path} is not a whole GGUF file ({error}): copy the file again") from error
+        raise DataError(f"{path} is not a whole GGUF file ({error}): copy it again, or give another file") from error
 
 
 class _Header:
@@ -47,17 +47,23 @@ class _Header:
         if (version := self._number("I")) not in VERSIONS:
             raise ValueError(f"it has version {version}: wanted one of {VERSIONS}")
         tensors, fields = self._number("Q"), self._number("Q")
+        values: dict[str, Any] = {}
         for _ in range(fields):
             name, kind = self._text(), self._number("I")
-            value = self._value(kind, 0)
-            most = tensors if name.endswith(LAYERS) else LARGEST
-            if value is not None and not name.startswith(("general.", "tokenizer.")) and abs(value) > most:
-                raise ValueError(f"{name} = {value}: wanted at most {most}")
+            value = values[name] = self._value(kind, 0)
+            sizes = isinstance(value, int) and not name.startswith(("general.", "tokenizer."))
+            if sizes and abs(value) > LARGEST:
+                raise ValueError(f"{name} = {value}: wanted at most {LARGEST}")
+        layers = set()
         for _ in range(tensors):
             name, axes = self._text(), self._number("I")
             if axes > MOST_AXES:
                 raise ValueError(f"the tensor {name!r} has {axes} axes")
             self._taken(8 * axes + 12)
+            layers |= set(re.findall(r"^(?:blk|dec\.blk|enc\.blk)\.(\d+)\.", name))
+        name = f"{values.get('general.architecture')}.block_count"
+        if not isinstance(values.get(name), int) or not 0 <= values[name] <= len(layers):
+            raise ValueError(f"{name} is {values.get(name)}, and it has the tensors of {len(layers)} layers")
 
     def _taken(self, size: int) -> bytes:
         if size > len(self.data) - self.at:
@@ -73,13 +79,13 @@ class _Header:
         return self._taken(self._number("Q")).decode("utf-8")
 
     def _value(self, kind: int, depth: int) -> Any:
-        """Skip a value. Return it if it is a whole number, otherwise None."""
+        """Skip a value. Return it if it is a whole number or a text, otherwise None."""
         if kind in WHOLE:
             return self._number(WHOLE[kind])
         if kind in SIZES:
             self._taken(SIZES[kind])
         elif kind == STRING:
-            self._taken(self._number("Q"))
+            return self._text()
         elif kind == ARRAY and depth < MOST_NESTED:
             of, count = self._number("I"), self._number("Q")
             self.items += count

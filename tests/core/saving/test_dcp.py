@@ -2,6 +2,7 @@
 
 import io
 import pickle
+import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from corrupted import FEW, MANY, mutated, read_or_refused
 from processes import in_groups
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -18,6 +20,7 @@ from torch.utils.data import TensorDataset
 from exogym import LocalTrainer, export_dcp, import_dcp
 from exogym.core.fleet.layout import hidden_matrices, layouts_of
 from exogym.core.saving.checkpoint import load_newest
+from exogym.core.saving.dcp import _newest, _Subject
 from exogym.data import Stream
 from exogym.errors import ArgumentError, CheckpointError, ModelError
 from exogym.strategy import (
@@ -429,3 +432,30 @@ def test_damaged_files_are_named(kept: Path, back: Path) -> None:
     with pytest.raises(CheckpointError, match=r"node_0/__0_0\.distcp is damaged at .*: copy the file again"):
         import_dcp(kept, back, make(), diloco(), steps=AWAY)
     assert [path.name for path in kept.glob("step_*")] == ["step_0000000006"]
+
+
+@pytest.mark.parametrize("count", [FEW, pytest.param(MANY, marks=pytest.mark.slow)])
+def test_mutated_folders_never_come_back_with_other_numbers(count: int, kept: Path, back: Path) -> None:
+    """Half of the mutations are single bits. torch compares no checksum when it reads."""
+    before, subject, folder = _newest(kept).rows[0], _Subject(make(), diloco()), back / "node_0"
+
+    def row() -> dict[str, torch.Tensor]:
+        """Return what import_dcp writes for node 0. To write it would take most of the time."""
+        return subject.row(before, folder, AWAY)
+
+    true = row()
+    wholes = {path: path.read_bytes() for path in sorted(folder.iterdir())}
+    outcomes = []
+    for seed in range(count):
+        draw = random.Random(seed)
+        path = draw.choice([*wholes])
+        data = bytearray(wholes[path])
+        data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+        path.write_bytes(data if seed % 2 else mutated(draw, wholes[path]))
+        outcome, found = read_or_refused(row, folder)
+        outcomes.append(outcome)
+        if found is not None:
+            assert found.keys() == true.keys(), seed
+            assert all(torch.equal(x, found[name]) for name, x in true.items()), seed
+        path.write_bytes(wholes[path])
+    assert {*outcomes} == {"read", "refused"}
