@@ -404,8 +404,8 @@ class _Index(pickle.Unpickler):
 def _check_memory(data: bytes) -> None:
     """Raise UnpicklingError if a short pickle asks for much memory, before Python makes room for it."""
     for code, number, place in pickletools.genops(data):
-        if code.name == "BYTEARRAY8" or (code.name.endswith("PUT") and number > place):
-            raise pickle.UnpicklingError(f"it has the instruction {code.name} {number!r:.20} at byte {place}")
+        if code.name == "BYTEARRAY8" or (code.name.endswith("PUT") and int(number or 0) > (place or 0)):
+            raise pickle.UnpicklingError(f"it has the instruction {code.name} at byte {place}")
 
 
 def _reader(folder: Path) -> FileSystemReader:
@@ -471,10 +471,13 @@ def _is_covered(size: tuple[int, ...], pieces: list[tuple[tuple[int, ...], tuple
         return False
     if sum(math.prod(here) for _, here in pieces) != math.prod(size):
         return False
-    filled = sorted(x for x in pieces if math.prod(x[1]))
-    split = [axis for axis, end in enumerate(size) if any(here[axis] != end for _, here in filled)]
-    if len(split) <= 1:  # as FSDP does it; then the order shows overlaps
-        return all(a[axis] + n[axis] <= b[axis] for axis in split for (a, n), (b, _) in itertools.pairwise(filled))
+    filled = [x for x in pieces if math.prod(x[1])]
+    if not filled:
+        return True
+    cuts = [sorted({place[axis] for place, _ in filled}) for axis in range(len(size))]
+    nexts = [dict(zip(each, [*each[1:], end], strict=True)) for each, end in zip(cuts, size, strict=True)]
+    if all(a + n == after[a] for x in filled for a, n, after in zip(*x, nexts, strict=True)):
+        return len({place for place, _ in filled}) == len(filled)  # cells of a grid, as FSDP writes them
     apart = (
         any(x + n <= y or y + m <= x for x, n, y, m in zip(*one, *other, strict=True))
         for one, other in itertools.combinations(filled, 2)
@@ -507,8 +510,8 @@ def _check_sums(piece: bytes, file: Path, name: str) -> None:
     """Raise CheckpointError unless the checksums in a piece, a zip file of torch.save, are right."""
     try:
         with zipfile.ZipFile(io.BytesIO(piece)) as entries:
-            strange = [x.filename for x in entries.infolist() if x.compress_type != zipfile.ZIP_STORED]
-            wrong = (strange or [entries.testzip()])[0]
+            packed = (x.filename for x in entries.infolist() if x.compress_type != zipfile.ZIP_STORED)
+            wrong = next(packed, None) or entries.testzip()
     except (zipfile.BadZipFile, zlib.error, NotImplementedError) as error:
         raise CheckpointError(f"{file} is damaged at {name!r} ({error}): copy the file again") from error
     if wrong is not None:

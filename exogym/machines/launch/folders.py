@@ -20,7 +20,9 @@ OWNER_BYTES = 4096
 
 @contextlib.contextmanager
 def launch_folder() -> Iterator[Path]:
-    """A context that makes a launch's folder, and removes it at the end. Folders that killed launchers left are removed first.
+    """A context that makes a launch's folder, and removes it at the end.
+
+    First it removes the folders that killed launchers have left.
 
     Raises:
         ExoGymError: no temporary folder can be written.

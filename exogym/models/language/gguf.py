@@ -50,10 +50,7 @@ class _Header:
         values: dict[str, Any] = {}
         for _ in range(fields):
             name, kind = self._text(), self._number("I")
-            value = values[name] = self._value(kind, 0)
-            sizes = isinstance(value, int) and not name.startswith(("general.", "tokenizer."))
-            if sizes and abs(value) > LARGEST:
-                raise ValueError(f"{name} = {value}: wanted at most {LARGEST}")
+            values[name] = self._value(kind, 0)
         layers = set()
         for _ in range(tensors):
             name, axes = self._text(), self._number("I")
@@ -61,7 +58,11 @@ class _Header:
                 raise ValueError(f"the tensor {name!r} has {axes} axes")
             self._taken(8 * axes + 12)
             layers |= set(re.findall(r"^(?:blk|dec\.blk|enc\.blk)\.(\d+)\.", name))
-        name = f"{values.get('general.architecture')}.block_count"
+        kind_of_model = f"{values.get('general.architecture')}."
+        for name, value in values.items():
+            if name.startswith(kind_of_model) and isinstance(value, int) and abs(value) > LARGEST:
+                raise ValueError(f"{name} = {value}: wanted at most {LARGEST}")
+        name = f"{kind_of_model}block_count"
         if not isinstance(values.get(name), int) or not 0 <= values[name] <= len(layers):
             raise ValueError(f"{name} is {values.get(name)}, and it has the tensors of {len(layers)} layers")
 

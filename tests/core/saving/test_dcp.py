@@ -4,6 +4,7 @@ import io
 import pickle
 import random
 import shutil
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from torch.utils.data import TensorDataset
 from exogym import LocalTrainer, export_dcp, import_dcp
 from exogym.core.fleet.layout import hidden_matrices, layouts_of
 from exogym.core.saving.checkpoint import load_newest
-from exogym.core.saving.dcp import _newest, _Subject
+from exogym.core.saving.dcp import _is_covered, _newest, _Subject
 from exogym.data import Stream
 from exogym.errors import ArgumentError, CheckpointError, ModelError
 from exogym.strategy import (
@@ -432,6 +433,43 @@ def test_damaged_files_are_named(kept: Path, back: Path) -> None:
     with pytest.raises(CheckpointError, match=r"node_0/__0_0\.distcp is damaged at .*: copy the file again"):
         import_dcp(kept, back, make(), diloco(), steps=AWAY)
     assert [path.name for path in kept.glob("step_*")] == ["step_0000000006"]
+
+
+def test_a_short_index_asks_for_little_memory(kept: Path, back: Path) -> None:
+    before, subject = _newest(kept).rows[0], _Subject(make(), diloco())
+    for content in (b"\x80\x05\x96" + (1 << 30).to_bytes(8, "little") + b"x", b"\x80\x04Nr" + b"\xff\xff\xff\x0f."):
+        (back / "node_0" / ".metadata").write_bytes(content)
+        tracemalloc.start()
+        try:
+            with pytest.raises(CheckpointError, match=r"node_0/\.metadata is not a DCP checkpoint"):
+                subject.row(before, back / "node_0", AWAY)
+            assert tracemalloc.get_traced_memory()[1] < 50_000_000
+        finally:
+            tracemalloc.stop()
+
+
+Piece = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+@pytest.mark.parametrize(
+    ("size", "pieces", "whole"),
+    [
+        ((), [((), ())], True),
+        ((), [((), ()), ((), ())], False),
+        ((0,), [((0,), (0,))], True),
+        ((6,), [((0,), (2,)), ((4,), (2,)), ((2,), (2,)), ((6,), (0,))], True),
+        ((6,), [((0,), (4,)), ((2,), (2,))], False),  # six elements, two of them twice
+        ((6,), [((1,), (6,))], False),
+        ((6,), [((-1,), (6,))], False),
+        ((6,), [((0, 0), (6, 1))], False),
+        ((4, 4), [((0, 0), (2, 2)), ((0, 2), (2, 2)), ((2, 0), (2, 2)), ((2, 2), (2, 2))], True),
+        ((4, 4), [((0, 0), (2, 2)), ((0, 2), (2, 2)), ((2, 0), (2, 2)), ((2, 0), (2, 2))], False),
+        ((4, 4), [((0, 0), (2, 4)), ((2, 0), (2, 1)), ((2, 1), (2, 3))], True),  # no grid
+        ((4, 4), [((0, 0), (2, 4)), ((1, 0), (2, 1)), ((2, 1), (2, 3))], False),
+    ],
+)  # fmt: skip
+def test_pieces_cover_a_tensor_once(size: tuple[int, ...], pieces: list[Piece], whole: bool) -> None:
+    assert _is_covered(size, pieces) == _is_covered(size, pieces[::-1]) == whole
 
 
 @pytest.mark.parametrize("count", [FEW, pytest.param(MANY, marks=pytest.mark.slow)])

@@ -129,8 +129,10 @@ def test_links_to_files_are_read_and_pipes_are_not(tmp_path):
 
 
 OUTSIDE = 7.0
-ODD_NAMES = ["../outside.safetensors", "{up}/outside.safetensors", "..", ".", "", "a/../../outside.safetensors", None, 3,
-             ["x"], {}, "\0", "x" * 9999, "pipe", "/dev/zero", "~", "..\\outside.safetensors"]  # fmt: skip
+ODD_NAMES = [
+    *("../outside.safetensors", "{up}/outside.safetensors", "a/../../outside.safetensors", "..\\outside.safetensors"),
+    *("..", ".", "", "~", "\0", "x" * 9999, "pipe", "/dev/zero", None, 3, ["x"], {}),
+]
 
 
 @pytest.mark.parametrize("count", [FEW, pytest.param(MANY, marks=pytest.mark.slow)])
