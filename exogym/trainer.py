@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from exogym.core.base.devices import OneThread, resolve_device
+from exogym.core.base.modes import modes_of, set_modes
 from exogym.core.base.rng import preserved_state
 from exogym.core.base.streams import fill_in
 from exogym.core.record.history import History
@@ -193,7 +194,7 @@ class LocalTrainer(Trainer):
         # With an engine elsewhere no process runs here: each chooses its own machine's device.
         device = resolve_device(local_device(options.device)) if options.engine is None else torch.device("cpu")
         with _turn.taken(self.model), preserved_state(device), OneThread(device):
-            modes = [(module, module.training) for module in self.model.modules()]
+            modes = modes_of(self.model)
             try:
                 if options.engine is None:
                     run_placed(self.subject, options, device, functools.partial(self._train, device), self.engine)
@@ -202,8 +203,7 @@ class LocalTrainer(Trainer):
 
                     send(self, options, device)
             finally:
-                for module, training in modes:
-                    module.training = training
+                set_modes(self.model, modes)
 
     def _train(self, device: torch.device, options: FitOptions, wire: Wire) -> None:
         """Train the rows that `wire` assigns to this process."""

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from exogym.attached.checking import modules_of
 from exogym.attached.optimizer import UsersOptimizer
+from exogym.core.base.modes import evaluation_mode
 from exogym.core.base.rng import preserved_state
 from exogym.core.base.torch_private import in_this_process, version
 from exogym.core.communicator import Wire, gather, ship
@@ -413,10 +414,8 @@ class Node:
         """A context in which the model itself has those parameters and buffers, in evaluation mode."""
         if any(p.grad is not None for p in self.model.parameters()):
             raise ModelError("the model holds gradients of a step that has begun: evaluate after nodes.step()")
-        modes = [(module, module.training) for module in self.model.modules()]
-        self.model.eval()
         try:
-            with torch.no_grad():
+            with evaluation_mode(self.model), torch.no_grad():
                 if self.has_begun:
                     self.worker.check(0)
                     vectors, buffers = self.models.of(node)
@@ -427,8 +426,6 @@ class Node:
         finally:
             if self.has_begun:
                 self.worker.point(0)
-            for module, mode in modes:
-                module.training = mode
 
     def finish(self) -> None:
         worker = self.worker

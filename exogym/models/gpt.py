@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from exogym.core.base.modes import evaluation_mode
 from exogym.errors import ArgumentError, check_count, checked
 
 
@@ -111,12 +112,10 @@ class CharGPT(nn.Module):
 
         During the call the model is in evaluation mode. The samples come from torch's default generator.
         """
-        training = self.training
-        self.eval()
-        for _ in range(count):
-            scores = self.logits(x[:, -self.block_size :])[:, -1] / temperature
-            x = torch.cat([x, torch.multinomial(scores.softmax(-1), 1)], dim=1)
-        self.train(training)
+        with evaluation_mode(self):
+            for _ in range(count):
+                scores = self.logits(x[:, -self.block_size :])[:, -1] / temperature
+                x = torch.cat([x, torch.multinomial(scores.softmax(-1), 1)], dim=1)
         return x
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from exogym.core.base.batches import slice_batch
+from exogym.core.base.modes import evaluation_mode, start_training
 from exogym.core.base.rng import seed_python, seed_torch
 from exogym.core.base.torch_private import own_buffers, version
 from exogym.core.compute.attributes import Attributes, refuse_carried
@@ -38,7 +39,7 @@ def look(
         ModelError: the model returns no loss; the loss depends on no trainable parameter; a gradient is sparse; or the
             step changes a frozen parameter, or an attribute that later steps use.
     """
-    worker.model.train()
+    start_training(worker.model)
     if alone is not None and _fails_alone(worker, batch):
         worker.fails_alone = True
         alone()
@@ -153,12 +154,10 @@ def trying(worker: Worker) -> Iterator[None]:
     seed_torch(0, worker.device)
     seed_python(0)
     kept = [(*owner_of(worker.model, name), b, b.detach().clone()) for name, b in worker.model.named_buffers()]
-    mode = worker.model.training
-    worker.model.eval()
     try:
-        yield
+        with evaluation_mode(worker.model):
+            yield
     finally:
-        worker.model.train(mode)
         worker.clear_grads(list(worker.model.parameters()))
         with torch.no_grad():
             for owner, attribute, buffer, value in kept:

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from exogym.core.base.batches import batch_examples, take_examples
+from exogym.core.base.modes import evaluation_mode
 from exogym.core.compute.outputs import Loss
 from exogym.core.compute.split import Split, check_ways, other_ways
 from exogym.core.mesh.probe import refuse_others, squares
@@ -36,9 +37,7 @@ def check_split(split: Split, loss: Loss, batch: Any, passes: Passes, what: obje
     """
     named = {name: p for name, p in split.model.named_parameters() if p.requires_grad}
     slots = [slot for layout in split.parts[split.part] for slot in layout]
-    mode = split.model.training
-    split.model.eval()
-    try:
+    with evaluation_mode(split.model):
         loss(batch).backward()
         grads = [(slot, named[slot.name].grad) for slot in slots]
         wanted = [None if grad is None else slot.cut(grad).clone() for slot, grad in grads]
@@ -54,8 +53,6 @@ def check_split(split: Split, loss: Loss, batch: Any, passes: Passes, what: obje
         except BaseException:
             split.plain()
             raise
-    finally:
-        split.model.train(mode)
 
 
 def _check_ways(split: Split, loss: Loss, batch: Any, passes: Passes) -> None:

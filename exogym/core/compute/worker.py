@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from exogym.core.base import pulse
 from exogym.core.base.batches import batch_examples, map_tensors
 from exogym.core.base.draws import stream_seed
+from exogym.core.base.modes import evaluation_mode
 from exogym.core.base.rng import seed_python, seed_torch
 from exogym.core.base.torch_private import scale_
 from exogym.core.compute.outputs import Loss
@@ -188,13 +189,8 @@ class Worker:
     @torch.no_grad()
     def ask(self, batch: Any) -> float:
         """Return a batch's loss in evaluation mode, with the current row's parameters."""
-        mode = self.model.training
-        self.model.eval()
-        try:
-            with self.autocast(), self._gathered():
-                return float(self.loss(self.to_device(batch)))
-        finally:
-            self.model.train(mode)
+        with evaluation_mode(self.model), self.autocast(), self._gathered():
+            return float(self.loss(self.to_device(batch)))
 
     def counts_examples(self, batch: Any) -> bool:
         """Return whether a micro-batch counts in the batch's loss by its number of examples."""
@@ -226,12 +222,8 @@ class Worker:
             buffers: the buffers that training changes, by name.
         """
         self.pointer.point_at(vectors, buffers)
-        self.model.eval()
-        try:
-            with torch.no_grad(), self.autocast(), self._gathered():
-                yield
-        finally:
-            self.model.train()
+        with evaluation_mode(self.model), torch.no_grad(), self.autocast(), self._gathered():
+            yield
 
 
 class Scaling(Stateful):

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from exogym.core.base.draws import stream_seed
+from exogym.core.base.modes import evaluation_mode, start_training
 from exogym.core.base.rng import seed_torch
 from exogym.core.combinations import check
 from exogym.core.communicator import Wire, say
@@ -52,6 +53,9 @@ def workplace(
     worker.weighs_classes = options.gradient_accumulation == 1
     first_batch = next(iter(stream.batches(stream.first, 0, 1)))
     _initialise_lazy(worker, first_batch)
+    if kept := start_training(model):
+        few = ", ".join(repr(name or "the model itself") for name in kept[:3]) + ", ..." * (len(kept) > 3)
+        say(wire, f"in evaluation mode during training, as given: {few}; call model.train() before fit to train all")
     if options.meshes:  # which look at shapes
         from exogym.core.compute.insides import Insides
 
@@ -104,6 +108,5 @@ def _initialise_lazy(worker: Worker, batch: Any) -> None:
     lazy = (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer)
     if any(isinstance(x, lazy) for x in tensors):
         seed_torch(stream_seed(worker.seed, "lazy"), worker.device)
-        worker.model.eval()
-        with torch.no_grad():
+        with evaluation_mode(worker.model), torch.no_grad():
             worker.loss(worker.to_device(batch))

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from exogym.core.base import rng
+from exogym.core.base.modes import evaluation_mode
 from exogym.errors import ArgumentError, DataError, check_count, check_number, checked, needs
 from exogym.models.language.weights import EXTRA, Pretrained, context_of, load_pretrained
 from exogym.models.pretrained import Weights, checkpointed, fill, merged, rank_of, read_trained, with_adapters
@@ -64,11 +65,14 @@ class LanguageModelWrapper(nn.Module):
                 f"{rows} rows: give the model's own tokenizer"
             )
         self.tokenizer, self.context = tokenizer, context_of(given.config)
+        is_evaluating = not any(module.training for module in given.modules())  # as transformers loads models
         if gradient_checkpointing:
             checkpointed(given)
         if lora_rank is not None:
             given = with_adapters(given, lora_rank, "all-linear", EXTRA, **_transposed(given))
         self.language_model: Any = given
+        if is_evaluating:
+            self.eval()
 
     @classmethod
     def from_weights(cls, weights: Weights = None, **options: Any) -> LanguageModelWrapper:
@@ -124,11 +128,9 @@ class LanguageModelWrapper(nn.Module):
     @torch.no_grad()
     def perplexity_on(self, blocks: tuple[Tensor, Tensor]) -> float:
         """Return exp(mean loss) on the blocks (x, y), as `take` of a data set returns them."""
-        training, place = self.training, next(self.parameters()).device
-        self.eval()
-        loss = float(self((blocks[0].to(place), blocks[1].to(place)))["loss"])
-        self.train(training)
-        return math.exp(loss)
+        place = next(self.parameters()).device
+        with evaluation_mode(self):
+            return math.exp(float(self((blocks[0].to(place), blocks[1].to(place)))["loss"]))
 
     @torch.no_grad()
     def write(
@@ -150,11 +152,8 @@ class LanguageModelWrapper(nn.Module):
         check_count("tokens", tokens)
         check_count("top", top)
         check_number("temperature", temperature, least=0)
-        training = self.training
-        self.eval()
-        written = [self._written(prompt, tokens, temperature, top, seed + i) for i, prompt in enumerate(prompts)]
-        self.train(training)
-        return written
+        with evaluation_mode(self):
+            return [self._written(prompt, tokens, temperature, top, seed + i) for i, prompt in enumerate(prompts)]
 
     def _written(self, prompt: str, tokens: int, temperature: float, top: int, seed: int) -> str:
         place = next(self.parameters()).device

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from exogym.core.base.modes import evaluation_mode
 from exogym.errors import ArgumentError, DataError, checked
 from exogym.models.pretrained import checkpointed, fill, merged, rank_of, read_trained, with_adapters
 from exogym.models.whisper.decoding import WordErrors, greedy, unlooped
@@ -80,6 +81,7 @@ class WhisperModelWrapper(nn.Module):
                 f"{config.vocab_size}: give the model's own tokenizer"
             )
         self.window_s, self.word_errors = window_s, word_errors
+        is_evaluating = not any(module.training for module in whisper_model.modules())  # as transformers loads models
         self._positions = cut_window(whisper_model, window_s)
         self.log_mel = LogMel(config.num_mel_bins)
         if gradient_checkpointing:
@@ -87,6 +89,8 @@ class WhisperModelWrapper(nn.Module):
         if lora_rank is not None:
             whisper_model = with_adapters(whisper_model, lora_rank, LORA_TARGETS, "whisper")
         self.whisper_model: Any = whisper_model
+        if is_evaluating:
+            self.eval()
         if device is not None:
             self.to(device)
 
@@ -215,14 +219,13 @@ class WhisperModelWrapper(nn.Module):
         return [self.tokens.segments(ids) for ids in self._of_clips(clips)]
 
     def _of_clips(self, clips: Sequence[Tensor | np.ndarray]) -> list[list[int]]:
-        training, place = self.training, next(self.parameters()).device
-        self.eval()
+        place = next(self.parameters()).device
         found: list[list[int]] = []
-        for at in range(0, len(clips), AT_ONCE):
-            some = [torch.as_tensor(clip, dtype=torch.float32) for clip in clips[at : at + AT_ONCE]]
-            features = [self.features(clip[None].to(place)) for clip in some]
-            found += self._ids(torch.cat(features))
-        self.train(training)
+        with evaluation_mode(self):
+            for at in range(0, len(clips), AT_ONCE):
+                some = [torch.as_tensor(clip, dtype=torch.float32) for clip in clips[at : at + AT_ONCE]]
+                features = [self.features(clip[None].to(place)) for clip in some]
+                found += self._ids(torch.cat(features))
         return found
 
     def errors_on(self, clips: Sequence[Tensor | np.ndarray], texts: Sequence[str]) -> WordErrors:

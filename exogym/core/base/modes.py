@@ -1,0 +1,71 @@
+"""Training and evaluation mode, of each submodule of a model on its own.
+
+`model.train()` puts all submodules into training mode, also those that the user keeps in evaluation mode (a frozen
+BatchNorm, a frozen backbone with dropout). So ExoGym calls it through these functions only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+from torch import nn
+
+Modes = Sequence[tuple[nn.Module, bool]]
+
+
+def modes_of(model: nn.Module) -> Modes:
+    """Return each submodule of `model`, itself included, with its mode: True in training mode."""
+    return [(module, module.training) for module in model.modules()]
+
+
+def set_modes(model: nn.Module, modes: Modes) -> None:
+    """Give each submodule the mode that `modes_of` returned.
+
+    >>> model = nn.Sequential(nn.Dropout(), nn.BatchNorm1d(2).eval())
+    >>> modes = modes_of(model)
+    >>> set_modes(model.eval(), modes)
+    >>> model[0].training, model[1].training
+    (True, False)
+    """
+    model.train(modes[0][1])  # modules may do more in a train() of their own
+    for module, training in modes:
+        module.training = training
+
+
+@contextlib.contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """A context with the whole model in evaluation mode. At the exit each submodule gets its own mode back."""
+    modes = modes_of(model)
+    model.eval()
+    try:
+        yield
+    finally:
+        set_modes(model, modes)
+
+
+def start_training(model: nn.Module) -> list[str]:
+    """Put the model into training mode. Submodules in evaluation mode stay there, unless the whole model is in it.
+
+    Return the names of the submodules that stay in evaluation mode only for this reason, without what they contain. The
+    model itself is "".
+
+    >>> model = nn.Sequential(nn.Dropout(), nn.BatchNorm1d(2).eval())
+    >>> start_training(model)
+    ['1']
+    >>> model[0].training, model[1].training
+    (True, False)
+    >>> start_training(model.eval())
+    []
+    >>> model[0].training, model[1].training
+    (True, True)
+    """
+    modes = dict(modes_of(model))
+    model.train()
+    kept: list[str] = []
+    if any(modes.values()):
+        for name, module in model.named_modules():
+            if module.training and not modes.get(module, True):
+                module.training = False
+                kept += [] if any(name.startswith(f"{outer}.") for outer in kept) else [name]
+    return kept
