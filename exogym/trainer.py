@@ -180,6 +180,13 @@ class LocalTrainer(Trainer):
         moment. After an error with several processes, it holds the average of only this process's nodes.
         `trainer.history` holds the records so far. After an error with `engine="ray"`, model and history are as before
         `fit`.
+
+        Each submodule trains in the mode in which it comes, so a BatchNorm or dropout in evaluation mode stays in it,
+        and a model in evaluation mode whose submodules are in training mode does too. Only if the model and all its
+        submodules are in evaluation mode, as `from_pretrained` of transformers returns them, does `fit` train them in
+        training mode. Modes that a callback sets hold from then on. After `fit` each submodule has the mode that it had
+        before. Parameters with `requires_grad=False` are not trained. To freeze or unfreeze parameters during training,
+        train in two fits.
         """
         from exogym.core.training.checking import asked_to_go_on, checked_options
 

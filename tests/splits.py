@@ -56,6 +56,17 @@ class Tied(nn.Module):
         return self.head(self.frozen(h))
 
 
+class Still(Tied):
+    """The same with dropout that the user keeps in evaluation mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.dropout = nn.Dropout(0.5).eval()
+
+    def forward(self, x):
+        return self.dropout(super().forward(x))
+
+
 def trainer(model=Tied, loss=True):
     torch.manual_seed(1)
     made = model()
@@ -89,8 +100,13 @@ def line():
     return nn.Sequential(nn.Embedding(11, 6), nn.Flatten(), nn.Linear(30, 9), nn.Tanh(), nn.Linear(9, 11))
 
 
-def by_hand(mesh):
-    made, strategy = trainer(line), MADE["diloco sgd"][0]()
+def still_line():
+    """The same with dropout that the user keeps in evaluation mode."""
+    return line().insert(3, nn.Dropout(0.5).eval())
+
+
+def by_hand(mesh, model=line):
+    made, strategy = trainer(model), MADE["diloco sgd"][0]()
     *body, last, head = made.model
     stages = PipelineParallel([Stage(body), Stage([last, head])], micro_batch_size=3)
     return fit(made, strategy, **mesh(stages=stages))

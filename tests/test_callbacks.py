@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from exogym import LocalTrainer
 from exogym.callbacks import Callback, Every, WeightAverage
-from exogym.errors import ArgumentError
+from exogym.errors import ArgumentError, ModelError
 from exogym.strategy import DiLoCoStrategy, FedAvgStrategy, OptimSpec
 from exogym.testing import fingerprint, small_problem
 
@@ -115,6 +115,94 @@ def test_state_of_ones_own_callback_is_in_checkpoints(tmp_path):
     again = Counting()
     fit([again], max_steps=12, save_dir=tmp_path, resume=True)
     assert again.count == 6
+
+
+class Still(torch.nn.Sequential):
+    """A layer, dropout, a BatchNorm and a layer."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        super().__init__(torch.nn.Linear(4, 6), torch.nn.Dropout(0.5), torch.nn.BatchNorm1d(6), torch.nn.Linear(6, 1))
+
+
+def fit_still(change, at=4, begin=lambda model: None, **options):
+    """Train `Still`; after step `at` a callback calls `change(model)`."""
+    model, (_, data) = Still(), small_problem()
+    model[2].eval()
+    begin(model)
+    features = torch.utils.data.TensorDataset(data.tensors[0][:, :4], data.tensors[1][:, :1])
+    trainer = LocalTrainer(model, features, features, loss_fn=F.mse_loss)
+    options = {"num_nodes": 2, "batch_size": 8, "max_steps": 8, "val_interval": 3, "device": "cpu"} | options
+    act = Every(2, lambda loop: change(model) if loop.step == at else None)
+    trainer.fit(FedAvgStrategy(PLAIN, H=3), callbacks=[act], **options)
+    return fingerprint(model)
+
+
+def test_a_mode_that_a_callback_sets_stays_in_every_layout_and_after_resuming(tmp_path):
+    """Dropout is switched off, or on, after step 4."""
+    ends = []
+    for change, begin in ((lambda m: m[1].eval(), lambda m: None), (lambda m: m[1].train(), lambda m: m[1].eval())):
+        folder = tmp_path / str(len(ends))
+        wanted = fit_still(change, begin=begin)
+        assert wanted != fit_still(lambda m: None, begin=begin)  # the control: the change matters
+        assert fit_still(change, begin=begin, processes=2) == wanted
+        fit_still(change, begin=begin, max_steps=6, save_dir=folder)
+        assert fit_still(change, begin=begin, save_dir=folder, resume=True) == wanted
+        ends.append(wanted)
+    assert ends[0] != ends[1]
+
+
+def test_statistics_that_a_callback_sets_going_have_no_rows_and_are_refused():
+    with pytest.raises(ModelError, match=r"put '2' into training mode, and training now changes its buffer '2\.\w+'"):
+        fit_still(lambda model: model.train())
+    fit_still(lambda model: model.train(), at=8)  # after the last step
+    again = fit_still(lambda model: (model[2].eval(), model[2].train()), begin=lambda model: model.train())
+    assert again == fit_still(lambda model: None, begin=lambda model: model.train())
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_parameter_that_a_callback_freezes_or_unfreezes_is_refused(trains, processes):
+    change = lambda model: model[0].requires_grad_(trains)  # noqa: E731
+    begin = lambda model: model[0].requires_grad_(not trains)  # noqa: E731
+    with pytest.raises(
+        ModelError, match=rf"after step 4 Every set requires_grad={trains} for '0\.weight'.*max_steps=4"
+    ):
+        fit_still(change, begin=begin, processes=processes)
+    fit_still(change, at=8, begin=begin)  # for a second fit
+    fit_still(lambda model: change(model) and begin(model), begin=begin)
+
+
+def test_a_callback_that_ends_the_training_may_unfreeze():
+    model, data = small_problem()
+    model[0].requires_grad_(False)
+    before = fingerprint(model[0])
+    trainer = LocalTrainer(model, data, loss_fn=F.mse_loss)
+
+    def unfreeze(loop):
+        model[0].requires_grad_(True)
+        return True
+
+    for callbacks in ([Every(4, unfreeze)], []):
+        assert fingerprint(model[0]) == before
+        trainer.fit(FedAvgStrategy(PLAIN, H=3), num_nodes=2, max_steps=8, batch_size=8, callbacks=callbacks)
+    assert fingerprint(model[0]) != before
+
+
+def test_a_model_that_unfreezes_itself_is_refused():
+    calls = []
+
+    class Late(torch.nn.Sequential):
+        def forward(self, x):
+            calls.append(len(x))
+            self[0].requires_grad_(len(calls) > 10)
+            return super().forward(x)
+
+    model, data = small_problem()
+    late = Late(*model)
+    late[0].requires_grad_(False)
+    with pytest.raises(ModelError, match=r"training set requires_grad=True for '0\.weight', which was frozen"):
+        LocalTrainer(late, data, loss_fn=F.mse_loss).fit(FedAvgStrategy(PLAIN, H=3), max_steps=20, batch_size=8)
 
 
 def test_what_cannot_be_averaged_is_said():

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from text_files import folder_of_texts, save_small
 
 from exogym import LocalTrainer
+from exogym.callbacks import Every
 from exogym.core.saving.export import save_model
 from exogym.errors import ArgumentError, DataError, ExoGymError
 from exogym.models.language import LanguageModelWrapper, load_pretrained, load_vocabulary
@@ -73,6 +74,21 @@ def test_an_evaluation_in_parts_is_that_of_the_whole() -> None:
     right = (model.language_model(input_ids=x).logits.argmax(-1) == y).float().mean()
     assert torch.allclose(found["loss"], whole, rtol=1e-6) and torch.isclose(found["accuracy"], right)
     assert model.perplexity_on((x, y)) == pytest.approx(math.exp(whole.item()), rel=1e-5)
+
+
+def test_a_loaded_model_trains_in_training_mode_and_writing_changes_no_mode(tmp_path: Path) -> None:
+    """A model that transformers loaded is in evaluation mode: so is the wrapper, adapters included."""
+    for rank in (None, 2):
+        model, seen = LanguageModelWrapper.from_weights(save_small(tmp_path / str(rank)), lora_rank=rank), list[bool]()
+        assert not any(module.training for module in model.modules())
+        look = Every(1, lambda loop, seen=seen, model=model: seen.extend(m.training for m in model.modules()))
+        trainer = LocalTrainer(model, torch.utils.data.TensorDataset(*batch()))
+        trainer.fit(DiLoCoStrategy(H=1, lr=1e-3), num_nodes=1, max_steps=1, batch_size=1, callbacks=[look])
+        assert seen and all(seen) and not any(module.training for module in model.modules())
+    model = small().train()
+    model.language_model.eval()
+    model.write(["To be"], tokens=2), model.perplexity_on(batch())
+    assert model.training and not any(module.training for module in model.language_model.modules())
 
 
 def test_what_is_written_is_what_transformers_generates() -> None:

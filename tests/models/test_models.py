@@ -100,6 +100,14 @@ def test_classifiers_return_the_mean_cross_entropy(model, shape, parameters) -> 
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in made.parameters())
 
 
+def test_generate_leaves_each_submodule_its_mode() -> None:
+    model = CharGPT(vocab_size=5, block_size=4, n_layer=1, n_head=1, n_embd=4)
+    model.blocks.eval()
+    before = [module.training for module in model.modules()]
+    model.generate(torch.zeros(1, 1, dtype=torch.int64), 2)
+    assert [module.training for module in model.modules()] == before and any(before) and not all(before)
+
+
 def test_torchs_generator_decides_the_weights() -> None:
     for make in (lambda: MLP([4, 3]), lambda: SmallCNN(1, 8), lambda: gpt()):
         torch.manual_seed(1)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from exogym.core.base.torch_private import own_buffers, own_parameters
+from exogym.core.base.torch_private import own_buffers, own_parameters, version
 from exogym.core.fleet import Fleet
 from exogym.errors import ModelError
 
@@ -41,7 +41,9 @@ class Pointer:
         self.parameters = [named[name] for name in self.names]
         self.homes = [p.data for p in self.parameters]
         self.owners = [(p, *owner_of(model, name)) for name, p in named.items()]
+        self._frozen = [(name, p) for name, p in named.items() if not p.requires_grad]
         self.add_buffers(model, changing)
+        self._constant: dict[str, tuple[nn.Module, str, Tensor, int]] = {}
         self._views: dict[int, list[Tensor]] = {}
         self.at: Sequence[Tensor] = self.homes
 
@@ -77,7 +79,7 @@ class Pointer:
         """Check that the module's parameters still point at `row`, and save re-assigned buffers into this row.
 
         Raises:
-            ModelError: training replaced a parameter, or moved it to other memory.
+            ModelError: training replaced a parameter, moved it to other memory, or unfroze it.
         """
         for p, owner, attribute in self.owners:
             if own_parameters(owner).get(attribute) is not p:
@@ -90,10 +92,34 @@ class Pointer:
                 raise ModelError(
                     f"training moved parameter {name!r} to other memory (p.data = ...); change its values in place"
                 )
+        for name, p in self._frozen:
+            if p.requires_grad:
+                raise ModelError(
+                    f"training set requires_grad=True for {name!r}, which was frozen when fit began, so that no node's row "
+                    "holds it: unfreeze it before fit, or between two fits"
+                )
         self.keep_buffers(row)
 
+    def watch(self, model: nn.Module, names: Sequence[str]) -> None:
+        """Watch buffers that must stay constant, because all nodes share them: `keep_buffers` checks them."""
+        found = dict(model.named_buffers())
+        for name in names:
+            if name in found and name not in self._buffer_owners:
+                self._constant[name] = (*owner_of(model, name), found[name], version(found[name]))
+
     def keep_buffers(self, row: int) -> None:
-        """Copy the buffers that the module has re-assigned into `row`."""
+        """Copy the buffers that the module has re-assigned into `row`.
+
+        Raises:
+            ModelError: training changed a buffer that `watch` watches.
+        """
+        for name, (owner, attribute, was, at) in self._constant.items():
+            if own_buffers(owner)[attribute] is not was or version(was) != at:
+                raise ModelError(
+                    f"a callback put {name.rpartition('.')[0]!r} into training mode, and training now changes its "
+                    f"buffer {name!r}. All nodes share this buffer, because it did not change when the run began: have "
+                    "the submodule in training mode when fit begins, or train in two fits and call .train() between"
+                )
         for name, (owner, attribute) in self._buffer_owners.items():
             current, home = own_buffers(owner)[attribute], self.fleet.buffers[name][row]
             if current is not None and current.data_ptr() != home.data_ptr():

@@ -20,7 +20,7 @@ from exogym.core.base.batches import batch_examples, map_tensors
 from exogym.core.base.draws import stream_seed
 from exogym.core.base.modes import evaluation_mode
 from exogym.core.base.rng import seed_python, seed_torch
-from exogym.core.base.torch_private import scale_
+from exogym.core.base.torch_private import own_buffers, scale_
 from exogym.core.compute.outputs import Loss
 from exogym.core.compute.pointer import Pointer
 from exogym.core.fleet import Fleet, Stateful
@@ -81,7 +81,7 @@ class Worker:
     def bind(self, fleet: Fleet) -> None:
         """Use the rows of `fleet` from now on. `point` can then point the module at any of these rows."""
         pointer = Pointer(self.model, fleet, self.changing)
-        self.fleet, self.names = fleet, pointer.names
+        self.fleet, self.names, self._buffers = fleet, pointer.names, pointer
         self.pointer: Pointer = pointer if self.devices is None else self.devices.holding(pointer)
         self.parameters = pointer.parameters
         self.views, self.point, self.check = pointer.views, self.pointer.point, self.pointer.check
@@ -97,6 +97,15 @@ class Worker:
         """
         if self.devices is not None:
             self.devices.begin(self, self.to_device(batch))
+
+    def start_training(self, submodules: Sequence[str]) -> None:
+        """Train with `submodules`, by name, in training mode. They were in evaluation mode when the run began.
+
+        From now on they may draw random numbers. Changes of their buffers are an error if no row holds them.
+        """
+        self.draws_torch = self.draws_python = True
+        own = [(name, own_buffers(self.model.get_submodule(name))) for name in submodules]
+        self._buffers.watch(self.model, [f"{name}.{key}".lstrip(".") for name, buffers in own for key in buffers])
 
     @property
     def should_stop(self) -> Callable[[], bool]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from exogym.core.base import pulse
@@ -15,9 +16,10 @@ from exogym.core.record.history import History
 from exogym.core.training.agenda import Agenda, divides
 from exogym.core.training.evaluating import Model, Models
 from exogym.core.training.standing import Standing
-from exogym.errors import ArgumentError
+from exogym.errors import ArgumentError, ModelError
 
 if TYPE_CHECKING:
+    from exogym.callbacks import Callback
     from exogym.core.training.timing import Timing
 
 
@@ -39,6 +41,8 @@ class Calling:
         for k, callback in enumerate(agenda.callbacks):
             part = Shared(callback.state, callback.load_state)
             self.fleet.state.register(f"callback {k} {type(callback).__name__}", part)
+        self._modes = self._modes_at_first = self._modes_now()
+        self.fleet.state.register("callback modes", Shared(self._saved_modes, self._load_modes))
 
     @property
     def step(self) -> int:
@@ -127,6 +131,7 @@ class Calling:
         try:
             for callback in due:
                 self.beat()
+                trained = self._trained()
                 if callback(running) is True:
                     if not callback.may_end:
                         raise ArgumentError(
@@ -134,9 +139,12 @@ class Calling:
                             "return None"
                         )
                     self.standing.stopped = True
+                self._check_trained(callback, trained)
         finally:
             self._is_calling = False
-        tell(self._wire, ["go on", self.standing.stopped])
+        modes = self._modes_now()
+        tell(self._wire, ["go on", [self.standing.stopped, None if modes == self._modes else modes]])
+        self._take_modes(modes)
 
     def _ask(self, wish: str, value: Any = None) -> None:
         """Tell the other processes, which are in `_serve`, to make the same call as this one."""
@@ -155,6 +163,49 @@ class Calling:
         while True:
             wish, value = tell(self._wire, None)
             if wish == "go on":
-                self.standing.stopped = value
+                self.standing.stopped, modes = value
+                if modes is not None:
+                    self._take_modes(modes)
                 return
             wishes[wish](value)
+
+    # What callbacks change in the model
+
+    def _trained(self) -> dict[str, bool]:
+        return {name: p.requires_grad for name, p in self.worker.model.named_parameters()}
+
+    def _check_trained(self, callback: Callback, before: dict[str, bool]) -> None:
+        """Raise ModelError if the callback froze or unfroze a parameter: the rows have only what trained at first."""
+        if self.standing.stopped or self.step == self._agenda.total_steps:
+            return
+        changed = [name for name, trains in self._trained().items() if before.get(name, trains) != trains]
+        if changed:
+            now = not before[changed[0]]
+            raise ModelError(
+                f"after step {self.step} {type(callback).__name__} set requires_grad={now} for {changed[0]!r}, but fit "
+                "trains the same parameters from beginning to end. Train in two fits: the first with "
+                f"max_steps={self.step}, or ended by a callback that returns True. Set requires_grad after it, and call "
+                "fit again"
+            )
+
+    def _modes_now(self) -> list[bool]:
+        """Return whether each submodule is in training mode."""
+        return [module.training for module in self.worker.model.modules()]
+
+    def _take_modes(self, modes: list[bool]) -> None:
+        """Train with these modes of the submodules from now on: the modes in which a callback left them."""
+        if modes == self._modes:
+            return
+        started = []
+        for (name, module), now, before in zip(self.worker.model.named_modules(), modes, self._modes, strict=True):
+            module.training = now
+            started += [name] if now and not before else []
+        if started:
+            self.worker.start_training(started)
+        self._modes = modes
+
+    def _saved_modes(self) -> dict[str, Tensor]:
+        return {} if self._modes == self._modes_at_first else {"training": torch.tensor(self._modes)}
+
+    def _load_modes(self, saved: dict[str, Tensor]) -> None:
+        self._take_modes(saved["training"].tolist() if saved else self._modes_at_first)

@@ -14,10 +14,13 @@ from splits import (
     SGD,
     TUNERS,
     WARY,
+    Still,
     apart,
     assert_alike,
+    by_hand,
     fit,
     split,
+    still_line,
     text_trainer,
     trainer,
     tuned,
@@ -61,6 +64,9 @@ for name, step_seconds in (("clock", "10ms"), ("measured", None)):
     made, linked = trainer(), NodeMesh(shard=2, network="1Gbps,1ms")
     fit(made, {DILOCO}, node=linked, network="100Mbps,5ms", step_seconds=step_seconds, save_dir=name)
     found[name] = list(made.history.column("time_s")[1])
+for split in ("shard=2", "shard=2, zero=1"):
+    found["still", split] = fit(trainer(Still), {DILOCO}, node=eval(f"NodeMesh({{split}})"), max_steps=4)
+found["still", "stages"] = by_hand(lambda **given: {{"node": NodeMesh(**given), "max_steps": 4}}, still_line)
 made = trainer()
 before = dict(made.model.named_parameters())
 hooks = lambda: [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in made.model.modules()]
@@ -135,6 +141,15 @@ def test_halves_give_the_bits_of_micro_batches_of_half_the_size(split, halves):
 @pytest.mark.parametrize("split", ["tensor=2", "stages=2"])
 def test_layers_shared_out_give_what_one_device_would(split, halves):
     assert_alike(halves[split], fit(text_trainer(), DiLoCoStrategy("sgd", H=3, lr=0.1), max_steps=4), SGD)
+
+
+@pytest.mark.parametrize("split", ["shard=2", "shard=2, zero=1"])
+def test_submodules_in_evaluation_mode_stay_there_when_split(split, halves):
+    dense = fit(trainer(Still), DiLoCoStrategy("sgd", H=3, lr=0.1), max_steps=4)
+    assert apart(dense, fit(trainer(), DiLoCoStrategy("sgd", H=3, lr=0.1), max_steps=4)) == 0.0  # nothing is dropped
+    assert_alike(halves["still", split], dense, SGD)
+    one_process = by_hand(lambda **_: {"max_steps": 4}, still_line)
+    assert_alike(halves["still", "stages"], one_process, SGD)
 
 
 def test_batches_of_other_shapes_go_through_the_same_stages(halves):

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 from exogym import LocalTrainer
+from exogym.callbacks import Every
 from exogym.core.base.draws import stream_seed
 from exogym.core.compute.outputs import Loss, accuracy
 from exogym.core.fleet import Fleet
@@ -49,12 +50,12 @@ STRATEGIES = {
 }
 
 
-def plain(model, steps=STEPS, make_optimizer=None):
+def plain(model, steps=STEPS, begin=lambda model: model.train()):
     """Train `model` by hand, with the generators where a node's step finds them."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     fused = not any(p.dtype.itemsize == 2 for p in parameters)  # in bf16 torch's kernel skips elements
     optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9, fused=fused)
-    model.train()
+    begin(model)
     for step, (x, y) in enumerate(Stream(examples(), 1, batch_size=BATCH).batches(0, 0, steps)):
         seed = stream_seed(0, "step", 0, step)
         torch.manual_seed(seed)
@@ -521,6 +522,83 @@ def test_each_module_keeps_its_mode():
     model.eval()
     fit(model, SimpleReduceStrategy(SGD), num_nodes=2, val=examples(8))
     assert not any(module.training for module in model.modules())
+
+
+def partly_still():
+    """Dropout that acts, and then a BatchNorm and a dropout that the user keeps in evaluation mode."""
+    return nn.Sequential(
+        nn.Linear(6, 6), nn.Dropout(0.5), nn.BatchNorm1d(6).eval(), nn.Dropout(0.5).eval(), nn.Linear(6, 2)
+    )
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("val", [False, True])
+def test_a_submodule_in_evaluation_mode_trains_as_in_a_plain_loop(strategy, val):
+    model = fit(
+        made(partly_still), STRATEGIES[strategy](), val=examples(8) if val else None, val_interval=3 if val else None
+    )
+    wanted = plain(made(partly_still), begin=lambda model: None)
+    assert fingerprint(model) == fingerprint(wanted)
+    assert model[2].num_batches_tracked == 0
+    assert fingerprint(model) != fingerprint(plain(made(partly_still)))  # the control: all in training mode
+
+
+@pytest.mark.parametrize("given", [{"processes": 2}, {"compute": "vmap"}, {"minibatch_size": 4}], ids=str)
+def test_a_submodule_stays_in_evaluation_mode_in_every_way_of_computing(given):
+    def ending(build, **options):
+        model = made(build)
+        model[1].eval()  # vmap refuses dropout that acts
+        fit(model, FedAvgStrategy(SGD, H=3), num_nodes=2, val=examples(8), val_interval=2, **options)
+        assert [module.training for module in model] == [True, False, False, False, True]
+        return torch.nn.utils.parameters_to_vector(model.parameters())
+
+    found, wanted = ending(partly_still, **given), ending(partly_still)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_a_model_wholly_in_evaluation_mode_is_trained_in_training_mode():
+    """As from_pretrained of transformers returns models; a root in evaluation mode around others stays so."""
+    wanted = fingerprint(fit(made(dropout), SimpleReduceStrategy(SGD), val=examples(8)))
+    model = made(dropout).eval()
+    assert fingerprint(fit(model, SimpleReduceStrategy(SGD), val=examples(8))) == wanted
+    assert not any(module.training for module in model.modules())
+    seen = []
+    model = made(partly_still).eval()
+    model[0].train()
+    look = Every(4, lambda loop: seen.append([module.training for module in model.modules()]))
+    fit(model, SimpleReduceStrategy(SGD), val=examples(8), val_interval=3, callbacks=[look])
+    assert seen == [[False, True, False, False, False, False]] * 3
+
+
+def test_what_stays_in_evaluation_mode_is_said_once(capsys):
+    model = made(partly_still)
+    fit(model, SimpleReduceStrategy(SGD), num_nodes=2, processes=2)
+    assert (
+        capsys.readouterr().err.count("in evaluation mode during training, as given: '2', '3'; call model.train()") == 1
+    )
+    fit(made(dropout).eval(), SimpleReduceStrategy(SGD))
+    assert capsys.readouterr().err == ""
+
+
+def test_a_train_method_of_the_model_is_called():
+    """The usual way to keep a BatchNorm still: a train() that leaves it in evaluation mode."""
+
+    class Still(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.norm = nn.Linear(6, 2), nn.BatchNorm1d(2)
+
+        def forward(self, x):
+            return self.norm(self.body(x))
+
+        def train(self, mode=True):
+            super().train(mode)
+            self.norm.eval()
+            return self
+
+    model = fit(made(Still), SimpleReduceStrategy(SGD), val=examples(8), val_interval=3)
+    assert model.norm.num_batches_tracked == 0 and model.norm.training
+    assert fingerprint(model) == fingerprint(plain(made(Still)))
 
 
 def test_parameters_are_the_same_objects_in_their_own_memory_after():
