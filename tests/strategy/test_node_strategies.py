@@ -395,6 +395,56 @@ def test_a_strategy_without_a_step_is_an_error():
         fit(Nothing(lr=0.1))
 
 
+class Old(Strategy):
+    """Sets attributes as strategies of the first ExoGym did."""
+
+    def __init__(self, *given, attributes, **options):
+        super().__init__(*given, **options)
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def step(self):
+        self.communicate_gradients()
+        self.update_parameters()
+        super().step()
+
+
+class OldWithItsOwn(Old):
+    def _init_node(self, model, rank, num_nodes):
+        super()._init_node(model, rank, num_nodes)
+        self.optim = self.optim_spec.build(model.parameters())
+        assert self.lr_scheduler == "lambda_cosine"
+
+
+@pytest.mark.parametrize(
+    "attributes, words",
+    [
+        ({"optim_spec": OptimSpec("sgd", lr=0.123)}, r"optim_spec=OptimSpec\(SGD, lr=0.123\), but .* AdamW, lr=0.001"),
+        (
+            {"optim_spec": OptimSpec("adamw", lr=0.123)},
+            r"but the node trains with AdamW, lr=0.001.*super\(\).__init__\(opt",
+        ),
+        ({"optim_spec": torch.optim.SGD}, r"OptimSpec\(SGD\), but the node trains with AdamW"),
+        ({"optim": torch.optim.SGD([torch.zeros(1)], lr=0.1)}, r"__init__ sets self.optim, but the strategy makes"),
+        ({"lr_scheduler": "lambda_cosine"}, r"self.lr_scheduler='lambda_cosine', but .* None: call super\(\)"),
+        ({"lr_scheduler_kwargs": {"warmup_steps": 5}}, r"self.lr_scheduler_kwargs=.*warmup_steps=10"),
+    ],
+)
+def test_attributes_of_the_first_exogym_are_not_ignored(attributes, words):
+    with pytest.raises(StrategyError, match=words):
+        fit(Old(attributes=attributes))
+
+
+def test_attributes_that_say_what_the_node_has_are_allowed():
+    spec = OptimSpec("sgd", lr=0.1)
+    kept = {"optim_spec": spec, "lr_scheduler": "cosine", "lr_scheduler_kwargs": {}, "optim": None}
+    _, wanted = fit(Old(spec, lr_scheduler="cosine", attributes={}))
+    assert torch.equal(fit(Old(spec, lr_scheduler="cosine", attributes=kept))[1], wanted)
+    fit(Old(attributes={"optim_spec": "my own words"}))
+    own = OldWithItsOwn(attributes={"optim_spec": spec, "lr_scheduler": "lambda_cosine"})
+    assert torch.equal(fit(own)[1], fit(Old(spec, attributes={}))[1])
+
+
 def test_collectives_outside_a_step_are_refused():
     with pytest.raises(StrategyError, match="outside a strategy's step"):
         all_reduce(torch.zeros(2))

@@ -184,8 +184,8 @@ class Calling:
             raise ModelError(
                 f"after step {self.step} {type(callback).__name__} set requires_grad={now} for {changed[0]!r}, but fit "
                 "trains the same parameters from beginning to end. Train in two fits: the first with "
-                f"max_steps={self.step}, or ended by a callback that returns True. Set requires_grad after it, and call "
-                "fit again"
+                f"max_steps={self.step}, or ended by a callback that returns True. Then set requires_grad, and fit "
+                "again"
             )
 
     def _modes_now(self) -> list[bool]:

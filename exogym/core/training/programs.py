@@ -25,7 +25,8 @@ from exogym.core.fleet.state import Tensors
 from exogym.core.training.algorithm import Algorithm, Setting
 from exogym.core.training.meeting import Meeting
 from exogym.core.training.object_state import load_object_state, object_state
-from exogym.errors import StrategyError
+from exogym.errors import ArgumentError, StrategyError
+from exogym.strategy.optim import OptimSpec
 from exogym.strategy.packing import SKELETON
 from exogym.strategy.strategy import Strategy
 
@@ -66,6 +67,7 @@ class Programs(Algorithm):
             )
         if not hasattr(strategy, "inner"):
             raise StrategyError(f"{name}.__init__ must call super().__init__(...)")
+        _refuse_ignored(strategy)
         super().__init__(strategy, setting)
         self.compute = setting.compute(None)
         self.blocks: list[list[int]] | None = [list(range(len(fleet)))] if strategy.stacked else None
@@ -110,6 +112,7 @@ class Programs(Algorithm):
                 raise StrategyError(
                     f"{type(strategy).__name__}._init_node must call super()._init_node(model, rank, num_nodes)"
                 )
+            _refuse_another_optimizer(strategy)
             strategy._set_lr()  # of an optimizer of its own, too
 
         return start
@@ -275,6 +278,50 @@ class Programs(Algorithm):
     def close(self) -> None:
         self.meeting.close()
         super().close()
+
+
+def _refuse_ignored(strategy: Strategy) -> None:
+    """Refuse attributes that describe an optimizer or a schedule, as in the first ExoGym, but have no effect.
+
+    Raises:
+        StrategyError: `__init__` sets the optimizer itself, or a schedule that is not the strategy's.
+    """
+    name, own = type(strategy).__name__, vars(strategy)
+    if own.get("optim") is not None:
+        raise StrategyError(
+            f"{name}.__init__ sets self.optim, but the strategy makes this optimizer itself: give the optimizer to "
+            "super().__init__(optimizer), or set self.optim in _init_node(), after super()._init_node(...)"
+        )
+    if type(strategy)._init_node is not Strategy._init_node:  # which may make a scheduler of its own from these
+        return
+    for attribute in ("lr_scheduler", "lr_scheduler_kwargs"):
+        value = own.get(attribute)
+        if value and value != strategy.inner.lr_scheduler:
+            raise StrategyError(
+                f"{name} sets self.{attribute}={value!r}, but the schedule is that of super().__init__(), "
+                f"{strategy.inner.lr_scheduler!r}: call super().__init__(lr_scheduler='cosine', warmup_steps=10), for "
+                "example, and remove the attribute"
+            )
+
+
+def _refuse_another_optimizer(strategy: Strategy) -> None:
+    """Refuse an attribute `optim_spec`, as in the first ExoGym, that describes another optimizer than the node has.
+
+    Raises:
+        StrategyError: `self.optim` is another optimizer.
+    """
+    try:
+        spec = OptimSpec.of(vars(strategy)["optim_spec"])
+    except (KeyError, ArgumentError):  # none, or something else
+        return
+    made = strategy.optim
+    if not isinstance(made, spec.cls) or any(made.defaults.get(key) != value for key, value in spec.kwargs.items()):
+        name = type(strategy).__name__
+        raise StrategyError(
+            f"{name} sets self.optim_spec={spec!r}, but the node trains with {type(made).__name__}, "
+            f"lr={made.defaults.get('lr')}: give the optimizer to super().__init__(optim_spec), or build self.optim in "
+            "_init_node(), after super()._init_node(...)"
+        )
 
 
 class _ProgramState(Stateful):
