@@ -95,8 +95,8 @@ class Pointer:
         for name, p in self._frozen:
             if p.requires_grad:
                 raise ModelError(
-                    f"training set requires_grad=True for {name!r}, which was frozen when fit began, so no node's row holds "
-                    "it: unfreeze it before fit, or between two fits"
+                    f"training set requires_grad=True for {name!r}, which was frozen when fit began: unfreeze it "
+                    "before fit, or between two fits"
                 )
         self.keep_buffers(row)
 

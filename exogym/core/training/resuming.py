@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,11 @@ from exogym.core.training.checking import is_number
 from exogym.core.training.loop import TrainingLoop
 from exogym.core.training.options import FitOptions
 from exogym.errors import ArgumentError, CheckpointError
+from exogym.strategy.schedule import Schedule
+from exogym.strategy.strategy import Strategy
 
 CHOSEN = ("compute", "micro_batch_size", "speeds")
+OUTER_SCHEDULES = ("outer_lr_scheduler", "outer_momentum_scheduler")
 FREE = ("limits", "placement", "node")  # description's fields that may differ in a resumed run
 
 
@@ -67,8 +71,35 @@ class Kept:
             for complaint in self._complaints:
                 say(self.wire, f"{complaint}; using the checkpoint before it")
             say(self.wire, f"going on from step {loop.step} ({snapshot.path})")
+            before, now = (of["limits"]["total_steps"] for of in (snapshot.meta["description"], loop.description))
+            if changed := _other_rates(self.options.strategy, loop.step, before, now):
+                say(self.wire, changed)
         loop.fleet.state.row(0)
         loop.fleet.state.shared()
+
+
+def _other_rates(strategy: Strategy, step: int, before: int, now: int) -> str:
+    """Return what a run of `now` steps instead of `before` does to the schedules after `step`; "" if nothing."""
+    if not 0 < step < now:
+        return ""
+    inner, given, last = strategy.inner, vars(strategy).get("given_arguments", {}), step - 1
+    pairs = {"lr_scheduler": (inner.lr_scheduler, inner.schedule(before), inner.schedule(now))}
+    for name in OUTER_SCHEDULES:
+        scheduler = given.get(name)
+        pairs[name] = (scheduler, Schedule(scheduler, 0, before, 1.0), Schedule(scheduler, 0, now, 1.0))
+    pairs = {name: pair for name, pair in pairs.items() if not math.isclose(pair[1].lr(last), pair[2].lr(last))}
+    if not pairs:
+        return ""
+    names = " and ".join(f"{name}={getattr(pair[0], '__name__', repr(pair[0]))}" for name, pair in pairs.items())
+    rates = ""
+    if "lr_scheduler" in pairs:
+        _, old, new = pairs["lr_scheduler"]
+        rates = f": after step {step} the learning rate goes from {old.lr(last):.3g} to {new.lr(step):.3g}"
+    return (
+        f"{names} now ends at step {now}, not at step {before}{rates}. To avoid a jump, start with the whole run's "
+        "max_steps, and stop and resume it; or choose a schedule that does not depend on max_steps: 'constant', or a "
+        "function of the step"
+    )
 
 
 def open_folder(folder: Path, resume: bool, wire: Wire, undo: contextlib.ExitStack) -> Keepers:

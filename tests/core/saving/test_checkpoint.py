@@ -88,6 +88,31 @@ def test_more_steps_may_be_asked_for(tmp_path, val_interval):
     assert rows(longer) == rows(whole)
 
 
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        ({"lr_scheduler": "cosine"}, "lr_scheduler='cosine' now ends at step 12, not at step 8: after step 8 the "
+        "learning rate goes from 0.00381 to 0.025. To avoid a jump, start with the whole run's max_steps"),
+        ({"lr_scheduler": torch.optim.lr_scheduler.CosineAnnealingLR}, "lr_scheduler=CosineAnnealingLR now ends at "),
+        ({"outer_lr_scheduler": "linear"}, "outer_lr_scheduler='linear' now ends at step 12, not at step 8. To avoid"),
+        ({"lr_scheduler": lambda step: 0.9**step, "warmup_steps": 2}, None),
+        ({"lr_scheduler": "constant", "outer_lr_scheduler": "constant"}, None),
+        ({"lr_scheduler": "cosine", "warmup_steps": 10}, None),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_more_steps_under_a_schedule_that_ends_are_said(options, said, tmp_path, capsys):
+    make = lambda: DiLoCoStrategy("sgd", lr=0.1, H=2, **options)  # noqa: E731
+    fit(make(), tmp_path, max_steps=8, val_interval=8)
+    fit(make(), tmp_path, max_steps=8, resume=True, val_interval=8)
+    assert "now ends at step" not in capsys.readouterr().err
+    longer = fit(make(), tmp_path, max_steps=STEPS, resume=True, val_interval=8)
+    err = capsys.readouterr().err
+    assert "now ends at step" not in err if said is None else err.count(said) == 1
+    if said is not None and "0.00381" in said:
+        assert [f"{longer.history.column('lr', node=0)[1][k]:.3g}" for k in (7, 8)] == ["0.00381", "0.025"]
+
+
 def test_a_number_that_a_module_keeps_comes_back_as_it_was(tmp_path):
     """In float32 0.1 becomes a little more, and a tenth of ten clients two."""
     options = {"num_nodes": 10, "batch_size": 2}
