@@ -21,6 +21,7 @@ from torch.utils.data import TensorDataset
 
 from exogym.callbacks import Every
 from exogym.core.base.rng import generator
+from exogym.core.base.torch_private import strided_parts
 from exogym.core.communicator import Communicator, Wire
 from exogym.core.fleet import Fleet
 from exogym.core.progress import without_notices
@@ -45,7 +46,8 @@ def fingerprint(model: nn.Module) -> str:
     for name, value in model.state_dict().items():
         if isinstance(value, Tensor):
             digest.update(f"{name} {value.dtype} {tuple(value.shape)} ".encode())
-            digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+            for part in strided_parts(value.detach()):
+                digest.update(part.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -8,6 +8,7 @@ import hashlib
 import importlib
 import math
 import time
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +21,10 @@ from exogym.attached.checking import modules_of
 from exogym.attached.optimizer import UsersOptimizer
 from exogym.core.base.modes import evaluation_mode
 from exogym.core.base.rng import preserved_state
-from exogym.core.base.torch_private import in_this_process, version
+from exogym.core.base.torch_private import in_this_process, strided_parts, version
 from exogym.core.communicator import Wire, gather, ship
 from exogym.core.compute.finite import Watch
+from exogym.core.compute.first_step import check_dense, same
 from exogym.core.compute.loop import Loop
 from exogym.core.compute.outputs import Loss
 from exogym.core.compute.worker import Worker
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
     from exogym.core.training.timing import Timing
 
 LONGEST = 1024  # most steps of a stretch
+_open: weakref.WeakSet[Node] = weakref.WeakSet()  # the nodes of this process whose runs are not finished
 ENDLESS = 2**53  # the length of a run without `total_steps`
 BUFFER = "fleet.buffer."  # the name of a buffer in a row's state begins so
 
@@ -95,11 +98,13 @@ class Node:
             scheduled = {"lr_scheduler", "warmup_steps"} & vars(strategy).get("given_arguments", {}).keys()
             length = total_steps or ENDLESS
             self.users = UsersOptimizer(optimizer, strategy.inner, self.worker, length, bool(scheduled))
+            self.users.node = self  # lives as long as its hooks, so that `abandon_others` finds it
+        _open.add(self)
         self.driver: Driver
         self.compute: Loop
         self.models: Models
         self.standing: Standing
-        self.has_begun = False
+        self.has_begun = self.is_abandoned = False
         self.timing: Timing | None = None
         self._buffers = {name: (b, version(b), b.detach().clone()) for name, b in model.named_buffers()}
         self._rates: dict[int, float] = {}  # of the current stretch's steps
@@ -228,12 +233,7 @@ class Node:
                     "right values: run the model on one batch before attach"
                 )
             before[name] = value
-            is_same = (
-                torch.equal(value.nan_to_num(), buffer.nan_to_num())
-                if value.is_floating_point()
-                else torch.equal(value, buffer)
-            )
-            if not is_same or (buffer is was and version(buffer) != at):
+            if not same(value, buffer) or (buffer is was and version(buffer) != at):
                 changed.append(name)
         self._buffers = {}
         names = {name for told in self._told(changed) for name in told}
@@ -263,6 +263,7 @@ class Node:
                 f"step {self.step + 1} of a run with total_steps={self.total_steps}: call nodes.finish(), or give "
                 "attach the right total_steps"
             )
+        self._check_dense()
         algorithm, losses, step = self.driver.algorithm, self.driver.losses, self.step
         if not losses.under_way:
             self._totals = self._now()
@@ -358,6 +359,11 @@ class Node:
                     "Call nodes.finish() and attach again"
                 )
 
+    def _check_dense(self) -> None:
+        """Raise ModelError if a gradient is sparse, unless only the user's optimizer reads the gradients."""
+        if self.driver.algorithm.needs_gradients or self.users is None or self.users.changes_gradients:
+            check_dense(zip(self.worker.names, self.worker.parameters, strict=True))
+
     def _end_stretch(self, is_over: bool = False) -> None:
         """End the stretch; `is_over`: at the node's step, earlier than planned, because the loop is over."""
         driver, losses = self.driver, self.driver.losses
@@ -452,10 +458,24 @@ class Node:
             with torch.no_grad():
                 worker.set_home(*self.models.of(None))
             self.driver.close()
+        self._free()
+        self.wire.leave()
+
+    def abandon(self) -> None:
+        """End the run where it stands, without the other processes. Parameters stay, gradients are None."""
+        self.is_abandoned = True
+        self.worker.clear_grads()
+        if self.shards is not None:
+            self.shards.clear_gradients()
+        if self.has_begun:
+            self.driver.close()
+        self._free()
+
+    def _free(self) -> None:
+        _open.discard(self)
         self.fleet.state.parts.clear()
         if self.users is not None:
             self.users.release()
-        self.wire.leave()
 
     # State
 
@@ -519,6 +539,15 @@ class Node:
             yield
 
 
+def abandon_others(model: nn.Module, optimizer: Optimizer | None) -> None:
+    """End the runs that use this model or optimizer and were not finished, because their loops were interrupted."""
+    own = {id(p) for p in model.parameters()}
+    for other in list(_open):
+        is_shared = other.users is not None and other.users.optimizer is optimizer
+        if is_shared or any(id(p) in own for p in other.model.parameters()):
+            other.abandon()
+
+
 def wire_of_world(device: torch.device, gpus: int | None = None) -> Wire:
     """Return the wire between the processes of this run, each with one node; a script alone is one node.
 
@@ -557,6 +586,11 @@ def _start_equal(model: nn.Module, wire: Wire) -> None:
             "process"
         )
     if any(values != told[k % parts][1] for k, (_, values, _) in enumerate(told)):
+        if sparse := [name for name, x in tensors.items() if x.layout != torch.strided]:
+            raise ModelError(
+                f"the nodes start with different models, and sparse buffers such as {sparse[0]!r} cannot be sent: make "
+                "the same model in every process, for example after torch.manual_seed(0)"
+            )
         with torch.no_grad():
             for name, x in ship(wire, tensors, source=0).items():
                 tensors[name].copy_(x)
@@ -565,8 +599,8 @@ def _start_equal(model: nn.Module, wire: Wire) -> None:
 def _sum(tensors: Iterable[Tensor]) -> str:
     """Return a checksum of the tensors' values."""
     digest = hashlib.sha256()
-    for x in tensors:
-        digest.update(x.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    for part in (part for x in tensors for part in strided_parts(x)):
+        digest.update(part.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from exogym.attached.checking import check_model, check_optimizer, check_strategy
 from exogym.attached.loading import NodeLoader, stream_of_node
-from exogym.attached.node import Node
+from exogym.attached.node import Node, abandon_others
 from exogym.core.progress import warn
 from exogym.core.record.history import History
 from exogym.data.single import normalizes, single
@@ -40,6 +40,9 @@ def attach(
     From this call on, the model's parameters are views of the node's row. The loop computes gradients as before, and
     calls `Nodes.step()` in the place of `optimizer.step()`. The same batches and optimizer give the same bits as
     `LocalTrainer.fit(strategy)`.
+
+    If the loop of an earlier run with this model or optimizer was interrupted before `Nodes.finish`, `attach` ends that
+    run. It clears the gradients, and leaves the parameters and the optimizer's state as they are.
 
     Args:
         model: the model on its device, not wrapped in DDP or FSDP.
@@ -80,6 +83,7 @@ def attach(
         raise ArgumentError("step_seconds needs network: virtual time needs a network; give network='1Gbps,0.5ms'")
     if optimizer is not None:
         check_optimizer(optimizer, strategy, model, node is not None)
+    abandon_others(model, optimizer)
     return Nodes(Node(model, optimizer, strategy, device, total_steps, seed, network, step_seconds, node))
 
 
@@ -93,7 +97,7 @@ class Nodes:
         rank: the node's number, from 0.
         num_nodes: N, the number of nodes.
         part, parts: this process's number in its node, from 0, and how many processes the node has.
-        is_over: whether `finish` was called.
+        is_over: whether the run has ended, by `finish` or a later `attach` with this model or optimizer.
 
     >>> from torch import nn
     >>> from exogym.strategy import SimpleReduceStrategy
@@ -106,7 +110,11 @@ class Nodes:
     def __init__(self, node: Node):
         self._node, self.rank, self.num_nodes = node, node.wire.ranks[0], len(node.wire.placement)
         self.part, self.parts = node.part, node.wire.devices.parts
-        self.is_over = False
+        self._is_finished = False
+
+    @property
+    def is_over(self) -> bool:
+        return self._is_finished or self._node.is_abandoned
 
     def __repr__(self) -> str:
         part = f"process {self.part} of {self.parts}, " if self.parts > 1 else ""
@@ -285,7 +293,7 @@ class Nodes:
         """
         self._check_open()
         self._node.finish()
-        self.is_over = True
+        self._is_finished = True
         return self._node.model
 
     def state_dict(self) -> dict[str, Any]:
@@ -316,5 +324,10 @@ class Nodes:
                                 f"{self.num_nodes - 1}")  # fmt: skip
 
     def _check_open(self) -> None:
+        if self._node.is_abandoned:
+            raise ArgumentError(
+                "the run is over, because attach was called again with its model or optimizer: use the Nodes that this "
+                "call returned"
+            )
         if self.is_over:
             raise ArgumentError("the run is over, because nodes.finish() was called: attach again for another run")

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 LATE = (
     "optimizer.step() was called, but nodes.step() takes the step: call nodes.step() instead. If another trainer calls "
-    "optimizer.step(), call nodes.follow_optimizer() once, before training"
+    "optimizer.step(), call nodes.follow_optimizer() once, before training. To train without ExoGym again, call "
+    "nodes.finish() first"
 )
 SCALER = (
     "a GradScaler skips a step where a gradient of this process overflows, and the other nodes would not know: train "
@@ -42,6 +43,7 @@ class UsersOptimizer(Stateful):
     Attributes:
         optimizers: row 0's optimizer, {0: the user's optimizer}. Strategies that average moments read this dict.
         corrections: modules that change the gradients in place before they are clipped.
+        node: the `Node` that steps this optimizer.
     """
 
     def __init__(self, optimizer: Optimizer, inner: Inner, worker: Worker, total_steps: int, is_scheduled: bool):
@@ -55,6 +57,7 @@ class UsersOptimizer(Stateful):
         self._after: Callable[[], None] | None = None
         self._is_ours = self._is_making_ready = False
         self._hooks: list[Any] = []
+        self.node: Any = None
         self._watch()
 
     # For ways of computing
@@ -104,6 +107,11 @@ class UsersOptimizer(Stateful):
             p.grad = None
         if self._shards is not None:
             self._shards.clear_gradients()
+
+    @property
+    def changes_gradients(self) -> bool:
+        """Whether gradients are clipped or corrected before the step."""
+        return self.max_norm is not None or bool(self.corrections)
 
     def lr(self, step: int) -> float:
         """Return the learning rate of the first parameter group now."""

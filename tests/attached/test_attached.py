@@ -705,6 +705,95 @@ def test_a_run_has_an_end():
     assert attach(model, optimizer, DILOCO).step_count == 0  # another run may begin
 
 
+@pytest.mark.parametrize("follows", [False, True])
+@pytest.mark.parametrize("strategy", [DILOCO, SimpleReduceStrategy()], ids=["diloco", "ddp"])
+def test_attach_again_ends_a_run_that_was_interrupted(strategy, follows):
+    """A notebook's cell that was stopped in mid step, and run again: as a loop that begins there."""
+
+    def cell(model, optimizer, stop=None):
+        nodes = attach(model, optimizer, strategy)
+        if follows:
+            nodes.follow_optimizer()
+        for k in range(6):
+            x, y = data()[8 * k : 8 * k + 8]
+            nodes.reseed()
+            mse_loss(model(x), y).backward()
+            if k == stop:
+                raise KeyboardInterrupt(nodes)
+            optimizer.step() if follows else nodes.step()
+        return nodes.finish()
+
+    model = Tied()
+    optimizer = adam(model)
+    with pytest.raises(KeyboardInterrupt) as stopped:
+        cell(model, optimizer, stop=3)
+    (old,) = stopped.value.args
+    fresh = Tied()
+    fresh.load_state_dict(model.state_dict())
+    other = adam(fresh)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    cell(model, optimizer)
+    assert fingerprint(model) == fingerprint(cell(fresh, other))
+    assert old.is_over
+    for late in (old.step, old.finish, old.state_dict):
+        with pytest.raises(ArgumentError, match="because attach was called again with its model or optimizer"):
+            late()
+    optimizer.step()  # nobody watches it any more
+    assert not optimizer._optimizer_step_pre_hooks and not optimizer._optimizer_step_post_hooks
+
+
+def test_attach_again_with_another_optimizer_or_without_one_ends_the_run_too():
+    model, optimizer, nodes = begun()
+    loop(nodes, model, 2)
+    second = attach(model, None, DILOCO)
+    assert nodes.is_over and not second.is_over
+    optimizer.step()
+    third = attach(model, optimizer, DILOCO)
+    assert second.is_over and not third.is_over
+    apart = attach(line(), None, DILOCO)  # the control: another model's run goes on
+    loop(third, model, 2)
+    third.finish()
+    assert not apart.is_over
+
+
+def test_sparse_gradients_are_refused_where_a_row_or_a_norm_needs_dense_ones():
+    def steps(sparse, strategy):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(5, 4, sparse=sparse), nn.Linear(4, 1))
+        nodes = attach(model, torch.optim.SGD(model.parameters(), 0.1), strategy)
+        for _ in range(3):
+            model(torch.arange(3)).sum().backward()
+            nodes.step()
+        return nodes.finish().state_dict()
+
+    for strategy in (SimpleReduceStrategy(), DiLoCoStrategy("sgd", H=2, lr=0.1, max_norm=0.1)):
+        steps(False, strategy)
+        with pytest.raises(ModelError, match=r"gradient of '0.weight' is sparse, wanted a dense one: create the layer"):
+            steps(True, strategy)
+    found, wanted = (steps(sparse, DiLoCoStrategy("sgd", H=2, lr=0.1)) for sparse in (True, False))
+    for name, x in wanted.items():
+        torch.testing.assert_close(found[name], x)
+
+
+def test_a_sparse_buffer_may_be_in_the_model():
+    class Graph(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.out = nn.Linear(4, 1)
+            self.register_buffer("near", torch.eye(3).to_sparse())
+
+        def forward(self, x):
+            return torch.sparse.mm(self.near, self.out(x))
+
+    model, x = Graph(), torch.ones(3, 4)
+    nodes = attach(model, torch.optim.SGD(model.parameters(), 0.1), DILOCO)
+    model(x).sum().backward()
+    nodes.step()
+    assert nodes.state_dict()["meta"]["description"]["shared"]
+    assert nodes.finish().near.is_sparse
+
+
 def test_a_grad_scaler_is_refused():
     model, optimizer, nodes = begun()
     nodes.follow_optimizer()

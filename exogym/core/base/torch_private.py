@@ -76,6 +76,21 @@ def version(tensor: Tensor) -> int:
 # Modules
 
 
+def strided_parts(x: Tensor) -> list[Tensor]:
+    """Return dense tensors that hold the values of `x`: of a sparse tensor its indices and its values.
+
+    >>> [part.tolist() for part in strided_parts(torch.eye(2).to_sparse())]
+    [[[0, 1], [0, 1]], [1.0, 1.0]]
+    """
+    if x.layout == torch.sparse_coo:
+        return [x._indices(), x._values()]
+    if x.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [x.crow_indices(), x.col_indices(), x.values()]
+    if x.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [x.ccol_indices(), x.row_indices(), x.values()]
+    return [x if x.layout == torch.strided else x.to_dense()]
+
+
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """Return the dict of `module`'s own parameters, by attribute name.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from exogym.core.base.batches import slice_batch
 from exogym.core.base.modes import evaluation_mode, start_training
 from exogym.core.base.rng import seed_python, seed_torch
-from exogym.core.base.torch_private import own_buffers, version
+from exogym.core.base.torch_private import own_buffers, strided_parts, version
 from exogym.core.compute.attributes import Attributes, refuse_carried
 from exogym.core.compute.pointer import owner_of
 from exogym.core.compute.worker import Worker
@@ -121,12 +121,17 @@ def _trial_gradient(worker: Worker, batch: Any) -> Tensor:
     except RuntimeError as error:
         worker.loss.explain(error, batch)
         raise
-    for name, p in worker.model.named_parameters():
+    check_dense(worker.model.named_parameters())
+    return loss.detach()
+
+
+def check_dense(named: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise ModelError if a gradient is sparse: a row's gradient is dense."""
+    for name, p in named:
         if p.grad is not None and p.grad.layout != torch.strided:
             raise ModelError(
                 f"the gradient of {name!r} is sparse, wanted a dense one: create the layer without sparse=True"
             )
-    return loss.detach()
 
 
 @torch.no_grad()
@@ -137,7 +142,12 @@ def _undo(model: nn.Module, before: dict[str, tuple[Tensor, int, Tensor]]) -> li
         if name not in before or before[name][2].shape != buffer.shape:
             continue
         was, at, value = before[name]
-        if not _same(value, buffer) or (buffer is was and version(buffer) != at):
+        if not same(value, buffer) or (buffer is was and version(buffer) != at):
+            if buffer.layout != torch.strided:
+                raise ModelError(
+                    f"a training step changes the sparse buffer {name!r}, but a node's own buffers are dense: make it "
+                    "dense (x.to_dense()), or keep it constant"
+                )
             changing.append(name)
             owner, attribute = owner_of(model, name)
             own_buffers(owner)[attribute] = was
@@ -162,7 +172,7 @@ def trying(worker: Worker) -> Iterator[None]:
         with torch.no_grad():
             for owner, attribute, buffer, value in kept:
                 own_buffers(owner)[attribute] = buffer
-                if not _same(buffer, value):
+                if not same(buffer, value):
                     buffer.copy_(value)
 
 
@@ -186,7 +196,9 @@ def _mark(x: Tensor) -> tuple[int, int, float]:
     return version(x), x.data_ptr(), float(x.detach().sum().nan_to_num()) if summable else 0.0
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and torch.equal(
-        a.nan_to_num() if a.is_floating_point() else a, b.nan_to_num() if b.is_floating_point() else b
-    )
+def same(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors are equal, with NaN equal to NaN. Sparse tensors are compared without zeros."""
+    if a.shape != b.shape or a.layout != b.layout:
+        return False
+    pairs = zip(strided_parts(a), strided_parts(b), strict=True)
+    return all(torch.equal(*(x.nan_to_num() if x.is_floating_point() else x for x in pair)) for pair in pairs)

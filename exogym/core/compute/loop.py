@@ -101,6 +101,7 @@ class TrainNode:
             if worker.should_stop() and may_stop:
                 break
         worker.check(row)
+        worker.check_frozen()
         if watch.at_once:
             taken = torch.tensor(losses)
         else:
@@ -127,6 +128,7 @@ class TrainNode:
         worker.reseed(self.rank, first)
         loss = worker.gradient(batch, self.row)
         worker.check(self.row)
+        worker.check_frozen()
         return self.watch.losses(self.rank, self.row, loss.reshape(1), first)[0]
 
 

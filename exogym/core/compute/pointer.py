@@ -41,7 +41,6 @@ class Pointer:
         self.parameters = [named[name] for name in self.names]
         self.homes = [p.data for p in self.parameters]
         self.owners = [(p, *owner_of(model, name)) for name, p in named.items()]
-        self._frozen = [(name, p) for name, p in named.items() if not p.requires_grad]
         self.add_buffers(model, changing)
         self._constant: dict[str, tuple[nn.Module, str, Tensor, int]] = {}
         self._views: dict[int, list[Tensor]] = {}
@@ -79,7 +78,7 @@ class Pointer:
         """Check that the module's parameters still point at `row`, and save re-assigned buffers into this row.
 
         Raises:
-            ModelError: training replaced a parameter, moved it to other memory, or unfroze it.
+            ModelError: training replaced a parameter, or moved it to other memory.
         """
         for p, owner, attribute in self.owners:
             if own_parameters(owner).get(attribute) is not p:
@@ -91,12 +90,6 @@ class Pointer:
             if p.data_ptr() != view.data_ptr():
                 raise ModelError(
                     f"training moved parameter {name!r} to other memory (p.data = ...); change its values in place"
-                )
-        for name, p in self._frozen:
-            if p.requires_grad:
-                raise ModelError(
-                    f"training set requires_grad=True for {name!r}, which was frozen when fit began: unfreeze it "
-                    "before fit, or between two fits"
                 )
         self.keep_buffers(row)
 

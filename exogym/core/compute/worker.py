@@ -25,7 +25,7 @@ from exogym.core.compute.outputs import Loss
 from exogym.core.compute.pointer import Pointer
 from exogym.core.fleet import Fleet, Stateful
 from exogym.core.fleet.state import Tensors
-from exogym.errors import DataError
+from exogym.errors import DataError, ModelError
 
 if TYPE_CHECKING:
     from exogym.core.compute.insides import Insides
@@ -81,6 +81,7 @@ class Worker:
     def bind(self, fleet: Fleet) -> None:
         """Use the rows of `fleet` from now on. `point` can then point the module at any of these rows."""
         pointer = Pointer(self.model, fleet, self.changing)
+        self._frozen = [(name, p) for name, p in self.model.named_parameters() if not p.requires_grad]
         self.fleet, self.names, self._buffers = fleet, pointer.names, pointer
         self.pointer: Pointer = pointer if self.devices is None else self.devices.holding(pointer)
         self.parameters = pointer.parameters
@@ -106,6 +107,15 @@ class Worker:
         self.draws_torch = self.draws_python = True
         own = [(name, own_buffers(self.model.get_submodule(name))) for name in submodules]
         self._buffers.watch(self.model, [f"{name}.{key}".lstrip(".") for name, buffers in own for key in buffers])
+
+    def check_frozen(self) -> None:
+        """Raise ModelError if the user's code has unfrozen a parameter during `fit`."""
+        for name, p in self._frozen:
+            if p.requires_grad:
+                raise ModelError(
+                    f"training set requires_grad=True for {name!r}, which was frozen when fit began: unfreeze it "
+                    "before fit, or between two fits"
+                )
 
     @property
     def should_stop(self) -> Callable[[], bool]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from exogym.core.base.batches import batch_examples, map_tensors, micro_batches
 from exogym.core.base.devices import total_memory_bytes
+from exogym.core.base.torch_private import strided_parts
 from exogym.core.compute.parts import check_parts
 from exogym.core.compute.worker import Worker
 from exogym.core.progress import notice
@@ -45,9 +46,10 @@ def _activation_bytes(worker: Worker, batch: Any) -> int:
     seen: dict[int, int] = {}
 
     def pack(x: Tensor) -> Tensor:
-        storage = x.untyped_storage()
-        if storage.data_ptr() not in own:
-            seen[storage.data_ptr()] = storage.nbytes()
+        for part in strided_parts(x):
+            storage = part.untyped_storage()
+            if storage.data_ptr() not in own:
+                seen[storage.data_ptr()] = storage.nbytes()
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x), worker.autocast():

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from exogym.core.base.torch_private import in_this_process
+from exogym.core.base.torch_private import in_this_process, strided_parts
 from exogym.core.fleet import Fleet
 from exogym.core.training.options import FitOptions
 from exogym.data.stream import Stream
@@ -54,6 +54,6 @@ def sum_of_shared(model: nn.Module, changing: Collection[str]) -> str:
     digest = hashlib.sha256()
     for name, x in constants(model, changing).items():
         digest.update(f"{name} {x.dtype} {tuple(x.shape)}".encode())
-        if not x.is_meta and x.layout == torch.strided:
-            digest.update(x.contiguous().view(-1).view(torch.uint8).cpu().numpy().data)
+        for part in () if x.is_meta else strided_parts(x):
+            digest.update(part.contiguous().view(-1).view(torch.uint8).cpu().numpy().data)
     return digest.hexdigest()[:16]

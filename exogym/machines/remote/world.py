@@ -16,6 +16,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from exogym.core import communicator
 from exogym.core.base.files import replacing
+from exogym.core.base.torch_private import strided_parts
 from exogym.core.communicator import Wire, ship
 from exogym.core.engine.protocol import place
 from exogym.core.engine.wire import ProcessWire
@@ -131,14 +132,20 @@ def same_start(model: nn.Module) -> None:
     own = [sum_of(x) for x in tensors.values()]
     differs = torch.tensor([[a != b for a, b in zip(own, tell(own), strict=True)]], dtype=torch.uint8)
     anywhere = _wire().rows(differs, range(world_size())).any(0).tolist()
+    sent = {name: x for (name, x), far in zip(tensors.items(), anywhere, strict=True) if far}
+    if sparse := [name for name, x in sent.items() if x.layout != torch.strided]:
+        raise ModelError(f"the sparse buffer {sparse[0]!r} differs between hosts: make the same values on every host")
     with torch.no_grad():
-        for name, x in send({name: x for (name, x), far in zip(tensors.items(), anywhere, strict=True) if far}).items():
+        for name, x in send(sent).items():
             tensors[name].copy_(x)
 
 
 def sum_of(x: Tensor) -> str:
     """Return a checksum of the tensor's values."""
-    return hashlib.blake2b(x.detach().cpu().reshape(-1).view(torch.uint8).numpy().data, digest_size=16).hexdigest()
+    digest = hashlib.blake2b(digest_size=16)
+    for part in strided_parts(x.detach()):
+        digest.update(part.cpu().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -22,7 +22,7 @@ from exogym.core.base.draws import stream_seed
 from exogym.core.compute.outputs import Loss, accuracy
 from exogym.core.fleet import Fleet
 from exogym.data.stream import Stream
-from exogym.errors import ModelError
+from exogym.errors import CheckpointError, ModelError
 from exogym.strategy import FedAvgStrategy, OptimSpec, SimpleReduceStrategy, Strategy
 from exogym.testing import fingerprint
 
@@ -432,6 +432,55 @@ def test_statistics_of_each_node_follow_its_own_data():
             F.cross_entropy(model(x), y).backward()
             optimizer.step()
         assert torch.equal(model[1].running_mean, rows["mean"][rank])
+
+
+class Near(nn.Module):
+    """A layer, and a mean over features that a constant buffer, perhaps sparse, describes."""
+
+    def __init__(self, pack=lambda x: x, seed=0):
+        super().__init__()
+        self.out = nn.Linear(6, 2)
+        draw = torch.rand(6, 6, generator=torch.Generator().manual_seed(seed))
+        self.register_buffer("near", pack(draw * (draw > 0.5)))
+
+    def forward(self, x):
+        return self.out((self.near @ x.T).T)
+
+
+def sparse_csr(x):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls them beta
+        return x.to_sparse_csr()
+
+
+@pytest.mark.parametrize("pack", [torch.Tensor.to_sparse, sparse_csr], ids=["coo", "csr"])
+@pytest.mark.parametrize("options", [{}, {"processes": 2}, {"minibatch_size": 4}, {"max_memory_usage": 0.9}], ids=str)
+def test_a_model_with_a_sparse_buffer_trains(pack, options):
+    runs = []
+    for model in (made(lambda: Near(pack)), made(Near)):
+        fit(model, FedAvgStrategy(SGD, H=3), num_nodes=2, val=examples(8), **options)
+        runs.append(model)
+    sparse, dense = runs
+    assert sparse.near.layout != torch.strided and fingerprint(sparse) != fingerprint(made(lambda: Near(pack)))
+    torch.testing.assert_close(sparse.out.weight, dense.out.weight, rtol=1e-3, atol=1e-4)
+
+
+def test_a_resumed_run_needs_the_same_sparse_buffer(tmp_path):
+    given = {"save_dir": tmp_path, "num_nodes": 2}
+    fit(made(lambda: Near(torch.Tensor.to_sparse)), FedAvgStrategy(SGD, H=3), **given)
+    fit(made(lambda: Near(torch.Tensor.to_sparse)), FedAvgStrategy(SGD, H=3), resume=True, **given)
+    with pytest.raises(CheckpointError, match="shared"):
+        fit(made(lambda: Near(torch.Tensor.to_sparse, seed=1)), FedAvgStrategy(SGD, H=3), resume=True, **given)
+
+
+def test_a_sparse_buffer_that_training_changes_is_refused():
+    class Grows(Near):
+        def forward(self, x):
+            self.near = self.near * 1.1
+            return super().forward(x)
+
+    with pytest.raises(ModelError, match="changes the sparse buffer 'near', but a node's own buffers are dense"):
+        fit(made(lambda: Grows(torch.Tensor.to_sparse)), FedAvgStrategy(SGD, H=3), num_nodes=2)
 
 
 def test_a_parameter_without_gradient_is_left_alone():
