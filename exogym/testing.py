@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector
 from torch.utils.data import TensorDataset
 
 from exogym.callbacks import Every
@@ -132,29 +133,39 @@ class _Battery:
         self.stops: Sequence[int] = sorted({1, steps // 2, steps - 1} - {0, steps})
         self.reference, self.history = self.run()
 
-    def run(self, nodes: int | None = None, max_stretch: int | None = None, **options: Any) -> tuple[str, History]:
+    def run(
+        self, nodes: int | None = None, max_stretch: int | None = None, **options: Any
+    ) -> tuple[nn.Module, History]:
         model, data = small_problem()
         trainer = LocalTrainer(model, data, data, loss_fn=nn.functional.mse_loss)
         trainer.max_stretch = max_stretch
         given: dict[str, Any] = {"max_steps": self.steps, "batch_size": 8, "device": "cpu", "progress": False} | options
         trainer.fit(self.factory(), num_nodes=nodes or self.nodes, **given)
-        return fingerprint(model), trainer.history
+        return model, trainer.history
+
+    def off(self, model: nn.Module) -> str:
+        """Return how far the weights of `model` are from the reference run's; "" if the bits are equal."""
+        if fingerprint(model) == fingerprint(self.reference):
+            return ""
+        found, wanted = (parameters_to_vector(x.parameters()).detach() for x in (model, self.reference))
+        return f"by up to {float((found - wanted).abs().max()):.3g} (the largest is {float(wanted.abs().max()):.3g})"
 
     def repeatable(self) -> str:
         again, _ = self.run()
-        if again != self.reference:
+        if off := self.off(again):
             raise StrategyError(
-                "law 'repeatable': two runs with the same seed end in different weights. Draw random numbers only "
+                f"law 'repeatable': the weights of two runs with the same seed differ {off}. Draw random numbers only "
                 "from generators seeded from the run's seed and the step"
             )
         return "two runs end in the same bits"
 
     def stretches(self) -> str:
         capped, _ = self.run(max_stretch=1)
-        if capped != self.reference:
+        if off := self.off(capped):
             raise StrategyError(
-                "law 'stretches': single steps and whole stretches end in different weights. next_event() must name "
-                "every step at which the strategy acts, and local_steps() must not depend on where a stretch ends"
+                f"law 'stretches': the weights after single steps and after whole stretches differ {off}. next_event() "
+                "must name every step at which the strategy acts, and local_steps() must not depend on where a stretch "
+                "ends"
             )
         return "one step at a time ends in the same bits"
 
@@ -164,15 +175,18 @@ class _Battery:
                 self.run(save_dir=folder, checkpoint_interval=stop, callbacks=[Every(stop, lambda loop: True)])
                 with without_notices():  # no notice that the run continues
                     resumed, history = self.run(save_dir=folder, resume=True)
-            if resumed != self.reference:
+            if off := self.off(resumed):
                 raise StrategyError(
-                    f"law 'stopping': a run that stopped after step {stop} and resumed ends in different weights. Keep "
-                    "everything that changes during training in a module's row_state or shared_state, or in a plain "
-                    "number. A strategy for one node may keep tensors and numbers in any attribute"
+                    f"law 'stopping': after a run that stopped after step {stop} and resumed, the weights differ {off} "
+                    "from a run without a stop. Keep everything that changes during training in a module's "
+                    "row_state or shared_state, or in a plain number. A strategy for one node may keep tensors and "
+                    "numbers in any attribute"
                 )
-            if history.column("payload_bytes")[1][-1] != self.history.column("payload_bytes")[1][-1]:
+            sent, wanted = (float(one.column("payload_bytes")[1][-1]) for one in (history, self.history))
+            if sent != wanted:
                 raise StrategyError(
-                    f"law 'stopping': a run that stopped after step {stop} and resumed counts other bytes"
+                    f"law 'stopping': a run that stopped after step {stop} and resumed counts {sent:.1f} payload bytes "
+                    f"per node, not {wanted:.1f}"
                 )
         return "stopped and resumed, runs end in the same bits"
 
@@ -197,8 +211,8 @@ class _Battery:
 
     def single_node(self) -> str:
         _, history = self.run(nodes=1)
-        if history.column("tx_bytes")[1][-1] != 0:
-            raise StrategyError("law 'single node': a single node sends bytes, but no other node exists")
+        if (sent := history.column("tx_bytes")[1][-1]) != 0:
+            raise StrategyError(f"law 'single node': a single node sends {sent:.0f} bytes, but no other node exists")
         return "one node alone trains and sends nothing"
 
     def bytes(self) -> str:

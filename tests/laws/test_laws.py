@@ -84,9 +84,21 @@ def test_the_sound_version_passes(capfd):
     assert tuple(seen) == LAWS and capfd.readouterr() == ("", "")
 
 
+NUMBER = r"\d\.?\d*(e-\d+)?"
+SIZES = {
+    "repeatable": rf"differ by up to {NUMBER} \(the largest is {NUMBER}\)",
+    "stretches": rf"differ by up to {NUMBER} \(the largest is {NUMBER}\)",
+    "stopping": rf"differ by up to {NUMBER} \(the largest is {NUMBER}\)",
+    "placement": rf"differ by up to {NUMBER}",
+    "single node": r"sends \d+ bytes",
+    "bytes": r"was \d+\.\d bytes, but payload_bytes gives \d+\.\d",
+    "learns": rf"from {NUMBER} to {NUMBER}",
+}
+
+
 @pytest.mark.parametrize("law", LAWS)
-def test_a_broken_law_is_caught(law):
-    with pytest.raises(StrategyError, match=f"law '{law}'"):
+def test_a_broken_law_is_caught_and_its_size_said(law):
+    with pytest.raises(StrategyError, match=f"law '{law}'.*{SIZES[law]}"):
         check_strategy(
             lambda: CommunicateOptimizeStrategy("adamw", [Broken(law)], lr=0.02),
             payload_bytes=lambda row, steps: row * steps / 3,
