@@ -2,7 +2,9 @@
 
 A callback is any callable that takes one argument, the training loop (a `Running` object). `fit` calls the callback
 after each evaluation. If you wrap a function in `Every(n, function)`, `fit` calls it after each n-th step. A callback
-runs in the main process only. It can end the training by returning True.
+runs in the main process only. It can end the training by returning True. If it puts submodules into training or
+evaluation mode, all nodes train with these modes from then on. It cannot freeze or unfreeze parameters: for that, train
+in two fits.
 
 This callback is called every two steps, and has state that checkpoints save:
 

@@ -99,7 +99,7 @@ class Worker:
         if self.devices is not None:
             self.devices.begin(self, self.to_device(batch))
 
-    def start_training(self, submodules: Sequence[str]) -> None:
+    def train_also(self, submodules: Sequence[str]) -> None:
         """Train with `submodules`, by name, in training mode. They were in evaluation mode when the run began.
 
         From now on they may draw random numbers. Changes of their buffers are an error if no row holds them.

@@ -201,7 +201,7 @@ class Calling:
             module.training = now
             started += [name] if now and not before else []
         if started:
-            self.worker.start_training(started)
+            self.worker.train_also(started)
         self._modes = modes
 
     def _saved_modes(self) -> dict[str, Tensor]:

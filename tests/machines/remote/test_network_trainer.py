@@ -27,7 +27,7 @@ from exogym.machines.remote import NetworkTrainer, SSHLauncher, check_hosts, job
 from exogym.machines.remote.channel import Logs
 from exogym.machines.remote.onhost import probe
 from exogym.machines.remote.profile import RunProfile, load_profile
-from exogym.machines.remote.world import LaunchedPart
+from exogym.machines.remote.world import LaunchedPart, sum_of
 from exogym.strategy import DiLoCoStrategy, SimpleReduceStrategy
 from exogym.testing import fingerprint, small_problem
 
@@ -664,6 +664,11 @@ numbers = [float(x.double().sum()) for x in (*model.parameters(), *model.buffers
 print(f"rank {get_rank()} sent {sent} has {numbers}", flush=True)
 destroy_process_group()
 """
+
+
+def test_sparse_buffers_are_compared_at_the_start() -> None:
+    one, same, other = torch.eye(3).to_sparse(), torch.eye(3).to_sparse(), (2 * torch.eye(3)).to_sparse()
+    assert sum_of(one) == sum_of(same) != sum_of(other)
 
 
 def test_only_numbers_that_differ_are_sent_at_the_start(tmp_path: Path) -> None:
