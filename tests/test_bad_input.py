@@ -174,7 +174,7 @@ FIT = {
     "more nodes than examples": (
         {"data": examples(2), "partitioner": "iid", "num_nodes": 3},
         DataError,
-        "leaves node 2 of 3 without examples",
+        "2 examples are too few for 3 nodes",
     ),
     "factory": ({"data": wrong_factory}, DataError, r"wrong_factory\(rank\) cannot be called as a data set factory"),
     "no data": ({"data": 3}, DataError, "the data set is a int"),

@@ -104,6 +104,7 @@ class IID(Partitioner):
     """
 
     def split(self, dataset: Any, num_nodes: int, seed: int) -> list[np.ndarray]:
+        _check_enough(dataset, num_nodes)
         order = numpy_generator(seed, "partition").permutation(len(dataset))
         return _shards(self, np.array_split(order, num_nodes))
 
@@ -117,6 +118,9 @@ class LabelShards(Partitioner):
     Args:
         shards_per_node: s, the number of shards per node.
 
+    Raises:
+        DataError: fewer examples than the N * s shards.
+
     >>> shards = LabelShards(1).split([(0, label) for label in (1, 0, 1, 0)], 2, seed=0)
     >>> sorted(shard.tolist() for shard in shards)
     [[0, 2], [1, 3]]
@@ -128,7 +132,13 @@ class LabelShards(Partitioner):
         check_count("shards_per_node", self.shards_per_node)
 
     def split(self, dataset: Any, num_nodes: int, seed: int) -> list[np.ndarray]:
+        _check_enough(dataset, num_nodes)
         count = num_nodes * self.shards_per_node
+        if count > len(dataset):
+            raise DataError(
+                f"{self!r} over {num_nodes} nodes cuts {len(dataset)} examples into {count} shards, but a shard needs "
+                f"an example: use shards_per_node={len(dataset) // num_nodes} or less, or fewer nodes"
+            )
         pieces = np.array_split(np.argsort(labels_of(dataset), kind="stable"), count)
         dealt = numpy_generator(seed, "partition").permutation(count).reshape(num_nodes, self.shards_per_node)
         return _shards(self, [np.concatenate([pieces[p] for p in row]) for row in dealt])
@@ -163,6 +173,7 @@ class Dirichlet(Partitioner):
         check_count("min_examples", self.min_examples, least=0)
 
     def split(self, dataset: Any, num_nodes: int, seed: int) -> list[np.ndarray]:
+        _check_enough(dataset, num_nodes, self.min_examples)
         draws = numpy_generator(seed, "partition")
         labels = labels_of(dataset)
         classes = [np.flatnonzero(labels == label) for label in np.unique(labels)]
@@ -211,14 +222,9 @@ class QuantitySkew(Partitioner):
         check_count("min_examples", self.min_examples, least=0)
 
     def split(self, dataset: Any, num_nodes: int, seed: int) -> list[np.ndarray]:
+        _check_enough(dataset, num_nodes, self.min_examples)
         draws = numpy_generator(seed, "partition")
         spare = len(dataset) - num_nodes * self.min_examples
-        if spare < 0:
-            raise DataError(
-                f"{len(dataset)} examples are too few for {num_nodes} nodes with min_examples={self.min_examples}: "
-                f"use at most {len(dataset) // self.min_examples} nodes, or a smaller min_examples (0 needs sampled "
-                "clients)"
-            )
         share = draws.dirichlet(np.full(num_nodes, float(self.alpha)))
         cuts = np.rint(np.cumsum(share)[:-1] * spare).astype(np.int64)
         cuts += self.min_examples * np.arange(1, num_nodes)
@@ -246,6 +252,7 @@ class ByKey(Partitioner):
     key: Callable[[Any], Any] | Sequence[Any] | np.ndarray = field(repr=False)
 
     def split(self, dataset: Any, num_nodes: int, seed: int) -> list[np.ndarray]:
+        _check_enough(dataset, num_nodes)
         keys = [self.key(dataset[i]) for i in range(len(dataset))] if callable(self.key) else self.key
         if len(keys) != len(dataset):
             raise DataError(f"ByKey has {len(keys)} keys for {len(dataset)} examples: give one key per example")
@@ -286,6 +293,14 @@ def label_skew(partitioner: Partitioner, dataset: Any, num_nodes: int, seed: int
     shards = [np.arange(len(labels)), *shards_of(partitioner, dataset, num_nodes, seed, may_be_empty=True)]
     whole, *each = [np.bincount(labels[x], minlength=len(classes)) / len(x) for x in shards if len(x)]
     return float(np.mean([np.abs(share - whole).sum() / 2 for share in each]))
+
+
+def _check_enough(dataset: Any, num_nodes: int, min_examples: int = 1) -> None:
+    """Raise DataError if there are too few examples for so many nodes, before dividing them takes time and memory."""
+    if num_nodes * min_examples > len(dataset):
+        each = f" with min_examples={min_examples}" if min_examples > 1 else ""
+        remedy = "use fewer nodes or lower min_examples" if each else "use fewer nodes or more data"
+        raise DataError(f"{len(dataset)} examples are too few for {num_nodes} nodes{each}: {remedy}")
 
 
 def _shards(partitioner: Partitioner, shards: Sequence[np.ndarray], may_be_empty: bool = False) -> list[np.ndarray]:

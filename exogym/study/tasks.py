@@ -103,6 +103,8 @@ def load_task(name: str, data: Data = None, **options: Any) -> Task:
     if ":" in name:
         return _own_task(name, *(() if data is None else (data,)), **options)
     check_choice("task", name, _TASKS)
+    if not isinstance(data, str | os.PathLike | None):
+        raise ArgumentError(f"data={data!r} must be the path of a file or folder")
     return _TASKS[name](data, **options)
 
 

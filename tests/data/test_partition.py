@@ -156,11 +156,23 @@ def test_text_that_is_wrong(text: str, message: str) -> None:
         parse_partitioner(text)
 
 
-def test_a_node_without_examples_is_an_error_before_training() -> None:
-    with pytest.raises(DataError, match=r"leaves node 3 of 4 without examples.*fewer nodes"):
-        Stream([1, 2, 3], 4, batch_size=1, partitioner=IID())
-    with pytest.raises(DataError, match="3 examples are too few for 4 nodes"):
-        Stream([1, 2, 3], 4, batch_size=1, partitioner=QuantitySkew())
+@pytest.mark.parametrize("partitioner", [IID(), LabelShards(1), Dirichlet(0.3), QuantitySkew(), ByKey([0, 1, 2])])
+def test_more_nodes_than_examples_are_refused_at_once(partitioner: Partitioner) -> None:
+    with pytest.raises(DataError, match="3 examples are too few for 4 nodes: use fewer nodes"):
+        Stream([1, 2, 3], 4, batch_size=1, partitioner=partitioner)
+    with pytest.raises(DataError, match="3 examples are too few for 9007199254740992 nodes"):  # no memory is asked for
+        partitioner.split([1, 2, 3], 2**53, seed=0)
+
+
+def test_more_shards_than_examples_are_refused_at_once() -> None:
+    assert len(LabelShards(D // N).split(DATA, N, 0)) == N  # an example for each shard
+    with pytest.raises(DataError, match=rf"use shards_per_node={D // N} or less"):
+        LabelShards(D // N + 1).split(DATA, N, 0)
+    with pytest.raises(DataError, match="a shard needs an example"):
+        LabelShards(2**53).split(DATA, N, 0)
+    for partitioner in (Dirichlet(0.3, min_examples=2**53), QuantitySkew(min_examples=2**53)):
+        with pytest.raises(DataError, match="with min_examples=9007199254740992: use fewer nodes or lower min_exam"):
+            partitioner.split(DATA, N, 0)
 
 
 def test_many_clients_of_few_labels() -> None:

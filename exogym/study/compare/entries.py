@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -70,6 +70,8 @@ def split_strategies(strategies: str | Sequence[str] | Mapping[str, str | Strate
     if isinstance(strategies, Mapping):
         return dict(strategies)
     given = [strategies] if isinstance(strategies, Strategy) else strategies
+    if not isinstance(given, Iterable):
+        raise ArgumentError(f"strategies={given!r} must be text such as 'ddp,diloco', a list of texts, or a dict")
     texts: list[Any] = given.split(",") if isinstance(given, str) else list(given)
     for text in texts:
         if not isinstance(text, str):
@@ -97,7 +99,8 @@ def setting_of(task: Task, num_nodes: Any, max_steps: Any, batch_size: Any, seed
     if isinstance(seeds, int):
         check_count("seeds", seeds)
         seeds = range(seeds)
-    if not seeds or len(set(seeds)) < len(seeds) or not all(isinstance(seed, int) for seed in seeds):
+    are_whole = isinstance(seeds, Collection) and all(isinstance(seed, int) for seed in seeds)
+    if not are_whole or not seeds or len(set(seeds)) < len(seeds):
         raise ArgumentError(f"seeds={seeds!r}: give the number of seeds, or different whole numbers")
     shared = {name: getattr(task, name) for name in DEFAULTS if name != "lr"}
     return Setting(nodes=nodes, steps=steps, batch_size=size, lr=rate, **shared, seeds=tuple(seeds))

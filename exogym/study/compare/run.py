@@ -24,7 +24,7 @@ from exogym.core.record import schema
 from exogym.core.record.run_folder import versions
 from exogym.core.training.checking import checked_options
 from exogym.core.training.options import FitOptions, RunOptions, all_arguments, describe, takes
-from exogym.data.partition import IID, parse_partitioner
+from exogym.data.partition import IID, partitioner_of
 from exogym.data.stream import Stream, check_dataset, is_factory, is_iterable
 from exogym.errors import ArgumentError, TrainingError, check_count
 from exogym.strategy.strategy import Strategy
@@ -119,16 +119,16 @@ def session_of(asked: ComparisonOptions, known_step_s: float | None = None) -> S
             check_count(name, getattr(asked, name))
     most, val, split, stream, opening = asked.val_size or VAL_EXAMPLES, task.val, None, None, None
     val = check_dataset(first_examples(val, most)) if is_iterable(val) else _evenly(check_dataset(val), most)
+    wanted = task.partitioner if asked.partitioner is None else asked.partitioner
     if is_iterable(task.train):
         stream = Stream(
             task.train, setting.nodes, batch_size=setting.batch_size, dataloader_kwargs=asked.dataloader_kwargs,
-            partitioner=asked.partitioner or task.partitioner,
+            partitioner=wanted,
         )  # fmt: skip
         opening = opening_of(task.train)
     else:
         check_dataset(task.train)
-        wanted = asked.partitioner or task.partitioner or IID()
-        split = parse_partitioner(wanted) if isinstance(wanted, str) else wanted
+        split = IID() if wanted is None else partitioner_of(wanted)
         for seed in setting.seeds:
             split.split(task.train, setting.nodes, seed)  # raises now if a node gets no data
     if asked.processes != "auto":
