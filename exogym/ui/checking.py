@@ -8,14 +8,18 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import json
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from exogym.core.base.processes import lines_from_parent
 from exogym.core.record import schema
 from exogym.core.training.options import LONG
 from exogym.data.partition import parse_partitioner
 from exogym.errors import ArgumentError, ExoGymError
+from exogym.logger import in_json
 from exogym.network import Network
 from exogym.strategy.registry import parse_strategy
 from exogym.study.compare import DEFAULT_STRATEGIES
@@ -74,6 +78,20 @@ def check(command: str, given: Mapping[str, Any]) -> dict[str, Any]:
     if session is not None and not errors:
         plan = _plan(session, axes, options)
     return {"errors": errors, "plan": plan}
+
+
+def answer_parent() -> None:
+    """Check what the parent asks for (`exogym.ui.apart`), until it ends. Questions and answers are lines of JSON."""
+    with os.fdopen(os.dup(1), "w") as answers:
+        os.dup2(2, 1)  # what a check prints is no answer
+        lines = lines_from_parent()
+        print(file=answers, flush=True)  # torch is loaded
+        while True:
+            try:
+                found = check(*json.loads(lines.get()))
+            except Exception as error:
+                found = {"errors": [{"error": f"the check failed: {type(error).__name__}: {error}"}], "plan": ""}
+            print(json.dumps(in_json(found)), file=answers, flush=True)
 
 
 @contextlib.contextmanager

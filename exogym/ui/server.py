@@ -32,6 +32,7 @@ import errno
 import json
 import logging
 import math
+import reprlib
 import secrets
 import socket
 import threading
@@ -58,6 +59,7 @@ from exogym.logger import in_json
 from exogym.machines.remote.health import read_hosts
 from exogym.machines.remote.hosts import is_loopback
 from exogym.study import runs
+from exogym.ui.apart import Replaced
 from exogym.ui.door import AT_ONCE, LOG, QUEUE, Gate, seldom
 from exogym.ui.guard import Guard
 from exogym.ui.health import health_of
@@ -138,20 +140,28 @@ def serve(
         )  # fmt: skip
         ready(f"http://{name}:{sock.getsockname()[1]}/?token={token}")
         with seldom(LOG, logging.getLogger("asyncio")), _quiet(over):
-            _PageServer(config, over).run(sockets=[sock])
+            _PageServer(config, over, starter).run(sockets=[sock])
 
 
 class _PageServer(uvicorn.Server):
-    """Sets `over` at the first signal to end. Accepts `AT_ONCE` connections at a time; the system queues `QUEUE`."""
+    """Sets `over` at the first signal to end, and ends the starter's checks and estimates.
 
-    def __init__(self, config: uvicorn.Config, over: threading.Event):
+    It accepts `AT_ONCE` connections at a time; the system queues `QUEUE`.
+    """
+
+    def __init__(self, config: uvicorn.Config, over: threading.Event, starter: Starter | None):
         super().__init__(config)
-        self.over = over
+        self.over, self.starter = over, starter
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for sock in sockets or ():
             sock.listen(QUEUE)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self.starter is not None:  # before uvicorn waits for the answers that wait for these processes
+            self.starter.close()
+        await super().shutdown(sockets)
 
     def handle_exit(self, number: int, frame: FrameType | None) -> None:
         self.over.set()
@@ -273,8 +283,8 @@ def application(
     def started(request: Request) -> Response:
         return JSONResponse([] if starter is None else starter.started())
 
-    async def told(request: Request) -> dict[str, Any]:
-        """Return the JSON object in a request's body."""
+    async def told(request: Request, *names: str) -> dict[str, Any]:
+        """Return the JSON object in a request's body. It may have only these fields."""
         if not request.headers.get("content-type", "").startswith("application/json"):
             raise HTTPException(415, "the body must be JSON: send Content-Type application/json")
         text = b""
@@ -283,30 +293,33 @@ def application(
             if len(text) > MOST_BODY:
                 raise HTTPException(413, f"the body is too long: send at most {MOST_BODY} bytes")
         try:
-            asked = json.loads(text)
+            asked = json.loads(text, parse_constant=int)  # int("NaN") is an error: JSON has no NaN
         except (ValueError, RecursionError):
             raise HTTPException(400, "the body is not valid JSON") from None
         if not isinstance(asked, dict):
             raise HTTPException(400, "the body must be a JSON object")
+        if others := asked.keys() - set(names):
+            shown = reprlib.repr(min(others))
+            raise HTTPException(400, f"the body has an unknown field {shown}: send {', '.join(names)}")
         return asked
 
     async def start(request: Request) -> Response:
-        asked = await told(request)
+        asked = await told(request, "command", "options")
         words = asked.get("command"), asked.get("options")
         return await run_in_threadpool(change, lambda: {"pid": _own(starter).start(*words)}, 202)
 
     async def check(request: Request) -> Response:
-        asked = await told(request)
+        asked = await told(request, "command", "options")
         words = asked.get("command"), asked.get("options")
         return await run_in_threadpool(change, lambda: _own(starter).check(*words), 200)
 
     async def estimate(request: Request) -> Response:
-        asked = await told(request)
+        asked = await told(request, "command", "options")
         words = asked.get("command"), asked.get("options")
         return await run_in_threadpool(change, lambda: _own(starter).estimate(*words), 200)
 
     async def notes(request: Request) -> Response:
-        asked = await told(request)
+        asked = await told(request, "tags", "note")
         path = await run_in_threadpool(_folder, shelf, request)
         _own(starter)
         try:
@@ -316,8 +329,6 @@ def application(
             await run_in_threadpool(write_notes, path, now)
         except ArgumentError as error:
             raise HTTPException(400, str(error)) from None
-        except TypeError:
-            raise HTTPException(400, "tags must be a list of texts") from None
         except OSError as error:
             raise HTTPException(409, f"the notes cannot be written: {error.strerror}") from None
         shelf.forget()
@@ -335,6 +346,8 @@ def application(
             return JSONResponse(in_json(action()), status)
         except CannotStart as error:
             raise HTTPException(403, str(error)) from None
+        except Replaced as error:
+            raise HTTPException(409, str(error)) from None
         except ArgumentError as error:
             raise HTTPException(400, str(error)) from None
 

@@ -7,8 +7,10 @@ has its own session, so it continues when the page's server ends. The page later
 from __future__ import annotations
 
 import functools
+import math
 import os
 import re
+import reprlib
 import signal
 import subprocess
 import sys
@@ -25,6 +27,7 @@ from exogym.core.record.run_folder import RESUME, read_status
 from exogym.core.training.options import in_full
 from exogym.errors import ArgumentError, ExoGymError, check_choice, nearest
 from exogym.study.runs import what_is
+from exogym.ui.apart import Apart
 from exogym.ui.repeat import axes_lines, folder_of
 
 LOGS = ".started"  # in the runs folder: outputs of started commands
@@ -32,12 +35,17 @@ TAIL_BYTES = 4096
 PATIENCE_S = 10.0  # seconds to wait for the end of a process that has just stopped
 ESTIMATE_S = 120.0
 MOST_TEXT = 2000  # characters of an option's value
+WORDS = ("strategies", "strategy", "axes", "search")  # options that no number fits, beside those with choices
 FILE = re.compile(r"[/\\]|\.[A-Za-z]{2}")  # a path or a file's ending
 Form = Sequence[Mapping[str, Any]]  # a command's options, as `exogym.cli.ui.forms_of` describes them
 
 
 class CannotStart(ExoGymError):
     """Raised when the options of `exogym ui` do not allow the page to start a command."""
+
+
+class WrongKind(ArgumentError):
+    """Raised for a JSON value of a kind that no form sends."""
 
 
 @dataclass
@@ -56,7 +64,7 @@ class Starter:
     allow_code: bool = False
     _started: list[tuple[str, Path, subprocess.Popen[bytes]]] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _checking: threading.Lock = field(default_factory=threading.Lock)
+    _apart: Apart = field(default_factory=Apart)
     _estimating: threading.Lock = field(default_factory=threading.Lock)
 
     @functools.cached_property
@@ -74,29 +82,42 @@ class Starter:
             about["options"] = [options.index(option) for option in about["options"]]
         return {"strategies": found, "options": options}
 
+    def close(self) -> None:
+        """End the processes that check and estimate. Started commands continue."""
+        self._apart.close()
+
     def check(self, command: Any, options: Any) -> dict[str, Any]:
         """Return the errors in a command's options, and its plan (`exogym.ui.checking.check`). Start nothing.
 
         Raises:
-            ArgumentError: the command is unknown, or the options are not a JSON object.
+            ArgumentError: the command is unknown, or the options are not a JSON object of texts and numbers.
+            Replaced: while this check waited for another, a newer check has come.
         """
-        from exogym.ui.checking import check  # loads torch
+        with self._apart.turn():
+            self._check_kinds(command, options)
+            errors = []
+            for name, value in options.items():
+                try:
+                    self.arguments(command, {name: value})
+                except WrongKind:
+                    raise
+                except (ArgumentError, CannotStart) as error:
+                    errors.append({"error": str(error), "option": name})
+            if errors:  # what may not start is not looked at
+                return {"errors": errors, "plan": ""}
+            flags = {option["name"]: not option["default"] for option in self.forms[command] if option["is_flag"]}
+            given = {n: flags.get(n, value) for n, value in options.items() if n not in flags or value is True}
+            return self._apart.check(command, given)
 
+    def _check_kinds(self, command: Any, options: Any) -> None:
+        """Raise ArgumentError unless `command` is the name of a form, and `options` a dict that may fit it."""
+        if not isinstance(command, str) or len(command) > MOST_TEXT:
+            raise WrongKind(f"command={reprlib.repr(command)} must be one of {', '.join(self.forms)}")
         check_choice("command", command, self.forms)
         if not isinstance(options, dict):
-            raise ArgumentError(f"options={options!r} must be a JSON object {{option: value}}")
-        errors = []
-        for name, value in options.items():
-            try:
-                self.arguments(command, {name: value})
-            except (ArgumentError, CannotStart) as error:
-                errors.append({"error": str(error), "option": name})
-        if errors:  # what may not start is not looked at
-            return {"errors": errors, "plan": ""}
-        flags = {option["name"]: not option["default"] for option in self.forms[command] if option["is_flag"]}
-        given = {name: flags.get(name, value) for name, value in options.items() if name not in flags or value is True}
-        with self._checking:  # a check draws weights from torch's one generator
-            return check(command, given)
+            raise WrongKind(f"options={reprlib.repr(options)} must be a JSON object {{option: value}}")
+        if len(options) > len(self.forms[command]):
+            raise WrongKind(f"options has {len(options)} names, but {command} takes {len(self.forms[command])}")
 
     def estimate(self, command: Any, options: Any) -> dict[str, str]:
         """Return the time and memory that a command needs, as `text`. Another process tries it for some seconds.
@@ -105,22 +126,18 @@ class Starter:
             ArgumentError, CannotStart: the reason is as in `start`, or a value is wrong, another estimate is under way,
                 or the trial took over `ESTIMATE_S` seconds.
         """
-        check_choice("command", command, self.forms)
         words = [command, *self.arguments(command, options), "--estimate", f"--out={self.top}"]
         if not self._estimating.acquire(blocking=False):
             raise ArgumentError("another estimate is under way: wait until it has ended")
         try:
-            done = subprocess.run(
-                [sys.executable, "-m", "exogym", *words], stdin=subprocess.DEVNULL, capture_output=True, text=True,
-                timeout=ESTIMATE_S,
-            )  # fmt: skip
+            status, output, errors = self._apart.run(words, ESTIMATE_S)
         except subprocess.TimeoutExpired:
             raise ArgumentError(f"the trial took over {ESTIMATE_S:g} s: lower the nodes or the batch size") from None
         finally:
             self._estimating.release()
-        if done.returncode:
-            raise ArgumentError(done.stderr.strip().rpartition("\n")[2] or "the trial ended without an estimate")
-        return {"text": done.stdout}
+        if status:
+            raise ArgumentError(errors.strip().rpartition("\n")[2] or "the trial ended without an estimate")
+        return {"text": output}
 
     def again(self, path: Path) -> dict[str, Any]:
         """Return a form with a folder's options (`exogym.ui.again.again_of`).
@@ -142,29 +159,35 @@ class Starter:
             ArgumentError: the command or an option is unknown, or a value is not plain text or a number.
             CannotStart: a value names code or a file, but `allow_code` is False.
         """
-        check_choice("command", command, self.forms)
         words = self.arguments(command, options)
         out = self.top if command == "compare" else new_folder(self.top, command)
         return self._start(command, [command, *words, f"--out={out}"])
 
-    def arguments(self, command: str, options: Any) -> list[str]:
+    def arguments(self, command: Any, options: Any) -> list[str]:
         """Return the command's arguments. Each is one word --option=value, so that no value can act as an option."""
-        if not isinstance(options, dict):
-            raise ArgumentError(f"options={options!r} must be a JSON object {{option: value}}")
+        self._check_kinds(command, options)
         known, words = {option["name"]: option for option in self.forms[command]}, list[str]()
         for name, given in options.items():
             if name not in known:
-                raise ArgumentError(f"{command} has no option {name!r} on this page: {nearest(str(name), known)}")
+                shown = reprlib.repr(name)
+                raise ArgumentError(f"{command} has no option {shown} on this page: {nearest(name[:40], known)}")
             flag = known[name]["flag"]
             if known[name]["is_flag"]:
-                words += [flag] if given is True else []
+                if not isinstance(given, bool):
+                    raise WrongKind(f"{name}={reprlib.repr(given)} must be true or false")
+                words += [flag] if given else []
                 continue
-            for value in given if isinstance(given, list) else [given]:
-                text = str(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else ""
-                if not text or len(text) > MOST_TEXT or not text.isprintable():
-                    raise ArgumentError(
-                        f"{name}={value!r} must be a number or one line of text, at most {MOST_TEXT} characters"
-                    )
+            for value in given if known[name]["multiple"] and isinstance(given, list) else [given]:
+                is_number = type(value) in (int, float) and -math.inf < value < math.inf
+                takes_numbers = name not in WORDS and not known[name]["choices"]
+                text, wanted = str(value) if is_number and takes_numbers else value, "a number or " * takes_numbers
+                wanted = (
+                    f"{name}={reprlib.repr(value)} must be {wanted}one line of text, at most {MOST_TEXT} characters"
+                )
+                if not isinstance(text, str) or len(text) > MOST_TEXT:
+                    raise WrongKind(wanted)
+                if not text or not text.isprintable():
+                    raise ArgumentError(wanted)
                 is_code = (name == "dataset" and ":" in text) or name == "data" or FILE.search(text)
                 if is_code and not self.allow_code:
                     raise CannotStart(
@@ -208,6 +231,8 @@ class Starter:
             raise ArgumentError(f"{path.name} was started from Python: continue it in Python with resume=True")
         if isinstance(given.get("speeds"), list):
             given["speeds"] = ",".join(map(str, given["speeds"]))
+        if isinstance(given.get("strategies"), list):
+            given["strategies"] = ",".join(map(str, given["strategies"]))
         return self._start(command, [command, *self.arguments(command, given), f"--out={path}", "--resume"])
 
     def _run_again(self, path: Path, about: Mapping[str, Any]) -> int:

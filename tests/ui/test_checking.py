@@ -1,5 +1,6 @@
 """What a form's check says: the errors of Python, each at its option or strategy."""
 
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,17 @@ from exogym.errors import ArgumentError
 from exogym.strategy.registry import STRATEGIES
 from exogym.study.compare import compare
 from exogym.study.sweep import sweep
+from exogym.ui.apart import Apart, Replaced
 from exogym.ui.checking import check
 from exogym.ui.starting import CannotStart, Starter
 
 
 @pytest.fixture(scope="module")
-def starter() -> Starter:
+def starter() -> Iterator[Starter]:
     forms = forms_of(typer.main.get_command(app).make_context("exogym", [], resilient_parsing=True))
-    return Starter(Path("none"), lambda: forms)
+    starter = Starter(Path("none"), lambda: forms)
+    yield starter
+    starter.close()
 
 
 @pytest.mark.parametrize(
@@ -28,7 +32,8 @@ def starter() -> Starter:
     [
         {"num_nodes": 0}, {"max_steps": 2.5}, {"batch_size": -1}, {"lr": "fast"}, {"hang_s": -1}, {"val_size": 0},
         {"precision": "bf17"}, {"compute": "lop"}, {"on_nonfinite": "x"}, {"network": "1Gb"}, {"partitioner": "iid:1"},
-        {"partitioner": "nowhere"}, {"device": "abacus"}, {"max_memory_usage": 2}, {"minibatch_size": 0},
+        {"partitioner": "nowhere"}, {"partitioner": "shards:100000"}, {"partitioner": f"shards:{2**53}"},
+        {"device": "abacus"}, {"max_memory_usage": 2}, {"minibatch_size": 0},
         {"target_loss": "low"}, {"speeds": "1,1"}, {"step_seconds": "10ms"}, {"balance": "cores"}, {"num_nodes": 3000},
     ],
 )  # fmt: skip
@@ -93,8 +98,7 @@ def test_the_plan_counts_the_runs() -> None:
 
 
 def test_what_may_not_start_is_not_checked_either(starter: Starter, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("exogym.ui.checking.session_of", None)
-    monkeypatch.setattr("exogym.ui.checking.load_task", None)
+    monkeypatch.setattr(Apart, "_begin", None)
     for options in ({"dataset": "os:getcwd"}, {"network": "/etc/passwd"}, {"strategies": "ddp:lr=os.system('x')"}):
         (found,) = starter.check("compare", options)["errors"]
         assert "--allow-code" in found["error"] and found["option"] in options
@@ -107,11 +111,16 @@ def test_what_may_not_start_is_not_checked_either(starter: Starter, monkeypatch:
             starter.check(command, given)
 
 
-def test_checks_at_the_same_time_do_not_disturb_each_other(starter: Starter) -> None:
-    """Each draws weights from torch's one generator, twice from the same seed."""
+def test_of_checks_at_the_same_time_the_newest_wins(starter: Starter) -> None:
+    def checked(_: int) -> dict[str, Any] | None:
+        try:
+            return starter.check("compare", {"strategies": "ddp"})
+        except Replaced:
+            return None
+
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda _: starter.check("compare", {"strategies": "ddp"}), range(64)))
-    assert all(not each["errors"] and each["plan"] for each in found)
+        found = [each for each in pool.map(checked, range(64)) if each is not None]
+    assert found and all(not each["errors"] and each["plan"] for each in found)
 
 
 def test_a_switch_is_checked_as_the_command_takes_it(starter: Starter) -> None:

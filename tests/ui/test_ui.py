@@ -1,13 +1,14 @@
 """The page over run folders: what it answers, and to whom it does not. A real server, on the loopback."""
 
 import http.client
+import itertools
 import json
 import logging
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -326,7 +327,7 @@ def test_a_change_needs_to_come_from_the_page(served: Page) -> None:
 def post(page: Page, path: str, body: Any) -> tuple[int, Any]:
     connection = http.client.HTTPConnection("127.0.0.1", page.port, timeout=30)
     given = {"Content-Type": "application/json", "X-Exogym-Token": page.token}
-    connection.request("POST", path, json.dumps(body), given)
+    connection.request("POST", path, body if isinstance(body, str) else json.dumps(body), given)
     try:
         answer = connection.getresponse()
         return answer.status, json.loads(answer.read())
@@ -394,12 +395,52 @@ def test_what_a_form_must_not_ask_for(served: Page) -> None:
     assert served.json("/api/started") == []
 
 
+DEEP, LONG = "[" * 500 + "]" * 500, f'"{"x" * 50_000}"'
+NO_TEXT = ("1.5", "true", "null", "{}", '{"a": 1}', "[[1]]", DEEP, LONG)
+OPTION = '{"command": "compare", "options": {"%s": ?}}'
+WRONG: dict[str, Sequence[str]] = {  # JSON as it goes out, and the values in place of "?" that are of a wrong kind
+    OPTION % "partitioner": NO_TEXT,
+    OPTION % "strategies": (*NO_TEXT, '["ddp"]'),
+    OPTION % "num_nodes": ("true", "null", "[2]", "{}", DEEP, LONG, "NaN", "Infinity", "1e999", "1" * 4000, "1" * 5000),
+    OPTION % "shuffle": ("1", "null", '"yes"', DEEP),
+    '{"command": "sweep", "options": {"axes": [?]}}': NO_TEXT,
+    '{"command": "compare", "options": ?}': ("1", "null", '"x"', "[]", DEEP, json.dumps(dict.fromkeys(range(99)))),
+    '{"command": ?, "options": {}}': (*NO_TEXT, '["compare"]'),
+    '{"tags": ?}': ("1", "null", '"x"', '{"a": 1}', "[1]", "[null]", f"[{LONG}]", DEEP),
+    '{"note": ?}': NO_TEXT,
+    "?": ("1", "null", '"x"', "[]", DEEP, LONG, '{"more": 1}'),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("body", WRONG)
+def test_a_value_of_a_wrong_kind_is_one_line_of_an_error(body: str, served: Page) -> None:
+    paths = [f"/api/{what}" for what in WHATS if "tags" not in body and "note" not in body]
+    paths += ["/api/runs/one/notes"] if "command" not in body else []
+    for path, value in itertools.product(paths, WRONG[body]):
+        status, answer = post(served, path, body.replace("?", value))
+        assert status == 400 and 5 < len(answer["error"]) < 200 and answer["error"].isprintable(), (path, value[:99])
+    assert served.json("/api/started") == [] and not (served.folder / "one" / "notes.json").exists()
+
+
 def test_a_value_is_never_an_option_of_its_own() -> None:
-    form = [{"name": "strategies", "flag": "--strategies", "is_flag": False}]
+    form = [{"name": "strategies", "flag": "--strategies", "is_flag": False, "multiple": False, "choices": []}]
     words = Starter(Path("runs"), lambda: {"compare": form}).arguments(
         "compare", {"strategies": "--debug; rm -rf x $(x)"}
     )
     assert words == ["--strategies=--debug; rm -rf x $(x)"]
+
+
+def test_a_list_of_strategies_is_one_option_when_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {"problem": "digits", "strategies": ["ddp", "diloco:H=5"], "seeds": 1}
+    (tmp_path / "both").mkdir()
+    about = {"task": "digits", "strategies": {"ddp": {}, "diloco:H=5": {}}, "state": "stopped", "arguments": asked}
+    (tmp_path / "both" / "run.json").write_text(json.dumps(about))
+    plain = {"is_flag": False, "multiple": False, "choices": [], "default": None}
+    form = [{"name": name, "flag": f"--{name}", **plain} for name in ("dataset", "strategies", "seeds")]
+    monkeypatch.setattr(Starter, "_start", lambda self, command, words: words)
+    words = Starter(tmp_path, lambda: {"compare": form}).resume(tmp_path / "both")
+    wanted = {"--strategies=ddp,diloco:H=5", "--seeds=1", "--dataset=digits", f"--out={tmp_path / 'both'}", "--resume"}
+    assert set(words) == {"compare", *wanted}  # type: ignore[call-overload]
 
 
 def wait_for(look: Any) -> Any:

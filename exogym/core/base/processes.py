@@ -1,12 +1,18 @@
-"""Identify a process. Its number alone is not enough: the system reuses numbers, also after a restart."""
+"""Identify a process. Its number alone is not enough: the system reuses numbers, also after a restart.
+
+`lines_from_parent` binds a process to the process that started it.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import os
+import queue
 import socket
 import subprocess
+import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -60,3 +66,20 @@ def is_alive(known: dict[str, Any]) -> bool | None:
         now = started(int(known["pid"]))
         return now is not None and now == known.get("started")
     return False if known.get("host") == socket.gethostname() and known.get("boot") != boot else None
+
+
+def lines_from_parent() -> queue.SimpleQueue[str]:
+    """Return the lines that the parent writes to this process's standard input, as they arrive.
+
+    When the input closes, this process ends at once. If only the parent has the other end of the pipe, the process ends
+    with its parent, also if the parent is killed.
+    """
+    lines = queue.SimpleQueue[str]()
+
+    def read() -> None:
+        for line in sys.stdin:
+            lines.put(line)
+        os._exit(1)
+
+    threading.Thread(target=read, daemon=True).start()
+    return lines

@@ -6,6 +6,7 @@ notes.json   tags, note
 from __future__ import annotations
 
 import os
+import reprlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -38,8 +39,9 @@ class Notes:
     note: str = ""
 
     def __post_init__(self) -> None:
-        if isinstance(self.tags, str) or not all(isinstance(tag, str) for tag in self.tags):
-            raise ArgumentError(f"tags={self.tags!r} must be a list of texts")
+        are_texts = isinstance(self.tags, list | tuple) and all(isinstance(tag, str) for tag in self.tags)
+        if not are_texts:
+            raise ArgumentError(f"tags={reprlib.repr(self.tags)} must be a list of texts")
         object.__setattr__(self, "tags", tuple(sorted({tag.strip() for tag in self.tags})))
         for tag in self.tags:
             if not tag or len(tag) > LONGEST_TAG or "," in tag or not tag.isprintable():
@@ -65,5 +67,5 @@ def read_notes(folder: str | os.PathLike[str]) -> Notes:
     found: dict[str, Any] = read_object(Path(folder) / NAME)
     try:
         return Notes(found.get("tags", ()), found.get("note", ""))
-    except (ArgumentError, TypeError):
+    except ArgumentError:
         return Notes()

@@ -121,7 +121,7 @@ export async function send(path, body) {
   const answer = await fetch(path, { method: "POST", credentials: "same-origin",
     headers: { "Content-Type": "application/json" }, body: JSON.stringify(body ?? {}) });
   const found = await answer.json();
-  if (!answer.ok) throw new Error(found.error ?? answer.statusText);
+  if (!answer.ok) throw Object.assign(new Error(found.error ?? answer.statusText), { status: answer.status });
   return found;
 }
 

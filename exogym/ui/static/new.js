@@ -79,7 +79,11 @@ export function newPage(main) {
     const mine = asked += 1;
     let found = { errors: [], plan: "" };
     try { found = await send("/api/check", { command: kind.value, options: given() }); }
-    catch (error) { found.errors.push({ error: error.message }); }
+    catch (error) {
+      if (error.status === 409 && mine === asked && !gone) checking = setTimeout(check, PAUSE_MS);  // of another page
+      if (error.status === 409) return;
+      found.errors.push({ error: error.message });
+    }
     if (mine !== asked || gone) return;  // a later check is under way
     for (const place of fields.querySelectorAll("[data-of]")) {
       const own = found.errors.filter((each) => each.option === place.dataset.of), field = document.getElementById(`option-${place.dataset.of}`);
