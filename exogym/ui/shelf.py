@@ -76,7 +76,7 @@ class RunShelf:
             return None
         path = self.top.joinpath(*parts)
         inside = os.path.realpath(path) == os.path.join(os.path.realpath(self.top), *parts)  # no links either
-        return path if inside and path.is_dir() else None
+        return path if inside and os.path.isdir(path) else None  # `Path.is_dir` fails for a name that is too long
 
     def nodes(self, path: Path, most_bytes: int | None = None) -> Row:
         """Return the data for the picture of a run's nodes (see `nodes_of`), and `more`: whether unread lines are left.

@@ -56,6 +56,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
         (top / name / "timeline.json").write_text(json.dumps({"spans": [[0, NASTY, 0.0, 1.0, NASTY]], "shares": {}}))
         (top / name / "events.jsonl").write_text(json.dumps({"at_s": 1, "kind": NASTY, "step": 0, "why": NASTY}) + "\n")
+    (top / "both" / "ddp-seed-0").mkdir(parents=True)
+    about = {"task": "digits", "strategies": {"ddp": {}}, "state": "finished"}
+    (top / "both" / "run.json").write_text(json.dumps(about))
+    for name in ("run.json", "status.json", "records.jsonl"):
+        (top / "both" / "ddp-seed-0" / name).write_text((top / "first" / name).read_text())
     return top
 
 
@@ -234,3 +239,46 @@ def test_on_a_phone_nothing_is_wider_than_the_screen(browser: Any) -> None:
 
 def test_the_browser_has_nothing_to_complain_of(browser: Any) -> None:
     assert [entry["message"] for entry in browser.get_log("browser") if entry["level"] == "SEVERE"] == []
+
+
+TEXT = "document.getElementById('main').innerText"
+ODD = {  # addresses that somebody may type, and what the page then shows
+    "#/run/first": "Validation loss",  # the control
+    "#/run/both": "done, 1 runs",
+    "#/compare/first": "done, 1 runs",
+    "#/compare/both/ddp-seed-0": "done, 1 runs",
+    "#/compare/first&nothing": "found no nothing",
+    **{f"#/run/{name}": "found no run" for name in ("", "nothing", "%", "%ff", "%00", "\u00fc", "a/b/c", "x" * 5000)},
+    **{f"#/run/{name}": "found no run" for name in ("..", "../hosts", "..%2fforms", "../events", "first/hosts")},
+    **{f"#/compare/{name}": "found no run" for name in ("", "%zz", "../one", "constructor")},
+    "#/run/first?axis=__proto__&smooth=Infinity&toString=1": "Validation loss",
+    "#/hosts/../one": "heartbeat",
+    "#/new?again=../first": "found no run",
+    "#/new?command=toString": "Strategies",
+    "#/%/..": "Show runs inside",
+}
+
+
+def test_odd_addresses_are_answered_in_words(browser: Any) -> None:
+    browser.get_log("browser")
+    for way, wanted in ODD.items():
+        to(browser, "#/hosts")
+        until(browser, TEXT, lambda text: "Hosts" in text)
+        to(browser, way)
+        until(browser, TEXT, lambda text, wanted=wanted: wanted in text)
+    complaints = [entry["message"] for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
+    assert [one for one in complaints if "Failed to load resource" not in one] == []
+
+
+def test_many_pages_in_one_browser_are_all_answered(browser: Any) -> None:
+    """A browser opens at most six connections to a server."""
+    address, own = browser.current_url.partition("#")[0], browser.current_window_handle
+    for _ in range(8):
+        browser.switch_to.new_window("tab")
+        browser.get(address)
+        until(browser, NAMES, lambda names: "first" in names)
+    for handle in browser.window_handles:
+        if handle != own:
+            browser.switch_to.window(handle)
+            browser.close()
+    browser.switch_to.window(own)

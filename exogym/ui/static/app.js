@@ -1,13 +1,19 @@
 // Show the page that the address names, and receive the list of runs.
 
-import { fromAddress, store } from "./base.js";
+import { fromAddress, make, store } from "./base.js";
 import { comparePage } from "./compare.js";
 import { hostsPage } from "./hosts.js";
 import { newPage } from "./new.js";
 import { runPage } from "./run.js";
 import { runsPage } from "./runs.js";
 
-let page = { update() {}, leave() {} };
+const NO_PAGE = { update() {}, leave() {} };
+let page = NO_PAGE;
+
+// A "%" that somebody typed stays one.
+const decoded = (text) => text.replace(/(?:%[0-9a-f]{2})+/gi, (part) => {
+  try { return decodeURIComponent(part); } catch { return part; }
+});
 
 function open() {
   page.leave();
@@ -18,15 +24,24 @@ function open() {
     if (link.hash === `#/${kind ?? ""}`) link.setAttribute("aria-current", "page");
     else link.removeAttribute("aria-current");
   }
-  if (kind === "run") page = runPage(main, rest.map(decodeURIComponent).join("/"));
-  else if (kind === "compare") page = comparePage(main, rest.join("/").split("&").map(decodeURIComponent));
-  else if (kind === "hosts") page = hostsPage(main);
-  else if (kind === "new") page = newPage(main);
-  else page = runsPage(main);
+  page = NO_PAGE;
+  try {
+    if (kind === "run") page = runPage(main, rest.map(decoded).join("/"));
+    else if (kind === "compare") page = comparePage(main, rest.join("/").split("&").map(decoded));
+    else if (kind === "hosts") page = hostsPage(main);
+    else if (kind === "new") page = newPage(main);
+    else page = runsPage(main);
+  } catch (error) { main.replaceChildren(make("p", { role: "alert" }, error.message)); }
 }
 
+let source = null;
+
+// A browser opens few connections to a server, and this one stays open: a hidden page leaves it to others.
 function listen() {
-  const connection = document.getElementById("connection"), source = new EventSource("/api/events");
+  source?.close(); source = null;
+  if (document.hidden) return;
+  const connection = document.getElementById("connection");
+  source = new EventSource("/api/events");
   source.addEventListener("runs", (event) => {
     store.list = JSON.parse(event.data); store.known = true;
     connection.textContent = "live";
@@ -37,5 +52,6 @@ function listen() {
 
 addEventListener("hashchange", open);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", open);  // redraw curves in the new colors
+document.addEventListener("visibilitychange", listen);
 open();
 listen();

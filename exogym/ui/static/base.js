@@ -13,9 +13,9 @@ const IN_ADDRESS = { text: "", state: "", sort: "started_s", down: true, inside:
 export function fromAddress() {
   const [way, choices] = location.hash.split("?");
   for (const [key, text] of new URLSearchParams(choices ?? "")) {
-    if (!(key in IN_ADDRESS)) continue;
+    if (!Object.hasOwn(IN_ADDRESS, key)) continue;
     const kind = typeof IN_ADDRESS[key];
-    look[key] = kind === "boolean" ? text === "1" : kind === "number" ? Number(text) || 0 : text;
+    look[key] = kind === "boolean" ? text === "1" : kind === "number" ? Math.min(Math.max(Number(text) || 0, 0), 0.98) : text;
   }
   return way;
 }
@@ -43,7 +43,12 @@ export function make(tag, attributes = {}, ...children) {
 }
 
 export const isNumber = (value) => typeof value === "number" && Number.isFinite(value);
-export const address = (name) => name.split("/").map(encodeURIComponent).join("/");
+export const noRun = (name) => new Error(`found no run '${name}'`);
+export function address(name) {
+  const parts = name.split("/");
+  if (parts.includes(".") || parts.includes("..")) throw noRun(name);  // a browser would ask for another address
+  return parts.map(encodeURIComponent).join("/");
+}
 export const figure = (value, digits = 4) => (isNumber(value) ? value.toFixed(digits) : "");
 export const share = (value) => (isNumber(value) ? `${(100 * value).toFixed(0)} %` : "");
 export const find = (name) => store.list.find((run) => run.name === name);

@@ -161,7 +161,8 @@ export function comparePage(main, names) {
       }
       const all = runs().length, few = all > curves.size ? `, showing curves of the first ${curves.size}` : "";
       const state = own ? find(names[0])?.state : null;
-      at.textContent = curves.size ? `${state ? `${state}, ` : ""}${all} runs${few}` : "No runs of this name yet.";
+      const missing = own ? [] : names.filter((name) => !find(name)), not = missing.length ? `; found no ${missing.join(", ")}` : "";
+      at.textContent = curves.size ? `${state ? `${state}, ` : ""}${all} runs${few}${not}` : "No runs of this name yet.";
       if (!gone) { show(); await showGrid(); }
     } catch (error) { at.textContent = error.message; }
     const more = [...curves.values()].some((curve) => curve.more);

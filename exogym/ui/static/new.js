@@ -108,7 +108,7 @@ export function newPage(main) {
       note.textContent = `Again, with changes: the options of ${run}. ${found.note}`;
       return found;
     }
-    const command = words.get("command") in forms ? words.get("command") : Object.keys(forms)[0], options = {};
+    const command = Object.hasOwn(forms, words.get("command")) ? words.get("command") : Object.keys(forms)[0], options = {};
     for (const option of forms[command]) {
       const values = words.getAll(option.name);
       if (values.length) options[option.name] = option.is_flag ? true : option.multiple ? values : values[0];

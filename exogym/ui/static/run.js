@@ -1,7 +1,7 @@
 // One run, during and after training.
 
 import {
-  actionsOf, address, againLink, bytes, copied, figure, find, followed, get, isNumber, look, make, notes, PART_BYTES, POLL_MS, seconds, skeleton, stateOf,
+  actionsOf, address, againLink, bytes, copied, figure, find, followed, get, isNumber, look, make, noRun, notes, PART_BYTES, POLL_MS, seconds, skeleton, stateOf,
   table,
 } from "./base.js";
 import { axisChoice, draw, places } from "./curves.js";
@@ -132,6 +132,11 @@ export function runPage(main, name) {
     try {
       const found = await get(api), until = performance.now() + BEFORE_DRAWING_MS;
       if (gone) return;
+      if (!found.reason && found.kind !== "run") {
+        if (found.kind === undefined) throw noRun(name);
+        location.replace(`#/compare/${encodeURIComponent(name)}`);
+        return;
+      }
       describe(found);
       if (run.reason) throw new Error(`${run.state}: ${run.reason}`);
       do { ({ rows, more, best } = await next()); } while (more && !gone && performance.now() < until);
