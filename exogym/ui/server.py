@@ -47,7 +47,7 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
@@ -288,10 +288,13 @@ def application(
         if not request.headers.get("content-type", "").startswith("application/json"):
             raise HTTPException(415, "the body must be JSON: send Content-Type application/json")
         text = b""
-        async for part in request.stream():
-            text += part
-            if len(text) > MOST_BODY:
-                raise HTTPException(413, f"the body is too long: send at most {MOST_BODY} bytes")
+        try:
+            async for part in request.stream():
+                text += part
+                if len(text) > MOST_BODY:
+                    raise HTTPException(413, f"the body is too long: send at most {MOST_BODY} bytes")
+        except ClientDisconnect:  # nobody reads the answer
+            raise HTTPException(400, "the body is not complete") from None
         try:
             asked = json.loads(text, parse_constant=int)  # int("NaN") is an error: JSON has no NaN
         except (ValueError, RecursionError):

@@ -422,6 +422,18 @@ def test_a_value_of_a_wrong_kind_is_one_line_of_an_error(body: str, served: Page
     assert served.json("/api/started") == [] and not (served.folder / "one" / "notes.json").exists()
 
 
+def test_half_a_body_is_not_logged_as_an_error(served: Page) -> None:
+    """`served` looks at what the server logged."""
+    for path in (*(f"/api/{what}" for what in WHATS), "/api/runs/one/notes"):
+        with socket.create_connection(("127.0.0.1", served.port), timeout=30) as connection:
+            head = (
+                f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Exogym-Token: {served.token}\r\nContent-Length: 99\r\n"
+            )
+            connection.sendall(f'{head}Content-Type: application/json\r\n\r\n{{"command": '.encode())
+            served.json("/api/started")  # the server has read it
+    served.json("/api/started")
+
+
 def test_a_value_is_never_an_option_of_its_own() -> None:
     form = [{"name": "strategies", "flag": "--strategies", "is_flag": False, "multiple": False, "choices": []}]
     words = Starter(Path("runs"), lambda: {"compare": form}).arguments(
