@@ -428,7 +428,7 @@ async def _changes(shelf: RunShelf, over: threading.Event) -> AsyncIterator[str]
     """Yield the list of runs as a server-sent event when it changes. Otherwise a comment, to detect closed browsers."""
     before = None
     while not over.is_set():
-        now = json.dumps(await run_in_threadpool(shelf.all))
+        now = await run_in_threadpool(shelf.text)
         yield f"event: runs\ndata: {now}\n\n" if now != before else ": \n\n"
         before = now
         until = anyio.current_time() + PAUSE_S

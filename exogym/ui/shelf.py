@@ -5,6 +5,7 @@ No file is read under a lock, so a request for one run never waits for a request
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import time
@@ -34,6 +35,7 @@ class RunShelf:
         self._looking: int | None = None  # the version that a thread reads now
         self._found = threading.Condition(self._lock)
         self._pictures: OrderedDict[str, _Followed] = OrderedDict()
+        self._writing, self._written = threading.Lock(), (self._listed, "[]")
 
     def all(self) -> list[Row]:
         """Return all runs as JSON values. While a thread reads the folder, other threads may get the previous list."""
@@ -59,6 +61,14 @@ class RunShelf:
                     self._looking = None
                 self._found.notify_all()
         return found
+
+    def text(self) -> str:
+        """Return all runs as JSON text. It is made once for each list, however many pages ask."""
+        rows = self.all()
+        with self._writing:
+            if self._written[0] is not rows:
+                self._written = rows, json.dumps(rows)
+            return self._written[1]
 
     def forget(self) -> None:
         """Let the next call of `all` read the folder again, because the page has changed something."""

@@ -557,5 +557,14 @@ def test_ten_times_more_records_than_a_screen_has_points() -> None:
     assert {row["step"] for row in rows if row["val_loss"]} <= {row["step"] for row in few}
 
 
+def test_the_list_is_written_once_for_all_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shelf, rows = RunShelf(tmp_path), [{"name": "one"}]
+    assert shelf.text() == "[]"
+    monkeypatch.setattr(shelf, "all", lambda: rows)
+    assert shelf.text() == '[{"name": "one"}]' and shelf.text() is shelf.text()
+    rows = [{"name": "other"}]
+    assert shelf.text() == '[{"name": "other"}]'
+
+
 def test_a_folder_that_is_not_there_has_no_runs(tmp_path: Path) -> None:
     assert RunShelf(tmp_path / "later").all() == []
