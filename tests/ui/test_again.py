@@ -1,6 +1,7 @@
 """The form of a run that is there: what its folder says, and a note about the rest."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,11 @@ from exogym.ui.starting import Starter
 
 
 @pytest.fixture(scope="module")
-def starter() -> Starter:
+def starter() -> Iterator[Starter]:
     forms = forms_of(typer.main.get_command(app).make_context("exogym", [], resilient_parsing=True))
-    return Starter(Path("none"), lambda: forms)
+    starter = Starter(Path("none"), lambda: forms)
+    yield starter
+    starter.close()
 
 
 def studied(path: Path, file: str = "run.json", **about: Any) -> Path:
