@@ -120,6 +120,7 @@ FIT = {
     "num_epochs": ({"num_epochs": 1.5}, ArgumentError, r"num_epochs=1\.5"),
     "gradient_accumulation": ({"gradient_accumulation": 0}, ArgumentError, "gradient_accumulation=0"),
     "minibatch_size": ({"minibatch_size": -2}, ArgumentError, "minibatch_size=-2"),
+    "val_batch_size": ({"val_batch_size": 0}, ArgumentError, "val_batch_size=0"),
     "log_interval": ({"log_interval": 0}, ArgumentError, "log_interval=0"),
     "keep_checkpoints": ({"keep_checkpoints": 0}, ArgumentError, "keep_checkpoints=0"),
     "memory over 1": ({"max_memory_usage": 80}, ArgumentError, "max_memory_usage=80"),

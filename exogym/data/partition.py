@@ -45,7 +45,7 @@ def labels_of(dataset: Any) -> np.ndarray:
     >>> labels_of(Subset(data, [1, 2])).tolist()
     [1, 0]
     """
-    labels = _stored_labels(dataset)
+    labels = stored_labels(dataset)
     if labels is None:
         labels = np.asarray([_read_label(dataset, i) for i in range(len(dataset))])
     if labels.ndim == 2 and labels.shape[1] == 1:
@@ -63,7 +63,8 @@ def labels_of(dataset: Any) -> np.ndarray:
     return labels
 
 
-def _stored_labels(dataset: Any) -> np.ndarray | None:
+def stored_labels(dataset: Any) -> np.ndarray | None:
+    """Return the labels that a data set stores apart from its examples; None if it stores none."""
     for name in ("targets", "labels"):
         found = getattr(dataset, name, None)
         if found is not None and not callable(found):
@@ -71,10 +72,10 @@ def _stored_labels(dataset: Any) -> np.ndarray | None:
     if isinstance(dataset, TensorDataset):
         return dataset.tensors[-1].cpu().numpy()
     if isinstance(dataset, Subset):
-        whole = _stored_labels(dataset.dataset)
+        whole = stored_labels(dataset.dataset)
         return None if whole is None else whole[np.asarray(dataset.indices)]
     if isinstance(dataset, ConcatDataset):
-        parts = [_stored_labels(part) for part in dataset.datasets]
+        parts = [stored_labels(part) for part in dataset.datasets]
         return None if any(part is None for part in parts) else np.concatenate(parts)  # type: ignore[arg-type]
     return None
 
@@ -286,7 +287,7 @@ def label_skew(partitioner: Partitioner, dataset: Any, num_nodes: int, seed: int
     """
     if isinstance(partitioner, IID):
         return 0.0
-    stored = _stored_labels(dataset)
+    stored = stored_labels(dataset)
     if stored is None or stored.ndim != 1 or stored.dtype.kind not in "biuSU":
         return None
     classes, labels = np.unique(stored, return_inverse=True)

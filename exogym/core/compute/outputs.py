@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from exogym.core.base.batches import MISSING, RAISED, TARGET_KEYS, described, targets_of
 from exogym.core.base.torch_private import uncompiled
+from exogym.core.compute.weights import Counting, counted
 from exogym.errors import DataError, ModelError
 
 
@@ -160,12 +161,12 @@ class Loss:
             raise known from error
 
 
-def accuracy(output: Output) -> tuple[int, int] | None:
+def accuracy(output: Output, counting: Counting | None = None) -> tuple[int, int] | None:
     """Return the number of correct class predictions and the number of predictions compared.
 
     Return None if the output has no class predictions. With B examples and C classes, predictions have the shape
-    (B, ..., C) or (B, C, ...), and integer targets have the shape (B, ...). Predictions for negative targets, such as
-    Hugging Face's -100, are not compared.
+    (B, ..., C) or (B, C, ...), and integer targets have the shape (B, ...). Predictions for targets that the mean loss
+    leaves out (`counted`), such as Hugging Face's -100, are not compared.
     """
     p, y = output.predictions, output.targets
     if p is None or y is None or y.is_floating_point() or y.dtype == torch.bool or p.dim() != y.dim() + 1:
@@ -180,8 +181,8 @@ def accuracy(output: Output) -> tuple[int, int] | None:
     if p.shape[classes] < 2:  # one number per example is not a choice among classes
         return None
     guess = p.argmax(classes)
-    counted = y >= 0
-    return int(((guess == y) & counted).sum()), int(counted.sum())
+    counts = counted(y, counting)
+    return int(((guess == y) & counts).sum()), int(counts.sum())
 
 
 def _facing(logits: Tensor | None, batch: Any) -> tuple[Tensor | None, Tensor | None]:

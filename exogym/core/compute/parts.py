@@ -1,7 +1,10 @@
-"""Before training, compare the gradient of some examples in micro-batches with their gradient in one batch.
+"""Compare some examples in micro-batches with the same examples in one batch: gradients before training, losses in it.
 
 If the loss is a mean over examples, micro-batches do not change the gradient. With a sum, a mean with class weights or
 a contrastive loss, micro-batches change the gradient, and no error shows this change.
+
+A test cannot prove that a loss is a mean. torch's own losses say so (`weights.counting`). Other losses are tested
+before training on few examples of as many classes as possible (`check_parts`), and again during training (`Trials`).
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from typing import Any
 import torch
 
 from exogym.core.base.batches import batch_examples, beside_tensors, map_tensors, take_examples, targets_of, tensors_in
+from exogym.core.base.rng import preserved_state
 from exogym.core.compute.first_step import random_states, trying
 from exogym.core.compute.worker import Worker
 from exogym.core.mesh.probe import unlike
@@ -24,15 +28,22 @@ SIZES = {1: (1, 1), 2: (2, 2), 3: (3, 2), 4: (4, 3)}  # micro-batch size -> exam
 MOST_SIZES = (5, 3)
 MOST_TRIED = 16  # examples
 GPU_EPS = 1e-3  # TF32 keeps 10 bits
+OFF = 1e-3  # relative difference of a batch's loss and its parts' mean, at most
+FREE_TRIALS = 8  # of classes that no trial has had; after these one in TRIAL_STEPS steps
+TRIAL_STEPS = 100
+FIRST_TRIAL, NEXT_TRIAL = 64, 4  # trials of all other changes: after 64, 256, 1024, ... steps
+MOST_CLASSES = 2**16
+DRAWS = "the model draws random numbers in evaluation mode too"
 
 
-def check_parts(worker: Worker, batches: Iterable[Any], size: int, option: str) -> None:
+def check_parts(worker: Worker, batches: Iterable[Any], size: int, option: str) -> bool:
     """Refuse micro-batches of `size` examples if their gradients do not add up to the whole batch's gradient.
+
+    Return False if the model cannot be tested.
 
     The test runs in evaluation mode, so that dropout and batch statistics change nothing. It uses at most 16 examples
     and computes each twice. At most 8 examples are in memory at once, or two micro-batches if these have fewer
-    examples. The test can miss a wrong loss. For example, it misses class weights if all its examples have the same
-    class.
+    examples. The test can miss a wrong loss, for example class weights of a class that no tested example has.
 
     Args:
         batches: the examples come from the first batch. If all its targets are equal, they come from all batches.
@@ -51,8 +62,11 @@ def check_parts(worker: Worker, batches: Iterable[Any], size: int, option: str) 
     tries = max(1, min(len(order) // (2 * most), MOST_TRIED // most))
     for k in range(tries):
         few = sorted(order[k * most : (k + 1) * most], key=lambda example: keys[example])  # equal targets side by side
-        if len(few) <= first or not _compare(worker, worker.to_device(take_examples(batch, few)), first, option):
-            return
+        if len(few) <= first:
+            break
+        if not _compare(worker, worker.to_device(take_examples(batch, few)), first, option):
+            return False
+    return True
 
 
 def _compare(worker: Worker, few: Any, first: int, option: str) -> bool:
@@ -82,19 +96,135 @@ def _compare(worker: Worker, few: Any, first: int, option: str) -> bool:
             return _untried(option, f"{type(error).__name__}: {error}")
         drawn = random_states(worker.device) != before
     if drawn:
-        return _untried(option, "the model draws random numbers in evaluation mode too")
+        return _untried(option, DRAWS)
     if not bool(sums[:, 1].isfinite().all()):
         return True  # training reports such numbers
-    eps = max(torch.finfo(p.dtype).eps for p in named.values())
-    if found := unlike(list(named), sums, eps if worker.device.type == "cpu" else max(eps, GPU_EPS)):
+    if found := unlike(list(named), sums, rounding(worker)):
         raise ModelError(
             f"{option}: the gradients of a batch's parts do not add up to the whole batch's gradient: {found}. Wanted "
             f"a loss that is a mean over examples (tested on {batch_examples(few)} examples). A sum, class "
-            "weights or pairs inside a batch give other gradients in parts. Return a mean (reduction='mean'), or leave "
-            f"{option.partition('=')[0]} out. For class weights without gradient_accumulation, pass torch's "
-            "CrossEntropyLoss(weight=...) itself as loss_fn: ExoGym then weights the parts as torch weights the batch"
+            f"weights or pairs inside a batch give other gradients in parts. {_instead(option)}"
         )
     return True
+
+
+def _instead(option: str) -> str:
+    return (
+        f"Return a mean (reduction='mean'), or leave {option.partition('=')[0]} out. For class weights without "
+        "gradient_accumulation, pass torch's CrossEntropyLoss(weight=...) itself as loss_fn, or "
+        "functools.partial(torch.nn.functional.cross_entropy, weight=...): ExoGym then weights the parts as torch "
+        "weights the batch"
+    )
+
+
+class Trials:
+    """Test during training that the parts of a batch give the batch's loss, with the current row's parameters.
+
+    A trial takes up to 8 examples, in evaluation mode and without gradients, together and in two parts. Trials come
+    where a batch has a class that no trial had (at most one in 100 steps, after the first eight), after 64, 256, 1024,
+    ... steps, and at the end of training (`end`). Steps count over the rows of the process.
+
+    Args:
+        worker: its loss must not be one of torch's, which need no trial.
+        size: examples of a micro-batch.
+        option: the option that asks for micro-batches, for messages.
+    """
+
+    def __init__(self, worker: Worker, size: int, option: str):
+        self.worker, self.option = worker, option
+        self.first, second = SIZES.get(size, MOST_SIZES)
+        self.most = self.first + second
+        self.steps, self.trials, self.next = 0, 0, FIRST_TRIAL
+        self._seen: set[int] = set()
+        self._last: Any = None
+        self._is_possible = True
+
+    def see(self, batch: Any) -> None:
+        """Count a step, and try examples of its batch if a trial is due.
+
+        Raises:
+            ModelError: the loss is no mean of its parts' losses.
+        """
+        if not self._is_possible:
+            return
+        self.steps += 1
+        self._last = batch
+        is_due, is_left = self.steps >= self.next, self.trials < FREE_TRIALS + self.steps // TRIAL_STEPS
+        if not (is_due or is_left):
+            return
+        classes = _classes(batch)
+        if is_due:
+            self.next *= NEXT_TRIAL
+        elif all(own <= self._seen for own in classes):
+            return
+        self.trials += not is_due
+        self._try(batch, classes)
+
+    def end(self) -> None:
+        """Try the last batch once more, with row 0's parameters. A loss may have changed since the last trial."""
+        if self._last is not None and self._is_possible:
+            self.worker.point(0)
+            self._try(self._last, _classes(self._last))
+        self._last = None
+
+    def _try(self, batch: Any, classes: list[set[int]]) -> None:
+        chosen, rest = [], []
+        had: set[int] = set()
+        for k, own in enumerate(classes):  # first an example for each new class, then for each other class
+            (rest if own <= self._seen | had else chosen).append(k)
+            had |= own
+        turns = _turns([float(min(own, default=-1)) for own in classes])
+        rest.sort(key=lambda k: turns[k])
+        chosen = [*chosen[: self.most - 1], *rest, *chosen[self.most - 1 :]][: self.most]
+        if len(chosen) <= self.first:
+            return
+        self._seen |= set().union(*(classes[k] for k in chosen))
+        keys = _keys(batch) or [0.0] * batch_examples(batch)
+        few = take_examples(batch, sorted(chosen, key=lambda k: keys[k]))
+        worker = self.worker
+        with preserved_state(worker.device), trying(worker):
+            before = random_states(worker.device)
+            try:
+                whole = worker.ask(few)
+                bounds = [(0, self.first), (self.first, len(chosen))]
+                each = [
+                    (worker.ask(part), share) for part, share in worker.weights.parts(worker.ask, few, bounds) if share
+                ]
+            except Exception as error:  # the user's model may return its loss in training mode only
+                self._is_possible = _untried(self.option, f"{type(error).__name__}: {error}")
+                return
+            if random_states(worker.device) != before:
+                self._is_possible = _untried(self.option, DRAWS)
+                return
+        mean = sum(loss * share for loss, share in each)
+        eps = rounding(worker) if worker.dtype is None else torch.finfo(worker.dtype).eps
+        if abs(whole - mean) > max(OFF, 16 * eps) * max(abs(whole), *(abs(loss) for loss, _ in each)):
+            node, step = worker.at
+            raise ModelError(
+                f"{self.option}: the loss of {len(chosen)} examples is not the mean of its parts at step {step + 1} of "
+                f"node {node}: expected {mean:.6g}, got {whole:.6g}. A sum, class weights or pairs inside a batch give "
+                f"other gradients in parts. {_instead(self.option)}"
+            )
+
+
+def rounding(worker: Worker) -> float:
+    """Return the relative rounding error of one operation of the model."""
+    eps = max(torch.finfo(p.dtype).eps for p in worker.model.parameters() if p.requires_grad)
+    return eps if worker.device.type == "cpu" else max(eps, GPU_EPS)
+
+
+def _classes(batch: Any) -> list[set[int]]:
+    """Return the classes that each example of a batch has as targets; empty sets if the targets are no classes."""
+    total, targets = batch_examples(batch), targets_of(batch)
+    is_class = targets is not None and not targets.is_floating_point() and not targets.is_complex()
+    if targets is None or not is_class or not targets.dim() or len(targets) != total:
+        return [set()] * total
+    flat = targets.detach().reshape(total, -1).long().cpu()
+    if flat.shape[1] == 1:
+        return [{k} for k in flat[:, 0].tolist()]
+    if int(flat.max()) >= MOST_CLASSES:
+        return [set()] * total
+    return [set(one[one >= 0].bincount().nonzero()[:, 0].tolist()) for one in flat]
 
 
 def _untried(option: str, why: str) -> bool:

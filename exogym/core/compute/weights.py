@@ -1,16 +1,21 @@
-"""Weight the parts of a batch in its mean loss, by their examples or by their counted targets.
+"""What a mean loss divides by. This is the one definition of a "mean over targets": training in parts, evaluations and
+accuracies use it.
 
-A loss is a mean over examples, or over the targets that are not below 0. Losses ignore targets below 0 with torch's
-`ignore_index` or Hugging Face's -100. A batch does not show which mean its loss is. So a test computes the loss of two
-examples together, and of each alone. torch's own class losses need no test: each target counts with its class weight.
+A batch's loss is sum_i w_i l_i / sum_i w_i over its targets i, so a part of the batch weighs the sum of its w_i.
+torch's own losses say their w_i (`counting`). Of any other loss w_i is 1 for each example, or 1 for each target that is
+not below 0: losses ignore such targets with torch's `ignore_index` or Hugging Face's -100. A batch does not show which
+mean its loss is, so a test computes the loss of two examples together, and of each alone.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from exogym.core.base.batches import batch_examples, slice_batch, take_examples, targets_of
@@ -27,29 +32,63 @@ KINDS: dict[str, Callable[[Tensor], Tensor]] = {
     SHIFTED: lambda counts: counts[:, 1:].sum(1),
     "examples": lambda counts: counts.new_ones(len(counts)),
 }
+OF_CLASSES = {nn.CrossEntropyLoss: F.cross_entropy, nn.NLLLoss: F.nll_loss}
+OF_ELEMENTS: dict[type[nn.Module], Callable[..., Tensor]] = {  # means over all elements, or over the examples
+    nn.MSELoss: F.mse_loss,
+    nn.L1Loss: F.l1_loss,
+    nn.SmoothL1Loss: F.smooth_l1_loss,
+    nn.HuberLoss: F.huber_loss,
+    nn.BCELoss: F.binary_cross_entropy,
+    nn.BCEWithLogitsLoss: F.binary_cross_entropy_with_logits,
+    nn.SoftMarginLoss: F.soft_margin_loss,
+    nn.MultiLabelSoftMarginLoss: F.multilabel_soft_margin_loss,
+}
+SETTINGS = ("weight", "ignore_index", "reduction", "size_average", "reduce")
 
 
 def counting(loss_fn: Callable[..., Tensor] | None) -> Counting | None:
-    """Return a function from targets to their weights, if `loss_fn` is one of torch's class losses; otherwise None.
+    """Return a function from targets to their weights if `loss_fn` is one of torch's mean losses; otherwise None.
 
-    With class weights w, targets y_i and their losses l_i, the batch's loss is sum_i w[y_i] l_i / sum_i w[y_i]. The
-    sums leave out targets equal to `ignore_index`.
+    torch's losses are modules such as `CrossEntropyLoss`, functions such as `torch.nn.functional.cross_entropy`, and a
+    `functools.partial` of such a function with keywords. With class weights w, targets y_i and their losses l_i, the
+    batch's loss is sum_i w[y_i] l_i / sum_i w[y_i]. The sums leave out targets equal to `ignore_index`. Of losses that
+    compare numbers all targets weigh the same.
 
     >>> import torch
     >>> counting(nn.CrossEntropyLoss(torch.tensor([1.0, 3.0]), ignore_index=0))(torch.tensor([0, 1, 1]))
     tensor([0., 3., 3.])
+    >>> counting(functools.partial(F.cross_entropy, ignore_index=0))(torch.tensor([0, 1, 1]))
+    tensor([0, 1, 1])
+    >>> counting(functools.partial(F.cross_entropy, reduction="sum"))
     """
-    if not isinstance(loss_fn, nn.CrossEntropyLoss | nn.NLLLoss) or loss_fn.reduction != "mean":
-        return None
-    if type(loss_fn) not in (nn.CrossEntropyLoss, nn.NLLLoss):  # a subclass may compute something else
-        return None
-    weight, ignored = loss_fn.weight, loss_fn.ignore_index
+    function: Any = loss_fn
+    given: dict[str, Any] = {}
+    while isinstance(function, functools.partial) and not function.args:
+        function, given = function.func, {**function.keywords, **given}
+    of_classes, of_elements = OF_CLASSES.values(), OF_ELEMENTS.values()
+    if type(function) in OF_CLASSES | OF_ELEMENTS and not given:  # a subclass may compute something else
+        given = {name: getattr(function, name) for name in SETTINGS if hasattr(function, name)}
+        function = (OF_CLASSES | OF_ELEMENTS)[type(function)]
+    if any(function is known for known in of_classes):
+        known = given.get("reduction", "mean") == "mean" and not {"size_average", "reduce"} & given.keys()
+        return _of_classes(given.get("weight"), given.get("ignore_index", -100)) if known else None
+    if any(function is known for known in of_elements):
+        plain = {name: x for name, x in given.items() if name in SETTINGS and x is not None}
+        return torch.ones_like if plain in ({}, {"reduction": "mean"}) else None
+    return None
 
+
+def _of_classes(weight: Tensor | None, ignored: int) -> Counting:
     def counts(targets: Tensor) -> Tensor:
         counted = targets != ignored
         return counted.long() if weight is None else weight.detach()[targets.long().clamp(min=0)] * counted
 
     return counts
+
+
+def counted(targets: Tensor, known: Counting | None) -> Tensor:
+    """Return which targets count in the mean loss, as a bool tensor. `known` is the loss's `counting`."""
+    return targets >= 0 if known is None else known(targets) != 0
 
 
 class Weights:
@@ -58,13 +97,20 @@ class Weights:
     Args:
         close: two losses count as equal up to this relative difference.
         counting: a function from targets to their weights. Without `counting`, tests find the kind of mean.
+        weighs: whether `counting` holds for the parts of a training step, too. It does not if a step is the mean over
+            several batches.
 
     The methods' argument `ask` is a function that computes a batch's loss, without gradients and in evaluation mode.
     """
 
-    def __init__(self, close: float = CLOSE, counting: Counting | None = None):
-        self._close, self._counting = close, counting
+    def __init__(self, close: float = CLOSE, counting: Counting | None = None, weighs: bool = True):
+        self._close, self.counting, self._weighs = close, counting, weighs
         self._left, self._asked = list(KINDS), 0  # the kinds of mean that are still possible
+
+    @property
+    def kind(self) -> str:
+        """The kind of mean, one of `KINDS`, as far as tests have shown."""
+        return self._left[0]
 
     def parts(self, ask: Ask, batch: Any, bounds: Bounds) -> list[tuple[Any, float]]:
         """Return each part of a batch with its weight; the weights add up to 1.
@@ -94,46 +140,84 @@ class Weights:
         """Return whether each part's weight is its share of the examples. The errors are the same as in `parts`."""
         return self._counts(ask, batch) is None
 
+    def totals(self, ask: Ask, batch: Any, start: int, stop: int) -> dict[str, float]:
+        """Return what the loss of a batch's examples from `start` to `stop` divides by, for each kind of mean.
+
+        Means of several batches take the total of `kind`, once all batches are known. Nothing is refused here.
+        """
+        targets = _targets(batch)
+        if targets is None:
+            return dict.fromkeys(KINDS, float(stop - start))
+        if targets.is_floating_point() or targets.is_complex():
+            return dict.fromkeys(KINDS, float(targets[start:stop].numel()))
+        if self.counting is not None:
+            return dict.fromkeys(KINDS, float(self.counting(targets[start:stop]).cpu().double().sum()))
+        valid = counted(targets, None).reshape(len(targets), -1).long()
+        if not bool(valid.all()):
+            self._find(ask, batch, valid, strict=False)
+        return {name: float(count(valid[start:stop]).sum()) for name, count in KINDS.items()}
+
     def _counts(self, ask: Ask, batch: Any) -> Tensor | None:
         """Return each example's weight, (B,); None if all are equal."""
-        targets = targets_of(batch)
-        if targets is None or targets.is_floating_point() or targets.is_complex() or not targets.dim():
+        targets = _targets(batch)
+        if targets is None or targets.is_floating_point() or targets.is_complex():
             return None
-        if len(targets) != batch_examples(batch):
-            return None
-        if self._counting is not None:
-            counts = self._counting(targets).cpu().double().reshape(len(targets), -1).sum(1)
+        if self.counting is not None and self._weighs:
+            counts = self.counting(targets).cpu().double().reshape(len(targets), -1).sum(1)
         elif bool((targets < 0).any()):
-            valid = (targets >= 0).reshape(len(targets), -1).long()
-            counts = KINDS[self._found(ask, batch, valid)](valid).cpu()
+            valid = counted(targets, None).reshape(len(targets), -1).long()
+            self._find(ask, batch, valid)
+            counts = KINDS[self.kind](valid).cpu()
         else:
             return None
         return counts if bool(counts.any()) and bool(counts.min() < counts.max()) else None
 
-    def _found(self, ask: Ask, batch: Any, valid: Tensor) -> str:
-        """Test the kind of mean until one is left. Return the first of those that are still possible."""
+    def _find(self, ask: Ask, batch: Any, valid: Tensor, strict: bool = True) -> None:
+        """Test the kind of mean until one is left.
+
+        `strict`: batches whose examples have equally many targets are not tested, and a loss that is none of the kinds
+        is an error. Otherwise the kind that is closest is taken.
+        """
         each = valid.sum(1) + valid[:, 1:].sum(1)
         pair = [int(each.argmax()), int(each.argmin())]
-        if len(self._left) == 1 or self._asked == MOST_ASKED or each[pair[0]] == each[pair[1]]:
-            return self._left[0]
+        alike = bool(each[pair[0]] == each[pair[1]])
+        if len(self._left) == 1 or self._asked == MOST_ASKED or not bool(each[pair[0]]) or (alike and strict):
+            return
         if not self._asked and isinstance(batch, Mapping):  # Hugging Face's batches, whose models shift the targets
             self._left.sort(key=lambda name: name != SHIFTED)
         self._asked += 1
-        whole = ask(take_examples(batch, pair))
-        alone = [ask(take_examples(batch, [k])) for k in pair]
+        both, pair_valid = take_examples(batch, pair), valid[pair]
+        if alike:  # the same example twice, the second time without its last targets
+            pair_valid = valid[[pair[0]] * 2]
+            both = take_examples(batch, [pair[0]] * 2)
+            left_out = pair_valid[1].nonzero()[:, 0][int(pair_valid[1].sum()) // 2 :]
+            targets = _targets(batch)
+            assert targets is not None
+            found = _targets(both)
+            assert found is not None
+            found.view(2, -1)[1, left_out] = targets[targets < 0][0]
+            pair_valid[1, left_out] = 0
+        whole = ask(both)
+        alone = [ask(take_examples(both, [k])) for k in (0, 1)]
         limit = self._close * max((abs(x) for x in [whole, *alone] if math.isfinite(x)), default=0.0)
 
         def off(name: str) -> float:
-            counts = KINDS[name](valid[pair]).tolist()
+            counts = KINDS[name](pair_valid).tolist()
             mean = sum(count * x for count, x in zip(counts, alone, strict=True) if count) / max(1, sum(counts))
             return abs(mean - whole) if any(counts) and math.isfinite(mean - whole) else math.inf
 
-        self._left = [name for name in self._left if off(name) <= limit]
-        if not self._left:
+        left = [name for name in self._left if off(name) <= limit]
+        if not left and strict:
             raise ModelError(
                 f"the loss of a batch is not the mean of its parts' losses: two examples with targets below 0 have "
                 f"loss {whole:.6g} together, {alone[0]:.6g} and {alone[1]:.6g} alone. Return a mean over examples, or "
                 "over the targets that are not below 0, or compute whole batches (without minibatch_size, "
                 "gradient_accumulation and node=)"
             )
-        return self._left[0]
+        self._left = left or sorted(self._left, key=off)
+
+
+def _targets(batch: Any) -> Tensor | None:
+    """Return a batch's targets if there is at least one for each example; otherwise None."""
+    targets = targets_of(batch)
+    return targets if targets is not None and targets.dim() and len(targets) == batch_examples(batch) else None

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from exogym.core.base import pulse
-from exogym.core.base.batches import batch_examples, map_tensors
+from exogym.core.base.batches import batch_examples, map_tensors, slice_batch
 from exogym.core.base.draws import stream_seed
 from exogym.core.base.modes import evaluation_mode
 from exogym.core.base.rng import seed_python, seed_torch
@@ -55,6 +55,8 @@ class Worker:
         fails_alone: whether a training step on a single example is known to fail in batch normalization.
         weighs_classes: whether the loss function's class weights count in the weight of a batch's part.
         devices: the node's devices (`NodeDevices`) if a node is several processes; otherwise None.
+        trials: tests during training that parts of a batch give the batch's loss; None if no test is needed.
+        at: the node and the step whose random numbers are drawn now.
     """
 
     def __init__(
@@ -77,6 +79,8 @@ class Worker:
         self.changing: list[str] = []
         self.weighs_classes = True
         self.fails_alone = False
+        self.trials: Any = None  # a `compute.parts.Trials`
+        self.at = (-1, 0)
 
     def bind(self, fleet: Fleet) -> None:
         """Use the rows of `fleet` from now on. `point` can then point the module at any of these rows."""
@@ -142,6 +146,7 @@ class Worker:
 
     def reseed(self, node: int, step: int) -> None:
         """Seed the generators that the model uses, from (seed, node, step)."""
+        self.at = (node, step)
         if self.draws_torch or self.draws_python:
             further = () if self.devices is None else self.devices.stream
             seed = stream_seed(self.seed, "step", node, step, *further)
@@ -196,13 +201,15 @@ class Worker:
         """The weights of a batch's parts in its loss."""
         from exogym.core.compute.weights import CLOSE, Weights, counting
 
-        known = counting(self.loss.loss_fn) if self.weighs_classes else None
-        return Weights(CLOSE if self.dtype is None else 2e-3, known)
+        close = CLOSE if self.dtype is None else 2e-3
+        return Weights(close, counting(self.loss.loss_fn), self.weighs_classes)
 
     def parts(self, batch: Any, bounds: Sequence[tuple[int, int]]) -> list[tuple[Any, float]]:
         """Return the parts of a batch with their weights in the loss (`Weights.parts`), given each part's range."""
         if list(bounds) == [(0, batch_examples(batch))]:
             return [(batch, 1.0)]
+        if self.trials is not None:
+            self.trials.see(batch)
         return self.weights.parts(self.ask, batch, bounds)
 
     @torch.no_grad()
@@ -215,15 +222,17 @@ class Worker:
         """Return whether a micro-batch counts in the batch's loss by its number of examples."""
         return self.micro_batch_size is None or self.weights.counts_examples(self.ask, batch)
 
-    def own_shares(self, batch: Any) -> list[tuple[Any, float]]:
-        """Return the parts of a batch that this process evaluates, each with its number of examples."""
+    def evaluated(self, batch: Any) -> tuple[Any, dict[str, float], int]:
+        """Return the part of a batch that this process evaluates, what its loss divides by, and its examples.
+
+        What it divides by is a total for each kind of mean (`Weights.totals`). A process without a share of the batch
+        gets an example that counts 0.
+        """
         total = batch_examples(batch)
-        if self.devices is not None:
-            bounds = [self.devices.evaluated(total)]
-        else:
-            size = self.micro_batch_size or max(1, total)
-            bounds = [(start, min(start + size, total)) for start in range(0, total, size)]
-        return [(part, share * total) for part, share in self.parts(batch, bounds)]
+        start, stop = (0, total) if self.devices is None else self.devices.evaluated(total)
+        totals = self.weights.totals(self.ask, batch, start, stop)
+        part = batch if stop - start == total else slice_batch(batch, start, max(stop, start + 1))
+        return (part if stop > start else slice_batch(batch, 0, 1)), totals, stop - start
 
     def _gathered(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self.devices is None else self.devices.gathered()

@@ -39,42 +39,47 @@ class Evaluator:
     def __call__(self, vectors: list[Tensor], buffers: dict[str, Tensor], node: int | None = None) -> dict[str, float]:
         """Return val_loss, val_accuracy if predictions are known, and val_<name> for each metric.
 
-        Every value is a mean over examples. `vectors` holds (P,) per block. With `node`, the examples are the node's
-        own validation set; otherwise they are all nodes' validation sets.
+        The loss is the mean over all targets that it counts (`Weights.totals`), however they lie in batches; so are
+        the accuracy and the metrics that the model returns. The values of `metrics` are means over examples. `vectors`
+        holds (P,) per block. With `node`, the examples are the node's own validation set; otherwise they are all
+        nodes' validation sets.
         """
-        sums: dict[str, float] = {}
-        weights: dict[str, float] = {}
-
-        def add(name: str, value: Any, weight: float) -> None:
-            sums[name] = sums.get(name, 0.0) + float(value) * weight
-            weights[name] = weights.get(name, 0.0) + weight
-
+        found: list[tuple[str, float, float | dict[str, float]]] = []
         worker = self.worker
         with worker.evaluating(vectors, buffers):
             for batch in self._batches(node):
                 pulse.beat()
+                part, totals, examples = worker.evaluated(worker.to_device(batch))
                 worker.reseed(-1, 0)
-                for part, size in worker.own_shares(batch):
-                    self._part(part, size, add)
+                self._part(part, totals, examples, lambda *values: found.append(values))
+        sums: dict[str, float] = {}
+        weights: dict[str, float] = {}
+        for name, value, by_kind in found:
+            weight = by_kind[worker.weights.kind] if isinstance(by_kind, dict) else by_kind
+            sums[name] = sums.get(name, 0.0) + (value * weight if weight else 0.0)
+            weights[name] = weights.get(name, 0.0) + weight
         return _means(sums, weights, worker.fleet.comm.wire.devices)
 
-    def _part(self, part: Any, size: float, add: Callable[[str, Any, float], None]) -> None:
-        """Add the values of a part of a batch. Its loss counts for `size` examples."""
-        worker, count = self.worker, batch_examples(part) if size else 0
-        output = worker.loss.of(worker.model, worker.to_device(part))
-        add("val_loss", output.loss, size)
-        right = accuracy(output)
+    def _part(
+        self, part: Any, totals: dict[str, float], examples: int,
+        add: Callable[[str, float, float | dict[str, float]], None],
+    ) -> None:  # fmt: skip
+        """Add the values of a batch, or of this process's part of it, each with its weight in the mean."""
+        worker = self.worker
+        output = worker.loss.of(worker.model, part)
+        add("val_loss", float(output.loss), totals)
+        right = accuracy(output, worker.weights.counting)
         if right is not None:
-            add("val_accuracy", right[0] / max(1, right[1]), right[1] if size else 0)
+            add("val_accuracy", right[0] / max(1, right[1]), right[1] if examples else 0)
         for name, value in output.metrics.items():
-            add(f"val_{name}", value, count)
+            add(f"val_{name}", float(value), totals)
         for name, function in self.metrics.items():
             if output.predictions is None or output.targets is None:
                 raise TrainingError(
                     f"metric {name!r} needs predictions and targets, but the model's output has only a loss: return a "
                     "mapping with 'logits' beside 'loss', or use loss_fn="
                 )
-            add(f"val_{name}", function(output.predictions, output.targets), count)
+            add(f"val_{name}", float(function(output.predictions, output.targets)), examples)
 
     def _batches(self, only: int | None) -> Iterator[Any]:
         left = self.limit

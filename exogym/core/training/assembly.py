@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from exogym.core.training.timing import Timing
 
 EVALUATION_BATCH = 256
+EVALUATION_BYTES = 2**26  # of activations; more only for as many examples as training computes at once
 
 
 def assemble(
@@ -101,7 +102,7 @@ def _assemble(
             _warn_of_few_examples(stream, len(driver.seated), options)
         stretches = [x for x in (max_stretch, stream.most_steps) if x is not None]
         agenda = _agenda(subject, options, stream, description, kept, min(stretches, default=None))
-        evaluator = _evaluator(subject, options, worker)
+        evaluator = _evaluator(subject, options, worker, first_batch)
         endings = [stream.close] if evaluator is None else [stream.close, evaluator.stream.close]
         loop = TrainingLoop(agenda, driver, fleet, worker, evaluator, History(), observers, bar, timing, endings)
         add_figures(loop)
@@ -235,11 +236,11 @@ def _steps_per_epoch(options: FitOptions, stream: Stream) -> int:
     return stream.steps_per_epoch or options.max_steps or 1
 
 
-def _evaluator(subject: Subject, options: FitOptions, worker: Worker) -> Evaluator | None:
+def _evaluator(subject: Subject, options: FitOptions, worker: Worker, batch: Any) -> Evaluator | None:
     if subject.val_dataset is None:
         return None
-    size = max(EVALUATION_BATCH, options.step_examples)  # the worker computes it in its micro-batches
     nodes = options.num_nodes if is_factory(subject.val_dataset) else 1
+    size = options.val_batch_size or _evaluated_at_once(options, worker, batch)
     stream = Stream(
         subject.val_dataset, nodes, batch_size=size, seed=options.seed, shuffle=False, is_train=False,
         dataloader_kwargs=options.dataloader_kwargs, may_be_empty=True,
@@ -247,6 +248,16 @@ def _evaluator(subject: Subject, options: FitOptions, worker: Worker) -> Evaluat
     if stream.endless and options.val_size is None:
         check({"validation iterable without a length": "a val_dataset without a length", "no val_size": "no val_size"})
     return Evaluator(worker, stream, subject.metrics or {}, options.val_size)
+
+
+def _evaluated_at_once(options: FitOptions, worker: Worker, batch: Any) -> int:
+    """Return how many examples an evaluation computes at once."""
+    if worker.micro_batch_size is not None or options.step_examples >= EVALUATION_BATCH:
+        return worker.micro_batch_size or options.step_examples
+    from exogym.core.training.choices import forward_bytes
+
+    fit = int(EVALUATION_BYTES // max(1.0, forward_bytes(worker, batch)))
+    return max(options.step_examples, min(EVALUATION_BATCH, fit))
 
 
 def _warn_of_few_examples(stream: Stream, acting: int, options: FitOptions) -> None:

@@ -29,7 +29,10 @@ COUNTS = (
 )
 SWITCHES = ("shuffle", "final_sync", "resume", "timeline")
 FOLDERS = ("save_dir", "run_dir")
-OPTIONAL_COUNTS = ("num_epochs", "max_steps", "minibatch_size", "val_interval", "val_size", "checkpoint_interval")
+OPTIONAL_COUNTS = (
+    *("num_epochs", "max_steps", "minibatch_size", "val_batch_size", "val_interval", "val_size"),
+    "checkpoint_interval",
+)
 
 
 def checked_options(asked: FitOptions) -> FitOptions:

@@ -5,20 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.data import Subset
 
-from exogym.core.base.batches import batch_examples, map_tensors, micro_batches
+from exogym.core.base.batches import batch_examples, map_tensors, micro_batches, slice_batch, tensors_in
 from exogym.core.base.devices import total_memory_bytes
-from exogym.core.base.torch_private import strided_parts
-from exogym.core.compute.parts import check_parts
+from exogym.core.base.rng import preserved_state
+from exogym.core.base.torch_private import strided_parts, uncompiled
+from exogym.core.compute.first_step import trying
+from exogym.core.compute.parts import MOST_TRIED, Trials, check_parts
 from exogym.core.compute.worker import Worker
 from exogym.core.progress import notice
 from exogym.core.saving.keepers import on_main
 from exogym.core.training.options import FitOptions
 from exogym.core.training.subject import Subject
+from exogym.data.partition import stored_labels
 from exogym.data.stream import Stream, is_factory
 from exogym.errors import ArgumentError
+
+MEASURED = 8  # examples
 
 
 def choose(options: FitOptions, worker: Worker, stream: Stream, batch: Any) -> dict[str, Any]:
@@ -57,6 +64,32 @@ def _activation_bytes(worker: Worker, batch: Any) -> int:
     return sum(seen.values())
 
 
+def forward_bytes(worker: Worker, batch: Any) -> float:
+    """Return the bytes of activations that a forward pass makes per example; 0 if the model cannot be asked.
+
+    These are the larger of two numbers: what autograd keeps, and the outputs of the innermost modules, which count if
+    a part of the model is frozen.
+    """
+    few = slice_batch(batch, 0, MEASURED)
+    if uncompiled(worker.model) is not worker.model:  # each other size would be compiled
+        return 0.0
+    made = 0
+
+    def note(module: nn.Module, given: Any, out: Any) -> None:
+        nonlocal made
+        made += 0 if next(module.children(), None) else sum(x.nbytes for x in tensors_in(out))
+
+    with preserved_state(worker.device), trying(worker):
+        handle = nn.modules.module.register_module_forward_hook(note)
+        try:
+            kept = _activation_bytes(worker, few)
+        except Exception:  # a model may have no loss in evaluation mode; the evaluation says so
+            return 0.0
+        finally:
+            handle.remove()
+    return max(made, kept) / batch_examples(few)
+
+
 def _fitting_micro_batch(worker: Worker, batch: Any, limit_bytes: float, resident_bytes: float) -> int:
     """Return the largest of n, n/2, n/4, ... examples whose activations fit beside `resident_bytes` in `limit_bytes`.
 
@@ -91,24 +124,29 @@ def check_computed_in_parts(
 ) -> None:
     """If ExoGym computes a step's `examples` in micro-batches, check that the result equals the whole step's result.
 
+    A loss that is not one of torch's is also tested during training (`Worker.trials`). If a node is several processes,
+    `check_split` compares its split with the whole model before training, micro-batches included.
+
     Raises:
         ModelError: the micro-batches give another result. Every process raises the error.
     """
     asked = _parts_asked(options, worker, examples)
-    if asked is not None:
-        looks = _looks(subject, stream, batch)
-        on_main(worker.fleet.comm.wire, lambda: check_parts(worker, looks, *asked))
+    if asked is None:
+        return
+    wire = worker.fleet.comm.wire
+    if not (options.meshes and wire.agree(wire.devices.parts > 1)):  # nodes may differ, but all take the same branch
+        looks = _looks(subject, options, stream, batch)
+        if not on_main(wire, lambda: check_parts(worker, looks, *asked)):
+            return
+    if worker.weights.counting is None or not worker.weighs_classes:
+        worker.trials = Trials(worker, *asked)
 
 
 def _parts_asked(options: FitOptions, worker: Worker, examples: int) -> tuple[int, str] | None:
     """Return how many of a step's `examples` are computed at once, and the option that asks for it.
 
     None: the step is computed whole, or in the batches that `gradient_accumulation` averages, so results cannot change.
-    If a node is several processes, `check_gradients` compares its split with the whole model, micro-batches included.
     """
-    wire = worker.fleet.comm.wire
-    if options.meshes and wire.agree(wire.devices.parts > 1):  # nodes may differ, but all must take the same branch
-        return None
     size = worker.micro_batch_size or examples
     asked = "max_memory_usage" if options.minibatch_size is None else "minibatch_size"
     option = f"{asked}={getattr(options, asked)}"
@@ -120,8 +158,20 @@ def _parts_asked(options: FitOptions, worker: Worker, examples: int) -> tuple[in
     return None if size == wanted or size >= examples == wanted else (size, option)
 
 
-def _looks(subject: Subject, stream: Stream, first_batch: Any) -> Iterator[Any]:
-    """Yield the first batch, and a few of other steps and nodes. A factory's other data sets are not loaded."""
+def _looks(subject: Subject, options: FitOptions, stream: Stream, first_batch: Any) -> Iterator[Any]:
+    """Yield batches to test, the most telling first: examples of the rarest and the most frequent classes, if the data
+    set stores its labels; the first batch; a few of other steps and nodes. A factory's other data sets are not loaded.
+    """
+    dataset = subject.train_dataset
+    labels = None if is_factory(dataset) or stream.iterates else stored_labels(dataset)
+    if labels is not None and labels.ndim == 1 and labels.dtype.kind in "iu" and len(labels) == stream.total:
+        _, firsts, counts = np.unique(labels, return_index=True, return_counts=True)
+        by_count = firsts[np.argsort(counts, kind="stable")].tolist()
+        turns = [by_count[k // 2] if k % 2 == 0 else by_count[-1 - k // 2] for k in range(len(by_count))]
+        if len(turns) > 1:
+            few = Subset(dataset, (turns * MOST_TRIED)[:MOST_TRIED])
+            collate = {k: v for k, v in (options.dataloader_kwargs or {}).items() if k == "collate_fn"}
+            yield next(Stream(few, 1, batch_size=len(few), shuffle=False, dataloader_kwargs=collate or None).epoch(0))
     yield first_batch
     if stream.iterates:  # which are read in order
         return

@@ -187,6 +187,8 @@ class TrainingLoop:
         self.driver.before_sync = self._measure_apart if agenda.may_be_evaluated(last) else None
         with pulse.at(pulse.WORKING if self._is_warm else pulse.STARTING):
             found = self._advance(first, last)
+            if found is not None and last == agenda.total_steps and self.worker.trials is not None:
+                self.worker.trials.end()
         self._is_warm = True
         if found is None:
             return False

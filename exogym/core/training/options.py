@@ -66,11 +66,16 @@ class RunOptions:
         minibatch_size: Examples computed at once. A small number saves memory; results change by rounding only. Before
             training, ExoGym computes a few examples together and in parts. If the results differ, ExoGym refuses the
             loss, because such a loss is not a mean over examples (for example a sum, or a loss with class weights or
-            with pairs inside a batch). But torch's `CrossEntropyLoss` and `NLLLoss` as `loss_fn` may have `weight` and
-            `ignore_index`. Then a part's weight in the mean is the sum of its targets' class weights. BatchNorm's
-            statistics and dropout's random draws are separate for each minibatch.
+            with pairs inside a batch). But torch's `CrossEntropyLoss` and `NLLLoss` as `loss_fn`, and
+            `functools.partial` of `cross_entropy` and `nll_loss`, may have `weight` and `ignore_index`. Then a part's
+            weight in the mean is the sum of its targets' class weights. A loss that is not torch's own is tested again
+            during training, in less than 1 % of the steps after the first eight tests, and an error ends the run if it
+            turns out to be no mean. BatchNorm's statistics and dropout's random draws are separate for each minibatch.
         max_memory_usage: Share of the memory to use at most, from 0 to 1. ExoGym finds a minibatch_size that fits and
             prints this size. If ExoGym must split batches, it tests the loss as for `minibatch_size`.
+        val_batch_size: Examples that an evaluation computes at once. Results change by rounding only. By default these
+            are as many as training computes at once (`minibatch_size`, or a step's batch), or up to 256 if a batch is
+            smaller and the activations of these examples take at most 64 MiB.
         shuffle: Deal the examples in random order.
         precision: "fp32", or autocast in "bf16" or "fp16". `autocast=True` means "bf16".
         compute: "loop" (one node after another, exact), "vmap" (all rows at once), "compiled" (each step as one graph
@@ -109,6 +114,7 @@ class RunOptions:
     gradient_accumulation: int = 1
     minibatch_size: int | None = None
     max_memory_usage: float | None = None
+    val_batch_size: int | None = None
     shuffle: bool = True
     precision: str = "fp32"
     compute: str = "loop"

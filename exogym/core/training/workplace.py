@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from exogym.core.base.batches import batch_examples, slice_batch
 from exogym.core.base.draws import stream_seed
 from exogym.core.base.modes import evaluation_mode, start_training
 from exogym.core.base.rng import seed_torch
@@ -52,7 +53,8 @@ def workplace(
     # else a step is the mean over its batches, however their classes weigh
     worker.weighs_classes = options.gradient_accumulation == 1
     first_batch = next(iter(stream.batches(stream.first, 0, 1)))
-    _initialise_lazy(worker, first_batch)
+    trial = functools.partial(_computed_at_once, options)
+    _initialise_lazy(worker, trial(first_batch))
     if kept := start_training(model):
         few = ", ".join(repr(name or "the model itself") for name in kept[:3]) + ", ..." * (len(kept) > 3)
         say(wire, f"in evaluation mode during training, as given: {few}; call model.train() before fit to train all")
@@ -61,7 +63,8 @@ def workplace(
 
         worker.insides = Insides(model, options.meshes)
     with contextlib.nullcontext() if worker.insides is None else worker.insides.watching():
-        look(worker, first_batch, lambda: next(iter(stream.batches(stream.first, 1, 1))), _alone(options, stream))
+        second = lambda: trial(next(iter(stream.batches(stream.first, 1, 1))))  # noqa: E731
+        look(worker, trial(first_batch), second, _alone(options, stream))
     if buffers := sum(model.get_buffer(name).nbytes for name in worker.changing):
         forked = options.engine is None and options.processes != 1  # which share the memory of the machine
         check_rows(
@@ -77,6 +80,13 @@ def workplace(
     worker.bind(Fleet(model, wire.ranks, options.num_nodes, device, wire, parts))
     undo.callback(worker.go_home)
     return stream, worker, first_batch
+
+
+def _computed_at_once(options: FitOptions, batch: Any) -> Any:
+    """Return as many examples of a batch as training computes at once: trials take no more memory than training."""
+    size = options.micro_batch_size
+    # the trial of a node of several devices counts what a whole batch sends
+    return batch if size is None or options.meshes or size >= batch_examples(batch) else slice_batch(batch, 0, size)
 
 
 def _asks_all(options: FitOptions, wire: Wire) -> bool:

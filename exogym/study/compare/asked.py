@@ -28,7 +28,7 @@ DEFAULT_STRATEGIES = (SINGLE, "ddp", "diloco", "sparta", "fedavg", "demo")  # th
 PASSED_AS_TEXT = {f.name: kind for f in fields(RunOptions) if (kind := written_as(f.name)) is not None}
 OF_A_STEP = ("gradient_accumulation", "minibatch_size", "max_memory_usage", "precision", "dataloader_kwargs")
 # These don't change a result: a comparison or sweep may resume with other values.
-OF_NO_RESULT = ("log_interval", "max_restarts", "hang_s", "client_state_memory")
+OF_NO_RESULT = ("log_interval", "max_restarts", "hang_s", "client_state_memory", "val_batch_size")
 IN_A_FOLDER = ("max_restarts", "client_state_memory")  # these need a folder
 _SAVED = "give out: each run has a folder there and is saved once a minute; resume=True continues"
 NOT_TAKEN = {

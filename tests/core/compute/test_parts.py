@@ -1,5 +1,7 @@
 """Batches in micro-batches: results as of whole batches, or an error before training that says what was found."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -94,6 +96,11 @@ WEIGHED = {
     "a class left out": (nn.CrossEntropyLoss(ignore_index=0), network),
     "smoothed": (nn.CrossEntropyLoss(CLASS_WEIGHTS, label_smoothing=0.1), network),
     "log probabilities": (nn.NLLLoss(CLASS_WEIGHTS), lambda: nn.Sequential(*network(), nn.LogSoftmax(1))),
+    "a function's": (partial(nn.functional.cross_entropy, weight=CLASS_WEIGHTS), network),
+    "a function of a function's": (
+        partial(partial(nn.functional.nll_loss, weight=CLASS_WEIGHTS), ignore_index=1),
+        lambda: nn.Sequential(*network(), nn.LogSoftmax(1)),
+    ),
 }
 
 
@@ -290,3 +297,98 @@ def test_sampled_clients_are_tried_as_others_are():
     run(data=examples(600), minibatch_size=1, batch_size=2, **sampled)
     with pytest.raises(ModelError, match="minibatch_size=1: the gradients of a batch's parts"):
         run(OTHERS["a sum"], data=examples(600), minibatch_size=1, batch_size=2, **sampled)
+
+
+# What shows only later
+
+
+def rare(count=400, every=25):
+    """4 % of the examples have class 3."""
+    x, y = examples(count).tensors
+    y = y % 3
+    y[every // 2 :: every] = 3
+    return TensorDataset(x, y)
+
+
+def own(node, num_nodes, is_train):
+    """Each node makes its own examples, so nothing is known of their classes; the first 12 have no class 3."""
+    return list(zip(*rare().tensors, strict=True))
+
+
+def with_weights(p, y):
+    return nn.functional.cross_entropy(p, y, weight=torch.tensor([1.0, 1.0, 1.0, 8.0]))
+
+
+def mean(p, y):
+    return nn.functional.cross_entropy(p, y)
+
+
+@pytest.mark.parametrize("asked", [{"minibatch_size": 2}, {"node": NodeMesh(shard=2)}])
+def test_weights_of_a_rare_class_are_found(asked):
+    """Before training where the data set tells its labels, else as soon as the class comes."""
+    with pytest.raises(ModelError, match="the gradients of a batch's parts do not add up"):
+        run(with_weights, data=rare(), shuffle=False, **asked)
+    given = {"shuffle": False, "strategy": FedAvgStrategy("sgd", lr=0.5), "max_steps": 20, **asked}
+    with pytest.raises(
+        ModelError,
+        match=r"the loss of \d examples is not the mean of its parts at step 2 of node 0: expected \d.*partial",
+    ):
+        run(with_weights, data=own, **given)
+    run(mean, data=own, **given)
+
+
+class Later:
+    """A mean, and after so many calls a mean and a term of pairs."""
+
+    def __init__(self, calls):
+        self.left = calls
+
+    def __call__(self, p, y):
+        self.left -= 1
+        return mean(p, y) + (0.1 * contrastive(p, y) if self.left < 0 else 0.0)
+
+
+@pytest.mark.parametrize("calls", [60, 400, 1000])
+def test_a_term_that_begins_later_ends_the_run(calls):
+    given = {"num_nodes": 1, "minibatch_size": 4, "max_steps": 300}
+    with pytest.raises(
+        ModelError, match=r"minibatch_size=4: the loss of \d examples is not the mean of its parts at step"
+    ):
+        run(Later(calls), **given)
+    run(Later(10_000), **given)
+
+
+def test_few_steps_are_tried_and_the_result_is_as_without(monkeypatch):
+    """Even where each batch has targets that none had before, as in texts."""
+    tried = []
+    trial = exogym.core.compute.parts.Trials._try
+    monkeypatch.setattr(exogym.core.compute.parts.Trials, "_try", lambda *given: tried.append(0) or trial(*given))
+    x = torch.randn(1300, 6, generator=torch.Generator().manual_seed(0))
+    data = TensorDataset(x, torch.arange(1300))
+
+    def loss_fn(p, y):
+        return nn.functional.cross_entropy(p, y % 4)
+
+    given = {"data": data, "batch_size": 4, "minibatch_size": 2, "max_steps": 300, "num_nodes": 1}
+    given["model"] = RIGHT["dropout"]
+    found = run(loss_fn, **given)
+    assert 8 < len(tried) <= 8 + 3 + 3
+    monkeypatch.setattr(exogym.core.compute.parts.Trials, "see", lambda *given: None)
+    assert torch.equal(numbers(run(loss_fn, **given)), numbers(found))
+    del tried[:]
+    run(nn.functional.cross_entropy, minibatch_size=2)
+    run(partial(nn.functional.cross_entropy, weight=CLASS_WEIGHTS), minibatch_size=2)
+    assert not tried  # they say what they divide by
+
+
+@pytest.mark.parametrize("given", [{"minibatch_size": 4}, {"batch_size": 4, "gradient_accumulation": 4}])
+def test_trials_before_training_take_no_more_examples_at_once_than_training(given):
+    sizes = []
+
+    def model():
+        made = network()
+        made.register_forward_pre_hook(lambda module, args: sizes.append(len(args[0])) if module.training else None)
+        return made
+
+    run(model=model, **{"batch_size": 32} | given)
+    assert max(sizes) == 4
