@@ -122,7 +122,8 @@ class Trials:
 
     A trial takes up to 8 examples, in evaluation mode and without gradients, together and in two parts. Trials come
     where a batch has a class that no trial had (at most one in 100 steps, after the first eight), after 64, 256, 1024,
-    ... steps, and at the end of training (`end`). Steps count over the rows of the process.
+    ... steps, and at the end of training (`end`). Steps count over the rows of the process. If a node is several
+    processes, each gathers the model for a trial, as for an evaluation, and there is no trial at the end.
 
     Args:
         worker: its loss must not be one of torch's, which need no trial.
@@ -147,12 +148,15 @@ class Trials:
         """
         if not self._is_possible:
             return
+        if self.worker.at[0] < 0:  # `check_split` compares the gradients of this batch
+            self._seen |= set().union(*self._classes(batch))
+            return
         self.steps += 1
         self._last = batch
         is_due, is_left = self.steps >= self.next, self.trials < FREE_TRIALS + self.steps // TRIAL_STEPS
         if not (is_due or is_left):
             return
-        classes = _classes(batch)
+        classes = self._classes(batch)
         if is_due:
             self.next *= NEXT_TRIAL
         elif all(own <= self._seen for own in classes):
@@ -162,34 +166,39 @@ class Trials:
 
     def end(self) -> None:
         """Try the last batch once more, with row 0's parameters. A loss may have changed since the last trial."""
-        if self._last is not None and self._is_possible:
+        if self._last is not None and self.worker.devices is None:
             self.worker.point(0)
-            self._try(self._last, _classes(self._last))
+            self._try(self._last, self._classes(self._last))
         self._last = None
 
     def _try(self, batch: Any, classes: list[set[int]]) -> None:
-        chosen, rest = [], []
-        had: set[int] = set()
-        for k, own in enumerate(classes):  # first an example for each new class, then for each other class
-            (rest if own <= self._seen | had else chosen).append(k)
+        keys = _keys(batch) or [0.0] * batch_examples(batch)
+        for chosen in self._chosen(classes):
+            if self._is_possible and len(chosen) > self.first:
+                self._seen |= set().union(*(classes[k] for k in chosen))
+                self._compare(take_examples(batch, sorted(chosen, key=lambda k: keys[k])), len(chosen))
+
+    def _chosen(self, classes: list[set[int]]) -> list[list[int]]:
+        """Return the numbers of the examples of each comparison: an example of each new class, beside others."""
+        new, rest = [], []
+        had = set(self._seen)
+        for k, own in enumerate(classes):
+            (rest if own <= had else new).append(k)
             had |= own
         turns = _turns([float(min(own, default=-1)) for own in classes])
         rest.sort(key=lambda k: turns[k])
-        chosen = [*chosen[: self.most - 1], *rest, *chosen[self.most - 1 :]][: self.most]
-        if len(chosen) <= self.first:
-            return
-        self._seen |= set().union(*(classes[k] for k in chosen))
-        keys = _keys(batch) or [0.0] * batch_examples(batch)
-        few = take_examples(batch, sorted(chosen, key=lambda k: keys[k]))
+        room = self.most - 1
+        starts = range(0, min(len(new), MOST_TRIED), room) or [0]
+        return [[*new[k : k + room], *rest, *new[:k], *new[k + room :]][: self.most] for k in starts]
+
+    def _compare(self, few: Any, count: int) -> None:
         worker = self.worker
         with preserved_state(worker.device), trying(worker):
             before = random_states(worker.device)
             try:
                 whole = worker.ask(few)
-                bounds = [(0, self.first), (self.first, len(chosen))]
-                each = [
-                    (worker.ask(part), share) for part, share in worker.weights.parts(worker.ask, few, bounds) if share
-                ]
+                parts = worker.weights.parts(worker.ask, few, [(0, self.first), (self.first, count)])
+                each = [(worker.ask(part), share) for part, share in parts if share]
             except Exception as error:  # the user's model may return its loss in training mode only
                 self._is_possible = _untried(self.option, f"{type(error).__name__}: {error}")
                 return
@@ -201,30 +210,35 @@ class Trials:
         if abs(whole - mean) > max(OFF, 16 * eps) * max(abs(whole), *(abs(loss) for loss, _ in each)):
             node, step = worker.at
             raise ModelError(
-                f"{self.option}: the loss of {len(chosen)} examples is not the mean of its parts at step {step + 1} of "
-                f"node {node}: expected {mean:.6g}, got {whole:.6g}. A sum, class weights or pairs inside a batch give "
+                f"{self.option}: the loss of {count} examples is not the mean of its parts at step {step + 1} of node "
+                f"{node}: expected {mean:.6g}, got {whole:.6g}. A sum, class weights or pairs inside a batch give "
                 f"other gradients in parts. {_instead(self.option)}"
             )
+
+    def _classes(self, batch: Any) -> list[set[int]]:
+        """Return the classes that each example of a batch has as targets; empty sets if the targets are no classes.
+
+        Each text has new words. If a node is several processes, which send each other the model for a trial, the words
+        are no classes.
+        """
+        total, targets = batch_examples(batch), targets_of(batch)
+        none = [set[int]()] * total
+        if targets is None or targets.is_floating_point() or targets.is_complex():
+            return none
+        if not targets.dim() or len(targets) != total or not targets.numel():
+            return none
+        flat = targets.detach().reshape(total, -1).long().cpu()
+        if flat.shape[1] == 1:
+            return [{k} for k in flat[:, 0].tolist()]
+        if self.worker.devices is not None or int(flat.max()) >= MOST_CLASSES:
+            return none
+        return [set(one[one >= 0].bincount().nonzero()[:, 0].tolist()) for one in flat]
 
 
 def rounding(worker: Worker) -> float:
     """Return the relative rounding error of one operation of the model."""
     eps = max(torch.finfo(p.dtype).eps for p in worker.model.parameters() if p.requires_grad)
     return eps if worker.device.type == "cpu" else max(eps, GPU_EPS)
-
-
-def _classes(batch: Any) -> list[set[int]]:
-    """Return the classes that each example of a batch has as targets; empty sets if the targets are no classes."""
-    total, targets = batch_examples(batch), targets_of(batch)
-    is_class = targets is not None and not targets.is_floating_point() and not targets.is_complex()
-    if targets is None or not is_class or not targets.dim() or len(targets) != total:
-        return [set()] * total
-    flat = targets.detach().reshape(total, -1).long().cpu()
-    if flat.shape[1] == 1:
-        return [{k} for k in flat[:, 0].tolist()]
-    if int(flat.max()) >= MOST_CLASSES:
-        return [set()] * total
-    return [set(one[one >= 0].bincount().nonzero()[:, 0].tolist()) for one in flat]
 
 
 def _untried(option: str, why: str) -> bool:

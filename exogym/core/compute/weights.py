@@ -105,7 +105,8 @@ class Weights:
 
     def __init__(self, close: float = CLOSE, counting: Counting | None = None, weighs: bool = True):
         self._close, self.counting, self._weighs = close, counting, weighs
-        self._left, self._asked = list(KINDS), 0  # the kinds of mean that are still possible
+        self._left = list(KINDS)  # the kinds of mean that are still possible
+        self._asked = {True: 0, False: 0}  # tests so far: of training, of evaluations
 
     @property
     def kind(self) -> str:
@@ -181,11 +182,13 @@ class Weights:
         each = valid.sum(1) + valid[:, 1:].sum(1)
         pair = [int(each.argmax()), int(each.argmin())]
         alike = bool(each[pair[0]] == each[pair[1]])
-        if len(self._left) == 1 or self._asked == MOST_ASKED or not bool(each[pair[0]]) or (alike and strict):
+        if len(self._left) == 1 or self._asked[strict] == MOST_ASKED or not bool(each[pair[0]]) or (alike and strict):
             return
-        if not self._asked and isinstance(batch, Mapping):  # Hugging Face's batches, whose models shift the targets
+        if not any(self._asked.values()) and isinstance(
+            batch, Mapping
+        ):  # Hugging Face's batches, whose models shift the targets
             self._left.sort(key=lambda name: name != SHIFTED)
-        self._asked += 1
+        self._asked[strict] += 1
         both, pair_valid = take_examples(batch, pair), valid[pair]
         if alike:  # the same example twice, the second time without its last targets
             pair_valid = valid[[pair[0]] * 2]

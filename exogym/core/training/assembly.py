@@ -254,6 +254,8 @@ def _evaluated_at_once(options: FitOptions, worker: Worker, batch: Any) -> int:
     """Return how many examples an evaluation computes at once."""
     if worker.micro_batch_size is not None or options.step_examples >= EVALUATION_BATCH:
         return worker.micro_batch_size or options.step_examples
+    if getattr(worker.model, "evaluates_in_parts", False):
+        return EVALUATION_BATCH
     from exogym.core.training.choices import forward_bytes
 
     fit = int(EVALUATION_BYTES // max(1.0, forward_bytes(worker, batch)))

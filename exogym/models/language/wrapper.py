@@ -42,6 +42,8 @@ class LanguageModelWrapper(nn.Module):
         ArgumentError: the tokenizer does not fit the model, or the rank is impossible.
     """
 
+    evaluates_in_parts = True  # forward limits what it computes at once where no gradient is wanted
+
     @checked
     def __init__(
         self,

@@ -52,6 +52,8 @@ class WhisperModelWrapper(nn.Module):
         ArgumentError: the processor or the language does not fit the model, or a size is impossible.
     """
 
+    evaluates_in_parts = True  # forward limits what it computes at once where no gradient is wanted
+
     @checked
     def __init__(
         self,

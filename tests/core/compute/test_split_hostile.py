@@ -50,6 +50,18 @@ def by_class(**given):
     return fit(made, SimpleReduceStrategy("sgd", lr=0.1), **{"num_nodes": 1, "max_steps": 4} | given)
 
 
+def rare(**given):
+    """Train with a function's class weights; the only class of another weight comes in the third batch."""
+    torch.manual_seed(0)
+    x, y = torch.randn(32, 6), torch.randint(3, (32,))
+    y[20] = 3
+    weights = torch.tensor([1.0, 1.0, 1.0, 8.0])
+    data = torch.utils.data.TensorDataset(x, y)
+    made = LocalTrainer(Tokens(), data, data, loss_fn=lambda p, y: nn.functional.cross_entropy(p[:, :4], y, weights))
+    options = {"num_nodes": 1, "max_steps": 4, "batch_size": 8, "shuffle": False}
+    return fit(made, SimpleReduceStrategy("sgd", lr=0.1), **options | given)
+
+
 def run(loss, strategy=None, **given):
     """Train on targets of which some are left out, of one example all; in the first batch none is."""
     torch.manual_seed(0)
@@ -70,7 +82,7 @@ def in_two(tmp_path_factory):
     """What nodes of two processes come to, or say."""
     body = """
 from core.compute.test_split_hostile import LOSSES, Experts, Mixed, Normed, Penalty, Restless
-from core.compute.test_split_hostile import by_class, run, trained, weighted
+from core.compute.test_split_hostile import by_class, rare, run, trained, weighted
 from exogym.errors import ModelError
 found = {}
 for name, loss in LOSSES.items():
@@ -79,6 +91,8 @@ for name, loss in LOSSES.items():
 found["experts"] = trained(Experts, node=NodeMesh(shard=2, zero=2))
 tries = {
     "weighted": lambda: run(weighted, node=NodeMesh(shard=2)),
+    "rare": lambda: rare(node=NodeMesh(shard=2)),
+    "rare in stages": lambda: rare(node=NodeMesh(stages=2)),
     "experts": lambda: trained(Experts, node=NodeMesh(shard=2)),
     "restless": lambda: trained(Restless, node=NodeMesh(shard=2)),
     "mixed": lambda: trained(Mixed, node=NodeMesh(shard=2)),
@@ -130,6 +144,12 @@ def test_a_loss_that_its_parts_do_not_make_up_is_refused(in_two):
         run(weighted, minibatch_size=4)
     with pytest.raises(ModelError, match="not the mean of its parts' losses: two examples with targets below 0"):
         run(weighted, batch_size=4, gradient_accumulation=2)
+
+
+@pytest.mark.parametrize("name", ["rare", "rare in stages"])
+def test_the_weight_of_a_class_that_comes_later_ends_the_run(name, in_two):
+    """No batch before it shows that the loss is no mean of its parts."""
+    assert "examples is not the mean of its parts at step 3 of node 0" in in_two["said", name]
 
 
 def test_torchs_own_class_weights_weigh_the_shares(in_two):
