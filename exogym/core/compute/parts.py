@@ -180,7 +180,7 @@ class Trials:
 
     def _chosen(self, classes: list[set[int]]) -> list[list[int]]:
         """Return the numbers of the examples of each comparison: an example of each new class, beside others."""
-        new, rest = [], []
+        new, rest = list[int](), list[int]()
         had = set(self._seen)
         for k, own in enumerate(classes):
             (rest if own <= had else new).append(k)

@@ -2,9 +2,9 @@
 accuracies use it.
 
 A batch's loss is sum_i w_i l_i / sum_i w_i over its targets i, so a part of the batch weighs the sum of its w_i.
-torch's own losses say their w_i (`counting`). Of any other loss w_i is 1 for each example, or 1 for each target that is
-not below 0: losses ignore such targets with torch's `ignore_index` or Hugging Face's -100. A batch does not show which
-mean its loss is, so a test computes the loss of two examples together, and of each alone.
+torch's own losses say their w_i (`counting`). For any other loss w_i is 1 for each example, or 1 for each target that
+is not below 0: losses ignore such targets with torch's `ignore_index` or Hugging Face's -100. A batch does not show
+which mean its loss is, so a test computes the loss of two examples together, and of each alone.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def counting(loss_fn: Callable[..., Tensor] | None) -> Counting | None:
 
     torch's losses are modules such as `CrossEntropyLoss`, functions such as `torch.nn.functional.cross_entropy`, and a
     `functools.partial` of such a function with keywords. With class weights w, targets y_i and their losses l_i, the
-    batch's loss is sum_i w[y_i] l_i / sum_i w[y_i]. The sums leave out targets equal to `ignore_index`. Of losses that
+    batch's loss is sum_i w[y_i] l_i / sum_i w[y_i]. The sums leave out targets equal to `ignore_index`. In losses that
     compare numbers all targets weigh the same.
 
     >>> import torch

@@ -68,14 +68,14 @@ class RunOptions:
             loss, because such a loss is not a mean over examples (for example a sum, or a loss with class weights or
             with pairs inside a batch). But torch's `CrossEntropyLoss` and `NLLLoss` as `loss_fn`, and
             `functools.partial` of `cross_entropy` and `nll_loss`, may have `weight` and `ignore_index`. Then a part's
-            weight in the mean is the sum of its targets' class weights. A loss that is not torch's own is tested again
-            during training, in less than 1 % of the steps after the first eight tests, and an error ends the run if it
-            turns out to be no mean. BatchNorm's statistics and dropout's random draws are separate for each minibatch.
+            weight in the mean is the sum of its targets' class weights. Other losses are tested again during training,
+            after the first eight tests in less than 1 % of the steps. If such a loss is no mean, an error ends the run.
+            BatchNorm's statistics and dropout's random draws are separate for each minibatch.
         max_memory_usage: Share of the memory to use at most, from 0 to 1. ExoGym finds a minibatch_size that fits and
             prints this size. If ExoGym must split batches, it tests the loss as for `minibatch_size`.
-        val_batch_size: Examples that an evaluation computes at once. Results change by rounding only. By default these
-            are as many as training computes at once (`minibatch_size`, or a step's batch), or up to 256 if a batch is
-            smaller and the activations of these examples take at most 64 MiB.
+        val_batch_size: Examples that an evaluation computes at once. Results change by rounding only. The default is as
+            many as training computes at once: `minibatch_size`, or a step's batch. Without `minibatch_size` it is up to
+            256 if the activations of these examples take at most 64 MiB.
         shuffle: Deal the examples in random order.
         precision: "fp32", or autocast in "bf16" or "fp16". `autocast=True` means "bf16".
         compute: "loop" (one node after another, exact), "vmap" (all rows at once), "compiled" (each step as one graph
