@@ -28,7 +28,8 @@ PASSED_ON = [field.name for field in dataclasses.fields(RunOptions)]
 # A value that is not the default, for each; others that it needs.
 VALUES: dict[str, Any] = {
     "node": [NodeMesh(shard=2), NodeMesh(shard=4)], "gradient_accumulation": 2, "minibatch_size": 2,
-    "max_memory_usage": 0.9, "val_batch_size": 16, "shuffle": False, "precision": "bf16", "compute": "vmap", "reduction": "native",
+    "max_memory_usage": 0.9, "val_batch_size": 16, "shuffle": False, "precision": "bf16", "compute": "vmap",
+    "reduction": "native",
     "overlap": False, "balance": Balance("steps", speeds=[1.0, 0.5]), "faults": Faults(drop_rate=0.2),
     "on_nonfinite": "skip", "final_sync": False, "log_interval": 2, "max_restarts": 1, "hang_s": 60.0,
     "client_state_memory": 1e9, "dataloader_kwargs": {"timeout": 0},

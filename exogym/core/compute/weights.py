@@ -97,8 +97,8 @@ class Weights:
     Args:
         close: two losses count as equal up to this relative difference.
         counting: a function from targets to their weights. Without `counting`, tests find the kind of mean.
-        weighs: whether `counting` holds for the parts of a training step, too. It does not if a step is the mean over
-            several batches.
+        weighs: whether class weights count in the weight of a part of a training step. They do not if a step is the
+            mean over several batches, which weigh as many targets as they count.
 
     The methods' argument `ask` is a function that computes a batch's loss, without gradients and in evaluation mode.
     """
@@ -153,9 +153,12 @@ class Weights:
             return dict.fromkeys(KINDS, float(targets[start:stop].numel()))
         if self.counting is not None:
             return dict.fromkeys(KINDS, float(self.counting(targets[start:stop]).cpu().double().sum()))
-        valid = counted(targets, None).reshape(len(targets), -1).long()
-        if not bool(valid.all()):
-            self._find(ask, batch, valid, strict=False)
+        those = counted(targets, None)
+        if bool(those.all()):
+            examples, total = float(stop - start), float(targets[start:stop].numel())
+            return {"targets": total, SHIFTED: total - examples, "examples": examples}
+        valid = those.reshape(len(targets), -1).long()
+        self._find(ask, batch, valid, strict=False)
         return {name: float(count(valid[start:stop]).sum()) for name, count in KINDS.items()}
 
     def _counts(self, ask: Ask, batch: Any) -> Tensor | None:
@@ -163,8 +166,9 @@ class Weights:
         targets = _targets(batch)
         if targets is None or targets.is_floating_point() or targets.is_complex():
             return None
-        if self.counting is not None and self._weighs:
-            counts = self.counting(targets).cpu().double().reshape(len(targets), -1).sum(1)
+        if self.counting is not None:
+            each = self.counting(targets) if self._weighs else counted(targets, self.counting)
+            counts = each.cpu().double().reshape(len(targets), -1).sum(1)
         elif bool((targets < 0).any()):
             valid = counted(targets, None).reshape(len(targets), -1).long()
             self._find(ask, batch, valid)

@@ -62,7 +62,7 @@ class RunOptions:
             the history counts what a node's devices would send each other. With several processes only the main process
             has the final model; in the other processes the model's parameters are on the meta device.
         gradient_accumulation: Batches per step. The step's gradient is the mean of the batches' gradients, for any
-            loss. If some targets are negative (ignored), a batch's weight in this mean is its number of other targets.
+            loss. If the loss ignores some targets, a batch's weight in this mean is its number of other targets.
         minibatch_size: Examples computed at once. A small number saves memory; results change by rounding only. Before
             training, ExoGym computes a few examples together and in parts. If the results differ, ExoGym refuses the
             loss, because such a loss is not a mean over examples (for example a sum, or a loss with class weights or

@@ -198,6 +198,15 @@ def test_accumulated_gradients_are_the_mean_over_batches_whatever_the_loss(loss_
             run(loss_fn, minibatch_size=size, **given)
 
 
+@pytest.mark.parametrize("ignored", [-100, 0])
+def test_accumulated_batches_weigh_as_many_targets_as_they_count(ignored):
+    data = examples()
+    data.tensors[1][::3] = ignored
+    loss_fn = nn.CrossEntropyLoss(ignore_index=ignored)
+    whole, summed = (run(loss_fn, data=data, **given) for given in ({}, {"batch_size": 4, "gradient_accumulation": 2}))
+    torch.testing.assert_close(numbers(summed), numbers(whole), rtol=0, atol=1e-6)
+
+
 # What is refused by mistake, and what is missed
 
 
