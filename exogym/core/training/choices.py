@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -163,13 +165,20 @@ def _looks(subject: Subject, options: FitOptions, stream: Stream, first_batch: A
     set stores its labels; the first batch; a few of other steps and nodes. A factory's other data sets are not loaded.
     """
     dataset = subject.train_dataset
-    labels = None if is_factory(dataset) or stream.iterates else stored_labels(dataset)
-    if labels is not None and labels.ndim == 1 and labels.dtype.kind in "iu" and len(labels) == stream.total:
-        _, firsts, counts = np.unique(labels, return_index=True, return_counts=True)
-        by_count = firsts[np.argsort(counts, kind="stable")].tolist()
-        turns = [by_count[k // 2] if k % 2 == 0 else by_count[-1 - k // 2] for k in range(len(by_count))]
+    labels = None
+    if not (is_factory(dataset) or stream.iterates):
+        with contextlib.suppress(TypeError, ValueError):  # labels of the user's own kind
+            labels = stored_labels(dataset)
+    if labels is not None and labels.ndim == 1 and labels.dtype.kind in "iu" and len(labels) == len(dataset):
+        classes, counts = np.unique(labels, return_counts=True)
+        by_count = classes[np.argsort(counts, kind="stable")]
+        turns = [
+            by_count[k // 2] if k % 2 == 0 else by_count[-1 - k // 2] for k in range(min(len(classes), MOST_TRIED))
+        ]
         if len(turns) > 1:
-            few = Subset(dataset, (turns * MOST_TRIED)[:MOST_TRIED])
+            each = [np.flatnonzero(labels == one)[:MOST_TRIED].tolist() for one in turns]
+            chosen = [k for one in itertools.zip_longest(*each) for k in one if k is not None][:MOST_TRIED]
+            few = Subset(dataset, chosen)
             collate = {k: v for k, v in (options.dataloader_kwargs or {}).items() if k == "collate_fn"}
             yield next(Stream(few, 1, batch_size=len(few), shuffle=False, dataloader_kwargs=collate or None).epoch(0))
     yield first_batch

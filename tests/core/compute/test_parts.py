@@ -346,6 +346,13 @@ def test_weights_of_a_rare_class_are_found(asked):
     run(mean, data=own, **given)
 
 
+def test_labels_of_another_kind_are_not_looked_at():
+    """Several for each example, as many as there are."""
+    data = rare()
+    data.labels = [[0], [1, 2]] * 200
+    run(mean, data=data, minibatch_size=2)
+
+
 class Later:
     """A mean, and after so many calls a mean and a term of pairs."""
 
