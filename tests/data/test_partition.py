@@ -171,7 +171,7 @@ def test_more_shards_than_examples_are_refused_at_once() -> None:
     with pytest.raises(DataError, match="a shard needs an example"):
         LabelShards(2**53).split(DATA, N, 0)
     for partitioner in (Dirichlet(0.3, min_examples=2**53), QuantitySkew(min_examples=2**53)):
-        with pytest.raises(DataError, match="with min_examples=9007199254740992: use fewer nodes or lower min_exam"):
+        with pytest.raises(DataError, match="with min_examples=9007199254740992: use a smaller min_examples"):
             partitioner.split(DATA, N, 0)
 
 
