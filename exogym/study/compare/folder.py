@@ -195,7 +195,21 @@ def unlike_in(saved: dict[str, Any], asked: dict[str, Any]) -> list[str]:
 
     asked = _known_to(saved, json.loads(json.dumps(asked)))
     before = {key: saved.get(key) for key in (*asked, "options")}  # "options" exists if some are not defaults
+    if isinstance(before.get(ALL_ARGUMENTS), dict):
+        before[ALL_ARGUMENTS] = _without_retired(saved, asked[ALL_ARGUMENTS])
     return differences(before, asked)
+
+
+def _without_retired(saved: dict[str, Any], asked: Any) -> dict[str, Any]:
+    """Return the saved arguments of strategies without the defaults of arguments that ExoGym no longer has."""
+    given = saved.get("strategies")
+    found = {}
+    for label, arguments in saved[ALL_ARGUMENTS].items():
+        now, own = (of.get(label) if isinstance(of, dict) else None for of in (asked, given))
+        found[label] = arguments
+        if isinstance(arguments, dict) and isinstance(now, dict) and isinstance(own, dict):
+            found[label] = {key: value for key, value in arguments.items() if key in now or key in own}
+    return found
 
 
 def _known_to(saved: Any, asked: Any, are_arguments: bool = False) -> Any:

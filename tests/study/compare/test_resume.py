@@ -213,6 +213,7 @@ def test_a_default_that_changed_is_noticed_and_a_new_option_is_not(undisturbed: 
     with pytest.raises(ArgumentError, match=r"all_arguments\.ddp\.inner_rate: saved 0.5, now"):
         resumed(lambda found: found["all_arguments"]["ddp"].update(inner_rate=0.5))
     resumed(lambda found: found["all_arguments"]["diloco:H=5"].pop("eager"))  # saved before this option existed
+    resumed(lambda found: found["all_arguments"]["ddp"].update(retired=False))  # saved while this option existed
     resumed(lambda found: found.pop("all_arguments"))  # saved by an earlier ExoGym
 
 
