@@ -1,21 +1,23 @@
-"""Compare two commits bit for bit: weights, losses, traffic and predicted times of about fifty runs.
+"""Compare two commits bit for bit: weights, losses, traffic and predicted times of about a hundred runs.
 
-    python benchmarks/same_bits.py REVISION           this tree against a commit of this repository, half a minute
+    python benchmarks/same_bits.py REVISION           this tree against a commit of this repository, a minute
     python benchmarks/same_bits.py REVISION --rows    also show which columns of the history differ, and the first place
 
-Each tree trains the same runs in a process of its own: every strategy of the registry as it is built without arguments,
-some with arguments that take other paths, strategies written for one node, and each feature of `fit` that may change a
-run: faults, a network, sampled clients with few rows, nodes of several devices, vmap, fp16, numbers not finite, nodes
-of unequal speed, two processes, a run that was stopped and goes on, callbacks. The model has dropout and batch norm.
-Compared are the SHA-256 of the weights, the history without what was measured (wall time, throughput,
-memory), bytes by collective, and predicted times where `step_seconds` is given. Columns and runs that only one tree has
-are named, not compared. Exits with 1 where a run differs.
+Each tree trains the same runs in a process of its own: all `METHODS` as they are built without arguments, some with
+arguments that take other paths, strategies written for one node, and each feature of `fit` that may change a run:
+faults, a network, sampled clients with few rows, nodes of several devices, vmap, fp16, numbers not finite, nodes of
+unequal speed, two processes, a run that was stopped and goes on, callbacks. The model has dropout and batch norm.
+Compared are the SHA-256 of the weights, the history without what was measured (wall time, throughput, memory), bytes by
+collective, and predicted times where `step_seconds` is given. Columns of the history that only one tree has are named,
+not compared. A run that one of the trees cannot train counts as a difference, unless `RETIRED` says why.
+Exits with 1 where a run differs. Only public names are used, so that a tree before a move and one after it train alike.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import inspect
 import json
 import os
 import subprocess
@@ -25,6 +27,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+FAILED = "failed"
 MEASURED = {"wall_s", "examples_per_s", "device_use", "memory_bytes"}
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -63,17 +66,61 @@ def one_node() -> tuple[type, type]:
 
 TIMED: dict[str, Any] = {"network": "100Mbps,20ms", "step_seconds": [0.1, 0.1, 0.2, 0.15]}
 
+# Every method -> its class in exogym.strategy
+METHODS = {
+    "acco": "ACCOStrategy", "async_diloco": "AsyncDiLoCoStrategy", "choco": "CHOCOStrategy",
+    "cocktail": "CocktailSGDStrategy", "ddp": "SimpleReduceStrategy", "decoupled_diloco": "DecoupledDiLoCoStrategy",
+    "demo": "DeMoStrategy", "desloc": "DESLOCStrategy", "diloco": "DiLoCoStrategy", "dion": "DionStrategy",
+    "ditto": "DittoStrategy", "edit": "EDiTStrategy", "ef21": "EF21Strategy", "fedasync": "FedAsyncStrategy",
+    "fedavg": "FedAvgStrategy", "fedbn": "FedBNStrategy", "feddyn": "FedDynStrategy", "fednova": "FedNovaStrategy",
+    "fedopt": "FedOptStrategy", "fedper": "FedPerStrategy", "fedprox": "FedProxStrategy", "fedrep": "FedRepStrategy",
+    "gossip": "GossipStrategy", "gpa": "GPAStrategy", "halos": "HALoSStrategy", "heloco": "HeLoCoStrategy",
+    "muloco": "MuLoCoStrategy", "noloco": "NoLoCoStrategy", "onebit_adam": "OneBitAdamStrategy",
+    "pier": "PierStrategy", "post_local_sgd": "PostLocalSGDStrategy", "powersgd": "PowerSGDStrategy",
+    "pulseloco": "PULSELoCoStrategy", "qfedavg": "QFedAvgStrategy", "qreduce": "QuantizedReduceStrategy",
+    "qsgd": "QSGDStrategy", "scaffold": "ScaffoldStrategy", "sgp": "GradientPushStrategy",
+    "signsgd": "SignSGDStrategy", "slowmo": "SlowMoStrategy", "snoo": "SNOOStrategy",
+    "sparseloco": "SparseLoCoStrategy", "sparta": "SPARTAStrategy", "sparta_diloco": "SPARTADiLoCoStrategy",
+    "streaming_diloco": "StreamingDiLoCoStrategy", "topk": "TopKStrategy",
+}  # fmt: skip
+CLOCKED = ("async_diloco", "decoupled_diloco", "fedasync", "halos", "heloco")
+# Runs that one of the trees may lack -> the option that is retired
+RETIRED = {
+    "diloco robust": "robust= as an argument of strategies",
+    "diloco secure": "secure_aggregation= as an argument of strategies",
+    "diloco drift": "the tuner Drift",
+    "diloco budget": "tuner= as an argument of strategies",
+    "fedavg deadline": "deadline_s and over_sampling",
+    "sparta transport": "transport= of strategies other than DDP, FedAvg and its relatives, and DiLoCo",
+    "ddp node": "traffic inside a node in one process",
+    "diloco node": "traffic inside a node in one process",
+}
 
-def registered() -> Runs:
-    """Return a run for each strategy in the registry, with short rounds."""
-    from exogym.strategy.registry import STRATEGIES, parse_strategy
 
-    def maker(name: str) -> Callable[[], Any]:
-        return lambda: parse_strategy(name, lr=0.02, H=5)
+def made(name: str, *args: Any, **arguments: Any) -> Callable[[], Any]:
+    """Return a factory of the strategy `name`. A tree that lacks it fails in this run alone."""
 
-    return {
-        name: (maker(name), TIMED if kind.driven_by == "clock" else {}) for name, kind in sorted(STRATEGIES.items())
-    }
+    def make() -> Any:
+        import exogym.strategy
+
+        return getattr(exogym.strategy, METHODS[name])(*args, **arguments)
+
+    return make
+
+
+def every_method() -> Runs:
+    """Return a run for each method, with short rounds."""
+
+    def short(name: str) -> Callable[[], Any]:
+        def make() -> Any:
+            import exogym.strategy
+
+            kind = getattr(exogym.strategy, METHODS[name])
+            return kind(lr=0.02, **({"H": 5} if "H" in inspect.signature(kind).parameters else {}))
+
+        return make
+
+    return {f"= {name}": (short(name), TIMED if name in CLOCKED else {}) for name in METHODS}
 
 
 def runs() -> Runs:
@@ -82,46 +129,42 @@ def runs() -> Runs:
     from exogym.balance import Balance
     from exogym.callbacks import EvaluateNodes, Every, WeightAverage
     from exogym.faults import Faults
-    from exogym.strategy import (
-        AsyncDiLoCoStrategy,
-        DeMoStrategy,
-        DiLoCoStrategy,
-        FedAvgStrategy,
-        SimpleReduceStrategy,
-        SPARTADiLoCoStrategy,
-        SPARTAStrategy,
-    )
+    from exogym.strategy import DifferentialPrivacy
 
     OneNode, Pairs = one_node()
-
-    def ddp() -> Any:
-        return SimpleReduceStrategy(lr=0.02, max_norm=1.0)
-
-    def diloco() -> Any:
-        return DiLoCoStrategy(lr=0.02, H=5)
+    ddp, diloco = made("ddp", lr=0.02, max_norm=1.0), made("diloco", lr=0.02, H=5)
+    sgd = made("ddp", "sgd", lr=0.1)
 
     def faults(**more: Any) -> dict[str, Any]:
         return {"faults": Faults(drop_rate=0.05, mean_outage_steps=3, seed=3, **more)}
 
     many = {"num_nodes": 32, "batch_size": 4}
+    attacked = {"faults": Faults(bad_nodes=[1], attack="sign_flip", seed=3)}
+    noise = DifferentialPrivacy(clip=1.0, noise_multiplier=0.5)
     balance = Balance("steps", speeds=[1.0, 1.0, 0.5, 0.25])
     return {
         "ddp": (ddp, {}),
-        "ddp fp16": (lambda: SimpleReduceStrategy("sgd", lr=0.1), {"precision": "fp16"}),
+        "ddp fp16": (sgd, {"precision": "fp16"}),
+        "ddp bf16": (ddp, {"precision": "bf16"}),
+        "ddp accumulation": (ddp, {"gradient_accumulation": 2, "minibatch_size": 4}),
+        "ddp server": (made("ddp", lr=0.02, transport="server"), TIMED),
         "ddp faults": (ddp, faults()),
         "ddp network": (ddp, TIMED),
         "ddp vmap": (ddp, {"compute": "vmap", "plain": True}),
         "ddp node": (ddp, {"node": NodeMesh(shard=2)}),
-        "ddp spoilt": (lambda: SimpleReduceStrategy("sgd", lr=0.1), {"on_nonfinite": "skip", "spoilt": True}),
-        "diloco": (lambda: DiLoCoStrategy(lr=0.02, H=5, lr_scheduler="cosine", warmup_steps=3), {}),
+        "ddp spoilt": (sgd, {"on_nonfinite": "skip", "spoilt": True}),
+        "diloco": (made("diloco", lr=0.02, H=5, lr_scheduler="cosine", warmup_steps=3), {}),
         "diloco faults": (diloco, faults(lost_rate=0.1, slow={1: 0.5})),
         "diloco forgets": (diloco, faults(forget=True) | TIMED),
-        "diloco attacked": (
-            lambda: DiLoCoStrategy(lr=0.02, H=5, robust="median"),
-            {"faults": Faults(bad_nodes=[1], attack="sign_flip", seed=3)},
-        ),
+        "diloco attacked": (diloco, attacked),
+        "diloco robust": (made("diloco", lr=0.02, H=5, robust="median"), attacked),
+        "diloco secure": (made("diloco", lr=0.02, H=5, secure_aggregation=True), {}),
+        "diloco drift": (made("diloco", lr=0.02, H=5, tuner="drift"), {}),
+        "diloco budget": (made("diloco", lr=0.02, H=5, tuner=4000), {}),
+        "diloco tree": (made("diloco", lr=0.02, H=5, transport="tree"), TIMED),
         "diloco network": (diloco, TIMED),
-        "diloco late": (lambda: DiLoCoStrategy(lr=0.02, H=6, delay=2), TIMED),
+        "diloco late": (made("diloco", lr=0.02, H=6, delay=2), TIMED),
+        "diloco eager": (made("diloco", lr=0.02, H=6, eager=True, outer_lr=0.4), {}),
         "diloco vmap": (diloco, {"compute": "vmap", "plain": True}),
         "diloco node": (diloco, {"node": NodeMesh(shard=2)} | TIMED),
         "diloco balance": (diloco, {"balance": balance} | TIMED),
@@ -132,26 +175,33 @@ def runs() -> Runs:
             diloco,
             {"callbacks": [EvaluateNodes(), WeightAverage(steps=3), Every(7, lambda loop: loop.step >= 21)]},
         ),
-        "diloco islands": (lambda: DiLoCoStrategy(lr=0.02, H=6, island_size=2, island_H=2), {}),
-        "sparta": (lambda: SPARTAStrategy(lr=0.02, p_sparta=0.1), {}),
+        "diloco islands": (made("diloco", lr=0.02, H=6, island_size=2, island_H=2), {}),
+        "diloco parts": (made("diloco", lr=0.02, H=5, weighting="examples"), {"partitioner": "quantity:1"}),
+        "streaming late": (made("streaming_diloco", lr=0.02, H=6, fragment_sync_delay=1, bits=4), TIMED),
+        "sparta": (made("sparta", lr=0.02, p_sparta=0.1), {}),
+        "sparta transport": (made("sparta", lr=0.02, p_sparta=0.1, transport="tree"), {}),
         "sparta topk 8 bit": (
-            lambda: SPARTAStrategy(lr=0.02, p_sparta=0.1, compression_method="topk", quantization_bits=8),
+            made("sparta", lr=0.02, p_sparta=0.1, compression_method="topk", quantization_bits=8),
             {},
         ),
-        "sparta diloco": (lambda: SPARTADiLoCoStrategy(lr=0.02, p_sparta=0.1, H=6), {}),
-        "fedavg islands": (lambda: FedAvgStrategy(lr=0.1, H=4, island_size=2), {}),
-        "fedavg sampled": (lambda: FedAvgStrategy(lr=0.1, H=4, client_fraction=0.5), {}),
-        "fedavg seats": (lambda: FedAvgStrategy(lr=0.1, H=4, client_fraction=0.1), many),
-        "fedavg seats resumed": (lambda: FedAvgStrategy(lr=0.1, H=4, client_fraction=0.1), many | {"resumed": True}),
+        "sparta diloco": (made("sparta_diloco", lr=0.02, p_sparta=0.1, H=6), {}),
+        "fedavg islands": (made("fedavg", lr=0.1, H=4, island_size=2), {}),
+        "fedavg sampled": (made("fedavg", lr=0.1, H=4, client_fraction=0.5), {}),
+        "fedavg private": (made("fedavg", lr=0.1, H=4, client_fraction=0.5, privacy=noise), {"plain": True}),
+        "fedavg personal": (made("fedavg", lr=0.1, H=4, personal=1), {}),
+        "fedavg seats": (made("fedavg", lr=0.1, H=4, client_fraction=0.1), many),
+        "fedavg seats resumed": (made("fedavg", lr=0.1, H=4, client_fraction=0.1), many | {"resumed": True}),
         "fedavg deadline": (
-            lambda: FedAvgStrategy(lr=0.1, H=4, client_fraction=0.5, deadline_s=0.5, over_sampling=1.5),
+            made("fedavg", lr=0.1, H=4, client_fraction=0.5, deadline_s=0.5, over_sampling=1.5),
             TIMED,
         ),
-        "demo": (lambda: DeMoStrategy(lr=0.01, compression_topk=8, compression_chunk=16), {}),
-        "async diloco": (lambda: AsyncDiLoCoStrategy(lr=0.02, H=4), TIMED),
-        "async shards": (lambda: AsyncDiLoCoStrategy(lr=0.02, H=4, shard_sampling=True, grace_s=0.1), TIMED),
+        "fedopt adam": (made("fedopt", lr=0.1, H=4, server_optim="adam"), {}),
+        "scaffold sampled": (made("scaffold", lr=0.1, H=4, client_fraction=0.5), {}),
+        "demo": (made("demo", lr=0.01, compression_topk=8, compression_chunk=16), {}),
+        "async diloco": (made("async_diloco", lr=0.02, H=4), TIMED),
+        "async shards": (made("async_diloco", lr=0.02, H=4, shard_sampling=True, grace_s=0.1), TIMED),
         "async spoilt": (
-            lambda: AsyncDiLoCoStrategy(lr=0.02, H=4),
+            made("async_diloco", lr=0.02, H=4),
             {"on_nonfinite": "skip", "spoilt": True, "resumed": True} | TIMED,
         ),
         "one node": (lambda: OneNode("adamw", lr=0.02), {}),
@@ -162,18 +212,16 @@ def runs() -> Runs:
 
 
 def figures() -> dict[str, dict[str, Any]]:
-    """Train all runs with the imported package. Return the compared figures."""
+    """Train all runs with the imported package. Return the compared figures, or `FAILED` and the error."""
     import torch
 
     torch.set_num_threads(1)
-    everything = {f"= {name}": run for name, run in registered().items()} | runs()
-    found = {}
-    for name, (strategy, fit) in everything.items():
+    found: dict[str, dict[str, Any]] = {}
+    for name, (strategy, fit) in (every_method() | runs()).items():
         try:
             found[name] = train(strategy, dict(fit))
         except Exception as error:
-            error.add_note(f"in the run {name!r}")
-            raise
+            found[name] = {FAILED: f"{type(error).__name__}: {error}"}
     return found
 
 
@@ -185,7 +233,7 @@ def train(strategy: Callable[[], Any], fit: dict[str, Any]) -> dict[str, Any]:
     from exogym.testing import fingerprint, small_problem
 
     model, data = small_problem()
-    if fit.pop("plain", False):  # no dropout, which vmap cannot draw
+    if fit.pop("plain", False):  # no dropout, which vmap cannot draw, and no buffers, which have no noise
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 2))
     spoilt, resumed = fit.pop("spoilt", False), fit.pop("resumed", False)
@@ -232,6 +280,33 @@ def compare(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     return unlike
 
 
+def report(before: dict[str, Any], after: dict[str, Any], rows: bool = False) -> tuple[list[str], int]:
+    """Return the lines to print for two trees' figures, and the number of runs that differ."""
+    lines, differ = [], 0
+    for name in before | after:
+        lacks = {
+            which: tree.get(name, {FAILED: "not trained"})[FAILED]
+            for which, tree in (("before", before), ("now", after))
+            if FAILED in tree.get(name, {FAILED: ""})
+        }
+        if lacks and name in RETIRED:
+            lines.append(f"{name:22} retired  {RETIRED[name]}")
+            continue
+        mark = hashlib.sha256(json.dumps(after.get(name)).encode()).hexdigest()[:12]
+        unlike = [f"cannot be trained {which}: {why}" for which, why in lacks.items()]
+        unlike = unlike or compare(before[name], after[name])
+        differ += bool(unlike)
+        lines.append(f"{name:22} {'the same' if not unlike else 'DIFFERS'}  {mark}")
+        lines += [f"    {line}" for line in unlike if rows or not line.startswith("history")]
+    trained = [[run for run in tree.values() if FAILED not in run] for tree in (before, after)]
+    columns = [{column for run in runs for row in run["history"] for column in row} for runs in trained]
+    for which, only in (("before", columns[0] - columns[1]), ("now", columns[1] - columns[0])):
+        if only:
+            lines.append(f"columns of the history only {which}: {', '.join(sorted(only))}")
+    lines.append(f"{len(before | after)} runs, {differ} differ")
+    return lines, differ
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("revision", nargs="?", help="commit, tag or branch to compare with")
@@ -249,25 +324,8 @@ def main() -> None:
         packed = subprocess.run(["git", "-C", str(ROOT), "archive", given.revision], stdout=subprocess.PIPE, check=True)
         subprocess.run(["tar", "-x", "-C", str(tree)], input=packed.stdout, check=True)
         before = train_in(tree)
-    after, differ = train_in(ROOT), 0
-    for name in before:
-        if name not in after:
-            continue
-        unlike = compare(before[name], after[name])
-        differ += bool(unlike)
-        mark = hashlib.sha256(json.dumps(after[name]).encode()).hexdigest()[:12]
-        print(f"{name:22} {'the same' if not unlike else 'DIFFERS'}  {mark}")
-        for line in unlike if given.rows else [u for u in unlike if not u.startswith("history")]:
-            print(f"    {line}")
-    columns = [
-        {column for run in tree.values() for row in run["history"] for column in row} for tree in (before, after)
-    ]
-    for which, only in (("before", columns[0] - columns[1]), ("now", columns[1] - columns[0])):
-        if only:
-            print(f"columns of the history only {which}: {', '.join(sorted(only))}")
-    if only_one := sorted(before.keys() ^ after.keys()):
-        print(f"not compared, since only one tree has it: {', '.join(only_one)}")
-    print(f"{len(before.keys() & after.keys())} runs, {differ} differ")
+    lines, differ = report(before, train_in(ROOT), given.rows)
+    print("\n".join(lines))
     sys.exit(1 if differ else 0)
 
 
