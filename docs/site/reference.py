@@ -20,6 +20,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from sphinx.ext.autodoc.mock import mock
+
 DOCS = Path(__file__).resolve().parents[1]
 # Where a page has what is written here; the quoted lines below are for who reads the page without the site.
 MARK = re.compile(r"^<!-- generated: (\w+) ?([\w.:, ]*) -->$(?:\n> .*$)*", re.M)
@@ -98,12 +100,27 @@ def _item(names: str, meaning: str) -> str:
 # What is public
 
 
+def imported(name: str) -> ModuleType:
+    """Import a module of ours. What it derives from and is not installed here, as with `[docs]` alone, is stood in for:
+    an entry says nothing of it."""
+    lacking: list[str] = []
+    while True:
+        try:
+            with mock(lacking):
+                return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            package = str(error.name).partition(".")[0]
+            if package in ("None", "exogym", *lacking):
+                raise
+            lacking.append(package)
+
+
 @functools.cache
 def opened(package: str) -> ModuleType:
     """Return a module by its name; of a door, the room that it hands on."""
-    module = importlib.import_module(package)
+    module = imported(package)
     room = re.search(r'= door\("([\w.]+)"\)', Path(module.__file__ or "").read_text("utf-8"))
-    return importlib.import_module(room[1]) if room else module
+    return imported(room[1]) if room else module
 
 
 def public(module: ModuleType) -> list[str]:
