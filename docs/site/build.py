@@ -45,7 +45,7 @@ def linked(text: str, file: Path) -> str:
 
     def to(found: re.Match[str]) -> str:
         target = found[2]
-        if "://" in target or target.startswith("mailto:"):
+        if "://" in target or target.startswith(("mailto:", "/")):  # "/": from the top of the site, as entries have it
             return found[0]
         other = (file.parent / target).resolve()
         there = place(other)
