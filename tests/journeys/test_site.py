@@ -22,6 +22,7 @@ import pytest
 from browsing import CHROMIUM, DRIVER, opened, until
 from codespell_lib import main as codespell
 from paths import ROOT
+from processes import python
 
 import exogym
 from exogym import LocalTrainer
@@ -147,6 +148,43 @@ def test_links_lead_to_the_site_where_it_has_the_page() -> None:
         "[a](../strategies.md#x) [b](../index.md) "
         f"[c]({build.SOURCES}README.md#read-on) [d]({build.SOURCES}LICENSE)\n```\n[e](x)\n```"
     )
+
+
+def test_links_from_the_top_of_the_site_stay() -> None:
+    """As entries of the reference have them, which do not know on which page they are."""
+    text = "Example: on the page [a](/other_trainers.md)."
+    assert build.linked(text, ROOT / "docs" / "api" / "training.md") == text
+
+
+# As with `[docs]` alone: none of the optional packages that entries' classes derive from.
+WITHOUT = """
+import importlib.abc, sys
+ABSENT = ("accelerate", "lightning", "peft", "pytorch_lightning", "ray", "transformers")
+class Absent(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, *_):
+        if name.partition(".")[0] in ABSENT:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+for name in [*sys.modules]:
+    if name.partition(".")[0] in ABSENT or name.startswith("exogym.integrations"):
+        del sys.modules[name]
+sys.meta_path.insert(0, Absent())
+sys.path.append("docs/site")
+import reference
+print(reference.api(*sys.argv[1:]), end="")
+try:
+    reference.imported("exogym.nowhere")
+except ModuleNotFoundError as error:
+    assert error.name == "exogym.nowhere"
+else:
+    raise AssertionError("imported what is not there")
+"""
+
+
+def test_entries_over_packages_that_are_not_installed_are_the_same() -> None:
+    names = [f"exogym.integrations.{name}" for name in ("accelerate", "lightning", "transformers")]
+    done = python("-c", WITHOUT, *names, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == reference.api(*names)
 
 
 def test_what_is_called_otherwise_elsewhere_is_in_the_index() -> None:
