@@ -271,9 +271,13 @@ def price_server(
     far, total = float(np.max(alpha)), Cost()
     for way in ways:
         line = up if way == "up" else down
-        server = float(np.max([up, down])) if server_bps is None else server_bps
-        total += Cost(far, 8 * size * max(1 / float(np.min(line)), n / server), 1)
+        total += Cost(far, 8 * size * max(1 / float(np.min(line)), n / line_of_server(up, down, server_bps)), 1)
     return total
+
+
+def line_of_server(up: Any, down: Any, server_bps: float | None) -> float:
+    """Return the rate of a server's line in each direction; `up` and `down` are the lines of those that it serves."""
+    return float(np.max([up, down])) if server_bps is None else server_bps
 
 
 def price_hierarchical(links: Links, members: Any, size: float) -> Cost:

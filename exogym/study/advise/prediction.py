@@ -14,6 +14,9 @@ quorum of one, q_w is 0. A step of the fleet is N local steps by any nodes:
     seconds per step = N / sum over w of H_w / R_w
     `utilisation`    = mean over w of H_w T_w / R_w
 
+A server's line with the rate B carries the messages of all of its nodes, of S bytes each. If the sum over w of
+S / (B R_w) is over 1, all rounds wait equally long, until the sum is 1: N equal nodes then take R = N S / B.
+
 If groups of nodes synchronize over lines of different speeds, c is the mean time that nodes lose in a synchronization,
 over many draws of the groups.
 
@@ -48,7 +51,9 @@ from exogym.core.mesh import NodeMesh
 from exogym.core.mesh.traffic import Talk, talk_of_layers
 from exogym.core.training.clocking import AGREEMENTS
 from exogym.errors import ArgumentError, check_choice, check_count, check_number, checked
-from exogym.network import Network, readable_seconds
+from exogym.network import Cost as Priced
+from exogym.network import Network, readable_bandwidth, readable_seconds
+from exogym.network.costs import line_of_server
 from exogym.network.pricing import LATE, Members
 from exogym.strategy import Strategy
 from exogym.strategy.registry import parse_strategy
@@ -309,8 +314,11 @@ def predicted(
             str(failures),
             "learners that synchronize wait for the learner that stands still longest; a waiting learner does not fail",
         ]
+    lines += filter(None, [_bottleneck(plan, num_nodes, links, time) for plan in plans if plan.local_steps])
     if any(plan.local_steps for plan in plans):
-        lines.append("asynchronous nodes wait only for a quorum, if at all; N local steps are a step of the fleet")
+        lines.append(
+            "asynchronous nodes wait only for a quorum or a full server line; N local steps are a step of the fleet"
+        )
     if work is not None:
         lines.insert(1, str(work))
     return Predicted(rows, plans, time, lines, left_out)
@@ -628,19 +636,10 @@ def _row_of_rounds(
     plan: Plan, num_nodes: int, network: Network, time: StepTime, algorithm: str, target: float, scale: float
 ) -> Row:
     """Return the row of a strategy whose nodes have their own pace: they push to a server and pull from it."""
-    assert plan.local_steps is not None
     T = time.mean_s(num_nodes)
-    H = plan.local_steps(T)
     push, pull, *relays = plan.traffic  # no node waits for relays between servers
-    lines = range(num_nodes) if network.lines_differ else [0]
-
-    def cost_s(t: Traffic, nodes: Sequence[int]) -> float:  # a server that runs on a node costs that node nothing
-        return _cost_s(t, network, t.algorithm, math.inf, scale, nodes) if num_nodes > 1 else 0.0
-
-    to_server_s = H * T + np.array([cost_s(push, [node]) for node in lines])
-    round_s = own_s = to_server_s + np.array([cost_s(pull, [node]) for node in lines])
-    if plan.quorum > 1:
-        round_s = _rounds_of_quorum(to_server_s, plan.quorum, lambda nodes: cost_s(pull, nodes))
+    H, own_s, round_s = _own_rounds(plan, num_nodes, network, time, scale)
+    round_s = round_s + _queued_s(_servers(plan, num_nodes, network, scale), round_s)
     seconds = num_nodes / float((H / round_s).sum())
     computing = H * T / round_s
     sent = float((push.payload_bytes / round_s).mean()) * seconds if num_nodes > 1 else 0.0
@@ -656,6 +655,103 @@ def _row_of_rounds(
         plan.couples_every, tuple(f"{t.algorithm} {t.kind}" for t in plan.traffic),
         float(computing[slowest]) >= target, plan.can_train, line_bytes_per_step=line,
     )  # fmt: skip
+
+
+def _own_rounds(
+    plan: Plan, num_nodes: int, network: Network, time: StepTime, scale: float
+) -> tuple[Any, np.ndarray, np.ndarray]:
+    """Return the steps of a round, and (N,) each node's seconds per round: without waiting, and with a quorum's."""
+    assert plan.local_steps is not None
+    T = time.mean_s(num_nodes)
+    H = plan.local_steps(T)
+    push, pull, *_ = plan.traffic
+    lines = range(num_nodes) if network.lines_differ else [0]
+
+    def cost_s(t: Traffic, nodes: Sequence[int]) -> float:  # a server that runs on a node costs that node nothing
+        return _cost_s(t, network, t.algorithm, math.inf, scale, nodes) if num_nodes > 1 else 0.0
+
+    to_server_s = H * T + np.array([cost_s(push, [node]) for node in lines])
+    own_s = to_server_s + np.array([cost_s(pull, [node]) for node in lines])
+    if plan.quorum > 1:
+        return H, own_s, _rounds_of_quorum(to_server_s, plan.quorum, lambda nodes: cost_s(pull, nodes))
+    return H, own_s, own_s
+
+
+@dataclass(frozen=True)
+class _Server:
+    """A server: the nodes that it serves, its line's rate, and for how long a node's round occupies this line."""
+
+    nodes: list[int]
+    bps: float
+    served_s: float
+
+    def queue_s(self, round_s: np.ndarray) -> float:
+        """Return the seconds for which each round waits so that the line carries all messages.
+
+        Args:
+            round_s: (N,) seconds of all nodes' rounds, if the line carries no other node's messages.
+        """
+        own_s = round_s[self.nodes]
+
+        def busy(queue_s: float) -> float:
+            return float((self.served_s / (own_s + queue_s)).sum())
+
+        least, most = 0.0, len(self.nodes) * self.served_s  # after which the line is idle part of the time
+        if busy(least) <= 1:
+            return 0.0
+        for _ in range(60):
+            middle = (least + most) / 2
+            least, most = (middle, most) if busy(middle) > 1 else (least, middle)
+        return most
+
+
+def _servers(plan: Plan, num_nodes: int, network: Network, scale: float) -> list[_Server]:
+    """Return the servers of a plan whose nodes have their own pace. Lines are full duplex."""
+    if num_nodes == 1:
+        return []
+    push, pull, *relays = plan.traffic
+
+    def server(nodes: list[int], t: Traffic, rounds: float = 1.0) -> _Server:
+        near, each = t.algorithm == "island", nodes if network.lines_differ else nodes[:1]
+        lines = [(network.links.near if near else network.links.outside)(np.array([node])) for node in each]
+        bps = max(line_of_server(up, down, None if near else network.server_bps) for up, down, _ in lines)
+        seconds = network.duration_s(Priced(0.0, 8 * t.payload_bytes / bps))
+        return _Server(nodes, bps, scale * seconds / rounds)
+
+    each = max(push, pull, key=lambda t: t.payload_bytes)
+    everybody = list(range(num_nodes))
+    if not relays:
+        return [server(everybody, each)]
+    relay = max(relays, key=lambda t: t.payload_bytes)
+    size = relay.members or num_nodes
+    islands = [everybody[start : start + size] for start in range(0, num_nodes, size)]
+    return [
+        *(server(nodes, each) for nodes in islands),
+        server(everybody, relay, relay.every_steps / push.every_steps),
+    ]
+
+
+def _queued_s(servers: Sequence[_Server], round_s: np.ndarray) -> np.ndarray:
+    """Return (N,) the seconds for which each node's round waits because a server's line carries other messages."""
+    queued_s = np.zeros(len(round_s))
+    for server in servers:
+        queued_s[server.nodes] = np.maximum(queued_s[server.nodes], server.queue_s(round_s))
+    return queued_s
+
+
+def _bottleneck(plan: Plan, num_nodes: int, network: Network, time: StepTime) -> str | None:
+    """Return a warning if a server's line limits a plan, or None."""
+    _, _, round_s = _own_rounds(plan, num_nodes, network, time, 1.0)
+    servers = _servers(plan, num_nodes, network, 1.0)
+    server = max(servers, key=lambda server: server.queue_s(round_s), default=None)
+    if server is None or not (queue_s := server.queue_s(round_s)):
+        return None
+    count = len(server.nodes)
+    return (
+        f"{plan.name}: the server's line of {readable_bandwidth(server.bps)} is the bottleneck: the messages of "
+        f"{count} nodes' rounds occupy it for {readable_seconds(count * server.served_s)} each way, so a round takes "
+        f"{readable_seconds(queue_s)} longer"
+    )
 
 
 def _rounds_of_quorum(to_server_s: np.ndarray, quorum: int, pull_s: Callable[[list[int]], float]) -> np.ndarray:

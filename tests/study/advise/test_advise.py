@@ -340,6 +340,40 @@ def test_nodes_with_their_own_links_do_not_wait_for_each_other_either():
     assert row("diloco:H=10", Network.matrix(matrix), num_nodes=4, parameters=1e6).utilisation < far.utilisation / 3
 
 
+@pytest.mark.parametrize("server", ["10Gbps", None])  # None: as fast as the nodes' lines
+def test_a_server_carries_no_more_than_its_line(server):
+    """N messages of S bytes a round each way, over a line of B: R = N S / B once it is full."""
+    network, texts = Network("10Gbps", "10ms", server=server), ["async_diloco:H=100", "fedasync:H=100", "diloco:H=100"]
+    given = {"parameters": 1e9, "network": network, "step_seconds": 1.0, "strategies": texts}
+    for nodes in (8, 64, 10_000):
+        advice = advise(num_nodes=nodes, **given)
+        rows = {row.strategy: row for row in advice.rows}
+        alone_s = 100 + 2 * (0.01 + 32e9 / 10e9)
+        full_s = nodes * 32e9 / 10e9
+        told = [line for line in advice.assumptions if "the server's line of 10 Gbps is the bottleneck" in line]
+        for text in texts[:2]:
+            assert rows[text].seconds_per_step * 100 == pytest.approx(max(alone_s, full_s))
+            assert rows[text].utilisation == pytest.approx(100 / max(alone_s, full_s))
+            assert any(line.startswith(text) for line in told) == (full_s > alone_s)
+        assert len(told) == (2 if full_s > alone_s else 0)
+        assert nodes == 8 or advice.recommended.strategy == "diloco:H=100"
+
+
+def test_servers_of_islands_and_unequal_nodes_share_lines_too():
+    """No fleet sends faster than its server's line; relays from islands fill the line of the server above them."""
+    unlike = {"step_seconds": [0.1, 0.1, 0.2, 0.8], "num_nodes": 4, "parameters": 1e6}
+    for text in ("async_diloco:H=10", "async_diloco:H=10:dylu=true", "decoupled_diloco:H=10:quorum=2"):
+        full, free = (row(text, Network("100Mbps", "1ms", server=line), **unlike) for line in ("1Mbps", "1Gbps"))
+        full_bps, free_bps = (8 * 4 * told.tx_bytes_per_step / told.seconds_per_step for told in (full, free))
+        assert full_bps == pytest.approx(1e6) if "async" in text else full_bps < 1e6  # where pulls share it as well
+        assert free_bps > 1e7
+    few, many = (
+        row("halos:H=10", Network("10Gbps", "1ms", server="10Gbps"), num_nodes=n, step_seconds=1.0) for n in (8, 8000)
+    )
+    relayed_s = 8000 * 3.2e9 / 10e9 / 16  # an island relays every 16 arrivals
+    assert few.seconds_per_step < 1.3 and many.seconds_per_step == pytest.approx(relayed_s / 10)
+
+
 @pytest.mark.parametrize("dylu", ["false", "true"])
 def test_rounds_are_those_of_a_real_run(dylu):
     """But for the last round, which the end of training cuts short."""
