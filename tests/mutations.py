@@ -1,4 +1,4 @@
-"""Mutations of small files from strangers: of their bytes, and of the values in their JSON. The same seed gives the same.
+"""Seeded mutations of small files from strangers: of their bytes, and of the values in their JSON.
 
 for data in mutations(text.encode(), seed=1, count=2000):
     path.write_bytes(data)

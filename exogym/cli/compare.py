@@ -25,7 +25,7 @@ from exogym.study.compare import compare as run_comparison
 from exogym.study.compare.asked import PASSED_AS_TEXT, ComparisonOptions
 from exogym.study.compare.comparison import Comparison
 from exogym.study.compare.estimate import estimate as estimate_of_comparison
-from exogym.study.compare.folder import saved_in
+from exogym.study.compare.folder import OPTION, named_again, resume_command, saved_in
 
 NETWORK_HELP = (
     f"A preset ({', '.join(PRESETS)}), '100Mbps,20ms' (bandwidth, latency), '1Gbps,1Gbps,50Mbps:10ms' (each node's "
@@ -173,13 +173,17 @@ def compare(
     except ComparisonInterrupted as stopped:
         if stopped.result is not None:
             show(stopped.result)
-        notice(f"to continue: exogym compare --resume --out {shlex.quote(str(stopped.folder))}")
+        notice(f"to continue: {resume_command(str(stopped.folder), given)}")
         raise typer.Exit(INTERRUPTED) from stopped
     show(result)
 
 
 def _as_before(context: typer.Context, out: Path, given: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of the comparison in `out` that this command line does not give."""
+    """Return the arguments of the comparison in `out` that this command line does not give.
+
+    Raises:
+        ArgumentError: the folder names code or a file that this command line does not name again.
+    """
 
     def is_open(option: str) -> bool:
         source = context.get_parameter_source(option)
@@ -194,8 +198,24 @@ def _as_before(context: typer.Context, out: Path, given: dict[str, Any]) -> dict
         raise ArgumentError(
             f"--out {out} holds a comparison that was started from Python: continue it in Python with resume=True"
         )
-    options = {name: "dataset" if name == "problem" else name for name in given}
-    return {name: before[name] for name, option in options.items() if name in before and is_open(option)}
+    asked = {name for name in given if not is_open(OPTION.get(name, name))}
+    outside = named_again(before)
+    for name in ("problem", "data", "network"):
+        now, option = given[name], OPTION.get(name, name)
+        if name in outside and name not in asked:
+            same = f"--{option} {shlex.quote(str(before[name]))}"
+            what = "code" if name == "problem" else "a file"
+            raise ArgumentError(
+                f"--out {out} names {what} outside the folder: {same}. ExoGym loads nothing because a folder says so: "
+                f"if you trust it, give {same} again"
+            )
+        if name in asked and (name in outside or name != "network") and now != before.get(name):
+            was = f"--{option} {before[name]}" if before.get(name) else f"no --{option}"
+            raise ArgumentError(
+                f"--{option} {now}: the comparison in --out {out} had {was}: give the same, or another folder without "
+                "--resume"
+            )
+    return {name: before[name] for name in given if name in before and name not in asked}
 
 
 def show(result: Comparison) -> None:

@@ -173,7 +173,7 @@ OBJECTS: dict[str, tuple[int, dict[str, Kind]]] = {
     "hosts.json": (_LONG, {
         "process": PROCESS, "written_s": FINITE, "hosts": _list(_HOST, 1 << 14), "events": _list(_SAID, 1 << 14),
     }),
-    "outcome.json": (_SHORT, {"state": NAME}),
+    "outcome.json": (_SHORT, {"state": NAME, "error": _text(_SHORT), "wall_s": FINITE, "description": OBJECT}),
     "timeline.json": (_LONG, {"spans": LIST, "shares": OBJECT}),
 }  # fmt: skip
 

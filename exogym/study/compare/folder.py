@@ -14,8 +14,10 @@ import contextlib
 import json
 import os
 import secrets
+import shlex
 import shutil
-from collections.abc import Iterable
+import stat
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from typing import Any
 from exogym.core.base.files import missing_folders, new_folder, regular_text, write_json
 from exogym.core.base.locks import Lock, acquire
 from exogym.core.clock import Span
+from exogym.core.record import schema
 from exogym.core.record.history import History
 from exogym.core.record.run_folder import read_status
 from exogym.errors import ArgumentError
@@ -33,6 +36,7 @@ RUN, HISTORY, TIMELINE = "run.json", "history.safetensors", "timeline.json"
 OUTCOME, CHECKPOINTS = "outcome.json", "checkpoints"
 STATUS = "status.json"  # only in the folder of a single run
 ALL_ARGUMENTS = "all_arguments"  # in run.json: each strategy's arguments, also those with default values
+OPTION = {"problem": "dataset"}  # arguments with another name on the command line
 MOST_ALIKE = 100  # labels whose folders differ only by a number
 
 
@@ -93,7 +97,13 @@ class Folder:
         saved = saved_in(out)
         check_same(out, "comparison", saved, asked)
         path = Path(out).expanduser()
-        return cls(path, labels, lock=lock_of(path))
+        lock = lock_of(path)
+        try:
+            check_plain(path)
+        except BaseException:
+            lock.release()
+            raise
+        return cls(path, labels, lock=lock)
 
     def beat(self) -> None:
         """Write a heartbeat into the lock, which shows that this process still uses the folder."""
@@ -149,11 +159,16 @@ class Folder:
         if not (child / OUTCOME).exists():
             return None
         facts, strip = _read(child / OUTCOME), None
-        if (child / TIMELINE).exists():
-            saved = _read(child / TIMELINE)
-            strip = Strip(saved["title"], [Span(*span) for span in saved["spans"]], saved["shares"])
-        history = None if facts["error"] else load_history(child / HISTORY)
-        return Outcome(history, facts["error"], facts["wall_s"], facts["description"], strip)
+        history = None if facts.get("error") else load_history(child / HISTORY)
+        try:
+            if (child / TIMELINE).exists():
+                saved = _read(child / TIMELINE)
+                strip = Strip(saved["title"], [Span(*span) for span in saved["spans"]], saved["shares"])
+            return Outcome(history, facts.get("error"), facts["wall_s"], facts["description"], strip)
+        except (KeyError, TypeError) as error:
+            raise ArgumentError(
+                f"{child} has an incomplete result ({error}): remove this folder, and train again"
+            ) from error
 
     def drop_if_empty(self) -> bool:
         """Remove a new folder, and the parents made for it, if it has no result and no checkpoint.
@@ -193,7 +208,7 @@ def unlike_in(saved: dict[str, Any], asked: dict[str, Any]) -> list[str]:
     """Return a line for each option in `asked` that differs in a saved description."""
     from exogym.core.saving.checkpoint import differences
 
-    asked = _known_to(saved, json.loads(json.dumps(asked)))
+    asked = _known_to(saved, schema.parsed(json.dumps(asked).encode()))  # numbers that JSON lacks, as in `saved`
     before = {key: saved.get(key) for key in (*asked, "options")}  # "options" exists if some are not defaults
     if isinstance(before.get(ALL_ARGUMENTS), dict):
         before[ALL_ARGUMENTS] = _without_retired(saved, asked[ALL_ARGUMENTS])
@@ -246,9 +261,63 @@ def saved_in(out: str | os.PathLike[str]) -> dict[str, Any]:
     raise ArgumentError(f"out={os.fspath(out)!r} holds no comparison to resume: {hint}")
 
 
+def check_plain(path: Path) -> None:
+    """Check that everything in a folder is a plain file or a folder. A link could lead out of it, a pipe never ends.
+
+    Raises:
+        ArgumentError: something is not. The message names it.
+    """
+    with os.scandir(path) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                check_plain(Path(entry.path))
+            elif not stat.S_ISREG(entry.stat(follow_symlinks=False).st_mode):
+                raise ArgumentError(f"{entry.path} is a link, a pipe or a device: remove it, or give another folder")
+
+
+def named_again(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of a comparison's arguments that name code or a file outside its folder.
+
+    Anybody may have written the folder. So a resumed comparison does not take these from there: the user gives them.
+
+    >>> named_again({"problem": "my_task:make", "data": None, "network": "100Mbps,trace=rates.csv", "num_nodes": 4})
+    {'problem': 'my_task:make', 'network': '100Mbps,trace=rates.csv'}
+    """
+    problem, network = arguments.get("problem"), arguments.get("network")
+    leads = {
+        "problem": isinstance(problem, str) and ":" in problem,
+        "data": arguments.get("data") is not None,
+        "network": _names_file(network),
+    }
+    return {name: arguments[name] for name, is_outside in leads.items() if is_outside}
+
+
+def _names_file(network: Any) -> bool:
+    if isinstance(network, str):
+        parts = [part.partition("=")[0].strip() for part in network.split(",")]
+        return network.endswith(".json") or "trace" in parts
+    if isinstance(network, Mapping):
+        return isinstance(network.get("trace"), str) or any(map(_names_file, network.values()))
+    return isinstance(network, list) and any(map(_names_file, network))
+
+
+def resume_command(folder: str | os.PathLike[str], arguments: Mapping[str, Any]) -> str:
+    """Return the command that resumes a comparison with these arguments in its folder.
+
+    >>> resume_command("runs/mine", {"problem": "my_task:make"})
+    'exogym compare --resume --out runs/mine --dataset my_task:make'
+    """
+    words = ["exogym", "compare", "--resume", "--out", os.fspath(folder)]
+    for name, value in named_again(arguments).items():
+        words += [f"--{OPTION.get(name, name)}", str(value)]
+    return shlex.join(words)
+
+
 def _read(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(regular_text(path))
-    except (OSError, ValueError) as error:
+        found = schema.read(path)
+        if not found:
+            raise ArgumentError("it is empty, or not a plain file")
+    except (ArgumentError, OSError) as error:
         raise ArgumentError(f"{path} cannot be read ({error}): remove its folder, and train again") from error
-    return dict(found)
+    return found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shlex
 import time
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -31,7 +30,7 @@ from exogym.strategy.strategy import Strategy
 from exogym.study.compare.asked import IN_A_FOLDER, OF_A_STEP, OF_NO_RESULT, ComparisonOptions
 from exogym.study.compare.comparison import Comparison, ComparisonInterrupted, write
 from exogym.study.compare.entries import OF_SEVERAL_NODES, entries_of, setting_of
-from exogym.study.compare.folder import ALL_ARGUMENTS, Folder, saved_in
+from exogym.study.compare.folder import ALL_ARGUMENTS, Folder, resume_command, saved_in
 from exogym.study.compare.forecast import check_timed, forecast_of, measured_step_s
 from exogym.study.compare.in_order import check_entry, first_examples, opening_of
 from exogym.study.compare.live import LiveTable, is_shown
@@ -230,7 +229,7 @@ def _carried_out(session: Session, description: dict[str, Any], asked: Compariso
         done = f"{len(session.outcomes)} of {len(session.entries) * len(session.setting.seeds)} runs have ended"
         way = "" if where is None else f"; compare(..., out={os.fspath(where)!r}, resume=True) continues"
         if isinstance(error, SystemExit) and where is not None:  # SIGTERM: nobody catches it to say how to continue
-            notice(f"stopped: {done}{way}, and so does exogym compare --resume --out {shlex.quote(str(where))}")
+            notice(f"stopped: {done}{way}, and so does {resume_command(where, description['arguments'])}")
         if not isinstance(error, KeyboardInterrupt) or (where is None and result is None):
             raise
         raise ComparisonInterrupted(done + way, result, where) from error

@@ -25,7 +25,7 @@ from exogym.errors import ArgumentError, TrainingError, check_choice, check_coun
 from exogym.logger import check_writable
 from exogym.study.compare.asked import NOT_TAKEN, ComparisonOptions, StudyOptions
 from exogym.study.compare.estimate import Estimate, estimated
-from exogym.study.compare.folder import Folder, Outcome, check_same, lock_of
+from exogym.study.compare.folder import Folder, Outcome, check_plain, check_same, lock_of
 from exogym.study.compare.live import is_shown, left_text
 from exogym.study.compare.plots import check_matplotlib
 from exogym.study.compare.run import asked_of, decisive_of, said_of, session_of, task_of
@@ -224,6 +224,7 @@ def _locked(path: Path, asked: dict[str, Any], resume: bool) -> Lock:
         lock = lock_of(path)
     try:
         _check_folder(path, asked, resume)  # again, because another sweep may have worked here
+        check_plain(path)
     except BaseException:
         lock.release()
         raise

@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from exogym.errors import ArgumentError
 from exogym.strategy import SimpleReduceStrategy, Strategy
 from exogym.study.compare import ComparisonInterrupted, Standing, compare, session
 from exogym.study.compare.comparison import FILES, SVG_FILES, Comparison
+from exogym.study.compare.folder import resume_command
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
@@ -317,3 +319,82 @@ def test_a_run_under_way_is_not_removed_by_another_comparison(tmp_path: Path) ->
     folder = ask(tmp_path, watch=look).folder
     assert refused and folder is not None and read_status(folder / "mine-seed-0")["state"] == "done"
     assert refused[0].startswith(f"out={str(folder)!r} is in use")  # the comparison's own folder, before any run's
+
+
+# ---------------------------------------------------------------- a folder from a stranger
+
+
+def strange(folder: Path, **arguments: Any) -> Path:
+    """Write the least that a comparison's folder holds."""
+    folder.mkdir()
+    found = {"arguments": {"problem": "digits", "strategies": "ddp"} | arguments, "strategies": {}, "state": "stopped"}
+    (folder / "run.json").write_text(json.dumps(found))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "value"),
+    [
+        ("problem", "--dataset", "trap:make"),
+        ("data", "--data", "elsewhere.npz"),
+        ("network", "--network", "elsewhere.json"),
+        ("network", "--network", "1Gbps,trace=elsewhere"),
+    ],
+)
+def test_what_a_folder_names_is_neither_imported_nor_opened(
+    name: str, option: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    (tmp_path / "trap.py").write_text("open('sprung', 'w').close()\n")
+    os.mkfifo(tmp_path / "elsewhere")  # opening it would never end
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    folder = strange(tmp_path / "folder", **{name: value})
+    assert main(["compare", "--resume", "--out", str(folder)]) == 2
+    said = capsys.readouterr().err
+    assert f"outside the folder: {option} {value}. " in said and "give" in said and said.count("\n") == 1
+    if name != "network":
+        assert main(["compare", "--resume", "--out", str(folder), f"{option}=mine:make"]) == 2
+        assert f"had {option} {value}: give the same" in capsys.readouterr().err
+    assert not (tmp_path / "sprung").exists() and "trap" not in sys.modules
+
+
+def test_a_task_of_ones_own_is_resumed_when_it_is_named_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "my_own_task.py").write_text(
+        "from exogym.tasks import digits_task\n\ndef make():\n    return digits_task()\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    done = compare("my_own_task:make", "ddp", out="runs", max_steps=2, seeds=1, num_nodes=2, device="cpu")
+    assert resume_command("runs/x", done.description["arguments"]).endswith(" --dataset my_own_task:make")
+    again = ["compare", "--resume", "--out", str(done.folder)]
+    assert main(again) == 2 and "names code outside the folder" in capsys.readouterr().err
+    assert main([*again, "--dataset", "my_own_task:make"]) == 0
+    assert main([*again, "--dataset", "digits"]) == 2 and "had --dataset my_own_task:make" in capsys.readouterr().err
+    ours = compare("digits", "ddp", out="runs", max_steps=2, seeds=1, num_nodes=2, device="cpu")
+    assert main(["compare", "--resume", "--out", str(ours.folder)]) == 0  # ExoGym's own task needs no name
+    capsys.readouterr()
+    assert main(["compare", "--resume", "--out", str(ours.folder), "--dataset", "my_own_task:make"]) == 2
+    assert "had --dataset digits: give the same" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("place", ["ddp-seed-0", "ddp-seed-0/checkpoints", "run.json"])
+def test_a_link_in_a_folder_is_not_followed(place: str, tmp_path: Path, undisturbed: Path) -> None:
+    folder, outside = tmp_path / "folder", tmp_path / "outside"
+    shutil.copytree(undisturbed, folder)
+    if (folder / place).exists():
+        shutil.move(folder / place, outside)
+    else:
+        outside.mkdir()
+    (folder / place).symlink_to(outside)
+    with pytest.raises(ArgumentError, match=r"is a link|not a plain file"):
+        asked(folder, resume=True)
+
+
+def test_numbers_that_json_lacks_are_the_same_when_it_is_resumed(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"seeds": 1, "max_steps": 2, "num_nodes": 2, "device": "cpu", "out": tmp_path}
+    folder = compare("digits", "ddp:max_norm=inf", **options).folder
+    result = compare("digits", "ddp:max_norm=inf", **options | {"out": folder}, resume=True)
+    assert len(result.rows) == 1
