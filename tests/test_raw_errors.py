@@ -2,9 +2,11 @@
 
 import contextlib
 import csv
+import errno
 import inspect
 import json
 import os
+import resource
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from exogym import LocalTrainer, attach, load_model, save_model
+from exogym.cli import main
 from exogym.core.compute.outputs import Loss
 from exogym.data import BulkDataset
 from exogym.data.loading import _OURS
@@ -439,3 +442,86 @@ def test_a_dict_of_hosts_that_cannot_be():
     while deep:  # to forget it level by level
         deep = deep.pop()
     assert HostsConfig.load({"master": {"address": "a", "slots": 4096}}).slots == 4096
+
+
+# The command line: one line, whatever the system lacks
+
+OUT_OF = {
+    "memory": (MemoryError(), "out of memory"),
+    "memory for a tensor": (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), "out of memory"),
+    "memory for a process": (OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)), "out of memory"),
+    "memory for torch": (ImportError("libtorch_cpu.so: failed to map segment from shared object"), "out of memory"),
+    "a GPU's memory": (torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), "out of memory"),
+    "files": (OSError(errno.EMFILE, os.strerror(errno.EMFILE)), "too many open files: this process may open"),
+    "files, said as ours": (ArgumentError("x cannot be read (Too many open files): name another"), "too many open"),
+    "NUL": (ValueError("embedded null byte"), "the character NUL"),
+}
+
+
+@pytest.mark.parametrize("name", OUT_OF)
+def test_what_the_system_lacks_is_one_line_that_says_what_to_do(name, tmp_path, monkeypatch, capsys):
+    error, words = OUT_OF[name]
+
+    def fails(*_):
+        raise error
+
+    monkeypatch.setattr("exogym.study.runs.list", fails)
+    assert main(["runs", "list", "--runs", str(tmp_path)]) == (2 if name == "NUL" else 1)
+    said = capsys.readouterr().err
+    assert words in said and said.count("\n") == 1 and "--debug" not in said
+
+
+def test_an_error_that_is_no_lack_is_shown_as_it_is(tmp_path, monkeypatch, capsys):
+    def fails(*_):
+        raise ValueError("of its own")
+
+    monkeypatch.setattr("exogym.study.runs.list", fails)
+    assert main(["runs", "list", "--runs", str(tmp_path)]) == 1
+    assert "ValueError: of its own (--debug shows where)" in capsys.readouterr().err
+
+
+def test_a_limit_of_open_files_is_named(tmp_path, capsys):
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert main(["runs", "list", "--runs", str(tmp_path)]) == 0
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+        status = main(["runs", "list", "--runs", str(tmp_path)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert status == 1
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert (
+        said == "exogym: error: too many open files: this process may open 3; raise the limit, as with ulimit -n 4096"
+    )
+
+
+NUL = {
+    "runs list": ["--runs", "a\0b"], "runs show": ["a\0b"], "runs compare": ["a\0b", "--out", "x"],
+    "runs export": ["a\0b", "--to", "x.csv"], "ui": ["--runs", "a\0b"], "distributed-train": ["x", "--config", "a\0b"],
+    "doctor": ["--hosts", "a\0b"], "compare": ["--resume", "--out", "a\0b"], "runs remove": ["--yes", "a\0b"],
+    "sweep": ["--sweep", "H=2,3", "--steps", "1", "--resume", "--out", "a\0b"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("command", NUL)
+def test_a_path_with_nul_is_one_line(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("exogym.ui.serve", lambda *_: pytest.fail("it serves"))
+    assert main([*command.split(), *NUL[command]]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("exogym: error: ") and said.count("\n") == 1 and "--debug" not in said
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_page_says_that_its_folder_does_not_exist(tmp_path, monkeypatch, capsys):
+    served = []
+    monkeypatch.setattr("exogym.ui.serve", lambda folder, *_: served.append(folder.name))
+    (tmp_path / "file").touch()
+    assert main(["ui", "--runs", str(tmp_path)]) == 0 and capsys.readouterr().err == ""
+    assert main(["ui", "--runs", str(tmp_path / "nowhere")]) == 0
+    assert (
+        capsys.readouterr().err
+        == f"exogym: --runs {tmp_path / 'nowhere'} does not exist yet, so the page shows no runs\n"
+    )
+    assert main(["ui", "--runs", str(tmp_path / "file")]) == 2 and "is no folder" in capsys.readouterr().err
+    assert served == [tmp_path.name, "nowhere"]

@@ -6,6 +6,7 @@ Exit status: 0 if all is done, 1 if something failed, 2 for bad input, 130 after
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 import traceback
 import warnings
@@ -24,6 +25,10 @@ from exogym.errors import ArgumentError, DataError, nearest
 
 # The error for bad usage. Typer uses its own copy of click or the installed one; this finds the right class.
 _UsageError: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
+
+_OUT_OF_MEMORY = re.compile(
+    r"can(no|')t allocate memory|not enough memory|out of memory|bad_alloc|failed to map segment", re.IGNORECASE
+)
 
 # Each command: its file in this folder, and its line in `exogym --help`. Files load only when their command runs, so
 # `exogym --help` does not wait for torch.
@@ -150,6 +155,8 @@ def _report(error: BaseException) -> int:
         if (option := getattr(error, "option_name", None)) and hasattr(error, "possibilities"):
             options = [name for parameter in error.ctx.command.params for name in parameter.opts] if error.ctx else []
             text = f"there is no option {option}: {nearest(option, [o for o in options if o.startswith('--')])}"
+    elif limit := _limit_in(error):
+        text, status = limit
     elif isinstance(error, ArgumentError | DataError):
         text, status = str(error), 2
     else:
@@ -158,3 +165,25 @@ def _report(error: BaseException) -> int:
         status = 1
     print("exogym: error: " + " ".join(text.split()), file=STDERR)
     return status
+
+
+def _limit_in(error: BaseException | None) -> tuple[str, int] | None:
+    """Return what to say, and the exit status, if an error means that files or memory ran out, or a path has a NUL."""
+    is_ours = type(error).__module__ == "exogym.errors"
+    while error is not None:
+        text = " ".join(str(error).split())
+        if "Too many open files" in text:
+            import resource  # not on every system
+
+            most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+            return f"too many open files: this process may open {most}; raise the limit, as with ulimit -n 4096", 1
+        if isinstance(error, MemoryError) or (not is_ours and _OUT_OF_MEMORY.search(text)):
+            return (
+                f"out of memory ({text[:200] or 'MemoryError'}): use fewer nodes, a smaller batch or a smaller model, "
+                "or raise the limit (ulimit -v)",
+                1,
+            )
+        if isinstance(error, ValueError) and "embedded null" in text:
+            return "a path holds the character NUL, which no file's name can have: give another path", 2
+        error = error.__cause__ or error.__context__
+    return None

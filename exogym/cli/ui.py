@@ -14,7 +14,7 @@ import typer
 
 from exogym.cli.values import Debug
 from exogym.core.progress import notice
-from exogym.errors import ExoGymError
+from exogym.errors import ArgumentError, ExoGymError
 
 COMMANDS = ("compare", "sweep")  # commands that the page may start
 OURS = ("out", "resume", "estimate", "debug", "help")  # their options that the page sets itself
@@ -56,6 +56,11 @@ def ui(
     if missing := [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]:
         raise ExoGymError(f"the page needs {missing[0]}, which is not installed: pip install 'exogym[ui]'")
     from exogym.ui import serve
+
+    if not where.is_dir():
+        if os.path.lexists(where):
+            raise ArgumentError(f"--runs {where} is no folder: name the folder with the runs")
+        notice(f"--runs {where} does not exist yet, so the page shows no runs")
 
     def ready(address: str) -> None:
         print(address, flush=True)

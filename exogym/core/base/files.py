@@ -226,8 +226,8 @@ def new_folder(out: str | os.PathLike[str], name: str) -> Path:
                 folder.mkdir()
                 return folder
             count += 1
-    except OSError as error:
+    except (OSError, ValueError) as error:
         remove_folders(above)
         raise ArgumentError(
-            f"out={os.fspath(out)!r} cannot be written ({error.strerror}): give another folder"
+            f"out={os.fspath(out)!r} cannot be written ({getattr(error, 'strerror', error)}): give another folder"
         ) from error

@@ -203,6 +203,8 @@ def read(path: str | os.PathLike[str]) -> Row:
         if error.errno is None or isinstance(error, FileNotFoundError | NotADirectoryError):
             return {}
         raise ArgumentError(f"{path.name} cannot be read ({error.strerror})") from None
+    except ValueError as error:  # a path with NUL
+        raise ArgumentError(f"{path.name} cannot be read ({error})") from None
     if len(data) > most:
         raise ArgumentError(f"{path.name} has more than {most} bytes")
     try:

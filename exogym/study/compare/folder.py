@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from exogym.core.base.files import missing_folders, new_folder, regular_text, write_json
+from exogym.core.base.files import missing_folders, new_folder, write_json
 from exogym.core.base.locks import Lock, acquire
 from exogym.core.clock import Span
 from exogym.core.record import schema
