@@ -25,7 +25,7 @@ PATHS = (
     "x" * 5000,
     "y/" * 3000,
 )
-COMMANDS = ("subprocess:getoutput", "os:system", "-oProxyCommand=id", "$(id)", "; id", "`id`", "x\nid")
+COMMANDS = ("subprocess:getoutput", "os:system", "trap:make", "-oProxyCommand=id", "$(id)", "; id", "`id`", "x\nid")
 VALUES: tuple[Any, ...] = (
     *("x", "", [], {}, None, True, False, 0, -1, 2, -1.5, 1e308, 10**400, 1 << 70, "\ud800", "x" * 30_000, "NaN"),
     *(float("nan"), float("inf"), float("-inf"), DEEP, [[]], [{}], {"x": DEEP}, ["x", 1, None], "\x00\x1b[2J", 1 << 31),

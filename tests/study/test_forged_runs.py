@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from paths import TESTS
+from processes import python
 
 from exogym.cli import main
 from exogym.core.base.processes import described
@@ -310,3 +312,46 @@ def test_what_a_run_writes_is_what_the_schema_has(tmp_path: Path) -> None:
         RunFolder(tmp_path / "other", 3, False, {"description": 7}).start({})
     with pytest.raises(ArgumentError, match="state=7"):
         schema.check("run.json", {"strategies": {}, "state": 7})
+
+
+# Every file of a stranger that a command reads: nothing runs, nothing outside its folder is opened, none takes long
+
+READERS = ("run.json", "sweep.json", "hosts", "config")
+
+
+def read_by_a_child(reader: str, count: int, folder: Path) -> dict[str, Any]:
+    done = python(str(TESTS / "strangers.py"), reader, "1", str(count), str(folder))
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_a_file_of_a_stranger_runs_nothing_and_leads_nowhere(reader: str, tmp_path: Path) -> None:
+    found = read_by_a_child(reader, 100 if reader in ("hosts", "config") else 25, tmp_path)
+    assert found["faults"] == [] and found["refused"] > 5 and found["read"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reader", READERS)
+def test_two_thousand_files_of_strangers(reader: str, tmp_path: Path) -> None:
+    found = read_by_a_child(reader, 2000, tmp_path)
+    assert found["faults"] == [] and found["refused"] + found["read"] == 2000 and found["read"] > 50
+
+
+def test_the_watch_sees_what_it_is_there_to_see(tmp_path: Path) -> None:
+    """The control of the tests above: what starts, connects, leads outside or is imported is noted."""
+    script = (
+        "import importlib, os, socket, subprocess, sys\nfrom pathlib import Path\nsys.path.insert(0, sys.argv[2])\n"
+        "from strangers import Watch\n"
+        "watch = Watch(Path(sys.argv[1]))\nwatch.on = True\n"
+        "open(sys.argv[1] + '/inside', 'w').close()\nimportlib.import_module('subprocess')\nos.system('true')\n"
+        "subprocess.run(['true'])\nopen('/etc/passwd').close()\n"
+        "try:\n    os.remove('/no/such/file')\nexcept OSError:\n    pass\n"
+        "try:\n    socket.create_connection(('127.0.0.1', 9))\nexcept OSError:\n    pass\n"
+        "watch.on = False\nprint([seen.split()[0] for seen in watch.seen])\n"
+    )
+    done = python("-c", script, str(tmp_path), str(TESTS))
+    assert done.returncode == 0, done.stderr
+    kinds = ["import", "os.system", "subprocess.Popen", "open", "os.remove", "socket.connect"]
+    assert [kind for kind in kinds if repr(kind) not in done.stdout] == []

@@ -192,7 +192,10 @@ class SSHLauncher:
             lines += [ssh.shown(host)]
         for host in self.config.hosts if self.sync else ():
             if copies(host, self.project):
-                lines += [f"# {host.address}: copy the project", shlex.join(sync_words(host, self.project))]
+                lines += [
+                    f"# {host.address}: copy the project",
+                    shlex.join(sync_words(host, self.project, is_run=False)),
+                ]
         return [*lines, *(part.shown() for part in parts)]
 
     # Inside

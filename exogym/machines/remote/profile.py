@@ -27,6 +27,7 @@ import torch
 
 from exogym.balance import Balance
 from exogym.core.base import draws, rng
+from exogym.core.base.files import short_text
 from exogym.core.combinations import check, features_of
 from exogym.core.progress import notice
 from exogym.errors import ArgumentError, check_count, nearest
@@ -231,14 +232,15 @@ def load_profile(path: str | os.PathLike[str], name: str, resume: bool = False) 
     """
     parser = configparser.ConfigParser(interpolation=None)
     try:
-        with open(path, encoding="utf-8") as file:
-            parser.read_file(file)
-    except OSError as error:
+        parser.read_string(short_text(path), os.fspath(path))
+    except ArgumentError as error:
+        raise ArgumentError(f"the config file {error}") from None
+    except (configparser.Error, UnicodeDecodeError) as error:
+        raise ArgumentError(f"{os.fspath(path)}: {error}") from None
+    except (OSError, ValueError) as error:
         raise ArgumentError(
             f"the config file {os.fspath(path)!r} cannot be read ({error}): name one with --config"
         ) from None
-    except (configparser.Error, UnicodeDecodeError) as error:
-        raise ArgumentError(f"{os.fspath(path)}: {error}") from None
     section = next((there for there in (PREFIX + name, name) if there in parser), None)
     if section is None:
         profiles = [known.removeprefix(PREFIX) for known in parser.sections() if known.startswith(PREFIX)]

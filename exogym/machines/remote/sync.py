@@ -44,8 +44,10 @@ def copies(host: Host, project: str) -> bool:
     return not (host.is_local and os.path.realpath(os.path.expanduser(host.path or project)) == project)
 
 
-def sync_words(host: Host, project: str) -> list[str]:
+def sync_words(host: Host, project: str, is_run: bool = True) -> list[str]:
     """Return the rsync command that copies the project's folder to `host`. The command deletes no files on the host.
+
+    If the command is only printed, `is_run` is False (`ssh.client`).
 
     >>> sync_words(Host("10.0.0.2", "10.0.0.2", path="~/whisper"), "/home/ann/whisper")[-3:]
     ['--', '/home/ann/whisper/', '10.0.0.2:whisper/']
@@ -57,7 +59,7 @@ def sync_words(host: Host, project: str) -> list[str]:
         return [*words, "--", f"{project}/", os.path.expanduser(target)]
     name = f"[{host.ssh_host}]" if ":" in host.ssh_host else host.ssh_host
     there = target.removeprefix("~/") or "./"  # commands over ssh start in the home folder
-    return [*words, "--rsh", ssh.remote_shell(host), "--", f"{project}/", f"{name}:{there}"]
+    return [*words, "--rsh", ssh.remote_shell(host, is_run), "--", f"{project}/", f"{name}:{there}"]
 
 
 def sync_project(config: HostsConfig, project: str, answer_s: float) -> None:

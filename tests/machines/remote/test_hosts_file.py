@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from exogym.cli import main
 from exogym.errors import ArgumentError, ExoGymError
 from exogym.machines.launch.door import SECRET
 from exogym.machines.remote import Host, HostsConfig, ssh
@@ -197,6 +198,25 @@ def test_options_of_ssh(tmp_path: Path) -> None:
     assert "BatchMode=yes" in words and checking not in words
     assert checking not in ssh.client(Host("10.0.0.2", "new", ssh_config=str(config)))
     assert checking in ssh.client(Host("10.0.0.2", "lax", ssh_config=str(config)))  # never unchecked
+
+
+def test_a_dry_run_runs_no_command_of_an_ssh_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config").write_text(f'Match exec "touch {tmp_path}/sprung"\n Port 2222\n')
+    hosts = {"master": "10.0.0.1", "workers": ["10.0.0.2"], "ssh_config_path": str(tmp_path / "config")}
+    (tmp_path / "hosts.json").write_text(json.dumps(hosts))
+    (tmp_path / "config.ini").write_text("[distributed:mine]\ntask = digits\n")
+    assert main(["distributed-train", "mine", "--hosts", "hosts.json", "--dry-run", "--sync"]) == 0
+    assert "rsync" in capsys.readouterr().out and not (tmp_path / "sprung").exists()
+    ssh.client(HostsConfig.load("hosts.json").master)  # what a real run asks, which trusts the hosts file
+    assert (tmp_path / "sprung").exists()
+
+
+def test_an_endless_config_file_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["distributed-train", "mine", "--config", "/dev/zero"]) == 2
+    assert "the config file '/dev/zero' is longer than 1 MiB" in capsys.readouterr().err
 
 
 def test_what_a_host_is_told() -> None:
