@@ -63,7 +63,7 @@ def of_json(rng: random.Random, value: Any) -> Any:
         path = rng.choice(places(value))
         if not path:
             if rng.random() < 0.05:
-                return rng.choice(VALUES)
+                return copy.deepcopy(rng.choice(VALUES))
             continue
         holder = value
         for key in path[:-1]:
@@ -81,7 +81,7 @@ def of_json(rng: random.Random, value: Any) -> Any:
         elif what < 0.4 and isinstance(holder[key], str):
             holder[key] += rng.choice((*PATHS, *COMMANDS))
         else:
-            holder[key] = rng.choice(VALUES)
+            holder[key] = copy.deepcopy(rng.choice(VALUES))
     return value
 
 

@@ -32,6 +32,8 @@ NETWORK_HELP = (
     "line and a latency), or a .json file."
 )
 
+LISTS = ("seeds", "speeds", "step_seconds")  # arguments that may be lists of numbers in a folder
+
 # Options of several commands. Parameters are named as in `fit`; the command line's names are shorter.
 NodesOption = Annotated[int | None, typer.Option("--nodes", help=f"{words_of('num_nodes')} [default: the task's]")]
 StepsOption = Annotated[int | None, typer.Option("--steps", help="Steps of each node. [default: the task's]")]
@@ -215,7 +217,18 @@ def _as_before(context: typer.Context, out: Path, given: dict[str, Any]) -> dict
                 f"--{option} {now}: the comparison in --out {out} had {was}: give the same, or another folder without "
                 "--resume"
             )
-    return {name: before[name] for name in given if name in before and name not in asked}
+    taken = {name: before[name] for name in given if name in before and name not in asked}
+    for name, value in taken.items():
+        if not (_is_plain(value) or (name in LISTS and isinstance(value, list) and all(map(_is_plain, value)))):
+            raise ArgumentError(
+                f"--out {out}: {name} is neither text nor a number: if this comparison was started from Python, "
+                "continue it in Python with resume=True"
+            )
+    return taken
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, str | int | float)
 
 
 def show(result: Comparison) -> None:

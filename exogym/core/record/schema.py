@@ -118,7 +118,7 @@ SEEDS = Kind(
     f"a number or list of at most {MOST_SEEDS} seeds",
     lambda value: (
         (type(value) is int and 0 <= value <= MOST_SEEDS)
-        or (isinstance(value, list) and len(value) <= MOST_SEEDS and all(type(seed) is int for seed in value))
+        or (isinstance(value, list | tuple) and len(value) <= MOST_SEEDS and all(type(seed) is int for seed in value))
     ),
 )
 AXIS = Kind("a text, or a list of texts", lambda value: isinstance(value, str) or _list(WORD, MOST_CELLS).fits(value))
@@ -143,7 +143,20 @@ _OF_SEVERAL: dict[str, Kind] = {
     "versions": OBJECT, "summary": _list(_labelled(PLAIN, MOST_LABELS), MOST_CELLS), "finding": WORD,
     "target_loss": FINITE, "target": WORD,
 }  # fmt: skip
-COMPARISON = _OF_SEVERAL | {"strategies": _labelled(ANY, MOST_LABELS), "titles": _labelled(WORD, MOST_LABELS)}
+_SETTING = _fields("an object whose seeds are whole numbers", {"seeds": SEEDS})
+_TIMING = _fields(
+    "an object whose times and losses are finite", dict.fromkeys(("measured_step_s", "wanted_loss"), FINITE)
+)
+COMPARISON = (
+    _OF_SEVERAL
+    | {
+        "setting": _SETTING,
+        "timing": _TIMING,
+        "wanted_loss": FINITE,
+        "all_arguments": OBJECT,
+    }
+    | {"strategies": _labelled(ANY, MOST_LABELS), "titles": _labelled(WORD, MOST_LABELS)}
+)
 _SHOWN = dict.fromkeys(("address", "device", "state"), WORD) | dict.fromkeys(
     ("restarts", "heard_s", "cores", "cpu_use", "memory_bytes", "memory_total_bytes", "run_memory_bytes", "rx_bps",
      "tx_bps"), FINITE,
@@ -166,7 +179,7 @@ OBJECTS: dict[str, tuple[int, dict[str, Kind]]] = {
     }),
     "summary.json": (_SHORT, {"state": NAME, "step": STEP} | COLUMNS),
     "sweep.json": (_LONG, _OF_SEVERAL | {
-        "axes": AXES, "best": WORD, "measured_step_s": FINITE,
+        "axes": AXES, "given": OBJECT, "best": WORD, "measured_step_s": FINITE,
         "cells": _labelled(_labelled(WORD, MOST_LABELS), MOST_CELLS),
     }),
     "notes.json": (_SHORT, {"tags": LIST, "note": WORD}),

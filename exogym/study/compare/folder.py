@@ -254,8 +254,12 @@ def saved_in(out: str | os.PathLike[str]) -> dict[str, Any]:
         ArgumentError: the folder is not a comparison's. If it contains comparisons' folders, the message names one.
     """
     path = Path(out).expanduser()
+    _refuse_single_run(out)
     if (path / RUN).exists():
-        return _read(path / RUN)
+        found = _read(path / RUN)
+        if not isinstance(found.get("strategies"), dict):
+            raise ArgumentError(f"out={os.fspath(out)!r} holds no comparison to resume: give a comparison's folder")
+        return found
     inside = sorted(found.parent for found in path.glob(f"*/{RUN}"))
     hint = f"did you mean {str(inside[-1])!r}?" if inside else "give a comparison's folder"
     raise ArgumentError(f"out={os.fspath(out)!r} holds no comparison to resume: {hint}")
