@@ -17,8 +17,9 @@ Payload P b bytes per client every H steps, for P parameters of b bytes, as in F
 the model that it does not train now. Every client keeps its row, also if clients are sampled.
 
 Absent nodes are handled as in FedAvg. A node that cannot be reached after the personal steps trains v_i until the
-round's end, and its theta_i is theta. A node that was down returns with theta. If its row held v_i when it went
-down, v_i is lost and starts again from theta.
+round's end, and its theta_i is theta. A node that was down returns with the mean of the theta_i of the nodes that
+stayed, and trains the model that the round's other nodes train. If its row held v_i when it went down, v_i is lost and
+starts again from that mean.
 """
 
 from __future__ import annotations
@@ -62,9 +63,16 @@ class SharedModels(RoundModule, HasOuterModel):
         return {"rounds of one length": said, "two kinds of steps": said}
 
     def next_event(self, step: int) -> int:
-        end = self.average.next_event(step)
-        switch = end - self.average.interval_steps + self.steps
-        return switch if step < switch else end
+        switch = self._switch(step)
+        return switch if step < switch else self.average.next_event(step)
+
+    def _switch(self, step: int) -> int:
+        """Return the last step that trains v_i, in the round of the step after `step`."""
+        return self.average.next_event(step) - self.average.interval_steps + self.steps
+
+    def trains_personal(self, step: int) -> bool:
+        """Return whether step number `step` (from 1) trains v_i."""
+        return step <= self._switch(step - 1)
 
     def seats(self, num_nodes: int) -> int | None:
         return None
@@ -92,6 +100,7 @@ class SharedModels(RoundModule, HasOuterModel):
         self.communicate(fleet, step)
 
     def rejoin(self, fleet: Fleet, nodes: Sequence[int], step: int) -> None:
+        """Take the rows of `nodes` as theta_i. `PersonalModels` swaps them if `step` trains v_i."""
         rows = [row for row in rows_of(fleet, nodes) if self.holds_personal(row)]
         for b, block in enumerate(fleet.blocks):
             self.row_state[f"other.{b}"][rows] = block.params[rows]
@@ -118,6 +127,10 @@ class PersonalModels(RoundModule):
 
     def communicate(self, fleet: Fleet, step: int) -> None:
         self.models.swap(fleet, fleet.comm.present, True)
+
+    def rejoin(self, fleet: Fleet, nodes: Sequence[int], step: int) -> None:
+        if self.models.trains_personal(step):
+            self.models.swap(fleet, nodes, True)
 
     def finish(self, fleet: Fleet, step: int, since: int) -> None:
         self.communicate(fleet, step)

@@ -100,8 +100,9 @@ class SparseOuterStep(PeriodicModule, HasOuterModel):
         for b, block in enumerate(fleet.blocks):
             theta, e = self.shared_state[f"theta.{b}"], self.row_state[f"error.{b}"]
             received = self.row_state[f"received.{b}"]
-            resting = e[away]
-            payload = with_feedback(self.compressors[b], e, received - block.params, self.error_decay)
+            resting, difference = e[away], received - block.params
+            difference[away] = 0  # what absent nodes hold may not be finite, and nobody can encode that
+            payload = with_feedback(self.compressors[b], e, difference, self.error_decay)
             e[away] = resting
             theta.add_(self._mean(fleet, self.compressors[b], payload, theta), alpha=-self.outer_lr)
             for x in (block.params, received):

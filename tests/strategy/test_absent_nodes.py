@@ -26,6 +26,7 @@ from exogym.strategy import (
     DeMoStrategy,
     DESLOCStrategy,
     DiLoCoStrategy,
+    DittoStrategy,
     EF21Strategy,
     FedAvgStrategy,
     GossipStrategy,
@@ -361,6 +362,23 @@ def test_averages_are_over_those_that_are_there() -> None:
     for wrong in ("old parameters", "all nodes"):
         unlike(rows, averaging(LOST, 26, 4, wrong))
     same(hand(SPARTAStrategy("sgd", p_sparta=1.0), LOST).go(26), averaging(LOST, 26, 1))
+
+
+def test_a_client_of_ditto_returns_with_what_the_others_have_and_trains_what_they_train() -> None:
+    for away, is_personal in (((2, 5), False), ((2, 7), True), ((5, 8), True)):  # steps 1-3 and 7-9: v_i
+        ours = hand(DittoStrategy("sgd", H=6, personal_steps=3, lr=RATE), Faults(absent={1: [away]}))
+        models: Any = ours.strategy.modules[0]
+        back = away[1]
+        rows = ours.go(back - 1).clone()
+        shared = (models.row_state["other.0"] if is_personal else rows)[[0, 2, 3]].mean(0)
+        own = models.row_state["other.0"][1].clone() if away[0] > 3 else shared  # what its row held is lost
+        step = RATE * local(1, int(ours.taken[1]))
+        x = ours.go(back)[1]
+        assert models.is_personal[:, 0].tolist() == [is_personal] * 4
+        same(x, (own if is_personal else shared) + step)
+        if is_personal:
+            same(models.row_state["other.0"][1], shared)
+        unlike(rows[1], shared)
 
 
 def test_weights_and_islands_count_those_that_are_there() -> None:

@@ -23,7 +23,7 @@ from exogym.core.compute.spans import Losses, Span
 from exogym.core.fleet import Stateful
 from exogym.core.fleet.presence import rows_of
 from exogym.core.fleet.state import Shared, Tensors
-from exogym.core.training.algorithm import Algorithm, Setting
+from exogym.core.training.algorithm import Algorithm, Setting, meet
 from exogym.core.training.order import ARRIVAL, RELAY, STEP, Order, seconds_of_steps
 from exogym.core.training.relays import Relays
 from exogym.core.training.shards import Shards
@@ -159,6 +159,17 @@ class ByClock(Algorithm):
     def consensus(self) -> list[Tensor]:
         """Return theta, the server's parameters: (P,) per block. With islands, the global server's."""
         return (self.servers[0] if self.relays is None else self.relays.top).theta
+
+    def consensus_buffers(self) -> dict[str, Tensor] | None:
+        """Return the mean of the nodes' buffers without nodes whose numbers are not finite, if these are skipped."""
+        there = self.fleet.there
+        spoilt = self.watch.spoilt(there) if self.watch.skips else []
+        if not spoilt or len(spoilt) == len(there):
+            return None
+        meet(self.fleet, [node for node in there if node not in spoilt])
+        buffers = self.fleet.average_buffers()
+        meet(self.fleet, there)
+        return buffers
 
     # Computing
 

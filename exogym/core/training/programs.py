@@ -131,11 +131,22 @@ class Programs(Algorithm):
                 per_row[row] = [None if g is None else torch.zeros_like(g) for g in per_row[row]]
         for block in self.fleet.blocks:
             block.give_grads_away()
+        if skip and self.watch.skips:
+            self._repair_buffers()
         for strategy in self._moving(rows):
             strategy.overflowed = skip
         self._take_gradients(per_row)
         self._rows = rows
         return []
+
+    def _repair_buffers(self) -> None:
+        """Copy a healthy node's buffers into nodes whose buffers contain NaN, which a forward pass may have written."""
+        fleet = self.fleet
+        spoilt = self.watch.spoilt(fleet.comm.present)
+        healthy = [node for node in fleet.comm.present if node not in spoilt]
+        with fleet.comm.counted_as("buffers"):
+            for rows in fleet.buffers.values() if spoilt and healthy else ():
+                take_rows(fleet, rows, healthy[0], spoilt)
 
     def act(self, step: int, losses: Losses, before_mixing: Callable[[], None]) -> bool:
         moving, self._step = self._moving(self._rows), step
