@@ -156,8 +156,8 @@ class Composition:
         """Prepare `nodes`, which were absent at step `step - 1`, to take part in step `step`.
 
         The nodes take the outer parameters, in which their own rows do not count; without outer parameters, they take
-        the parameters of node `source`. They take the buffers of `source`, and each module repairs its own state of these nodes. With `forget` the nodes also
-        take the modules' state from `source`.
+        the parameters of node `source`. They take the buffers of `source`, and each module repairs its own state of
+        these nodes. With `forget` the nodes also take the modules' state from `source`.
 
         `source` broadcasts a payload of P b bytes to `nodes`, for P parameters of b bytes; the bytes of buffers are
         counted apart.

@@ -97,8 +97,8 @@ class LayerwisePenalty(PeriodicModule, HasOuterModel):
 
     def start(self, fleet: Fleet, run: Run) -> None:
         super().start(fleet, run)
-        layers, others = layers_of([slot.name for block in fleet.blocks for slot in block.layout])
-        parts = fragments(fleet.blocks, len(layers) + bool(others))
+        layers, others = layers_of(fleet.names)
+        parts = fragments(fleet, len(layers) + bool(others))
         self.outer = [
             OuterParameters(fleet, self.rule, self.round_of(run.total_steps) + 1, fragment=part) for part in parts
         ]

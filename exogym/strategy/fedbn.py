@@ -31,7 +31,7 @@ def batch_norms(fleet: Fleet) -> list[str]:
     layers = {name.removesuffix("running_mean") for name in fleet.buffers if name.endswith("running_mean")}
     if not layers:
         say(fleet.comm.wire, "fedbn: the model has no batch normalization, so this run is FedAvg", about="fedbn")
-    names = [*(slot.name for block in fleet.blocks for slot in block.layout), *fleet.buffers]
+    names = [*fleet.names, *fleet.buffers]
     return [name for name in names if name.removesuffix(name.rpartition(".")[2]) in layers]
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from exogym.core.fleet import Block
+from exogym.core.fleet import Block, Fleet
 from exogym.core.fleet.layout import Slot
 from exogym.errors import ArgumentError
 
@@ -67,8 +67,8 @@ def whole(blocks: Sequence[Block]) -> Fragment:
     return [Piece(block, list(block.layout)) for block in blocks]
 
 
-def fragments(blocks: Sequence[Block], count: int, pattern: str = "strided") -> list[Fragment]:
-    """Cut the parameters into `count` fragments.
+def fragments(fleet: Fleet, count: int, pattern: str = "strided") -> list[Fragment]:
+    """Cut the parameters of `fleet` into `count` fragments.
 
     Layers are the numbered modules of the largest stack ("blocks.0", "blocks.1", ...). If no module is numbered, layers
     are the modules that have parameters. Parameters outside of layers are the last fragment, and the other fragments
@@ -78,8 +78,8 @@ def fragments(blocks: Sequence[Block], count: int, pattern: str = "strided") -> 
         ArgumentError: the model has fewer layers than fragments.
     """
     if count == 1:
-        return [whole(blocks)]
-    layers, others = layers_of([slot.name for block in blocks for slot in block.layout])
+        return [whole(fleet.blocks)]
+    layers, others = layers_of(fleet.names)
     dealt = count - bool(others)
     if dealt > len(layers):
         raise ArgumentError(
@@ -91,7 +91,7 @@ def fragments(blocks: Sequence[Block], count: int, pattern: str = "strided") -> 
     groups: list[set[str]] = [set() for _ in range(dealt)]
     for k, layer in enumerate(layers):
         groups[where(k)].update(layer)
-    return [fragment_of(blocks, group) for group in [*groups, *([set(others)] if others else [])]]
+    return [fragment_of(fleet.blocks, group) for group in [*groups, *([set(others)] if others else [])]]
 
 
 def fragment_of(blocks: Sequence[Block], names: set[str]) -> Fragment:

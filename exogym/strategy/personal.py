@@ -80,10 +80,10 @@ class Personal:
     """
 
     def __init__(self, fleet: Fleet, given: Chosen):
-        names = [slot.name for block in fleet.blocks for slot in block.layout]
+        names = fleet.names
         chosen = self._chosen(fleet, given, names)
         self.shared = fragment_of(fleet.blocks, {name for name in names if name not in chosen})
-        if not self.shared:
+        if chosen.issuperset(names):
             raise ArgumentError(f"personal={given!r} leaves no parameter to average: choose fewer parameters")
         self.pieces = fragment_of(fleet.blocks, chosen & set(names))
         self.buffers = [name for name in fleet.buffers if name in chosen]
@@ -92,7 +92,7 @@ class Personal:
         self.own = [piece.take(piece.block.params).clone() for piece in self.pieces]
         self.own_buffers = {name: fleet.buffers[name].clone() for name in self.buffers}
         self.first = [own[:1].clone() for own in self.own]
-        self.is_personal = [name in chosen for name in names]
+        self.is_personal = [slot.name in chosen for block in fleet.blocks for slot in block.layout]
 
     def _chosen(self, fleet: Fleet, given: Chosen, names: Sequence[str]) -> set[str]:
         if callable(given):

@@ -114,7 +114,7 @@ class StreamingCommunicator(CommunicationModule, HasOuterModel):
                 fleet, self.rule, rounds, fragment=fragment, delay=self.delay, keep=self.alpha,
                 codec=None if self.bits == 32 else self._codec,
             )
-            for fragment in fragments(fleet.blocks, self.num_fragments, self.pattern)
+            for fragment in fragments(fleet, self.num_fragments, self.pattern)
         ]  # fmt: skip
 
     def _codec(self, piece: Piece) -> Quantized:

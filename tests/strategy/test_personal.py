@@ -114,6 +114,39 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.02, foreach=False)
 
 
+class Mixed(nn.Module):
+    """Layers in fp64 around a norm in fp32, so that the order of the blocks is not that of the layers."""
+
+    def __init__(self, inner: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.norm = nn.Linear(FEATURES, 5).double(), nn.LayerNorm(5).to(inner)
+        self.second = nn.Linear(5, 1).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norm(self.first(x).to(self.norm.weight.dtype))
+        return self.second(torch.tanh(normed).double())
+
+
+@pytest.mark.parametrize("inner", [torch.float32, torch.float64])
+@pytest.mark.parametrize("strategy", [FedPerStrategy, FedRepStrategy, FedAvgStrategy])
+def test_last_layers_are_last_in_the_module_whatever_the_dtypes(strategy: Any, inner: torch.dtype) -> None:
+    for count, own in ((1, ["second"]), (2, ["norm", "second"])):
+        model, apart = Mixed(inner), set()
+
+        def look(loop: Any, apart: set[str] = apart) -> None:
+            for rows, block in zip(loop.rows(), loop.fleet.blocks, strict=True):
+                slots = [s for s in block.layout if not torch.equal(s.of(rows[:1]), s.of(rows[1:2]))]
+                apart.update(slot.name.partition(".")[0] for slot in slots)
+
+        trainer = LocalTrainer(model, lambda rank, n, is_train: UNEQUAL[rank], loss_fn=nn.functional.mse_loss)
+        trainer.fit(
+            strategy(SGD, personal=count, H=H), num_nodes=2, max_steps=2 * H, batch_size=BATCH, progress=False,
+            callbacks=[Every(H, look, may_end=False)],
+        )  # fmt: skip
+        assert sorted(apart) == own
+
+
 # Beside plain loops
 
 

@@ -239,7 +239,7 @@ def test_layers_of_a_transformer_are_dealt_out_and_the_rest_is_a_fragment() -> N
     fleet = Fleet(model, [0], 1, torch.device("cpu"))
 
     def numbers(pattern: str) -> list[set[str]]:
-        cut = fragments(fleet.blocks, 3, pattern)
+        cut = fragments(fleet, 3, pattern)
         held = [slot.name for f in cut for piece in f for slot in piece.slots]
         assert sorted(held) == sorted(names)
         return [{n for piece in f for n, _ in piece.views(piece.take(fleet.blocks[0].params))} for f in cut]
@@ -248,13 +248,22 @@ def test_layers_of_a_transformer_are_dealt_out_and_the_rest_is_a_fragment() -> N
     assert strided == [{*layers[0], *layers[2]}, {*layers[1], *layers[3]}, {*others}]
     assert sequential == [{*layers[0], *layers[1]}, {*layers[2], *layers[3]}, {*others}]
     with pytest.raises(ArgumentError, match=r"num_fragments=6.*4 layers.*take at most 5"):
-        fragments(fleet.blocks, 6)
+        fragments(fleet, 6)
     x = torch.randn(1, fleet.blocks[0].layout.numel)
     y = torch.zeros_like(x)
-    for fragment in fragments(fleet.blocks, 5):
+    for fragment in fragments(fleet, 5):
         for piece in fragment:
             piece.put(y, piece.take(x))
     assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("inner", [torch.float32, torch.float64])
+def test_neighboring_layers_are_neighbors_in_the_module_whatever_the_dtypes(inner: torch.dtype) -> None:
+    layers = [nn.Linear(2, 2).to(dtype) for dtype in (torch.float64, inner, torch.float64, inner)]
+    model = nn.ModuleDict(dict(zip("abcd", layers, strict=True)))
+    fleet = Fleet(model, [0], 1, torch.device("cpu"))
+    cut = fragments(fleet, 2, "sequential")
+    assert [sorted({s.name[0] for piece in f for s in piece.slots}) for f in cut] == [["a", "b"], ["c", "d"]]
 
 
 @pytest.mark.parametrize(

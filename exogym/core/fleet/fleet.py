@@ -84,6 +84,8 @@ class Fleet:
         ranks: the rank of the node in each row.
         num_nodes: number of nodes in all processes together.
         comm: the `Communicator`.
+        names: names of all trainable parameters of the model, in the module's order. The order of the blocks is another
+            if the model has several dtypes.
         hidden: names of the matrices that turn one hidden vector into another. The optimizer Muon needs these names.
         state: the `State` that a checkpoint saves. It has the rows, byte counts and other objects' state.
         parts: the layouts in all processes of one node. `parts[k][b]` is the layout of block b in the node's process k.
@@ -99,6 +101,7 @@ class Fleet:
         self.parts = [layouts_of(module)] if parts is None else parts
         self.blocks = [Block(layout, len(self.ranks), device) for layout in self.parts[self.comm.wire.inside.part]]
         self.buffers: dict[str, Tensor] = {}
+        self.names = [name for name, p in module.named_parameters() if p.requires_grad]
         self.hidden = hidden_matrices(module)
         self.state = State()
         self.state.register("fleet", _Matrix(self))
