@@ -9,8 +9,9 @@ steps. Node i has the gradient g_i in the round's first step, and h_i in its sec
 
 The estimate's step changes neither theta nor Opt's state. So each gradient counts once, and half of each mean's
 gradients are at theta itself. In the first round theta~ = theta, and nothing arrives in the run's first step. The last
-mean that nodes send is not used. The schedule's rate is the rate at each step. All parameters step, also parameters
-without a gradient, as in the authors' code.
+mean that nodes send is not used. The schedule's rate is the rate at each step. A parameter that no node used for a mean
+does not step with this mean, as in DDP. (In the authors' code all parameters step, so that weight decay shrinks unused
+ones.)
 
 Payload: P b bytes per node and step, for P parameters of b bytes, as in DDP: ring all-reduce, tx = rx = 2 (N-1)/N P b.
 The next step hides the all-reduce. Averages with a delay overlap with computing. On hosts, this overlap needs gloo and
@@ -30,7 +31,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from exogym.core.fleet import Fleet
+from exogym.core.fleet import Block, Fleet
 from exogym.core.fleet.layout import Cut
 from exogym.core.fleet.presence import rows_of, shared_row, take_state
 from exogym.core.fleet.state import Tensors, below
@@ -38,8 +39,9 @@ from exogym.strategy.averaging import AveragingOptions
 from exogym.strategy.capabilities import HasOuterModel
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, GradientModule, PeriodicModule
 from exogym.strategy.compressed_gradients import own_gradients
+from exogym.strategy.onebit_adam import spread
 from exogym.strategy.options import split
-from exogym.strategy.simple_reduce import broadcast_buffers
+from exogym.strategy.simple_reduce import broadcast_buffers, mark_used
 from exogym.strategy.strategy import Inner, Run
 from exogym.strategy.traffic import Traffic
 
@@ -52,8 +54,9 @@ class GradientsUnderWay(GradientModule):
     Args:
         inner: the strategy's inner optimizer, whose state this module takes back after an estimate.
 
-    State: theta and the mean that has not arrived yet, one copy for all nodes; g_i of each node, Opt's state before an
-    estimate that the node has not taken back, and the number of the node's last step (`marks`).
+    State: theta, the mean that has not arrived yet and which of its entries some node used, one copy for all nodes; g_i
+    of each node, Opt's state before an estimate that the node has not taken back, and the number of the node's last
+    step (`marks`).
     """
 
     weighted_means = True
@@ -74,6 +77,9 @@ class GradientsUnderWay(GradientModule):
         self.row_state["gave"] = torch.zeros(len(fleet), 1, device=fleet.blocks[0].params.device)
         self.shared_state = {f"theta.{b}": block.params[:1].clone() for b, block in enumerate(fleet.blocks)}
         self.shared_state |= {f"mean.{b}": torch.zeros_like(block.params[:1]) for b, block in enumerate(fleet.blocks)}
+        self.shared_state |= {
+            f"used.{b}": torch.zeros_like(block.params[:1], dtype=torch.bool) for b, block in enumerate(fleet.blocks)
+        }
         self.kept: list[Tensors] = [{} for _ in fleet.ranks]
         self.marks = torch.zeros(len(fleet), 2, dtype=torch.int64)  # last step; whether `kept` holds a state
 
@@ -84,6 +90,7 @@ class GradientsUnderWay(GradientModule):
             g = self.row_state[f"first.{b}"]
             own = own_gradients(fleet, block)
             arrived = self.shared_state[f"mean.{b}"].clone()
+            arrives = self._used(fleet, block, b, is_first)
             if is_first:
                 g[here] = own[here]
                 block.params[here] = self.shared_state[f"theta.{b}"]
@@ -94,7 +101,7 @@ class GradientsUnderWay(GradientModule):
                 mean = fleet.comm.all_reduce(sent, "mean")
             self.shared_state[f"mean.{b}"] = shared_row(fleet, mean)
             block.grads = arrived.expand_as(own)
-            block.has_grad[:] = self.taken > 0
+            block.has_grad[:] = arrives
         if is_first:
             gave[here] = 1
         opt = [OPTIMIZER] if OPTIMIZER in self.state.parts else []
@@ -106,6 +113,15 @@ class GradientsUnderWay(GradientModule):
             self.kept[row] = {name: x.clone() for name, x in before.items()}
             self.marks[row, 0], self.marks[row, 1] = self.taken, not is_first
         broadcast_buffers(fleet)
+
+    def _used(self, fleet: Fleet, block: Block, b: int, is_first: bool) -> Tensor:
+        """Record which parameters the mean that nodes send now has, and return those of the mean that arrives."""
+        mark_used(fleet, block)
+        used = self.shared_state[f"used.{b}"]
+        arrives = torch.tensor([bool(slot.of(used).any()) or not slot.numel for slot in block.layout])
+        sent = block.has_grad[0] if is_first else block.has_grad[0] | arrives  # A has the gradients of B, too
+        used.copy_(spread(sent, [slot.numel for slot in block.layout]))
+        return arrives & (self.taken > 0)
 
     def rejoin(self, fleet: Fleet, nodes: Sequence[int], step: int) -> None:
         rows, present = rows_of(fleet, nodes), fleet.comm.present

@@ -1,5 +1,7 @@
 """The laws, over every strategy; and for each law a strategy that breaks it and must be caught."""
 
+import functools
+
 import pytest
 import torch
 from battery import battery, each
@@ -9,6 +11,7 @@ from exogym import LocalTrainer
 from exogym.callbacks import Every
 from exogym.errors import ArgumentError, StrategyError
 from exogym.strategy import CommunicateOptimizeStrategy, PeriodicModule, SimpleReduceStrategy
+from exogym.strategy.registry import parse_strategy
 from exogym.testing import LAWS, check_strategy, fingerprint, small_problem
 
 
@@ -18,6 +21,35 @@ def test_the_laws_hold(name):
     for law in LAWS[1:]:
         if law != "single node" or STRATEGIES[name].alone:
             assert getattr(battery(name), law.replace(" ", "_"))(), law
+
+
+class Idle(torch.nn.Module):
+    """The small problem's model, and a layer that no example uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.idle = small_problem()[0], torch.nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.net(x)
+
+
+MAKERS = {name: entry.make for name, entry in STRATEGIES.items() if entry.on_rows} | {
+    f"{name}:weight_decay": functools.partial(parse_strategy, f"{name}:weight_decay=0.5", lr=0.02)
+    for name in ("onebit_adam", "demo")
+}
+ROUNDED = ("sparta partitioned 4 bit", "sparta 4 bit stochastic")  # averages of values that are rounded to few bits
+
+
+@pytest.mark.parametrize("name", [name for name in MAKERS if name not in ROUNDED])
+def test_a_parameter_that_no_node_uses_stays_as_it_is(name):
+    """Weight decay too passes it over, as in torch's loop."""
+    model, data = Idle(), small_problem()[1]
+    before = [p.detach().clone() for p in model.idle.parameters()]
+    trainer = LocalTrainer(model, data, loss_fn=torch.nn.functional.mse_loss)
+    trainer.fit(MAKERS[name](), num_nodes=4, max_steps=8, batch_size=8, device="cpu", progress=False)
+    for p, x in zip(model.idle.parameters(), before, strict=True):
+        assert torch.allclose(p, x, rtol=1e-6, atol=0)  # a mean of equal values may round
 
 
 class Counting(PeriodicModule):
