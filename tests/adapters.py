@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 from exogym import LocalTrainer
+from exogym.integrations.dealing import GradientWeight
 from exogym.strategy import (
     DeMoStrategy,
     DiLoCoStrategy,
@@ -82,6 +83,35 @@ def simulated(name, num_nodes, steps, make=Net, data=examples):
     options = {"max_steps": steps, "batch_size": BATCH, "gradient_accumulation": PARTS, "device": "cpu"}
     trainer.fit(described(name, steps), num_nodes=num_nodes, **options)
     return fingerprint(trainer.model)
+
+
+class Plain(nn.Module):
+    """A layer; its gradient is a mean over examples, however they are cut into batches."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(7)
+        self.last = nn.Linear(6, 2)
+
+    def forward(self, x, labels):
+        return {"loss": mse_loss(self.last(x), labels)}
+
+
+SHORT, SHORT_STEPS = 13, 4  # the second step of an epoch has 5 examples, in two batches of BATCH or less
+
+
+def short():
+    return examples()[:SHORT]
+
+
+def ends_where_fit_does(train, monkeypatch):
+    """Hold `train()`, which trains a `Plain` on `short()` for SHORT_STEPS steps of DDP alone, against `fit`."""
+    trainer = LocalTrainer(Plain(), short())
+    options = {"max_steps": SHORT_STEPS, "batch_size": BATCH, "gradient_accumulation": PARTS, "device": "cpu"}
+    trainer.fit(described("ddp", SHORT_STEPS), num_nodes=1, **options)
+    assert torch.allclose(train().last.weight, trainer.model.last.weight, rtol=0, atol=1e-6)
+    monkeypatch.setattr(GradientWeight, "__call__", lambda *given: None)
+    assert not torch.allclose(train().last.weight, trainer.model.last.weight, rtol=0, atol=1e-4)
 
 
 def adamw(model):

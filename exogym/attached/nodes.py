@@ -149,8 +149,9 @@ class Nodes:
         """Return this node's batches of `dataset`, dealt to the nodes as `LocalTrainer.fit` deals them.
 
         An iteration yields one epoch, from the node's current step on. With `gradient_accumulation` over 1, an item is
-        the list of the step's batches. The arguments are `fit`'s. In a node of several processes, `batch_size` counts
-        the node's examples, and each process gets an equal part of them.
+        the list of the step's batches, and a batch's share of the loss is its share of the step's examples. The
+        arguments are `fit`'s. In a node of several processes, `batch_size` counts the node's examples, and each process
+        gets an equal part of them.
 
         Raises:
             ArgumentError: an argument is wrong, or the node's processes cannot share its batches evenly; or

@@ -23,7 +23,7 @@ from torch import nn
 from exogym.attached.nodes import Nodes
 from exogym.core.base.files import check_regular
 from exogym.errors import ArgumentError, checked
-from exogym.integrations.dealing import MicroBatches
+from exogym.integrations.dealing import GradientWeight, MicroBatches
 from exogym.integrations.joining import Joined
 from exogym.integrations.optimizer import StrategyOptimizer
 
@@ -54,7 +54,7 @@ class ExoGymNode:
         self._joined = Joined(strategy, **options)
         self.rank, self.num_nodes = self._joined.rank, self._joined.num_nodes
         self.nodes: Nodes | None = None
-        self._parts = 1
+        self._parts, self._weight = 1, GradientWeight()
 
     def optimizer(self, model: Any) -> StrategyOptimizer:
         """Return an optimizer for `accelerator.prepare` that lets the strategy's own optimizer take the steps.
@@ -99,7 +99,8 @@ class ExoGymNode:
 
         The arguments are `Nodes.loader`'s. A step has the `Accelerator`'s `gradient_accumulation_steps` batches. An
         iteration yields one epoch, from the node's current step on. Before each step's first batch, it seeds torch,
-        numpy and Python as `fit` does.
+        numpy and Python as `fit` does. In an epoch's short last step, whose batches may differ in size, it weights each
+        batch's gradients by its number of examples.
 
         Raises:
             ArgumentError: an argument is wrong, or nothing is attached.
@@ -111,7 +112,11 @@ class ExoGymNode:
             dataset, batch_size, gradient_accumulation=self._parts, shuffle=shuffle, partitioner=partitioner,
             dataloader_kwargs=dataloader_kwargs,
         )  # fmt: skip
-        return MicroBatches(loader, self.nodes.reseed)
+        return MicroBatches(loader, self.nodes.reseed, self._before_batch)
+
+    def _before_batch(self, weight: float) -> None:
+        assert self.nodes is not None
+        self._weight(weight, self.nodes._node.worker.parameters)
 
     def _claim(self, models: Any, weights: Any, output_dir: str) -> None:
         """Mark the folder as this node's, or raise ArgumentError if another node's state is in it."""

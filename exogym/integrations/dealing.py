@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from torch import nn
 from torch.utils.data import Dataset
 
 from exogym.attached.loading import NodeLoader
@@ -40,10 +42,32 @@ class Dealt(Dataset[Any]):
         return self.dataset[int(self._order[index])]
 
 
+class GradientWeight:
+    """Multiply the gradients of all backward passes by a factor, from a call with the factor to the next call.
+
+    >>> weight, p = GradientWeight(), torch.nn.Parameter(torch.ones(1))
+    >>> weight(0.5, [p])
+    >>> (3 * p).sum().backward()
+    >>> p.grad
+    tensor([1.5000])
+    """
+
+    def __init__(self) -> None:
+        self._hooks: list[Any] = []
+
+    def __call__(self, factor: float, parameters: Iterable[nn.Parameter] = ()) -> None:
+        while self._hooks:
+            self._hooks.pop().remove()
+        if factor != 1:  # other steps pay for no hooks
+            self._hooks = [p.register_hook(lambda g: g * factor) for p in parameters if p.requires_grad]
+
+
 class MicroBatches:
     """Yield a node's batches of one epoch, one micro-batch after another. Each step has equally many.
 
     So an epoch's short last step has smaller batches. If one usual batch can hold its examples, each batch is the same.
+    Otherwise the batches may differ in size. A trainer divides each loss by their number, so `weights` tells by what to
+    multiply a batch's gradients to give each example of the step the same weight, as in `fit`.
 
     An iteration begins at the node's current step. It looks at this step when the first batch is taken, so a trainer
     may make the iterator before it loads a checkpoint.
@@ -51,6 +75,11 @@ class MicroBatches:
     Args:
         loader: the batches of each step.
         before_step: called before the first micro-batch of each step.
+        before_batch: called with a micro-batch's weight before the micro-batch is yielded.
+
+    Attributes:
+        weights: the weights of the micro-batches that the trainer has taken. It removes a weight when it trains on the
+            micro-batch, unless `before_batch` is given.
 
     >>> loader = NodeLoader(Stream(list(range(8)), 2, batch_size=2, shuffle=False), node=1, batches_per_step=2)
     >>> batches = MicroBatches(loader)
@@ -58,20 +87,34 @@ class MicroBatches:
     (4, [[1], [3], [5], [7]])
     """
 
-    def __init__(self, loader: NodeLoader, before_step: Callable[[], None] = lambda: None):
+    def __init__(
+        self, loader: NodeLoader, before_step: Callable[[], None] = lambda: None,
+        before_batch: Callable[[float], None] | None = None,
+    ):  # fmt: skip
         self.loader, self.before_step = loader, before_step
+        self.weights: deque[float] = deque()
+        self.before_batch = before_batch or self.weights.append
 
     def __len__(self) -> int:
         return len(self.loader) * self.loader.batches_per_step
 
     def __iter__(self) -> Iterator[Any]:
         parts = self.loader.batches_per_step
-        for batch in self.loader.steps():
-            self.before_step()
-            if parts == 1 or (total := batch_examples(batch)) <= self.loader.stream.batch_size // parts:
-                yield from [batch] * parts
-            else:
-                yield from (slice_batch(batch, k * total // parts, (k + 1) * total // parts) for k in range(parts))
+        self.weights.clear()
+        try:
+            for batch in self.loader.steps():
+                self.before_step()
+                if parts == 1 or (total := batch_examples(batch)) <= self.loader.stream.batch_size // parts:
+                    for _ in range(parts):
+                        self.before_batch(1.0)
+                        yield batch
+                    continue
+                for k in range(parts):
+                    start, stop = k * total // parts, (k + 1) * total // parts
+                    self.before_batch((stop - start) * parts / total)
+                    yield slice_batch(batch, start, stop)
+        finally:
+            self.before_batch(1.0)  # for what the loop does after this epoch
 
     def state_dict(self) -> dict[str, Any]:
         """Return {}: the place is the node's step, which the node's own state holds."""

@@ -19,7 +19,7 @@ from exogym.attached.loading import NodeLoader, stream_of_node
 from exogym.attached.nodes import Nodes
 from exogym.data.stream import Stream
 from exogym.errors import ArgumentError, CheckpointError, checked
-from exogym.integrations.dealing import MicroBatches
+from exogym.integrations.dealing import GradientWeight, MicroBatches
 from exogym.integrations.joining import Joined
 from exogym.integrations.optimizer import StrategyOptimizer
 
@@ -99,6 +99,7 @@ class ExoGymCallback(*(package.Callback for package in _LIGHTNING)):  # type: ig
         self._state: dict[str, Any] = {}
         self._stream: Stream | None = None
         self._begun = -1  # the step that was seeded last
+        self._weight = GradientWeight()
 
     @checked
     def loader(
@@ -178,6 +179,12 @@ class ExoGymCallback(*(package.Callback for package in _LIGHTNING)):  # type: ig
         if self._begun != self.nodes.step_count:  # otherwise this is another micro-batch of a step
             self._begun = self.nodes.step_count
             self.nodes.reseed()
+        loader = trainer.train_dataloader
+        if isinstance(loader, MicroBatches):  # the Trainer takes batches ahead
+            self._weight(loader.weights.popleft(), pl_module.parameters())
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self._weight(1.0)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         if self.nodes is not None and not self.nodes.is_over:

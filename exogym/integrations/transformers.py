@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import TrainerCallback
 
 from exogym.attached.nodes import Nodes
 from exogym.errors import ArgumentError, CheckpointError
-from exogym.integrations.dealing import Dealt
+from exogym.integrations.dealing import Dealt, GradientWeight
 from exogym.integrations.joining import Joined
 from exogym.integrations.optimizer import StrategyOptimizer
 
@@ -57,6 +58,11 @@ class ExoGymCallback(TrainerCallback):
         self._joined = Joined(strategy, **options)
         self.rank, self.num_nodes = self._joined.rank, self._joined.num_nodes
         self.nodes: Nodes | None = None
+        self._weight = GradientWeight()
+        self._sizes: list[int] = []  # the batches of an epoch's last step, if the last of them is shorter
+        self._batch = 0  # the number of the batch in its step
+        self._steps_of_epoch = 0
+        self._hook: Any = None
 
     def deal(self, dataset: Any) -> Dealt:
         """Return this node's examples of `dataset`, for `Trainer(train_dataset=)`.
@@ -92,12 +98,20 @@ class ExoGymCallback(TrainerCallback):
         self.nodes = self._joined.follow(model, optimizer)
         if state.global_step:
             self._resume(Path(args.output_dir) / f"checkpoint-{state.global_step}" / STATE, state.global_step)
+        self._look_at_last_step(model, args, loader)
         if hasattr(model, "should_save_on_this_rank"):  # otherwise only torch's rank 0 would write a checkpoint's model
             model.should_save_on_this_rank = lambda is_main_process: is_main_process
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         assert self.nodes is not None
         self.nodes.reseed()
+        self._batch = 0
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._batch += 1
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._weight(1.0)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.nodes is not None and not self.nodes.is_over:
@@ -106,6 +120,33 @@ class ExoGymCallback(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.nodes is not None and not self.nodes.is_over:
             vars(self.nodes.finish()).pop("should_save_on_this_rank", None)
+        if self._hook is not None:
+            self._hook.remove()
+
+    def _look_at_last_step(self, model: nn.Module, args: Any, loader: Any) -> None:
+        """Weight the gradients of an epoch's last step by examples, if its last batch is shorter than the others.
+
+        The Trainer weights batches equally, unless it gives the model the step's number of targets.
+        """
+        count, size, parts = len(loader.dataset), args.train_batch_size, args.gradient_accumulation_steps
+        rest, self._steps_of_epoch = count % (size * parts), -(-count // (size * parts))
+        if rest <= size or rest % size == 0 or args.dataloader_drop_last or not isinstance(loader.dataset, Dealt):
+            return
+        self._sizes = [size] * (rest // size) + [rest % size]
+        self._hook = model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+
+    def _before_forward(self, model: nn.Module, given: Any, named: dict[str, Any]) -> None:
+        assert self.nodes is not None
+        if not model.training or named.get("num_items_in_batch") is not None:
+            return
+        if "labels" not in named:
+            raise ArgumentError(
+                f"the last step of an epoch has batches of {self._sizes} examples, and the loss is computed outside of "
+                "the model, so the callback cannot know how the Trainer weights them: give dataloader_drop_last=True, "
+                "or a data set that deals each node a multiple of per_device_train_batch_size examples"
+            )
+        if self.nodes.step_count % self._steps_of_epoch == self._steps_of_epoch - 1:
+            self._weight(self._sizes[self._batch] * len(self._sizes) / sum(self._sizes), model.parameters())
 
     def _resume(self, file: Path, step: int) -> None:
         assert self.nodes is not None

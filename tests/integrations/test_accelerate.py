@@ -1,6 +1,7 @@
 """A loop of the real Accelerate with `ExoGymNode`: the bits of `LocalTrainer`, killed and resumed too."""
 
 import pytest
+import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from adapters import (
@@ -8,14 +9,18 @@ from adapters import (
     KILLED,
     LONG,
     PARTS,
+    SHORT_STEPS,
     STRATEGIES,
     Net,
+    Plain,
     adamw,
     described,
+    ends_where_fit_does,
     examples,
     holds_the_law,
     in_world,
     kill,
+    short,
 )
 from adapters import schedule as scheduled
 from adapters import simulated as simulate
@@ -33,12 +38,12 @@ def forgotten():
     GradientState._reset_state()
 
 
-def trained(name, rank, steps, folder=None, killed=None, resume=False):
+def trained(name, rank, steps, folder=None, killed=None, resume=False, make=Net, data=examples):
     forgotten()
     own = name != "demo"
     node = ExoGymNode(STRATEGIES[name]() if own else described(name, steps))
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=PARTS)
-    model = Net()
+    model = make()
     optimizer = adamw(model) if own else node.optimizer(model)
     model, optimizer = accelerator.prepare(model, optimizer)
     scheduler = accelerator.prepare(scheduled(optimizer, steps)) if own else None
@@ -46,7 +51,7 @@ def trained(name, rank, steps, folder=None, killed=None, resume=False):
     if resume:
         accelerator.load_state(folder / f"node-{rank}")
         assert nodes.step_count == 8
-    loader = node.loader(examples(), BATCH)
+    loader = node.loader(data(), BATCH)
     while nodes.step_count < steps:
         for batch in loader:
             with accelerator.accumulate(model):
@@ -61,12 +66,29 @@ def trained(name, rank, steps, folder=None, killed=None, resume=False):
                 kill()
             if nodes.step_count == steps:
                 break
-    return fingerprint(nodes.finish()), nodes.history.last["tx_bytes"]
+    model = nodes.finish()
+    return model if make is Plain else (fingerprint(model), nodes.history.last["tx_bytes"])
 
 
 def test_a_loop_of_accelerate_has_the_bits_of_a_simulation(tmp_path):
     """Over three epochs; with dropout, BatchNorm, tied weights, a schedule, clipping and accumulation."""
     holds_the_law(trained, ["ddp", "diloco", "demo"], 2, 14, tmp_path)
+
+
+def test_a_short_last_step_weights_examples_as_fit_does(monkeypatch):
+    ends_where_fit_does(lambda: trained("ddp", 0, SHORT_STEPS, make=Plain, data=short), monkeypatch)
+
+
+def test_no_weight_is_left_after_an_epoch():
+    forgotten()
+    node = ExoGymNode(DiLoCoStrategy(H=2))
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=PARTS)
+    model = Plain()
+    node.attach(accelerator, model, adamw(model))
+    sizes = [len(batch["x"]) for batch in node.loader(short(), BATCH)]
+    assert sizes == [4, 4, 2, 3]
+    model.last.bias.sum().backward()
+    assert torch.equal(model.last.bias.grad, torch.ones(2))
 
 
 @pytest.mark.slow

@@ -9,14 +9,18 @@ from adapters import (
     KILLED,
     LONG,
     PARTS,
+    SHORT_STEPS,
     STRATEGIES,
     Net,
+    Plain,
     adamw,
     described,
+    ends_where_fit_does,
     examples,
     holds_the_law,
     in_world,
     kill,
+    short,
 )
 from adapters import schedule as scheduled
 from adapters import simulated as simulate
@@ -164,6 +168,22 @@ def test_a_short_last_step_has_as_many_batches_as_others(count, sizes, tmp_path)
     trainer = lightning.Trainer(**quiet(tmp_path, 0, max_steps=4, callbacks=[callback]))
     trainer.fit(Counted(callback, "diloco", 4), callback.loader(examples()[:count], BATCH, gradient_accumulation=PARTS))
     assert found == sizes * 2 and callback.nodes.step_count == 4
+
+
+def test_a_short_last_step_weights_examples_as_fit_does(tmp_path, monkeypatch):
+    class Short(Module):
+        def __init__(self, *given):
+            super().__init__(*given)
+            self.net = Plain()
+
+    def train():
+        callback = ExoGymCallback(STRATEGIES["ddp"]())
+        trainer = lightning.Trainer(**quiet(tmp_path, 0, max_steps=SHORT_STEPS, callbacks=[callback]))
+        module = Short(callback, "ddp", SHORT_STEPS)
+        trainer.fit(module, callback.loader(short(), BATCH, gradient_accumulation=PARTS))
+        return module.net
+
+    ends_where_fit_does(train, monkeypatch)
 
 
 class Manual(Module):

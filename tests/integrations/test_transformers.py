@@ -5,12 +5,32 @@ import os
 import pytest
 import torch
 import transformers
-from adapters import BATCH, KILLED, LONG, LR, PARTS, STRATEGIES, Net, described, examples, holds_the_law, in_world, kill
+from adapters import (
+    BATCH,
+    KILLED,
+    LONG,
+    LR,
+    PARTS,
+    SHORT,
+    SHORT_STEPS,
+    STRATEGIES,
+    Net,
+    Plain,
+    described,
+    ends_where_fit_does,
+    examples,
+    holds_the_law,
+    in_world,
+    kill,
+    short,
+)
 from adapters import simulated as simulate
 from processes import end, launch
+from torch.nn.functional import mse_loss
 
 from exogym.data import IterableData
 from exogym.errors import ArgumentError, DataError
+from exogym.integrations.dealing import GradientWeight
 from exogym.integrations.transformers import ExoGymCallback
 from exogym.strategy import DeMoStrategy, DiLoCoStrategy, SimpleReduceStrategy
 from exogym.testing import fingerprint
@@ -67,6 +87,41 @@ def law(names, num_nodes, steps, folder):
 def test_the_trainer_of_transformers_has_the_bits_of_a_simulation(tmp_path):
     """Over three epochs; with dropout, BatchNorm, tied weights, a schedule, clipping and accumulation."""
     law(["ddp", "diloco", "demo"], 2, 14, tmp_path)
+
+
+def alone(folder, make, steps=SHORT_STEPS, dataset=None, **given):
+    callback = ExoGymCallback(STRATEGIES["ddp"]())
+    args = arguments(folder, 0, steps)
+    data = callback.deal(dataset or short())
+    transformers.Trainer(model := make(), args, train_dataset=data, callbacks=[callback], **given).train()
+    return model
+
+
+def test_a_short_last_step_weights_examples_as_fit_does(tmp_path, monkeypatch):
+    ends_where_fit_does(lambda: alone(tmp_path, Plain), monkeypatch)
+
+
+def test_a_short_last_step_of_a_model_that_counts_targets_is_left_alone(tmp_path, monkeypatch):
+    """The Trainer gives it the step's number of targets."""
+    seen = []
+    monkeypatch.setattr(GradientWeight, "__call__", lambda self, factor, parameters=(): seen.append(factor))
+    alone(tmp_path, gpt2, 2, windows()[:SHORT])
+    assert set(seen) == {1.0}
+    alone(tmp_path, Plain, 2)
+    assert set(seen) != {1.0}
+
+
+def test_a_loss_outside_of_the_model_with_a_short_last_step_is_refused(tmp_path):
+    def loss(outputs, labels, num_items_in_batch):
+        return mse_loss(outputs["logits"], labels, reduction="sum") / num_items_in_batch
+
+    class Bare(Plain):
+        def forward(self, x, labels=None):
+            return {"logits": self.last(x)}
+
+    with pytest.raises(ArgumentError, match=r"batches of \[4, 1\] examples.*dataloader_drop_last=True"):
+        alone(tmp_path, Bare, compute_loss_func=loss)
+    alone(tmp_path, Bare, 2, examples()[:16], compute_loss_func=loss)
 
 
 @pytest.mark.slow
