@@ -4,14 +4,16 @@ Lin et al., Don't use large mini-batches, use local SGD, arXiv:1808.07217. N nod
 gradients g_i, and Opt is the inner optimizer. Nodes switch from the first line to the second after step t0:
 
     t <= t0:  g = (1/N) sum_i g_i,  theta_i <- Opt(theta_i, clip(g))     # DDP
-    t >  t0:  theta_i <- Opt(theta_i, clip(g_i)), and after steps divisible by H: theta_i <- (1/N) sum_j theta_j
+    t >  t0:  theta_i <- Opt(theta_i, clip(g_i)), and after steps t0 + H, t0 + 2 H, ...: theta_i <- (1/N) sum_j theta_j
 
 The switch keeps the inner optimizers' states. Nodes never average these states.
 
 Payload: P b bytes per node and step up to t0, then P b every H steps, for P parameters of b bytes; ring all-reduce, tx
 = rx = 2 (N-1)/N P b. If t0 is at least the run's number of steps, the method is DDP. With t0 = 0, H = 1 and plain SGD
-the method equals DDP, too. torch's version (`post_localSGD_hook` and `PeriodicModelAverager`) counts H from its warm-up
-instead. torch's version can also continue to average gradients inside a machine.
+the method equals DDP, too. torch's version has the same averages with `post_localSGD_hook` (`start_localSGD_iter=t0`)
+and `PeriodicModelAverager(period=H, warmup_steps=t0 + H - 1)`. With `warmup_steps=t0` torch averages after steps t0 + 1,
+t0 + 1 + H, ...: with plain SGD that is this method with t0 + 1, because an average after one step from equal parameters
+is a step of DDP. torch's version can also continue to average gradients inside a machine.
 
 Absent nodes are handled as in DDP up to t0, and as in local SGD later.
 """
@@ -53,7 +55,7 @@ class EarlyGradientAverage(GradientModule):
 
 
 class LateAverage(PeriodicModule):
-    """Average the nodes' parameters at the end of each round of `H` steps, but only after step `after`."""
+    """Average the nodes' parameters at the end of each round of `H` steps. The first round begins after `after`."""
 
     weighted_means = True
 
@@ -67,7 +69,7 @@ class LateAverage(PeriodicModule):
 
     def next_event(self, step: int) -> int:
         """Return the next step at which nodes meet. At step `after` they are equal: they meet without sending."""
-        return self.after if step < self.after else super().next_event(step)
+        return self.after if step < self.after else self.after + super().next_event(step - self.after)
 
     def sends_parameters(self, step: int) -> bool:
         return step > self.after
@@ -88,7 +90,7 @@ class PostLocalSGDStrategy(CommunicateOptimizeStrategy):
     """Post-local SGD: DDP up to step t0, local SGD after it.
 
         t <= t0:  theta_i <- Opt(theta_i, clip(mean_j g_j))
-        t >  t0:  theta_i <- Opt(theta_i, clip(g_i)), and theta_i <- mean_j theta_j every H steps
+        t >  t0:  theta_i <- Opt(theta_i, clip(g_i)), and theta_i <- mean_j theta_j after steps t0 + H, t0 + 2 H, ...
 
     Node i has the parameters theta_i and the gradient g_i; t is the step and Opt the inner optimizer.
 
@@ -97,7 +99,8 @@ class PostLocalSGDStrategy(CommunicateOptimizeStrategy):
     Args:
         inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`. Up to `start_step`, clipping
             acts on the averaged gradient; later on each node's own gradient.
-        H: steps between averages of the parameters, after `start_step`.
+        H: steps between averages of the parameters; the first average comes H steps after `start_step`. torch's
+            `PeriodicModelAverager` does the same with `warmup_steps=start_step + H - 1`.
         start_step: t0, the number of first steps with averaged gradients. The paper switches when the learning rate
             first decays.
 
@@ -108,7 +111,12 @@ class PostLocalSGDStrategy(CommunicateOptimizeStrategy):
     ranges = ()
     equation = "t <= t0: as ddp; later as fedavg: theta_i <- mean_j theta_j every H steps"
     needs = "all nodes at every step up to start_step, then every H steps"
-    identities = ("t0 over all steps = ddp", "t0=0 = fedavg", "t0=0, H=1, SGD = ddp")
+    identities = (
+        "t0 over all steps = ddp",
+        "t0=0 = fedavg",
+        "t0=0, H=1, SGD = ddp",
+        "= torch's PostLocalSGDOptimizer with warmup_steps = t0 + H - 1",
+    )
 
     def __init__(
         self,

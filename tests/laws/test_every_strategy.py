@@ -175,6 +175,7 @@ IDENTITIES: dict[str, list[str]] = {
         "test_post_local_sgd::test_before_the_switch_it_is_ddp_and_without_one_local_sgd",
         "test_post_local_sgd::test_before_the_switch_it_is_ddp_and_without_one_local_sgd",
         "test_post_local_sgd::test_averages_at_every_step_are_ddp_with_sgd",
+        "test_post_local_sgd::test_it_is_torchs_post_local_sgd",
     ],
     "powersgd": [
         "test_compressed::test_where_nothing_is_lost_it_is_ddp",
@@ -409,7 +410,7 @@ BYTES: dict[str, Formula] = {
     "acco": ("acco", lambda t, P, n: STEPS * P * B, ring),
     "gpa": ("gpa", lambda t, P, n: STEPS * P * B, ring),
     "snoo": ("snoo:H=2", lambda t, P, n: STEPS * P * B, ring),
-    "post_local_sgd": ("post_local_sgd:H=2:start_step=3", lambda t, P, n: (3 + 2) * P * B, ring),
+    "post_local_sgd": ("post_local_sgd:H=2:start_step=3", lambda t, P, n: (3 + 1) * P * B, ring),
     "desloc": ("desloc:H=1:H_u=2:H_v=3", lambda t, P, n: (6 + 3 + 2) * P * B, ring),
     "qfedavg": ("qfedavg:H=3", lambda t, P, n: 2 * (P * B + 8), ring),
     "scaffold": ("scaffold:H=3", lambda t, P, n: 2 * 2 * P * B, ring),

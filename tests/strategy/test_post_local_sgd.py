@@ -62,10 +62,20 @@ def by_torch(folder: Path, start: int, H: int, steps: int) -> Tensor:
     return torch.stack([torch.load(folder / f"{r}.pt") for r in range(3)])
 
 
-def test_it_is_torchs_post_local_sgd(tmp_path: Path) -> None:
-    """Where H divides t0; elsewhere its periods begin at t0."""
-    same(train(PostLocalSGDStrategy(INNER["sgd"], H=3, start_step=3), shards(3), 3, steps=11).rows,
-         by_torch(tmp_path, 3, 3, 11))  # fmt: skip
+@pytest.mark.parametrize("start", [3, 4])
+def test_it_is_torchs_post_local_sgd(start: int, tmp_path: Path) -> None:
+    """Whether or not H divides t0."""
+    ours = train(PostLocalSGDStrategy(INNER["sgd"], H=3, start_step=start), shards(3), 3, steps=11)
+    same(ours.rows, by_torch(tmp_path, start, 3, 11))
+    unlike(ours.rows, train(PostLocalSGDStrategy(INNER["sgd"], H=3, start_step=start + 1), shards(3), 3, 11).rows)
+
+
+def test_rounds_of_different_lengths_begin_at_the_switch() -> None:
+    late = PostLocalSGDStrategy(H=lambda r: r + 1, start_step=4).communication_modules[0]
+    steps = [0]
+    while steps[-1] < 14:
+        steps.append(late.next_event(steps[-1]))
+    assert steps == [0, 4, 5, 7, 10, 14]
 
 
 def rule(steps: int, start: int, averages: set[int]) -> Tensor:
@@ -89,8 +99,9 @@ def rule(steps: int, start: int, averages: set[int]) -> Tensor:
 
 def test_it_is_its_rule() -> None:
     ours = train(PostLocalSGDStrategy(INNER["sgd"], H=3, start_step=4), shards(3), 3, steps=11)
-    same(ours.rows, rule(11, 4, {6, 9}))
-    unlike(ours.rows, rule(11, 3, {6, 9}))
+    same(ours.rows, rule(11, 4, {7, 10}))
+    unlike(ours.rows, rule(11, 4, {6, 9}))
+    unlike(ours.rows, rule(11, 3, {7, 10}))
     assert ours.payload.tolist() == [(4 + 2) * 57 * 8.0] * 3
 
 
@@ -116,7 +127,7 @@ def test_averages_at_every_step_are_ddp_with_sgd() -> None:
 def test_bytes(num_nodes: int) -> None:
     S, n = 57 * 8.0, num_nodes
     seen = train(PostLocalSGDStrategy("sgd", H=2, start_step=3, lr=0.05), shards(n), n, steps=9, final_sync=True)
-    calls = 3 + 3 + 1  # steps 1 to 3; 4, 6, 8; the one that is left over
+    calls = 3 + 3  # steps 1 to 3; 5, 7, 9
     assert seen.payload.tolist() == [calls * S * (n > 1)] * n
     assert seen.tx.tolist() == pytest.approx([calls * 2 * (n - 1) / n * S] * n)
 
