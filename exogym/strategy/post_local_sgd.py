@@ -11,9 +11,9 @@ The switch keeps the inner optimizers' states. Nodes never average these states.
 Payload: P b bytes per node and step up to t0, then P b every H steps, for P parameters of b bytes; ring all-reduce, tx
 = rx = 2 (N-1)/N P b. If t0 is at least the run's number of steps, the method is DDP. With t0 = 0, H = 1 and plain SGD
 the method equals DDP, too. torch's version has the same averages with `post_localSGD_hook` (`start_localSGD_iter=t0`)
-and `PeriodicModelAverager(period=H, warmup_steps=t0 + H - 1)`. With `warmup_steps=t0` torch averages after steps t0 + 1,
-t0 + 1 + H, ...: with plain SGD that is this method with t0 + 1, because an average after one step from equal parameters
-is a step of DDP. torch's version can also continue to average gradients inside a machine.
+and `PeriodicModelAverager(period=H, warmup_steps=t0 + H - 1)`. With `warmup_steps=t0` torch averages after steps
+t0 + 1, t0 + 1 + H, ...: with plain SGD that is this method with t0 + 1, because an average after one step from equal
+parameters is a step of DDP. torch's version can also continue to average gradients inside a machine.
 
 Absent nodes are handled as in DDP up to t0, and as in local SGD later.
 """
