@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import TensorDataset
 
+import exogym.core.progress
 import exogym.core.training.choices
 from exogym import LocalTrainer
 from exogym.callbacks import EvaluateNodes, Every
@@ -24,6 +25,7 @@ from exogym.strategy import (
     SimpleReduceStrategy,
     SPARTAStrategy,
     Strategy,
+    StreamingDiLoCoStrategy,
 )
 from exogym.testing import fingerprint, small_problem
 
@@ -266,6 +268,29 @@ def test_an_overflow_in_fp16_skips_that_node_alone_where_nodes_are_independent()
         seen = overflow_run(FedAvgStrategy(OptimSpec("sgd", lr=0.1), H=50), steps=20)
     assert not torch.equal(seen["rows"][1], start) and seen["rows"].isfinite().all()
     assert seen["scales"][1] < 8192
+
+
+def test_too_few_outer_steps_for_the_default_momentum_are_said_once_before_training(capfd, monkeypatch):
+    monkeypatch.setattr(exogym.core.progress, "_printed", set())  # by tests before this one
+
+    def said(strategy, steps, **options):
+        model, data = small_problem()
+        trainer = LocalTrainer(model, data, loss_fn=F.mse_loss)
+        trainer.fit(strategy, num_nodes=2, max_steps=steps, batch_size=8, device="cpu", progress=False, **options)
+        return capfd.readouterr().err
+
+    few = said(DiLoCoStrategy(lr=0.01, H=4), 36)
+    assert few == (
+        "exogym: DiLoCoStrategy takes 9 outer steps in 36 steps, too few for the default outer_lr=0.7 and "
+        "outer_momentum=0.9: momentum needs about 10. In a short run, as in fine-tuning, give outer_lr=1.0, "
+        "outer_momentum=0.0, or take 10 outer steps with H=3\n"
+    )
+    assert not said(DiLoCoStrategy(lr=0.01, H=4), 36)  # of the same length, as the seeds of a comparison
+    assert not said(DiLoCoStrategy(lr=0.01, H=3), 30)  # as the line says
+    assert not said(DiLoCoStrategy(lr=0.01, H=4, outer_lr=1.0, outer_momentum=0.0), 36)
+    assert not said(DiLoCoStrategy(lr=0.01, H=4, outer_momentum=0.9), 36)  # somebody chose it
+    assert not said(FedAvgStrategy(lr=0.01, H=4), 8)
+    assert "takes 1 outer step in 8 steps" in said(StreamingDiLoCoStrategy(lr=0.01, H=8), 8)
 
 
 DECAYING = OptimSpec("sgd", lr=0.1, weight_decay=0.1)  # a step without gradient would show

@@ -22,7 +22,7 @@ from exogym.attached.optimizer import UsersOptimizer
 from exogym.core.base.modes import evaluation_mode
 from exogym.core.base.rng import preserved_state
 from exogym.core.base.torch_private import in_this_process, strided_parts, version
-from exogym.core.communicator import Wire, gather, ship
+from exogym.core.communicator import Wire, gather, say, ship
 from exogym.core.compute.finite import Watch
 from exogym.core.compute.first_step import check_dense, same
 from exogym.core.compute.loop import Loop
@@ -46,6 +46,7 @@ from exogym.core.training.reports import Reports, Totals
 from exogym.core.training.standing import Standing
 from exogym.data.stream import Stream
 from exogym.errors import ArgumentError, CheckpointError, ExoGymError, ModelError, TrainingError
+from exogym.strategy.outer import few_rounds
 from exogym.strategy.strategy import Run, Strategy
 
 if TYPE_CHECKING:
@@ -203,6 +204,8 @@ class Node:
         agenda = Agenda(steps, epoch, max_stretch=LONGEST, description=self._description())
         reports = Reports(Observers(), fleet.comm, agenda)
         self.standing = Standing(agenda, self.driver, fleet, History(), reports)
+        if self.total_steps is not None and (text := few_rounds(strategy, self.total_steps)) is not None:
+            say(self.wire, text, about="few outer rounds")
         self.standing.start_clock()
         self.has_begun = True
         self.models = Models(None, self.driver, fleet)

@@ -25,6 +25,7 @@ _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _NOT_THE_USERS = (_PACKAGE + os.sep, contextlib.__file__, functools.__file__)
 _entered: list[Progress] = []  # inside a visible bar, others stay quiet
 _silent: list[str | None] = []
+_printed: set[str] = set()
 
 
 @contextlib.contextmanager
@@ -41,13 +42,16 @@ def without_notices(about: str | None = None) -> Iterator[None]:
         _silent.pop()
 
 
-def notice(text: str, about: str | None = None) -> None:
+def notice(text: str, about: str | None = None, *, once: bool = False) -> None:
     """Print the line `exogym: text` on stderr, above the progress bar if there is one.
 
-    ExoGym reports its own choices in this way, for example a micro-batch that fits the memory.
+    ExoGym reports its own choices in this way, for example a micro-batch that fits the memory. With `once`, a process
+    prints the text only once, for example for all seeds of a comparison.
     """
-    if None in _silent or about in _silent:
+    if None in _silent or about in _silent or (once and text in _printed):
         return
+    if once:
+        _printed.add(text)
     line = f"exogym: {text}"
     for progress in _entered:
         if progress._bar is not None:

@@ -1,6 +1,6 @@
 """Train with a strategy in a loop of Accelerate: each process is a node.
 
-    node = ExoGymNode(DiLoCoStrategy(H=50))                   # before the Accelerator
+    node = ExoGymNode(DiLoCoStrategy(H=50, outer_lr=1.0, outer_momentum=0.0))  # before the Accelerator
     accelerator = Accelerator()
     model, optimizer = accelerator.prepare(model, optimizer)
     nodes = node.attach(accelerator, model, optimizer)

@@ -66,8 +66,8 @@ class MicroBatches:
     """Yield a node's batches of one epoch, one micro-batch after another. Each step has equally many.
 
     So an epoch's short last step has smaller batches. If one usual batch can hold its examples, each batch is the same.
-    Otherwise the batches may differ in size. A trainer divides each loss by their number, so `weights` tells by what to
-    multiply a batch's gradients to give each example of the step the same weight, as in `fit`.
+    Otherwise the batches may differ in size. A trainer divides each loss by their number, so `weights` has the
+    factors for the batches' gradients that give each example of the step the same weight, as in `fit`.
 
     An iteration begins at the node's current step. It looks at this step when the first batch is taken, so a trainer
     may make the iterator before it loads a checkpoint.

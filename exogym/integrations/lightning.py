@@ -1,6 +1,6 @@
 """Train with a strategy inside Lightning's `Trainer`: a callback makes each process a node.
 
-    callback = ExoGymCallback(DiLoCoStrategy(H=50))           # before the Trainer
+    callback = ExoGymCallback(DiLoCoStrategy(H=50, outer_lr=1.0, outer_momentum=0.0))  # before the Trainer
     trainer = Trainer(default_root_dir=f"out/node-{callback.rank}", callbacks=[callback], ...)
     trainer.fit(module, callback.loader(dataset, batch_size=32))
 
@@ -64,7 +64,8 @@ class ExoGymCallback(*(package.Callback for package in _LIGHTNING)):  # type: ig
     Make the callback before the `Trainer`. The `Trainer` keeps its loop, optimizer, schedule, logs and checkpoints.
     Each `optimizer.step()` takes the node's step, by torch's hooks. Each step's random numbers are seeded as in `fit`.
     After training, the module holds the averaged parameters. Until then, each `Trainer` evaluates and saves its own
-    node's model.
+    node's model, so its "best" checkpoint is not the averaged model's best. `callback.nodes.model_of(None)` returns a
+    copy of the averaged model; all nodes call it together, for example in `on_validation_end`.
 
     Args:
         strategy: as for `exogym.attach`. With an optimizer of the module's, it describes no inner optimizer.

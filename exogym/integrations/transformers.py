@@ -1,6 +1,6 @@
 """Train with a strategy inside Hugging Face's `Trainer`: a callback makes each process a node.
 
-    callback = ExoGymCallback(DiLoCoStrategy(H=50))           # before TrainingArguments
+    callback = ExoGymCallback(DiLoCoStrategy(H=50, outer_lr=1.0, outer_momentum=0.0))  # before TrainingArguments
     args = TrainingArguments(
         output_dir=f"out/node-{callback.rank}", train_sampling_strategy="sequential", max_grad_norm=0.0, ...
     )
@@ -34,7 +34,9 @@ class ExoGymCallback(TrainerCallback):
     Make the callback before `TrainingArguments`. The `Trainer` keeps its loop, optimizer, schedule, logs and
     checkpoints. Before and after each step of the optimizer, torch's hooks do the strategy's part. Each step's random
     numbers are seeded as in `fit`. After training, the model holds the averaged parameters. Until then, each `Trainer`
-    evaluates and saves its own node's model.
+    evaluates and saves its own node's model, so its best checkpoint is not the averaged model's best.
+    `callback.nodes.model_of(None)` returns a copy of the averaged model; all nodes call it together, for example in
+    `on_evaluate`.
 
     Args:
         strategy: as for `exogym.attach`. With the `Trainer`'s optimizer, it describes no inner optimizer.

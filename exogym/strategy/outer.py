@@ -81,6 +81,39 @@ class OuterRule:
         self.momentum_scheduler, self.restarts = outer_momentum_scheduler, outer_restarts
 
 
+def few_rounds(strategy: Any, total_steps: int) -> str | None:
+    """Return a notice if nobody chose the outer rate and momentum, and the run has too few outer rounds for them.
+
+    Momentum mu adds up the outer gradients of the last 1 / (1 - mu) rounds: ten for 0.9. A shorter run ends while its
+    outer steps still grow, so the model overshoots.
+
+    >>> from exogym.strategy import DiLoCoStrategy
+    >>> few_rounds(DiLoCoStrategy(H=5), 100) is None, few_rounds(DiLoCoStrategy(H=5, outer_lr=0.4), 20) is None
+    (True, True)
+    >>> few_rounds(DiLoCoStrategy(H=5), 20).partition(":")[0]
+    'DiLoCoStrategy takes 4 outer steps in 20 steps, too few for the default outer_lr=0.7 and outer_momentum=0.9'
+    """
+    given = vars(strategy).get("given_arguments", {})
+    if any(name.startswith("outer_") and name != "outer_optim" for name in given):
+        return None
+    usual = outer_spec("sgd", None)
+    least = round(1 / (1 - usual.kwargs["momentum"]))
+    for module in getattr(strategy, "communication_modules", ()):
+        rule = getattr(module, "rule", None)
+        if not isinstance(rule, OuterRule) or repr(rule.spec) != repr(usual):
+            continue
+        rounds, H = getattr(module, "rounds", None), getattr(module, "H", None) or getattr(module, "interval_steps", 1)
+        count = -(-total_steps // H) if rounds is None else len(rounds.lengths(total_steps))
+        if H <= total_steps and count < least:  # a run shorter than H has a warning of its own
+            more = f", or take {least} outer steps with H={total_steps // least}" if total_steps >= least else ""
+            return (
+                f"{type(strategy).__name__} takes {count} outer step{'s' * (count > 1)} in {total_steps:,} steps, too few for the "
+                f"default outer_lr=0.7 and outer_momentum=0.9: momentum needs about {least}. In a short run, as in "
+                f"fine-tuning, give outer_lr=1.0, outer_momentum=0.0{more}"
+            )
+    return None
+
+
 class OuterRates(TypedDict, total=False):
     """Arguments of `OuterRule`: the outer learning rate, its scheduler and its warm-up."""
 

@@ -186,6 +186,24 @@ def test_a_short_last_step_weights_examples_as_fit_does(tmp_path, monkeypatch):
     ends_where_fit_does(train, monkeypatch)
 
 
+def test_a_hook_gets_the_averaged_model(tmp_path):
+    """What the Trainer itself evaluates and saves is the node's own model."""
+    found = []
+
+    class Look(lightning.Callback):
+        def on_train_batch_end(self, trainer, module, *given):
+            if trainer.global_step == 8 and not found:
+                nodes = module.callback.nodes
+                found.extend([fingerprint(nodes.model_of(None).net), fingerprint(module.net)])
+
+    def body(rank):
+        trained("diloco", tmp_path, rank, 10, callbacks=[Look()])
+        return found
+
+    (one, own), (other, others_own) = in_world(2, tmp_path, body)
+    assert one == other and len({one, own, others_own}) == 3
+
+
 class Manual(Module):
     automatic_optimization = False
 

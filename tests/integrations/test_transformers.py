@@ -144,6 +144,25 @@ def test_a_killed_trainer_goes_on_with_the_same_bits(name, tmp_path):
     assert resumed == [simulate(name, 2, 14, gpt2, windows)] * 2
 
 
+def test_a_hook_gets_the_averaged_model(tmp_path):
+    """What the Trainer itself evaluates and saves is the node's own model."""
+
+    def body(rank):
+        callback, found = ExoGymCallback(DiLoCoStrategy(H=5)), []
+
+        class Look(transformers.TrainerCallback):
+            def on_evaluate(self, args, state, control, model=None, **kwargs):
+                found.extend([fingerprint(callback.nodes.model_of(None)), fingerprint(model)])
+
+        args = arguments(tmp_path, rank, 8, eval_strategy="steps", eval_steps=8)
+        given = {"train_dataset": callback.deal(examples()), "eval_dataset": examples()[:8]}
+        transformers.Trainer(Net(), args, callbacks=[callback, Look()], **given).train()
+        return found
+
+    (one, own), (other, others_own) = in_world(2, tmp_path, body)
+    assert one == other and len({one, own, others_own}) == 3
+
+
 def test_the_examples_of_an_epoch_are_dealt_without_overlap(tmp_path):
     def body(rank):
         data = ExoGymCallback(DiLoCoStrategy(H=2)).deal(list(range(8)))

@@ -14,7 +14,7 @@ import torch
 from exogym.core.combinations import check, features_of
 from exogym.core.communicator import Wire
 from exogym.core.compute.worker import Worker
-from exogym.core.progress import Progress, warn
+from exogym.core.progress import Progress, notice, warn
 from exogym.core.record.history import History
 from exogym.core.record.metrics import Evaluator
 from exogym.core.record.observers import Logging, Observer, Observers, Showing
@@ -29,6 +29,7 @@ from exogym.core.training.workplace import workplace
 from exogym.data.stream import Stream, is_factory
 from exogym.errors import ModelError
 from exogym.strategy.composition import NEVER
+from exogym.strategy.outer import few_rounds
 from exogym.strategy.strategy import Run
 
 if TYPE_CHECKING:
@@ -100,6 +101,8 @@ def _assemble(
         if wire.is_main:
             _warn_if_never(driver, total_steps, options)
             _warn_of_few_examples(stream, len(driver.seated), options)
+            if is_fresh and (text := few_rounds(options.strategy, total_steps)) is not None:
+                notice(text, about="few outer rounds", once=True)
         stretches = [x for x in (max_stretch, stream.most_steps) if x is not None]
         agenda = _agenda(subject, options, stream, description, kept, min(stretches, default=None))
         evaluator = _evaluator(subject, options, worker, first_batch)
