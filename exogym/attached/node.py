@@ -22,7 +22,7 @@ from exogym.attached.optimizer import UsersOptimizer
 from exogym.core.base.modes import evaluation_mode
 from exogym.core.base.rng import preserved_state
 from exogym.core.base.torch_private import in_this_process, strided_parts, version
-from exogym.core.communicator import Wire, gather, say, ship
+from exogym.core.communicator import Wire, gather, ship
 from exogym.core.compute.finite import Watch
 from exogym.core.compute.first_step import check_dense, same
 from exogym.core.compute.loop import Loop
@@ -31,6 +31,7 @@ from exogym.core.compute.worker import Worker
 from exogym.core.engine.world import join_world, world_size
 from exogym.core.fleet import Fleet, Stateful
 from exogym.core.fleet.state import Tensors, below
+from exogym.core.progress import notice
 from exogym.core.record.history import History
 from exogym.core.record.observers import Observers
 from exogym.core.saving.checkpoint_files import Snapshot
@@ -204,8 +205,8 @@ class Node:
         agenda = Agenda(steps, epoch, max_stretch=LONGEST, description=self._description())
         reports = Reports(Observers(), fleet.comm, agenda)
         self.standing = Standing(agenda, self.driver, fleet, History(), reports)
-        if self.total_steps is not None and (text := few_rounds(strategy, self.total_steps)) is not None:
-            say(self.wire, text, about="few outer rounds")
+        if self.wire.is_main and (text := few_rounds(strategy, steps)) is not None:
+            notice(text, about="few outer rounds", once=True)
         self.standing.start_clock()
         self.has_begun = True
         self.models = Models(None, self.driver, fleet)

@@ -14,8 +14,10 @@ import torch
 from exogym.attached.node import wire_of_world
 from exogym.attached.nodes import Nodes, attach
 from exogym.core.communicator import gather
+from exogym.core.progress import notice
 from exogym.errors import ArgumentError
 from exogym.integrations.optimizer import StrategyOptimizer
+from exogym.strategy.outer import few_rounds
 
 LAUNCHED = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK",  # torchrun
@@ -56,6 +58,11 @@ class Joined:
             nodes = attach(model, optimizer, self.strategy, **self.options)
             nodes.follow_optimizer()
         return nodes
+
+    def look_at_length(self, total_steps: int) -> None:
+        """Say if a run of `total_steps` steps is too short for the strategy's default outer momentum."""
+        if self.wire.is_main and (text := few_rounds(self.strategy, total_steps)) is not None:
+            notice(text, about="few outer rounds", once=True)
 
     def check_own(self, own: list[tuple[str, str]]) -> None:
         """Raise ArgumentError if another node has an equal path. All nodes make this call together.

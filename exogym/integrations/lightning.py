@@ -174,6 +174,9 @@ class ExoGymCallback(*(package.Callback for package in _LIGHTNING)):  # type: ig
                 "from a checkpoint that a Trainer with this callback saved after a step of training, or make a new "
                 "Trainer and a new callback"
             )
+        steps = trainer.estimated_stepping_batches
+        if not trainer.global_step and pl_module.automatic_optimization and math.isfinite(steps):
+            self._joined.look_at_length(int(steps))
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         assert self.nodes is not None

@@ -98,7 +98,9 @@ class ExoGymCallback(TrainerCallback):
         self._check(args, state, loader, isinstance(optimizer, StrategyOptimizer))
         self._joined.check_own([("output_dir", str(Path(args.output_dir)))])
         self.nodes = self._joined.follow(model, optimizer)
-        if state.global_step:
+        if not state.global_step:
+            self._joined.look_at_length(state.max_steps)
+        else:
             self._resume(Path(args.output_dir) / f"checkpoint-{state.global_step}" / STATE, state.global_step)
         self._look_at_last_step(model, args, loader)
         if hasattr(model, "should_save_on_this_rank"):  # otherwise only torch's rank 0 would write a checkpoint's model

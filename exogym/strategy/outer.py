@@ -104,10 +104,11 @@ def few_rounds(strategy: Any, total_steps: int) -> str | None:
             continue
         rounds, H = getattr(module, "rounds", None), getattr(module, "H", None) or getattr(module, "interval_steps", 1)
         count = -(-total_steps // H) if rounds is None else len(rounds.lengths(total_steps))
-        if H <= total_steps and count < least:  # a run shorter than H has a warning of its own
+        if total_steps >= H and count < least:  # a run shorter than H has a warning of its own
             more = f", or take {least} outer steps with H={total_steps // least}" if total_steps >= least else ""
+            taken = f"{count} outer step{'s' * (count > 1)}"
             return (
-                f"{type(strategy).__name__} takes {count} outer step{'s' * (count > 1)} in {total_steps:,} steps, too few for the "
+                f"{type(strategy).__name__} takes {taken} in {total_steps:,} steps, too few for the "
                 f"default outer_lr=0.7 and outer_momentum=0.9: momentum needs about {least}. In a short run, as in "
                 f"fine-tuning, give outer_lr=1.0, outer_momentum=0.0{more}"
             )

@@ -186,6 +186,13 @@ def test_a_short_last_step_weights_examples_as_fit_does(tmp_path, monkeypatch):
     ends_where_fit_does(train, monkeypatch)
 
 
+def test_a_short_run_with_the_default_outer_momentum_is_said(tmp_path, capfd):
+    callback = ExoGymCallback(DiLoCoStrategy(H=4))
+    trainer = lightning.Trainer(**quiet(tmp_path, 0, max_steps=6, callbacks=[callback]))
+    trainer.fit(Module(callback, "diloco", 6), callback.loader(examples(), BATCH, gradient_accumulation=PARTS))
+    assert capfd.readouterr().err.count("exogym: DiLoCoStrategy takes 2 outer steps in 6 steps, too few") == 1
+
+
 def test_a_hook_gets_the_averaged_model(tmp_path):
     """What the Trainer itself evaluates and saves is the node's own model."""
     found = []

@@ -163,6 +163,13 @@ def test_a_hook_gets_the_averaged_model(tmp_path):
     assert one == other and len({one, own, others_own}) == 3
 
 
+def test_a_short_run_with_the_default_outer_momentum_is_said(tmp_path, capfd):
+    callback = ExoGymCallback(DiLoCoStrategy(H=3))
+    args = arguments(tmp_path, 0, 7)
+    transformers.Trainer(Net(), args, train_dataset=callback.deal(examples()), callbacks=[callback]).train()
+    assert capfd.readouterr().err.count("exogym: DiLoCoStrategy takes 3 outer steps in 7 steps, too few") == 1
+
+
 def test_the_examples_of_an_epoch_are_dealt_without_overlap(tmp_path):
     def body(rank):
         data = ExoGymCallback(DiLoCoStrategy(H=2)).deal(list(range(8)))
