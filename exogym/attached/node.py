@@ -205,7 +205,8 @@ class Node:
         agenda = Agenda(steps, epoch, max_stretch=LONGEST, description=self._description())
         reports = Reports(Observers(), fleet.comm, agenda)
         self.standing = Standing(agenda, self.driver, fleet, History(), reports)
-        if self.wire.is_main and (text := few_rounds(strategy, steps)) is not None:
+        text = None if self.total_steps is None else few_rounds(strategy, self.total_steps)
+        if text is not None and self.wire.is_main:
             notice(text, about="few outer rounds", once=True)
         self.standing.start_clock()
         self.has_begun = True

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import IterableDataset, TensorDataset
 
+import exogym.core.progress
 from exogym import LocalTrainer, attach
 from exogym.callbacks import Every
 from exogym.errors import ArgumentError, CheckpointError, ModelError, TrainingError
@@ -504,6 +505,18 @@ def test_a_loss_of_several_numbers_is_refused_before_the_step():
         nodes.step(torch.ones(2))
     nodes.step(torch.ones(1, 1))
     assert nodes.step_count == 1
+
+
+def test_few_outer_steps_for_the_default_momentum_are_said_if_the_length_is_known(capfd, monkeypatch):
+    monkeypatch.setattr(exogym.core.progress, "_printed", set())
+    for steps in (None, 6):
+        model = nn.Linear(2, 1)
+        nodes = attach(model, None, DiLoCoStrategy(H=3, lr=0.1), total_steps=steps)
+        for _ in range(6):
+            model(torch.ones(1, 2)).sum().backward()
+            nodes.step()
+        nodes.finish()
+        assert ("takes 2 outer steps in 6 steps" in capfd.readouterr().err) == (steps is not None)
 
 
 def test_nodes_start_with_the_model_of_node_0(tmp_path):

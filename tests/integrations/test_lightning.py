@@ -26,6 +26,7 @@ from adapters import schedule as scheduled
 from adapters import simulated as simulate
 from processes import end, launch
 
+from exogym.core import progress
 from exogym.errors import ArgumentError, CheckpointError
 from exogym.integrations.lightning import ExoGymCallback
 from exogym.strategy import DeMoStrategy, DiLoCoStrategy, SimpleReduceStrategy
@@ -186,7 +187,8 @@ def test_a_short_last_step_weights_examples_as_fit_does(tmp_path, monkeypatch):
     ends_where_fit_does(train, monkeypatch)
 
 
-def test_a_short_run_with_the_default_outer_momentum_is_said(tmp_path, capfd):
+def test_a_short_run_with_the_default_outer_momentum_is_said(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(progress, "_printed", set())
     callback = ExoGymCallback(DiLoCoStrategy(H=4))
     trainer = lightning.Trainer(**quiet(tmp_path, 0, max_steps=6, callbacks=[callback]))
     trainer.fit(Module(callback, "diloco", 6), callback.loader(examples(), BATCH, gradient_accumulation=PARTS))

@@ -28,6 +28,7 @@ from adapters import simulated as simulate
 from processes import end, launch
 from torch.nn.functional import mse_loss
 
+from exogym.core import progress
 from exogym.data import IterableData
 from exogym.errors import ArgumentError, DataError
 from exogym.integrations.dealing import GradientWeight
@@ -163,7 +164,8 @@ def test_a_hook_gets_the_averaged_model(tmp_path):
     assert one == other and len({one, own, others_own}) == 3
 
 
-def test_a_short_run_with_the_default_outer_momentum_is_said(tmp_path, capfd):
+def test_a_short_run_with_the_default_outer_momentum_is_said(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(progress, "_printed", set())
     callback = ExoGymCallback(DiLoCoStrategy(H=3))
     args = arguments(tmp_path, 0, 7)
     transformers.Trainer(Net(), args, train_dataset=callback.deal(examples()), callbacks=[callback]).train()
