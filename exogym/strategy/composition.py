@@ -152,12 +152,14 @@ class Composition:
                 if isinstance(module, Tunable):
                     module.tune(tuning.name, tuning.value)
 
-    def bring_back(self, nodes: Sequence[int], source: int, step: int, forget: bool = False) -> bool:
+    def bring_back(
+        self, nodes: Sequence[int], source: int, step: int, forget: bool = False, outer: list[Tensor] | None = None
+    ) -> bool:
         """Prepare `nodes`, which were absent at step `step - 1`, to take part in step `step`.
 
-        The nodes take the outer parameters, in which their own rows do not count; without outer parameters, they take
-        the parameters of node `source`. They take the buffers of `source`, and each module repairs its own state of
-        these nodes. With `forget` the nodes also take the modules' state from `source`.
+        The nodes take the parameters `outer`, by default `consensus()`; without outer parameters, they take the
+        parameters of node `source`. They take the buffers of `source`, and each module repairs its own state of these
+        nodes. With `forget` the nodes also take the modules' state from `source`.
 
         `source` broadcasts a payload of P b bytes to `nodes`, for P parameters of b bytes; the bytes of buffers are
         counted apart.
@@ -171,10 +173,7 @@ class Composition:
         if not forget:
             joining = self.clients.joining(joining, step)
         if joining:
-            there = fleet.comm.present
-            fleet.comm.present = [i for i in there if i not in nodes] or [source]  # nobody receives their own old rows
-            outer = self.consensus()
-            fleet.comm.present = there
+            outer = self.consensus() if outer is None else outer
             for b, block in enumerate(fleet.blocks):
                 take_rows(fleet, block.params, source, joining, None if outer is None else outer[b][None])
             with fleet.comm.counted_as("buffers"):

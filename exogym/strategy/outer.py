@@ -102,8 +102,8 @@ def few_rounds(strategy: Any, total_steps: int) -> str | None:
         rule = getattr(module, "rule", None)
         if not isinstance(rule, OuterRule) or repr(rule.spec) != repr(usual):
             continue
-        rounds = getattr(module, "rounds", None)
-        H: int = getattr(module, "H", None) or getattr(module, "interval_steps", 1)
+        rounds: Any = getattr(module, "rounds", None)
+        H: Any = getattr(module, "H", None) or getattr(module, "interval_steps", 1)
         count = -(-total_steps // H) if rounds is None else len(rounds.lengths(total_steps))
         if total_steps >= H and count < least:  # a run shorter than H has a warning of its own
             more = f", or take {least} outer steps with H={total_steps // least}" if total_steps >= least else ""

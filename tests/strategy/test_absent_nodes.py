@@ -72,8 +72,10 @@ class Hand:
             first = self.step
             last = min(acting.next_event(first), there.next_change(first), first + max_stretch, steps)
             nodes, source = there.returning(first + 1)
+            comm.present = [i for i in there.up(last) if i not in nodes] or ([] if source is None else [source])
+            outer = None if source is None else acting.consensus()
             comm.present = there.up(last)
-            if source is not None and acting.bring_back(nodes, source, first + 1):
+            if source is not None and acting.bring_back(nodes, source, first + 1, outer=outer):
                 self.inner_from.append((first + 1, nodes, source))
             counts = there.steps_between(first, last, acting.clients.local_steps)
             if self.strategy.needs_gradients:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from exogym.core.compute.spans import Losses
 from exogym.core.fleet.presence import rows_of, take_state
-from exogym.core.training.algorithm import Algorithm, Setting
+from exogym.core.training.algorithm import Algorithm, Setting, meet
 from exogym.strategy.capabilities import Corrects
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy
 
@@ -60,8 +60,11 @@ class Compositions(Algorithm):
         return meets
 
     def rejoin(self, nodes: Sequence[int], source: int, step: int, forget: bool, as_fleet: bool) -> None:
-        fleet = self.fleet
-        if not self.composition.bring_back(nodes, source, step + 1, forget):
+        fleet, there = self.fleet, self.fleet.comm.present
+        meet(fleet, [i for i in there if i not in nodes] or [source])  # nobody receives their own old parameters
+        outer = self.consensus()
+        meet(fleet, there)
+        if not self.composition.bring_back(nodes, source, step + 1, forget, outer):
             return
         state = fleet.state.row(fleet.ranks.index(source), COMPUTING) if source in fleet.ranks else None
         taken = take_state(fleet, state, source, nodes, self.worker.device)
