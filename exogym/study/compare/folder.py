@@ -280,7 +280,7 @@ def check_plain(path: Path) -> None:
 
 
 def named_again(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of a comparison's arguments that name code or a file outside its folder.
+    """Return the arguments of a comparison that name code or a file outside its folder.
 
     Anybody may have written the folder. So a resumed comparison does not take these from there: the user gives them.
 
