@@ -101,7 +101,9 @@ def test_a_task_of_ones_own_in_the_current_folder(folder: Path) -> None:
     assert done.returncode == 0 and done.stdout.startswith("mine. 4 nodes"), done.stderr
     assert [path.name.startswith("my-task-1-") for path in (folder / "runs").iterdir()] == [True]
     (made,) = (folder / "runs").iterdir()
-    again = python(exogym, "compare", "--resume", "--out", made)
+    unsaid = python(exogym, "compare", "--resume", "--out", made)
+    assert unsaid.returncode == 2 and "give --dataset own_cli_task:make" in unsaid.stderr
+    again = python(exogym, "compare", "--resume", "--out", made, "--dataset", "own_cli_task:make")
     assert again.returncode == 0 and again.stdout.startswith("mine. 4 nodes")
 
 

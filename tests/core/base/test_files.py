@@ -16,7 +16,6 @@ from exogym.machines.remote.results import names as names_of_results
 from exogym.machines.wizard.session import Taken
 from exogym.models.whisper.ctranslate2 import read_variables
 from exogym.study.benchmark.results import Results
-from exogym.study.compare.folder import RUN, saved_in
 from exogym.study.reproduce.page import Page
 
 NOT_REGULAR = "is a folder, a pipe or a device: wanted a regular file"
@@ -67,7 +66,6 @@ def test_an_index_names_files_of_its_folder(tmp_path: Path) -> None:
 
 
 FOLDERS: list[tuple[str, Callable[[Path], object]]] = [
-    (RUN, saved_in),
     ("a.json", lambda folder: Results(folder / "a.json")),
     ("a.json", lambda folder: Page(folder / "a.md")),
     ("model.bin", lambda folder: read_variables(folder / "model.bin")),

@@ -99,7 +99,6 @@ def test_more_steps_may_be_asked_for(tmp_path, val_interval):
         ({"lr_scheduler": "constant", "outer_lr_scheduler": "constant"}, None),
         ({"lr_scheduler": "cosine", "warmup_steps": 10}, None),
     ],
-    ids=str,
 )  # fmt: skip
 def test_more_steps_under_a_schedule_that_ends_are_said(options, said, tmp_path, capsys):
     make = lambda: DiLoCoStrategy("sgd", lr=0.1, H=2, **options)  # noqa: E731
