@@ -9,7 +9,7 @@ WORKERS ?= 2
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo ui-demo pictures tutorials notebooks gallery benchmark test test-all slow lint prose types format table reproductions bench dist docs clean
+.PHONY: help demo ui-demo pictures tutorials notebooks gallery atlas benchmark reproductions research-test test test-all slow lint prose types format table bench dist docs clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /  \1\t/'
@@ -48,7 +48,7 @@ format: $(VENV)/.stamp-dev ## put the code into the house format
 
 table: $(VENV)/.stamp-dev ## write the tables anew: strategies, what cannot be combined, and the earlier runs that advise knows
 	$(BIN)/python tests/strategies.py
-	$(BIN)/python tests/shipped.py
+	$(BIN)/python -m research.shipped
 
 pictures: $(VENV)/.stamp-dev ## draw the diagrams and the pictures of docs/ui.md anew; needs chromium and chromium-driver
 	$(BIN)/python docs/images/ui.py
@@ -65,11 +65,17 @@ notebooks: $(VENV)/.stamp-dev ## write the tutorials as Jupyter notebooks into n
 gallery: $(VENV)/.stamp-dev ## train the comparisons of docs/gallery.md anew, and draw their pictures
 	$(BIN)/python docs/images/gallery.py
 
-benchmark: $(VENV)/.stamp-examples ## measure the table of methods anew (less than an hour; goes on where it was) and write docs/benchmark.md
-	$(BIN)/exogym benchmark --page docs/benchmark.md
+benchmark: $(VENV)/.stamp-examples ## measure the table of methods anew (less than an hour; rerun it to continue) and write its page in research/
+	$(BIN)/python -m research benchmark --page research/results/benchmark.md
 
-reproductions: $(VENV)/.stamp-examples ## train the claims of papers anew (hours; goes on where it was) and write docs/reproductions.md
-	$(BIN)/exogym reproduce --page docs/reproductions.md
+reproductions: $(VENV)/.stamp-examples ## train the claims of papers anew (hours; rerun it to continue) and write their page in research/
+	$(BIN)/python -m research reproduce --page research/results/reproductions.md
+
+atlas: $(VENV)/.stamp-examples ## tune every method alike (days; rerun it to continue) and write the page in research/
+	$(BIN)/python -m research benchmark --trials 8 --page research/results/atlas.md
+
+research-test: $(VENV)/.stamp-dev ## test the studies in research/
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal research $(PYTEST_ARGS)
 
 dist: $(VENV)/.stamp-dev ## build the source distribution and the wheel into dist/
 	$(BIN)/python -m uv build --quiet --out-dir dist
@@ -87,7 +93,7 @@ clean: ## remove what checks and builds leave (.venv and runs/ stay)
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 # One intra-op thread: tests compare bits, and a second thread on a busy machine costs more than it gives.
-test test-all slow bench benchmark reproductions pictures tutorials: export OMP_NUM_THREADS = 1
+test test-all slow research-test bench benchmark reproductions atlas pictures tutorials: export OMP_NUM_THREADS = 1
 # Else every worker compiles every test file and the whole package anew.
 unexport PYTHONDONTWRITEBYTECODE
 

@@ -40,6 +40,7 @@ from collections.abc import Callable, Collection, Iterable
 from numbers import Real
 from typing import Any, TypeVar
 
+from exogym.core.base.retired import retired
 from exogym.core.base.streams import BROKEN_PIPE, STDERR, fill_in, is_stdout_gone, replace_letters
 
 
@@ -190,7 +191,8 @@ def checked(function: F) -> F:
             known = getattr(type(args[0]) if function.__name__ == "__init__" else function, "not_taken", {})
             if "dataloader_kwargs" in names and name in LOADER_ARGUMENTS:
                 known = {name: f"give it to torch's DataLoader, by dataloader_kwargs={{{name!r}: ...}}"}
-            raise ArgumentError(f"{where}() has no argument {name!r}: {known.get(name) or nearest(name, names)}")
+            instead = known.get(name) or retired(name, where) or nearest(name, names)
+            raise ArgumentError(f"{where}() has no argument {name!r}: {instead}")
         try:
             bound = signature.bind(*args, **kwargs)
         except TypeError as error:

@@ -57,5 +57,3 @@ def short_trials() -> Iterator[None]:
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """A comparison's curves are empty files: drawing takes as long as its training. `test_compare` has them drawn."""
     monkeypatch.setattr("exogym.study.compare.plots._draw", lambda paths, *rest: [Path(path).touch() for path in paths])
-    for room in ("atlas", "benchmark"):
-        monkeypatch.setattr(f"exogym.study.{room}.plots.save_small", lambda figure, path, *rest: path.touch())

@@ -19,6 +19,7 @@ import typer.core
 import typer.main
 
 from exogym.cli.values import INTERRUPTED
+from exogym.core.base.retired import retired
 from exogym.core.base.streams import BROKEN_PIPE, STDERR, fill_in, is_stdout_gone, replace_letters
 from exogym.core.progress import notice
 from exogym.errors import ArgumentError, DataError, nearest
@@ -30,23 +31,21 @@ _OUT_OF_MEMORY = re.compile(
     r"can(no|')t allocate memory|not enough memory|out of memory|bad_alloc|failed to map segment", re.IGNORECASE
 )
 
-# Each command: its file in this folder, and its line in `exogym --help`. Files load only when their command runs, so
+# Each command: its module, and its line in `exogym --help`. Modules load only when their command runs, so
 # `exogym --help` does not wait for torch.
 COMMANDS = {
-    "demo": ("demo", "Compare six ways to train four nodes in half a minute."),
-    "compare": ("compare", "Train one model under several strategies; compare them."),
-    "sweep": ("sweep", "Train with every combination of the options you list."),
-    "ui": ("ui", "Show runs in the browser, and start new ones."),
-    "advise": ("advise", "Recommend a strategy for a network."),
-    "distributed-train": ("distributed", "Train on several hosts over SSH."),
-    "doctor": ("doctor", "Check the hosts: login, Python, versions, ports, clocks."),
-    "wizard": ("wizard", "Train on the computers of this network, step by step."),
-    "agent": ("agent", "Let other computers find this one and pair with it."),
-    "discover": ("discover", "List computers that run exogym agent; pair with one."),
-    "reproduce": ("reproduce", "Test claims of papers in small runs."),
-    "benchmark": ("benchmark", "Measure bytes, quality and speed of every method."),
-    "runs": ("runs", "List, show, compare, export and remove run folders."),
-    "cluster": ("cluster", "Write job files for SLURM and Kubernetes."),
+    "demo": ("exogym.cli.demo", "Compare six ways to train four nodes in half a minute."),
+    "compare": ("exogym.cli.compare", "Train one model under several strategies; compare them."),
+    "sweep": ("exogym.cli.sweep", "Train with every combination of the options you list."),
+    "ui": ("exogym.cli.ui", "Show runs in the browser, and start new ones."),
+    "advise": ("exogym.cli.advise", "Recommend a strategy for a network."),
+    "distributed-train": ("exogym.cli.distributed", "Train on several hosts over SSH."),
+    "doctor": ("exogym.cli.doctor", "Check the hosts: login, Python, versions, ports, clocks."),
+    "wizard": ("exogym.cli.wizard", "Train on the computers of this network, step by step."),
+    "agent": ("exogym.cli.agent", "Let other computers find this one and pair with it."),
+    "discover": ("exogym.cli.discover", "List computers that run exogym agent; pair with one."),
+    "runs": ("exogym.cli.runs", "List, show, compare, export and remove run folders."),
+    "cluster": ("exogym.cli.cluster", "Write job files for SLURM and Kubernetes."),
 }
 
 
@@ -55,19 +54,22 @@ HELP = {"help_option_names": ["-h", "--help"]}
 
 
 class _Loaded(Mapping[str, Any]):
-    """The commands of `COMMANDS` by name. A command loads at its first use."""
+    """Commands by name. A command loads at its first use."""
+
+    def __init__(self, commands: Mapping[str, tuple[str, str]]):
+        self.commands = commands
 
     def __iter__(self) -> Iterator[str]:
-        return iter(COMMANDS)
+        return iter(self.commands)
 
     def __len__(self) -> int:
-        return len(COMMANDS)
+        return len(self.commands)
 
     def __contains__(self, name: object) -> bool:
-        return name in COMMANDS
+        return name in self.commands
 
     def __getitem__(self, name: str) -> Any:
-        module = importlib.import_module(f"exogym.cli.{COMMANDS[name][0]}")
+        module = importlib.import_module(self.commands[name][0])
         parent = typer.Typer(**SETTINGS, context_settings=HELP, callback=lambda: None)
         if hasattr(module, "app"):
             parent.add_typer(module.app, name=name)
@@ -79,18 +81,20 @@ class _Loaded(Mapping[str, Any]):
 
 
 class _Commands(typer.core.TyperGroup):
-    """The command `exogym`. Its help loads no command."""
+    """A command with the subcommands of a table. Its help loads none of them."""
+
+    table: Mapping[str, tuple[str, str]] = COMMANDS
 
     def __init__(self, **given: Any):
         super().__init__(**given)
-        self.commands: Any = _Loaded()
+        self.commands: Any = _Loaded(self.table)
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return list(COMMANDS)
+        return list(self.table)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
+            formatter.write_dl([(name, line) for name, (_, line) in self.table.items()])
 
 
 app = typer.Typer(
@@ -117,11 +121,23 @@ def _root(
     pass
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit status.
+def application(commands: Mapping[str, tuple[str, str]], line: str) -> typer.Typer:
+    """Return a command line of other commands, such as those of `research/`.
+
+    Args:
+        commands: the commands by name, each with its module and its line of help, as `COMMANDS`.
+        line: what the command line is for.
+    """
+    kind = type("_Commands", (_Commands,), {"table": commands})
+    return typer.Typer(**SETTINGS, cls=kind, context_settings=HELP, help=line, callback=lambda: None)
+
+
+def main(arguments: Sequence[str] | None = None, of: typer.Typer = app, name: str = "exogym") -> int:
+    """Run a command line and return the exit status.
 
     Args:
         arguments: the command and its options. None means the process's own arguments.
+        of, name: the command line, by default `exogym`'s, and its name in its help.
     """
     given = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     fill_in()
@@ -129,7 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_: notice(f"warning: {message}")
         try:
-            status = app(given, prog_name="exogym", standalone_mode=False) or 0
+            status = of(given, prog_name=name, standalone_mode=False) or 0
             sys.stdout.flush()
         except SystemExit as end:  # click exits with 1 if it cannot print
             if not isinstance(end.__context__, BrokenPipeError):
@@ -154,7 +170,9 @@ def _report(error: BaseException) -> int:
         text, status = error.format_message(), 2
         if (option := getattr(error, "option_name", None)) and hasattr(error, "possibilities"):
             options = [name for parameter in error.ctx.command.params for name in parameter.opts] if error.ctx else []
-            text = f"there is no option {option}: {nearest(option, [o for o in options if o.startswith('--')])}"
+            names = [name for name in options if name.startswith("--")]
+            instead = retired(option.removeprefix("--").replace("-", "_"), error.ctx.info_name if error.ctx else "")
+            text = f"there is no option {option}: {instead or nearest(option, names)}"
     elif limit := _limit_in(error):
         text, status = limit
     elif isinstance(error, ArgumentError | DataError):

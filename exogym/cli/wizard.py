@@ -28,12 +28,9 @@ from exogym.machines.remote import HostsConfig, check_hosts
 from exogym.machines.remote.measuring import measure_hosts
 from exogym.machines.remote.profile import RunProfile, evaluations_of, options_of
 from exogym.machines.wizard import Proposal, Taken, WizardRun, make_session, propose
-from exogym.machines.wizard.proposal import candidates, measured_steps
 from exogym.machines.wizard.session import CONFIG, HOSTS, MEASURED, PROFILE, SCRIPT
 from exogym.network import Network
-from exogym.study.advise import pilot as run_pilot
-from exogym.study.advise.simulation import size_of
-from exogym.study.tasks import Task, load_task
+from exogym.study.tasks import Task, load_task, size_of
 
 HOSTS_FILE = "distributed_hosts.json"
 START, CHANGE, FILES, STOP = "start", "change", "files", "stop"
@@ -82,14 +79,6 @@ def wizard(
     batch_size: Annotated[
         int | None, typer.Option(min=1, help="Examples per node and batch. [default: the task's]")
     ] = None,
-    pilot: Annotated[
-        float | None,
-        typer.Option(
-            metavar="SHARE",
-            min=0,
-            help="Choose the strategy by a short training on this computer, of this share of the steps.",
-        ),
-    ] = None,
     lr: Annotated[float | None, typer.Option(help="Learning rate. [default: the task's]")] = None,
     balance: Annotated[
         str | None, typer.Option(metavar="HOW", help="Divide the load by speed: nodes, batch or steps.")
@@ -122,8 +111,6 @@ def wizard(
     answered by an option, so the command also runs without a terminal. --yes agrees to training.
     """
     needs("questionary", "wizard")
-    if pilot is not None and strategy is not None:
-        raise ArgumentError("--pilot and --strategy both decide the strategy: give only one")
     asker = Asker()
     if folder is not None and folder.exists() and any(folder.iterdir()):
         raise ArgumentError(f"--folder={os.fspath(folder)!r} is not empty: give a new folder")
@@ -146,7 +133,7 @@ def wizard(
         profile, data=place.data_there, task_options=place.options_there(task_options),
         steps=steps or _steps(asker, problem), batch_size=batch_size or problem.batch_size,
     )  # fmt: skip
-    run = Preparing(asker, profile, strategy, problem, place, yes, pilot)
+    run = Preparing(asker, profile, strategy, problem, place, yes)
     if not run.look():
         raise typer.Exit(1)
     if measured is None and not run.may_measure():
@@ -169,18 +156,6 @@ def _refuse_pairing(hosts: Path, given: Mapping[str, object]) -> None:
                 f"{option} is for pairing, but --hosts={os.fspath(hosts)!r} names the computers: leave out {option}, "
                 "or name computers to pair with in --computers"
             )
-
-
-def piloted(task: Task, network: Network, profile: RunProfile, share: float) -> tuple[str, str]:
-    """Return the strategy that a pilot on this computer advises for the measured hosts, and the reason."""
-    assert profile.steps is not None
-    found = run_pilot(
-        task if profile.lr is None else replace(task, lr=profile.lr), network=network, share=share,
-        step_seconds=measured_steps(network), num_nodes=network.num_nodes, max_steps=profile.steps,
-        batch_size=profile.batch_size, strategies=candidates(profile.steps),
-    )  # fmt: skip
-    say(str(found))
-    return found.found.choice.method, found.advice.because
 
 
 def _steps(asker: Asker, task: Task) -> int:
@@ -293,7 +268,6 @@ class Preparing:
         task: the task to train.
         place: the run's folder and hosts.
         yes: whether to start without asking.
-        pilot: share of the steps that a pilot may train here to choose the strategy, or None for no pilot.
 
     Attributes:
         starts: whether the user agreed to train. If False, the user wants no training, at most files.
@@ -301,10 +275,9 @@ class Preparing:
 
     def __init__(
         self, asker: Asker, profile: RunProfile, strategy: str | None, task: Task, place: RunPlace, yes: bool,
-        pilot: float | None = None,
     ):  # fmt: skip
         self.asker, self.profile, self.strategy, self.task = asker, profile, strategy, task
-        self.place, self.yes, self.pilot = place, yes, pilot
+        self.place, self.yes = place, yes
         self.config = HostsConfig.load(place.hosts)
         self.starts = False
         self._network: Network | None = None
@@ -401,12 +374,9 @@ class Preparing:
             )  # fmt: skip
             self._batch = profile.batch_size
         assert profile.steps is not None and profile.batch_size is not None
-        because = None
-        if self.pilot is not None and self.strategy is None:
-            self.strategy, because = piloted(self.task, self._network, profile, self.pilot)
         return propose(
             network=self._network, parameters=size_of(self.task), steps=profile.steps,
-            batch_size=profile.batch_size, strategy=self.strategy, because=because,
+            batch_size=profile.batch_size, strategy=self.strategy,
             evaluations=evaluations_of(profile.steps), evaluated=length_of(val, "the validation data set"),
         )  # fmt: skip
 

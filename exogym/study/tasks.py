@@ -24,8 +24,11 @@ from torch.utils.data import Dataset
 from exogym.core.base import draws, rng
 from exogym.core.progress import notice
 from exogym.data import Source, cifar10, digits, mnist, shakespeare
+from exogym.data.partition import IID, label_skew, partitioner_of
+from exogym.data.stream import is_iterable
 from exogym.errors import ArgumentError, check_choice, check_count, checked, nearest
 from exogym.models import MLP, CharGPT, SmallCNN
+from exogym.strategy.traffic import ModelSize
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,18 @@ class Task:
 
 Task.__init__ = checked(Task.__init__)  # type: ignore[method-assign]
 Data = str | os.PathLike[str] | None
+
+
+def size_of(task: Task) -> ModelSize:
+    """Return the number of trainable parameters in a task's model, with their shapes."""
+    return ModelSize.of(p.shape for p in task.make_model().parameters() if p.requires_grad)
+
+
+def skew_of(task: Task, num_nodes: int) -> float | None:
+    """Return the label skew of a task's data among nodes, or None if it is unknown."""
+    if is_iterable(task.train):
+        return None
+    return label_skew(partitioner_of(task.partitioner or IID()), task.train, num_nodes)
 
 
 def load_task(name: str, data: Data = None, **options: Any) -> Task:

@@ -30,10 +30,10 @@ FLOORS: list[set[str]] = [
     {"core.compute", "core.record", "core.saving", "core.training", "logger", "callbacks"},
     {"trainer", "testing", "attached"},
     {
-        *("study.tasks", "study.compare", "study.advise", "study.benchmark", "study.reproduce", "study.runs"),
+        *("study.tasks", "study.compare", "study.advise", "study.runs"),
         *("study.sweep", "machines.distributed", "machines.distributed_trainer", "machines.launch"),
         *("machines.discovery", "machines.cluster", "machines.remote", "machines.wizard", "ui"),
-        *("integrations", "study.atlas"),
+        "integrations",
     },
     {"cli", "__main__"},
     {"__init__", *DOORS},  # `__init__` of exogym itself

@@ -18,6 +18,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from exogym.core.base.retired import retired
+
 
 def lazily(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return a package's `__getattr__` and `__dir__`, for the names that the package imports under `TYPE_CHECKING`.
@@ -47,7 +49,7 @@ def lazily(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]
             home, own = homes[name]
             value = getattr(importlib.import_module(home), own)
         elif name.startswith("_") or "." in name or importlib.util.find_spec(f"{package}.{name}") is None:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            raise AttributeError(f"module {package!r} has no attribute {name!r}{_more(name, package)}")
         else:
             value = importlib.import_module(f"{package}.{name}")
         setattr(module, name, value)
@@ -70,3 +72,8 @@ def door(room: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
         return getattr(importlib.import_module(room), name)
 
     return get, lambda: sorted(n for n in dir(importlib.import_module(room)) if not n.startswith("_"))
+
+
+def _more(name: str, package: str) -> str:
+    instead = retired(name, package)
+    return "" if instead is None else f": {instead}"

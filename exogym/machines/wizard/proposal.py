@@ -10,7 +10,7 @@ import numpy as np
 from exogym.core.progress import readable_bytes
 from exogym.errors import ArgumentError, checked
 from exogym.network import Network, readable_seconds
-from exogym.study.advise import Advice, Row, Run, advise
+from exogym.study.advise import Advice, Row, advise
 
 PERIODS = (10, 30, 100, 300)  # candidates for DiLoCo's H; a run must have a few rounds
 LEAST_ROUNDS = 4
@@ -89,7 +89,6 @@ def propose(
     batch_size: int,
     step_s: Sequence[float] | None = None,
     strategy: str | None = None,
-    because: str | None = None,
     evaluations: int = 0,
     evaluated: int = 0,
 ) -> Proposal:
@@ -104,7 +103,6 @@ def propose(
             batch size.
         step_s: seconds of each node's step, instead of the measured values.
         strategy: use this strategy instead of the recommended strategy.
-        because: the reason for `strategy`. None means that the user chose it.
         evaluations, evaluated: number of evaluations on the first host, and number of examples in each evaluation.
 
     Raises:
@@ -122,7 +120,7 @@ def propose(
         compared.append(strategy)
     advice = advise(
         parameters=parameters, num_nodes=nodes, network=network, step_seconds=list(seconds), strategies=compared,
-        algorithm="recorded", run=Run(steps),
+        algorithm="recorded", steps=steps,
     )  # fmt: skip
     row = advice.recommended if strategy is None else _row_of(advice, strategy)
     if row is None:
@@ -130,7 +128,7 @@ def propose(
     known = None if measurement is None else measurement.evaluation_s
     forward_s = [evaluated / batch_size * s * FORWARD for s in seconds]
     evaluation_s = [evaluations * s for s in (forward_s if known is None else known)]
-    reasons = [advice.because if strategy is None else because or "you chose it", _sent(row)]
+    reasons = [advice.because if strategy is None else "you chose it", _sent(row)]
     reasons.append(f"the task's learning rate was chosen for {batch_size} examples in a batch")
     hints = []
     if max(seconds) > UNEQUAL * min(seconds):

@@ -16,7 +16,7 @@ class Answer:
 
     Attributes:
         run: a command that can be pasted into a terminal.
-        takes: the time of the run, and the money and bytes that the user asked for.
+        takes: the time of the run.
         because: the reason, as one sentence.
 
     >>> print(Answer("exogym compare --strategies ddp", "2 min for 1000 steps", "it is the only strategy"))

@@ -26,8 +26,8 @@ draws them. A round begins when the previous round has ended. Nodes outside S_r 
     seconds per step = mean over r of (max over i in S_r of H T_i + c) / H
     `utilisation`    = sum over r and i in S_r of H T_i / (N times all of these seconds)
 
-The slowest node decides whether a strategy meets a target utilization. The slowest node has the longest step T_w or,
-if nodes train at their own pace, the longest T_w + c_w / H_w.
+A strategy keeps up if the slowest node computes for at least 90 % of its time. The slowest node has the longest T_w, or
+the longest T_w + c_w / H_w if nodes train at their own pace.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -47,8 +47,6 @@ from exogym.core.clock import DEVICES, Device, StepTime, seconds_of
 from exogym.core.clock.devices import DEFAULT_UTILISATION
 from exogym.core.clock.steps import TICKS_PER_S
 from exogym.core.communicator.ledger import FACTORS, children
-from exogym.core.mesh import NodeMesh
-from exogym.core.mesh.traffic import Talk, talk_of_layers
 from exogym.core.training.clocking import AGREEMENTS
 from exogym.errors import ArgumentError, check_choice, check_count, check_number, checked
 from exogym.network import Cost as Priced
@@ -60,11 +58,9 @@ from exogym.strategy.registry import parse_strategy
 from exogym.strategy.traffic import Plan, Traffic
 from exogym.study.advise.advice import Advice, Row
 from exogym.study.advise.beliefs import SAME, Belief, Choice, beliefs_of, chosen, known, known_skews, likeness
-from exogym.study.advise.costs import STEPS, Cost, Run, narrowed, notes
-from exogym.study.advise.failures import Failures
 from exogym.study.advise.plans import period_of, plan_of, title_of
 
-# The judge's candidates (docs/advice.md), and then methods that it cannot judge or that suit very slow lines
+# Methods whose advice was judged on trainings of small tasks, and then methods that suit very slow lines
 DEFAULT_STRATEGIES = (
     "ddp", "powersgd", "demo", "sparta", "qreduce",
     "diloco:H=10", "diloco:H=30", "diloco:H=100", "streaming_diloco:H=30", "sparseloco:H=10", "sparseloco:H=30",
@@ -75,7 +71,8 @@ DEFAULT_STRATEGIES = (
 # Measured over predicted time of collectives, by formula and from probes: warm collectives, on the links of others'
 # measurements (docs/predictions.md)
 SPREAD = {"formula": (1.0, 1.3), "measured": (0.9, 1.1)}
-UTILISATION = 0.9  # the share of its time that the slowest node should compute, if no target is given
+STEPS = 1000  # of each node with DDP, if none are given
+UTILISATION = 0.9  # the share of its time that the slowest node should compute
 MEETINGS = 400  # groups drawn, over all turns, if groups meet and lines differ
 ARRIVALS = 1000  # arrivals at a server, or 8 per node if that is more, for the mean wait for a quorum
 NOTED_S = 0.001  # a latency from which predictions for hosts need tcp=True
@@ -127,14 +124,9 @@ def advise(
     speeds: Sequence[float] | None = None,
     bytes_per_element: float = 4,
     strategies: Sequence[str | Strategy | Plan] | None = None,
-    target_utilisation: float | None = None,
     algorithm: str = "cheapest",
-    run: Run | None = None,
-    failures: Failures | None = None,
-    node: NodeMesh | None = None,
-    layers: int | None = None,
-    activation_bytes: float | None = None,
-    batch_size: int | None = None,
+    steps: int = STEPS,
+    skew: float | None = None,
 ) -> Advice:
     """Predict how fast a fleet would train on a network with each strategy.
 
@@ -147,25 +139,16 @@ def advise(
         speeds: the nodes' speeds, over 0, unless step_seconds is a `StepTime`. With speed 0.5 a step takes twice as
             long.
         bytes_per_element: b, bytes per element on the wire (4 for fp32, 2 for bf16).
-        strategies: texts as on the command line ("diloco:H=20"), strategies, or your own `Plan`s.
-        target_utilisation: share of its time that the slowest node must compute, over 0 and up to 1. If given, the
-            strategies that meet it compete, and the strategy that exchanges the whole model most often is recommended.
-            Otherwise the strategy that probably reaches DDP's loss first is recommended. While there is another,
-            this is never DDP where the fastest node alone is faster, nor an asynchronous strategy whose slowest node
-            waits for more than 10 % of the time.
+        strategies: texts as on the command line ("diloco:H=20"), strategies, or your own `Plan`s. The strategy that
+            probably reaches DDP's loss first is recommended. While there is another, this is never DDP where the
+            fastest node alone is faster, nor an asynchronous strategy whose slowest node waits for more than 10 % of
+            the time.
         algorithm: "cheapest" takes the fastest known algorithm for each collective. "recorded" takes the algorithm that
             the strategy's events name.
-        run: the whole run's length, prices, limits and spot machines. Each row then has a cost, and no strategy over a
-            limit is recommended while another strategy keeps all limits.
-        failures: failures of a fleet in which each node has many accelerators; each row then has a goodput.
-        node: the `NodeMesh` of a node of several devices. One device alone would take step_seconds for a step. The
-            devices share the step, wait for the pipeline and communicate over the mesh's own network
-            (`exogym.core.mesh.traffic`).
-        layers, activation_bytes: the number of the model's layers, and the bytes between two layers for a node's whole
-            batch. If `node` has tensor or stages, give both. If `node` has only shard, you may give layers. Then each
-            layer is gathered alone.
-        batch_size: a node's examples per step, for a pipeline's micro-batches. If `batch_size` is None, a micro-batch
-            has one example.
+        steps: each node's steps with DDP. Another strategy counts the steps that it probably needs to the same loss.
+        skew: how unequal the nodes' labels are, from 0 to 1 (`exogym.data.label_skew`): 0 if examples are dealt at
+            random, 0.8 if each node has two of ten labels. Earlier runs on data with a similar skew then count most. If
+            it is None, all count alike.
 
     Raises:
         ArgumentError: a number is out of range, a strategy or one of its options is unknown, or no strategy has a
@@ -176,47 +159,35 @@ def advise(
     >>> [(row.strategy, round(row.seconds_per_step, 2)) for row in advice.rows]
     [('diloco:H=100', 0.26), ('ddp', 6.15)]
     """
-    if target_utilisation is not None:
-        check_number("target_utilisation", target_utilisation, over=0, most=1)
-    run = Run() if run is None else run
-    if run.within is not None and run.steps is None:
-        raise ArgumentError(f"limits ({run.limits}) need the run's length: give steps, each node's number of steps")
-    meets = UTILISATION if target_utilisation is None else target_utilisation
+    check_count("steps", steps)
+    if skew is not None:
+        check_number("skew", skew, least=0, most=1)
     found = predicted(
         parameters=parameters, num_nodes=num_nodes, network=network, step_seconds=step_seconds, speeds=speeds,
-        bytes_per_element=bytes_per_element, strategies=strategies, algorithm=algorithm, failures=failures, node=node,
-        layers=layers, activation_bytes=activation_bytes, batch_size=batch_size, target=meets,
+        bytes_per_element=bytes_per_element, strategies=strategies, algorithm=algorithm,
     )  # fmt: skip
-    steps, rows = run.steps or STEPS, []
-    beliefs = {name: belief for name, belief in _beliefs(found.plans, steps, run.skew)}
-    for row in found.rows:
-        multiple = beliefs[row.strategy].steps
-        rows.append(replace(row, ddp_steps=multiple, cost=run.cost(row, num_nodes, math.ceil(steps * multiple))))
-    lines = [*found.notes, *notes(run)]
-    able = [row for row in rows if row.can_train]
-    late = {plan.name for plan in found.plans if plan.local_steps is not None} if target_utilisation is None else set()
-    rare = {row.strategy: _LATE for row in able if row.strategy in late and not row.meets_target}
-    if target_utilisation is None:
-        rare |= {row.strategy: _SLOW for row in able if beliefs[row.strategy] == SAME and row.speedup < 1}
-    lines.append(
+    alike, rows, beliefs = likeness(skew, known_skews()), [], {}
+    for row, plan in found.rows:
+        method = plan.method or plan.name
+        belief = beliefs_of({method: period_of(plan)}, steps, known(), alike)[method]
+        beliefs[plan.name] = belief
+        rows.append(replace(row, ddp_steps=belief.steps, steps=math.ceil(steps * belief.steps)))
+    lines = [
+        *found.notes,
         f"steps/DDP's: to the loss that DDP reaches after {steps} steps, from a rule of thumb and {len(known())} small "
-        "tasks, not from yours"
-        + ("" if run.skew is None else f"; tasks with a label skew near {run.skew:.2f} count most")
-    )
-    fit, best, because = narrowed(able, run, partial(_first, beliefs, rare))
-    if best is None and fit:
-        within = f"; within {because}" if because else ""
-        if target_utilisation is None:
-            best, because = _first_to_arrive(fit, beliefs, rare, steps)
-        else:
-            wanted = f"{_slowest(found.time, num_nodes)} computes for at least {target_utilisation:.0%} of the time"
-            best, because = _busy(fit, wanted)
-        because += within
-    elif best is None:
-        because = "no strategy that can be trained here is among them"
-    if best is not None and best.strategy not in rare:
-        lines += [f"{name}: not recommended by formula, because {why}" for name, why in rare.items()]
-    return Advice(rows, best, because, lines, num_nodes=num_nodes, run=run, left_out=found.left_out)
+        "tasks, not from yours" + ("" if skew is None else f"; tasks with a label skew near {skew:.2f} count most"),
+    ]
+    able = [row for row in rows if row.can_train]
+    if not able:
+        best, because = None, "no strategy that can be trained here is among them"
+    else:
+        own_pace = {plan.name for _, plan in found.rows if plan.local_steps is not None}
+        rare = {row.strategy: _LATE for row in able if row.strategy in own_pace and not row.keeps_up}
+        rare |= {row.strategy: _SLOW for row in able if beliefs[row.strategy] == SAME and row.speedup < 1}
+        best, because = _first_to_arrive(able, beliefs, rare, steps)
+        if best.strategy not in rare:
+            lines += [f"{name}: not recommended by formula, because {why}" for name, why in rare.items()]
+    return Advice(rows, best, because, lines, num_nodes=num_nodes, left_out=found.left_out)
 
 
 # Why a strategy is recommended only if there are no others.
@@ -228,11 +199,9 @@ advise.__wrapped__.not_taken = dict.fromkeys(("flops", "device", "device_utilisa
 
 @dataclass(frozen=True)
 class Predicted:
-    """What the formulas say: rows by time per step, the plans and steps behind them, and the assumptions."""
+    """What the formulas say: rows by time per step, each with its plan, and the assumptions."""
 
-    rows: list[Row]
-    plans: list[Plan]
-    time: StepTime
+    rows: list[tuple[Row, Plan]]
     notes: list[str]
     left_out: dict[str, str]
 
@@ -247,14 +216,8 @@ def predicted(
     algorithm: str,
     speeds: Sequence[float] | None = None,
     bytes_per_element: float = 4,
-    failures: Failures | None = None,
-    node: NodeMesh | None = None,
-    layers: int | None = None,
-    activation_bytes: float | None = None,
-    batch_size: int | None = None,
-    target: float = UTILISATION,
 ) -> Predicted:
-    """Return the predictions of `advise`, with the same arguments, but without costs and a recommendation.
+    """Return the predictions of `advise`, with the same arguments, but without a recommendation.
 
     Raises:
         ArgumentError: as in `advise`.
@@ -271,6 +234,36 @@ def predicted(
     step_seconds = step_seconds if work is None else work.seconds
     network = Network.of(network)
     links = network.at(0.0)
+    time = _step_time(step_seconds, speeds, num_nodes)
+    for name, count in (("network", network.num_nodes), ("step_seconds", time.num_nodes)):
+        if count is not None and count != num_nodes:
+            raise ArgumentError(f"{name} is for {count} nodes, wanted num_nodes={num_nodes}: give the same number")
+    plans, left_out = _plans(strategies or DEFAULT_STRATEGIES, parameters, num_nodes, bytes_per_element)
+    rows = [(_row(plan, num_nodes, links, time, algorithm), plan) for plan in plans]
+    rows.sort(key=lambda pair: (not pair[0].can_train, pair[0].seconds_per_step))
+    lines = _assumptions(parameters, num_nodes, network, time, bytes_per_element, algorithm)
+    if network.trace is not None:
+        lines.append("links change by a trace: the table uses the links at its beginning; a clock follows the trace")
+    lines += _of_probes(network, plans, num_nodes)
+    if any(map(_is_late, plans)):
+        lines.append(LATE)
+    lines += filter(None, [_bottleneck(plan, num_nodes, links, time) for plan in plans if plan.local_steps])
+    if any(plan.local_steps for plan in plans):
+        lines.append(
+            "asynchronous nodes wait only for a quorum or a full server line; N local steps are a step of the fleet"
+        )
+    if work is not None:
+        lines.insert(1, str(work))
+    return Predicted(rows, lines, left_out)
+
+
+def _step_time(step_seconds: StepTime | Any, speeds: Sequence[float] | None, num_nodes: int) -> StepTime:
+    """Return the nodes' step times.
+
+    Raises:
+        ArgumentError: speeds and a `StepTime` are given, speeds are for another number of nodes, or a step takes no
+            time.
+    """
     if speeds is not None:
         if isinstance(step_seconds, StepTime):
             raise ArgumentError(
@@ -281,47 +274,9 @@ def predicted(
                 f"speeds is for {len(speeds)} nodes, wanted num_nodes={num_nodes}: give one speed per node"
             )
     time = step_seconds if isinstance(step_seconds, StepTime) else StepTime(step_seconds, speeds=speeds)
-    for name, count in (("network", network.num_nodes), ("step_seconds", time.num_nodes)):
-        if count is not None and count != num_nodes:
-            raise ArgumentError(f"{name} is for {count} nodes, wanted num_nodes={num_nodes}: give the same number")
     if not time.seconds.all():
         raise ArgumentError("step_seconds=0: a step must take time, so give a number over 0")
-    alone, talk = time, _talk(node, parameters, layers, activation_bytes, batch_size)
-    if talk is not None and node is not None:
-        time = time.for_work(np.array([node.compute_share(_examples(node, batch_size))]), talk.seconds)
-
-    plans, left_out = _plans(strategies or DEFAULT_STRATEGIES, parameters, num_nodes, bytes_per_element)
-    rows = [_row(plan, num_nodes, links, time, algorithm, target) for plan in plans]
-    if failures is not None:
-        rows = [_with_goodput(row, plan, num_nodes, failures) for row, plan in zip(rows, plans, strict=True)]
-    rows.sort(key=lambda row: (not row.can_train, row.seconds_per_step))
-    lines = _assumptions(parameters, num_nodes, network, time, bytes_per_element, algorithm)
-    if talk is not None and node is not None:
-        bubble = node.bubble(_examples(node, batch_size))
-        lines.insert(
-            2,
-            f"a node is {node.size} devices, {node}: one alone would take {readable_seconds(alone.mean_s(1).min())} a "
-            f"step; {bubble:.0%} of the node's step is the pipeline's bubble, and {readable_seconds(talk.seconds)} are "
-            f"communication over {node.network!r}",
-        )
-    if network.trace is not None:
-        lines.append("links change by a trace: the table uses the links at its beginning; a clock follows the trace")
-    lines += _of_probes(network, plans, num_nodes)
-    if any(map(_is_late, plans)):
-        lines.append(LATE)
-    if failures is not None:
-        lines += [
-            str(failures),
-            "learners that synchronize wait for the learner that stands still longest; a waiting learner does not fail",
-        ]
-    lines += filter(None, [_bottleneck(plan, num_nodes, links, time) for plan in plans if plan.local_steps])
-    if any(plan.local_steps for plan in plans):
-        lines.append(
-            "asynchronous nodes wait only for a quorum or a full server line; N local steps are a step of the fleet"
-        )
-    if work is not None:
-        lines.insert(1, str(work))
-    return Predicted(rows, plans, time, lines, left_out)
+    return time
 
 
 def _plans(
@@ -351,99 +306,20 @@ def _plans(
     return plans, left_out
 
 
-def _beliefs(plans: Sequence[Plan], steps: int, skew: float | None) -> Iterator[tuple[str, Belief]]:
-    """Yield each plan's name, and the belief about its steps to the loss that DDP reaches after `steps` steps."""
-    alike = likeness(skew, known_skews())
-    for plan in plans:
-        method = plan.method or plan.name
-        yield plan.name, beliefs_of({method: period_of(plan)}, steps, known(), alike)[method]
-
-
-def _slowest(time: StepTime, num_nodes: int) -> str:
-    steps_s = time.mean_s(num_nodes)
-    return "every node" if steps_s.min() == steps_s.max() else "the slowest node"
-
-
-def _first(
-    beliefs: Mapping[str, Belief], rare: Collection[str], rows: Sequence[Row], amount: Callable[[Cost], float]
-) -> Row:
-    """Return the row that probably needs the smallest amount, such as seconds or money, to DDP's loss."""
-    choice = _choice(beliefs, rare, rows, amount)
-    return next(row for row in rows if row.strategy == choice.method)
-
-
-def _choice(
-    beliefs: Mapping[str, Belief], rare: Collection[str], rows: Sequence[Row], amount: Callable[[Cost], float]
-) -> Choice:
-    """Choose by an amount of each run's cost: with failures or spot machines, it is more than its steps' amount.
-
-    Strategies in `rare` are chosen only if there are no others.
-    """
-    each = {row.strategy: max(amount(row.cost) / row.cost.steps, LEAST) for row in rows if row.cost is not None}
-    return chosen({name: x for name, x in each.items() if name not in rare} or each, beliefs, least_sure=0.0)
-
-
 def _first_to_arrive(
     rows: Sequence[Row], beliefs: Mapping[str, Belief], rare: Collection[str], steps: int
 ) -> tuple[Row, str]:
-    """Return the row that probably reaches DDP's loss after `steps` steps first, and the reason."""
-    choice = _choice(beliefs, rare, rows, lambda cost: cost.seconds)
+    """Return the row that probably reaches DDP's loss after `steps` steps first, and the reason.
+
+    Strategies in `rare` are chosen only if there are no others.
+    """
+    each = {row.strategy: max(row.seconds_per_step, LEAST) for row in rows}
+    choice: Choice = chosen({name: s for name, s in each.items() if name not in rare} or each, beliefs, least_sure=0.0)
     best = next(row for row in rows if row.strategy == choice.method)
     return best, (
         f"it has the smallest expected time to the loss that DDP reaches after {steps} steps; with a probability of "
         f"{choice.sure:.0%} it takes at most 5 % longer than the best"
     )
-
-
-def _busy(rows: Sequence[Row], wanted: str) -> tuple[Row, str]:
-    """Return the recommended row for a target utilization, and the reason. `wanted` says what the target asks for."""
-    best = min(
-        (row for row in rows if row.meets_target),
-        key=lambda row: (row.couples_every, -row.tx_bytes_per_step), default=None,
-    )  # fmt: skip
-    if best is not None:
-        return best, f"{wanted}, and of such strategies this one exchanges the whole model most often"
-    best = min(rows, key=lambda row: row.seconds_per_step)
-    return best, f"no strategy that can be trained here meets the target: {wanted}; {_caveat(best)}"
-
-
-def _talk(
-    node: NodeMesh | None, parameters: float, layers: int | None, activation_bytes: float | None, batch_size: int | None
-) -> Talk | None:
-    """Return the communication between a node's devices in a step; None for a node of one device.
-
-    Raises:
-        ArgumentError: a needed argument is missing, or an unused one is given.
-    """
-    about = {"activation_bytes": activation_bytes, "batch_size": batch_size}
-    about |= {"layers": layers} if node is None else {}
-    if layers is not None:
-        check_count("layers", layers)
-    if node is None or node.tensor * node.depth == 1:
-        if given := [name for name, value in about.items() if value is not None]:
-            raise ArgumentError(f"{given[0]} is for node=NodeMesh(...) with tensor or stages: leave {given[0]} out")
-        return None if node is None else talk_of_layers(node, parameters, layers or 1, 0.0, _examples(node, None))
-    if layers is None or activation_bytes is None:
-        raise ArgumentError(
-            f"node={node}: give layers=, the number of the model's layers, and activation_bytes=, the bytes between "
-            "two layers for a node's batch (batch x tokens x width x 4)"
-        )
-    if batch_size is not None:
-        check_count("batch_size", batch_size)
-        node.check_batch(batch_size)
-    check_number("activation_bytes", activation_bytes, over=0)
-    return talk_of_layers(node, parameters, layers, activation_bytes, _examples(node, batch_size))
-
-
-def _examples(node: NodeMesh, batch_size: int | None) -> int:
-    """Return the examples of a node's step. Without `batch_size`, choose a number that every division suits."""
-    return batch_size or node.shard * (node.microbatches or 4 * node.depth)
-
-
-def _caveat(row: Row) -> str:
-    """Return a note on the fastest strategy if none meets the target."""
-    text = f"this one is the fastest, {row.utilisation:.1%} of the time computing and {row.speedup:.3g} times one node"
-    return text + (" alone: the fleet is slower than that node" if row.speedup < 1 else " alone")
 
 
 def _is_late(plan: Plan) -> bool:
@@ -493,24 +369,15 @@ def _of_probes(network: Network, plans: Sequence[Plan], num_nodes: int) -> list[
     return lines + [text for text in dict.fromkeys(beyond) if text is not None]
 
 
-def _row(plan: Plan, num_nodes: int, network: Network, time: StepTime, algorithm: str, target: float) -> Row:
+def _row(plan: Plan, num_nodes: int, network: Network, time: StepTime, algorithm: str) -> Row:
     """Return a strategy's row, with its speed-up's range for slower and faster collectives."""
     one = _row_of_rounds if plan.local_steps is not None else _row_of_fleet
     low, high = SPREAD["formula" if network.measurement is None else "measured"]
-    most, row, least = (one(plan, num_nodes, network, time, algorithm, target, scale) for scale in (low, 1.0, high))
+    most, row, least = (one(plan, num_nodes, network, time, algorithm, scale) for scale in (low, 1.0, high))
     return replace(row, speedup_range=(least.speedup, most.speedup))
 
 
-def _with_goodput(row: Row, plan: Plan, num_nodes: int, failures: Failures) -> Row:
-    waits = plan.local_steps is None
-    steps = min((t.every_steps for t in plan.traffic), default=1.0) if waits else 1.0
-    share = failures.goodput(row.utilisation, steps * row.seconds_per_step, num_nodes, waits and bool(plan.traffic))
-    return replace(row, goodput=share)
-
-
-def _row_of_fleet(
-    plan: Plan, num_nodes: int, network: Network, time: StepTime, algorithm: str, target: float, scale: float
-) -> Row:
+def _row_of_fleet(plan: Plan, num_nodes: int, network: Network, time: StepTime, algorithm: str, scale: float) -> Row:
     stalls, sent, line, names = 0.0, 0.0, 0.0, []
     mean_s = time.mean_s(num_nodes)
     every = min((t.every_steps for t in plan.traffic if not t.overlap_steps), default=math.inf)
@@ -542,7 +409,7 @@ def _row_of_fleet(
     busiest = float(busy[mean_s == mean_s.max()].mean() * mean_s.max()) / seconds
     return Row(
         plan.name, seconds, sent, 1 - computing, computing, float(busy.sum()) * float(mean_s.min()) / seconds,
-        plan.couples_every, tuple(names), busiest >= target, plan.can_train, line_bytes_per_step=line,
+        plan.couples_every, tuple(names), busiest >= UTILISATION, plan.can_train, line_bytes_per_step=line,
     )  # fmt: skip
 
 
@@ -632,9 +499,7 @@ def _way(traffic: Traffic, network: Network, members: Members, algorithm: str) -
     return "exact" if traffic.kind == "all_reduce" and of_hosts else None
 
 
-def _row_of_rounds(
-    plan: Plan, num_nodes: int, network: Network, time: StepTime, algorithm: str, target: float, scale: float
-) -> Row:
+def _row_of_rounds(plan: Plan, num_nodes: int, network: Network, time: StepTime, algorithm: str, scale: float) -> Row:
     """Return the row of a strategy whose nodes have their own pace: they push to a server and pull from it."""
     T = time.mean_s(num_nodes)
     push, pull, *relays = plan.traffic  # no node waits for relays between servers
@@ -653,7 +518,7 @@ def _row_of_rounds(
     return Row(
         plan.name, seconds, sent, 1 - utilisation, utilisation, num_nodes * float(T.min()) / seconds,
         plan.couples_every, tuple(f"{t.algorithm} {t.kind}" for t in plan.traffic),
-        float(computing[slowest]) >= target, plan.can_train, line_bytes_per_step=line,
+        float(computing[slowest]) >= UTILISATION, plan.can_train, line_bytes_per_step=line,
     )  # fmt: skip
 
 

@@ -3,11 +3,9 @@
 import math
 
 import pytest
-from shipped import text
 
 from exogym.errors import ArgumentError
-from exogym.study.advise.beliefs import KNOWN, SAME, Belief, beliefs_of, chosen, known, known_skews, likeness, task_of
-from exogym.study.atlas.places import KINDS
+from exogym.study.advise.beliefs import SAME, Belief, beliefs_of, chosen, likeness
 
 
 def close(belief: Belief, mean: float, sd: float, never: float, places: int) -> bool:
@@ -27,12 +25,6 @@ def test_places_of_one_task_count_together_as_one():
     assert (again.mean, again.sd, again.never) == pytest.approx((once.mean, once.sd, once.never))
     other = beliefs_of({"demo": 1}, 100, {"digits-4": a, "pictures-4": a, "words-4": b})["demo"]
     assert other.mean > once.mean  # two tasks count twice
-
-
-def test_tasks_of_places_are_those_of_the_atlas():
-    for kind, place in KINDS.items():
-        same = {"by_speaker": "characters", "strokes": "pictures"}.get(place.task, place.task)
-        assert task_of(f"{kind}-4") == same
 
 
 def test_beliefs_from_two_places_are_those_computed_by_hand() -> None:
@@ -99,12 +91,6 @@ def test_places_with_like_data_count_more() -> None:
     assert likeness(None, {"a-4": 0.6, "c-4": None}) == {"a-4": 1.0, "c-4": 1.0}
     ones = dict.fromkeys(TWO, 1.0)
     assert beliefs_of({"demo": 1}, 100, TWO, ones) == beliefs_of({"demo": 1}, 100, TWO)
-
-
-def test_the_shipped_runs_are_those_of_the_atlas() -> None:
-    assert KNOWN.read_text("utf-8") == text(), "run python tests/shipped.py"
-    assert known()["digits-4"]["ddp"] > 1 and math.inf in known()["pictures-4"].values()
-    assert known_skews().keys() == known().keys() and known_skews()["pictures-4"] == 0.6
 
 
 def test_the_choice_weighs_steps_and_seconds() -> None:

@@ -1,0 +1,36 @@
+"""Names that earlier versions had: an argument, an option or an import, and what to use instead of it."""
+
+from __future__ import annotations
+
+_PILOT = "it cost more than it saved; exogym compare --network trains the candidates"
+_MONEY = "multiply the hours and bytes of the table by your prices"
+_LIMITS = "compare the table's times and bytes with your limits"
+_FAULTS = "Faults(...) simulates nodes that go away"
+_STEP = "give the time of the whole node's step"
+
+# "where.name" or, if it was taken in many places, "name" -> what to do instead. An option of a command stands here by
+# its argument's name: --target-loss as target_loss.
+RETIRED: dict[str, str] = {
+    **dict.fromkeys(("advise.pilot", "advise.Piloted", "advise.prior", "wizard.pilot"), _PILOT),
+    **dict.fromkeys(("advise.price",), _MONEY),
+    **dict.fromkeys(("advise.within",), _LIMITS),
+    **dict.fromkeys(("advise.simulate", "advise.target_loss"), "exogym compare --network trains on a virtual clock"),
+    "advise.judge": "a clone of the project has python -m research judge",
+    **dict.fromkeys(("advise.run", "advise.Run"), "give advise(steps=..., skew=...)"),
+    **dict.fromkeys(("advise.spot", "advise.Spot", "advise.failures", "advise.Failures"), _FAULTS),
+    **dict.fromkeys(("advise.accelerators", "advise.mtbf", "advise.restart", "advise.checkpoint"), _FAULTS),
+    "advise.target_utilisation": "the table has the share of time in which nodes compute",
+    **dict.fromkeys(("advise.node", "advise.layers", "advise.activation_bytes"), _STEP),
+    **dict.fromkeys(("advise.device_utilisation", "advise.bytes_per_element", "advise.algorithm"), "use it in Python"),
+    **dict.fromkeys(("exogym.reproduce", "exogym.benchmark"), "a clone of the project has python -m research"),
+}
+
+
+def retired(name: str, where: str = "") -> str | None:
+    """Return what to use instead of a name that was taken in a place, or None if the name is not retired.
+
+    >>> retired("judge", "advise"), retired("judge", "compare")
+    ('it is retired: a clone of the project has python -m research judge', None)
+    """
+    found = RETIRED.get(f"{where.rpartition('.')[2]}.{name}", RETIRED.get(name))
+    return None if found is None else f"it is retired: {found}"

@@ -1,0 +1,1 @@
+"""How good the advice of `exogym advise` is, judged on the trainings of a table."""
