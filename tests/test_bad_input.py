@@ -143,7 +143,7 @@ FIT = {
     "compute": (
         {"compute": "fast"},
         ArgumentError,
-        "compute='fast' is not one of 'loop', 'vmap', 'compiled', 'graphs', 'auto'",
+        "compute='fast' is not one of 'loop', 'vmap'",
     ),
     "vmap BatchNorm": ({"compute": "vmap"}, ModelError, "compute='vmap' cannot train this model"),
     "reduction": ({"reduction": "sum"}, ArgumentError, "reduction='sum' is not one of"),

@@ -82,10 +82,6 @@ FEATURES: dict[str, str] = {
     "stages": "`fit(node=NodeMesh(stages=...))`",
     "compute": "`fit(compute=...)` except `compute='loop'`",
     'compute="vmap"': "`fit(compute='vmap')`",
-    'compute="compiled" or "graphs"': "`fit(compute='compiled')` or `'graphs'`",
-    'compute="graphs"': "`fit(compute='graphs')`",
-    'compute="auto"': "`fit(compute='auto')`",
-    "no CUDA": "a device other than a CUDA GPU",
     "processes": "`fit(processes=...)` except 1",
     "no forks": "a device other than the CPU, or a system other than Linux",
     "engine": "`fit(engine=...)`",
@@ -462,9 +458,8 @@ _SPLIT: tuple[Refused, ...] = (
     ),
 )
 _COMPUTING: tuple[Refused, ...] = (
-    *(
-        Refused("its own clock", feature, "such a strategy computes its nodes one after another", "use compute='loop'")
-        for feature in ('compute="vmap"', 'compute="compiled" or "graphs"')
+    Refused(
+        "its own clock", 'compute="vmap"', "such a strategy computes its nodes one after another", "use compute='loop'"
     ),
     *(
         Refused(
@@ -472,11 +467,7 @@ _COMPUTING: tuple[Refused, ...] = (
         )
         for feature in ("minibatch_size", "gradient_accumulation", "max_memory_usage")
     ),
-    *(
-        Refused(feature, 'precision="fp16"', _OWN_SCALE, "use compute='loop', or 'bf16'")
-        for feature in ('compute="vmap"', 'compute="compiled" or "graphs"')
-    ),
-    Refused('compute="graphs"', "no CUDA", "compute='graphs' replays CUDA graphs", "use compute='compiled' or 'loop'"),
+    Refused('compute="vmap"', 'precision="fp16"', _OWN_SCALE, "use compute='loop', or 'bf16'"),
     Refused(
         "processes",
         "processes of a launcher",
@@ -722,7 +713,6 @@ _HOSTS: tuple[Refused, ...] = (
         "leave one of them out",
     ),
     Refused("min_hosts", "max_memory_usage", _CHOSEN_ANEW, "give minibatch_size instead"),
-    Refused("min_hosts", 'compute="auto"', _CHOSEN_ANEW, "use compute='loop' or 'vmap'"),
     Refused(
         "min_hosts",
         "a second fit",

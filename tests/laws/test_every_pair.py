@@ -185,7 +185,6 @@ OPTIONS: dict[str, Option] = {
     "weighting": Option("data", lambda folder: {"partitioner": Uneven()}, {"weighting": "examples"}),
     # options of fit
     "vmap": given("compute", "rounding", compute="vmap"),
-    "auto": given("compute", "rounding", compute="auto"),
     "two processes": given("processes", "nothing", processes=2),
     "auto processes": given("processes", "nothing", processes="auto"),
     "shards": given("node", node=NodeMesh(shard=2)),

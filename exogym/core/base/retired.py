@@ -22,6 +22,7 @@ RETIRED: dict[str, str] = {
     "advise.target_utilisation": "the table has the share of time in which nodes compute",
     **dict.fromkeys(("advise.node", "advise.layers", "advise.activation_bytes"), _STEP),
     **dict.fromkeys(("advise.device_utilisation", "advise.bytes_per_element", "advise.algorithm"), "use it in Python"),
+    **dict.fromkeys(("compute.compiled", "compute.graphs", "compute.auto"), "use 'loop', or 'vmap' on an accelerator"),
     **dict.fromkeys(("exogym.reproduce", "exogym.benchmark"), "a clone of the project has python -m research"),
 }
 

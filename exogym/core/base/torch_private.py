@@ -243,21 +243,6 @@ def failure_of(record: logging.LogRecord) -> tuple[int, int, int] | None:
     return int(str(local_rank)), int(str(pid)), int(str(exitcode))
 
 
-# Graphs
-
-
-def traced(function: Callable[..., Any], *inputs: Any) -> Callable[..., Any]:
-    """Return a graph of the torch operations that `function` does on `inputs`, including its backward passes.
-
-    The graph can be called like `function`, with tensors of the same shapes and types; `inputs` may be nested. Tracing
-    computes no values, so code that reads a tensor's values raises an error. Tensors that are not inputs become
-    constants.
-    """
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    return make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
-
-
 # Fully sharded modules
 
 _HOOKS = (

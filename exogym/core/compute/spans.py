@@ -15,7 +15,7 @@ from exogym.core.fleet import Fleet, Stateful
 from exogym.core.fleet.state import Tensors
 
 # `fit(compute=)`'s names -> the factory in this folder's module of the same name.
-WAYS = {"loop": "Loop", "vmap": "way", "compiled": "way", "graphs": "way"}
+WAYS = {"loop": "Loop", "vmap": "way"}
 
 
 @dataclass(frozen=True)
@@ -121,10 +121,9 @@ class Losses(Stateful):
 
 
 class Compute(Protocol):
-    """A way of computing rows' local steps, such as "loop", "vmap" or "compiled". All ways must agree with "loop".
+    """A way of computing rows' local steps, "loop" or "vmap". All ways must agree with "loop".
 
-    A way of computing does not measure time. So it may run a span step by step, with many rows at once, or as one
-    graph.
+    A way of computing does not measure time. So it may run a span step by step, or with many rows at once.
 
     Attributes:
         fleet: the fleet of this process's rows.

@@ -37,10 +37,7 @@ class Vmap:
         reasons = [
             (worker.draws_torch or worker.draws_python, "its training step draws random numbers (dropout)"),
             (bool(worker.changing), f"a training step changes its buffers ({', '.join(worker.changing[:3])})"),
-            (
-                worker.micro_batch_size is not None,
-                "the run uses micro-batches",
-            ),  # compute="auto" also tries vmap and sees this
+            (worker.micro_batch_size is not None, "the run uses micro-batches"),
             (worker.scaled, "fp16 scales each node's loss separately"),
         ]
         for refused, why in reasons:

@@ -148,12 +148,12 @@ def _kept(
 
 def _chosen(options: FitOptions, worker: Worker, stream: Stream, batch: Any) -> dict[str, Any]:
     """Return the run's choices: from the options, or found by trials if the options leave them open."""
-    if options.compute != "auto" and options.max_memory_usage is None:
+    if options.max_memory_usage is None:
         return {"compute": options.compute, "micro_batch_size": options.micro_batch_size}
     from exogym.core.saving.keepers import on_main
     from exogym.core.training.choices import choose
 
-    found: dict[str, Any] = on_main(worker.fleet.comm.wire, lambda: choose(options, worker, stream, batch))
+    found: dict[str, Any] = on_main(worker.fleet.comm.wire, lambda: choose(options, worker, batch))
     return found
 
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from exogym.core.base.retired import retired
 from exogym.core.combinations import check
 from exogym.core.compute.finite import POLICIES
 from exogym.core.compute.spans import WAYS
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from exogym.core.mesh import NodeMesh
     from exogym.network import Network
 
-COMPUTE = (*WAYS, "auto")
 COUNTS = (
     *("num_nodes", "batch_size", "gradient_accumulation", "log_interval", "keep_checkpoints"),
     "cpus_per_process",
@@ -72,7 +72,9 @@ def _check_kinds(options: FitOptions) -> None:
             "exogym.strategy.DiLoCoStrategy(H=100)"
             + (", or exogym.strategy.registry.parse_strategy of this text" if is_text else "")
         )
-    check_choice("compute", options.compute, COMPUTE)
+    if (instead := retired(str(options.compute), "compute")) is not None:
+        raise ArgumentError(f"compute={options.compute!r}: {instead}")
+    check_choice("compute", options.compute, WAYS)
     check_choice("reduction", options.reduction, ("tree", "native"))
     check_choice("on_nonfinite", options.on_nonfinite, POLICIES)
     check_choice("precision", options.precision, AUTOCAST)

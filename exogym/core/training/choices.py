@@ -30,7 +30,7 @@ from exogym.errors import ArgumentError
 MEASURED = 8  # examples
 
 
-def choose(options: FitOptions, worker: Worker, stream: Stream, batch: Any) -> dict[str, Any]:
+def choose(options: FitOptions, worker: Worker, batch: Any) -> dict[str, Any]:
     """Make ExoGym's own choices. A run records the choices, and a resumed run uses the recorded choices."""
     micro = options.micro_batch_size
     if options.max_memory_usage is not None and options.minibatch_size is None:
@@ -39,12 +39,7 @@ def choose(options: FitOptions, worker: Worker, stream: Stream, batch: Any) -> d
         found = _fitting_micro_batch(worker, batch, limit, resident_bytes=4.0 * len(worker.fleet) * row)
         micro = found if micro is None else min(found, micro)
         notice(f"max_memory_usage={options.max_memory_usage}: micro-batches of {micro} examples fit")
-    compute = options.compute
-    if compute == "auto":
-        from exogym.core.compute.choosing import choose
-
-        compute = choose(worker, stream, options.strategy, options.total_steps(stream.steps_per_epoch))
-    return {"compute": compute, "micro_batch_size": micro}
+    return {"compute": options.compute, "micro_batch_size": micro}
 
 
 def _activation_bytes(worker: Worker, batch: Any) -> int:

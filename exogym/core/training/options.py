@@ -78,9 +78,7 @@ class RunOptions:
             256 if the activations of these examples take at most 64 MiB.
         shuffle: Deal the examples in random order.
         precision: "fp32", or autocast in "bf16" or "fp16". `autocast=True` means "bf16".
-        compute: "loop" (one node after another, exact), "vmap" (all rows at once), "compiled" (each step as one graph
-            by torch.compile, for long runs), "graphs" (compiled steps of many rows as CUDA graphs) or "auto". "auto"
-            tries the first three ways, chooses the fastest for this run, and prints its choice.
+        compute: "loop" (one node after another, exact) or "vmap" (all rows at once; for accelerators).
         reduction: "tree" (exact: the same bits on every layout) or "native" (torch's own all-reduce and sums).
         overlap: On hosts, send averages that arrive late while nodes compute. Anywhere, write checkpoints while nodes
             compute. With False, nodes wait for such an average right after sending it, also in a simulation's clock,
@@ -223,8 +221,6 @@ class FitOptions(RunOptions):
             found["num_epochs"] = f"num_epochs={self.num_epochs}"
         elif self.max_steps is None:
             found["no num_epochs or max_steps"] = "no max_steps"
-        if self.compute in ("compiled", "graphs"):
-            found['compute="compiled" or "graphs"'] = found["compute"]
         if self.network is not None and self.step_seconds is None:
             found["network without step_seconds"] = "network= and no step_seconds"
         if self.step_seconds is not None and not self.strategy.asks_clients:

@@ -13,7 +13,6 @@ import numpy as np
 from exogym.core.base.files import remove_folders
 from exogym.core.combinations import check
 from exogym.core.communicator import Wire, gather, say
-from exogym.core.compute.spans import WAYS
 from exogym.core.saving.checkpoint import differences, load_newest, remove_leftovers
 from exogym.core.saving.checkpoint_files import Snapshot, list_checkpoints
 from exogym.core.saving.keepers import Keepers, check_folder, everywhere, find_keepers, holding
@@ -189,7 +188,7 @@ def _check_chosen(snapshot: Snapshot, options: FitOptions) -> None:
     chosen = snapshot.meta["description"].get("chosen")
     compute, micro, speeds = (chosen.get(name) if isinstance(chosen, dict) else 0 for name in CHOSEN)
     right = {
-        "compute": compute in (tuple(WAYS) if options.compute == "auto" else (options.compute,)),
+        "compute": compute == options.compute,
         "micro_batch_size": (type(micro) is int and micro > 0)
         if options.max_memory_usage is not None and options.minibatch_size is None
         else micro == options.micro_batch_size,

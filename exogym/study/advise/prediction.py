@@ -49,7 +49,7 @@ from exogym.core.clock.steps import TICKS_PER_S
 from exogym.core.communicator.ledger import FACTORS, children
 from exogym.core.training.clocking import AGREEMENTS
 from exogym.errors import ArgumentError, check_choice, check_count, check_number, checked
-from exogym.network import Cost as Priced
+from exogym.network import Cost
 from exogym.network import Network, readable_bandwidth, readable_seconds
 from exogym.network.costs import line_of_server
 from exogym.network.pricing import LATE, Members
@@ -580,7 +580,7 @@ def _servers(plan: Plan, num_nodes: int, network: Network, scale: float) -> list
         near, each = t.algorithm == "island", nodes if network.lines_differ else nodes[:1]
         lines = [(network.links.near if near else network.links.outside)(np.array([node])) for node in each]
         bps = max(line_of_server(up, down, None if near else network.server_bps) for up, down, _ in lines)
-        seconds = network.duration_s(Priced(0.0, 8 * t.payload_bytes / bps))
+        seconds = network.duration_s(Cost(0.0, 8 * t.payload_bytes / bps))
         return _Server(nodes, bps, scale * seconds / rounds)
 
     each = max(push, pull, key=lambda t: t.payload_bytes)

@@ -375,25 +375,6 @@ def test_the_agents_line_on_a_failure_is_understood(tmp_path: Path, monkeypatch:
     assert torch_private.failure_of(logging.makeLogRecord({"msg": "all is well (%s)", "args": (1, 2, 3)})) is None
 
 
-# Graphs
-
-
-@tries("traced", "make_fx with _allow_non_fake_inputs")
-def test_a_function_is_written_as_a_graph() -> None:
-    kept = torch.arange(3.0)
-
-    def gradient(x: list[torch.Tensor]) -> torch.Tensor:
-        leaf = x[0].detach().requires_grad_()
-        with torch.enable_grad():
-            return torch.autograd.grad((leaf.exp() * kept).sum(), leaf)[0]
-
-    graph = torch_private.traced(gradient, [torch.zeros(3)])
-    kept += 1  # a constant is the tensor itself
-    assert torch.equal(graph([torch.ones(3)]), torch.ones(3).exp() * kept)
-    with pytest.raises(RuntimeError):
-        torch_private.traced(lambda x: x if x.sum() > 0 else -x, torch.ones(3))
-
-
 # Fully sharded modules
 
 

@@ -9,13 +9,12 @@ from splits import apart, fit, split
 from torch import nn
 
 from exogym import LocalTrainer
-from exogym.core.compute import compiled
 from exogym.core.compute.weights import Weights
 from exogym.core.fleet.layout import Cut
 from exogym.core.saving import parts
 from exogym.core.saving.parts import as_file, joined_pieces
 from exogym.errors import CheckpointError, ModelError
-from exogym.strategy import DiLoCoStrategy, SimpleReduceStrategy
+from exogym.strategy import SimpleReduceStrategy
 
 # What the parts of a batch count in its loss
 
@@ -125,16 +124,6 @@ def test_targets_that_are_left_out_count_as_in_the_whole_batch(name, mesh, in_tw
 def test_and_in_micro_batches_of_one_process(name, options):
     whole = {"batch_size": 16} if "gradient_accumulation" in options else {}
     assert apart(run(LOSSES[name], max_steps=2, **options), run(LOSSES[name], max_steps=2, **whole)) < 1e-6
-
-
-def test_a_graph_leaves_such_batches_to_the_loop(capfd, monkeypatch):
-    monkeypatch.setattr(compiled, "compiled", lambda graph, backend, draws: graph)  # traced only, which is as exact
-    made = run(over_targets, max_steps=4, minibatch_size=3, compute="compiled", strategy=DiLoCoStrategy("sgd", H=2))
-    assert (
-        "batches whose micro-batches are not weighted by their examples are computed without a graph"
-        in capfd.readouterr().err
-    )
-    assert apart(made, run(over_targets, max_steps=4, strategy=DiLoCoStrategy("sgd", H=2))) < 1e-6
 
 
 def test_a_loss_that_its_parts_do_not_make_up_is_refused(in_two):

@@ -175,19 +175,6 @@ def test_nothing_to_resume_is_a_fresh_start(tmp_path):
     assert len(list_checkpoints(tmp_path / "new" / "folder")) == 1
 
 
-def test_compute_auto_is_kept_on_resume(tmp_path, monkeypatch):
-    import exogym.core.compute.choosing
-
-    model = lambda: nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 2))  # noqa: E731
-    monkeypatch.setattr(exogym.core.compute.choosing, "choose", lambda *args: "vmap")
-    torch.manual_seed(1)
-    first = fit(FedAvgStrategy(SGD, H=5), tmp_path, trainer_of(model()), max_steps=6, compute="auto")
-    assert first.description["chosen"]["compute"] == "vmap"
-    monkeypatch.setattr(exogym.core.compute.choosing, "choose", lambda *args: pytest.fail("timed again"))
-    again = fit(FedAvgStrategy(SGD, H=5), tmp_path, trainer_of(model()), compute="auto", resume=True)
-    assert again.description["chosen"]["compute"] == "vmap"
-
-
 # What a checkpoint does not fit
 
 
