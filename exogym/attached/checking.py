@@ -8,10 +8,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from exogym.contrib.moments import Moments
 from exogym.core.combinations import check
 from exogym.errors import ArgumentError, ModelError, check_count
 from exogym.strategy.modules import Module
-from exogym.strategy.moments import Moments
 from exogym.strategy.muon import MuonAdamW
 from exogym.strategy.optim import OptimSpec
 from exogym.strategy.schedule import is_torch_scheduler

@@ -1,7 +1,7 @@
 """Strategies: each algorithm is one short file that reads like its paper.
 
-Import every strategy from here. You can look up a class that has a `name` by its class name or by this `name`. A file
-is loaded when one of its classes is used. A lookup by `name` loads all files.
+Import every strategy from here, the methods of `exogym.contrib` too. You can look up a class that has a `name` by its
+class name or by this `name`. A file is loaded when one of its classes is used. A lookup by `name` loads all files.
 
 Build your own strategy from modules. `GradientModule`s change the gradients at every step. `CommunicationModule`s
 change the parameters at steps they choose. Every module receives a `Run` with the run's seed, nodes and steps.
@@ -40,57 +40,31 @@ from typing import TYPE_CHECKING
 from exogym.core.base.lazy import lazily
 
 __all__ = [
-    "ACCOStrategy",
     "AsyncDiLoCoStrategy",
-    "CHOCOStrategy",
-    "CocktailSGDStrategy",
     "CommunicateOptimizeStrategy",
     "CommunicationModule",
-    "DESLOCStrategy",
     "DeMoStrategy",
-    "DecoupledDiLoCoStrategy",
     "DiLoCoStrategy",
     "DifferentialPrivacy",
-    "DionStrategy",
-    "DittoStrategy",
-    "EDiTStrategy",
-    "EF21Strategy",
-    "FedAsyncStrategy",
     "FedAvgStrategy",
-    "FedBNStrategy",
-    "FedDynStrategy",
-    "FedNovaStrategy",
     "FedOptStrategy",
-    "FedPerStrategy",
     "FedProxStrategy",
-    "FedRepStrategy",
-    "GPAStrategy",
     "GossipStrategy",
     "GradientModule",
-    "GradientPushStrategy",
-    "HALoSStrategy",
-    "HeLoCoStrategy",
     "MuLoCoStrategy",
     "NoLoCoStrategy",
     "NormCap",
-    "OneBitAdamStrategy",
     "OptimSpec",
-    "PULSELoCoStrategy",
     "PeriodicModule",
-    "PierStrategy",
     "PostLocalSGDStrategy",
     "PowerSGDStrategy",
-    "QFedAvgStrategy",
     "QSGDStrategy",
-    "QuantizedReduceStrategy",
     "Run",
-    "SNOOStrategy",
     "SPARTADiLoCoStrategy",
     "SPARTAStrategy",
     "ScaffoldStrategy",
     "SignSGDStrategy",
     "SimpleReduceStrategy",
-    "SlowMoStrategy",
     "SparseLoCoStrategy",
     "Strategy",
     "StreamingDiLoCoStrategy",
@@ -98,56 +72,30 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from exogym.strategy.acco import ACCOStrategy
     from exogym.strategy.async_diloco import AsyncDiLoCoStrategy
     from exogym.strategy.averaging import NormCap
-    from exogym.strategy.choco import CHOCOStrategy
-    from exogym.strategy.cocktail import CocktailSGDStrategy
     from exogym.strategy.communicate_optimize import (
         CommunicateOptimizeStrategy,
         CommunicationModule,
         GradientModule,
         PeriodicModule,
     )
-    from exogym.strategy.decoupled_diloco import DecoupledDiLoCoStrategy
     from exogym.strategy.demo import DeMoStrategy
-    from exogym.strategy.desloc import DESLOCStrategy
     from exogym.strategy.diloco import DiLoCoStrategy
-    from exogym.strategy.dion import DionStrategy
-    from exogym.strategy.ditto import DittoStrategy
-    from exogym.strategy.edit import EDiTStrategy
-    from exogym.strategy.ef21 import EF21Strategy
-    from exogym.strategy.fedasync import FedAsyncStrategy
-    from exogym.strategy.fedbn import FedBNStrategy
-    from exogym.strategy.feddyn import FedDynStrategy
     from exogym.strategy.federated_averaging import FedAvgStrategy
-    from exogym.strategy.fednova import FedNovaStrategy
     from exogym.strategy.fedopt import FedOptStrategy
-    from exogym.strategy.fedper import FedPerStrategy
     from exogym.strategy.fedprox import FedProxStrategy
-    from exogym.strategy.fedrep import FedRepStrategy
     from exogym.strategy.gossip import GossipStrategy
-    from exogym.strategy.gpa import GPAStrategy
-    from exogym.strategy.gradient_push import GradientPushStrategy
-    from exogym.strategy.halos import HALoSStrategy
-    from exogym.strategy.heloco import HeLoCoStrategy
     from exogym.strategy.muloco import MuLoCoStrategy
     from exogym.strategy.noloco import NoLoCoStrategy
-    from exogym.strategy.onebit_adam import OneBitAdamStrategy
     from exogym.strategy.optim import OptimSpec
-    from exogym.strategy.pier import PierStrategy
     from exogym.strategy.post_local_sgd import PostLocalSGDStrategy
     from exogym.strategy.powersgd import PowerSGDStrategy
     from exogym.strategy.privacy import DifferentialPrivacy
-    from exogym.strategy.pulseloco import PULSELoCoStrategy
-    from exogym.strategy.qfedavg import QFedAvgStrategy
     from exogym.strategy.qsgd import QSGDStrategy
-    from exogym.strategy.quantized_reduce import QuantizedReduceStrategy
     from exogym.strategy.scaffold import ScaffoldStrategy
     from exogym.strategy.signsgd import SignSGDStrategy
     from exogym.strategy.simple_reduce import SimpleReduceStrategy
-    from exogym.strategy.slowmo import SlowMoStrategy
-    from exogym.strategy.snoo import SNOOStrategy
     from exogym.strategy.sparseloco import SparseLoCoStrategy
     from exogym.strategy.sparta import SPARTADiLoCoStrategy, SPARTAStrategy
     from exogym.strategy.strategy import Run, Strategy
@@ -162,9 +110,9 @@ else:
         except AttributeError:
             if name.startswith("_"):
                 raise
-            from exogym.strategy.registry import STRATEGIES
+            from exogym.strategy.registry import class_named
 
-            named = {kind.__name__: kind for kind in STRATEGIES.values() if kind.__module__.startswith(f"{__name__}.")}
-            if name not in named:
+            found = class_named(name)
+            if found is None:
                 raise
-            return named[name]
+            return found

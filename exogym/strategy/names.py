@@ -9,13 +9,14 @@ from pathlib import Path
 
 @functools.cache
 def short_names() -> dict[str, str]:
-    """Return a dict from class name to `name`, for the strategy classes of this package that have a `name`.
+    """Return a dict from class name to `name`, for ExoGym's strategy classes that have a `name`.
 
     >>> short_names()["DiLoCoStrategy"]
     'diloco'
     """
     found = {}
-    for file in Path(__file__).parent.glob("*.py"):
+    here = Path(__file__).parent
+    for file in [*here.glob("*.py"), *here.with_name("contrib").glob("*.py")]:
         classes = [kind for kind in ast.parse(file.read_text("utf-8")).body if isinstance(kind, ast.ClassDef)]
         for kind in classes:
             for line in kind.body:

@@ -17,9 +17,14 @@ from exogym.network.units import value_of
 from exogym.strategy.strategy import STRATEGIES as STRATEGIES
 from exogym.strategy.strategy import Strategy
 
+CONTRIB = "exogym.contrib"  # its list of names is the only place outside it that names a method in it
+
 for _file in pkgutil.iter_modules(sys.modules[__package__].__path__):  # importing a file registers its classes
     if _file.name != "registry":
         importlib.import_module(f"{__package__}.{_file.name}")
+_contrib = importlib.import_module(CONTRIB)
+for _name in _contrib.__all__:
+    getattr(_contrib, _name)
 
 DEFAULTS = ("inner_optim", "lr", "max_norm", "lr_scheduler", "warmup_steps", "H", "outer_lr", "outer_momentum")
 _ELSEWHERE = {  # methods that are options of other strategies, by the names in papers
@@ -134,7 +139,17 @@ def table_of_identities() -> str:
 
 
 def _ours() -> list[tuple[str, type[Strategy]]]:
-    return sorted((n, kind) for n, kind in STRATEGIES.items() if kind.__module__.startswith(f"{__package__}."))
+    return sorted((n, kind) for n, kind in STRATEGIES.items() if is_ours(kind))
+
+
+def is_ours(kind: type[Strategy]) -> bool:
+    """Return whether a class belongs to ExoGym: to `exogym.strategy`, or to `exogym.contrib`."""
+    return kind.__module__.startswith((f"{__package__}.", f"{CONTRIB}."))
+
+
+def class_named(name: str) -> type[Strategy] | None:
+    """Return ExoGym's class with this class name, or None."""
+    return next((kind for kind in STRATEGIES.values() if kind.__name__ == name and is_ours(kind)), None)
 
 
 def _markdown(heads: tuple[str, ...], lines: Sequence[tuple[str, ...]]) -> str:

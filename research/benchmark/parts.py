@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from exogym.errors import ArgumentError, DataError
-from exogym.strategy.registry import STRATEGIES
+from exogym.strategy.registry import STRATEGIES, is_ours
 from exogym.study.compare.summary import SINGLE
 from exogym.study.tasks import Data
 from research.reproduce import Cell, Reproduction
@@ -40,7 +40,7 @@ SHORT = Scope(("digits", "shakespeare"), (2, 4, 8), METHODS, {"shakespeare": 500
 
 def _all_methods() -> tuple[str, ...]:
     named = {method.partition(":")[0] for method in METHODS}
-    others = [name for name, kind in STRATEGIES.items() if kind.__module__.startswith("exogym.strategy.")]
+    others = [name for name, kind in STRATEGIES.items() if is_ours(kind)]
     return (*METHODS, *sorted({*others} - named))
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from paths import ROOT
 
-from exogym.strategy.registry import STRATEGIES
+from exogym.strategy.registry import STRATEGIES, is_ours
 from research.__main__ import main
 from research.benchmark import FULL, SHORT, Results, Scope, parts_of, speed
 from research.benchmark.page import text_of
@@ -127,7 +127,7 @@ def test_the_full_one_has_every_strategy_and_an_equal_share_of_examples(tmp_path
     why: list[str] = []
     work = Reproduction(tmp_path, seeds=(0,), device="cpu")
     two, many = parts_of(Scope(("digits",), (2, 64), FULL.methods), work, {}, why.append)
-    ours = {name for name, kind in STRATEGIES.items() if kind.__module__.startswith("exogym.strategy.")}
+    ours = {name for name, kind in STRATEGIES.items() if is_ours(kind)}
     assert {method.partition(":")[0] for method in two.cells} == ours | {"single"} and not why
     assert two.cells.keys() == many.cells.keys()
     assert {cell.batch_size for cell in two.cells.values()} == {8}

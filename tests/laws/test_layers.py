@@ -27,7 +27,7 @@ FLOORS: list[set[str]] = [
     {"errors", "core.base", "core.combinations", "core.progress", "core.refusals"},
     {"core.fleet", "core.communicator", "network", "core.mesh", "core.clock", "faults", "balance"},
     {"strategy", "core.compress", "data", "models", "core.engine"},
-    {"core.compute", "core.record", "core.saving", "core.training", "logger", "callbacks"},
+    {"contrib", "core.compute", "core.record", "core.saving", "core.training", "logger", "callbacks"},
     {"trainer", "testing", "attached"},
     {
         *("study.tasks", "study.compare", "study.advise", "study.runs"),
@@ -334,6 +334,8 @@ def strangers(source: str) -> set[str]:
                 folder = top.joinpath(*room[1].split("."))
                 file = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
                 text = file.read_text("utf-8")
+            if node.module == "exogym.strategy":  # which hands on the methods of contrib
+                text += (top / "contrib" / "__init__.py").read_text("utf-8")
             for name in (alias.name for alias in node.names):
                 is_module = (folder / name / "__init__.py").exists() or (folder / f"{name}.py").exists()
                 if not is_module and not re.search(rf"\b{name}\b", text):

@@ -12,6 +12,7 @@ import torch
 from problems import Regressor, dyadic, examples, fleet_of, plain, put, run_of, same, shards, train, unlike, vector
 from torch import Tensor, nn
 
+from exogym.contrib.gradient_push import PushSum
 from exogym.core.clock import Clock
 from exogym.core.communicator import Communicator
 from exogym.errors import ArgumentError
@@ -26,7 +27,6 @@ from exogym.strategy import (
     SimpleReduceStrategy,
 )
 from exogym.strategy.diloco import DiLoCoCommunicator
-from exogym.strategy.gradient_push import PushSum
 from exogym.strategy.graphs import GRAPHS, edges_of, metropolis, pushing, takers_of
 from exogym.strategy.noloco import NoLoCoCommunicator
 from exogym.study.advise import advise

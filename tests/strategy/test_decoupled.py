@@ -112,7 +112,7 @@ def test_one_at_a_time_is_the_naive_rule() -> None:
 
 
 def test_weights_are_tokens_squared_by_steps() -> None:
-    from exogym.strategy.decoupled_diloco import QuorumServer
+    from exogym.contrib.decoupled_diloco import QuorumServer
 
     server = QuorumServer([torch.zeros(2, dtype=torch.float64)], eta=1.0, beta=0.0)
     for x, steps, batch in ((1.0, 10, 4), (5.0, 5, 8), (-2.0, 1, 16)):

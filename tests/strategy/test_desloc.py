@@ -9,9 +9,9 @@ import torch
 from problems import MixedRegressor, Regressor, plain, put, same, shards, train, unlike, vector
 from torch import Tensor, nn
 
+from exogym.contrib.moments import Moments
 from exogym.errors import ArgumentError
 from exogym.strategy import DESLOCStrategy, FedAvgStrategy, OptimSpec, SimpleReduceStrategy
-from exogym.strategy.moments import Moments
 
 S = 57 * 8.0
 ADAMW = OptimSpec("adamw", lr=0.02)

@@ -23,9 +23,9 @@ from problems import (
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from exogym.contrib.pulseloco import VISIBLE
 from exogym.errors import ArgumentError
 from exogym.strategy import DiLoCoStrategy, OptimSpec, PULSELoCoStrategy
-from exogym.strategy.pulseloco import VISIBLE
 
 P = sum(p.numel() for p in Regressor().parameters())
 RATE = 2e-4  # moves most entries less than BF16 sees

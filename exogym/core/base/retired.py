@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.abc
+import sys
+from typing import Any
+
 _PILOT = "it cost more than it saved; exogym compare --network trains the candidates"
 _MONEY = "multiply the hours and bytes of the table by your prices"
 _LIMITS = "compare the table's times and bytes with your limits"
@@ -25,6 +29,35 @@ RETIRED: dict[str, str] = {
     **dict.fromkeys(("compute.compiled", "compute.graphs", "compute.auto"), "use 'loop', or 'vmap' on an accelerator"),
     **dict.fromkeys(("exogym.reproduce", "exogym.benchmark"), "a clone of the project has python -m research"),
 }
+
+
+# Modules that moved: their old path -> the new one.
+MOVED: dict[str, str] = {
+    **{f"exogym.strategy.{name}": f"exogym.contrib.{name}" for name in (
+        "acco", "choco", "cocktail", "decoupled_diloco", "desloc", "dion", "ditto", "edit", "ef21", "fedasync", "fedbn",
+        "feddyn", "fednova", "fedper", "fedrep", "gpa", "gradient_push", "halos", "heloco", "onebit_adam", "pier",
+        "pulseloco", "qfedavg", "quantized_reduce", "slowmo", "snoo",
+    )},
+    **{f"exogym.study.{name}": f"research.{name}, in a clone of the project" for name in (
+        "atlas", "benchmark", "reproduce",
+    )},
+}  # fmt: skip
+
+
+class Moved(importlib.abc.MetaPathFinder):
+    """The last finder of modules: it names the new path of a module that moved."""
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
+        """Find nothing.
+
+        Raises:
+            ModuleNotFoundError: the module moved; the message has its new path.
+        """
+        if fullname in MOVED:
+            raise ModuleNotFoundError(f"{fullname} moved to {MOVED[fullname]}", name=fullname)
+
+
+sys.meta_path.append(Moved())
 
 
 def retired(name: str, where: str = "") -> str | None:

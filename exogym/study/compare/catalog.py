@@ -107,7 +107,8 @@ def _described(option: str, words: Mapping[str, str], depth: int = 3) -> str:
 
 def _class_of(name: str) -> type | None:
     """Return the class of this name in the room of strategies."""
-    homes = (module for path, module in sorted(sys.modules.items()) if path.startswith("exogym.strategy."))
+    rooms = ("exogym.strategy.", "exogym.contrib.")
+    homes = (module for path, module in sorted(sys.modules.items()) if path.startswith(rooms))
     return next((found for home in homes if inspect.isclass(found := vars(home).get(name))), None)
 
 

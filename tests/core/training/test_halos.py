@@ -31,7 +31,7 @@ TIMED = ("wall_s", "memory_bytes", "device_use", "examples_per_s")
 FREE = "1000000000000Gbps"  # messages that take no time
 
 
-# The reference, written from the method's description and its authors' simulator before `exogym.strategy.halos`
+# The reference, written from the method's description and its authors' simulator before `exogym.contrib.halos`
 
 
 class Nesterov:

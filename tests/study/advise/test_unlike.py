@@ -10,8 +10,9 @@ from torch.utils.data import TensorDataset
 
 from exogym import LocalTrainer
 from exogym.callbacks import Every
+from exogym.contrib import pulseloco
 from exogym.network import Network
-from exogym.strategy import DifferentialPrivacy, FedAvgStrategy, Strategy, powersgd, pulseloco
+from exogym.strategy import DifferentialPrivacy, FedAvgStrategy, Strategy, powersgd
 from exogym.strategy.registry import STRATEGIES, parse_strategy
 from exogym.study.advise import advise, prediction
 

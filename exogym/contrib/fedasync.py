@@ -94,7 +94,7 @@ class FedAsyncStrategy(ClockedStrategy):
         inner_optim: inner optimizer; each node keeps its optimizer state between rounds.
         H: inner steps of a node's round, or with `dylu` of the fastest node's round.
         alpha: the mixing weight, over 0 and at most 1.
-        discount: s: "constant", "polynomial" or "hinge"; see `exogym.strategy.fedasync`.
+        discount: s: "constant", "polynomial" or "hinge"; see `exogym.contrib.fedasync`.
         a, b: parameters of s. None means a = 0.5 for "polynomial", and a = 10, b = 4 for "hinge".
         max_staleness, dylu: see `AsyncDiLoCoStrategy`.
         lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`. A learning rate schedule follows the fleet's

@@ -37,6 +37,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
+from exogym.contrib.outliers import Outliers
 from exogym.core.fleet import Fleet
 from exogym.core.fleet.layout import Cut
 from exogym.core.fleet.presence import rows_of
@@ -49,7 +50,6 @@ from exogym.strategy.fragments import fragments, layers_of
 from exogym.strategy.options import split
 from exogym.strategy.outer import OuterOptions, OuterRule
 from exogym.strategy.outer_parameters import OuterParameters
-from exogym.strategy.outliers import Outliers
 from exogym.strategy.rounds import RoundLength
 from exogym.strategy.strategy import Run
 from exogym.strategy.traffic import Traffic

@@ -28,13 +28,13 @@ from __future__ import annotations
 
 from typing import Any, Unpack
 
+from exogym.contrib.moments import FIRST, SECOND, Kind, Moments
 from exogym.core.combinations import check, features_of
 from exogym.core.fleet import Fleet
 from exogym.errors import check_count
 from exogym.strategy.averaging import AveragingOptions
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, PeriodicModule
 from exogym.strategy.federated_averaging import AveragingCommunicator
-from exogym.strategy.moments import FIRST, SECOND, Kind, Moments
 from exogym.strategy.options import split
 from exogym.strategy.rounds import check_one_length
 from exogym.strategy.strategy import Inner

@@ -24,11 +24,11 @@ from typing import Any, Unpack
 import torch
 from torch.optim import Optimizer
 
+from exogym.contrib.moments import Moments
 from exogym.core.fleet import Fleet
 from exogym.errors import StrategyError, check_choice, check_number
 from exogym.strategy.averaging import AveragingOptions
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy
-from exogym.strategy.moments import Moments
 from exogym.strategy.optim import OptimSpec
 from exogym.strategy.options import split
 from exogym.strategy.outer import OuterRule

@@ -1,0 +1,74 @@
+"""Methods that are a file each: research methods that few runs need.
+
+A method here promises less than the strategies of `exogym.strategy`: its rule equals its reference, its bytes equal its
+formula, and a run repeats, resumes and has the same bits in any number of processes. Its options are the inner
+optimizer's and its own. Strategies are found by name, as `compare --strategies edit`, or by class, from here or from
+`exogym.strategy`.
+
+>>> from exogym.strategy.registry import parse_strategy
+>>> type(parse_strategy("edit:H=10")) is EDiTStrategy
+True
+"""
+
+from typing import TYPE_CHECKING
+
+from exogym.core.base.lazy import lazily
+
+__all__ = [
+    "ACCOStrategy",
+    "CHOCOStrategy",
+    "CocktailSGDStrategy",
+    "DESLOCStrategy",
+    "DecoupledDiLoCoStrategy",
+    "DionStrategy",
+    "DittoStrategy",
+    "EDiTStrategy",
+    "EF21Strategy",
+    "FedAsyncStrategy",
+    "FedBNStrategy",
+    "FedDynStrategy",
+    "FedNovaStrategy",
+    "FedPerStrategy",
+    "FedRepStrategy",
+    "GPAStrategy",
+    "GradientPushStrategy",
+    "HALoSStrategy",
+    "HeLoCoStrategy",
+    "OneBitAdamStrategy",
+    "PULSELoCoStrategy",
+    "PierStrategy",
+    "QFedAvgStrategy",
+    "QuantizedReduceStrategy",
+    "SNOOStrategy",
+    "SlowMoStrategy",
+]
+
+if TYPE_CHECKING:
+    from exogym.contrib.acco import ACCOStrategy
+    from exogym.contrib.choco import CHOCOStrategy
+    from exogym.contrib.cocktail import CocktailSGDStrategy
+    from exogym.contrib.decoupled_diloco import DecoupledDiLoCoStrategy
+    from exogym.contrib.desloc import DESLOCStrategy
+    from exogym.contrib.dion import DionStrategy
+    from exogym.contrib.ditto import DittoStrategy
+    from exogym.contrib.edit import EDiTStrategy
+    from exogym.contrib.ef21 import EF21Strategy
+    from exogym.contrib.fedasync import FedAsyncStrategy
+    from exogym.contrib.fedbn import FedBNStrategy
+    from exogym.contrib.feddyn import FedDynStrategy
+    from exogym.contrib.fednova import FedNovaStrategy
+    from exogym.contrib.fedper import FedPerStrategy
+    from exogym.contrib.fedrep import FedRepStrategy
+    from exogym.contrib.gpa import GPAStrategy
+    from exogym.contrib.gradient_push import GradientPushStrategy
+    from exogym.contrib.halos import HALoSStrategy
+    from exogym.contrib.heloco import HeLoCoStrategy
+    from exogym.contrib.onebit_adam import OneBitAdamStrategy
+    from exogym.contrib.pier import PierStrategy
+    from exogym.contrib.pulseloco import PULSELoCoStrategy
+    from exogym.contrib.qfedavg import QFedAvgStrategy
+    from exogym.contrib.quantized_reduce import QuantizedReduceStrategy
+    from exogym.contrib.slowmo import SlowMoStrategy
+    from exogym.contrib.snoo import SNOOStrategy
+else:
+    __getattr__, __dir__ = lazily(__name__)
