@@ -32,11 +32,11 @@ from exogym import LocalTrainer, load_model
 from exogym.core.progress import readable_bytes
 from exogym.core.record.history import History
 from exogym.core.record.run_folder import read_status
-from exogym.data.speech import STRANGER, SpeechClips, read_audio, spoken
 from exogym.faults import Faults
+from exogym.home.speech import STRANGER, SpeechClips, read_audio, spoken
+from exogym.home.whisper import WhisperModelWrapper, WordErrors
 from exogym.machines.remote.profile import RunProfile, load_profile
 from exogym.machines.remote.results import facts_of
-from exogym.models.whisper import WhisperModelWrapper, WordErrors
 from exogym.strategy import DiLoCoStrategy, SimpleReduceStrategy
 from exogym.study.tasks import Task, load_task
 from exogym.testing import fingerprint

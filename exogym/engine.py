@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from exogym.core.base.lazy import door
 
 if TYPE_CHECKING:
+    from exogym.clusters.ray import *  # noqa: F403
     from exogym.core.engine import *  # noqa: F403
 else:
-    __getattr__, __dir__ = door("exogym.core.engine")
+    __getattr__, __dir__ = door("exogym.core.engine", "exogym.clusters.ray")

@@ -4,7 +4,7 @@ python run/language_model.py --data texts
 python run/language_model.py --data texts --num_nodes 2 --hosts distributed_hosts.json
 
 `texts` is a folder with files .txt, .md or .jsonl. Without --data, the script uses Shakespeare's plays. Without
---weights, it uses SmolLM2-135M-Instruct; see exogym.models.language.weights.
+--weights, it uses SmolLM2-135M-Instruct; see exogym.home.language.weights.
 """
 
 import argparse

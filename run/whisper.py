@@ -4,14 +4,14 @@ python run/whisper.py --data recordings
 python run/whisper.py --data recordings --num_nodes 2 --hosts distributed_hosts.json
 
 `recordings` is a folder with a manifest.csv with the columns audio and text. Without --data, espeak-ng reads lines of
-Shakespeare aloud. Without --weights, the script uses tiny.en; see exogym.models.whisper.weights.
+Shakespeare aloud. Without --weights, the script uses tiny.en; see exogym.home.whisper.weights.
 """
 
 import argparse
 import time
 
 from exogym import LocalTrainer, NetworkTrainer
-from exogym.data.speech import read_audio
+from exogym.home.speech import read_audio
 from exogym.distributed import get_rank, is_initialized
 from exogym.errors import run_script
 from exogym.progress import readable_bytes

@@ -40,7 +40,7 @@ def same_random_state() -> None:
 TRIALS_S = {
     "exogym.study.compare.forecast": ("TRIAL_S", 0.0),
     "exogym.study.compare.estimate": ("TRIAL_S", 0.05),
-    "exogym.machines.discovery.facts": ("MEASURED_S", 0.0),
+    "exogym.machines.remote.facts": ("MEASURED_S", 0.0),
 }
 
 

@@ -23,7 +23,7 @@ def save_small(folder: Path, kind: str = "Llama", tokenizer: bool = True, **size
     """Write a small random model of transformers with a vocabulary of bytes into `folder`; return it."""
     import transformers
 
-    from exogym.models.language import load_vocabulary
+    from exogym.home.language import load_vocabulary
 
     words = load_vocabulary("small-random").tokenizer
     small = {

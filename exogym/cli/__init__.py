@@ -41,11 +41,11 @@ COMMANDS = {
     "advise": ("exogym.cli.advise", "Recommend a strategy for a network."),
     "distributed-train": ("exogym.cli.distributed", "Train on several hosts over SSH."),
     "doctor": ("exogym.cli.doctor", "Check the hosts: login, Python, versions, ports, clocks."),
-    "wizard": ("exogym.cli.wizard", "Train on the computers of this network, step by step."),
-    "agent": ("exogym.cli.agent", "Let other computers find this one and pair with it."),
-    "discover": ("exogym.cli.discover", "List computers that run exogym agent; pair with one."),
+    "wizard": ("exogym.home.commands.wizard", "Train on the computers of this network, step by step."),
+    "agent": ("exogym.home.commands.agent", "Let other computers find this one and pair with it."),
+    "discover": ("exogym.home.commands.discover", "List computers that run exogym agent; pair with one."),
     "runs": ("exogym.cli.runs", "List, show, compare, export and remove run folders."),
-    "cluster": ("exogym.cli.cluster", "Write job files for SLURM and Kubernetes."),
+    "cluster": ("exogym.clusters.commands.cluster", "Write job files for SLURM and Kubernetes."),
 }
 
 

@@ -15,12 +15,12 @@ from exogym.core.base.files import new_folder
 from exogym.core.base.streams import STDERR
 from exogym.core.progress import notice
 from exogym.errors import ArgumentError, ExoGymError
+from exogym.home.wizard import hand_over
 from exogym.machines.remote import HostsConfig, SSHLauncher
 from exogym.machines.remote.measuring import MEASURED_FILE
 from exogym.machines.remote.orders import RUNS
 from exogym.machines.remote.profile import RunProfile, load_profile, options_of
 from exogym.machines.remote.results import FitResults, carry_out, facts_of, names, write_seen
-from exogym.machines.wizard import hand_over
 from exogym.network import Network
 from exogym.study.advise.afterwards import held_against
 

@@ -22,11 +22,10 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from exogym.core.base import draws, rng
-from exogym.core.progress import notice
 from exogym.data import Source, cifar10, digits, mnist, shakespeare
 from exogym.data.partition import IID, label_skew, partitioner_of
 from exogym.data.stream import is_iterable
-from exogym.errors import ArgumentError, check_choice, check_count, checked, nearest
+from exogym.errors import ArgumentError, check_choice, checked, nearest
 from exogym.models import MLP, CharGPT, SmallCNN
 from exogym.strategy.traffic import ModelSize
 
@@ -104,7 +103,8 @@ def load_task(name: str, data: Data = None, **options: Any) -> Task:
     Args:
         data: file or folder with the data, if they are in none of the places in which `exogym.data.sources` looks.
         options: the task's options: `hidden` (digits), `width` (mnist, cifar10), `block_size`, `n_layer`, `n_head`,
-            `n_embd`, `dropout` (shakespeare); the options of `whisper_task` (whisper) or `language_task` (language).
+            `n_embd`, `dropout` (shakespeare); the options of `exogym.home.tasks.whisper_task` (whisper)
+            or `language_task` (language).
 
     Raises:
         ArgumentError: the task, an option, the module or the function does not exist, or the function does not return a
@@ -120,7 +120,8 @@ def load_task(name: str, data: Data = None, **options: Any) -> Task:
     check_choice("task", name, _TASKS)
     if not isinstance(data, str | os.PathLike | None):
         raise ArgumentError(f"data={data!r} must be the path of a file or folder")
-    return _TASKS[name](data, **options)
+    found = _TASKS[name]
+    return _own_task(found, data, **options) if isinstance(found, str) else found(data, **options)
 
 
 def _own_task(name: str, *data: Data, **options: Any) -> Task:
@@ -235,143 +236,16 @@ def shakespeare_task(
     )
 
 
-@checked
-def whisper_task(
-    data: Any = None,
-    *,
-    weights: Data = None,
-    window_s: float | None = None,
-    lora_rank: int | None = 8,
-    word_errors: bool = True,
-    gradient_checkpointing: bool = False,
-    language: str = "en",
-    timestamps: bool = False,
-    lines: int = 96,
-    held_out: int = 24,
-    val_clips: int = 32,
-    general: Data = "spoken",
-    replay: float = 0.0,
-) -> Task:
-    """Fine-tune Whisper with LoRA on your recordings, or on lines of Shakespeare that espeak-ng reads aloud.
-
-    `data` and `window_s` are as in `exogym.data.speech.speech`. `weights` and the other options are as in
-    `exogym.models.whisper.WhisperModelWrapper`. `lines` and `held_out` are the numbers of lines for espeak-ng to read:
-    for training and for evaluation. An evaluation transcribes at most `val_clips` held-out clips, spread evenly,
-    because this takes longer than training.
-
-    `general` is running speech that the model must not forget, as in `exogym.data.speech.general_speech`. A run on
-    hosts tests the trained model with this speech. If `general` is None, there is no such test. `replay` is the share
-    of training clips that come from `general`. Then `general` must be a folder with a manifest.
-    """
-    from exogym.data.speech import find_speech, mixed, speech
-    from exogym.models.whisper import WhisperModelWrapper, load_tokens
-    from exogym.models.whisper.weights import find_weights
-
-    check_count("val_clips", val_clips)
-    found, spoken = find_weights(weights), {"language": language, "timestamps": timestamps}
-    encode = load_tokens(found, **spoken).encode
-    source = find_speech(data, encode, window_s=window_s, lines=lines, held_out=held_out)
-    if replay:
-        if general in (None, "spoken"):
-            raise ArgumentError(f"replay={replay!r} needs general=FOLDER, a folder with running speech and a manifest")
-        source = mixed(source, speech(general, encode, window_s=window_s), replay)
-    val, part = _thinned(source.val, "val_clips", val_clips)
-    build = functools.partial(
-        WhisperModelWrapper.from_weights, found, window_s=source.window_s, lora_rank=lora_rank,
-        word_errors=word_errors, gradient_checkpointing=gradient_checkpointing, **spoken,
-    )  # fmt: skip
-    said = f"Whisper on {len(source.train)} clips of up to {source.window_s:g} s"
-    return _fine_tuning("whisper", said, source, val, build, lora_rank, lr_of_all=1e-5, evaluates=part)
-
-
-@checked
-def language_task(
-    data: Data = None,
-    *,
-    weights: Data = None,
-    block_size: int = 128,
-    lora_rank: int | None = 8,
-    gradient_checkpointing: bool = False,
-    split: str = "auto",
-    val_blocks: int = 32,
-) -> Task:
-    """Fine-tune a causal language model with LoRA on a folder of your texts, or on Shakespeare's plays.
-
-    `data`, `block_size` and `split` are as in `exogym.data.text.texts`. `weights`, a folder or a GGUF file, is as in
-    `exogym.models.language.load_pretrained`. `lora_rank` and `gradient_checkpointing` are as in
-    `exogym.models.language.LanguageModelWrapper`. An evaluation uses at most `val_blocks` held-out blocks, spread
-    evenly.
-    """
-    from exogym.data.text import find_texts
-    from exogym.models.language import LanguageModelWrapper, load_vocabulary
-    from exogym.models.language.weights import find_weights
-
-    check_count("block_size", block_size)
-    check_count("val_blocks", val_blocks)
-    found = find_weights(weights)
-    words = load_vocabulary(found)
-    if words.context is not None and block_size > words.context:
-        raise ArgumentError(
-            f"block_size={block_size} is longer than the model's context of {words.context} tokens: give at most "
-            f"{words.context}"
-        )
-    source = find_texts(data, words.encode, end=words.end, block_size=block_size, split=split)
-    val, part = _thinned(source.val, "val_blocks", val_blocks)
-    build = functools.partial(
-        LanguageModelWrapper.from_weights, found, lora_rank=lora_rank, gradient_checkpointing=gradient_checkpointing
-    )
-    said = f"a language model on {len(source.train):,} blocks of {block_size} tokens, held out {source.held_out}"
-    return _fine_tuning(
-        "language", said, source, val, build, lora_rank, lr_of_all=3e-5, evaluates=part, perplexity=True
-    )
-
-
-def _fine_tuning(
-    name: str, description: str, source: Any, val: Any, build: Callable[[], nn.Module], lora_rank: int | None,
-    lr_of_all: float, **settings: Any,
-) -> Task:  # fmt: skip
-    """Return a task with pretrained weights. `lr_of_all` is the learning rate if all parameters are trained."""
-    trained = "all of it" if lora_rank is None else f"LoRA of rank {lora_rank}"
-    return Task(
-        name,
-        f"{description}, {trained}",
-        source.origin,
-        source.train,
-        val,
-        build,
-        num_nodes=2,
-        batch_size=2,
-        max_steps=40,
-        lr=1e-3 if lora_rank is not None else lr_of_all,
-        H=8,
-        outer_lr=1.0,
-        outer_momentum=0.0,  # plain averages: a few rounds are too few for momentum
-        lr_scheduler="cosine",
-        warmup_steps=4,
-        max_norm=1.0,
-        **settings,
-    )
-
-
-def _thinned(val: Any, option: str, most: int) -> tuple[Any, str | None]:
-    """Return at most `most` held-out examples, and a text that says which part they are, or None if they are all."""
-    thinned, what = val.thinned(most), option.removeprefix("val_")
-    if len(thinned) == len(val):
-        return thinned, None
-    part = f"{len(thinned)} of the {len(val)} held-out {what}"
-    notice(f"an evaluation uses {part}, spread evenly; {option}={len(val)} uses all")
-    return thinned, part
-
-
 def _task(name: str, description: str, source: Source, build: Callable[[], nn.Module], **settings: Any) -> Task:
     return Task(name, description, source.origin, source.train, source.val, build, **settings)
 
 
-_TASKS: dict[str, Callable[..., Task]] = {
+# A wing's task is named by its module and function, and loaded when a run needs it.
+_TASKS: dict[str, Callable[..., Task] | str] = {
     "digits": digits_task,
     "mnist": mnist_task,
     "shakespeare": shakespeare_task,
     "cifar10": cifar10_task,
-    "whisper": whisper_task,
-    "language": language_task,
+    "whisper": "exogym.home.tasks:whisper_task",
+    "language": "exogym.home.tasks:language_task",
 }

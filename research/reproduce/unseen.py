@@ -34,8 +34,8 @@ from torch.utils.data import TensorDataset
 from exogym.core.base import rng
 from exogym.data import mnist, shakespeare
 from exogym.data.partition import ByKey, Partitioner
-from exogym.data.speech.synthetic import Voice, spoken
 from exogym.errors import DataError
+from exogym.home.speech.synthetic import Voice, spoken
 from exogym.models import MLP, SmallCNN
 from exogym.study.tasks import Data, Task
 

@@ -11,7 +11,7 @@ BORROWED = {
     *("exogym.core.base", "exogym.core.base.draws", "exogym.core.base.files", "exogym.core.base.lazy"),
     *("exogym.core.clock", "exogym.core.compress", "exogym.core.fleet", "exogym.core.progress"),
     *("exogym.core.record.history", "exogym.core.record.run_folder"),
-    *("exogym.data.partition", "exogym.data.speech.synthetic"),
+    *("exogym.data.partition", "exogym.home.speech.synthetic"),
     *("exogym.strategy.registry", "exogym.strategy.strategy", "exogym.strategy.traffic", "exogym.strategy.optim"),
     *("exogym.strategy.communicate_optimize", "exogym.strategy.demo"),
     *("exogym.study.advise.beliefs", "exogym.study.advise.plans"),

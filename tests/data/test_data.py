@@ -27,9 +27,9 @@ from exogym.data import (
 )
 from exogym.data.bulk import bulk_take
 from exogym.data.loading import _begin_worker
-from exogym.data.speech.clips import SpeechClips
 from exogym.data.text import TextBlocks
 from exogym.errors import ArgumentError, DataError
+from exogym.home.speech.clips import SpeechClips
 from exogym.strategy.strategy import Run
 
 D = 53

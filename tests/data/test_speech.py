@@ -12,7 +12,8 @@ import torch
 from speech_files import folder_of_tones, tone
 
 from exogym.data import Stream
-from exogym.data.speech import (
+from exogym.errors import ArgumentError, DataError, ExoGymError
+from exogym.home.speech import (
     find_speech,
     general_speech,
     lines_of_shakespeare,
@@ -22,9 +23,8 @@ from exogym.data.speech import (
     speech,
     spoken,
 )
-from exogym.data.speech import manifest as manifests
-from exogym.data.speech.manifest import read_manifest
-from exogym.errors import ArgumentError, DataError, ExoGymError
+from exogym.home.speech import manifest as manifests
+from exogym.home.speech.manifest import read_manifest
 
 
 def letters(text: str, seconds: float) -> list[int]:

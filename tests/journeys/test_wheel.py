@@ -16,7 +16,7 @@ import pytest
 from paths import ROOT
 
 import exogym
-from exogym.machines.cluster import dockerfile
+from exogym.clusters import dockerfile
 
 BESIDE = (
     "pyproject.toml",

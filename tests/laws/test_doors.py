@@ -13,7 +13,7 @@ ROOT = Path(exogym.__path__[0])
 DOORS = {
     path.stem: found[1]
     for path in sorted(ROOT.glob("*.py"))
-    if (found := re.search(r'= door\("([\w.]+)"\)', path.read_text("utf-8")))
+    if (found := re.search(r'= door\("([\w.]+)"', path.read_text("utf-8")))
 }
 
 

@@ -20,14 +20,14 @@ from exogym import LocalTrainer
 from exogym.callbacks import Every
 from exogym.core.saving.export import save_model
 from exogym.errors import ArgumentError, DataError, ExoGymError
-from exogym.models.language import LanguageModelWrapper, load_pretrained, load_vocabulary
-from exogym.models.language import weights as language_weights
-from exogym.models.language.gguf import check_gguf
-from exogym.models.language.weights import PACKAGE, SMALL, find_weights
+from exogym.home.language import LanguageModelWrapper, load_pretrained, load_vocabulary
+from exogym.home.language import weights as language_weights
+from exogym.home.language.gguf import check_gguf
+from exogym.home.language.weights import PACKAGE, SMALL, find_weights
+from exogym.home.whisper import WhisperModelWrapper
+from exogym.home.whisper import load_pretrained as load_whisper
+from exogym.home.whisper.weights import load_tokens
 from exogym.models.pretrained import read_trained
-from exogym.models.whisper import WhisperModelWrapper
-from exogym.models.whisper import load_pretrained as load_whisper
-from exogym.models.whisper.weights import load_tokens
 from exogym.strategy import DiLoCoStrategy, SimpleReduceStrategy
 from exogym.study.tasks import load_task
 from exogym.testing import fingerprint

@@ -13,14 +13,14 @@ from speech_files import folder_of_tones, tone
 
 from exogym import LocalTrainer
 from exogym.core.saving.export import save_model
-from exogym.data.speech import speech
 from exogym.errors import ArgumentError, DataError, ExoGymError, needs
-from exogym.models.whisper import Tokens, WhisperModelWrapper, WordErrors, load_pretrained, load_tokens, plain
-from exogym.models.whisper.ctranslate2 import LAYER, NO_BIAS, read_variables
-from exogym.models.whisper.decoding import greedy, unlooped
-from exogym.models.whisper.features import LogMel, mel_filters
-from exogym.models.whisper.tokens import byte_tokens
-from exogym.models.whisper.weights import SMALL, SMALL_SIZES, _made, find_weights
+from exogym.home.speech import speech
+from exogym.home.whisper import Tokens, WhisperModelWrapper, WordErrors, load_pretrained, load_tokens, plain
+from exogym.home.whisper.ctranslate2 import LAYER, NO_BIAS, read_variables
+from exogym.home.whisper.decoding import greedy, unlooped
+from exogym.home.whisper.features import LogMel, mel_filters
+from exogym.home.whisper.tokens import byte_tokens
+from exogym.home.whisper.weights import SMALL, SMALL_SIZES, _made, find_weights
 from exogym.strategy import DiLoCoStrategy
 from exogym.study.tasks import load_task
 from exogym.testing import fingerprint
@@ -451,7 +451,7 @@ def test_the_same_speech_from_a_task_and_by_hand(tones):
 @pytest.mark.slow
 def test_real_weights_hear_what_is_read_aloud(tmp_path):
     """tiny.en on lines that espeak-ng reads: most words are right, in the whole window and in one of 5 s."""
-    from exogym.data.speech import spoken
+    from exogym.home.speech import spoken
 
     lines = ["Ask not what your country can do for you.", "The quick brown fox jumps over the lazy dog."]
     rows = spoken(lines)
@@ -572,7 +572,7 @@ def test_replay_mixes_running_speech_into_the_clips(tones, tmp_path):
 @pytest.mark.slow
 def test_real_weights_in_a_short_window_leave_a_folder_that_hears_more(tmp_path):
     """tiny.en in a window of 2 s, by its file, in a pipeline of transformers: a sentence of over 4 s."""
-    from exogym.data.speech import general_speech
+    from exogym.home.speech import general_speech
 
     model = WhisperModelWrapper.from_weights(window_s=2.0, lora_rank=4)
     sample = general_speech("spoken", model.tokens.encode)

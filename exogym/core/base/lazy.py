@@ -58,8 +58,10 @@ def lazily(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]
     return get, lambda: sorted({*vars(module), *homes})
 
 
-def door(room: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+def door(room: str, *wings: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return the `__getattr__` and `__dir__` for a module that only re-exports the names of the module `room`.
+
+    `wings` are modules whose names the door also re-exports. They are loaded only for a name that the room lacks.
 
     >>> getattr_, dir_ = door("exogym.core.progress")
     >>> getattr_("readable_bytes").__module__, "warn" in dir_()
@@ -69,7 +71,10 @@ def door(room: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     def get(name: str) -> Any:
         if name.startswith("__") and name != "__all__":
             raise AttributeError(f"the module that re-exports {room} has no {name}")
-        return getattr(importlib.import_module(room), name)
+        homes = [room, *wings]
+        while len(homes) > 1 and not hasattr(importlib.import_module(homes[0]), name):
+            del homes[0]
+        return getattr(importlib.import_module(homes[0]), name)
 
     return get, lambda: sorted(n for n in dir(importlib.import_module(room)) if not n.startswith("_"))
 

@@ -17,22 +17,15 @@ The run uses the engine that the user names, otherwise the first engine that app
 """
 
 import importlib
-from typing import TYPE_CHECKING
 
-from exogym.core.base.lazy import lazily
 from exogym.core.engine.here import Alone, Forked, Group
 from exogym.core.engine.protocol import Engine, EngineOptions
 
-if TYPE_CHECKING:
-    from exogym.core.engine.ray import Ray
-else:
-    __getattr__, __dir__ = lazily(__name__)
-
-__all__ = ["ENGINES", "Alone", "Engine", "EngineOptions", "Forked", "Group", "Ray", "engine_for", "named_engine"]
+__all__ = ["ENGINES", "Alone", "Engine", "EngineOptions", "Forked", "Group", "engine_for", "named_engine"]
 
 ENGINES: list[Engine] = [Group(), Forked(), Alone()]  # the first that applies takes the run
 # The names for `fit(engine=)` -> an engine's module and class, imported when a run needs them.
-NAMED = {"ray": ("exogym.core.engine.ray", "Ray")}
+NAMED = {"ray": ("exogym.clusters.ray", "Ray")}
 
 
 def named_engine(name: str) -> type[Engine]:

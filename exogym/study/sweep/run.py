@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import math
 import os
@@ -16,6 +17,7 @@ from exogym.core.base.devices import resolve_device
 from exogym.core.base.files import temporary_folder, write_json
 from exogym.core.base.locks import LOCK, Lock
 from exogym.core.base.processes import described
+from exogym.core.engine import NAMED
 from exogym.core.progress import notice
 from exogym.core.record import schema
 from exogym.core.record.history import History
@@ -32,7 +34,6 @@ from exogym.study.compare.run import asked_of, decisive_of, said_of, session_of,
 from exogym.study.compare.session import Session
 from exogym.study.compare.summary import MEASURES, TIMED, Summary, Track, summary_of, target_of_best
 from exogym.study.sweep.axes import STRATEGY, Axes, arguments_of, axes_of, grid, label_of
-from exogym.study.sweep.on_ray import train_all_on_ray
 from exogym.study.sweep.result import Swept, best_of, write
 from exogym.study.sweep.search import BATCH, check_optuna, propose
 from exogym.study.sweep.workers import Job, processes_that_pay, train_all
@@ -211,7 +212,8 @@ def _carrier(asked: SweepOptions) -> Carrier:
     if asked.processes != "auto":
         check_count("processes", asked.processes)
     at_once = None if asked.processes == "auto" else int(asked.processes)
-    return lambda jobs, ended: train_all_on_ray(jobs, at_once, ended)
+    train = importlib.import_module(f"{NAMED[asked.engine][0]}.cells").train_all
+    return lambda jobs, ended: train(jobs, at_once, ended)
 
 
 def _locked(path: Path, asked: dict[str, Any], resume: bool) -> Lock:

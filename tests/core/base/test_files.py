@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 from corrupted import impatient
+from exogym.study.benchmark.results import Results
+from exogym.study.reproduce.page import Page
 
 from exogym.core.base.files import check_regular, indexed, opened_regular, regular_text
 from exogym.errors import ExoGymError
+from exogym.home.whisper.ctranslate2 import read_variables
+from exogym.home.wizard.session import Taken
 from exogym.machines.remote.results import facts_of
 from exogym.machines.remote.results import names as names_of_results
-from exogym.machines.wizard.session import Taken
-from exogym.models.whisper.ctranslate2 import read_variables
-from exogym.study.benchmark.results import Results
-from exogym.study.reproduce.page import Page
 
 NOT_REGULAR = "is a folder, a pipe or a device: wanted a regular file"
 

@@ -13,11 +13,11 @@ from paths import ROOT
 from slurm import slurm
 
 from exogym.cli import main
+from exogym.clusters import Pods, SlurmJob, dockerfile, job_script, manifests
+from exogym.clusters.kubernetes import document
 from exogym.core.communicator import Wire
 from exogym.core.training.interrupt import ONCE, Interrupt
 from exogym.errors import ArgumentError
-from exogym.machines.cluster import Pods, SlurmJob, dockerfile, job_script, manifests
-from exogym.machines.cluster.kubernetes import document
 
 HOSTILE = [
     "it's",

@@ -19,11 +19,11 @@ from paths import ROOT
 from processes import Started, python
 
 from exogym.errors import ArgumentError, ExoGymError
-from exogym.machines.discovery import agent as room
-from exogym.machines.discovery import announcing, enrol, find, login, pair
-from exogym.machines.discovery.agent import Agent
-from exogym.machines.discovery.announcing import Found, announced, name_at
-from exogym.machines.discovery.channel import (
+from exogym.home.discovery import agent as room
+from exogym.home.discovery import announcing, enrol, find, login, pair
+from exogym.home.discovery.agent import Agent
+from exogym.home.discovery.announcing import Found, announced, name_at
+from exogym.home.discovery.channel import (
     AGENT,
     CALLER,
     MOST_BYTES,
@@ -33,8 +33,8 @@ from exogym.machines.discovery.channel import (
     PairingError,
     typed_code,
 )
-from exogym.machines.discovery.codes import TRIES, WRONG_IN_A_ROW, Codes
-from exogym.machines.discovery.pairing import Paired, write_entry
+from exogym.home.discovery.codes import TRIES, WRONG_IN_A_ROW, Codes
+from exogym.home.discovery.pairing import Paired, write_entry
 from exogym.machines.remote import HostsConfig
 from exogym.machines.remote.inquiry import ask
 

@@ -34,15 +34,15 @@ from exogym.core.record.history import History
 from exogym.core.record.run_folder import read_status
 from exogym.core.saving.export import save_model
 from exogym.errors import ArgumentError
+from exogym.home.whisper import WhisperModelWrapper, WordErrors
+from exogym.home.whisper.tokens import byte_tokens
+from exogym.home.whisper.weights import SMALL
+from exogym.home.wizard import Taken, hand_over, make_session, propose
+from exogym.home.wizard.leaving import lost
+from exogym.home.wizard.proposal import candidates
 from exogym.machines.remote.profile import RunProfile, evaluations_of, load_profile, options_of
 from exogym.machines.remote.results import FitResults
-from exogym.machines.wizard import Taken, hand_over, make_session, propose
-from exogym.machines.wizard.leaving import lost
-from exogym.machines.wizard.proposal import candidates
 from exogym.models import MLP
-from exogym.models.whisper import WhisperModelWrapper, WordErrors
-from exogym.models.whisper.tokens import byte_tokens
-from exogym.models.whisper.weights import SMALL
 from exogym.network import Network
 from exogym.study.compare import forecast, measured_evaluation_s
 from exogym.study.tasks import load_task
@@ -242,7 +242,7 @@ def test_the_lines_that_use_a_model_run(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_a_trained_language_model_is_handed_over(tmp_path: Path) -> None:
     """As a model and an adapter, with samples; the printed lines run."""
-    from exogym.models.language import LanguageModelWrapper
+    from exogym.home.language import LanguageModelWrapper
 
     texts, weights = folder_of_texts(tmp_path / "texts"), save_small(tmp_path / "base")
     options = {"weights": str(weights), "block_size": 32, "lora_rank": 2}
@@ -590,7 +590,7 @@ def write_clips(folder: Path, train: int, held_out: int) -> None:
     """Write lines that espeak-ng reads aloud, and a manifest."""
     import soundfile
 
-    from exogym.data.speech import lines_of_shakespeare, spoken
+    from exogym.home.speech import lines_of_shakespeare, spoken
 
     folder.mkdir()
     learnt, kept = lines_of_shakespeare(train, held_out)

@@ -194,7 +194,7 @@ QUESTIONS: dict[str, Any] = {
     "file": _file,
     "make": _make,
     "remove": _remove,
-    "facts": lambda: importlib.import_module("exogym.machines.discovery.facts").facts(),
+    "facts": lambda: importlib.import_module("exogym.machines.remote.facts").facts(),
     "connect": lambda others: _connect(others),
 }
 

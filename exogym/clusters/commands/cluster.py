@@ -1,0 +1,197 @@
+"""`exogym cluster`: job scripts for SLURM, manifests for Kubernetes, and the state of SLURM jobs."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections import deque
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import typer.core
+
+from exogym.cli.values import Debug
+from exogym.clusters import Pods, SlurmJob, cancel, dockerfile, job_script, log_of, manifests, status_of, submit
+from exogym.clusters.kubernetes import document
+from exogym.core.base.streams import printable
+from exogym.core.progress import notice
+from exogym.errors import ArgumentError
+
+app = typer.Typer(help="Write job scripts for SLURM and manifests for Kubernetes; watch SLURM jobs.")
+WORDS = {"allow_interspersed_args": False}  # words after the script belong to the script
+Script = Annotated[str, typer.Argument(metavar="SCRIPT", help="Path of a Python file.")]
+Arguments = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[ARGUMENTS]...", help="The script's arguments; put -- before them if they look like job options."
+    ),
+]
+JobNumber = Annotated[int, typer.Argument(metavar="JOB", help="Number of the job, as submitted.")]
+Nodes = Annotated[int, typer.Option(metavar="N", help="Machines.")]
+Processes = Annotated[int | None, typer.Option(metavar="P", help="Processes per machine. [default: one per GPU, or 1]")]
+
+
+class _OfScript(typer.core.TyperCommand):
+    """A command with a script and the script's arguments. It refuses its own options after the script."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        given = list(args)
+        left: list[str] = super().parse_args(ctx, args)
+        words = list(ctx.params.get("arguments") or ())
+        before = given[: len(given) - len(words)]
+        if before[-2:-1] != ["--"]:  # after --, all words are the script's
+            ctx.params["arguments"] = self._script_words(ctx, before, words)
+        return left
+
+    def _script_words(self, ctx: Any, before: list[str], words: list[str]) -> list[str]:
+        """Return the script's words, without the -- among them.
+
+        Raises:
+            ArgumentError: one of this command's options stands among them, without -- before it.
+        """
+        end = words.index("--") if "--" in words else len(words)
+        known: dict[str, Any] = {
+            name: option for option in self.get_params(ctx) for name in option.opts if name.startswith("-")
+        }
+        ours: list[str] = []
+        theirs: list[str] = []
+        rest = words[:end]
+        while rest:
+            word = rest.pop(0)
+            option = known.get(word.partition("=")[0])
+            (theirs if option is None else ours).append(word)
+            if option is not None and not option.is_flag and "=" not in word and rest:
+                ours.append(rest.pop(0))
+        if ours:
+            right = shlex.join([*before[:-1], *ours, before[-1], *theirs, *words[end:]])
+            as_theirs = shlex.join([*before, "--", *words[:end], *words[end + 1 :]])
+            raise ArgumentError(
+                f"{ours[0].partition('=')[0]} stands after the script. If it is an option of the job, write it before "
+                f"the script: {ctx.command_path} {right}. If it is an option of the script, write -- first: "
+                f"{ctx.command_path} {as_theirs}"
+            )
+        return [*words[:end], *words[end + 1 :]]
+
+
+@app.command("slurm", cls=_OfScript, context_settings=WORDS)
+def slurm(
+    script: Script,
+    arguments: Arguments = None,
+    nodes: Nodes = 1,
+    processes_per_node: Processes = None,
+    name: Annotated[str, typer.Option(help="Name of the job and its log.")] = "exogym",
+    time: Annotated[str | None, typer.Option(metavar="T", help="Time limit, as 12:00:00 or 1-00:00:00.")] = None,
+    partition: Annotated[str | None, typer.Option(help="Partition of the cluster.")] = None,
+    account: Annotated[str | None, typer.Option(help="Account to charge.")] = None,
+    qos: Annotated[str | None, typer.Option(help="Quality of service.")] = None,
+    cpus: Annotated[int | None, typer.Option(metavar="N", help="Processors on each machine.")] = None,
+    gpus: Annotated[int | None, typer.Option(metavar="N", help="GPUs on each machine.")] = None,
+    memory: Annotated[str | None, typer.Option(metavar="M", help="Memory of each machine, as 64G.")] = None,
+    before: Annotated[int, typer.Option(metavar="SECONDS", help="Save this long before the time limit.")] = 120,
+    port: Annotated[
+        int | None, typer.Option(metavar="PORT", help="Port where the machines meet. [default: from the job's number]")
+    ] = None,
+    restarts: Annotated[int, typer.Option(metavar="N", help="Restarts that the job may ask for.")] = 100,
+    python: Annotated[str, typer.Option(metavar="PATH", help="Python on the machines.")] = sys.executable,
+    folder: Annotated[Path, typer.Option(metavar="DIR", help="Folder in which the script runs.")] = Path("."),
+    out: Annotated[Path, typer.Option(metavar="FILE", help="File for the job script.")] = Path("job.sh"),
+    submit_it: Annotated[bool, typer.Option("--submit", help="Submit the job after SLURM has checked it.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Write a job script for SLURM, and submit it with --submit.
+
+    SLURM may preempt the job, so your script must call fit(save_dir=..., resume=True). All machines must share the
+    folder, Python and save_dir.
+    """
+    job = SlurmJob(
+        script, tuple(arguments or ()), nodes=nodes, processes_per_node=processes_per_node, name=name, time=time,
+        partition=partition, account=account, qos=qos, cpus=cpus, gpus=gpus, memory=memory, before_s=before, port=port,
+        restarts=restarts,
+        python=python, folder=os.path.abspath(folder),
+    )  # fmt: skip
+    _write(out, job_script(job))
+    if submit_it:
+        number = submit(out, job)
+        print(number)
+        notice(f"submitted; exogym cluster status {number}, logs {number}, cancel {number}")
+    else:
+        notice(f"written: {out}; submit it with sbatch {out}")
+
+
+@app.command("kubernetes", cls=_OfScript, context_settings=WORDS)
+def kubernetes(
+    script: Script,
+    arguments: Arguments = None,
+    image: Annotated[str, typer.Option(help="Image that the cluster pulls.")] = "exogym:latest",
+    nodes: Nodes = 1,
+    processes_per_node: Processes = None,
+    name: Annotated[str, typer.Option(help="Name of the run.")] = "exogym",
+    namespace: Annotated[str, typer.Option(help="Namespace of the run.")] = "default",
+    cpus: Annotated[str, typer.Option(metavar="Q", help="Processors of a pod, as 2 or 500m.")] = "2",
+    memory: Annotated[str, typer.Option(metavar="Q", help="Memory of a pod, as 4Gi.")] = "4Gi",
+    gpus: Annotated[int, typer.Option(metavar="N", help="GPUs of a pod.")] = 0,
+    claim: Annotated[str, typer.Option(help="PersistentVolumeClaim for checkpoints.")] = "exogym-checkpoints",
+    mount: Annotated[str, typer.Option(metavar="DIR", help="Folder of the claim in the pods.")] = "/checkpoints",
+    grace: Annotated[int, typer.Option(metavar="SECONDS", help="Time to save before a pod ends.")] = 120,
+    restarts: Annotated[
+        int,
+        typer.Option(
+            metavar="N", help="Failures that are allowed, for each pod. A job's preempted pod does not count."
+        ),
+    ] = 10,
+    kind: Annotated[str, typer.Option(help="job, or pytorchjob for the training operator.")] = "job",
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for run.yaml and Dockerfile.")] = Path("kubernetes"),
+    debug: Debug = False,
+) -> None:
+    """Write manifests for Kubernetes and a Dockerfile.
+
+    Kubernetes may preempt the pods, so your script must call fit(save_dir=MOUNT, resume=True).
+    """
+    pods = Pods(
+        script, tuple(arguments or ()), image=image, nodes=nodes, processes_per_node=processes_per_node, name=name,
+        namespace=namespace, cpus=cpus, memory=memory, gpus=gpus, claim=claim, mount=mount, grace_s=grace,
+        restarts=restarts, kind=kind,
+    )  # fmt: skip
+    objects = manifests(pods)
+    _write(out / "run.yaml", document(objects))
+    _write(out / "Dockerfile", dockerfile())
+    notice(f"written: {out}/run.yaml ({', '.join(one['kind'] for one in objects)}) and {out}/Dockerfile")
+
+
+@app.command("status")
+def status(job: JobNumber, debug: Debug = False) -> None:
+    """Show the state of a SLURM job."""
+    for name, value in status_of(job).items():
+        print(f"{name.replace('_', ' ')}: {printable(value)}")
+
+
+@app.command("logs")
+def logs(
+    job: JobNumber,
+    lines: Annotated[int, typer.Option(metavar="N", min=1, help="Number of last lines.")] = 100,
+    debug: Debug = False,
+) -> None:
+    """Print the last lines of a SLURM job's log."""
+    with log_of(job).open(encoding="utf-8", errors="replace") as file:
+        for line in deque(file, maxlen=lines):
+            print(printable(line.rstrip("\n").expandtabs()))
+
+
+@app.command("cancel")
+def end(job: JobNumber, debug: Debug = False) -> None:
+    """Cancel a SLURM job.
+
+    The job saves a checkpoint first, if its script has a save_dir.
+    """
+    cancel(job)
+    notice(f"job {job} is canceled")
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ArgumentError(f"{str(path)!r} cannot be written: {error.strerror or error}; give another --out") from None

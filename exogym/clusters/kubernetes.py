@@ -1,0 +1,204 @@
+"""Make Kubernetes manifests for a run, and a Dockerfile for the run's image.
+
+The manifests describe an indexed Job with one pod per machine. Its pods find each other by the names of a headless
+service. With `kind="pytorchjob"` the manifests describe a PyTorchJob of the training operator instead. Each pod's
+launcher needs the run's secret from a Kubernetes Secret, which you must create.
+
+If a pod is preempted, all pods end. Kubernetes replaces them, and all start the script again. A job's preempted pod
+does not count as a failure, but the others do. The run resumes if the script calls
+`fit(save_dir=..., resume=True)` with a folder on the volume.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+from exogym.clusters.words import IMAGE, LABEL, QUANTITY, check_arguments, check_word
+from exogym.errors import ArgumentError, check_choice, check_count
+
+PORT = 29500
+USER = 10001
+WORK = "/work"  # the project's folder in the image, and the working directory
+LABEL_WORDS = "small letters, digits and '-', at most 52, as a DNS label"
+
+
+@dataclass(frozen=True)
+class Pods:
+    """A script and the resources that it needs on a Kubernetes cluster.
+
+    Args:
+        script: path of a Python file in the image.
+        arguments: the script's arguments.
+        image: the image's name, from which the cluster pulls it.
+        nodes: number of pods.
+        processes_per_node: processes in each pod. If `processes_per_node` is None, a pod has one process per GPU, or
+            one process without GPUs.
+        name, namespace: name and namespace of the Kubernetes objects.
+        cpus, memory, gpus: each pod's resources, as Kubernetes quantities.
+        claim: name of a PersistentVolumeClaim for checkpoints. All pods must be able to write to it.
+        mount: path at which the pods mount the claim.
+        grace_s: seconds between SIGTERM and the end of a pod. The run saves a checkpoint when it gets SIGTERM.
+        restarts: failures that are allowed, for each pod. A job's preempted pod does not count.
+        kind: "job" for a Kubernetes Job, or "pytorchjob" for the training operator's PyTorchJob.
+
+    Raises:
+        ArgumentError: a value is not valid in a manifest.
+    """
+
+    script: str
+    arguments: tuple[str, ...] = ()
+    image: str = "exogym:latest"
+    nodes: int = 1
+    processes_per_node: int | None = None
+    name: str = "exogym"
+    namespace: str = "default"
+    cpus: str = "2"
+    memory: str = "4Gi"
+    gpus: int = 0
+    claim: str = "exogym-checkpoints"
+    mount: str = "/checkpoints"
+    grace_s: int = 120
+    restarts: int = 10
+    kind: str = "job"
+
+    def __post_init__(self) -> None:
+        for name in ("nodes", "grace_s"):
+            check_count(name, getattr(self, name))
+        for name in ("gpus", "restarts"):
+            check_count(name, getattr(self, name), least=0)
+        if self.processes_per_node is not None:
+            check_count("processes_per_node", self.processes_per_node)
+        for name in ("name", "namespace", "claim"):
+            check_word(name, getattr(self, name), LABEL, LABEL_WORDS)
+        for name in ("cpus", "memory"):
+            check_word(name, getattr(self, name), QUANTITY, "a quantity, as 500m, 2 or 4Gi")
+        check_word("image", self.image, IMAGE, "an image, as registry.example/team/exogym:1")
+        check_choice("kind", self.kind, ("job", "pytorchjob"))
+        if not self.mount.startswith("/") or ":" in self.mount or ".." in self.mount.split("/"):
+            raise ArgumentError(f"mount={self.mount!r} must be an absolute path without ':' and '..'")
+        check_arguments((self.script, self.mount, *self.arguments))
+        if not self.script:
+            raise ArgumentError("no script: give the path of a Python file in the image")
+
+    @property
+    def processes(self) -> int:
+        return self.processes_per_node or self.gpus or 1
+
+
+def manifests(pods: Pods) -> list[dict[str, Any]]:
+    """Return the Kubernetes objects for a run, in the order in which to apply them."""
+    return list(_operated(pods) if pods.kind == "pytorchjob" else _indexed(pods))
+
+
+def document(objects: Sequence[dict[str, Any]]) -> str:
+    """Return the text of a file for `kubectl apply` with these objects. The objects are written as JSON, which is YAML.
+
+    >>> print(document([{"kind": "Job"}, {"kind": "Service"}]), end="")
+    # Written by exogym cluster kubernetes: read it, change it, and apply it with kubectl.
+    ---
+    {
+      "kind": "Job"
+    }
+    ---
+    {
+      "kind": "Service"
+    }
+    """
+    head = "# Written by exogym cluster kubernetes: read it, change it, and apply it with kubectl.\n"
+    return head + "".join(f"---\n{json.dumps(one, indent=2)}\n" for one in objects)
+
+
+def _indexed(pods: Pods) -> Iterator[dict[str, Any]]:
+    labels = {"app.kubernetes.io/name": "exogym", "app.kubernetes.io/instance": pods.name}
+    about = {"name": pods.name, "namespace": pods.namespace, "labels": labels}
+    yield {
+        "apiVersion": "v1", "kind": "Service", "metadata": about,
+        "spec": {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": labels,
+                 "ports": [{"name": "meeting", "port": PORT}]},
+    }  # fmt: skip
+    yield _policy(about, labels)
+    master = f"{pods.name}-0.{pods.name}.{pods.namespace}.svc"
+    yield {
+        "apiVersion": "batch/v1", "kind": "Job", "metadata": about,
+        "spec": {
+            "completionMode": "Indexed", "completions": pods.nodes, "parallelism": pods.nodes,
+            "backoffLimit": pods.restarts * pods.nodes,  # if one pod is lost, all fail
+            "podFailurePolicy": {
+                "rules": [{"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}]
+            },
+            "template": {"metadata": {"labels": labels}, "spec": {"subdomain": pods.name}
+                         | _pod(pods, "$(JOB_COMPLETION_INDEX)", master, "Never")},
+        },
+    }  # fmt: skip
+
+
+def _operated(pods: Pods) -> Iterator[dict[str, Any]]:
+    labels = {"app.kubernetes.io/name": "exogym", "app.kubernetes.io/instance": pods.name}
+    about = {"name": pods.name, "namespace": pods.namespace, "labels": labels}
+    yield _policy(about, labels)
+    pod = _pod(pods, "$(RANK)", f"{pods.name}-master-0", None)
+    pod["containers"][0] |= {"name": "pytorch", "ports": [{"name": "pytorchjob-port", "containerPort": PORT}]}
+    replica = {"restartPolicy": "OnFailure", "template": {"metadata": {"labels": labels}, "spec": pod}}
+    more = {"Worker": {"replicas": pods.nodes - 1, **replica}} if pods.nodes > 1 else {}
+    yield {
+        "apiVersion": "kubeflow.org/v1", "kind": "PyTorchJob", "metadata": about,
+        "spec": {"runPolicy": {"backoffLimit": pods.restarts * pods.nodes},
+                 "pytorchReplicaSpecs": {"Master": {"replicas": 1, **replica}, **more}},
+    }  # fmt: skip
+
+
+def _policy(about: dict[str, Any], labels: dict[str, str]) -> dict[str, Any]:
+    """Return a policy: only the run's pods may connect to the run's pods."""
+    return {
+        "apiVersion": "networking.k8s.io/v1", "kind": "NetworkPolicy", "metadata": about,
+        "spec": {"podSelector": {"matchLabels": labels}, "policyTypes": ["Ingress"],
+                 "ingress": [{"from": [{"podSelector": {"matchLabels": labels}}]}]},
+    }  # fmt: skip
+
+
+def _pod(pods: Pods, rank: str, master: str, restart: str | None) -> dict[str, Any]:
+    words = [pods.script if not pods.script.startswith("-") else f"./{pods.script}", *pods.arguments]
+    command = [
+        "python", "-m", "exogym.launch", "--nnodes", str(pods.nodes), "--nproc_per_node", str(pods.processes),
+        "--node_rank", rank, "--master_addr", master, "--master_port", str(PORT), "--",
+        *(word.replace("$", "$$") for word in words),  # Kubernetes would replace $(names)
+    ]  # fmt: skip
+    needs = {"cpu": pods.cpus, "memory": pods.memory} | ({"nvidia.com/gpu": str(pods.gpus)} if pods.gpus else {})
+    secret = {"name": f"{pods.name}-secret", "key": "secret"}
+    container = {
+        "name": "exogym", "image": pods.image, "command": command, "workingDir": WORK,
+        "env": [{"name": "EXOGYM_SECRET", "valueFrom": {"secretKeyRef": secret}}],
+        "ports": [{"name": "meeting", "containerPort": PORT}], "resources": {"requests": needs, "limits": needs},
+        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+        "volumeMounts": [{"name": "checkpoints", "mountPath": pods.mount}, {"name": "memory", "mountPath": "/dev/shm"}],
+    }  # fmt: skip
+    return {
+        **({"restartPolicy": restart} if restart else {}),
+        "terminationGracePeriodSeconds": pods.grace_s, "automountServiceAccountToken": False,
+        "securityContext": {"runAsNonRoot": True, "runAsUser": USER, "fsGroup": USER,
+                            "seccompProfile": {"type": "RuntimeDefault"}},
+        "containers": [container],
+        "volumes": [{"name": "checkpoints", "persistentVolumeClaim": {"claimName": pods.claim}},
+                    {"name": "memory", "emptyDir": {"medium": "Memory"}}],
+    }  # fmt: skip
+
+
+def dockerfile() -> str:
+    """Return a Dockerfile for an image with the wheel in dist/, the current folder and this machine's torch version."""
+    own, python = version("exogym"), ".".join(platform.python_version_tuple()[:2])
+    torch = version("torch").partition("+")[0]
+    return f"""\
+# Written by exogym cluster kubernetes. First: pip wheel --no-deps -w dist exogym (or its source folder).
+FROM python:{python}-slim
+COPY dist/exogym-{own}-py3-none-any.whl /tmp/
+RUN pip install --no-cache-dir torch=={torch} /tmp/exogym-{own}-py3-none-any.whl && rm /tmp/*.whl
+RUN useradd --uid {USER} --create-home exogym
+WORKDIR {WORK}
+COPY --chown={USER} . {WORK}
+USER {USER}
+"""

@@ -1,0 +1,209 @@
+"""Write a job script for SLURM, submit it, and ask for a job's state.
+
+On each machine, the job script starts a launcher (`python -m exogym.launch`), which starts the machine's processes.
+Processes need a secret to join the run. The job draws the secret at random and keeps it only in environment variables.
+
+SLURM restarts a preempted job. The run then resumes if the script calls `fit(save_dir=..., resume=True)`. Shortly
+before the time limit, the job tells its processes to save a checkpoint, and asks SLURM for a restart. All given texts
+are quoted for the shell. Invalid texts are refused.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from exogym.clusters.words import MEMORY, NAME, TIME, check_arguments, check_word
+from exogym.errors import ArgumentError, ExoGymError, check_count, check_port
+
+NAME_WORDS = "letters, digits, '.', '_' and '-', at most 63"
+TEMPLATE = """\
+#!/bin/bash
+{directives}
+
+# Written by exogym cluster slurm: read it, change it, and submit it with sbatch.
+set -u
+cd -- {folder} || exit 1
+
+EXOGYM_SECRET=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')  # processes must know it to join the run
+export EXOGYM_SECRET EXOGYM_SIGTERM_ONCE=1
+
+# SLURM sends TERM to all processes when the job is preempted or canceled. Shortly before the time limit it sends USR1
+# to this shell, which then sends TERM. At TERM the processes save each node's state (fit with save_dir) and end.
+trap 'scancel --signal=TERM "$SLURM_JOB_ID"' USR1
+trap : TERM
+
+# This shell runs on the job's first machine, where all others connect. SLURM gives its address.
+launch='exec "$0" -m exogym.launch --node_rank "$SLURM_PROCID" --master_addr "$SLURM_LAUNCH_NODE_IPADDR" "$@"'
+srun --kill-on-bad-exit=1 ${{SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"}} bash -c "$launch" {python} \\
+    --nnodes {nodes} --nproc_per_node {processes} --master_port {port} -- {command} &
+step=$!
+while wait "$step"; code=$?; kill -0 "$step" 2>/dev/null; do :; done
+
+# 143: ended by TERM. A canceled job is no longer RUNNING.
+state=$(squeue --noheader --job "$SLURM_JOB_ID" --format=%T)
+if [ "$code" -eq 143 ] && [ "$state" = RUNNING ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {restarts} ]; then
+    echo "the run has saved itself and will start again" >&2
+    exec scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"
+"""
+
+
+@dataclass(frozen=True)
+class SlurmJob:
+    """A script and the resources that it needs on a SLURM cluster.
+
+    Args:
+        script: path of a Python file that all machines can read.
+        arguments: the script's arguments.
+        nodes: number of machines.
+        processes_per_node: processes on each machine. If `processes_per_node` is None, a machine has one process per
+            GPU, or one process without GPUs.
+        name: the job's name.
+        folder: the folder in which the script runs.
+        python: path of the Python interpreter on the machines.
+        cpus, gpus, memory, time, partition, account, qos: SLURM's options. An option that is None keeps SLURM's
+            default.
+        before_s: the run saves a checkpoint this many seconds before the time limit.
+        port: port of the first machine, at which the other machines connect. If `port` is None, the job computes a port
+            from its number.
+        restarts: how often the job may restart itself.
+
+    Raises:
+        ArgumentError: a value is not valid in a job script.
+
+    >>> SlurmJob("train.py", ("--lr", "0.1"), nodes=2, time="01:00:00").processes
+    1
+    """
+
+    script: str
+    arguments: tuple[str, ...] = ()
+    nodes: int = 1
+    processes_per_node: int | None = None
+    name: str = "exogym"
+    folder: str = field(default_factory=os.getcwd)
+    python: str = sys.executable
+    cpus: int | None = None
+    gpus: int | None = None
+    memory: str | None = None
+    time: str | None = None
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    before_s: int = 120
+    port: int | None = None
+    restarts: int = 100
+
+    def __post_init__(self) -> None:
+        for name in ("nodes", "before_s"):
+            check_count(name, getattr(self, name))
+        check_count("restarts", self.restarts, least=0)
+        for name in ("processes_per_node", "cpus", "gpus"):
+            if getattr(self, name) is not None:
+                check_count(name, getattr(self, name))
+        if self.port is not None:
+            check_port("port", self.port, least=1024)
+        for name in ("name", "partition", "account", "qos"):
+            if getattr(self, name) is not None:
+                check_word(name, getattr(self, name), NAME, NAME_WORDS)
+        if self.time is not None:
+            check_word("time", self.time, TIME, "minutes, or [days-]hours:minutes[:seconds]")
+        if self.memory is not None:
+            check_word("memory", self.memory, MEMORY, "a whole number with K, M, G or T, as 16G")
+        check_arguments((self.script, self.folder, self.python, *self.arguments))
+        if not self.script:
+            raise ArgumentError("no script: give the path of a Python file")
+
+    @property
+    def processes(self) -> int:
+        return self.processes_per_node or self.gpus or 1
+
+
+def job_script(job: SlurmJob) -> str:
+    """Return the text of the job script."""
+    given = {
+        "job-name": job.name, "nodes": job.nodes, "ntasks-per-node": 1, "cpus-per-task": job.cpus,
+        "gpus-per-node": job.gpus, "mem": job.memory, "time": job.time, "partition": job.partition,
+        "account": job.account, "qos": job.qos, "output": f"{job.name}-%j.log", "open-mode": "append",
+        "signal": f"B:USR1@{job.before_s}",
+    }  # fmt: skip
+    directives = [f"#SBATCH --{name}={value}" for name, value in given.items() if value is not None]
+    script = job.script if not job.script.startswith("-") else f"./{job.script}"
+    return TEMPLATE.format(
+        directives="\n".join([*directives, "#SBATCH --requeue"]), folder=shlex.quote(job.folder),
+        python=shlex.quote(job.python), nodes=job.nodes, processes=job.processes, restarts=job.restarts,
+        port=job.port or "$((20000 + SLURM_JOB_ID % 10000))", command=shlex.join([script, *job.arguments]),
+    )  # fmt: skip
+
+
+def submit(script: Path, job: SlurmJob) -> int:
+    """Submit a job to SLURM and return its number.
+
+    Raises:
+        ArgumentError: SLURM rejects the job, for example because of an unknown partition.
+        ExoGymError: this machine has no SLURM, or SLURM does not answer.
+    """
+    if not Path(job.folder, job.script).is_file():
+        raise ArgumentError(f"script={job.script!r} does not exist in {job.folder!r}: give the path of a Python file")
+    for more in (["--test-only"], ["--parsable"]):
+        done = _slurm("sbatch", f"--chdir={job.folder}", *more, "--", str(script))
+        if done.returncode:
+            raise ArgumentError(f"SLURM rejects the job: {_said(done)}")
+    return int(done.stdout.strip().partition(";")[0])
+
+
+def status_of(job: int) -> dict[str, str]:
+    """Return SLURM's facts about a job: state, reason, run_time, time_limit, nodes, restarts, exit_code, log."""
+    facts = _facts(job)
+    names = {
+        "state": "JobState", "reason": "Reason", "run_time": "RunTime", "time_limit": "TimeLimit", "nodes": "NodeList",
+        "restarts": "Restarts", "exit_code": "ExitCode", "log": "StdOut",
+    }  # fmt: skip
+    return {name: facts.get(theirs, "") for name, theirs in names.items()}
+
+
+def log_of(job: int) -> Path:
+    """Return the path of a job's log file.
+
+    Raises:
+        ExoGymError: the file does not exist yet, or does not exist on this machine.
+    """
+    path = Path(_facts(job).get("StdOut", ""))
+    if not path.is_file():
+        raise ExoGymError(f"job {job} has no log yet on this machine: {str(path)!r} does not exist")
+    return path
+
+
+def cancel(job: int) -> None:
+    """End a job. SLURM first sends SIGTERM to the job's processes, which then save a checkpoint."""
+    _facts(job)
+    done = _slurm("scancel", str(job))
+    if done.returncode:
+        raise ExoGymError(f"SLURM refuses to cancel job {job}: {_said(done)}")
+
+
+def _facts(job: int) -> dict[str, str]:
+    check_count("job", job)
+    done = _slurm("scontrol", "--oneliner", "show", "job", str(job))
+    if done.returncode:
+        raise ArgumentError(f"job={job} is unknown to SLURM, or ended so long ago that SLURM forgot it: {_said(done)}")
+    return dict(re.findall(r"(?:^| )([A-Za-z]\w*)=(.*?)(?= [A-Za-z][\w/:]*=|$)", done.stdout.strip()))
+
+
+def _slurm(*words: str) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    except FileNotFoundError:
+        raise ExoGymError(f"this machine has no {words[0]}: submit from a machine of the SLURM cluster") from None
+    except subprocess.TimeoutExpired:
+        raise ExoGymError(f"SLURM did not answer {words[0]} within 60 s: look at squeue, then try again") from None
+
+
+def _said(done: subprocess.CompletedProcess[str]) -> str:
+    return " ".join((done.stderr or done.stdout).split()) or f"exit code {done.returncode}"

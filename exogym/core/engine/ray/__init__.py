@@ -1,5 +1,0 @@
-"""The Ray engine: each of several actors holds some rows, and this process holds none."""
-
-from exogym.core.engine.ray.engine import Ray
-
-__all__ = ["Ray"]

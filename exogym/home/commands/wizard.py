@@ -1,0 +1,450 @@
+"""`exogym wizard`: train a model on the computers of a network, after a few questions."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from exogym.cli.asking import Asker, count, pairs, say
+from exogym.cli.distributed import train
+from exogym.cli.doctor import print_checks
+from exogym.cli.values import DATASETS, KEY_FILE, At, Debug, KeyFile, SSHConfig
+from exogym.cli.watching import LiveView
+from exogym.core.base.files import write_json
+from exogym.data.stream import length_of
+from exogym.errors import ArgumentError, check_choice, needs
+from exogym.home.commands.finding import Finder
+from exogym.home.wizard import Proposal, Taken, WizardRun, make_session, propose
+from exogym.home.wizard.session import CONFIG, HOSTS, MEASURED, PROFILE, SCRIPT
+from exogym.machines.remote import HostsConfig, check_hosts
+from exogym.machines.remote.measuring import measure_hosts
+from exogym.machines.remote.profile import RunProfile, evaluations_of, options_of
+from exogym.network import Network
+from exogym.study.tasks import Task, load_task, size_of
+
+HOSTS_FILE = "distributed_hosts.json"
+START, CHANGE, FILES, STOP = "start", "change", "files", "stop"
+SAVES, RESTARTS, RETRIES = 5, 1, 2  # checkpoints of a run, restarts of its processes, restarts of the whole run
+LABELS = {"val_wer": "word error rate"}
+MOST_LOSS = 700.0  # exp of more is infinite
+GENERAL, WEIGHTS = "general", "weights"  # options with a path on this computer, copied to the hosts
+FIREWALL = (
+    "a firewall may block connections: the computers must reach each other on ports 1024 and above. Debian and Ubuntu: "
+    "ufw allow from NETWORK to any, on each; macOS: Settings, Network, Firewall, let Python accept connections"
+)
+VERSIONS = (
+    "each computer needs the same exogym and torch: install this computer's versions there and restart exogym agent"
+)
+HELP = {"way to the others": FIREWALL, "port": FIREWALL, "torch": VERSIONS, "exogym": VERSIONS}
+
+
+def wizard(
+    task: Annotated[
+        str | None, typer.Option("--task", metavar="NAME", help=f"What to train: {', '.join(DATASETS)}.")
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(metavar="PATH", help="The task's data, copied to the computers. [default: the usual places]"),
+    ] = None,
+    task_options: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="Options of the task, as 'lora_rank=8, lines=40'.")
+    ] = None,
+    hosts: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Hosts file. Paired computers are added to it.")
+    ] = None,
+    computers: Annotated[
+        str | None, typer.Option(metavar="NAMES", help="Computers to use, as studio,den; or all.")
+    ] = None,
+    code: Annotated[
+        list[str] | None, typer.Option("--code", metavar="NAME=CODE", help="Code that a computer shows. Repeatable.")
+    ] = None,
+    at: At = None,
+    here: Annotated[
+        bool | None, typer.Option("--here/--not-here", help="When pairing, add this computer, too. [default: yes]")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Steps of each node. [default: the task's]")] = None,
+    strategy: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="Strategy, as 'diloco:H=50'. [default: fits the network]")
+    ] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Examples per node and batch. [default: the task's]")
+    ] = None,
+    lr: Annotated[float | None, typer.Option(help="Learning rate. [default: the task's]")] = None,
+    balance: Annotated[
+        str | None, typer.Option(metavar="HOW", help="Divide the load by speed: nodes, batch or steps.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of weights and data.")] = 0,
+    save_dir: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Folder for five checkpoints, to resume from after a failure.")
+    ] = None,
+    folder: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Folder for all files of this run. [default: exogym-TASK]")
+    ] = None,
+    path_on_hosts: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Folder on the other computers. [default: ~/exogym/NAME]")
+    ] = None,
+    measured: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Use this earlier measurement instead of measuring.")
+    ] = None,
+    address: Annotated[
+        str | None, typer.Option(metavar="IP", help="This computer's address for the others. [default: its only one]")
+    ] = None,
+    key: KeyFile = KEY_FILE,
+    ssh_config: SSHConfig = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Measure and train without asking.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Train on the computers of your network, after a few questions.
+
+    Finds computers that run exogym agent, or reads a hosts file. Checks these computers, and measures the network and a
+    step. Then it proposes a strategy, H, a batch size and a time, and trains if you agree. Every question can be
+    answered by an option, so the command also runs without a terminal. --yes agrees to training.
+    """
+    needs("questionary", "wizard")
+    asker = Asker()
+    if folder is not None and folder.exists() and any(folder.iterdir()):
+        raise ArgumentError(f"--folder={os.fspath(folder)!r} is not empty: give a new folder")
+    what = task or asker.choose("--task", "What do you want to train?", {name: name for name in DATASETS})
+    check_choice("--task", what, DATASETS)
+    if what == "whisper" and data is not None and data.is_file():
+        raise ArgumentError(f"--data={os.fspath(data)!r} is a file: give the folder with the clips and the manifest")
+    profile = RunProfile(
+        what, strategy or "diloco", steps=steps, batch_size=batch_size, lr=lr, balance=balance, seed=seed,
+        save_dir=save_dir, retries=RETRIES,
+    )  # fmt: skip
+    problem = load_task(what, data, **options_of(task_options))
+    finder = Finder(asker, hosts or Path(HOSTS_FILE), key, ssh_config, address)
+    if hosts is None or not hosts.exists() or computers is not None:
+        finder.find(computers, pairs("--code", code or []), at or [], here)
+    else:
+        _refuse_pairing(hosts, {"--here": here, "--code": code or None, "--at": at or None})
+    place = RunPlace.of(folder or free(f"exogym-{what}"), path_on_hosts, finder.file, data, copied_of(task_options))
+    profile = replace(
+        profile, data=place.data_there, task_options=place.options_there(task_options),
+        steps=steps or _steps(asker, problem), batch_size=batch_size or problem.batch_size,
+    )  # fmt: skip
+    run = Preparing(asker, profile, strategy, problem, place, yes)
+    if not run.look():
+        raise typer.Exit(1)
+    if measured is None and not run.may_measure():
+        say("nothing was done: give --yes to measure and train")
+        return
+    plan = run.agree(measured)
+    if plan is None:
+        run.leave()
+        return
+    session = run.write(plan)
+    if run.starts:
+        carry_out(session, plan, asker.can_ask, problem)
+
+
+def _refuse_pairing(hosts: Path, given: Mapping[str, object]) -> None:
+    """Refuse options that are for pairing, because the hosts file already names the computers."""
+    for option, value in given.items():
+        if value is not None:
+            raise ArgumentError(
+                f"{option} is for pairing, but --hosts={os.fspath(hosts)!r} names the computers: leave out {option}, "
+                "or name computers to pair with in --computers"
+            )
+
+
+def _steps(asker: Asker, task: Task) -> int:
+    return asker.text("--steps", "How many steps on each computer?", count, str(task.max_steps))
+
+
+def copied_of(options: str | None) -> dict[str, Path]:
+    """Return the files and folders of this computer that a task's options `general` and `weights` name.
+
+    Raises:
+        ArgumentError: this computer does not have the file or folder that `general` names.
+    """
+    given, found = options_of(options), dict[str, Path]()
+    for name in (GENERAL, WEIGHTS):
+        path = Path(str(given.get(name))).expanduser()
+        if given.get(name) in (None, "spoken"):
+            continue
+        if path.exists():
+            found[name] = path
+        elif name == GENERAL:  # other weights are a name: the task knows it, or says that it does not exist
+            raise ArgumentError(f"--task-options general={given[name]}: no such file or folder on this computer")
+    return found
+
+
+def free(name: str) -> Path:
+    """Return `name` if no such file or folder exists, otherwise `name` with a number."""
+    return next(path for n in range(1, 10_000) if not (path := Path(name if n == 1 else f"{name}-{n}")).exists())
+
+
+@dataclass(frozen=True)
+class RunPlace:
+    """The run's folder on this computer, and the contents of its hosts file.
+
+    Attributes:
+        folder: the run's folder.
+        hosts: the hosts file's contents.
+        data: the task's data, which is copied into the folder. None means that each host has the data in the usual
+            places.
+        copied: files and folders that the task's options name, which are also copied into the folder, by option.
+    """
+
+    folder: Path
+    hosts: dict[str, Any]
+    data: Path | None
+    copied: Mapping[str, Path] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        folder: Path,
+        there: str | None,
+        hosts_file: Path,
+        data: Path | None,
+        copied: Mapping[str, Path] | None = None,
+    ) -> RunPlace:
+        """Return the `RunPlace` for a run in `folder`, with the contents of the hosts file.
+
+        Raises:
+            ArgumentError: the hosts file is wrong or names only one computer.
+        """
+        config = HostsConfig.load(hosts_file)
+        if config.slots < 2:
+            raise ArgumentError(f"{hosts_file} has only one computer: add a second with exogym discover --pair")
+        fields = json.loads(hosts_file.read_text("utf-8")) | {"project_path": there or f"~/exogym/{folder.name}"}
+        for entry in [fields["master"], *fields.get("workers", [])]:
+            if isinstance(entry, dict):
+                entry.pop("path", None)
+        return cls(folder, fields, data, copied or {})
+
+    @property
+    def data_there(self) -> str | None:
+        if self.data is None:
+            return None
+        name = self.data.resolve().name
+        return f"data/data/{name}" if name in self.copied else f"data/{name}"
+
+    def there(self, option: str) -> str:
+        """Return the copy's path of the file or folder that `option` names, relative to the run's folder."""
+        return f"data/{option}/{self.copied[option].resolve().name}"
+
+    def options_there(self, options: str | None) -> str | None:
+        """Return the task's options with paths relative to the run's folder, valid on each host."""
+        if options is None or not self.copied:
+            return options
+        parts = options.split(",")
+        named = [part.partition("=")[0].strip() for part in parts]
+        for option in self.copied:
+            parts[named.index(option)] = f" {option}={self.there(option)}"
+        return ",".join(parts).strip()
+
+    def make(self) -> None:
+        """Make the run's folder and copy the task's data into it."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        named = [(source, self.there(option)) for option, source in self.copied.items()]
+        if self.data is not None and self.data_there is not None:
+            named.append((self.data, self.data_there))
+        for source, name in named:
+            target = self.folder / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            (shutil.copytree if source.is_dir() else shutil.copy)(source, target)
+
+
+class Preparing:
+    """Checks and measures the hosts, proposes a plan, and lets the user change it.
+
+    Args:
+        asker: asks the questions.
+        profile: the run's options so far.
+        strategy: the strategy to use. If None, ExoGym chooses a strategy that suits the network.
+        task: the task to train.
+        place: the run's folder and hosts.
+        yes: whether to start without asking.
+
+    Attributes:
+        starts: whether the user agreed to train. If False, the user wants no training, at most files.
+    """
+
+    def __init__(
+        self, asker: Asker, profile: RunProfile, strategy: str | None, task: Task, place: RunPlace, yes: bool,
+    ):  # fmt: skip
+        self.asker, self.profile, self.strategy, self.task = asker, profile, strategy, task
+        self.place, self.yes = place, yes
+        self.config = HostsConfig.load(place.hosts)
+        self.starts = False
+        self._network: Network | None = None
+        self._made = False
+        self._batch: int | None = None  # batch size of the measured step
+
+    def look(self) -> bool:
+        """Check the hosts until all checks pass. Return False if the user gives up."""
+        while True:
+            say(f"checking {_several(len(self.config.hosts), 'computer')} ...")
+            checks = check_hosts(self.config, sync=True, code=False)
+            failed = [check for check in checks if not check.ok]
+            if not failed:
+                say("all checks passed: " + ", ".join(host.address for host in self.config.hosts))
+                return True
+            print_checks(failed, sys.stdout)
+            for text in dict.fromkeys(HELP[check.check] for check in failed if check.check in HELP):
+                say(text)
+            if not self.asker.sure("Check again?"):
+                return False
+
+    def may_measure(self) -> bool:
+        """Say what the measurement does to the hosts, ask whether to measure, and return the answer."""
+        there = self.place.hosts["project_path"]
+        with_ = [*(["the data"] if self.place.data else []), *(["the weights"] if WEIGHTS in self.place.copied else [])]
+        data = f" with {' and '.join(with_)}" if with_ else ""
+        say(
+            f"next: measure the network and a step of {self.profile.task} on each computer, for about half a minute. "
+            f"This copies the folder {self.place.folder}{data} to {there} on each"
+        )
+        return self.yes or self.asker.sure("Measure now?")
+
+    def agree(self, measured: Path | None) -> Proposal | None:
+        """Return the plan that the user agreed to, or None if the user stopped.
+
+        Args:
+            measured: the file of an earlier measurement.
+        """
+        if measured is not None:
+            network = Network.of(os.fspath(measured))
+            if network.measurement is None:
+                raise ArgumentError(f"--measured={os.fspath(measured)!r} was not written by exogym doctor --measure")
+            network.measurement.check_hosts(self.config.addresses)
+            self._network, self._batch = network, self.profile.batch_size
+        while True:
+            plan = self._plan()
+            say(f"\n{plan}\n")
+            said = self._said()
+            self.starts = said == START
+            if said in (START, FILES):
+                return plan
+            if said == STOP:
+                return None
+            self._change(plan)
+
+    def write(self, plan: Proposal) -> WizardRun:
+        """Write all files of the run. Print their names and the command that repeats the run."""
+        place = self.place
+        self._make()
+        assert self._network is not None and self._network.measurement is not None
+        write_json(place.folder / MEASURED, self._network.measurement.describe())
+        session = make_session(place.folder, self._fields(plan), place.hosts, sync=True)
+        say(f"written to {place.folder}/: {HOSTS}, {CONFIG}, {MEASURED}, {SCRIPT}")
+        say(f"to repeat the run, in that folder: {session.command}; or python {SCRIPT}")
+        return session
+
+    def _fields(self, plan: Proposal) -> dict[str, Any]:
+        """Return the profile's fields that are set."""
+        profile = replace(self.profile, strategy=plan.strategy)
+        if profile.save_dir is not None:
+            often = max(1, plan.steps // SAVES)
+            profile = replace(profile, checkpoint_interval=often, max_restarts=RESTARTS)
+        return {name: x for name, x in profile.as_dict().items() if x or name == "seed"}
+
+    def leave(self) -> None:
+        """Remove the run's folder if the wizard made it."""
+        if self._made:
+            shutil.rmtree(self.place.folder, ignore_errors=True)
+        say("nothing was trained")
+
+    def _make(self) -> None:
+        if not self._made:
+            self.place.make()
+            self._made = True
+
+    def _plan(self) -> Proposal:
+        profile, val = self.profile, self.task.val
+        if self._network is None or self._batch != profile.batch_size:
+            self._make()
+            say("measuring ...")
+            self._network = measure_hosts(
+                self.config, self.place.folder / MEASURED, sync=True, task=profile.task, data=profile.data,
+                batch_size=profile.batch_size, task_options=profile.task_options, project=self.place.folder,
+            )  # fmt: skip
+            self._batch = profile.batch_size
+        assert profile.steps is not None and profile.batch_size is not None
+        return propose(
+            network=self._network, parameters=size_of(self.task), steps=profile.steps,
+            batch_size=profile.batch_size, strategy=self.strategy,
+            evaluations=evaluations_of(profile.steps), evaluated=length_of(val, "the validation data set"),
+        )  # fmt: skip
+
+    def _said(self) -> str:
+        if self.yes:
+            return START
+        if not self.asker.can_ask:
+            say("nothing was trained: give --yes to start")
+            return STOP
+        choices = {
+            START: "start training", CHANGE: "change something", FILES: "only write the files", STOP: "stop",
+        }  # fmt: skip
+        return self.asker.choose("--yes", "Start training?", choices, START)
+
+    def _change(self, plan: Proposal) -> None:
+        """Ask for strategy, steps, batch size and balance."""
+        asker = self.asker
+        rows = {
+            row.strategy: f"{row.strategy}, {row.speedup:.3g} times as fast as the fastest computer alone"
+            for row in plan.advice.rows
+        }
+        self.strategy = asker.choose("--strategy", "Which strategy?", rows, plan.strategy)
+        steps = asker.text("--steps", "How many steps?", count, str(plan.steps))
+        batch_size = asker.text("--batch-size", "How many examples per node and batch?", count, str(plan.batch_size))
+        shares = {
+            "": "equally", "nodes": "nodes: more nodes on faster computers",
+            "batch": "batch: larger batches on faster computers", "steps": "steps: fewer steps on slower computers",
+        }  # fmt: skip
+        balance = asker.choose("--balance", "How should the load be divided?", shares, self.profile.balance or "")
+        self.profile = replace(self.profile, steps=steps, batch_size=batch_size, balance=balance or None)
+
+
+def carry_out(session: WizardRun, plan: Proposal, watched: bool, task: Task) -> None:
+    """Train on the hosts, then print the validation losses and times.
+
+    Args:
+        session: the run's folder, profile and hosts.
+        plan: the plan that the user agreed to.
+        watched: whether to show a live view in the terminal.
+        task: the task.
+
+    Raises:
+        typer.Exit: a host failed.
+    """
+    begun, home = time.monotonic(), os.getcwd()
+
+    def watching(folder: Path) -> LiveView:
+        return LiveView(folder, plan.seconds)
+
+    os.chdir(session.folder)
+    try:
+        folder, found = train(PROFILE, session.profile, session.hosts, session.sync, watching if watched else None)
+        taken = Taken.of(folder, plan.seconds, time.monotonic() - begun)
+    finally:
+        os.chdir(home)
+    rows = [row for row in found.history.rows(node=None) if row["val_loss"] is not None]
+    for name in (name for name in (rows[0] if rows else {}) if name.startswith("val_")):
+        if rows[0][name] is not None and rows[-1].get(name) is not None:
+            label = LABELS.get(name, name.removeprefix("val_").replace("_", " "))
+            on = "" if task.evaluates is None else f", on {task.evaluates}"
+            before, after = float(rows[0][name]), float(rows[-1][name])
+            if name == "val_loss" and task.perplexity:
+                was, now = (math.inf if loss > MOST_LOSS else math.exp(loss) for loss in (before, after))
+                say(f"validation perplexity: {was:.4g} before, {now:.4g} after{on}")
+            say(f"validation {label}: {before:.4f} before, {after:.4f} after{on}")
+    if taken is not None:
+        say(str(taken))
+
+
+def _several(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"

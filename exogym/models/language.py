@@ -1,0 +1,10 @@
+"""The names of `exogym.home.language`."""
+
+from typing import TYPE_CHECKING
+
+from exogym.core.base.lazy import door
+
+if TYPE_CHECKING:
+    from exogym.home.language import *  # noqa: F403
+else:
+    __getattr__, __dir__ = door("exogym.home.language")
