@@ -41,6 +41,11 @@ MOVED: dict[str, str] = {
     **{f"exogym.study.{name}": f"research.{name}, in a clone of the project" for name in (
         "atlas", "benchmark", "reproduce",
     )},
+    "exogym.machines.discovery": "exogym.home.discovery",
+    "exogym.machines.wizard": "exogym.home.wizard",
+    "exogym.machines.cluster": "exogym.clusters",
+    "exogym.data.speech": "exogym.home.speech",
+    "exogym.core.engine.ray": "exogym.clusters.ray",
 }  # fmt: skip
 
 
