@@ -11,9 +11,9 @@ import argparse
 import time
 
 from exogym import LocalTrainer, NetworkTrainer
-from exogym.home.speech import read_audio
 from exogym.distributed import get_rank, is_initialized
 from exogym.errors import run_script
+from exogym.home.speech import read_audio
 from exogym.progress import readable_bytes
 from exogym.strategy import DiLoCoStrategy
 from exogym.tasks import load_task

@@ -31,6 +31,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
+from exogym.contrib.onebit_adam import spread
 from exogym.core.fleet import Block, Fleet
 from exogym.core.fleet.layout import Cut
 from exogym.core.fleet.presence import rows_of, shared_row, take_state
@@ -39,7 +40,6 @@ from exogym.strategy.averaging import AveragingOptions
 from exogym.strategy.capabilities import HasOuterModel
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, GradientModule, PeriodicModule
 from exogym.strategy.compressed_gradients import own_gradients
-from exogym.strategy.onebit_adam import spread
 from exogym.strategy.options import split
 from exogym.strategy.simple_reduce import broadcast_buffers, mark_used
 from exogym.strategy.strategy import Inner, Run

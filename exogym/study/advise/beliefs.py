@@ -24,7 +24,7 @@ Earlier runs are short. With R_i = S_i / H' synchronizations at a place and R = 
 R_i / R) if the method never arrived there, because more synchronizations may be enough. Otherwise w_i is min(1,
 R / R_i).
 
-`beliefs_of` computes beliefs from the steps of earlier runs (`exogym.study.atlas.steps.steps_of` reads these from the
+`beliefs_of` computes beliefs from the steps of earlier runs (`research.atlas.steps.steps_of` reads these from the
 atlas's table, and `known` returns those that ExoGym ships). `Belief.updated` adds what a pilot has measured. `chosen`
 combines beliefs with the seconds of a step on a network:
 

@@ -49,8 +49,7 @@ from exogym.core.clock.steps import TICKS_PER_S
 from exogym.core.communicator.ledger import FACTORS, children
 from exogym.core.training.clocking import AGREEMENTS
 from exogym.errors import ArgumentError, check_choice, check_count, check_number, checked
-from exogym.network import Cost
-from exogym.network import Network, readable_bandwidth, readable_seconds
+from exogym.network import Cost, Network, readable_bandwidth, readable_seconds
 from exogym.network.costs import line_of_server
 from exogym.network.pricing import LATE, Members
 from exogym.strategy import Strategy

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 from corrupted import impatient
-from exogym.study.benchmark.results import Results
-from exogym.study.reproduce.page import Page
 
 from exogym.core.base.files import check_regular, indexed, opened_regular, regular_text
 from exogym.errors import ExoGymError
@@ -66,8 +64,6 @@ def test_an_index_names_files_of_its_folder(tmp_path: Path) -> None:
 
 
 FOLDERS: list[tuple[str, Callable[[Path], object]]] = [
-    ("a.json", lambda folder: Results(folder / "a.json")),
-    ("a.json", lambda folder: Page(folder / "a.md")),
     ("model.bin", lambda folder: read_variables(folder / "model.bin")),
     (names_of_results(1)[2], lambda folder: facts_of(folder, 1)),
 ]
