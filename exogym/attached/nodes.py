@@ -13,9 +13,10 @@ from torch.optim import Optimizer
 from exogym.attached.checking import check_model, check_optimizer, check_strategy
 from exogym.attached.loading import NodeLoader, stream_of_node
 from exogym.attached.node import Node, abandon_others
+from exogym.core.base.modes import normalizes
 from exogym.core.progress import warn
 from exogym.core.record.history import History
-from exogym.data.single import normalizes, single
+from exogym.data.single import single
 from exogym.data.stream import UNKNOWN
 from exogym.errors import ArgumentError, checked
 

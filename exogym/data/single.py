@@ -5,18 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-from torch import nn
 
 from exogym.data.stream import UNKNOWN, Stream
 from exogym.errors import DataError
 
 NAMED = 5  # nodes in a message
-
-
-def normalizes(model: nn.Module) -> bool:
-    """Return whether the model has a batch normalization that is in training mode."""
-    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-    return any(isinstance(module, kinds) and module.training for module in model.modules())
 
 
 def single(stream: Stream, nodes: Sequence[int], steps: int = UNKNOWN, micro: int | None = None) -> str | None:

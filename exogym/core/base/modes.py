@@ -69,3 +69,9 @@ def start_training(model: nn.Module) -> list[str]:
                 module.training = False
                 kept += [] if any(name.startswith(f"{outer}.") for outer in kept) else [name]
     return kept
+
+
+def normalizes(model: nn.Module) -> bool:
+    """Return whether the model has a batch normalization that is in training mode."""
+    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+    return any(isinstance(module, kinds) and module.training for module in model.modules())

@@ -12,13 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from exogym.core.base.batches import slice_batch
-from exogym.core.base.modes import evaluation_mode, start_training
+from exogym.core.base.modes import evaluation_mode, normalizes, start_training
 from exogym.core.base.rng import seed_python, seed_torch
 from exogym.core.base.torch_private import own_buffers, strided_parts, version
 from exogym.core.compute.attributes import Attributes, refuse_carried
 from exogym.core.compute.pointer import owner_of
 from exogym.core.compute.worker import Worker
-from exogym.data.single import normalizes
 from exogym.errors import ModelError
 
 

@@ -72,7 +72,7 @@ def _check_kinds(options: FitOptions) -> None:
             "exogym.strategy.DiLoCoStrategy(H=100)"
             + (", or exogym.strategy.registry.parse_strategy of this text" if is_text else "")
         )
-    if (instead := retired(str(options.compute), "compute")) is not None:
+    if str(options.compute) not in WAYS and (instead := retired(str(options.compute), "compute")) is not None:
         raise ArgumentError(f"compute={options.compute!r}: {instead}")
     check_choice("compute", options.compute, WAYS)
     check_choice("reduction", options.reduction, ("tree", "native"))

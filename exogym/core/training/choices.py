@@ -8,15 +8,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor, nn
 from torch.utils.data import Subset
 
-from exogym.core.base.batches import batch_examples, map_tensors, micro_batches, slice_batch, tensors_in
+from exogym.core.base.batches import batch_examples, micro_batches
 from exogym.core.base.devices import total_memory_bytes
-from exogym.core.base.rng import preserved_state
-from exogym.core.base.torch_private import strided_parts, uncompiled
-from exogym.core.compute.first_step import trying
+from exogym.core.compute.activations import activation_bytes
 from exogym.core.compute.parts import MOST_TRIED, Trials, check_parts
 from exogym.core.compute.worker import Worker
 from exogym.core.progress import notice
@@ -26,8 +22,6 @@ from exogym.core.training.subject import Subject
 from exogym.data.partition import stored_labels
 from exogym.data.stream import Stream, is_factory
 from exogym.errors import ArgumentError
-
-MEASURED = 8  # examples
 
 
 def choose(options: FitOptions, worker: Worker, batch: Any) -> dict[str, Any]:
@@ -42,51 +36,6 @@ def choose(options: FitOptions, worker: Worker, batch: Any) -> dict[str, Any]:
     return {"compute": options.compute, "micro_batch_size": micro}
 
 
-def _activation_bytes(worker: Worker, batch: Any) -> int:
-    """Return the bytes that autograd keeps between forward and backward on `batch`, without parameters and batch."""
-    batch = worker.to_device(batch)
-    own = {p.untyped_storage().data_ptr() for p in worker.model.parameters()}
-    map_tensors(batch, lambda x: own.add(x.untyped_storage().data_ptr()))
-    seen: dict[int, int] = {}
-
-    def pack(x: Tensor) -> Tensor:
-        for part in strided_parts(x):
-            storage = part.untyped_storage()
-            if storage.data_ptr() not in own:
-                seen[storage.data_ptr()] = storage.nbytes()
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x), worker.autocast():
-        worker.loss(batch)
-    return sum(seen.values())
-
-
-def forward_bytes(worker: Worker, batch: Any) -> float:
-    """Return the bytes of activations that a forward pass makes per example; 0 if the model cannot be asked.
-
-    These are the larger of two numbers: what autograd keeps, and the outputs of the innermost modules, which count if
-    a part of the model is frozen.
-    """
-    few = slice_batch(batch, 0, MEASURED)
-    if uncompiled(worker.model) is not worker.model:  # each other size would be compiled
-        return 0.0
-    made = 0
-
-    def note(module: nn.Module, given: Any, out: Any) -> None:
-        nonlocal made
-        made += 0 if next(module.children(), None) else sum(x.nbytes for x in tensors_in(out))
-
-    with preserved_state(worker.device), trying(worker):
-        handle = nn.modules.module.register_module_forward_hook(note)
-        try:
-            kept = _activation_bytes(worker, few)
-        except Exception:  # a model may have no loss in evaluation mode; the evaluation says so
-            return 0.0
-        finally:
-            handle.remove()
-    return max(made, kept) / batch_examples(few)
-
-
 def _fitting_micro_batch(worker: Worker, batch: Any, limit_bytes: float, resident_bytes: float) -> int:
     """Return the largest of n, n/2, n/4, ... examples whose activations fit beside `resident_bytes` in `limit_bytes`.
 
@@ -97,7 +46,7 @@ def _fitting_micro_batch(worker: Worker, batch: Any, limit_bytes: float, residen
     while True:
         part, _ = next(iter(micro_batches(batch, size)))
         try:
-            needed = resident_bytes + _activation_bytes(worker, part)
+            needed = resident_bytes + activation_bytes(worker, part)
         except Exception as error:
             if size == batch_examples(batch):
                 raise

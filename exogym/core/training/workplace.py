@@ -13,7 +13,7 @@ from torch import nn
 
 from exogym.core.base.batches import batch_examples, slice_batch
 from exogym.core.base.draws import stream_seed
-from exogym.core.base.modes import evaluation_mode, start_training
+from exogym.core.base.modes import evaluation_mode, normalizes, start_training
 from exogym.core.base.rng import seed_torch
 from exogym.core.combinations import check
 from exogym.core.communicator import Wire, say
@@ -24,7 +24,6 @@ from exogym.core.compute.worker import Worker
 from exogym.core.fleet import Fleet
 from exogym.core.training.options import FitOptions
 from exogym.core.training.subject import Subject
-from exogym.data.single import check_single, single
 from exogym.data.stream import Stream, is_factory
 
 KEPT_DATA_SETS = 256  # of a factory, where few nodes act at a time: those last used
@@ -64,7 +63,7 @@ def workplace(
         worker.insides = Insides(model, options.meshes)
     with contextlib.nullcontext() if worker.insides is None else worker.insides.watching():
         second = lambda: trial(next(iter(stream.batches(stream.first, 1, 1))))  # noqa: E731
-        look(worker, trial(first_batch), second, _alone(options, stream))
+        look(worker, trial(first_batch), second, _alone(options, stream) if normalizes(model) else None)
     if buffers := sum(model.get_buffer(name).nbytes for name in worker.changing):
         forked = options.engine is None and options.processes != 1  # which share the memory of the machine
         check_rows(
@@ -106,6 +105,8 @@ def _asks_all(options: FitOptions, wire: Wire) -> bool:
 
 def _alone(options: FitOptions, stream: Stream) -> Callable[[], None] | None:
     """Return what to call if the model cannot train on a single example. None: no node needs to."""
+    from exogym.data.single import check_single, single
+
     steps = options.total_steps(stream.steps_per_epoch or options.max_steps or 1)
     asked = (stream, range(options.num_nodes), steps, options.micro_batch_size)
     is_unknown = np.count_nonzero(stream.examples == 0) > len(stream.empty)
