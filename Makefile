@@ -46,7 +46,7 @@ format: $(VENV)/.stamp-dev ## put the code into the house format
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-table: $(VENV)/.stamp-dev ## write the tables anew: strategies, what cannot be combined, and the earlier runs that advise knows
+table: $(VENV)/.stamp-dev ## write the tables anew: strategies, and the earlier runs that advise knows
 	$(BIN)/python tests/strategies.py
 	$(BIN)/python -m research.shipped
 

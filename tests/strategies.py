@@ -10,7 +10,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from exogym.core import combinations
 from exogym.strategy import (
     CHOCOStrategy,
     CocktailSGDStrategy,
@@ -58,7 +57,6 @@ NODES, P = 4, 178
 PAGE = Path(__file__).parent.parent / "docs" / "strategies.md"
 OWN = Path(__file__).parent.parent / "docs" / "strategies/own.md"
 TABLES = Path(__file__).parent.parent / "docs" / "reference/strategies.md"
-COMBINATIONS = Path(__file__).parent.parent / "docs" / "reference/combinations.md"
 QUANTISED = 6 * (math.ceil(18 * 8 / 8) + 4)
 
 
@@ -321,26 +319,6 @@ def identities_of_the_page():
     return table_of_the_page("| name and class")
 
 
-def intro_of_combinations():
-    """Return docs/reference/combinations.md before its first table."""
-    return COMBINATIONS.read_text("utf-8").partition("\n## ")[0] + "\n"
-
-
-def combinations_of_the_page():
-    """Return what docs/reference/combinations.md says after its introduction."""
-    heads = ("feature", "with", "is refused, since", "instead")
-    sections = [
-        f"## {name}\n\n" + _markdown(heads, [(f"`{r.one}`", f"`{r.other}`", r.reason, r.instead) for r in rows])
-        for name, rows in combinations.GROUPS.items()
-    ]
-    features = [(f"`{name}`", what) for name, what in combinations.FEATURES.items()]
-    return "\n".join([*sections, "## The features\n\n" + _markdown(("feature", "meaning"), features)])
-
-
-def _markdown(heads, rows):
-    return "".join(f"| {' | '.join(line)} |\n" for line in (heads, ("---",) * len(heads), *rows))
-
-
 class Broken(PeriodicModule):
     """An average every third step, with one law broken on purpose."""
 
@@ -382,4 +360,3 @@ if __name__ == "__main__":  # make table
     TABLES.write_text(before + table() + after, "utf-8")
     before, _, after = identities_of_the_page()
     TABLES.write_text(before + table_of_identities() + after, "utf-8")
-    COMBINATIONS.write_text(intro_of_combinations() + combinations_of_the_page(), "utf-8")

@@ -141,4 +141,4 @@ for speeds in ([1, 1, 1, 1], [1, 1, 1, 0.5]):
 #
 # **Answer.** DeMo's curve moves to the right, and DiLoCo's stays. DeMo's nodes send packed coefficients, which cannot
 # be summed on the way: each node receives all other nodes' coefficients in an all-gather, whose cost grows with N.
-# DiLoCo's all-reduce stays below 2 S. [The benchmark](../docs/benchmark.md#many-nodes) has the table.
+# DiLoCo's all-reduce stays below 2 S. [The benchmark](../research/results/benchmark.md#many-nodes) has the table.

@@ -117,9 +117,9 @@ def imported(name: str) -> ModuleType:
 
 @functools.cache
 def opened(package: str) -> ModuleType:
-    """Return a module by its name; of a door, the room that it hands on."""
+    """Return a module by its name; of a door, the first room that it hands on."""
     module = imported(package)
-    room = re.search(r'= door\("([\w.]+)"\)', Path(module.__file__ or "").read_text("utf-8"))
+    room = re.search(r'= door\("([\w.]+)"', Path(module.__file__ or "").read_text("utf-8"))
     return imported(room[1]) if room else module
 
 

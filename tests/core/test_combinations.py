@@ -1,7 +1,6 @@
 """One table of what cannot be combined."""
 
 import pytest
-from strategies import COMBINATIONS, combinations_of_the_page, intro_of_combinations
 
 from exogym.core.combinations import FEATURES, REFUSED, check, refuse
 from exogym.errors import ArgumentError
@@ -28,8 +27,3 @@ def test_a_feature_that_is_left_out_is_needed() -> None:
         check({"timeline": "timeline=True", "no network": "no network"})
     with pytest.raises(AssertionError, match="no row refuses"):
         refuse({"timeline": "timeline=True"})
-
-
-def test_the_page_has_the_table() -> None:
-    page = COMBINATIONS.read_text("utf-8")
-    assert page == intro_of_combinations() + combinations_of_the_page(), "run: make table"
