@@ -163,7 +163,7 @@ class Strategy:
             get.
         only_inner: names of the inner optimizers for which the strategy's equation holds. An empty tuple means any
             optimizer. If the task's optimizer has another name, `exogym compare` uses the strategy's default.
-        ranges: what `exogym benchmark --trials` tunes beside the inner learning rate, as options with their range:
+        ranges: the options to tune beside the inner learning rate, each with its range:
             "outer_lr=0.1..1.5". Options that change the bytes do not belong here. None means that nobody has declared
             ranges, so the strategy cannot be tuned.
         not_taken: a dict from arguments of other strategies, which this strategy does not take, to the reasons.

@@ -25,7 +25,7 @@ R_i / R) if the method never arrived there, because more synchronizations may be
 R / R_i).
 
 `beliefs_of` computes beliefs from the steps of earlier runs (`research.atlas.steps.steps_of` reads these from the
-atlas's table, and `known` returns those that ExoGym ships). `Belief.updated` adds what a pilot has measured. `chosen`
+atlas's table, and `known` returns those that ExoGym ships). `Belief.updated` adds a measurement. `chosen`
 combines beliefs with the seconds of a step on a network:
 
     seconds to the target = seconds per step * DDP's steps * exp(mean + sd z),   z normal
@@ -221,7 +221,7 @@ def _shipped() -> dict[str, Any]:
 
 @cache
 def known() -> dict[str, dict[str, float]]:
-    """Return the steps of earlier runs that ExoGym ships, from docs/atlas.json and docs/judge.json."""
+    """Return the steps of earlier runs that ExoGym ships, from the project's atlas and judged trainings."""
     return {
         place: {method: math.inf if steps is None else steps for method, steps in each["steps"].items()}
         for place, each in _shipped().items()
