@@ -122,7 +122,7 @@ def _root(
 
 
 def application(commands: Mapping[str, tuple[str, str]], line: str) -> typer.Typer:
-    """Return a command line of other commands, such as those of `research/`.
+    """Return a command line of other commands, for example in `research/`.
 
     Args:
         commands: the commands by name, each with its module and its line of help, as `COMMANDS`.
