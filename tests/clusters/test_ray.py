@@ -19,8 +19,8 @@ from raylets import raylets
 from torch.nn.functional import mse_loss
 
 from exogym import LocalTrainer, NetworkTrainer
+from exogym.clusters.ray import Ray
 from exogym.clusters.ray.cluster import check_versions, looker
-from exogym.core.engine import Ray
 from exogym.errors import ArgumentError
 from exogym.strategy import DiLoCoStrategy
 from exogym.testing import small_problem
@@ -37,7 +37,7 @@ from pathlib import Path
 import torch
 from exogym import LocalTrainer
 from exogym.callbacks import Every, WeightAverage
-from exogym.core.engine import Ray
+from exogym.clusters.ray import Ray
 from exogym.errors import ArgumentError, ExoGymError
 from exogym.strategy import DiLoCoStrategy
 from exogym.testing import fingerprint

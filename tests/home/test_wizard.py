@@ -27,19 +27,18 @@ from text_files import folder_of_texts, save_small
 
 from exogym import LocalTrainer, load_model
 from exogym.cli import app, main
-from exogym.cli import wizard as wizard_command
 from exogym.cli.asking import Asker
 from exogym.cli.values import DATASETS
 from exogym.core.record.history import History
 from exogym.core.record.run_folder import read_status
 from exogym.core.saving.export import save_model
 from exogym.errors import ArgumentError
+from exogym.home.commands import wizard as wizard_command
 from exogym.home.whisper import WhisperModelWrapper, WordErrors
 from exogym.home.whisper.tokens import byte_tokens
 from exogym.home.whisper.weights import SMALL
 from exogym.home.wizard import Taken, hand_over, make_session, propose
 from exogym.home.wizard.leaving import lost
-from exogym.home.wizard.proposal import candidates
 from exogym.machines.remote.profile import RunProfile, evaluations_of, load_profile, options_of
 from exogym.machines.remote.results import FitResults
 from exogym.models import MLP
@@ -106,26 +105,6 @@ def test_a_strategy_of_ones_own_is_compared_and_taken() -> None:
     assert plan.strategy == "diloco:H=7" and "because you chose it" in str(plan)
     with pytest.raises(ArgumentError, match="dilcoo"):
         planned(measured(2e8), strategy="dilcoo")
-
-
-def test_a_pilot_chooses_the_strategy_and_says_why(capfd: pytest.CaptureFixture[str]) -> None:
-    task, profile = load_task("digits"), RunProfile("digits", "diloco", steps=160, batch_size=4)
-    network = Network.of(measured_steps(7e7))
-    strategy, because = wizard_command.piloted(task, network, profile, 0.5)
-    assert strategy in candidates(160) and "of training" in because
-    said = capfd.readouterr()
-    assert "pilot's steps" in said.out and "the pilot trains" in said.err  # the table, and the notice before training
-    plan = propose(network=network, parameters=1e6, steps=160, batch_size=4, strategy=strategy, because=because)
-    assert plan.strategy == strategy and plan.because[0] == because
-    assert main(["wizard", "--task", "digits", "--pilot", "0.1", "--strategy", "ddp"]) == 2
-    assert "--pilot and --strategy both decide the strategy" in capfd.readouterr().err
-
-
-def test_a_pilot_without_a_measured_step_trains_nothing(capfd: pytest.CaptureFixture[str]) -> None:
-    profile = RunProfile("digits", "diloco", steps=160, batch_size=4)
-    with pytest.raises(ArgumentError, match="no measured step of the task: run exogym doctor"):
-        wizard_command.piloted(load_task("digits"), measured(7e7), profile, 0.5)
-    assert "the pilot trains" not in "".join(capfd.readouterr())
 
 
 def test_no_period_is_longer_than_a_quarter_of_the_run() -> None:
