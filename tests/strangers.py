@@ -55,7 +55,8 @@ class Watch:
 
         self.on, self.seen = False, list[str]()
         libraries = {sys.prefix, sys.base_prefix, *site.getsitepackages(), *sysconfig.get_paths().values()}
-        places = [folder, Path(exogym.__file__).parent, *map(Path, libraries)]
+        package = Path(exogym.__file__).parent
+        places = [folder, package, package.with_name("exogym.egg-info"), *map(Path, libraries)]
         self.allowed = tuple(os.path.realpath(place) + os.sep for place in places)
         sys.addaudithook(self.note)
         real = importlib.import_module

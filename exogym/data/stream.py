@@ -382,7 +382,7 @@ class Stream:
 
     def load_state(self, tensors: dict[str, Tensor]) -> None:
         """Restore the state that `state` returned."""
-        self.learn((node, 0) for node in tensors["nodes"].tolist())
+        self.learn((int(node), 0) for node in tensors.get("nodes", ()))  # checkpoints of before 0.1 may lack them
 
     @property
     def first(self) -> int:

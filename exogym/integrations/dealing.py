@@ -45,6 +45,7 @@ class Dealt(Dataset[Any]):
 class GradientWeight:
     """Multiply the gradients of all backward passes by a factor, from a call with the factor to the next call.
 
+    >>> import torch
     >>> weight, p = GradientWeight(), torch.nn.Parameter(torch.ones(1))
     >>> weight(0.5, [p])
     >>> (3 * p).sum().backward()

@@ -146,8 +146,10 @@ def test_a_run_is_evaluated_as_often_as_the_estimate_counts(steps: int) -> None:
     assert len(found) == evaluations_of(steps) and found[-1] == steps
 
 
-@pytest.mark.parametrize(("each_s", "counted"), [(0.01, 8 + 60), (0.1, 8)])
-def test_an_evaluation_is_timed_as_a_run_does_it(monkeypatch: pytest.MonkeyPatch, each_s: float, counted: int) -> None:
+@pytest.mark.parametrize(("each_s", "counted", "runs"), [(0.01, 8 + 60, 2), (0.1, 8, 1)])
+def test_an_evaluation_is_timed_as_a_run_does_it(
+    monkeypatch: pytest.MonkeyPatch, each_s: float, counted: int, runs: int
+) -> None:
     """Of sixty examples, on a clock that only evaluation moves: a short one wholly, a long one by eight of them."""
     clock, timed = [0.0], [0]
 
@@ -163,7 +165,8 @@ def test_an_evaluation_is_timed_as_a_run_does_it(monkeypatch: pytest.MonkeyPatch
     task = dataclasses.replace(task, val=val, build=lambda: Slow([64, 4, 10]))
     monkeypatch.setattr(forecast, "time", types.SimpleNamespace(perf_counter=lambda: clock[0]))
     assert measured_evaluation_s(task) == pytest.approx(60 * each_s)
-    assert timed[0] == 3 * counted  # a run evaluates at its start and its end, too
+    # a run evaluates at its start and its end, too, and first finds out how many examples fit by a batch of four
+    assert timed[0] == 3 * counted + 4 * runs
 
 
 # The files

@@ -215,6 +215,7 @@ def test_ctrl_c_while_torch_is_loaded(tmp_path: Path) -> None:
 
 def test_ctrl_c_with_a_tab_open(tmp_path: Path) -> None:
     """The tab waits for events, which come without end; its connection is ended, and nothing else is said."""
+    (tmp_path / "runs").mkdir()
     read, write = os.pipe()
     with open(tmp_path / "err", "w+") as err:
         pid = start(

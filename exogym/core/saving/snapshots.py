@@ -35,8 +35,9 @@ if TYPE_CHECKING:
 
 MARK, EVALUATIONS = "mark", "evaluations"
 Part = tuple[Any, str, Mapping[str, Tensor]]  # file, owner, tensors
-# Tensors that may be missing or new: attributes of a user's own strategy, and callbacks
-FREE = ("program.", "callback ")
+# Tensors that may be missing or new: attributes of a user's own strategy, callbacks, and the empty clients of private
+# runs, which checkpoints before 0.1 lack
+FREE = ("program.", "callback ", "empty clients.")
 
 
 class Resumable(Protocol):

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import stat
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,15 +21,15 @@ OWNER_BYTES = 4096
 def launch_folder() -> Iterator[Path]:
     """A context that makes a launch's folder, and removes it at the end.
 
-    First it removes the folders that killed launchers have left.
+    It also removes the folders that killed launchers have left.
 
     Raises:
         ExoGymError: no temporary folder can be written.
     """
-    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        if is_left(folder):
-            shutil.rmtree(folder, ignore_errors=True)
     with temporary_folder(PREFIX) as folder:
+        for other in folder.parent.glob(f"{PREFIX}*"):
+            if other != folder and is_left(other):
+                shutil.rmtree(other, ignore_errors=True)
         (folder / RUNNING).mkdir()
         write_json(folder / OWNER, described())
         yield folder

@@ -129,6 +129,15 @@ def test_a_list_is_added() -> None:
         assert torch.equal(got, x + 0.5 * x + x)
 
 
+@tries("strided_parts", "Tensor._indices and Tensor._values")
+def test_parts_of_a_sparse_tensor_are_its_own_memory() -> None:
+    x = torch.eye(3).to_sparse()
+    indices, values = torch_private.strided_parts(x)
+    values.mul_(2)
+    assert torch.equal(x.to_dense(), 2 * torch.eye(3)) and indices.shape == (2, 3)
+    assert torch_private.strided_parts(values)[0] is values
+
+
 @tries("differences", "torch._foreach_sub")
 def test_differences_are_of_each() -> None:
     others = [torch.ones_like(x) for x in two()]

@@ -22,6 +22,7 @@ from torch import nn
 from exogym import LocalTrainer
 from exogym.callbacks import EvaluateNodes, Every
 from exogym.core.saving.checkpoint import Snapshot, list_checkpoints, load, load_newest, save
+from exogym.data.partition import Partitioner
 from exogym.errors import ArgumentError, CheckpointError
 from exogym.logger import CSVLogger
 from exogym.strategy import DiLoCoStrategy, FedAvgStrategy, OptimSpec, SimpleReduceStrategy, Strategy
@@ -188,6 +189,13 @@ class Tuned(Strategy):
         super().step()
 
 
+class ByRows(Partitioner):
+    """Neighbors, as many for each node as whole batches need."""
+
+    def split(self, dataset, num_nodes, seed):
+        return np.array_split(np.arange(len(dataset) // (4 * num_nodes) * 4 * num_nodes), num_nodes)
+
+
 STEP_LR = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=3)
 DIFFERENT = {
     "num_nodes": ({}, {"num_nodes": 4}, ["num_nodes: saved 3, now 4", "Give num_nodes=3"]),
@@ -202,7 +210,7 @@ DIFFERENT = {
         {"strategy": Tuned(0.1, lr_scheduler=functools.partial(STEP_LR, gamma=0.5))},
         ["lr_scheduler.gamma"],
     ),
-    "partitioner": ({}, {"partitioner": "iid"}, ["partitioner"]),
+    "partitioner": ({}, {"partitioner": ByRows()}, ["partitioner"]),
     "model": ({}, {"trainer": lambda: trainer_of(nn.Sequential(nn.Linear(6, 3), nn.Linear(3, 2)))}, ["model: saved"]),
     "data": ({}, {"trainer": lambda: LocalTrainer(network(), examples(44), examples(20, 1), loss_fn=F.cross_entropy)},
              ["data.examples: saved 40, now 44"]),
