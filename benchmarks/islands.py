@@ -12,13 +12,9 @@ each device for what it has of batch and layers, and compute little beside. They
 do not get it, what other programs do is measured too. `--sleep 0` and a large `--batch_size` compute all the time.
 
 **Predicted.** One process trains with `node=`, `network=` and `step_seconds=`. What it is told is measured in the same
-round: a step of the whole batch, by all four processes at once, each for itself, so that cores are shared as they are
-later; collectives between the two processes of an island, on both islands at once; the time of a small message between
+round: a step of an island, from DiLoCo without limits, less the time in its sums; the time of a small message between
 islands, without limits; the rate at which a process copies memory. Of the cables it knows the rate, and the share of it
-that is payload. Nothing is fitted.
-
-**From island.** The same, but told what a step of an island takes, in place of a device's and of collectives: from
-DiLoCo without limits, less the time in its sums. What is off then, the line between islands has to answer for.
+that is payload. Nothing is fitted. What is off, the line between islands has to answer for.
 
 **Measured.** The main process marks the time every `--steps` steps, or every H; the first of these segments warms up,
 the median of the others counts. *sent* is what the first island's cable carried meanwhile, less 66 bytes a packet,
@@ -52,12 +48,8 @@ from exogym.strategy.registry import parse_strategy
 ISLANDS = 2
 CHARACTERS, WINDOW, WINDOWS = 65, 8, 512
 LAYERS, WIDTH = 4, 128
-KINDS = ("all_reduce", "all_gather", "reduce_scatter")  # of the devices of an island
-ALONE = 3  # segments in which a step of one process is measured
-COLUMNS = (
-    *("split", "strategy", "link", "predicted ms", "from island ms", "measured ms", "off", "from island off"),
-    *("sent", "recorded", "off"),
-)
+FREE = 3  # segments in which a step without limits is measured
+COLUMNS = ("split", "strategy", "link", "predicted ms", "measured ms", "off", "sent", "recorded", "off")
 
 
 def make_model(sleep_s: float = 0.0) -> CharGPT:
@@ -84,7 +76,7 @@ def train(job: dict[str, Any], mark: Callable[[Any], Any], **options: Any) -> Lo
     """Train `job`, calling `mark(loop)` after each segment."""
     text = torch.randint(CHARACTERS, (WINDOWS, WINDOW + 1), generator=torch.Generator().manual_seed(1))
     data = torch.utils.data.TensorDataset(text[:, :-1].contiguous(), text[:, 1:].contiguous())
-    mesh = None if job["split"] is None else NodeMesh(**job["split"], network=job.get("inside"))
+    mesh = None if job["split"] is None else NodeMesh(**job["split"])
     trainer = LocalTrainer(make_model(job["sleep_s"]), data)
     trainer.fit(
         parse_strategy(job["strategy"], inner_optim="adamw", lr=1e-3), num_nodes=job["nodes"], node=mesh,
@@ -96,7 +88,8 @@ def train(job: dict[str, Any], mark: Callable[[Any], Any], **options: Any) -> Lo
 
 def compare(split: str, cells: Cells, given: argparse.Namespace) -> None:
     """Measure the wanted cells of a split, in all rounds."""
-    mesh = NodeMesh.parse(split)
+    sizes = (part.partition("=") for part in split.split(","))
+    mesh = NodeMesh(**{name: int(size) for name, _, size in sizes})
     jobs = [
         (rate, job_of(mesh, text, given)) for rate in given.rates.split(",") for text in given.strategies.split(",")
     ]
@@ -120,10 +113,7 @@ def compare(split: str, cells: Cells, given: argparse.Namespace) -> None:
                 (b - a) / (job["steps"] * job["segments"])
                 for a, b in zip(first["sent"][0], first["sent"][-1], strict=True)
             )
-            alone = known[turn]["inside"], known[turn]["step_s"]
-            whole = None, known[turn]["island_s"] / mesh.compute_share(given.batch_size)
-            for name, (inside, step_s) in {"predicted_s": alone, "from_island_s": whole}.items():
-                row[name] = predict(job | {"inside": inside}, mesh, rate, known[turn], step_s)
+            row["predicted_s"] = predict(job, mesh, rate, known[turn])
             cells.put(key_of(split, turn, rate, job), row)
             print(line(cells_of([row])), f"others {row['others_cores']:.2f} cores", flush=True)
 
@@ -146,27 +136,20 @@ def told(group: Hosts, job: dict[str, Any]) -> dict[str, Any]:
     group.limit(None)
     if group.meetings:
         group.part()
-    alone = job | {"nodes": 1, "split": None, "strategy": "ddp", "steps": 5, "segments": ALONE}
-    steps = [measured([answer])["run_s"] / alone["steps"] for answer in group.train(alone)]
-    group.meet(apart=True)
-    inside = group.probes(KINDS)
-    group.part()
     group.meet()
-    free = measured(group.train(job | {"strategy": "diloco:H=10", "steps": 10, "segments": ALONE}))
+    free = measured(group.train(job | {"strategy": "diloco:H=10", "steps": 10, "segments": FREE}))
     return {
-        "step_s": statistics.mean(steps),
         "island_s": (free["run_s"] - free["comm_s"]) / 10,
-        "inside": inside,
         "latency_s": group.latency_s(),
         "memory_bytes_per_s": memory_bytes_per_s(),
     }
 
 
-def predict(job: dict[str, Any], mesh: NodeMesh, rate: str, known: dict[str, Any], step_s: float) -> float:
-    """Return the clock's seconds for a step. The batch only decides the bytes of activations."""
+def predict(job: dict[str, Any], mesh: NodeMesh, rate: str, known: dict[str, Any]) -> float:
+    """Return the clock's seconds for a step."""
     few = {"segments": 1, "sleep_s": 0.0} | ({"batch_size": mesh.size} if mesh.shard == mesh.size else {})
     network = links(rate, known["latency_s"], known["memory_bytes_per_s"])
-    clock = namespaces.predict(train, job | few, network, step_s)
+    clock = namespaces.predict(train, job | few, network, known["island_s"])
     return clock["run_s"] / job["steps"]
 
 
@@ -176,12 +159,11 @@ def cells_of(rows: Sequence[dict[str, Any]]) -> list[str]:
     def median(name: str) -> float:
         return statistics.median(row[name] for row in rows)
 
-    ways = ("predicted_s", "from_island_s")
-    off = [statistics.median(row[way] / row["measured_s"] - 1 for row in rows) for way in ways]
+    off = statistics.median(row["predicted_s"] / row["measured_s"] - 1 for row in rows)
     return [
         *(rows[0]["split"], rows[0]["strategy"], rows[0]["rate"]),
-        *(f"{1e3 * median(name):.0f}" for name in (*ways, "measured_s")),
-        *(f"{share:+.1%}" for share in off),
+        *(f"{1e3 * median(name):.0f}" for name in ("predicted_s", "measured_s")),
+        f"{off:+.1%}",
         *(f"{median('sent'):,.0f}", f"{median('recorded'):,.0f}"),
         f"{median('sent') / median('recorded') - 1:+.1%}",
     ]

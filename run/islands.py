@@ -71,7 +71,7 @@ def main() -> None:
     trainer.fit(
         DiLoCoStrategy(inner_optim="adamw", H=args.H, lr=args.lr, outer_lr=0.7, max_norm=1.0),
         num_nodes=args.islands,
-        node=NodeMesh(**mesh, network="nvlink"),
+        node=NodeMesh(**mesh),
         max_steps=args.steps,
         batch_size=args.batch_size,
         network=args.network,
@@ -85,10 +85,9 @@ def main() -> None:
     print(
         f"{args.islands} islands of {args.devices} devices, {args.steps} steps: validation loss {last['val_loss']:.5f}"
     )
-    print(
-        f"sent by an island to others {readable_bytes(last['tx_bytes'])}, "
-        f"among its devices {readable_bytes(last['inside_bytes'])}"
-    )
+    print(f"sent by an island to others {readable_bytes(last['tx_bytes'])}")
+    if is_initialized():
+        print(f"sent among an island's devices {readable_bytes(last['inside_bytes'])}")
     if args.network:
         print(f"predicted time {last['time_s']:.1f} s with {args.network} between islands")
 

@@ -1,4 +1,4 @@
-"""The page on islands: its tables are what the formulas say, and its example is one run in both places."""
+"""The page on islands: its example is one run in both places, and its times are measured."""
 
 import json
 import subprocess
@@ -14,48 +14,9 @@ from processes import python
 from torch import nn
 from torch.utils.data import DataLoader
 
-from exogym import DistributedTrainer, NodeMesh
-from exogym.core.clock import seconds_of
-from exogym.core.mesh.traffic import talk_of_layers
-from exogym.core.progress import readable_bytes
-from exogym.network import readable_seconds
-from exogym.study.advise import Work, advise
+from exogym import DistributedTrainer
 
-PAGE = (ROOT / "docs" / "islands.md").read_text("utf-8")
-TOKENS, LAYERS, WIDTH, EXAMPLES = 1024, 24, 2048, 32
-STRATEGIES = ("ddp", "diloco:H=500")
 SIZE = 796_928  # parameters of the model whose steps are measured
-SPLITS = ("shard=8", "tensor=8", "stages=8,microbatches=32")
-
-
-def flops(parameters):
-    """Of a step: 6 for each parameter and token."""
-    return 6 * parameters * EXAMPLES * TOKENS
-
-
-@pytest.mark.parametrize("split", SPLITS)
-def test_the_table_of_splits_is_computed(split):
-    alone_s, cells = seconds_of(flops(1.3e9), "h100"), []
-    for link in ("nvlink", "pcie", "lan-10g"):
-        mesh = NodeMesh.parse(f"{split},network={link}")
-        talk = talk_of_layers(mesh, 1.3e9, LAYERS, EXAMPLES * TOKENS * WIDTH * 4.0, EXAMPLES)
-        cells.append(readable_seconds(alone_s * mesh.compute_share(EXAMPLES) + talk.seconds))
-    row = [f"`{split.replace(',', ', ')}`", readable_bytes(talk.tx_bytes / mesh.size), f"{mesh.bubble(EXAMPLES):.0%}"]
-    assert "| " + " | ".join([*row, *cells]) + " |" in PAGE
-
-
-@pytest.mark.parametrize("link", ["nvlink", "pcie"])
-def test_the_steps_between_islands_are_computed(link):
-    advice = advise(
-        parameters=1.3e9, num_nodes=2, network="1Gbps,20ms", step_seconds=Work(flops(1.3e9)),
-        node=NodeMesh(shard=8, network=link), layers=LAYERS, strategies=STRATEGIES,
-    )  # fmt: skip
-    by_name = {row.strategy: row.seconds_per_step for row in advice.rows}
-    inside = {"nvlink": "NVLink", "pcie": "PCIe"}[link]
-    assert by_name["ddp"] == pytest.approx(42, rel=0.01)
-    assert "42 s per step" in PAGE and f"{readable_seconds(by_name['diloco:H=500'])} over {inside}" in PAGE
-
-
 SCRIPT = f"""
 import runpy, sys
 sys.argv = ["islands.py", "--steps", "4", "--H", "2", *%r]
@@ -65,7 +26,7 @@ runpy.run_path({str(ROOT / "run" / "islands.py")!r}, run_name="__main__")
 
 @pytest.mark.parametrize("words", each(["", "--model gpt2", "--model llama --split tensor"], fast=[""]))
 def test_islands_in_one_process_and_in_four(tmp_path, words):
-    """Of ours and of Hugging Face's models: one loss and the same bytes."""
+    """Of ours and of Hugging Face's models: one loss and the same bytes between islands."""
     given = words.split()
     alone = python("-W", "error", ROOT / "run" / "islands.py", "--steps", "4", "--H", "2", *given, cwd=tmp_path)
     assert (alone.returncode, alone.stderr) == (0, "")
@@ -103,7 +64,7 @@ def test_a_trainer_of_devices_has_a_process_for_each(tmp_path, capsys):
     assert "one process simulates 2 devices" in capsys.readouterr().err
     whole = made.model.state_dict()
     assert max(float((found[name] - whole[name]).abs().max()) for name in whole) <= splits.SGD
-    assert inside == devices.history.last["inside_bytes"] > 0
+    assert inside > 0 and "inside_bytes" not in devices.history.last
 
 
 @pytest.mark.slow
@@ -125,5 +86,5 @@ def test_times_between_islands_are_measured_and_predicted(tmp_path):
         assert row["recorded"] == pytest.approx(sent_bytes)
         assert 1 < row["sent"] / sent_bytes < 1.05
         least_s = 8 * sent_bytes / 50e6
-        assert least_s < row["predicted_s"] and least_s < row["from_island_s"] and 0.45 * least_s < row["measured_s"]
+        assert least_s < row["predicted_s"] and 0.45 * least_s < row["measured_s"]
     assert found[0]["predicted_s"] > 2 * found[1]["predicted_s"]

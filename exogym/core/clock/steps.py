@@ -71,7 +71,6 @@ class StepTime:
         check_count("seed", seed, least=0)
         self.seconds, self.sigma = per_node, float(sigma)
         self.straggler_share, self.straggler_factor, self.seed = float(straggler_share), float(straggler_factor), seed
-        self.extra_s = np.zeros(1)  # of each step, whatever else it takes
         self._keys = [np.uint64(stream_seed(seed, "step time", purpose)) for purpose in (0, 1)]
         self._fixed_ticks = np.rint(per_node * TICKS_PER_S).astype(np.int64)
 
@@ -85,22 +84,21 @@ class StepTime:
         """Whether all steps of a node take the same time."""
         return not self.sigma and not self.straggler_share
 
-    def for_work(self, work: np.ndarray, extra_s: Any = 0.0) -> StepTime:
+    def for_work(self, work: np.ndarray) -> StepTime:
         """Return the step time of nodes whose steps have more or less work.
 
         Args:
             work: (N,) each node's new work per step, divided by its old work. A 1 changes nothing.
-            extra_s: seconds that each step takes in addition; a number or (N,).
         """
         other = copy.copy(self)
-        other.seconds, other.extra_s = self.seconds * work, self.extra_s + np.asarray(extra_s)
-        other._fixed_ticks = np.rint((other.seconds + other.extra_s) * TICKS_PER_S).astype(np.int64)
+        other.seconds = self.seconds * work
+        other._fixed_ticks = np.rint(other.seconds * TICKS_PER_S).astype(np.int64)
         return other
 
     def mean_s(self, num_nodes: int) -> np.ndarray:
         """Return each node's mean seconds per step, (num_nodes,)."""
         late = 1 + self.straggler_share * (self.straggler_factor - 1)
-        return np.broadcast_to(self.seconds, num_nodes) * late + self.extra_s
+        return np.broadcast_to(self.seconds, num_nodes) * late
 
     def ticks(self, first: np.ndarray, counts: np.ndarray) -> np.ndarray:
         """Return (N,) nanoseconds: node i's time for its steps `first[i]` to `first[i] + counts[i] - 1`."""
@@ -124,7 +122,6 @@ class StepTime:
         if self.straggler_share:
             late = _uniform(self._keys[1], nodes, steps)[0] <= self.straggler_share
             seconds = seconds * np.where(late, self.straggler_factor, 1.0)
-        seconds = seconds + (self.extra_s[nodes] if len(self.extra_s) > 1 else self.extra_s)
         return np.rint(seconds * TICKS_PER_S)
 
 

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from exogym.core.base.batches import batch_examples
 from exogym.core.base.torch_private import own_parameters
 from exogym.core.communicator import Inside, Wire
+from exogym.core.compute.insides import Insides
 from exogym.core.compute.pointer import Pointer
 from exogym.core.compute.recut import Recut
 from exogym.core.compute.replicated import Replicated
 from exogym.core.compute.split import Split, as_told, refuse_ways
 from exogym.core.compute.worker import Worker
-from exogym.core.mesh import NodeMesh
 from exogym.core.mesh.value import even
 
 Part = tuple[Any, float]  # a part of a batch, and its share of the batch
@@ -33,7 +33,7 @@ class NodeDevices:
     no numbers (meta device).
 
     Args:
-        meshes: all nodes' meshes.
+        insides: all nodes' meshes, with what the model sends in them.
         wire: the communication between processes.
 
     Attributes:
@@ -48,11 +48,12 @@ class NodeDevices:
         ModelError: the model cannot be split over this mesh.
     """
 
-    def __init__(self, model: nn.Module, meshes: Sequence[NodeMesh], wire: Wire, device: torch.device):
+    def __init__(self, model: nn.Module, insides: Insides, wire: Wire, device: torch.device):
         from exogym.core.compute.sharded import Sharded  # torch's FSDP takes a while to import
         from exogym.core.compute.staged import Staged
 
-        self.mesh, self.inside = meshes[wire.ranks[0]], wire.devices
+        meshes = insides.meshes
+        self.insides, self.mesh, self.inside = insides, meshes[wire.ranks[0]], wire.devices
         kind: Any = Staged if self.mesh.depth > 1 else Sharded if self.mesh.zero == 3 else Replicated
         self.within: Split = kind(model, self.mesh, wire.devices, device)
         self.split = self.within if len(set(meshes)) == 1 else Recut(self.within, wire.inside)
@@ -161,8 +162,7 @@ class NodeDevices:
         """
         scaling = worker.scaling
         scale = scaling.of(row)
-        if worker.insides is not None:
-            worker.insides.took(self.fleet.ranks[row], batch_examples(batch))
+        self.insides.took(self.fleet.ranks[row], batch_examples(batch))
         passes = self._passes(worker, batch)
         self.split.refresh()
         total = torch.zeros((), dtype=torch.float64)

@@ -1,11 +1,10 @@
-"""Count the traffic inside simulated nodes of several devices. One process computes the whole node."""
+"""Count the traffic inside nodes of several devices, by formula."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
 
-import numpy as np
 from torch import nn
 
 from exogym.core.communicator import Ledger
@@ -15,7 +14,7 @@ from exogym.core.mesh.traffic import Facts, InsideCost, watched
 
 
 class Insides:
-    """Compute the bytes that a node's simulated devices would send each other, and the time of a step.
+    """Compute the bytes that a node's devices send each other.
 
     Args:
         model: the model that all nodes train.
@@ -54,13 +53,3 @@ class Insides:
         """Add the inside bytes of one step of node `node` to the ledger, given the step's number of examples."""
         if self._ledger is not None:
             self._ledger.inside_bytes[node] += self._costs[node].tx_bytes(examples)
-
-    def spread(self, examples: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Return how long a step of `examples` (N,) takes with all devices: two arrays (N,).
-
-        The first array holds each node's compute time as a share of the time that one device alone would need. The
-        second array holds each node's seconds of communication between its devices.
-        """
-        each = list(zip(self._costs, examples, strict=True))
-        shares = [cost.mesh.compute_share(size) for cost, size in each]
-        return np.array(shares), np.array([cost.talk(size).seconds for cost, size in each])

@@ -1,4 +1,4 @@
-"""Cut a model into pipeline stages, one or more per device of a node; processes pass activations on (`stages=`).
+"""Cut a model into pipeline stages, one per device of a node; processes pass activations on (`stages=`).
 
 The model's code stays as it is. Each stage runs the model's own forward pass:
 
@@ -6,8 +6,8 @@ The model's code stays as it is. Each stage runs the model's own forward pass:
 - At the stage's first cut, the received activations replace the module's output.
 - At the stage's last cut, the pass stops, and the output goes to the next stage. The last stage computes the loss.
 
-torch (`torch.distributed.pipelining`) schedules the work: GPipe (Huang et al., arXiv:1811.06965), 1F1B and interleaved
-(Narayanan et al., arXiv:2104.04473), zero-bubble (Qi et al., arXiv:2401.10241).
+torch (`torch.distributed.pipelining`) schedules the work: GPipe (Huang et al., arXiv:1811.06965) or 1F1B (Narayanan et
+al., arXiv:2104.04473).
 
 The first stage that uses a parameter stores it in its row. If a later stage also uses the parameter (a head tied to the
 embedding), this stage receives the parameter from the first stage and returns the gradient. If shards divide a stage,
@@ -15,8 +15,8 @@ they gather its parameters once per step, for any number of micro-batches (`comp
 would gather in each micro-batch, and its hooks run only after a complete forward pass. For an evaluation each process
 gathers the whole model.
 
-Traffic: per micro-batch a process sends the activations of each cut after its stages, and gradients of the same size
-for each cut before its stages. Per step a process sends the parameters that two stages share, and the parameters and
+Traffic: per micro-batch a process sends the activations of the cut after its stage, and gradients of the same size for
+the cut before its stage. Per step a process sends the parameters that two stages share, and the parameters and
 gradients that a stage's shards exchange.
 """
 
@@ -42,12 +42,7 @@ from exogym.core.mesh import NodeMesh
 from exogym.core.mesh.traffic import stages_of
 from exogym.errors import ModelError
 
-SCHEDULES: dict[str, Any] = {
-    "gpipe": pipelining.ScheduleGPipe,
-    "1f1b": pipelining.Schedule1F1B,
-    "interleaved": pipelining.ScheduleInterleaved1F1B,
-    "zero_bubble": pipelining.ScheduleInterleavedZeroBubble,
-}
+SCHEDULES: dict[str, Any] = {"gpipe": pipelining.ScheduleGPipe, "1f1b": pipelining.Schedule1F1B}
 MOST_SCHEDULES = 8  # schedules to keep, one for each set of batch shapes
 
 
@@ -55,9 +50,8 @@ class Staged(Split):
     """A `Split` in which each process of the node computes some layers. `Replicated` manages their parameters.
 
     Raises:
-        ModelError: a parameter has no axis; the user's stages are not assigned to the devices in turn; a cut's output
-            is not one tensor with an example per row, or later layers also use other tensors from before the cut; or
-            the forward pass reads a tensor's numbers before the cut.
+        ModelError: a parameter has no axis; a cut's output is not one tensor with an example per row, or later layers
+            also use other tensors from before the cut; or the forward pass reads a tensor's numbers before the cut.
     """
 
     def __init__(self, model: nn.Module, mesh: NodeMesh, inside: Inside, device: torch.device):
@@ -65,12 +59,6 @@ class Staged(Split):
         device_of, cuts = stages_of(model, mesh)
         self.cuts = list(cuts)
         self._schedules: dict[tuple[Any, ...], Any] = {}
-        turns = [k % mesh.depth for k in range(len(self.cuts) + 1)]
-        if mesh.pipeline is not None and list(mesh.pipeline.devices) != turns:
-            raise ModelError(
-                f"the stages are on devices {list(mesh.pipeline.devices)}, wanted {turns}: with several processes, "
-                "assign the stages to the devices in turn"
-            )
         found: dict[int, set[int]] = {}
         for name, p in model.named_parameters(remove_duplicate=False):
             found.setdefault(id(p), set()).add(device_of(name))
@@ -130,13 +118,11 @@ class Staged(Split):
             self.held.lose(self.held.here)
 
     def compute(self, loss: Loss, parts: Sequence[Part], scale: float, context: Context) -> Tensor:
-        schedule, stages = self._schedule(loss, parts, context)
-        for stage in stages:
-            stage.submod.begin(parts, loss, scale, context)
+        schedule, stage = self._schedule(loss, parts, context)
+        stage.submod.begin(parts, loss, scale, context)
         order, losses = torch.arange(len(parts)), list[Tensor]()
-        is_last = any(stage.is_last for stage in stages)
-        given = {"target": order, "losses": losses} if is_last else {}
-        first = (torch.zeros(len(parts), 1, device=self.device),) if any(stage.is_first for stage in stages) else ()
+        given = {"target": order, "losses": losses} if stage.is_last else {}
+        first = (torch.zeros(len(parts), 1, device=self.device),) if stage.is_first else ()
         try:
             schedule.step(*first, micro=order, **given)
         except RuntimeError as error:  # torch wraps the model's error
@@ -147,8 +133,8 @@ class Staged(Split):
             total += x.detach().double().cpu()
         return total / self.mesh.tensor
 
-    def _schedule(self, loss: Loss, parts: Sequence[Part], context: Context) -> tuple[Any, list[Any]]:
-        """Return the schedule for micro-batches of these shapes, and this process's stages. Both are cached."""
+    def _schedule(self, loss: Loss, parts: Sequence[Part], context: Context) -> tuple[Any, Any]:
+        """Return the schedule for micro-batches of these shapes, and this process's stage. Both are cached."""
         sizes = [batch_examples(part) for part, _ in parts]
         largest = parts[sizes.index(max(sizes))][0]
         shapes: list[Any] = []
@@ -161,22 +147,18 @@ class Staged(Split):
         if len(self._schedules) == MOST_SCHEDULES:  # each holds memory for what it sends and receives
             del self._schedules[next(iter(self._schedules))]
         between = self._between(loss, largest, max(sizes), context)
-        count, mesh, stage = len(self.cuts) + 1, self.mesh, self.held.at["stages"]
+        k, last = self.held.at["stages"], len(self.cuts)
         group, held = self.held.devices["stages"].get_group(), [self.held.handles[k] for k in self.held.here]
-        stages = [
-            pipelining.PipelineStage(
-                _Stage(self, k, held), k, count, self.device, group=group,
-                input_args=between[k - 1] if k else torch.zeros(1, 1, device=self.device),
-                output_args=between[k] if k < len(self.cuts) else torch.zeros(1, device=self.device),
-            )
-            for k in range(stage, count, mesh.depth)
-        ]  # fmt: skip
-        several = mesh.schedule in ("interleaved", "zero_bubble")
-        schedule = SCHEDULES[mesh.schedule](
-            stages if several else stages[0], len(parts), scale_grads=False, loss_fn=lambda out, target: out.sum()
+        stage = pipelining.PipelineStage(
+            _Stage(self, k, held), k, last + 1, self.device, group=group,
+            input_args=between[k - 1] if k else torch.zeros(1, 1, device=self.device),
+            output_args=between[k] if k < last else torch.zeros(1, device=self.device),
+        )  # fmt: skip
+        schedule = SCHEDULES[self.mesh.schedule](
+            stage, len(parts), scale_grads=False, loss_fn=lambda out, target: out.sum()
         )
-        self._schedules[key] = schedule, stages
-        return schedule, stages
+        self._schedules[key] = schedule, stage
+        return schedule, stage
 
     def _between(self, loss: Loss, part: Any, size: int, context: Context) -> list[Tensor]:
         """Return a tensor like the activations at each cut, found without computing."""

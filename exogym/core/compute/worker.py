@@ -45,8 +45,8 @@ class Worker:
         micro_batch_size: examples computed at once. A larger batch is split, and `Weights` weights the losses.
 
     Attributes:
-        insides: the simulated devices of each node, which limit the examples computed at once, or None if each node has
-            one device.
+        insides: the devices of each node, which limit the examples computed at once, or None if each node has one
+            device.
         parameters: the trainable parameters in fleet order, block after block.
         draws_torch: whether a training step draws random numbers from torch.
         draws_python: whether a training step draws random numbers from Python or numpy.
@@ -192,9 +192,8 @@ class Worker:
 
     def _at_once(self, insides: Insides, batch: Any, row: int) -> int:
         """Return the most examples of a batch that a device of the node computes at once."""
-        node, examples = self.fleet.ranks[row], batch_examples(batch)
-        insides.took(node, examples)
-        return insides.meshes[node].at_once(min(examples, self.micro_batch_size or examples))
+        examples = batch_examples(batch)
+        return insides.meshes[self.fleet.ranks[row]].at_once(min(examples, self.micro_batch_size or examples))
 
     @functools.cached_property
     def weights(self) -> Weights:

@@ -14,8 +14,7 @@ class Stage:
 
     Args:
         layers: modules of the model (the same objects, not copies).
-        device: number of the pipeline's device that holds the stage, from 0. If no stage gives a device, stage k is on
-            device k.
+        device: number of the pipeline's device that holds the stage. Stage k is on device k.
 
     Attributes:
         module: the layers as one module, with the same parameters.
@@ -56,14 +55,14 @@ class PipelineParallel:
             micro-batches.
 
     Attributes:
-        devices: (stages,) each stage's device. A device may hold several stages, as interleaved schedules need.
+        size: number of devices in the pipeline, one for each stage.
 
     Raises:
-        ArgumentError: fewer than two stages or devices; devices for some stages only; a gap in the device numbers.
+        ArgumentError: fewer than two stages; devices for some stages only, or not 0, 1, 2, ... in order.
 
     >>> body, head = nn.Linear(4, 8), nn.Linear(8, 2)
-    >>> PipelineParallel([Stage([body, nn.ReLU()], device=0), Stage([head], device=1)], micro_batch_size=8).devices
-    (0, 1)
+    >>> PipelineParallel([Stage([body, nn.ReLU()], device=0), Stage([head], device=1)], micro_batch_size=8).size
+    2
     """
 
     @checked
@@ -76,15 +75,12 @@ class PipelineParallel:
             check_count("micro_batch_size", micro_batch_size)
         if any(device is None for device in given) and any(device is not None for device in given):
             raise ArgumentError(f"the stages are on devices {given}: give a device to each stage, or to none")
-        self.devices = tuple(k if device is None else device for k, device in enumerate(given))
-        if set(self.devices) != set(range(len(set(self.devices)))) or len(set(self.devices)) < 2:
-            raise ArgumentError(f"the stages are on devices {given}: wanted two or more, numbered from 0 without a gap")
-        self.stages, self.micro_batch_size = tuple(found), micro_batch_size
-
-    @property
-    def size(self) -> int:
-        """Number of devices in the pipeline."""
-        return len(set(self.devices))
+        if given not in (list(range(len(found))), [None] * len(found)):
+            raise ArgumentError(
+                f"the stages are on devices {given}, wanted {list(range(len(found)))}: one stage on each device, in "
+                "order"
+            )
+        self.stages, self.size, self.micro_batch_size = tuple(found), len(found), micro_batch_size
 
     def __repr__(self) -> str:
         return f"PipelineParallel({len(self.stages)} stages, micro_batch_size={self.micro_batch_size})"

@@ -134,7 +134,7 @@ def check_split(model: nn.Module, mesh: NodeMesh) -> None:
                 )
     if mesh.pipeline is not None:
         _check_by_hand(model, mesh)
-    elif mesh.depth > 1 and not cuts(model, mesh.depth * mesh.stages_per_device):
+    elif mesh.depth > 1 and not cuts(model, mesh.depth):
         raise ModelError(
             f"stages={mesh.depth}: no place to cut {name} is known. Give NodeMesh(stages=PipelineParallel("
             "stages=[...])), or make the model an nn.Sequential"

@@ -1,4 +1,4 @@
-"""Formulas for the traffic inside a node: the collectives, bytes and seconds of its devices in a step.
+"""Formulas for the traffic inside a node: the collectives and bytes of its devices in a step.
 
 **Shards.** k devices share P trained parameters of b bytes (`fully_shard`). P_B of them are in blocks that are gathered
 one at a time (`splits.blocks_of`). In one forward and backward pass over its examples each device sends and receives
@@ -32,7 +32,7 @@ receives (k-1)/k of these tensors' columns.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,7 +43,6 @@ from exogym.core.communicator.ledger import FACTORS
 from exogym.core.mesh.splits import blocks_of, cuts, tensor_plan
 from exogym.core.mesh.value import NodeMesh
 from exogym.errors import ModelError
-from exogym.network import Network
 
 
 @dataclass(frozen=True)
@@ -70,9 +69,6 @@ class Call:
         alone = {"send": 1 / n, "broadcast": (n - 1) / n}  # one member sends, to one other or to all others
         factor = alone[self.kind] if self.kind in alone else FACTORS[self.kind, "ring"](n)
         return factor * self.payload_bytes * self.members * self.groups * self.times
-
-    def seconds(self, network: Network) -> float:
-        return self.times * network.cost(self.kind, self.payload_bytes, self.members).seconds
 
 
 @dataclass(frozen=True)
@@ -160,60 +156,6 @@ def watched(model: nn.Module, mesh: NodeMesh) -> Iterator[Facts]:
         yield facts
 
 
-class Talk:
-    """All collectives of a node's devices in a step, with their bytes and their time on the node's `network`."""
-
-    def __init__(self, mesh: NodeMesh, calls: Sequence[Call]):
-        self.mesh, self.calls = mesh, calls
-
-    @property
-    def tx_bytes(self) -> float:
-        """Bytes that all devices of the node send together."""
-        return sum(call.tx_bytes for call in self.calls)
-
-    @property
-    def seconds(self) -> float:
-        """Seconds that the slowest pipeline stage communicates; 0 if the mesh has no network."""
-        if self.mesh.network is None:
-            return 0.0
-        by_stage = [0.0] * self.mesh.depth
-        for call in self.calls:
-            by_stage[call.stage] += call.seconds(self.mesh.network)
-        return max(by_stage)
-
-
-def talk_of_layers(mesh: NodeMesh, parameters: float, layers: int, activation_bytes: float, examples: int) -> Talk:
-    """Return the traffic inside a node for a transformer of the given size.
-
-    Each parameter counts as 4 bytes, and as a parameter of a layer.
-
-    Args:
-        parameters: the number of parameters.
-        activation_bytes: bytes that a layer sends to the next layer, for all `examples` of the node.
-
-    >>> talk = talk_of_layers(NodeMesh(shard=4), 1e6, 12, 0.0, 32)
-    >>> talk.tx_bytes / 4 == 0.75 * 4 * (2e6 + 1e6)
-    True
-    """
-    k, t, S = mesh.shard, mesh.tensor, mesh.depth
-    count = len(mesh.micro_batches(max(mesh.shares(examples))))
-    own, part = 4 * parameters / t / S, activation_bytes / k / count
-    calls: list[Call] = []
-    for stage in range(S):
-        if k > 1 and mesh.zero == 3 and S == 1:
-            calls.append(Call("all_gather", k, own / k / layers, 2 * layers * count, stage, t))
-            calls.append(Call("reduce_scatter", k, own / layers, layers, stage, t))
-        elif k > 1:
-            calls.append(Call("all_gather", k, own / k, 1, stage, t))
-            calls.append(Call("all_reduce" if mesh.zero == 1 else "reduce_scatter", k, own, 1, stage, t))
-        if t > 1:
-            calls.append(Call("all_reduce", t, part, 4 * -(-layers // S) * count, stage, k))
-        sends = (stage > 0) + (stage < S - 1)
-        if sends:
-            calls.append(Call("send", 2, part, sends * count, stage, k * t))
-    return Talk(mesh, calls)
-
-
 class InsideCost:
     """Computes the traffic between a node's devices in a step.
 
@@ -227,14 +169,14 @@ class InsideCost:
         self.mesh, self.facts, self.at_once = mesh, facts, at_once
         self._known: dict[int, float] = {}
 
-    def talk(self, examples: int) -> Talk:
+    def calls(self, examples: int) -> list[Call]:
         """Return the collectives of the node's devices in a step of `examples` examples."""
-        return Talk(self.mesh, [*self._of_shards(examples), *self._of_layers(examples), *self._of_cuts(examples)])
+        return [*self._of_shards(examples), *self._of_layers(examples), *self._of_cuts(examples)]
 
     def tx_bytes(self, examples: int) -> float:
         """Return the bytes that all devices of the node send in a step of `examples` examples. The result is cached."""
         if examples not in self._known:
-            self._known[examples] = self.talk(examples).tx_bytes
+            self._known[examples] = sum(call.tx_bytes for call in self.calls(examples))
         return self._known[examples]
 
     def _passes(self, examples: int) -> list[tuple[float, int]]:
@@ -324,23 +266,22 @@ def stages_of(model: nn.Module, mesh: NodeMesh) -> tuple[Callable[[str], int], d
     """
     if mesh.depth == 1:
         return lambda name: 0, {}
-    count = mesh.depth * mesh.stages_per_device
     if mesh.pipeline is None:
-        found = cuts(model, count)
+        found = cuts(model, mesh.depth)
         order = {name: k for k, (name, _) in enumerate(model.named_modules())}
         last = [max(k for name, k in order.items() if f"{name}.".startswith(f"{cut}.")) for cut in found]
-        ends = {cut: (k % mesh.depth, (k + 1) % mesh.depth) for k, cut in enumerate(found)}
-        return lambda name: sum(order[name.rpartition(".")[0]] > end for end in last) % mesh.depth, ends
-    devices, modules = mesh.pipeline.devices, {id(module): name for name, module in model.named_modules()}
+        ends = {cut: (k, k + 1) for k, cut in enumerate(found)}
+        return lambda name: sum(order[name.rpartition(".")[0]] > end for end in last), ends
+    modules = {id(module): name for name, module in model.named_modules()}
     owner = {
         id(p): device
-        for stage, device in zip(mesh.pipeline.stages, devices, strict=True)
+        for device, stage in enumerate(mesh.pipeline.stages)
         for p in (*stage.module.parameters(), *stage.module.buffers())
     }
     named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     by_name = {name: owner[id(x)] for name, x in named if id(x) in owner}
     ends = {}
-    for stage, before, after in zip(mesh.pipeline.stages[:-1], devices[:-1], devices[1:], strict=True):
+    for device, stage in enumerate(mesh.pipeline.stages[:-1]):
         end = stage.layers[-1]
         while id(end) not in modules and isinstance(end, nn.Sequential) and len(end):
             end = end[-1]
@@ -349,7 +290,7 @@ def stages_of(model: nn.Module, mesh: NodeMesh) -> tuple[Callable[[str], int], d
                 f"the last layer of a stage is a {type(end).__name__} that is not in the model, so one process cannot "
                 "measure the bytes to the next stage: end the stage with a module of the model"
             )
-        ends[modules[id(end)]] = before, after
+        ends[modules[id(end)]] = device, device + 1
     return lambda name: by_name.get(name, 0), ends
 
 

@@ -8,12 +8,11 @@ from typing import Any
 
 from torch import nn
 
+from exogym.core.base.retired import retired
 from exogym.core.mesh.pipeline import PipelineParallel
-from exogym.errors import ArgumentError, check_choice, check_count
-from exogym.network import Network
+from exogym.errors import ArgumentError, check_choice, check_count, checked
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")  # orders in which a pipeline takes its micro-batches
-TOLD = ("shard", "tensor", "stages", "microbatches", "network", "zero", "schedule")  # as text
+SCHEDULES = ("gpipe", "1f1b")  # orders in which a pipeline takes its micro-batches
 BUSY = 4  # default micro-batches per stage
 
 
@@ -23,8 +22,7 @@ class NodeMesh:
 
     Nothing changes between nodes: a node of several devices is still one row of the fleet, and sends the same bytes.
     Under `python -m exogym.launch` or torchrun each process is one device of a node. A run in one process computes as
-    one device would, in micro-batches of a device's size. It predicts the traffic between devices by formula
-    (`exogym.core.mesh.traffic`), and the time of this traffic on `network`.
+    one device would, in micro-batches of a device's size.
 
     Args:
         shard: devices that share the row's columns, each with its own part of the batch (see `shares`). `zero` decides
@@ -36,14 +34,10 @@ class NodeMesh:
         parallelize: called as `parallelize(model, mesh)` with torch's `DeviceMesh`, whose axes have the names and sizes
             of `axes`. It splits the model in place, by `fully_shard` or `parallelize_module`. A run in one process does
             not call it. If it is None, ExoGym splits the model by the model's known plan.
-        network: link between two devices of a node, as `exogym.network` reads it ("nvlink", "pcie"). None means that
-            traffic inside a node takes no time. The time counts only in a fit with `network=`, the network between
-            nodes.
         zero: what the `shard` devices share. 3 shares parameters, gradients and optimizer state (`fully_shard`); 2
             shares gradients and optimizer state; 1 shares the optimizer state only. In a pipeline, 3 gathers the
             parameters once a step and frees them after the step.
-        schedule: order of a pipeline's work: "gpipe", "1f1b", "interleaved" (two stages or more on each device) or
-            "zero_bubble".
+        schedule: order of a pipeline's work: "gpipe" or "1f1b".
         probe: True compares the first batch's gradients with the whole model's gradients, and refuses a split with
             other gradients. A smaller model of the same kind, given instead, is compared in the same way. False trusts
             the split.
@@ -59,7 +53,7 @@ class NodeMesh:
         ArgumentError: a size is not a whole number of at least 1; the schedule or zero is unknown; pipeline options
             without stages; fewer micro-batches than stages.
 
-    >>> mesh = NodeMesh(shard=2, stages=2, microbatches=4, network="nvlink")
+    >>> mesh = NodeMesh(shard=2, stages=2, microbatches=4)
     >>> mesh.size, mesh.axes, mesh.coordinates(1)
     (4, {'stages': 2, 'shard': 2, 'tensor': 1}, {'stages': 0, 'shard': 1, 'tensor': 0})
     >>> mesh.shares(17), mesh.micro_batches(9), round(mesh.bubble(17), 3)
@@ -71,7 +65,6 @@ class NodeMesh:
     stages: int | PipelineParallel = 1
     microbatches: int | None = None
     parallelize: Callable[[nn.Module, Any], Any] | None = None
-    network: Any = None
     zero: int = 3
     schedule: str = "1f1b"
     probe: bool | nn.Module = True
@@ -87,14 +80,14 @@ class NodeMesh:
             raise ArgumentError(f"zero={self.zero!r} must be 1, 2 or 3 (see NodeMesh)")
         if self.zero != 3 and self.shard == 1:
             raise ArgumentError(f"zero={self.zero} has no effect with shard=1: give shard= over 1, or leave zero out")
+        if (instead := retired(str(self.schedule).lower(), "schedule")) is not None:
+            raise ArgumentError(f"schedule={self.schedule!r}: {instead}")
         check_choice("schedule", str(self.schedule).lower(), SCHEDULES)
         object.__setattr__(self, "schedule", str(self.schedule).lower())
         if self.parallelize is not None and not callable(self.parallelize):
             raise ArgumentError(f"parallelize={self.parallelize!r} must be a function of (model, mesh)")
         if not isinstance(self.probe, bool | nn.Module):
             raise ArgumentError(f"probe={self.probe!r} must be True, False or a smaller model of the same kind")
-        if self.network is not None:
-            object.__setattr__(self, "network", Network.of(self.network))
         self._check_pipeline()
 
     def _check_pipeline(self) -> None:
@@ -115,27 +108,6 @@ class NodeMesh:
                 f"microbatches={self.microbatches} are fewer than the {self.depth} stages, so some stages would be "
                 f"idle: give {self.depth} or more"
             )
-
-    @classmethod
-    def parse(cls, text: str) -> NodeMesh:
-        """Return the mesh that a command line's text describes.
-
-        Raises:
-            ArgumentError: an unknown name or a wrong value.
-
-        >>> str(NodeMesh.parse("shard=4,stages=2,network=nvlink"))
-        'stages=2 x shard=4'
-        """
-        given: dict[str, Any] = {}
-        for part in text.split(","):
-            name, equals, value = (piece.strip() for piece in part.partition("="))
-            if not equals or name not in TOLD or name in given:
-                raise ArgumentError(
-                    f"node {text!r} should be names and values, each once, as 'shard=4,network=nvlink'; names: "
-                    f"{', '.join(TOLD)}"
-                )
-            given[name] = int(value) if value.isdigit() else value
-        return cls(**given)
 
     @property
     def pipeline(self) -> PipelineParallel | None:
@@ -188,28 +160,10 @@ class NodeMesh:
         """Return the share of a step in which a device waits for the pipeline to fill and drain.
 
         GPipe and 1F1B have the share (S-1)/(M+S-1), for S stages and M micro-batches of equal length (Huang et al.,
-        arXiv:1811.06965). Interleaved schedules with V stages on each device count as V M micro-batches, each with 1/V
-        of the work (Narayanan et al., arXiv:2104.04473). A zero-bubble schedule counts as its lower bound, 0 (Qi et
-        al., arXiv:2401.10241).
+        arXiv:1811.06965).
         """
-        if self.schedule == "zero_bubble":
-            return 0.0
-        parts = len(self.micro_batches(max(self.shares(examples)))) * self.stages_per_device
+        parts = len(self.micro_batches(max(self.shares(examples))))
         return (self.depth - 1) / (parts + self.depth - 1)
-
-    def compute_share(self, examples: int) -> float:
-        """Return a node's step time divided by one device's step time, without communication.
-
-        The result is 1 / (size (1 - b)), where b is `bubble(examples)`.
-        """
-        return 1 / (self.size * (1 - self.bubble(examples)))
-
-    @property
-    def stages_per_device(self) -> int:
-        """Stages on each device: 2 in an interleaved or zero-bubble schedule without your own stages, otherwise 1."""
-        if self.pipeline is not None:
-            return len(self.pipeline.stages) // self.depth
-        return 2 if self.schedule in ("interleaved", "zero_bubble") else 1
 
     def check_batch(self, batch_size: int) -> None:
         """Raise ArgumentError if some device would have no example in a batch of `batch_size`."""
@@ -251,6 +205,9 @@ class NodeMesh:
     def __str__(self) -> str:
         """Return the split as text, for example "shard=2 x tensor=2"."""
         return " x ".join(f"{name}={size}" for name, size in self.axes.items() if size > 1) or "one device"
+
+
+NodeMesh.__init__ = checked(NodeMesh.__init__)  # type: ignore[method-assign]
 
 
 def groups_of(meshes: Sequence[NodeMesh], world_size: int) -> int:

@@ -180,18 +180,17 @@ def _run_and_clock(
 ) -> tuple[Run, Timing | None, Sequence[Fraction]]:  # fmt: skip
     """Return the `Run` for strategies, the clock, and each node's share of the local steps ([]: all take all).
 
-    The clock needs a step's size and its time on a node of several devices, so these come first.
+    The clock needs a step's size, so this comes first.
     """
-    work, step_shares, spread, timing, step_s = None, list[Fraction](), None, None, None
+    work, step_shares, timing, step_s = None, list[Fraction](), None, None
     sizes: int | np.ndarray = options.step_examples
     if options.weighing is not None:
         from exogym.core.training.balancing import share_out
 
         work, step_shares = share_out(options.weighing, chosen, worker, stream, is_fresh)
         sizes = sizes if work is None else stream.batch_sizes
-    if worker.insides is not None:
-        worker.insides.count(worker.fleet.comm.ledger, worker.micro_batch_size)
-        spread = worker.insides.spread(np.broadcast_to(sizes, options.num_nodes).tolist())
+    if worker.devices is not None:
+        worker.devices.insides.count(worker.fleet.comm.ledger, worker.micro_batch_size)
     if worker.micro_batch_size is not None or options.meshes:
         from exogym.core.training.choices import check_computed_in_parts
 
@@ -199,12 +198,12 @@ def _run_and_clock(
     if options.step_seconds is not None:
         from exogym.core.training.timing import mean_seconds
 
-        step_s = mean_seconds(options.step_seconds, options.num_nodes, spread)
+        step_s = mean_seconds(options.step_seconds, options.num_nodes)
     if options.network is not None:
         from exogym.core.training.timing import Timing
 
         given = (options.network, options.step_seconds, options.timeline)
-        timing = Timing(worker.fleet, *given, work, spread, options.overlap)
+        timing = Timing(worker.fleet, *given, work, options.overlap)
     availability = None if options.faults is None else options.faults.trace
     steps = options.total_steps(_steps_per_epoch(options, stream))
     run = Run(

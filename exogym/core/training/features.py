@@ -121,7 +121,7 @@ def _seats(options: FitOptions, worker: Worker, stream: Stream, steps: int) -> S
 
 def add_figures(loop: TrainingLoop) -> None:
     """Add the bytes between a node's devices, and the virtual clock's values, to each evaluation's record."""
-    if loop.worker.insides is not None:
+    if loop.worker.insides is not None and loop.fleet.comm.wire.is_shared:
         share = functools.partial(_share_insides, loop.fleet)
         loop.standing.before_saving.append(share)
         loop.figures.append(share)
@@ -131,7 +131,6 @@ def add_figures(loop: TrainingLoop) -> None:
 
 def _share_insides(fleet: Fleet) -> dict[str, float]:
     """Tell every process each node's inside bytes, which only the node's own process counts. Return the mean."""
-    ledger, wire = fleet.comm.ledger, fleet.comm.wire
-    if wire.is_shared:
-        ledger.inside_bytes[:] = np.max(gather(wire, ledger.inside_bytes.tolist()), axis=0)
+    ledger = fleet.comm.ledger
+    ledger.inside_bytes[:] = np.max(gather(fleet.comm.wire, ledger.inside_bytes.tolist()), axis=0)
     return {"inside_bytes": float(ledger.inside_bytes.mean())}

@@ -57,10 +57,10 @@ class RunOptions:
 
     Args:
         node: Split each node's model over several devices (see `exogym.NodeMesh`). A list gives each node its own
-            split. Under `python -m exogym.launch` or torchrun each process is one device. A single process simulates
-            all devices: the result equals a run with one device per node and the same micro-batches. `inside_bytes` in
-            the history counts what a node's devices would send each other. With several processes only the main process
-            has the final model; in the other processes the model's parameters are on the meta device.
+            split. Under `python -m exogym.launch` or torchrun each process is one device, and `inside_bytes` in the
+            history counts what a node's devices send each other. A single process computes each node in micro-batches
+            of a device's size. With several processes only the main process has the final model; in the other processes
+            the model's parameters are on the meta device.
         gradient_accumulation: Batches per step. The step's gradient is the mean of the batches' gradients, for any
             loss. If the loss ignores some targets, a batch's weight in this mean is its number of other targets.
         minibatch_size: Examples computed at once. A small number saves memory; results change by rounding only. Before
@@ -170,7 +170,7 @@ class FitOptions(RunOptions):
             `exogym.network`). `time_s` in the history and `trainer.clock` hold the predicted time.
         step_seconds: Seconds of a node's step, for the predicted time: a number, text ("80ms"), a value per node, or a
             `StepTime`. If `step_seconds` is None, ExoGym measures the steps on this machine. For a `node` of several
-            devices, give the seconds on one device; ExoGym computes the time that the devices need together.
+            devices, give the seconds of the whole node's step.
         timeline: Record when each node computed, sent and waited, in `trainer.clock.spans`. With `run_dir`,
             timeline.json in that folder also gets this record.
         logger: A logger or a function, or a list of them (see `exogym.logger`).

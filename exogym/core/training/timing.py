@@ -35,8 +35,6 @@ class Timing:
         network, step_seconds, timeline: as for `Clock`. With `step_seconds=None` ExoGym measures the steps.
         work: (N,) size of each node's steps relative to `step_seconds`, if sizes differ.
         overlap: whether averages that arrive late overlap with computing.
-        spread: two arrays for nodes of several devices: (N,) the share of one device's step time that a node's devices
-            need together, and (N,) extra seconds per step.
 
     >>> from exogym.fleet import Fleet
     >>> fleet = Fleet(torch.nn.Linear(2, 1), range(2), 2, torch.device("cpu"))
@@ -53,20 +51,14 @@ class Timing:
         step_seconds: Any = None,
         timeline: bool = False,
         work: np.ndarray | None = None,
-        spread: tuple[np.ndarray, np.ndarray] | None = None,
         overlap: bool = True,
     ):
         self.fleet, self.is_measured, self.overlap = fleet, step_seconds is None, overlap
-        wire = fleet.comm.wire
-        are_there = len(wire.world.placement) > len(wire.placement)  # real devices, so that they are measured
-        self.spread = None if self.is_measured and are_there else spread
         self.clock = Clock(fleet.num_nodes, network, 0.0 if self.is_measured else step_seconds, timeline=timeline)
         of_hosts = self.clock.network.measurement is not None or self.clock.network.tcp
         self._is_exact = of_hosts and not fleet.comm.wire.native
         if work is not None:
             self.clock.step_time = self.clock.step_time.for_work(work)
-        if spread is not None:
-            self.clock.step_time = self.clock.step_time.for_work(*spread)
         self.taken_s = np.zeros(len(fleet))
         fleet.comm.ledger.listeners.append(self._hear)
         fleet.state.register("clock", Shared(self.clock.state, self.clock.load_state))
@@ -92,8 +84,6 @@ class Timing:
         nodes = sorted(i for ids in self.fleet.comm.wire.placement for i in ids)
         taken_s = np.zeros(self.fleet.num_nodes)
         taken_s[nodes] = self.fleet.comm.wire.rows(mine, nodes)[:, 0].numpy()
-        if self.spread is not None:
-            taken_s = taken_s * self.spread[0] + counts * self.spread[1]
         self.clock.advance(counts, np.where(counts > 0, taken_s, 0.0))
         self.taken_s[:] = 0
         self.clock.agree(agreements)
@@ -131,7 +121,7 @@ class Timing:
         }
 
 
-def mean_seconds(step_seconds: Any, num_nodes: int, spread: tuple[np.ndarray, np.ndarray] | None) -> np.ndarray:
-    """Return (N,) the mean seconds of each node's step, from the option `step_seconds`. `spread` is as in `Timing`."""
+def mean_seconds(step_seconds: Any, num_nodes: int) -> np.ndarray:
+    """Return (N,) the mean seconds of each node's step, from the option `step_seconds`."""
     time_ = step_seconds if isinstance(step_seconds, StepTime) else StepTime(step_seconds)
-    return (time_ if spread is None else time_.for_work(*spread)).mean_s(num_nodes)
+    return time_.mean_s(num_nodes)

@@ -61,20 +61,21 @@ def workplace(
         from exogym.core.compute.insides import Insides
 
         worker.insides = Insides(model, options.meshes)
-    with contextlib.nullcontext() if worker.insides is None else worker.insides.watching():
+    is_split = wire.devices.parts > 1
+    with worker.insides.watching() if is_split and worker.insides is not None else contextlib.nullcontext():
         second = lambda: trial(next(iter(stream.batches(stream.first, 1, 1))))  # noqa: E731
         look(worker, trial(first_batch), second, _alone(options, stream) if normalizes(model) else None)
     if buffers := sum(model.get_buffer(name).nbytes for name in worker.changing):
         forked = options.engine is None and options.processes != 1  # which share the memory of the machine
         check_rows(
             model, options.strategy, device, num_nodes=options.num_nodes, buffer_bytes=buffers,
-            rows=rows if forked else len(wire.ranks), processes=wire.devices.parts, is_cut=wire.devices.parts > 1,
+            rows=rows if forked else len(wire.ranks), processes=wire.devices.parts, is_cut=is_split,
         )  # fmt: skip
     parts = None
-    if wire.devices.parts > 1:
+    if is_split and worker.insides is not None:
         from exogym.core.compute.devices import NodeDevices
 
-        worker.devices = devices = NodeDevices(model, options.meshes, wire, device)
+        worker.devices = devices = NodeDevices(model, worker.insides, wire, device)
         parts = devices.split.parts
     worker.bind(Fleet(model, wire.ranks, options.num_nodes, device, wire, parts))
     undo.callback(worker.go_home)
