@@ -28,6 +28,7 @@ from exogym.core.compute.first_step import check_dense, same
 from exogym.core.compute.loop import Loop
 from exogym.core.compute.outputs import Loss
 from exogym.core.compute.worker import Worker
+from exogym.core.engine import several_devices
 from exogym.core.engine.world import join_world, world_size
 from exogym.core.fleet import Fleet, Stateful
 from exogym.core.fleet.state import Tensors, below
@@ -51,7 +52,6 @@ from exogym.strategy.outer import few_rounds
 from exogym.strategy.strategy import Run, Strategy
 
 if TYPE_CHECKING:
-    from exogym.attached.shards import Shards
     from exogym.core.training.timing import Timing
 
 LONGEST = 1024  # most steps of a stretch
@@ -77,14 +77,13 @@ class Node:
     ):  # fmt: skip
         self.model, self.strategy, self.device, self.seed = model, strategy, device, seed
         self.total_steps, self.network, self.step_seconds = total_steps, network, step_seconds
-        self.shards: Shards | None = None
+        self.shards: Any = None
         if node is None:
             self.wire = wire_of_world(device)
         else:
-            from exogym.attached.shards import Shards, wire_between
-
-            self.wire = wire = wire_between(node, device)
-            self.shards = Shards(model, wire)
+            kind = several_devices("attach")
+            self.wire = kind.wire_between(node, device)
+            self.shards = kind(model, self.wire)
         _start_equal(model, self.wire)
         self.worker = Worker(model, Loss(model, None), device, "fp32", seed, None)
         self.worker.devices = self.shards

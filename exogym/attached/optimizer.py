@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -15,9 +15,6 @@ from exogym.errors import ArgumentError
 from exogym.strategy.capabilities import Corrects
 from exogym.strategy.schedule import GIVEN, set_rates
 from exogym.strategy.strategy import Inner, clip_rows
-
-if TYPE_CHECKING:
-    from exogym.attached.shards import Shards
 
 LATE = (
     "optimizer.step() was called, but nodes.step() takes the step: call nodes.step() instead. If another trainer calls "
@@ -49,7 +46,7 @@ class UsersOptimizer(Stateful):
     def __init__(self, optimizer: Optimizer, inner: Inner, worker: Worker, total_steps: int, is_scheduled: bool):
         self.optimizer, self.optimizers = optimizer, {0: optimizer}
         self.parameters, self.max_norm = worker.parameters, inner.max_norm
-        self._shards: Shards | None = worker.devices
+        self._shards = worker.devices
         self._inside = worker.fleet.comm.wire.inside
         self.schedule = inner.schedule(total_steps) if is_scheduled else None
         self.corrections: list[Corrects] = []

@@ -59,6 +59,11 @@ class Shards:
         ModelError: a trainable parameter is not divided over the node's processes along its first axis.
     """
 
+    @staticmethod
+    def wire_between(node: Any, device: torch.device) -> MeshWire:
+        """Return the wire between nodes of several processes each (see `wire_between`)."""
+        return wire_between(node, device)
+
     def __init__(self, model: nn.Module, wire: MeshWire):
         self.wire, self.inside = wire, wire.devices
         part, size = self.inside.part, self.inside.parts

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_collate
 
+from exogym.core.engine import several_devices
 from exogym.core.engine.world import world_size
-from exogym.core.mesh import NodeMesh, PipelineParallel
 from exogym.core.progress import notice
 from exogym.core.record.history import History
 from exogym.errors import ArgumentError, check_choice, check_count, checked
@@ -66,7 +66,7 @@ class DistributedTrainer:
         num_gpus: int | None = None,
         backend: str = "auto",
         *,
-        node: NodeMesh | PipelineParallel | None = None,
+        node: Any = None,
         loss_fn: Callable[..., Tensor] | None = None,
     ):
         if not isinstance(model, nn.Module):
@@ -78,9 +78,8 @@ class DistributedTrainer:
             check_count("num_gpus", num_gpus)
         self.model, self.loss_fn, self.history = model, loss_fn, History()
         self.optim = spec_of(optimizer, model) if isinstance(optimizer, Optimizer) else OptimSpec.of(optimizer)
-        mesh = NodeMesh(stages=node) if isinstance(node, PipelineParallel) else node
-        world = world_size()
-        self.node = mesh or NodeMesh(shard=world if num_gpus is None else num_gpus)
+        world, kind = world_size(), several_devices("fit")
+        self.node = kind.sharing([num_gpus or world]) if node is None else kind.single(node)
         if num_gpus is not None and num_gpus != self.node.size:
             raise ArgumentError(f"num_gpus={num_gpus}, but node= has {self.node.size} devices: leave num_gpus out")
         if world > 1:

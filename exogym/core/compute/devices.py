@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from exogym.core.base.batches import batch_examples
 from exogym.core.base.torch_private import own_parameters
 from exogym.core.communicator import Inside, Wire
-from exogym.core.compute.insides import Insides
 from exogym.core.compute.pointer import Pointer
 from exogym.core.compute.recut import Recut
 from exogym.core.compute.replicated import Replicated
 from exogym.core.compute.split import Split, as_told, refuse_ways
 from exogym.core.compute.worker import Worker
+from exogym.core.mesh import NodeMesh
+from exogym.core.mesh.traffic import Facts, InsideCost, watched
 from exogym.core.mesh.value import even
 
 Part = tuple[Any, float]  # a part of a batch, and its share of the batch
@@ -33,7 +34,7 @@ class NodeDevices:
     no numbers (meta device).
 
     Args:
-        insides: all nodes' meshes, with what the model sends in them.
+        meshes: all nodes' meshes.
         wire: the communication between processes.
 
     Attributes:
@@ -48,12 +49,13 @@ class NodeDevices:
         ModelError: the model cannot be split over this mesh.
     """
 
-    def __init__(self, model: nn.Module, insides: Insides, wire: Wire, device: torch.device):
+    def __init__(self, model: nn.Module, meshes: Sequence[NodeMesh], wire: Wire, device: torch.device):
         from exogym.core.compute.sharded import Sharded  # torch's FSDP takes a while to import
         from exogym.core.compute.staged import Staged
 
-        meshes = insides.meshes
-        self.insides, self.mesh, self.inside = insides, meshes[wire.ranks[0]], wire.devices
+        self.mesh, self.inside = meshes[wire.ranks[0]], wire.devices
+        self._facts: Facts | None = None
+        self._cost: InsideCost | None = None
         kind: Any = Staged if self.mesh.depth > 1 else Sharded if self.mesh.zero == 3 else Replicated
         self.within: Split = kind(model, self.mesh, wire.devices, device)
         self.split = self.within if len(set(meshes)) == 1 else Recut(self.within, wire.inside)
@@ -77,6 +79,12 @@ class NodeDevices:
     def should_stop(self) -> bool:
         return self._stops
 
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Return a context that records the sizes of the model's activations. Run a training step inside it."""
+        with watched(self.within.model, self.mesh) as self._facts:
+            yield
+
     # The row
 
     def holding(self, pointer: Pointer) -> NodeDevices:
@@ -86,7 +94,7 @@ class NodeDevices:
         return self
 
     def begin(self, worker: Worker, batch: Any) -> None:
-        """Split the model. Afterward this process holds only its own columns.
+        """Split the model, and count inside bytes from now on. Afterward this process holds only its own columns.
 
         Raises:
             ModelError: the split model's gradients differ from the whole model's.
@@ -100,6 +108,8 @@ class NodeDevices:
             if isinstance(probe, nn.Module):
                 check_on(probe, worker.loss, batch, self._passes(worker, batch), self.within, self.mesh)
             self.within.split()
+        if self._facts is not None:
+            self._cost = InsideCost(self.mesh, self._facts, worker.micro_batch_size)
         self.is_split, self.pointer.owners, self.pointer.homes = True, [], []
         self.split.let_go()
 
@@ -162,7 +172,9 @@ class NodeDevices:
         """
         scaling = worker.scaling
         scale = scaling.of(row)
-        self.insides.took(self.fleet.ranks[row], batch_examples(batch))
+        if self._cost is not None:
+            cost = self._cost.tx_bytes(batch_examples(batch))
+            self.fleet.comm.ledger.inside_bytes[self.fleet.ranks[row]] += cost
         passes = self._passes(worker, batch)
         self.split.refresh()
         total = torch.zeros((), dtype=torch.float64)

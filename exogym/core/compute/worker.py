@@ -1,7 +1,7 @@
 """The worker: compute losses and gradients of one row at a time, with one copy of the user's module.
 
 A worker has a `Pointer`, which points the module at a row; a `Loss`; the weights of a batch's parts; in fp16 a loss
-scale per row; and `NodeDevices` if a node is several processes.
+scale per row; and `devices` if a node is several processes.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from exogym.core.fleet.state import Tensors
 from exogym.errors import DataError, ModelError
 
 if TYPE_CHECKING:
-    from exogym.core.compute.insides import Insides
     from exogym.core.compute.weights import Weights
+    from exogym.core.engine import Nodes
 
 FIRST_SCALE, SCALE_GROWTH_STEPS = 65536.0, 2000
 AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -45,8 +45,7 @@ class Worker:
         micro_batch_size: examples computed at once. A larger batch is split, and `Weights` weights the losses.
 
     Attributes:
-        insides: the devices of each node, which limit the examples computed at once, or None if each node has one
-            device.
+        nodes: the devices of each node, which limit the examples computed at once; None if each node is one device.
         parameters: the trainable parameters in fleet order, block after block.
         draws_torch: whether a training step draws random numbers from torch.
         draws_python: whether a training step draws random numbers from Python or numpy.
@@ -54,7 +53,8 @@ class Worker:
         changing: names of the buffers that a training step changes. Each row has its own values of these buffers.
         fails_alone: whether a training step on a single example is known to fail in batch normalization.
         weighs_classes: whether the loss function's class weights count in the weight of a batch's part.
-        devices: the node's devices (`NodeDevices`) if a node is several processes; otherwise None.
+        devices: divides the model over the node's processes (`Nodes.devices`); None if this process computes whole
+            nodes.
         trials: tests during training that parts of a batch give the batch's loss; None if no test is needed.
         at: the node and the step whose random numbers are drawn now.
     """
@@ -71,9 +71,9 @@ class Worker:
         self.model, self.loss, self.device, self.seed = model, loss, device, seed
         self.dtype, self.micro_batch_size = AUTOCAST[precision], micro_batch_size
         self.scaled = precision == "fp16"
-        self.insides: Insides | None = None
+        self.nodes: Nodes | None = None
         self.draws_torch = self.draws_python = True
-        self.devices: Any = None  # a `compute.devices.NodeDevices`
+        self.devices: Any = None
         self._should_stop: Callable[[], bool] = lambda: False
         self.before_last_backward: Callable[[], None] | None = None
         self.changing: list[str] = []
@@ -162,7 +162,7 @@ class Worker:
         batch = self.to_device(batch)
         if self.devices is not None:
             return self.devices.gradient(self, batch, row)
-        size = self.micro_batch_size if self.insides is None else self._at_once(self.insides, batch, row)
+        size = self.micro_batch_size if self.nodes is None else self._at_once(self.nodes, batch, row)
         if size is None and self.dtype is None:
             loss = self.loss(batch)
             if self.before_last_backward is not None:
@@ -190,10 +190,10 @@ class Worker:
             raise DataError("a batch has no examples: check the data set and collate_fn")
         return total
 
-    def _at_once(self, insides: Insides, batch: Any, row: int) -> int:
+    def _at_once(self, nodes: Nodes, batch: Any, row: int) -> int:
         """Return the most examples of a batch that a device of the node computes at once."""
         examples = batch_examples(batch)
-        return insides.meshes[self.fleet.ranks[row]].at_once(min(examples, self.micro_batch_size or examples))
+        return nodes.at_once(self.fleet.ranks[row], min(examples, self.micro_batch_size or examples))
 
     @functools.cached_property
     def weights(self) -> Weights:

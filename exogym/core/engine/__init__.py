@@ -17,15 +17,29 @@ The run uses the engine that the user names, otherwise the first engine that app
 """
 
 import importlib
+from typing import Any
 
 from exogym.core.engine.here import Alone, Forked, Group
-from exogym.core.engine.protocol import Engine, EngineOptions
+from exogym.core.engine.protocol import Engine, EngineOptions, Nodes
 
-__all__ = ["ENGINES", "Alone", "Engine", "EngineOptions", "Forked", "Group", "engine_for", "named_engine"]
+__all__ = [
+    "ENGINES",
+    "Alone",
+    "Engine",
+    "EngineOptions",
+    "Forked",
+    "Group",
+    "Nodes",
+    "engine_for",
+    "named_engine",
+    "several_devices",
+]
 
 ENGINES: list[Engine] = [Group(), Forked(), Alone()]  # the first that applies takes the run
 # The names for `fit(engine=)` -> an engine's module and class, imported when a run needs them.
 NAMED = {"ray": ("exogym.clusters.ray", "Ray")}
+# Who takes an option `node` -> the module and class that make nodes of several devices of it.
+DEVICES = {"fit": ("exogym.core.compute.nodes", "MeshNodes"), "attach": ("exogym.attached.shards", "Shards")}
 
 
 def named_engine(name: str) -> type[Engine]:
@@ -37,6 +51,16 @@ def named_engine(name: str) -> type[Engine]:
     home, kind = NAMED[name]
     found: type[Engine] = getattr(importlib.import_module(home), kind)
     return found
+
+
+def several_devices(where: str) -> Any:
+    """Return the class that makes nodes of several devices of the option `node` of `where`, "fit" or "attach".
+
+    >>> several_devices("fit").sharing([2, 2])
+    NodeMesh(shard=2, tensor=1, stages=1, microbatches=None, parallelize=None, zero=3, schedule='1f1b', probe=True)
+    """
+    home, kind = DEVICES[where]
+    return getattr(importlib.import_module(home), kind)
 
 
 def engine_for(options: EngineOptions) -> Engine | None:

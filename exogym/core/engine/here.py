@@ -69,11 +69,7 @@ class Group:
         if options.processes not in (1, "auto", world):
             launched = {"processes of a launcher": f"a script that runs as {world} processes"}
             check({"processes": f"processes={options.processes}"} | launched)
-        if not options.meshes:
-            return world
-        from exogym.core.mesh.value import groups_of
-
-        return groups_of(options.meshes, world)
+        return world if options.nodes is None else options.nodes.processes(world)
 
     def run(self, options: EngineOptions, body: Callable[[Wire], Result]) -> Result:
         import torch.distributed as dist
@@ -82,12 +78,10 @@ class Group:
         from exogym.core.engine.wire import ProcessWire
 
         join_world(options.device)
-        others = " or another device of its node" if options.meshes else ""
+        others = "" if options.nodes is None else " or another device of its node"
         with watched(options.hang_s, dist.get_rank(), others):
-            if options.meshes:
-                from exogym.core.engine.mesh import MeshWire
-
-                wire: Wire = MeshWire(options.placement, options.meshes, options.native)
+            if options.nodes is not None:
+                wire: Wire = options.nodes.wire(options.placement, options.native)
             else:
                 wire = (self.wire or ProcessWire)(options.placement, native=options.native)
             found = body(wire)

@@ -5,15 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
+from torch import nn
 
 from exogym.core.communicator import Wire
 from exogym.errors import ArgumentError
-
-if TYPE_CHECKING:
-    from exogym.core.mesh import NodeMesh
 
 Result = TypeVar("Result")
 
@@ -36,7 +34,7 @@ class EngineOptions:
         wanted: the user's `device` option, for processes on other machines.
         cpus_per_process: CPUs for each process of a Ray cluster.
         may_move: whether the run can save itself and continue in other processes.
-        meshes: each node's split, if a node has several processes. In this case `processes` counts groups: a group is
+        nodes: the nodes' devices, if a node is several processes. In this case `processes` counts groups: a group is
             the processes that hold the same nodes.
     """
 
@@ -50,7 +48,52 @@ class EngineOptions:
     wanted: str | torch.device = "auto"
     cpus_per_process: int = 1
     may_move: bool = False
-    meshes: Sequence[NodeMesh] = ()
+    nodes: Nodes | None = None
+
+
+class Nodes(Protocol):
+    """Nodes of several devices: the value of `fit(node=)`, once it is checked.
+
+    Attributes:
+        sizes: each node's number of devices.
+    """
+
+    sizes: tuple[int, ...]
+
+    def features(self) -> dict[str, str]:
+        """Return the features for the table of refusals (`exogym.core.refusals.FEATURES`)."""
+
+    def describe(self) -> Any:
+        """Return what decides a run's result, as JSON."""
+
+    def check(self, batch_size: int) -> None:
+        """Raise ArgumentError if the devices cannot share a batch of `batch_size`."""
+
+    def processes(self, world: int) -> int:
+        """Return how many groups of processes hold the nodes, if `world` processes run the script.
+
+        Raises:
+            ArgumentError: the requested number is impossible.
+        """
+
+    def wire(self, placement: Sequence[Sequence[int]], native: bool) -> Wire:
+        """Return the wire between processes that are devices. `placement` has each group's nodes."""
+
+    def at_once(self, node: int, examples: int) -> int:
+        """Return how many of a batch's `examples` a device of node `node` computes at once."""
+
+    def tried(self, examples: int) -> tuple[int, str] | None:
+        """Return how many of `examples` a device computes at once, and the option that says so.
+
+        None: the parts of a batch need no trial.
+        """
+
+    def devices(self, model: nn.Module, wire: Wire, device: torch.device) -> Any:
+        """Return a `Worker.devices`, which trains this process's part of a node; None if it computes whole nodes.
+
+        Raises:
+            ModelError: the nodes cannot divide the model.
+        """
 
 
 class Moved(Exception):

@@ -189,9 +189,7 @@ def _run_and_clock(
 
         work, step_shares = share_out(options.weighing, chosen, worker, stream, is_fresh)
         sizes = sizes if work is None else stream.batch_sizes
-    if worker.devices is not None:
-        worker.devices.insides.count(worker.fleet.comm.ledger, worker.micro_batch_size)
-    if worker.micro_batch_size is not None or options.meshes:
+    if worker.micro_batch_size is not None or options.nodes is not None:
         from exogym.core.training.choices import check_computed_in_parts
 
         check_computed_in_parts(subject, options, worker, stream, batch, int(np.max(sizes)))

@@ -14,13 +14,13 @@ from exogym.core.combinations import check
 from exogym.core.compute.finite import POLICIES
 from exogym.core.compute.spans import WAYS
 from exogym.core.compute.worker import AUTOCAST
+from exogym.core.engine import NAMED, named_engine, several_devices
 from exogym.core.training.options import FitOptions
 from exogym.errors import ArgumentError, check_choice, check_count, check_switch
 from exogym.faults import Faults
 from exogym.strategy.strategy import Strategy
 
 if TYPE_CHECKING:
-    from exogym.core.mesh import NodeMesh
     from exogym.network import Network
 
 COUNTS = (
@@ -48,7 +48,7 @@ def checked_options(asked: FitOptions) -> FitOptions:
         asked, save_dir=_absolute(asked, folder_of_checkpoints(asked)), run_dir=_absolute(asked, asked.run_dir),
         balance=asked.sharing,
         network=None if asked.network is None else _network(asked.network),
-        node=None if asked.node is None else _one_each(asked.node, asked.num_nodes),
+        node=None if asked.node is None else several_devices("fit").of(asked.node, asked.num_nodes),
     )  # fmt: skip
     if options.faults is not None and options.faults.bad_nodes:
         options = replace(options, strategy=options.strategy.beside(options.faults))
@@ -79,8 +79,6 @@ def _check_kinds(options: FitOptions) -> None:
     check_choice("on_nonfinite", options.on_nonfinite, POLICIES)
     check_choice("precision", options.precision, AUTOCAST)
     if options.engine is not None:
-        from exogym.core.engine import NAMED, named_engine
-
         if isinstance(options.engine, str):
             check_choice("engine", options.engine, NAMED)
         elif not isinstance(options.engine, tuple(map(named_engine, NAMED))):
@@ -137,30 +135,13 @@ def _check_counts(options: FitOptions) -> None:
         options.faults.bad(options.num_nodes)
     if options.weighing is not None:
         options.weighing.check_speeds(options.num_nodes, "nodes")
-    for mesh in options.meshes:
-        mesh.check_batch(options.batch_size)
+    if options.nodes is not None:
+        options.nodes.check(options.batch_size)
 
 
 def _absolute(options: FitOptions, folder: str | Path | None) -> str | Path | None:
     """Return a folder's absolute path if processes elsewhere use it: their current folder may differ."""
     return folder if folder is None or options.engine is None else Path(folder).absolute()
-
-
-def _one_each(node: Any, num_nodes: int) -> tuple[NodeMesh, ...]:
-    """Return each node's split. `node` is one split for all, or a list."""
-    from exogym.core.mesh import NodeMesh
-
-    found = (node,) * num_nodes if isinstance(node, NodeMesh) else node
-    if not isinstance(found, list | tuple) or not all(isinstance(mesh, NodeMesh) for mesh in found):
-        raise ArgumentError(
-            f"node={node!r} must be a NodeMesh, for example NodeMesh(shard=2), or a list with a NodeMesh for each node"
-        )
-    if len(found) != num_nodes:
-        raise ArgumentError(
-            f"node=[...] has {len(found)} NodeMeshes for {num_nodes} nodes: give one NodeMesh for all nodes, or a list "
-            f"of {num_nodes}"
-        )
-    return tuple(found)
 
 
 def folder_of_checkpoints(options: FitOptions) -> str | Path | None:

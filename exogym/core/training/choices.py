@@ -80,7 +80,9 @@ def check_computed_in_parts(
     if asked is None:
         return
     wire = worker.fleet.comm.wire
-    if not (options.meshes and wire.agree(wire.devices.parts > 1)):  # nodes may differ, but all take the same branch
+    if options.nodes is None or not wire.agree(
+        wire.devices.parts > 1
+    ):  # nodes may differ, but all take the same branch
         looks = _looks(subject, options, stream, batch)
         if not on_main(wire, lambda: check_parts(worker, looks, *asked)):
             return
@@ -97,9 +99,8 @@ def _parts_asked(options: FitOptions, worker: Worker, examples: int) -> tuple[in
     asked = "max_memory_usage" if options.minibatch_size is None else "minibatch_size"
     option = f"{asked}={getattr(options, asked)}"
     option += f" (micro-batches of {size})" if asked == "max_memory_usage" else ""
-    for mesh in dict.fromkeys(options.meshes):
-        if mesh.probe is not False and (at_once := mesh.at_once(min(examples, size))) < size:
-            size, option = at_once, f"node={mesh}"
+    if options.nodes is not None and (tried := options.nodes.tried(min(examples, size))) is not None:
+        size, option = tried
     wanted = options.batch_size if options.gradient_accumulation > 1 else examples
     return None if size == wanted or size >= examples == wanted else (size, option)
 

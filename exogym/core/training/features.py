@@ -121,15 +121,15 @@ def _seats(options: FitOptions, worker: Worker, stream: Stream, steps: int) -> S
 
 def add_figures(loop: TrainingLoop) -> None:
     """Add the bytes between a node's devices, and the virtual clock's values, to each evaluation's record."""
-    if loop.worker.insides is not None and loop.fleet.comm.wire.is_shared:
-        share = functools.partial(_share_insides, loop.fleet)
+    if loop.worker.nodes is not None and loop.fleet.comm.wire.is_shared:
+        share = functools.partial(_share_inside_bytes, loop.fleet)
         loop.standing.before_saving.append(share)
         loop.figures.append(share)
     if loop.timing is not None:
         loop.figures.append(loop.timing.values)
 
 
-def _share_insides(fleet: Fleet) -> dict[str, float]:
+def _share_inside_bytes(fleet: Fleet) -> dict[str, float]:
     """Tell every process each node's inside bytes, which only the node's own process counts. Return the mean."""
     ledger = fleet.comm.ledger
     ledger.inside_bytes[:] = np.max(gather(fleet.comm.wire, ledger.inside_bytes.tolist()), axis=0)

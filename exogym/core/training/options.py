@@ -21,8 +21,7 @@ from exogym.errors import checked
 if TYPE_CHECKING:  # none of this is needed to know the options
     import torch
 
-    from exogym.core.engine import Engine
-    from exogym.core.mesh import NodeMesh
+    from exogym.core.engine import Engine, Nodes
     from exogym.data.partition import Partitioner
     from exogym.faults import Faults
     from exogym.network import Network
@@ -108,7 +107,7 @@ class RunOptions:
             node leaves out the short last batch of its epochs in training; a node with less than a batch keeps it.
     """
 
-    node: NodeMesh | Sequence[NodeMesh] | None = None
+    node: Any = None
     gradient_accumulation: int = 1
     minibatch_size: int | None = None
     max_memory_usage: float | None = None
@@ -225,10 +224,8 @@ class FitOptions(RunOptions):
             found["network without step_seconds"] = "network= and no step_seconds"
         if self.step_seconds is not None and not self.strategy.asks_clients:
             found["step_seconds"] = f"step_seconds={self.step_seconds!r}"
-        if self.meshes:
-            found["node"] = "node="
-        if any(mesh.depth > 1 for mesh in self.meshes):
-            found["stages"] = "node= with stages"
+        if self.nodes is not None:
+            found |= self.nodes.features()
         if self.strategy.driven_by == "programs" and (self.engine is not None or self.processes not in (1, "auto")):
             found["one node's strategy in processes"] = f"{type(self.strategy).__name__} in several processes"
         if self.sharing is not None:
@@ -253,9 +250,9 @@ class FitOptions(RunOptions):
         return not self.strategy.features().keys().isdisjoint({"client_fraction", "privacy"})
 
     @property
-    def meshes(self) -> tuple[NodeMesh, ...]:
-        """Each node's split; empty if each node is one device."""
-        return self.node if isinstance(self.node, tuple) else ()
+    def nodes(self) -> Nodes | None:
+        """The option `node`, once it is checked; None if each node is one device."""
+        return self.node if hasattr(self.node, "sizes") else None
 
     @property
     def step_examples(self) -> int:
@@ -295,7 +292,7 @@ class FitOptions(RunOptions):
             given |= {"network": network, "step_seconds": describe(self.step_seconds)}
         elif self.step_seconds is not None:
             given |= {"step_seconds": describe(self.step_seconds)}
-        given |= {"node": [mesh.describe() for mesh in dict.fromkeys(self.meshes)]} if self.meshes else {}
+        given |= {} if self.nodes is None else {"node": self.nodes.describe()}
         given |= {"balance": self.weighing.kind} if self.weighing is not None else {}
         given |= {} if self.on_nonfinite == "raise" else {"on_nonfinite": self.on_nonfinite}
         return given | ({} if self.faults is None else {"faults": describe(self.faults)})

@@ -7,22 +7,19 @@ import itertools
 import os
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 
 from exogym.core.combinations import check
 from exogym.core.communicator import Wire
 from exogym.core.compute.memory import check_rows
-from exogym.core.engine import Engine, EngineOptions, engine_for
+from exogym.core.engine import Engine, EngineOptions, Nodes, engine_for
 from exogym.core.engine.protocol import place
 from exogym.core.engine.world import world_size
 from exogym.core.progress import notice
 from exogym.core.training.options import FitOptions
 from exogym.core.training.subject import Subject
-
-if TYPE_CHECKING:
-    from exogym.core.mesh import NodeMesh
 
 Result = TypeVar("Result")
 
@@ -42,14 +39,14 @@ def run_placed(
         options.num_nodes, options.processes, device, options.reduction == "native", options.hang_s,
         engine=options.engine if isinstance(options.engine, str) else None, wanted=options.device,
         cpus_per_process=options.cpus_per_process, may_move=options.save_dir is not None,
-        meshes=_split(options),
+        nodes=_in_processes(options),
     )  # fmt: skip
     found = engine or engine_for(engine_options)
     if found is None or found.is_here:
         memories = 1 if found is None or found.shares_memory else found.processes(engine_options)
         check_rows(
             subject.model, options.strategy, device, num_nodes=options.num_nodes, processes=memories,
-            rows=rows_of_run(options, memories, found), is_cut=bool(engine_options.meshes),
+            rows=rows_of_run(options, memories, found), is_cut=engine_options.nodes is not None,
         )  # fmt: skip
     if found is None:  # processes="auto", and nobody else has started others
         from exogym.core.training.trials import chosen_processes
@@ -76,17 +73,17 @@ def run_placed(
     return restarted(subject.model, weighed, train)
 
 
-def _split(options: FitOptions) -> tuple[NodeMesh, ...]:
-    """Return each node's split if a node's devices are processes; otherwise ().
+def _in_processes(options: FitOptions) -> Nodes | None:
+    """Return the nodes' devices if these are processes; otherwise None.
 
     Raises:
         ArgumentError: an option does not work with nodes of several processes.
     """
-    if not options.meshes or world_size() == 1:
-        return ()
+    if options.nodes is None or world_size() == 1:
+        return None
     in_parts = options.strategy.features_in_parts()
     check(options.features() | in_parts | {"node in several processes": "node= in several processes"})
-    return options.meshes if any(mesh.size > 1 for mesh in options.meshes) else ()
+    return options.nodes if max(options.nodes.sizes) > 1 else None
 
 
 def rows_of_run(options: FitOptions, processes: int, engine: Engine | None = None) -> int:
@@ -98,7 +95,7 @@ def rows_of_run(options: FitOptions, processes: int, engine: Engine | None = Non
     process has at least one row.
     """
     nodes = options.num_nodes
-    split = options.meshes and world_size() > 1  # its devices are processes
+    split = options.nodes is not None and world_size() > 1  # its devices are processes
     keeps = split or (engine is not None and engine.keeps_rows) or options.may_be_away or (options.weighing is not None)
     most = None if keeps or options.on_nonfinite == "skip" else options.strategy.seats(nodes)
     if most is None or processes >= nodes:

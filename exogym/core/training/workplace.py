@@ -52,17 +52,17 @@ def workplace(
     # else a step is the mean over its batches, however their classes weigh
     worker.weighs_classes = options.gradient_accumulation == 1
     first_batch = next(iter(stream.batches(stream.first, 0, 1)))
-    trial = functools.partial(_computed_at_once, options)
+    is_split = wire.devices.parts > 1
+    # the trial of a node of several devices counts what a whole batch sends
+    trial = functools.partial(_computed_at_once, None if is_split else options.micro_batch_size)
     _initialise_lazy(worker, trial(first_batch))
     if kept := start_training(model):
         few = ", ".join(repr(name or "the model itself") for name in kept[:3]) + ", ..." * (len(kept) > 3)
         say(wire, f"in evaluation mode during training, as given: {few}; call model.train() before fit to train all")
-    if options.meshes:  # which look at shapes
-        from exogym.core.compute.insides import Insides
-
-        worker.insides = Insides(model, options.meshes)
-    is_split = wire.devices.parts > 1
-    with worker.insides.watching() if is_split and worker.insides is not None else contextlib.nullcontext():
+    if options.nodes is not None:
+        worker.nodes = options.nodes
+        worker.devices = options.nodes.devices(model, wire, device)
+    with contextlib.nullcontext() if worker.devices is None else worker.devices.watching():
         second = lambda: trial(next(iter(stream.batches(stream.first, 1, 1))))  # noqa: E731
         look(worker, trial(first_batch), second, _alone(options, stream) if normalizes(model) else None)
     if buffers := sum(model.get_buffer(name).nbytes for name in worker.changing):
@@ -71,22 +71,15 @@ def workplace(
             model, options.strategy, device, num_nodes=options.num_nodes, buffer_bytes=buffers,
             rows=rows if forked else len(wire.ranks), processes=wire.devices.parts, is_cut=is_split,
         )  # fmt: skip
-    parts = None
-    if is_split and worker.insides is not None:
-        from exogym.core.compute.devices import NodeDevices
-
-        worker.devices = devices = NodeDevices(model, worker.insides, wire, device)
-        parts = devices.split.parts
+    parts = None if worker.devices is None else worker.devices.split.parts
     worker.bind(Fleet(model, wire.ranks, options.num_nodes, device, wire, parts))
     undo.callback(worker.go_home)
     return stream, worker, first_batch
 
 
-def _computed_at_once(options: FitOptions, batch: Any) -> Any:
+def _computed_at_once(size: int | None, batch: Any) -> Any:
     """Return as many examples of a batch as training computes at once: trials take no more memory than training."""
-    size = options.micro_batch_size
-    # the trial of a node of several devices counts what a whole batch sends
-    return batch if size is None or options.meshes or size >= batch_examples(batch) else slice_batch(batch, 0, size)
+    return batch if size is None or size >= batch_examples(batch) else slice_batch(batch, 0, size)
 
 
 def _asks_all(options: FitOptions, wire: Wire) -> bool:

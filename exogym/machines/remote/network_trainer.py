@@ -15,9 +15,8 @@ from exogym.core.base.devices import resolve_device
 from exogym.core.base.files import new_folder
 from exogym.core.base.streams import STDERR
 from exogym.core.combinations import check
+from exogym.core.engine import several_devices
 from exogym.core.engine.world import join_world, local_device, world_size
-from exogym.core.mesh import NodeMesh
-from exogym.core.mesh.value import groups_of
 from exogym.core.progress import notice
 from exogym.core.record.metrics import Metric
 from exogym.core.training.checking import checked_options, folder_of_checkpoints
@@ -159,17 +158,16 @@ class NetworkTrainer(Trainer):
                 )
             devices = [count // self.nodes_per_host for count in slots for _ in range(self.nodes_per_host)]
             if node is None and max(devices) > 1:
-                each = [NodeMesh(shard=size) for size in devices]
-                node = given["node"] = each if len(set(devices)) > 1 else each[0]
+                node = given["node"] = several_devices("fit").sharing(devices)
             if node is not None and _sizes(node, world) != devices:
-                said = f"{node} is {node.size}" if isinstance(node, NodeMesh) else f"nodes of {_sizes(node, world)}"
+                said = f"{node} is {node.size}" if hasattr(node, "size") else f"nodes of {_sizes(node, world)}"
                 raise ArgumentError(
                     f"node={said} devices, but with nodes_per_host={self.nodes_per_host} the nodes have "
                     f"{', '.join(map(str, devices))} slots: leave one of the two out"
                 )
         sizes = [1] * world if node is None else _sizes(node, world)
         if not {*itertools.accumulate(slots)} <= {*itertools.accumulate(sizes)}:
-            said = f"{node} is {node.size}" if isinstance(node, NodeMesh) else f"nodes of {sizes}"
+            said = f"{node} is {node.size}" if hasattr(node, "size") else f"nodes of {sizes}"
             raise ArgumentError(
                 f"node={said} devices, but the hosts have {', '.join(map(str, slots))} slots, so a node would be on "
                 "two hosts: give node= so that each host's slots hold whole nodes"
@@ -276,7 +274,7 @@ class NetworkTrainer(Trainer):
         if self.min_hosts is not None:
             given["max_restarts"] = 0  # a host that starts again takes the others' state, and needs no checkpoint
         options = checked_options(FitOptions(**given))
-        if not options.meshes and options.num_nodes < slots:
+        if options.nodes is None and options.num_nodes < slots:
             raise ArgumentError(
                 f"num_nodes={options.num_nodes}, but the hosts file has {slots} slots, and each slot needs a node: "
                 f"give at least {slots}"
@@ -284,8 +282,8 @@ class NetworkTrainer(Trainer):
         if self.min_hosts is not None:
             elastic.check(options)
             check_one_fit(number)
-        if options.meshes:
-            groups_of(options.meshes, slots)
+        if options.nodes is not None:
+            options.nodes.processes(slots)
         if options.processes not in (1, "auto", slots):
             hosts = {"NetworkTrainer": f"a hosts file of {slots} slots"}
             check({"processes": f"processes={options.processes}"} | hosts)
@@ -327,11 +325,12 @@ def check_one_fit(number: int) -> None:
         check({"min_hosts": "min_hosts", "a second fit": "a second fit in a script"})
 
 
-def _sizes(node: NodeMesh | Sequence[NodeMesh], world: int) -> list[int]:
+def _sizes(node: Any, world: int) -> list[int]:
     """Return each node's number of devices. One split for all nodes is repeated for `world` processes."""
-    if isinstance(node, NodeMesh):
-        return [node.size] * (world // node.size)
-    return [mesh.size if isinstance(mesh, NodeMesh) else 1 for mesh in node]  # what is none is refused with the options
+    if not isinstance(node, list | tuple):
+        size = getattr(node, "size", 1)
+        return [size] * (world // size)
+    return [getattr(one, "size", 1) for one in node]  # what is none is refused with the options
 
 
 def _in_a_world() -> bool:

@@ -1,0 +1,123 @@
+"""What a run asks of nodes of several devices: the value that `fit(node=)` becomes (see `exogym.core.engine.Nodes`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from exogym.core.communicator import Wire
+from exogym.core.mesh.pipeline import PipelineParallel
+from exogym.core.mesh.splits import check_split
+from exogym.core.mesh.value import NodeMesh, groups_of
+from exogym.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from exogym.core.compute.devices import NodeDevices
+
+
+class MeshNodes:
+    """Nodes of several devices.
+
+    Args:
+        meshes: each node's split.
+
+    Attributes:
+        sizes: each node's number of devices.
+    """
+
+    def __init__(self, meshes: Sequence[NodeMesh]):
+        self.meshes = tuple(meshes)
+        self.sizes = tuple(mesh.size for mesh in meshes)
+
+    @classmethod
+    def of(cls, node: Any, num_nodes: int) -> MeshNodes:
+        """Return each node's split. `node` is one split for all, or a list.
+
+        Raises:
+            ArgumentError: `node` is neither, or it has another number of splits than `num_nodes`.
+        """
+        if isinstance(node, cls):
+            node = node.meshes
+        found = (node,) * num_nodes if isinstance(node, NodeMesh) else node
+        if not isinstance(found, list | tuple) or not all(isinstance(mesh, NodeMesh) for mesh in found):
+            raise ArgumentError(
+                f"node={node!r} must be a NodeMesh, for example NodeMesh(shard=2), or a list with a NodeMesh for each "
+                "node"
+            )
+        if len(found) != num_nodes:
+            raise ArgumentError(
+                f"node=[...] has {len(found)} NodeMeshes for {num_nodes} nodes: give one NodeMesh for all nodes, or a "
+                f"list of {num_nodes}"
+            )
+        return cls(found)
+
+    @classmethod
+    def sharing(cls, sizes: Sequence[int]) -> Any:
+        """Return a value for `fit(node=)`: the devices of each node share the model. `sizes` has their numbers."""
+        each = [NodeMesh(shard=size) for size in sizes]
+        return each if len(set(sizes)) > 1 else each[0]
+
+    @classmethod
+    def single(cls, node: NodeMesh | PipelineParallel) -> NodeMesh:
+        """Return the split of a single node."""
+        return NodeMesh(stages=node) if isinstance(node, PipelineParallel) else node
+
+    def features(self) -> dict[str, str]:
+        """Return what the nodes are in the table of refusals."""
+        found = {"node": "node="}
+        return found | ({"stages": "node= with stages"} if any(mesh.depth > 1 for mesh in self.meshes) else {})
+
+    def describe(self) -> list[dict[str, Any]]:
+        """Return the options that decide a run's result, as JSON."""
+        return [mesh.describe() for mesh in dict.fromkeys(self.meshes)]
+
+    def check(self, batch_size: int) -> None:
+        """Raise ArgumentError if some device would have no example in a batch of `batch_size`."""
+        for mesh in self.meshes:
+            mesh.check_batch(batch_size)
+
+    def processes(self, world: int) -> int:
+        """Return how many groups of processes share the nodes, if `world` processes run the script.
+
+        Raises:
+            ArgumentError: `world` processes do not make whole groups, or make more groups than nodes.
+        """
+        return groups_of(self.meshes, world)
+
+    def wire(self, placement: Sequence[Sequence[int]], native: bool) -> Wire:
+        """Return the wire between the processes, each of which is a device. `placement` has each group's nodes."""
+        from exogym.core.engine.mesh import MeshWire
+
+        return MeshWire(placement, self.meshes, native)
+
+    def at_once(self, node: int, examples: int) -> int:
+        """Return the most examples that a device of node `node` computes at once, of a batch of `examples`."""
+        return self.meshes[node].at_once(examples)
+
+    def tried(self, examples: int) -> tuple[int, str] | None:
+        """Return how many of `examples` a device computes at once, and the option that says so.
+
+        None: no node divides its batches, or the user trusts them to do it right.
+        """
+        found = None
+        for mesh in dict.fromkeys(self.meshes):
+            if mesh.probe is not False and (size := mesh.at_once(examples)) < examples:
+                examples, found = size, (size, f"node={mesh}")
+        return found
+
+    def devices(self, model: nn.Module, wire: Wire, device: torch.device) -> NodeDevices | None:
+        """Return what trains this process's part of a node; None if this process computes whole nodes.
+
+        Raises:
+            ModelError: the model cannot be split over one of the nodes.
+        """
+        for mesh in dict.fromkeys(self.meshes):
+            check_split(model, mesh)
+        if wire.devices.parts == 1:
+            return None
+        from exogym.core.compute.devices import NodeDevices
+
+        return NodeDevices(model, self.meshes, wire, device)
