@@ -25,11 +25,11 @@ __all__ = [
 if TYPE_CHECKING:
     from exogym.attached.nodes import attach
     from exogym.core.compute.loop import TrainNode
-    from exogym.core.mesh import NodeMesh, PipelineParallel, Stage
     from exogym.core.saving.dcp import export_dcp, import_dcp
     from exogym.core.saving.export import load_model, save_model
     from exogym.machines.distributed_trainer import DistributedTrainer
     from exogym.machines.remote.network_trainer import NetworkTrainer
+    from exogym.mesh import NodeMesh, PipelineParallel, Stage
     from exogym.trainer import LocalTrainer, Trainer
 else:
     __getattr__, __dir__ = lazily(__name__)

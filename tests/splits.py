@@ -173,7 +173,7 @@ class Sent(TorchDispatchMode):
 
 def counted(made, *given, **options):
     """Return what `fit` does, the bytes that all processes sent for gradients, and those that formulas say."""
-    from exogym.core.compute.devices import NodeDevices
+    from exogym.mesh.devices import NodeDevices
 
     gradient, sent = NodeDevices.gradient, []
 

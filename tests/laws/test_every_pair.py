@@ -396,4 +396,4 @@ def test_what_does_not_go_with_hosts_that_come_and_go(tmp_path: Path) -> None:
             refused.add(name)
     kinds = {"node", "faults", "balance", "network", "max_memory_usage"}
     wanted = {name for name, option in OPTIONS.items() if option.kind in kinds}
-    assert refused == wanted | {"auto", "trace", "by hand", "stacked", "nobody waits"}
+    assert refused == wanted | {"trace", "by hand", "stacked", "nobody waits"}

@@ -24,13 +24,13 @@ DOORS = {
 # Rooms of wings: nothing below them knows that they exist, but by the names in a seam's table.
 WING_ROOMS = {
     *("home.discovery", "home.wizard", "home.whisper", "home.language", "home.speech", "home.tasks", "home.commands"),
-    "clusters",
+    *("clusters", "mesh"),
 }
 # The table. A new room gets its place here.
 FLOORS: list[set[str]] = [
     {"core", "machines", "study", "home"},  # their own files, which hold a line of text
     {"errors", "core.base", "core.combinations", "core.progress", "core.refusals"},
-    {"core.fleet", "core.communicator", "network", "core.mesh", "core.clock", "faults", "balance"},
+    {"core.fleet", "core.communicator", "network", "core.clock", "faults", "balance"},
     {"strategy", "core.compress", "data", "models", "core.engine"},
     {"contrib", "core.compute", "core.record", "core.saving", "core.training", "logger", "callbacks"},
     {"trainer", "testing", "attached"},

@@ -48,6 +48,16 @@ MOVED: dict[str, str] = {
     "exogym.machines.cluster": "exogym.clusters",
     "exogym.data.speech": "exogym.home.speech",
     "exogym.core.engine.ray": "exogym.clusters.ray",
+    "exogym.core.mesh": "exogym.mesh",
+    **{f"exogym.core.mesh.{name}": f"exogym.mesh.{name}" for name in (
+        "pipeline", "probe", "splits", "traffic", "value",
+    )},
+    **{f"exogym.core.compute.{name}": f"exogym.mesh.{name}" for name in (
+        "devices", "places", "probing", "recut", "replicated", "sending", "sharded", "split", "staged", "tensors",
+    )},
+    "exogym.core.compute.insides": "exogym.mesh.devices",
+    "exogym.core.engine.mesh": "exogym.mesh.wire",
+    "exogym.attached.shards": "exogym.mesh.attached",
 }  # fmt: skip
 
 

@@ -15,15 +15,17 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from exogym.core.base.batches import batch_examples, beside_tensors, map_tensors, take_examples, targets_of, tensors_in
 from exogym.core.base.rng import preserved_state
 from exogym.core.compute.first_step import random_states, trying
 from exogym.core.compute.worker import Worker
-from exogym.core.mesh.probe import unlike
 from exogym.core.progress import notice
 from exogym.errors import ModelError
 
+TOLERANCE = 0.01  # largest error of a parameter's gradient, relative to its norm; rounding makes 1e-6, in bf16 1e-3
+ROUNDING = 1e-5  # largest error of a gradient that should be 0, relative to the norm of all gradients
 SIZES = {1: (1, 1), 2: (2, 2), 3: (3, 2), 4: (4, 3)}  # micro-batch size -> examples in the two parts of a trial
 MOST_SIZES = (5, 3)
 MOST_TRIED = 16  # examples
@@ -298,3 +300,23 @@ def _turns(keys: Sequence[float]) -> list[int]:
         turns.append(seen[key])
         seen[key] += 1
     return turns
+
+
+def unlike(names: list[str], sums: Tensor, eps: float = 0.0) -> str:
+    """Return a text about the gradient that is furthest over its limit; "" if all gradients are within their limits.
+
+    Args:
+        sums: (parameters, 2): |split - dense|^2 and |dense|^2 of each gradient.
+        eps: relative rounding error of one operation. A gradient passes within max(1 %, 16 eps) of its norm, or within
+            max(1e-5, eps) of the norm of all gradients together.
+    """
+    off, norms = sums.sqrt().unbind(1)
+    limits = (max(TOLERANCE, 16 * eps) * norms).clamp(min=max(ROUNDING, eps) * float(norms.square().sum().sqrt()))
+    if bool((off <= limits).all()):
+        return ""
+    excess = off / limits.clamp(min=1e-300)
+    worst = int(excess.nan_to_num(nan=float("inf")).argmax())
+    return (
+        f"the gradient of {names[worst]!r} is off by {float(off[worst]):.2g} of {float(norms[worst]):.2g}, "
+        f"wanted under {float(limits[worst]):.2g}"
+    )

@@ -39,7 +39,7 @@ ENGINES: list[Engine] = [Group(), Forked(), Alone()]  # the first that applies t
 # The names for `fit(engine=)` -> an engine's module and class, imported when a run needs them.
 NAMED = {"ray": ("exogym.clusters.ray", "Ray")}
 # Who takes an option `node` -> the module and class that make nodes of several devices of it.
-DEVICES = {"fit": ("exogym.core.compute.nodes", "MeshNodes"), "attach": ("exogym.attached.shards", "Shards")}
+DEVICES = {"fit": ("exogym.mesh.nodes", "MeshNodes"), "attach": ("exogym.mesh.attached", "Shards")}
 
 
 def named_engine(name: str) -> type[Engine]:

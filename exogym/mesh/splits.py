@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from exogym.core.mesh.value import NodeMesh
 from exogym.errors import ModelError
+from exogym.mesh.value import NodeMesh
 
 STYLES = ("colwise", "colwise_rep", "rowwise", "rowwise_rep")
 

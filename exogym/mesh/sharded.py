@@ -3,7 +3,7 @@
 The axis "shard" uses torch's `fully_shard` (ZeRO-3, Rajbhandari et al., arXiv:1910.02054). The processes gather the
 parameters of a block of layers before its forward pass and again before its backward pass. After each pass they free
 the gathered parameters. Each process receives the summed gradients for its own columns. On the axis "tensor" the
-devices compute each layer together (`compute.tensors`).
+devices compute each layer together (`mesh.tensors`).
 
 The model's parameters in a process are views of its row, so the model sees every change of the row. Several processes
 on the axis "tensor" may need the same elements (norms, embeddings). Then one process stores these elements in its row,
@@ -36,14 +36,14 @@ from exogym.core.base.torch_private import (
 )
 from exogym.core.communicator import Inside
 from exogym.core.compute.outputs import Loss
-from exogym.core.compute.places import Places, box_shape, places_in
-from exogym.core.compute.split import Context, Part, Split, whole_layouts
-from exogym.core.compute.split import passes as add_gradients
-from exogym.core.compute.tensors import cut_axes, split_layers, torchs_refusals
 from exogym.core.fleet.layout import Layout
-from exogym.core.mesh import NodeMesh
-from exogym.core.mesh.splits import blocks_of
 from exogym.errors import ModelError
+from exogym.mesh import NodeMesh
+from exogym.mesh.places import Places, box_shape, places_in
+from exogym.mesh.split import Context, Part, Split, whole_layouts
+from exogym.mesh.split import passes as add_gradients
+from exogym.mesh.splits import blocks_of
+from exogym.mesh.tensors import cut_axes, split_layers, torchs_refusals
 
 WAYS = 999_983  # a prime; a double holds its square exactly
 

@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 from exogym.core.communicator import Wire
-from exogym.core.mesh.pipeline import PipelineParallel
-from exogym.core.mesh.splits import check_split
-from exogym.core.mesh.value import NodeMesh, groups_of
 from exogym.errors import ArgumentError
+from exogym.mesh.pipeline import PipelineParallel
+from exogym.mesh.splits import check_split
+from exogym.mesh.value import NodeMesh, groups_of
 
 if TYPE_CHECKING:
-    from exogym.core.compute.devices import NodeDevices
+    from exogym.mesh.devices import NodeDevices
 
 
 class MeshNodes:
@@ -89,7 +89,7 @@ class MeshNodes:
 
     def wire(self, placement: Sequence[Sequence[int]], native: bool) -> Wire:
         """Return the wire between the processes, each of which is a device. `placement` has each group's nodes."""
-        from exogym.core.engine.mesh import MeshWire
+        from exogym.mesh.wire import MeshWire
 
         return MeshWire(placement, self.meshes, native)
 
@@ -118,6 +118,6 @@ class MeshNodes:
             check_split(model, mesh)
         if wire.devices.parts == 1:
             return None
-        from exogym.core.compute.devices import NodeDevices
+        from exogym.mesh.devices import NodeDevices
 
         return NodeDevices(model, self.meshes, wire, device)

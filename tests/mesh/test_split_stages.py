@@ -17,7 +17,7 @@ QUARTERS = {  # of four processes that are one node
     "shard=2, tensor=2": {},
 }
 FAST = ("stages=2, shard=2, zero=2, microbatches=3", "shard=2, tensor=2, zero=2")
-WRONG = {  # what of `exogym.core.compute.replicated` goes wrong
+WRONG = {  # what of `exogym.mesh.replicated` goes wrong
     "gradients of other shards": "scatter_sums = lambda along, x: [g.chunk(2)[along.part].clone() for g in x]",
     "rows of other shards": "gather = lambda along, pieces, wholes: None",
     "what two stages hold": "hand_on = lambda *given: ()",
@@ -98,7 +98,7 @@ keep(found)
 def test_pipelines_of_every_kind(tmp_path):
     """Schedules, uneven micro-batches, passes, stages by hand, what is dealt; a head that is not summed is found."""
     body = """
-from exogym.core.compute.replicated import Replicated
+from exogym.mesh.replicated import Replicated
 from exogym.errors import ModelError
 found = {name: run(lambda **given: {"node": NodeMesh(**given)}) for name, run in PIPELINES.items()}
 given = {"save_dir": "kept", "final_sync": False}

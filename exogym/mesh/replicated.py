@@ -2,10 +2,10 @@
 
 Before a step's gradient, the devices on the axis "shard" gather each other's parts of the parameters and compute with
 the whole parameters. Afterward each device receives summed gradients: for all parameters with zero=1, for its own part
-with zero=2 or 3 (Rajbhandari et al., arXiv:1910.02054). Only pipeline stages (`compute.staged`) use zero=3 here: they
-free the gathered memory after the step. The devices on the axis "tensor" compute layers together (`compute.tensors`).
+with zero=2 or 3 (Rajbhandari et al., arXiv:1910.02054). Only pipeline stages (`mesh.staged`) use zero=3 here: they
+free the gathered memory after the step. The devices on the axis "tensor" compute layers together (`mesh.tensors`).
 If several processes need the same elements, one process stores these elements in its row and sends them to the others
-before the step (`compute.places`).
+before the step (`mesh.places`).
 
 With k shards and P parameters of b bytes, a process sends (k-1)/k b P bytes per step to gather parameters. It sends the
 same number of bytes for gradients, or twice as many with zero=1.
@@ -23,12 +23,12 @@ from torch.distributed.fsdp import FSDPModule
 from exogym.core.base.torch_private import Plain, hold_local, take_gradient
 from exogym.core.communicator import ALONE, Inside
 from exogym.core.compute.outputs import Loss
-from exogym.core.compute.places import Places, box_shape, places_in
-from exogym.core.compute.sending import gather, hand_on, scatter_sums, sums
-from exogym.core.compute.split import Context, Part, Split, passes, whole_layouts
-from exogym.core.compute.tensors import cut_axes, split_layers
-from exogym.core.mesh import NodeMesh
 from exogym.errors import ModelError
+from exogym.mesh import NodeMesh
+from exogym.mesh.places import Places, box_shape, places_in
+from exogym.mesh.sending import gather, hand_on, scatter_sums, sums
+from exogym.mesh.split import Context, Part, Split, passes, whole_layouts
+from exogym.mesh.tensors import cut_axes, split_layers
 
 Numbers = Sequence[Sequence[int]]  # numbers of parameters, for each process on an axis
 
@@ -37,7 +37,7 @@ class Replicated(Split):
     """A `Split` whose processes gather their parameters once for each gradient.
 
     Args:
-        stages: {parameter's name: the stages that hold it} in a pipeline (`compute.staged`), or None without a
+        stages: {parameter's name: the stages that hold it} in a pipeline (`mesh.staged`), or None without a
             pipeline.
 
     Attributes:

@@ -14,13 +14,13 @@ from exogym.core.base.batches import batch_examples
 from exogym.core.base.torch_private import own_parameters
 from exogym.core.communicator import Inside, Wire
 from exogym.core.compute.pointer import Pointer
-from exogym.core.compute.recut import Recut
-from exogym.core.compute.replicated import Replicated
-from exogym.core.compute.split import Split, as_told, refuse_ways
 from exogym.core.compute.worker import Worker
-from exogym.core.mesh import NodeMesh
-from exogym.core.mesh.traffic import Facts, InsideCost, watched
-from exogym.core.mesh.value import even
+from exogym.mesh import NodeMesh
+from exogym.mesh.recut import Recut
+from exogym.mesh.replicated import Replicated
+from exogym.mesh.split import Split, as_told, refuse_ways
+from exogym.mesh.traffic import Facts, InsideCost, watched
+from exogym.mesh.value import even
 
 Part = tuple[Any, float]  # a part of a batch, and its share of the batch
 
@@ -50,8 +50,8 @@ class NodeDevices:
     """
 
     def __init__(self, model: nn.Module, meshes: Sequence[NodeMesh], wire: Wire, device: torch.device):
-        from exogym.core.compute.sharded import Sharded  # torch's FSDP takes a while to import
-        from exogym.core.compute.staged import Staged
+        from exogym.mesh.sharded import Sharded  # torch's FSDP takes a while to import
+        from exogym.mesh.staged import Staged
 
         self.mesh, self.inside = meshes[wire.ranks[0]], wire.devices
         self._facts: Facts | None = None
@@ -99,7 +99,7 @@ class NodeDevices:
         Raises:
             ModelError: the split model's gradients differ from the whole model's.
         """
-        from exogym.core.compute.probing import check_on, check_split
+        from exogym.mesh.probing import check_on, check_split
 
         probe = self.mesh.probe
         if probe is True:

@@ -80,8 +80,8 @@ LOSSES = {"targets": over_targets, "examples": over_examples}
 def in_two(tmp_path_factory):
     """What nodes of two processes come to, or say."""
     body = """
-from core.compute.test_split_hostile import LOSSES, Experts, Mixed, Normed, Penalty, Restless
-from core.compute.test_split_hostile import by_class, rare, run, trained, weighted
+from mesh.test_split_hostile import LOSSES, Experts, Mixed, Normed, Penalty, Restless
+from mesh.test_split_hostile import by_class, rare, run, trained, weighted
 from exogym.errors import ModelError
 found = {}
 for name, loss in LOSSES.items():

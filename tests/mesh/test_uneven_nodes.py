@@ -17,7 +17,7 @@ def one_and_two(request, tmp_path_factory):
         f"NAMES = {names!r}"
         + """
 from exogym.callbacks import WeightAverage
-from exogym.core.compute.recut import Recut
+from exogym.mesh.recut import Recut
 from strategies import STRATEGIES
 PROX = STRATEGIES["fedprox"].make
 nodes = {"node": [NodeMesh(), NodeMesh(shard=2)]}

@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 
 from exogym.core.base.retired import retired
-from exogym.core.mesh.pipeline import PipelineParallel
 from exogym.errors import ArgumentError, check_choice, check_count, checked
+from exogym.mesh.pipeline import PipelineParallel
 
 SCHEDULES = ("gpipe", "1f1b")  # orders in which a pipeline takes its micro-batches
 BUSY = 4  # default micro-batches per stage

@@ -15,9 +15,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from exogym import LocalTrainer, NodeMesh, PipelineParallel, Stage
-from exogym.core.mesh.splits import blocks_of, cuts, tensor_plan
-from exogym.core.mesh.traffic import InsideCost, watched
 from exogym.errors import ModelError
+from exogym.mesh.splits import blocks_of, cuts, tensor_plan
+from exogym.mesh.traffic import InsideCost, watched
 from exogym.models import MLP, CharGPT, SmallCNN
 from exogym.strategy import SimpleReduceStrategy
 

@@ -172,7 +172,7 @@ keep(found)
 def test_a_wrong_split_is_found_before_training(tmp_path):
     """A batch that does not divide, each part counting the same, has other gradients; the loss does not show it."""
     body = """
-from exogym.core.compute.devices import NodeDevices
+from exogym.mesh.devices import NodeDevices
 from exogym.errors import ModelError
 right = NodeDevices._passes
 NodeDevices._passes = lambda *of: [[(part, 1 / 3) for part, _ in some] for some in right(*of)]
@@ -316,7 +316,7 @@ import os, signal, sys
 sys.path.insert(0, {str(TESTS)!r})
 from splits import *
 from exogym import NodeMesh
-from exogym.core.compute.devices import NodeDevices
+from exogym.mesh.devices import NodeDevices
 taken, gradient = [], NodeDevices.gradient
 def dying(self, worker, batch, row):
     taken.append(row)

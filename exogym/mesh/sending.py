@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from exogym.core.communicator import Inside
-from exogym.core.compute.places import chunk
+from exogym.mesh.places import chunk
 
 
 def gather(along: Inside, pieces: Sequence[Tensor], wholes: Sequence[Tensor]) -> None:

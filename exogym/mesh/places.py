@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from exogym.core.fleet.layout import Box, Layout, Slot
-from exogym.core.mesh import NodeMesh
+from exogym.mesh import NodeMesh
 
 
 class Places:

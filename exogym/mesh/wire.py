@@ -33,7 +33,7 @@ from exogym.core.communicator import Inside, Move, Wire, barrier
 from exogym.core.engine.sockets import ports_closed_afterwards
 from exogym.core.engine.wire import ProcessWire, as_bytes
 from exogym.core.engine.world import new_group
-from exogym.core.mesh import NodeMesh
+from exogym.mesh import NodeMesh
 
 
 class ProcessInside(Inside):

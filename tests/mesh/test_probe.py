@@ -14,9 +14,9 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from exogym import NodeMesh
-from exogym.core.mesh.probe import check_gradients, refuse_others, squares
-from exogym.core.mesh.splits import blocks_of
 from exogym.errors import ModelError
+from exogym.mesh.probe import check_gradients, refuse_others, squares
+from exogym.mesh.splits import blocks_of
 from exogym.models import CharGPT
 
 EXAMPLES = 8

@@ -40,9 +40,9 @@ from torch import nn
 
 from exogym.core.base.batches import tensors_in
 from exogym.core.communicator.ledger import FACTORS
-from exogym.core.mesh.splits import blocks_of, cuts, tensor_plan
-from exogym.core.mesh.value import NodeMesh
 from exogym.errors import ModelError
+from exogym.mesh.splits import blocks_of, cuts, tensor_plan
+from exogym.mesh.value import NodeMesh
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from exogym.core.compute.parts import unlike
 from exogym.errors import ModelError
-
-TOLERANCE = 0.01  # largest error of a parameter's gradient, relative to its norm; rounding makes 1e-6, in bf16 1e-3
-ROUNDING = 1e-5  # largest error of a gradient that should be 0, relative to the norm of all gradients
 
 
 def squares(dense: Mapping[str, Tensor | None], split: Mapping[str, Tensor | None]) -> Tensor:
@@ -83,23 +81,3 @@ def refuse_others(names: list[str], sums: Tensor, what: object) -> float:
         )
     off, norms = sums.sqrt().unbind(1)
     return float((off / norms.clamp(min=1e-300))[norms > 0].max()) if bool((norms > 0).any()) else 0.0
-
-
-def unlike(names: list[str], sums: Tensor, eps: float = 0.0) -> str:
-    """Return a text about the gradient that is furthest over its limit; "" if all gradients are within their limits.
-
-    Args:
-        sums: (parameters, 2), from `squares`.
-        eps: relative rounding error of one operation. A gradient passes within max(1 %, 16 eps) of its norm, or within
-            max(1e-5, eps) of the norm of all gradients together.
-    """
-    off, norms = sums.sqrt().unbind(1)
-    limits = (max(TOLERANCE, 16 * eps) * norms).clamp(min=max(ROUNDING, eps) * float(norms.square().sum().sqrt()))
-    if bool((off <= limits).all()):
-        return ""
-    excess = off / limits.clamp(min=1e-300)
-    worst = int(excess.nan_to_num(nan=float("inf")).argmax())
-    return (
-        f"the gradient of {names[worst]!r} is off by {float(off[worst]):.2g} of {float(norms[worst]):.2g}, "
-        f"wanted under {float(limits[worst]):.2g}"
-    )

@@ -11,13 +11,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
-from exogym.core.mesh import NodeMesh
-from exogym.core.mesh.splits import tensor_plan
 from exogym.errors import ModelError
+from exogym.mesh import NodeMesh
+from exogym.mesh.splits import tensor_plan
 
 
 def styles(plan: dict[str, str]) -> dict[str, ParallelStyle]:
-    """Return torch's parallel styles for a plan of `exogym.core.mesh.splits.tensor_plan`."""
+    """Return torch's parallel styles for a plan of `exogym.mesh.splits.tensor_plan`."""
     made: dict[str, ParallelStyle] = {
         "colwise": ColwiseParallel(),
         "colwise_rep": ColwiseParallel(output_layouts=Replicate()),

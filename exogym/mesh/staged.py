@@ -11,7 +11,7 @@ al., arXiv:2104.04473).
 
 The first stage that uses a parameter stores it in its row. If a later stage also uses the parameter (a head tied to the
 embedding), this stage receives the parameter from the first stage and returns the gradient. If shards divide a stage,
-they gather its parameters once per step, for any number of micro-batches (`compute.replicated`). torch's `fully_shard`
+they gather its parameters once per step, for any number of micro-batches (`mesh.replicated`). torch's `fully_shard`
 would gather in each micro-batch, and its hooks run only after a complete forward pass. For an evaluation each process
 gathers the whole model.
 
@@ -36,11 +36,11 @@ from exogym.core.base.batches import batch_examples, map_tensors
 from exogym.core.base.torch_private import Hollow, held_local, hold_local
 from exogym.core.communicator import Inside
 from exogym.core.compute.outputs import Loss
-from exogym.core.compute.replicated import Replicated
-from exogym.core.compute.split import Context, Part, Split
-from exogym.core.mesh import NodeMesh
-from exogym.core.mesh.traffic import stages_of
 from exogym.errors import ModelError
+from exogym.mesh import NodeMesh
+from exogym.mesh.replicated import Replicated
+from exogym.mesh.split import Context, Part, Split
+from exogym.mesh.traffic import stages_of
 
 SCHEDULES: dict[str, Any] = {"gpipe": pipelining.ScheduleGPipe, "1f1b": pipelining.Schedule1F1B}
 MOST_SCHEDULES = 8  # schedules to keep, one for each set of batch shapes

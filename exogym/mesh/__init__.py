@@ -4,7 +4,7 @@
 nodes nothing changes: a strategy trains as if every node were one device.
 """
 
-from exogym.core.mesh.pipeline import PipelineParallel, Stage
-from exogym.core.mesh.value import SCHEDULES, NodeMesh
+from exogym.mesh.pipeline import PipelineParallel, Stage
+from exogym.mesh.value import SCHEDULES, NodeMesh
 
 __all__ = ["SCHEDULES", "NodeMesh", "PipelineParallel", "Stage"]

@@ -27,16 +27,16 @@ from exogym.core.base.torch_private import (
     take_shard_gradient,
 )
 from exogym.core.communicator import gather
-from exogym.core.compute.devices import share_buffers
-from exogym.core.compute.places import even_part
 from exogym.core.compute.pointer import Pointer
-from exogym.core.compute.split import whole_layouts
-from exogym.core.engine.mesh import MeshWire
 from exogym.core.engine.wire import ProcessWire
 from exogym.core.engine.world import join_world, world_size
 from exogym.core.fleet.layout import Layout
-from exogym.core.mesh import NodeMesh
 from exogym.errors import ArgumentError, ModelError
+from exogym.mesh import NodeMesh
+from exogym.mesh.devices import share_buffers
+from exogym.mesh.places import even_part
+from exogym.mesh.split import whole_layouts
+from exogym.mesh.wire import MeshWire
 
 HOW = "shard it with fully_shard(model, mesh=...) on the mesh that you give as node="
 

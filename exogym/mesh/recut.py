@@ -18,11 +18,11 @@ from torch import Tensor
 
 from exogym.core.communicator import Inside
 from exogym.core.compute.outputs import Loss
-from exogym.core.compute.places import even_part
-from exogym.core.compute.split import Context, Part, Split
 from exogym.core.fleet.dealing import Route
 from exogym.core.fleet.fleet import row_matrix
 from exogym.core.fleet.layout import Layout, layouts_of
+from exogym.mesh.places import even_part
+from exogym.mesh.split import Context, Part, Split
 
 
 class Recut(Split):

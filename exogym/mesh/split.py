@@ -13,8 +13,8 @@ from exogym.core.base import pulse
 from exogym.core.communicator import Inside
 from exogym.core.compute.outputs import Loss
 from exogym.core.fleet.layout import Layout, layouts_of
-from exogym.core.mesh import NodeMesh
 from exogym.errors import ModelError
+from exogym.mesh import NodeMesh
 
 Part = tuple[Any, float]  # a part of a batch, and its share of the batch
 Context = Callable[[], contextlib.AbstractContextManager[Any]]

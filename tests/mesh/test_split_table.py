@@ -45,7 +45,7 @@ def without_fused_kernels():
 
 
 def world(folder, size, body):
-    return split(folder, size, f"from core.compute.test_split_table import *\n{body}")
+    return split(folder, size, f"from mesh.test_split_table import *\n{body}")
 
 
 @pytest.fixture

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from exogym.core.base.batches import batch_examples, take_examples
 from exogym.core.base.modes import evaluation_mode
 from exogym.core.compute.outputs import Loss
-from exogym.core.compute.split import Split, check_ways, other_ways
-from exogym.core.mesh.probe import refuse_others, squares
 from exogym.errors import ModelError
+from exogym.mesh.probe import refuse_others, squares
+from exogym.mesh.split import Split, check_ways, other_ways
 
 FEW = 8  # examples, tried one at a time
 Passes = Sequence[Sequence[tuple[Any, float]]]
