@@ -47,7 +47,7 @@ class UsersOptimizer(Stateful):
         self.optimizer, self.optimizers = optimizer, {0: optimizer}
         self.parameters, self.max_norm = worker.parameters, inner.max_norm
         self._shards = worker.devices
-        self._inside = worker.fleet.comm.wire.inside
+        self._columns = worker.fleet.comm.wire.columns
         self.schedule = inner.schedule(total_steps) if is_scheduled else None
         self.corrections: list[Corrects] = []
         self._before: Callable[[], None] | None = None
@@ -82,7 +82,7 @@ class UsersOptimizer(Stateful):
         """Correct the gradients and clip them."""
         correct_gradients(self.corrections, row, self.parameters)
         if clip and self.max_norm is not None:
-            clip_rows([p.grad for p in self.parameters if p.grad is not None], self.max_norm, False, self._inside)
+            clip_rows([p.grad for p in self.parameters if p.grad is not None], self.max_norm, False, self._columns)
         if self._shards is not None:
             self._shards.give_gradients()
 

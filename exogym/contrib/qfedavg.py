@@ -86,7 +86,7 @@ class FairShares(RoundModule, SeesLosses):
         received, changed = list(self.near.row_state.values()), False
         for row in rows_of(fleet, members):
             moved = sum(_square(theta[row] - b.params[row]) for b, theta in zip(fleet.blocks, received, strict=True))
-            square = float(fleet.comm.wire.inside.sum(torch.as_tensor(moved)))
+            square = float(fleet.comm.wire.columns.sum(torch.as_tensor(moved)))
             F = float(self.F[row]) + LEAST
             changed = changed or (square > 0 and -math.inf < F)
             if -math.inf < F <= 0 and square:

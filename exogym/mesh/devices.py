@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from exogym.core.base.batches import batch_examples
 from exogym.core.base.torch_private import own_parameters
-from exogym.core.communicator import Inside, Wire
+from exogym.core.communicator import Columns, Wire
 from exogym.core.compute.pointer import Pointer
 from exogym.core.compute.worker import Worker
 from exogym.mesh import NodeMesh
@@ -58,7 +58,7 @@ class NodeDevices:
         self._cost: InsideCost | None = None
         kind: Any = Staged if self.mesh.depth > 1 else Sharded if self.mesh.zero == 3 else Replicated
         self.within: Split = kind(model, self.mesh, wire.devices, device)
-        self.split = self.within if len(set(meshes)) == 1 else Recut(self.within, wire.inside)
+        self.split = self.within if len(set(meshes)) == 1 else Recut(self.within, wire.columns)
         at = self.mesh.coordinates(wire.devices.part)
         self.shard = at["shard"]
         self.stream: tuple[int, ...] = (
@@ -233,7 +233,7 @@ class NodeDevices:
         return sum(shares[:part]), sum(shares[: part + 1])
 
 
-def share_buffers(buffers: dict[str, Tensor], row: int, inside: Inside, keepers: Callable[[str], range]) -> None:
+def share_buffers(buffers: dict[str, Tensor], row: int, inside: Columns, keepers: Callable[[str], range]) -> None:
     """Make a row's buffers equal in the node's processes, which saw different examples.
 
     Args:

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from exogym.core.communicator import Inside
+from exogym.core.communicator import Columns
 from exogym.core.compute.outputs import Loss
 from exogym.core.fleet.dealing import Route
 from exogym.core.fleet.fleet import row_matrix
@@ -33,7 +33,7 @@ class Recut(Split):
         inside: the K processes that hold one copy of the row.
     """
 
-    def __init__(self, split: Split, inside: Inside):
+    def __init__(self, split: Split, inside: Columns):
         super().__init__(split.model, split.mesh, split.inside, split.device)
         self.within, self._held = split, split.parts[self.part]
         whole = layouts_of(split.model)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from exogym.core.base.torch_private import Plain, hold_local, take_gradient
-from exogym.core.communicator import ALONE, Inside
+from exogym.core.communicator import ALONE
 from exogym.core.compute.outputs import Loss
 from exogym.errors import ModelError
 from exogym.mesh import NodeMesh
@@ -29,6 +29,7 @@ from exogym.mesh.places import Places, box_shape, places_in
 from exogym.mesh.sending import gather, hand_on, scatter_sums, sums
 from exogym.mesh.split import Context, Part, Split, passes, whole_layouts
 from exogym.mesh.tensors import cut_axes, split_layers
+from exogym.mesh.wire import NodeColumns
 
 Numbers = Sequence[Sequence[int]]  # numbers of parameters, for each process on an axis
 
@@ -53,7 +54,7 @@ class Replicated(Split):
     """
 
     def __init__(
-        self, model: nn.Module, mesh: NodeMesh, inside: Inside, device: torch.device,
+        self, model: nn.Module, mesh: NodeMesh, inside: NodeColumns, device: torch.device,
         stages: dict[str, list[int]] | None = None,
     ):  # fmt: skip
         super().__init__(model, mesh, inside, device)

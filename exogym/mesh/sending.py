@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from exogym.core.communicator import Inside
+from exogym.core.communicator import Columns
 from exogym.mesh.places import chunk
 
 
-def gather(along: Inside, pieces: Sequence[Tensor], wholes: Sequence[Tensor]) -> None:
+def gather(along: Columns, pieces: Sequence[Tensor], wholes: Sequence[Tensor]) -> None:
     """All-gather: fill the tensors `wholes`. Each process gives `pieces`, its ranges of the tensors' first axes."""
     everyones = [_rows(wholes, of) for of in _ranges(along, wholes)]
     sizes = [sum(x.numel() for x in rows) for rows in everyones]
@@ -20,7 +20,7 @@ def gather(along: Inside, pieces: Sequence[Tensor], wholes: Sequence[Tensor]) ->
             x.copy_(piece)
 
 
-def scatter_sums(along: Inside, wholes: Sequence[Tensor]) -> list[Tensor]:
+def scatter_sums(along: Columns, wholes: Sequence[Tensor]) -> list[Tensor]:
     """Reduce-scatter: sum the tensors `wholes` over all processes; return this process's range of each first axis."""
     outgoing = [_rows(wholes, of) for of in _ranges(along, wholes)]
     own = outgoing[along.part]
@@ -31,14 +31,14 @@ def scatter_sums(along: Inside, wholes: Sequence[Tensor]) -> list[Tensor]:
     return _like(total, own)
 
 
-def sums(along: Inside, wholes: Sequence[Tensor]) -> list[Tensor]:
+def sums(along: Columns, wholes: Sequence[Tensor]) -> list[Tensor]:
     """All-reduce: sum the tensors `wholes` over all processes; return this process's range of each first axis."""
     told = _like(along.sum(_flat(wholes)), wholes)
     return _rows(told, _ranges(along, told)[along.part])
 
 
 def hand_on(
-    along: Inside, tensors: Mapping[int, Tensor], gives: Sequence[Sequence[int]], takes: Sequence[Sequence[int]]
+    along: Columns, tensors: Mapping[int, Tensor], gives: Sequence[Sequence[int]], takes: Sequence[Sequence[int]]
 ) -> Iterator[tuple[int, Tensor]]:
     """Send some of the numbered `tensors` to other processes; yield (number, tensor) for each received tensor.
 
@@ -58,7 +58,7 @@ def hand_on(
         yield from zip(some, _like(told, [tensors[k] for k in some]), strict=True)
 
 
-def _ranges(along: Inside, wholes: Sequence[Tensor]) -> list[list[tuple[int, int]]]:
+def _ranges(along: Columns, wholes: Sequence[Tensor]) -> list[list[tuple[int, int]]]:
     """Return each process's row range in each whole tensor."""
     return [[chunk((0, len(x)), part, along.parts) for x in wholes] for part in range(along.parts)]
 

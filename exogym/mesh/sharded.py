@@ -34,7 +34,6 @@ from exogym.core.base.torch_private import (
     take_gradient,
     take_shard_gradient,
 )
-from exogym.core.communicator import Inside
 from exogym.core.compute.outputs import Loss
 from exogym.core.fleet.layout import Layout
 from exogym.errors import ModelError
@@ -44,6 +43,7 @@ from exogym.mesh.split import Context, Part, Split, whole_layouts
 from exogym.mesh.split import passes as add_gradients
 from exogym.mesh.splits import blocks_of
 from exogym.mesh.tensors import cut_axes, split_layers, torchs_refusals
+from exogym.mesh.wire import NodeColumns
 
 WAYS = 999_983  # a prime; a double holds its square exactly
 
@@ -55,7 +55,7 @@ class Sharded(Split):
         ModelError: torch cannot split the model over this mesh.
     """
 
-    def __init__(self, model: nn.Module, mesh: NodeMesh, inside: Inside, device: torch.device):
+    def __init__(self, model: nn.Module, mesh: NodeMesh, inside: NodeColumns, device: torch.device):
         super().__init__(model, mesh, inside, device)
         self.devices = inside.mesh({name: size for name, size in mesh.axes.items() if size > 1})
         self._whole_layouts = whole_layouts(model, "sharded")

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from exogym.core.base import pulse
-from exogym.core.communicator import Inside
 from exogym.core.compute.outputs import Loss
 from exogym.core.fleet.layout import Layout, layouts_of
 from exogym.errors import ModelError
 from exogym.mesh import NodeMesh
+from exogym.mesh.wire import NodeColumns
 
 Part = tuple[Any, float]  # a part of a batch, and its share of the batch
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -42,7 +42,7 @@ class Split:
     way = 0
     parts: list[list[Layout]]
 
-    def __init__(self, model: nn.Module, mesh: NodeMesh, inside: Inside, device: torch.device):
+    def __init__(self, model: nn.Module, mesh: NodeMesh, inside: NodeColumns, device: torch.device):
         self.model, self.mesh, self.inside, self.device = model, mesh, inside, device
         self.part, self.size = inside.part, inside.parts
 

@@ -34,13 +34,13 @@ from torch.distributed import pipelining
 from exogym.core.base import pulse
 from exogym.core.base.batches import batch_examples, map_tensors
 from exogym.core.base.torch_private import Hollow, held_local, hold_local
-from exogym.core.communicator import Inside
 from exogym.core.compute.outputs import Loss
 from exogym.errors import ModelError
 from exogym.mesh import NodeMesh
 from exogym.mesh.replicated import Replicated
 from exogym.mesh.split import Context, Part, Split
 from exogym.mesh.traffic import stages_of
+from exogym.mesh.wire import NodeColumns
 
 SCHEDULES: dict[str, Any] = {"gpipe": pipelining.ScheduleGPipe, "1f1b": pipelining.Schedule1F1B}
 MOST_SCHEDULES = 8  # schedules to keep, one for each set of batch shapes
@@ -54,7 +54,7 @@ class Staged(Split):
             also use other tensors from before the cut; or the forward pass reads a tensor's numbers before the cut.
     """
 
-    def __init__(self, model: nn.Module, mesh: NodeMesh, inside: Inside, device: torch.device):
+    def __init__(self, model: nn.Module, mesh: NodeMesh, inside: NodeColumns, device: torch.device):
         super().__init__(model, mesh, inside, device)
         device_of, cuts = stages_of(model, mesh)
         self.cuts = list(cuts)

@@ -29,14 +29,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from exogym.core.base import pulse
 from exogym.core.base.torch_private import forget_meshes
-from exogym.core.communicator import Inside, Move, Wire, barrier
+from exogym.core.communicator import Columns, Move, Wire, barrier
 from exogym.core.engine.sockets import ports_closed_afterwards
 from exogym.core.engine.wire import ProcessWire, as_bytes
 from exogym.core.engine.world import new_group
 from exogym.mesh import NodeMesh
 
 
-class ProcessInside(Inside):
+class NodeColumns(Columns):
     """The processes of a node, as a process group. Each process holds some columns of the node's rows."""
 
     def __init__(
@@ -74,6 +74,7 @@ class ProcessInside(Inside):
 
     @pulse.waits
     def mesh(self, axes: dict[str, int]) -> DeviceMesh:
+        """Return torch's DeviceMesh of the node's processes. `axes` has the size of each axis, by name."""
         key = tuple(axes.items())
         if key not in self._meshes:
             forget_meshes(self.device)
@@ -92,8 +93,9 @@ class ProcessInside(Inside):
                 dist.barrier()  # see `MeshWire`
         return self._meshes[key]
 
-    def along(self, axis: DeviceMesh) -> Inside:
-        return ProcessInside(axis.get_group(), self.device)
+    def along(self, axis: DeviceMesh) -> NodeColumns:
+        """Return the processes along one axis of the node's mesh."""
+        return NodeColumns(axis.get_group(), self.device)
 
     def tell(self, value: Any) -> list[Any]:
         text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
@@ -137,9 +139,9 @@ class MeshWire(Wire):
         by_axis = None if are_alike else _own_axes(own, nodes)
         self._world = ProcessWire([[k] for k in range(dist.get_world_size())])
         self._between = None if between is None else ProcessWire(placement, between, native)
-        self.devices: ProcessInside = ProcessInside(_known(devices), self._world.device, by_axis)
+        self.devices: NodeColumns = NodeColumns(_known(devices), self._world.device, by_axis)
         if parts > 1:
-            self.inside = self.devices if are_even else ProcessInside(_known(inside), self._world.device)
+            self.columns = self.devices if are_even else NodeColumns(_known(inside), self._world.device)
         self._groups = [between, self._copies, None if are_even else inside]
         barrier(self)  # gloo fails in a process that is still connecting when another process has left
 

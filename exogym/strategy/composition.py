@@ -222,7 +222,7 @@ class Composition:
 
     def _given(self, module: Module, gradients: bool = False) -> contextlib.AbstractContextManager[Fleet | None]:
         """Return the fleet on which a module acts; None if it has no work in this process of the node."""
-        if self.fleet.comm.wire.inside.parts == 1 or module.acts_on == "elements":
+        if self.fleet.comm.wire.columns.parts == 1 or module.acts_on == "elements":
             return contextlib.nullcontext(self.fleet)
         if module.acts_on not in self._dealings:
             self._dealings[module.acts_on] = Dealing(self.fleet, module.acts_on)
@@ -241,4 +241,4 @@ class Composition:
         for block in self.fleet.blocks:
             assert block.grads is not None
             grads.append(block.grads[:1] if block.grads.stride(0) == 0 else block.grads)
-        clip_rows(grads, self.max_norm, stacked=True, inside=self.fleet.comm.wire.inside)
+        clip_rows(grads, self.max_norm, stacked=True, columns=self.fleet.comm.wire.columns)

@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from exogym.core.base.torch_private import scale_
-from exogym.core.communicator import ALONE, Inside
+from exogym.core.communicator import ALONE, Columns
 from exogym.core.fleet.layout import hidden_matrices
 from exogym.errors import ArgumentError, StrategyError, as_call
 from exogym.faults import Availability, Faults
@@ -337,19 +337,19 @@ class Strategy:
         set_rates(self.optim, self.schedule, self.local_step)
 
 
-def clip_rows(grads: list[torch.Tensor], max_norm: float, stacked: bool, inside: Inside = ALONE) -> None:
+def clip_rows(grads: list[torch.Tensor], max_norm: float, stacked: bool, columns: Columns = ALONE) -> None:
     """Scale gradients in place so that each node's 2-norm over all tensors is at most `max_norm` (torch's rule).
 
     If a norm is NaN, nothing is scaled. So the NaN stays in its tensor, and messages can name this tensor.
 
     Args:
         stacked: whether each tensor is (rows, *shape). Then every row has its own norm.
-        inside: the processes that hold the same node's parameters. The norm is over all of them.
+        columns: the processes that hold the same node's parameters. The norm is over all of them.
     """
     if not grads:
         return
     if not stacked:
-        total = inside.norms(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in grads])))
+        total = columns.norms(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in grads])))
         factor = (max_norm / (total + 1e-6)).clamp(max=1.0).nan_to_num(1.0)
         scale_(grads, factor)
         return
@@ -358,6 +358,6 @@ def clip_rows(grads: list[torch.Tensor], max_norm: float, stacked: bool, inside:
     norms = torch.stack(
         [torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in row])) for row in rows]
     )
-    factor = (max_norm / (inside.norms(norms) + 1e-6)).clamp(max=1.0).nan_to_num(1.0)
+    factor = (max_norm / (columns.norms(norms) + 1e-6)).clamp(max=1.0).nan_to_num(1.0)
     for g in grads:
         g.mul_(factor.view(-1, *[1] * (g.dim() - 1)))

@@ -43,7 +43,7 @@ import torch
 from torch import Tensor
 
 from exogym.core.combinations import check, features_of, refuse
-from exogym.core.communicator import Inside
+from exogym.core.communicator import Columns
 from exogym.core.fleet import Fleet, Stateful
 from exogym.core.fleet.layout import Cut, cut_of
 from exogym.core.fleet.presence import rows_of
@@ -377,7 +377,7 @@ class Tuning(Stateful):
         if self.tuner.sees == "drift":
             self._measure_drift(fleet)
         elif self.tuner.sees == "correlation":
-            self._correlate(fleet.comm.wire.inside)
+            self._correlate(fleet.comm.wire.columns)
         sent = float(fleet.comm.ledger.tx_bytes.mean())
         last, self._most = sent - self._sent, max(self._most, sent - self._before)
         costs = self._costs
@@ -394,7 +394,7 @@ class Tuning(Stateful):
     def _measure_drift(self, fleet: Fleet) -> None:
         """Set rho from two sums over the nodes that moved: their distances, and their distances from the mean."""
         comm = fleet.comm
-        both = comm.wire.inside.sum(torch.stack([self._apart, self._weights * self._moved], 1))
+        both = comm.wire.columns.sum(torch.stack([self._apart, self._weights * self._moved], 1))
         norms = comm.wire.rows(both[:, 1], comm.present).tolist()  # all processes know who takes part
         movers = [node for node, moved in zip(comm.present, norms, strict=True) if moved]
         if movers and not self._means:
@@ -408,7 +408,7 @@ class Tuning(Stateful):
             apart, moved = comm.wire.rows(sums, movers[:1])[0].tolist()
             self.drift = apart / moved
 
-    def _correlate(self, inside: Inside) -> None:
+    def _correlate(self, columns: Columns) -> None:
         """Set the cosine of this and the last outer gradient, over all blocks; `inside` holds the other columns."""
         last, now = self._last, self._now
         if [len(x) for x in now] != [len(x) for x in last]:
@@ -421,7 +421,7 @@ class Tuning(Stateful):
                 sum(float((x.double() * y.double()).sum()) for x, y in zip(left, right, strict=True))
                 for left, right in ((last, now), (last, last), (now, now))
             ]
-            dot, a, b = inside.sum(torch.tensor(here, dtype=torch.float64)).tolist()
+            dot, a, b = columns.sum(torch.tensor(here, dtype=torch.float64)).tolist()
             self.correlation = dot / math.sqrt(a * b) if a * b else math.nan
         for x, y in zip(last, now, strict=True):
             x.copy_(y)

@@ -146,4 +146,4 @@ def _norm(u: list[Tensor], fleet: Fleet) -> float:
     If a node has several processes, all of them call this for the same updates, and get the same norm.
     """
     here = sum(float(x.double().square().sum()) for x in u)
-    return math.sqrt(float(fleet.comm.wire.inside.sum(torch.tensor(here, dtype=torch.float64))))
+    return math.sqrt(float(fleet.comm.wire.columns.sum(torch.tensor(here, dtype=torch.float64))))

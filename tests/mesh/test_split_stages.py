@@ -32,7 +32,7 @@ def quarters(request, tmp_path_factory):
         for params in asked(request, "test_four_processes_for_a_node_train_what_one_would_and_send_what_formulas_say")
     ]
     body = f"""
-from exogym.core.compute import replicated
+from exogym.mesh import replicated
 from exogym.errors import ModelError
 made = MADE["diloco clipped"][0]
 found, right = {{}}, dict(vars(replicated))

@@ -74,7 +74,10 @@ def door(room: str, *wings: str) -> tuple[Callable[[str], Any], Callable[[], lis
         homes = [room, *wings]
         while len(homes) > 1 and not hasattr(importlib.import_module(homes[0]), name):
             del homes[0]
-        return getattr(importlib.import_module(homes[0]), name)
+        home = importlib.import_module(homes[0])
+        if not hasattr(home, name):
+            raise AttributeError(f"module {room!r} has no attribute {name!r}{_more(name, room)}")
+        return getattr(home, name)
 
     return get, lambda: sorted(n for n in dir(importlib.import_module(room)) if not n.startswith("_"))
 

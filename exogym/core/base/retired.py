@@ -28,6 +28,7 @@ RETIRED: dict[str, str] = {
     **dict.fromkeys(("advise.device_utilisation", "advise.bytes_per_element", "advise.algorithm"), "use it in Python"),
     **dict.fromkeys(("compute.compiled", "compute.graphs", "compute.auto"), "use 'loop', or 'vmap' on an accelerator"),
     **dict.fromkeys(("schedule.interleaved", "schedule.zero_bubble"), "use '1f1b' with more micro-batches"),
+    **dict.fromkeys(("communicator.Inside", "Wire.inside"), "it is called Columns, of a wire .columns"),
     "NodeMesh.network": "give fit(step_seconds=) the time of the whole node's step",
     **dict.fromkeys(("exogym.reproduce", "exogym.benchmark"), "a clone of the project has python -m research"),
 }
@@ -48,6 +49,7 @@ MOVED: dict[str, str] = {
     "exogym.machines.cluster": "exogym.clusters",
     "exogym.data.speech": "exogym.home.speech",
     "exogym.core.engine.ray": "exogym.clusters.ray",
+    "exogym.core.communicator.inside": "exogym.core.communicator.columns",
     "exogym.core.mesh": "exogym.mesh",
     **{f"exogym.core.mesh.{name}": f"exogym.mesh.{name}" for name in (
         "pipeline", "probe", "splits", "traffic", "value",

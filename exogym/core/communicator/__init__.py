@@ -43,15 +43,15 @@ True
 [0.0, 1.0]
 >>> barrier(wire)
 >>> say(wire, "not said", about="tests")
->>> inside: Inside = wire.inside  # a node of several devices has more parts
->>> inside.part, inside.parts
+>>> columns: Columns = wire.columns  # a node of several devices has more parts
+>>> columns.part, columns.parts
 (0, 1)
 >>> Parcel(giver=0, taker=1, shape=(2,), dtype=torch.float32, is_swap=False).taker
 1
 """
 
+from exogym.core.communicator.columns import ALONE, Columns
 from exogym.core.communicator.communicator import TRANSPORTS, Communicator
-from exogym.core.communicator.inside import ALONE, Inside
 from exogym.core.communicator.ledger import Event, Ledger
 from exogym.core.communicator.messages import barrier, blank, described, gather, hand_over, say, ship, tell
 from exogym.core.communicator.robust import (
@@ -75,10 +75,10 @@ __all__ = [
     "TRANSPORTS",
     "Bulyan",
     "CenteredClip",
+    "Columns",
     "Communicator",
     "Event",
     "GeometricMedian",
-    "Inside",
     "Krum",
     "Ledger",
     "Median",

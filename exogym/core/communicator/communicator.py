@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from exogym.core.base import pulse
-from exogym.core.communicator.inside import ALONE, Inside
+from exogym.core.communicator.columns import ALONE, Columns
 from exogym.core.communicator.messages import as_bytes, from_bytes, hand_over, row_of_source, rows_of_givers
 from exogym.core.communicator.recorder import Groups, Recorder
 from exogym.core.communicator.robust import Rule
@@ -148,9 +148,9 @@ class Communicator(Recorder):
             self.watchers = watchers
 
     @property
-    def _others(self) -> Inside:
+    def _others(self) -> Columns:
         """The node's processes with the other columns of the averaged values."""
-        return ALONE if self._alone else self.wire.inside
+        return ALONE if self._alone else self.wire.columns
 
     def share(self, group: Sequence[int], op: str = "mean") -> Tensor | None:
         """Return the (len(group),) weights of the nodes in a mean over `group`; their sum is 1.

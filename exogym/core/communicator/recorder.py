@@ -140,7 +140,7 @@ class Recorder:
         finally:
             self._alone, held = False, self._held
             self._held = None
-        for event in together(self.wire.inside.tell([event.described() for event in held or []])):
+        for event in together(self.wire.columns.tell([event.described() for event in held or []])):
             self.ledger.add(event) if event.kind != "arrive" else self.ledger.tell(event)
 
     # A server beside the nodes: every process plays it, so all processes hold its values
@@ -228,7 +228,7 @@ class Recorder:
         here = row_bytes(x)
         if self._alone or self._tag == "buffers" or x.dim() == 1:
             return here
-        return self.wire.inside.total(here)
+        return self.wire.columns.total(here)
 
     def _has_others(self, members: Sequence[int], algorithm: str) -> bool:
         """Say whether there is anyone to send to; a server is, even for a single client."""

@@ -48,7 +48,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from exogym.core.communicator.inside import ALONE, Inside
+from exogym.core.communicator.columns import ALONE, Columns
 from exogym.core.communicator.wire import HALVES, Wire, reduce_rows, tree_sum
 from exogym.errors import ArgumentError, check_choice, check_count, check_number
 
@@ -71,14 +71,14 @@ class Rule:
         """Return how many of n values the rule leaves out at each end: the smallest values and the largest values."""
         raise NotImplementedError
 
-    def of(self, wire: Wire, x: Tensor, ids: Sequence[int], inside: Inside = ALONE) -> Tensor:
+    def of(self, wire: Wire, x: Tensor, ids: Sequence[int], columns: Columns = ALONE) -> Tensor:
         """Return the (F,) robust mean of the rows `ids` of `x` (rows, F), in every process.
 
-        `inside` connects the node's processes, which hold the other columns of `x`.
+        `columns` connects the node's processes, which hold the other columns of `x`.
         """
         return wire.reduce(x, ids, f"trimmed {self.trimmed(len(ids))}")
 
-    def of_rows(self, members: Tensor, ids: Sequence[int], inside: Inside = ALONE) -> Tensor:
+    def of_rows(self, members: Tensor, ids: Sequence[int], columns: Columns = ALONE) -> Tensor:
         """Return the (F,) robust mean of `members` (n, F)."""
         return reduce_rows(members, ids, f"trimmed {self.trimmed(len(ids))}")
 
@@ -120,8 +120,8 @@ class VectorRule(Rule):
 
     collective = ("all_gather", "ring")
 
-    def of(self, wire: Wire, x: Tensor, ids: Sequence[int], inside: Inside = ALONE) -> Tensor:
-        return self.of_rows(wire.rows(x, ids), ids, inside)
+    def of(self, wire: Wire, x: Tensor, ids: Sequence[int], columns: Columns = ALONE) -> Tensor:
+        return self.of_rows(wire.rows(x, ids), ids, columns)
 
 
 @dataclass(frozen=True)
@@ -145,12 +145,12 @@ class Krum(VectorRule):
         check_share(self.share)
         check_count("keep", self.keep)
 
-    def of_rows(self, members: Tensor, ids: Sequence[int], inside: Inside = ALONE) -> Tensor:
+    def of_rows(self, members: Tensor, ids: Sequence[int], columns: Columns = ALONE) -> Tensor:
         n = len(members)
         if n < 3:
             return reduce_rows(members, ids, "mean")
         f = bad_among(n, self.share, (n - 3) // 2)
-        chosen = krum_scores(distances(members, inside), f).sort(stable=True).indices[: min(self.keep, n - f)]
+        chosen = krum_scores(distances(members, columns), f).sort(stable=True).indices[: min(self.keep, n - f)]
         return mean_of(members, chosen.sort().values.tolist())
 
 
@@ -173,12 +173,12 @@ class Bulyan(VectorRule):
     def __post_init__(self) -> None:
         check_share(self.share)
 
-    def of_rows(self, members: Tensor, ids: Sequence[int], inside: Inside = ALONE) -> Tensor:
+    def of_rows(self, members: Tensor, ids: Sequence[int], columns: Columns = ALONE) -> Tensor:
         n = len(members)
         f = bad_among(n, self.share, (n - 3) // 4)
         if f == 0:
             return reduce_rows(members, ids, "mean")
-        left, chosen, apart = list(range(n)), [], distances(members, inside)
+        left, chosen, apart = list(range(n)), [], distances(members, columns)
         for _ in range(n - 2 * f):
             best = left[int(krum_scores(apart[left][:, left], f).argmin())]
             chosen.append(best)
@@ -208,10 +208,10 @@ class GeometricMedian(VectorRule):
         check_count("steps", self.steps)
         check_number("smoothing", self.smoothing, over=0)
 
-    def of_rows(self, members: Tensor, ids: Sequence[int], inside: Inside = ALONE) -> Tensor:
+    def of_rows(self, members: Tensor, ids: Sequence[int], columns: Columns = ALONE) -> Tensor:
         v = reduce_rows(members, ids, f"trimmed {Median().trimmed(len(ids))}")
         for _ in range(self.steps if len(ids) > 2 else 0):
-            apart = distances_to(v, members, inside)
+            apart = distances_to(v, members, columns)
             if not (finite := apart.isfinite().nonzero().flatten().tolist()):
                 break
             w = 1 / apart[finite].clamp(min=self.smoothing)
@@ -240,11 +240,11 @@ class CenteredClip(VectorRule):
             check_number("radius", self.radius, over=0)
         check_count("steps", self.steps)
 
-    def of_rows(self, members: Tensor, ids: Sequence[int], inside: Inside = ALONE) -> Tensor:
+    def of_rows(self, members: Tensor, ids: Sequence[int], columns: Columns = ALONE) -> Tensor:
         n, exact = len(ids), torch.float32 if members.dtype in HALVES else members.dtype
         v = reduce_rows(members, ids, f"trimmed {Median().trimmed(n)}").to(exact)
         for _ in range(self.steps if n > 2 else 0):
-            apart = distances_to(v, members, inside)
+            apart = distances_to(v, members, columns)
             if not (finite := apart.isfinite().nonzero().flatten().tolist()):
                 break
             radius = float(apart.median()) if self.radius is None else self.radius
@@ -297,7 +297,7 @@ def mean_of(members: Tensor, chosen: Sequence[int]) -> Tensor:
     return tree_sum(members[list(chosen)], range(len(chosen)), None, len(chosen))
 
 
-def distances_to(v: Tensor, members: Tensor, inside: Inside = ALONE) -> Tensor:
+def distances_to(v: Tensor, members: Tensor, columns: Columns = ALONE) -> Tensor:
     """Return the (n,) distances of the rows of `members` (n, F) from `v` (F,), in float64; see `distances`."""
     out = torch.zeros(len(members), dtype=torch.float64)
     exact = torch.float32 if members.dtype in HALVES else members.dtype
@@ -305,15 +305,15 @@ def distances_to(v: Tensor, members: Tensor, inside: Inside = ALONE) -> Tensor:
         part = slice(start, start + CHUNK)
         for i, row in enumerate(members):
             out[i] += (row[part].to(exact) - v[part].to(exact)).double().square().sum().cpu()
-    return inside.sum(out).nan_to_num(nan=math.inf, posinf=math.inf).sqrt()
+    return columns.sum(out).nan_to_num(nan=math.inf, posinf=math.inf).sqrt()
 
 
-def distances(members: Tensor, inside: Inside = ALONE) -> Tensor:
+def distances(members: Tensor, columns: Columns = ALONE) -> Tensor:
     """Return the (n, n) squared distances between the rows of `members` (n, F), in float64.
 
     A distance is infinite if one of its two rows has a value that is not finite.
 
-    The distances include the columns of all processes of `inside`. Each pair's difference is computed alone, so the
+    The distances include the columns of all processes of `columns`. Each pair's difference is computed alone, so the
     bits do not depend on which process holds which row.
     """
     n, width = members.shape
@@ -324,6 +324,6 @@ def distances(members: Tensor, inside: Inside = ALONE) -> Tensor:
         for i in range(n):
             for j in range(i):
                 out[i, j] += (part[i] - part[j]).double().square().sum().cpu()
-    out = inside.sum(out)
+    out = columns.sum(out)
     out += out.T.clone()
     return out.nan_to_num(nan=math.inf, posinf=math.inf).fill_diagonal_(0)

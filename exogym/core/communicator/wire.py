@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 
 from exogym.core.base import pulse
-from exogym.core.communicator.inside import ALONE, Inside
+from exogym.core.base.retired import retired
+from exogym.core.communicator.columns import ALONE, Columns
 
 CHUNK_ELEMENTS = 1 << 18  # elements of a row in one piece of a reduction
 HALVES = (torch.float16, torch.bfloat16)
@@ -158,10 +159,10 @@ class Wire:
             and folders. Nobody else sees the results of such processes. Otherwise each process runs the user's script.
         overlaps: whether `begin` sums while the caller continues.
         carries_behind: whether `start` carries rows while the caller continues.
-        inside: communication between the processes of a node that hold the parts of the node's row. If a node has
+        columns: communication between the processes of a node that hold the parts of the node's row. If a node has
             several such processes, `process` and `placement` count groups of such processes, not single processes.
         devices: communication between all processes that compute for the node. If nodes have different numbers of
-            processes, `devices` can have more processes than `inside`. Then several processes hold the same columns.
+            processes, `devices` can have more processes than `columns`. Then several processes hold the same columns.
             All of them except the first are copies (`is_copy`) and receive the first process's results.
         asked_to_stop: function that returns whether a process has asked all processes to stop. The function does not
             wait for other processes.
@@ -170,8 +171,8 @@ class Wire:
 
     process, shares_memory, overlaps, carries_behind = 0, True, False, False
     waited_s = 0.0
-    inside: Inside = ALONE
-    devices: Inside = ALONE
+    columns: Columns = ALONE
+    devices: Columns = ALONE
 
     def __init__(self, ranks: Sequence[int], native: bool = False):
         self.ranks = list(ranks)
@@ -190,6 +191,11 @@ class Wire:
         self.ranks[:] = self.placement[self.process]
         self.row_of = {rank: row for row, rank in enumerate(self.ranks)}
         self.owner = {i: process for process, ids in enumerate(self.placement) for i in ids}
+
+    @property
+    def inside(self) -> NoReturn:
+        """Refuse the earlier name of `columns`."""
+        raise AttributeError(f"Wire.inside: {retired('inside', 'Wire')}")
 
     @property
     def world(self) -> Wire:
@@ -213,7 +219,7 @@ class Wire:
     @property
     def is_copy(self) -> bool:
         """Whether another process of the node holds the same rows and columns, and communicates for this copy."""
-        return self.devices.part >= self.inside.parts
+        return self.devices.part >= self.columns.parts
 
     @property
     def is_hidden(self) -> bool:

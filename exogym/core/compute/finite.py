@@ -95,7 +95,7 @@ class Watch:
 
     def _all_finite(self, tensors: Sequence[Tensor]) -> bool:
         """Return whether all numbers are finite in all of the node's processes."""
-        return not self.worker.fleet.comm.wire.inside.any(not all(map(is_finite, tensors)))
+        return not self.worker.fleet.comm.wire.columns.any(not all(map(is_finite, tensors)))
 
     def gradient(self, rank: int, row: int, step: int) -> bool:
         """Return whether the gradient in `row` of the fleet's `grads` is finite. Under "ignore" always return True.

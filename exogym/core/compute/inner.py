@@ -50,10 +50,10 @@ class InnerOptimizer(Stateful):
     def __init__(self, inner: Inner, worker: Worker, total_steps: int):
         self.parameters = worker.parameters
         self.spec, self.max_norm = inner.spec, inner.max_norm
-        self._inside = worker.fleet.comm.wire.inside
+        self._columns = worker.fleet.comm.wire.columns
         self.schedule = inner.schedule(total_steps)
         self._whole: WholeTensors | None = None
-        if self._inside.parts > 1 and inner.spec.acts_on == "tensors":
+        if self._columns.parts > 1 and inner.spec.acts_on == "tensors":
             from exogym.core.compute.whole import WholeTensors
 
             self._whole = WholeTensors(worker.fleet, inner.spec)
@@ -104,7 +104,7 @@ class InnerOptimizer(Stateful):
             if self.corrections:
                 correct_gradients(self.corrections, row, self.parameters)
             if clip and self.max_norm is not None:
-                clip_rows([p.grad for p in self.parameters if p.grad is not None], self.max_norm, False, self._inside)
+                clip_rows([p.grad for p in self.parameters if p.grad is not None], self.max_norm, False, self._columns)
             if self._whole is None:
                 self._take_step()
             else:

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from exogym.core.communicator import Inside
+from exogym.core.communicator import Columns
 from exogym.core.fleet.fleet import Block, Fleet, row_matrix
 from exogym.core.fleet.layout import Cut, Layout
 from exogym.errors import ModelError
@@ -42,19 +42,19 @@ class Dealing:
                 f"the model has parameters of {dtypes}, but with node= a strategy that acts on whole {kind} needs one "
                 "dtype: convert the model, or take a strategy that acts on elements (DDP, DiLoCo, FedAvg, SPARTA, ...)"
             )
-        self.fleet, self.inside = fleet, fleet.comm.wire.inside
+        self.fleet, self.columns = fleet, fleet.comm.wire.columns
         (block,) = fleet.blocks
         assert block.layout.whole is not None
-        owners = _owners(block.layout.whole, 1 if kind == "row" else self.inside.parts)
-        dealt = [_whole_parameters(block.layout.whole, owners, part) for part in range(self.inside.parts)]
+        owners = _owners(block.layout.whole, 1 if kind == "row" else self.columns.parts)
+        dealt = [_whole_parameters(block.layout.whole, owners, part) for part in range(self.columns.parts)]
         self.view = copy.copy(fleet)
         self.view.parts = [[layout] for layout in dealt]
-        self.is_here = bool(dealt[self.inside.part].slots)
-        self.view.blocks = [Block(dealt[self.inside.part], 0, block.params.device)]
+        self.is_here = bool(dealt[self.columns.part].slots)
+        self.view.blocks = [Block(dealt[self.columns.part], 0, block.params.device)]
         before = [layouts[0] for layouts in fleet.parts]
-        self.deal = Route(before, dealt, self.inside)
-        self.deal_back = Route(dealt, before, self.inside)
-        self._own = [owners[slot.name] == self.inside.part for slot in block.layout]
+        self.deal = Route(before, dealt, self.columns)
+        self.deal_back = Route(dealt, before, self.columns)
+        self._own = [owners[slot.name] == self.columns.part for slot in block.layout]
 
     @contextlib.contextmanager
     def acting(self, gradients: bool) -> Iterator[Fleet | None]:
@@ -81,8 +81,8 @@ class Dealing:
             block.params.copy_(self.deal_back(dealt.params))
         dealt.params, dealt.grads = dealt.params.new_empty(len(block.params), 0), None
         for name, rows in self.fleet.buffers.items():  # the first process has acted on them
-            mine = rows if self.inside.part == 0 else torch.zeros_like(rows)
-            self.fleet.buffers[name].copy_(self.inside.sum(mine))
+            mine = rows if self.columns.part == 0 else torch.zeros_like(rows)
+            self.fleet.buffers[name].copy_(self.columns.sum(mine))
 
     def back(self, vectors: Sequence[Tensor] | None) -> list[Tensor] | None:
         """Move a module's result vectors back: return this process's own columns of the vectors.
@@ -92,7 +92,7 @@ class Dealing:
         Args:
             vectors: the result for the columns that the module saw in this process, one vector (P,) per block.
         """
-        if not self.inside.any(vectors is not None):
+        if not self.columns.any(vectors is not None):
             return None
         (dealt,) = self.view.blocks
         (given,) = [dealt.params.new_empty(0)] if vectors is None else vectors
@@ -100,12 +100,12 @@ class Dealing:
 
     def _take_gradients(self, block: Block, dealt: Block) -> None:
         grads = dealt.grads if dealt.grads is not None else dealt.params[:, :0]
-        are_one = not self.inside.any(self.is_here and grads.stride(0) != 0 and len(grads) > 1)
+        are_one = not self.columns.any(self.is_here and grads.stride(0) != 0 and len(grads) > 1)
         found = self.deal_back(grads[:1] if are_one else grads)
         block.grads = found.expand_as(block.params) if are_one else found
         flags = torch.zeros(len(block.params), len(self._own), dtype=torch.int64)
         flags[:, self._own] = dealt.has_grad.long()
-        block.has_grad = self.inside.sum(flags) > 0
+        block.has_grad = self.columns.sum(flags) > 0
 
 
 class Route:
@@ -115,20 +115,20 @@ class Route:
         before: for each process, the layout of the columns that it has. If several processes have a column, only one
             of their layouts may list it.
         after: for each process, the layout of the columns that it needs. Several processes may need the same column.
-        inside: the communication between these processes.
+        columns: the communication between these processes.
     """
 
-    def __init__(self, before: Sequence[Layout], after: Sequence[Layout], inside: Inside):
-        self.inside, self.width = inside, after[inside.part].numel
-        self._given = [_common(before[inside.part], layout) for layout in after]
-        self._taken = [_common(after[inside.part], layout) for layout in before]
+    def __init__(self, before: Sequence[Layout], after: Sequence[Layout], columns: Columns):
+        self.columns, self.width = columns, after[columns.part].numel
+        self._given = [_common(before[columns.part], layout) for layout in after]
+        self._taken = [_common(after[columns.part], layout) for layout in before]
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return (rows, P), the columns needed here; each process gives (rows, p), the columns it has."""
         outgoing = [torch.cat([x[:, a:b] for a, b in [*ranges, (0, 0)]], 1).reshape(-1) for ranges in self._given]
         sizes = [len(x) * sum(b - a for a, b in ranges) for ranges in self._taken]
         found = row_matrix(len(x), self.width, x.dtype, x.device)
-        for ranges, got in zip(self._taken, self.inside.swap(outgoing, sizes), strict=True):
+        for ranges, got in zip(self._taken, self.columns.swap(outgoing, sizes), strict=True):
             pieces = got.view(len(x), -1).split([b - a for a, b in ranges], 1) if ranges else ()
             for (a, b), piece in zip(ranges, pieces, strict=True):
                 found[:, a:b] = piece

@@ -99,7 +99,7 @@ class Fleet:
         self.comm = Communicator(ranks, num_nodes, wire)
         self.ranks = self.comm.ranks
         self.parts = [layouts_of(module)] if parts is None else parts
-        self.blocks = [Block(layout, len(self.ranks), device) for layout in self.parts[self.comm.wire.inside.part]]
+        self.blocks = [Block(layout, len(self.ranks), device) for layout in self.parts[self.comm.wire.columns.part]]
         self.buffers: dict[str, Tensor] = {}
         self.names = [name for name, p in module.named_parameters() if p.requires_grad]
         self.hidden = hidden_matrices(module)
@@ -142,7 +142,7 @@ class Fleet:
         Args:
             vectors: this process's columns, (..., P) per block.
         """
-        inside = self.comm.wire.inside
+        columns = self.comm.wire.columns
         for b, (block, vector) in enumerate(zip(self.blocks, vectors, strict=True)):
             for k, slot in enumerate(block.layout):
                 if block.layout.whole is None:
@@ -152,7 +152,7 @@ class Fleet:
                 theirs = [layouts[b].slots[k] for layouts in self.parts]
                 sizes = [ahead.numel() * other.numel for other in theirs]
                 found = vector.new_empty(*ahead, *shape)
-                for other, piece in zip(theirs, inside.gather(slot.of(vector).reshape(-1), sizes), strict=True):
+                for other, piece in zip(theirs, columns.gather(slot.of(vector).reshape(-1), sizes), strict=True):
                     assert other.box is not None
                     places: Any = (..., *(slice(start, stop) for start, stop in other.box))
                     found[places] = piece.view(*ahead, *other.shape)
@@ -163,7 +163,7 @@ class Fleet:
 
         All processes of the node must call this method together, each with its own columns.
         """
-        if self.comm.wire.inside.parts == 1:
+        if self.comm.wire.columns.parts == 1:
             return list(vectors)
         found, result = self.wholes(vectors), []
         for block, vector in zip(self.blocks, vectors, strict=True):

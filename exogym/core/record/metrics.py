@@ -13,7 +13,7 @@ from torch import Tensor
 
 from exogym.core.base import pulse
 from exogym.core.base.batches import batch_examples, micro_batches
-from exogym.core.communicator import CHUNK_ELEMENTS, Inside
+from exogym.core.communicator import CHUNK_ELEMENTS, Columns
 from exogym.core.compute.outputs import accuracy
 from exogym.core.compute.worker import Worker
 from exogym.core.fleet import Fleet
@@ -95,11 +95,11 @@ class Evaluator:
                 yield part
 
 
-def _means(sums: dict[str, float], weights: dict[str, float], inside: Inside) -> dict[str, float]:
+def _means(sums: dict[str, float], weights: dict[str, float], columns: Columns) -> dict[str, float]:
     """Return the weighted means over all processes of the node, without values of weight 0."""
-    if inside.parts > 1:
+    if columns.parts > 1:
         both = torch.tensor([list(sums.values()), list(weights.values())], dtype=torch.float64)
-        totals, shares = inside.sum(both).tolist()
+        totals, shares = columns.sum(both).tolist()
         sums, weights = dict(zip(sums, totals, strict=True)), dict(zip(sums, shares, strict=True))
     return {name: total / weights[name] for name, total in sums.items() if weights[name]}
 
@@ -116,7 +116,7 @@ def spread(fleet: Fleet) -> dict[str, float]:
     n = len(fleet.there)
     if n == 1:
         return {"consensus_distance": 0.0}
-    inside, width = fleet.comm.wire.inside, sum(block.layout.total for block in fleet.blocks)
+    columns, width = fleet.comm.wire.columns, sum(block.layout.total for block in fleet.blocks)
     distance = 0.0
     sums, squares = torch.zeros(n, dtype=torch.float64), torch.zeros(n, dtype=torch.float64)
     for x in _column_chunks(fleet):
@@ -124,15 +124,15 @@ def spread(fleet: Fleet) -> dict[str, float]:
         distance += float(torch.dot(apart.flatten(), apart.flatten()))
         sums += x.sum(1).cpu()
         squares += torch.linalg.vector_norm(x, dim=1).double().square().cpu()
-    distance = float(inside.sum(torch.tensor(distance, dtype=torch.float64)))
-    sums, squares = inside.sum(sums), inside.sum(squares)
+    distance = float(columns.sum(torch.tensor(distance, dtype=torch.float64)))
+    sums, squares = columns.sum(sums), columns.sum(squares)
     means = sums / width
     lengths = (squares - width * means.square()).clamp(min=1e-300).sqrt()
     total, shift = 0.0, float((means / lengths).sum())
     for x in _column_chunks(fleet):
         z = (1 / lengths).to(x) @ x - shift
         total += float(torch.dot(z, z))
-    total = float(inside.sum(torch.tensor(total, dtype=torch.float64)))
+    total = float(columns.sum(torch.tensor(total, dtype=torch.float64)))
     return {"consensus_distance": (distance / n) ** 0.5, "correlation": min(1.0, (total - n) / (n * (n - 1)))}
 
 

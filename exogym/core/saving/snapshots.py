@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from exogym.core.communicator import ALONE, Inside
+from exogym.core.communicator import ALONE, Columns
 from exogym.core.fleet import Fleet
 from exogym.core.fleet.layout import Cut
 from exogym.core.fleet.state import below
@@ -67,17 +67,17 @@ def for_disk(loop: Resumable) -> Snapshot:
     """Return the state of the run in `loop` for `checkpoint.save`, with marks (hashes of names, shapes and dtypes)."""
     found = _without_history(loop)
     found.parts = _parts_of(loop.fleet, found)
-    inside = loop.fleet.comm.wire.inside
+    columns = loop.fleet.comm.wire.columns
     for rank, tensors in found.rows.items():
-        tensors[MARK] = mark_of(tensors, found.meta, {} if found.parts is None else found.parts.rows[rank], inside)
-    found.shared[MARK] = mark_of(found.shared, found.meta, {} if found.parts is None else found.parts.shared, inside)
+        tensors[MARK] = mark_of(tensors, found.meta, {} if found.parts is None else found.parts.rows[rank], columns)
+    found.shared[MARK] = mark_of(found.shared, found.meta, {} if found.parts is None else found.parts.shared, columns)
     return _with_history(loop, found)
 
 
 def _parts_of(fleet: Fleet, snapshot: Snapshot) -> Parts | None:
     """Return this process's parts of a snapshot's tensors; None: it has them whole."""
     wire = fleet.comm.wire
-    if wire.inside.parts == 1:
+    if wire.columns.parts == 1:
         return None
 
     def cuts(tensors: Mapping[str, Tensor]) -> dict[str, Cut]:
@@ -85,18 +85,18 @@ def _parts_of(fleet: Fleet, snapshot: Snapshot) -> Parts | None:
         return {name: cut for name, cut in found.items() if cut is not None}
 
     rows = {rank: cuts(tensors) for rank, tensors in snapshot.rows.items()}
-    parts = Parts(wire.inside.part, wire.process == 0, rows, cuts(snapshot.shared))
-    _check_equal(wire.inside, snapshot, parts)
+    parts = Parts(wire.columns.part, wire.process == 0, rows, cuts(snapshot.shared))
+    _check_equal(wire.columns, snapshot, parts)
     return parts
 
 
-def _check_equal(inside: Inside, snapshot: Snapshot, parts: Parts) -> None:
+def _check_equal(columns: Columns, snapshot: Snapshot, parts: Parts) -> None:
     """Raise CheckpointError if a tensor that nobody declared as split differs between the node's processes."""
     own = {f"node {rank}'s {name}": sum_of_tensor(x) for rank, tensors in snapshot.rows.items()
            for name, x in tensors.items() if name not in parts.rows[rank]}  # fmt: skip
     alike = {name: x for name, x in snapshot.shared.items() if not name.startswith(FREE)}  # callbacks: in main only
     own |= {f"the {name}": sum_of_tensor(x) for name, x in alike.items() if name not in parts.shared}
-    for other in inside.tell(own):
+    for other in columns.tell(own):
         if unlike := sorted(name for name in own.keys() & other.keys() if own[name] != other[name]):
             raise CheckpointError(
                 f"{unlike[0]} differs between the node's processes, and no module declares how it is split. If this "
@@ -107,7 +107,7 @@ def _check_equal(inside: Inside, snapshot: Snapshot, parts: Parts) -> None:
 
 def _cut_down(fleet: Fleet, snapshot: Snapshot) -> Snapshot:
     """Return this process's part of a whole snapshot."""
-    if fleet.comm.wire.inside.parts == 1:
+    if fleet.comm.wire.columns.parts == 1:
         return snapshot
 
     def here(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -127,7 +127,7 @@ def _cut_down(fleet: Fleet, snapshot: Snapshot) -> Snapshot:
 
 def mark_of(
     tensors: Mapping[str, Tensor], meta: Mapping[str, Any], cuts: Mapping[str, Cut] | None = None,
-    inside: Inside = ALONE,
+    columns: Columns = ALONE,
 ) -> Tensor:  # fmt: skip
     """Return the mark: (32,) bytes, a hash of the run's step and of the names, shapes and dtypes beside it.
 
@@ -136,7 +136,7 @@ def mark_of(
     shapes = {name: tuple(x.shape) for name, x in tensors.items()}
     shapes |= {name: cut.whole_shape(tensors[name]) for name, cut in (cuts or {}).items()}
     own = [f"{name} {x.dtype} {shapes[name]}" for name, x in tensors.items() if _is_marked(name)]
-    lines = sorted({line for told in inside.tell(own) for line in told})
+    lines = sorted({line for told in columns.tell(own) for line in told})
     text = json.dumps([meta["step"], meta["begun_end"], lines])
     return torch.tensor(list(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8)
 

@@ -94,14 +94,14 @@ class Models:
         """Evaluate parameters, (P,) per block, in the first node's processes. Only process 0 needs `vectors`."""
         if self.wire.process or self.evaluator is None:
             return {}
-        inside = self.wire.devices
-        if inside.parts == 1:
+        devices = self.wire.devices
+        if devices.parts == 1:
             assert vectors is not None
             return self.evaluator(vectors, buffers)
         here = []
         for b, block in enumerate(self.fleet.blocks):
             layout = block.layout
             whole = block.params.new_zeros(layout.total) if vectors is None else vectors[b].clone()
-            here.append(inside.sum(whole)[layout.columns.to(whole.device)])
+            here.append(devices.sum(whole)[layout.columns.to(whole.device)])
         told = {name: buffers.get(name, torch.zeros_like(x[0])) for name, x in self.fleet.buffers.items()}
-        return self.evaluator(here, {name: inside.sum(x) for name, x in told.items()})
+        return self.evaluator(here, {name: devices.sum(x) for name, x in told.items()})

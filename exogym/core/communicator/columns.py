@@ -3,7 +3,7 @@
 A node may have several devices. Each device is a process that holds some columns of the node's row. The processes of
 all nodes that hold the same columns form a group, and the strategy runs in each of these groups. Some numbers, such as
 a gradient's norm or a payload's bytes, depend on the whole row. The node's processes compute these numbers together, by
-the methods of `Inside`.
+the methods of `Columns`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 
-class Inside:
+class Columns:
     """Communication between the processes of a node.
 
     In this base class the node has one process, which gets its own values.
@@ -52,17 +52,6 @@ class Inside:
         """Return the values of all processes of the node, in every process. A `value` must be JSON-able."""
         return [value]
 
-    def mesh(self, axes: dict[str, int]) -> Any:
-        """Return torch's DeviceMesh of the node's processes. `axes` has the size of each axis, by name."""
-        raise NotImplementedError
-
-    def along(self, axis: Any) -> Inside:
-        """Return an `Inside` for this process and the processes along one axis of the node's mesh.
-
-        `axis` is this axis as torch's DeviceMesh.
-        """
-        raise NotImplementedError
-
     def total(self, number: int) -> int:
         """Return the exact sum of `number`, a whole number, over the node's processes."""
         return number if self.parts == 1 else int(self.sum(torch.tensor([number], dtype=torch.int64)).item())
@@ -76,4 +65,4 @@ class Inside:
         return x if self.parts == 1 else self.sum(x.square()).sqrt()
 
 
-ALONE = Inside()  # a node on one device
+ALONE = Columns()  # a node on one device
