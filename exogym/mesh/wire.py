@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from exogym.core.base import pulse
-from exogym.core.base.torch_private import forget_meshes
+from exogym.core.base.torch_private import forget_groups
 from exogym.core.communicator import Columns, Move, Wire, barrier
 from exogym.core.engine.sockets import ports_closed_afterwards
 from exogym.core.engine.wire import ProcessWire, as_bytes
@@ -77,7 +77,7 @@ class NodeColumns(Columns):
         """Return torch's DeviceMesh of the node's processes. `axes` has the size of each axis, by name."""
         key = tuple(axes.items())
         if key not in self._meshes:
-            forget_meshes(self.device)
+            forget_groups(self.device)
             if len(axes) == 1:
                 self._meshes[key] = DeviceMesh.from_group(self.group, self.device.type, mesh_dim_names=tuple(axes))
             elif self.by_axis is not None:  # nodes' axes differ; all groups exist already
@@ -195,7 +195,7 @@ class MeshWire(Wire):
         for group in [*self.devices.groups, *self._groups]:
             if group is not None:
                 dist.destroy_process_group(group)
-        forget_meshes(self._world.device)  # a later mesh of the user's would equal a mesh of this run
+        forget_groups(self._world.device)  # a later mesh of the user's would equal a mesh of this run
 
 
 def _own_group(groups: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:

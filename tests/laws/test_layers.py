@@ -43,6 +43,10 @@ FLOORS: list[set[str]] = [
     {"cli", "__main__", *WING_ROOMS},
     {"__init__", *DOORS},  # `__init__` of exogym itself
 ]
+# The core names no wing, but in a seam: the names for users, and doors. The names in tables and messages are texts.
+NAMES_OF_WINGS = {"mesh", "meshes", "stages", "ray", "wizard"}
+OUTSIDE_THE_CORE = {"cli", "ui", "__main__", "__init__", *WING_ROOMS, *DOORS}
+OF_TORCH = {"device_mesh"}  # an attribute of its DTensor
 # Rooms of a floor do not know each other where the floor is listed here; what is listed is the exception.
 CLOSED_FLOOR = 3
 BESIDE = {("strategy", "core.compress")}
@@ -281,6 +285,68 @@ def test_a_circle_is_caught(loop: str) -> None:
         {"core.record.history", "core.training.loop"},
         {"strategy", "strategy.diloco", "strategy.optim"},
     ]
+
+
+# The core knows no wing
+
+
+def words(name: str) -> set[str]:
+    """Return the words of a name: "node", "mesh" and "of" for "NodeMesh_of"."""
+    return {word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name)}
+
+
+def identifiers(source: str) -> Iterator[tuple[int, str]]:
+    """Yield (line, name) of all that a source names or imports; texts, comments and docstrings do not count."""
+    for node in ast.walk(ast.parse(source)):
+        for field in ("id", "attr", "arg", "name", "asname", "module"):
+            if isinstance(name := getattr(node, field, None), str):
+                yield getattr(node, "lineno", 0), name
+
+
+def names_of_wings(sources: Sources) -> list[str]:
+    """Return one line for each place of the core that names a wing."""
+    return [
+        f"exogym/{path}:{line}: names a wing, {name}; reach it over a seam of docs/design.md"
+        for path, source in sources.items()
+        if (room := part_of(module_of(path))) not in OUTSIDE_THE_CORE and not room.startswith("study.")
+        for line, name in identifiers(source)
+        if name not in OF_TORCH and words(name) & NAMES_OF_WINGS
+    ]
+
+
+def test_the_core_names_no_wing() -> None:
+    assert names_of_wings(package_sources()) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def f(mesh): ...",
+        "f(stages=2)",
+        "class NodeMesh: ...",
+        "options.meshes",
+        "from exogym.mesh import value",
+        "from exogym.clusters import Ray as Cluster",
+        "import ray",
+        "run_wizard()",
+    ],
+)
+def test_a_wing_that_the_core_names_is_found(source: str) -> None:
+    (found,) = names_of_wings({"core/training/loop.py": source, "mesh/wire.py": source, "cli/__init__.py": source})
+    assert found.startswith("exogym/core/training/loop.py:1: names a wing")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        '"""In stages, by Ray."""',
+        "raise ValueError('give NodeMesh(stages=2)')",
+        "x.device_mesh",
+        "array, meshgrid = 1, 2",
+    ],
+)
+def test_prose_and_other_words_name_no_wing(source: str) -> None:
+    assert names_of_wings({"core/training/loop.py": source}) == []
 
 
 # The tests themselves

@@ -348,7 +348,7 @@ def take_gradient(parameter: nn.Parameter) -> Tensor | None:
     return found._local_tensor if isinstance(found, DTensor) else found
 
 
-def forget_meshes(device: torch.device) -> None:
+def forget_groups(device: torch.device) -> None:
     """Clear torch's cache of DTensor operations, in this thread and in the thread that computes gradients on `device`.
 
     The cache keeps device meshes. A new mesh of the same processes equals an old mesh, so torch would use the old mesh.

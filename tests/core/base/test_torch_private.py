@@ -535,12 +535,12 @@ def test_what_is_here_of_a_gradient_is_taken(tmp_path: Path) -> None:
     with_layers(tmp_path, body)
 
 
-@tries("forget_meshes", "torch.distributed.tensor.debug._clear_sharding_prop_cache")
+@tries("forget_groups", "torch.distributed.tensor.debug._clear_sharding_prop_cache")
 def test_a_mesh_is_not_taken_for_an_earlier_one_whose_processes_have_parted(tmp_path: Path) -> None:
     def member(rank: int) -> None:
         dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 2), rank=rank, world_size=2)
         for _ in range(2):
-            torch_private.forget_meshes(torch.device("cpu"))
+            torch_private.forget_groups(torch.device("cpu"))
             model = nn.Linear(2, 4, bias=False)
             nn.init.ones_(model.weight)
             mesh = DeviceMesh.from_group(group := dist.new_group([0, 1]), "cpu", mesh_dim_names=("tensor",))
