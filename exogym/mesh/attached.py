@@ -59,11 +59,6 @@ class Shards:
         ModelError: a trainable parameter is not divided over the node's processes along its first axis.
     """
 
-    @staticmethod
-    def wire_between(node: Any, device: torch.device) -> MeshWire:
-        """Return the wire between nodes of several processes each (see `wire_between`)."""
-        return wire_between(node, device)
-
     def __init__(self, model: nn.Module, wire: MeshWire):
         self.wire, self.inside = wire, wire.devices
         part, size = self.inside.part, self.inside.parts
@@ -167,6 +162,40 @@ class Shards:
         for handle, view in zip(self._handles, views, strict=True):
             hold_shard(handle, view)
 
+    @staticmethod
+    def wire_between(node: Any, device: torch.device) -> MeshWire:
+        """Return the wire between nodes of several processes each, given this process's node.
+
+        Args:
+            node: the node's processes, as a process group or as a device mesh of one axis.
+
+        Raises:
+            ArgumentError: `node` is neither, or the processes do not form equal nodes of consecutive processes.
+        """
+        if isinstance(node, DeviceMesh):
+            if node.ndim != 1:
+                raise ArgumentError(
+                    f"node= is a mesh of {node.ndim} axes, wanted one axis, as mesh['shard']: inside an attached node "
+                    "only fully_shard divides the model. For more axes use LocalTrainer.fit(node=NodeMesh(...))"
+                )
+            ranks = node.mesh.tolist()
+        elif isinstance(node, dist.ProcessGroup):
+            ranks = dist.get_process_group_ranks(node)
+        else:
+            raise ArgumentError(
+                f"node={node!r} must be the node's DeviceMesh, as init_device_mesh(...)['shard'], or its process group"
+            )
+        join_world(device)
+        world, size = world_size(), len(ranks)
+        told = gather(ProcessWire([[k] for k in range(world)]), ranks)
+        if told != [list(range(k - k % size, k - k % size + size)) for k in range(world)] or world % size:
+            nodes = sorted({tuple(one) for one in told})
+            raise ArgumentError(
+                f"the nodes' processes are {nodes[:4]}: every node needs equally many consecutive processes, as "
+                "init_device_mesh(device, (nodes, processes), mesh_dim_names=('node', 'shard'))['shard'] gives"
+            )
+        return MeshWire([[k] for k in range(world // size)], [NodeMesh(shard=size)] * (world // size))
+
 
 def _room(part: Layout, whole: Layout, size: int) -> Layout:
     """Return `part` with room after its end: torch gathers all shards with the size of the first, the largest."""
@@ -193,37 +222,3 @@ def _check(name: str, p: Tensor, handle: Any, ranks: Sequence[int]) -> None:
         raise ModelError(
             f"{name!r} is sharded over the processes {own}, but this node has the processes {list(ranks)}: {HOW}"
         )
-
-
-def wire_between(node: Any, device: torch.device) -> MeshWire:
-    """Return the wire between nodes of several processes each, given this process's node.
-
-    Args:
-        node: the node's processes, as a process group or as a device mesh of one axis.
-
-    Raises:
-        ArgumentError: `node` is neither, or the processes do not form equal nodes of consecutive processes.
-    """
-    if isinstance(node, DeviceMesh):
-        if node.ndim != 1:
-            raise ArgumentError(
-                f"node= is a mesh of {node.ndim} axes, wanted one axis, as mesh['shard']: inside an attached node only "
-                "fully_shard divides the model. For more axes use LocalTrainer.fit(node=NodeMesh(...))"
-            )
-        ranks = node.mesh.tolist()
-    elif isinstance(node, dist.ProcessGroup):
-        ranks = dist.get_process_group_ranks(node)
-    else:
-        raise ArgumentError(
-            f"node={node!r} must be the node's DeviceMesh, as init_device_mesh(...)['shard'], or its process group"
-        )
-    join_world(device)
-    world, size = world_size(), len(ranks)
-    told = gather(ProcessWire([[k] for k in range(world)]), ranks)
-    if told != [list(range(k - k % size, k - k % size + size)) for k in range(world)] or world % size:
-        nodes = sorted({tuple(one) for one in told})
-        raise ArgumentError(
-            f"the nodes' processes are {nodes[:4]}: every node needs equally many consecutive processes, as "
-            "init_device_mesh(device, (nodes, processes), mesh_dim_names=('node', 'shard'))['shard'] gives"
-        )
-    return MeshWire([[k] for k in range(world // size)], [NodeMesh(shard=size)] * (world // size))

@@ -98,10 +98,7 @@ class MeshNodes:
         return self.meshes[node].at_once(examples)
 
     def tried(self, examples: int) -> tuple[int, str] | None:
-        """Return how many of `examples` a device computes at once, and the option that says so.
-
-        None: no node divides its batches, or the user trusts them to do it right.
-        """
+        """Return the fewest of `examples` that a device computes at once, with its option; None: no trial is needed."""
         found = None
         for mesh in dict.fromkeys(self.meshes):
             if mesh.probe is not False and (size := mesh.at_once(examples)) < examples:

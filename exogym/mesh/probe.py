@@ -43,31 +43,18 @@ def squares(dense: Mapping[str, Tensor | None], split: Mapping[str, Tensor | Non
     return found
 
 
-def check_gradients(dense: Mapping[str, Tensor | None], split: Mapping[str, Tensor | None], what: object) -> float:
+def refuse_others(names: list[str], sums: Tensor, what: object) -> float:
     """Refuse a split whose gradients differ from the whole model's, and return the largest relative difference.
 
     A parameter's gradient passes if |split - dense| is at most 1 % of |dense|, or at most 1e-5 of the norm of all
     gradients together.
 
     Args:
-        dense: the whole model's gradients by name, for the mean loss of one batch.
-        split: the gradients that a node's devices computed, put together.
+        sums: (parameters, 2), the results of `squares`, summed over the processes of a node.
         what: a text or object that names the split, for the message.
 
     Raises:
         ModelError: the gradients differ. The message names the worst parameter.
-
-    >>> x = torch.ones(4)
-    >>> round(check_gradients({"a.weight": x}, {"a.weight": 1.001 * x}, "shard=2"), 6)
-    0.001
-    """
-    return refuse_others(list(dense), squares(dense, split), what)
-
-
-def refuse_others(names: list[str], sums: Tensor, what: object) -> float:
-    """Check the gradients as `check_gradients` does, from `sums`.
-
-    `sums`, (parameters, 2), are the results of `squares`, summed over the processes of a node.
     """
     if not bool((whole := sums[:, 1]).isfinite().all()):
         name = names[int((~whole.isfinite()).nonzero()[0])]

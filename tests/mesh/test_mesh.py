@@ -1,5 +1,7 @@
 """A node that is several devices, as a value; and the same line of code in one process."""
 
+import importlib
+
 import pytest
 import torch
 from torch import nn
@@ -163,3 +165,31 @@ def test_bytes_and_time_are_those_of_dense_nodes():
     for name in ("tx_bytes", "time_s"):
         assert split.history.last[name] == dense.history.last[name] > 0
     assert "inside_bytes" not in split.history.last
+
+
+# Earlier names
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        ("exogym.core.mesh", "exogym.mesh"),
+        ("exogym.core.mesh.value", "exogym.mesh"),
+        ("exogym.core.compute.sharded", "exogym.mesh.sharded"),
+        ("exogym.core.engine.mesh", "exogym.mesh.wire"),
+        ("exogym.attached.shards", "exogym.mesh.attached"),
+        ("exogym.core.communicator.inside", "exogym.core.communicator.columns"),
+    ],
+)
+def test_a_module_of_before_names_the_new_one(before, now):
+    with pytest.raises(ModuleNotFoundError, match=f"moved to {now}"):
+        importlib.import_module(before)
+
+
+def test_the_columns_names_of_before_say_the_new_ones():
+    import exogym.communicator
+
+    with pytest.raises(AttributeError, match=r"Inside.*is called Columns"):
+        exogym.communicator.Inside  # noqa: B018
+    with pytest.raises(AttributeError, match="is called Columns"):
+        exogym.communicator.Wire([0]).inside  # noqa: B018

@@ -83,7 +83,7 @@ class Nodes(Protocol):
         """Return how many of a batch's `examples` a device of node `node` computes at once."""
 
     def tried(self, examples: int) -> tuple[int, str] | None:
-        """Return how many of `examples` a device computes at once, and the option that says so.
+        """Return the fewest of `examples` that a device computes at once, and the option that says so.
 
         None: the parts of a batch need no trial.
         """
