@@ -52,12 +52,12 @@ import numpy as np
 from exogym import LocalTrainer
 from exogym.callbacks import Every
 from exogym.core.base.draws import numpy_generator
-from exogym.core.training.clocking import AGREEMENTS
 from exogym.core.training.loop import TrainingLoop
 from exogym.machines.distributed import probing
 from exogym.network import Network
 from exogym.network.links import UniformLinks
 from exogym.network.overheads import PAYLOAD_SHARE
+from exogym.network.pricing import AGREEMENTS
 from exogym.network.probes import never_falling
 from exogym.study.advise import advise
 from exogym.study.advise.beliefs import h_of

@@ -22,6 +22,7 @@ from exogym.network.trace import RateTrace, TracedLinks
 if TYPE_CHECKING:
     from exogym.core.communicator import Event
 
+AGREEMENTS = 2  # the processes' agreements in a stretch: whether to stop, and the losses or the present gradients
 Members = int | Sequence[int]
 # Pages and docstrings repeat these sentences.
 LATE = (

@@ -1,7 +1,7 @@
 """Strategies: each algorithm is one short file that reads like its paper.
 
 Import every strategy from here, the methods of `exogym.contrib` too. You can look up a class that has a `name` by its
-class name or by this `name`. A file is loaded when one of its classes is used. A lookup by `name` loads all files.
+class name or by this `name`. A file is loaded when one of its classes is used.
 
 Build your own strategy from modules. `GradientModule`s change the gradients at every step. `CommunicationModule`s
 change the parameters at steps they choose. Every module receives a `Run` with the run's seed, nodes and steps.

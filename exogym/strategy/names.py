@@ -1,34 +1,85 @@
-"""Reads the strategies' names from their files, so that commands that only show runs need not import torch."""
+"""Reads the strategies' names from their files, so that a name loads one file and a list of runs needs no torch."""
 
 from __future__ import annotations
 
-import ast
 import functools
+import importlib
+import re
+from collections.abc import Iterator, MutableMapping
 from pathlib import Path
+from typing import Any, NamedTuple
+
+CONTRIB = "exogym.contrib"  # its list of names is the only place outside it that names a method in it
+# A class, or the line that names it: `name = "ddp"`, or `name, title, ... = "ddp", "DDP", ...`.
+_LINE = re.compile(r'^class (\w+)|^    name\b[^=\n]*= \(?\s*"([^"\n]+)"', re.M)
+
+
+class Home(NamedTuple):
+    """Where a strategy's class is: its module and the class's name."""
+
+    module: str
+    kind: str
 
 
 @functools.cache
+def homes() -> dict[str, Home]:
+    """Return a dict from `name` to its class's home, for ExoGym's strategy classes that have a `name`.
+
+    >>> homes()["diloco"]
+    Home(module='exogym.strategy.diloco', kind='DiLoCoStrategy')
+    """
+    listed = importlib.import_module(CONTRIB).__all__
+    found = {}
+    for package in (__package__, CONTRIB):
+        for file in sorted(Path(__file__).parent.with_name(package.rpartition(".")[2]).glob("*.py")):
+            kind = ""
+            for line in _LINE.finditer(file.read_text("utf-8")):
+                kind = line[1] or kind
+                if line[2] and (package != CONTRIB or kind in listed):
+                    found[line[2]] = Home(f"{package}.{file.stem}", kind)
+    return found
+
+
 def short_names() -> dict[str, str]:
     """Return a dict from class name to `name`, for ExoGym's strategy classes that have a `name`.
 
     >>> short_names()["DiLoCoStrategy"]
     'diloco'
     """
-    found = {}
-    here = Path(__file__).parent
-    for file in [*here.glob("*.py"), *here.with_name("contrib").glob("*.py")]:
-        classes = [kind for kind in ast.parse(file.read_text("utf-8")).body if isinstance(kind, ast.ClassDef)]
-        for kind in classes:
-            for line in kind.body:
-                if isinstance(line, ast.Assign) and (name := _name(line.targets[0], line.value)) is not None:
-                    found[kind.name] = name
-    return found
+    return {home.kind: name for name, home in homes().items()}
 
 
-def _name(target: ast.expr, value: ast.expr) -> str | None:
-    """Return the text that `name = ...` or `name, title, ... = ..., ...` assigns to the name."""
-    if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
-        target, value = target.elts[0], value.elts[0]
-    if not isinstance(target, ast.Name) or target.id != "name" or not isinstance(value, ast.Constant):
-        return None
-    return value.value if isinstance(value.value, str) else None
+class ByName(MutableMapping[str, Any]):
+    """Strategy classes by `name`. A lookup loads ExoGym's file of that name only; values and items load all files.
+
+    Attributes:
+        loaded: the classes that Python has defined so far.
+
+    >>> known = ByName()
+    >>> known["mine"] = int
+    >>> known["mine"], "mine" in known, "diloco" in known, "dilco" in known
+    (<class 'int'>, True, True, False)
+    """
+
+    def __init__(self) -> None:
+        self.loaded: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self.loaded and name in homes():
+            importlib.import_module(homes()[name].module)  # which defines the class, and so enters it
+        return self.loaded[name]
+
+    def __setitem__(self, name: str, kind: Any) -> None:
+        self.loaded[name] = kind
+
+    def __delitem__(self, name: str) -> None:
+        del self.loaded[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.loaded or name in homes()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys([*homes(), *self.loaded]))
+
+    def __len__(self) -> int:
+        return len({*homes(), *self.loaded})

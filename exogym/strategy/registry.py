@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import pkgutil
 import re
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,17 +11,9 @@ from torch.optim import SGD
 
 from exogym.errors import ArgumentError, nearest
 from exogym.network.units import value_of
+from exogym.strategy.names import CONTRIB, short_names
 from exogym.strategy.strategy import STRATEGIES as STRATEGIES
 from exogym.strategy.strategy import Strategy
-
-CONTRIB = "exogym.contrib"  # its list of names is the only place outside it that names a method in it
-
-for _file in pkgutil.iter_modules(sys.modules[__package__].__path__):  # importing a file registers its classes
-    if _file.name != "registry":
-        importlib.import_module(f"{__package__}.{_file.name}")
-_contrib = importlib.import_module(CONTRIB)
-for _name in _contrib.__all__:
-    getattr(_contrib, _name)
 
 DEFAULTS = ("inner_optim", "lr", "max_norm", "lr_scheduler", "warmup_steps", "H", "outer_lr", "outer_momentum")
 _ELSEWHERE = {  # methods that are options of other strategies, by the names in papers
@@ -149,7 +138,8 @@ def is_ours(kind: type[Strategy]) -> bool:
 
 def class_named(name: str) -> type[Strategy] | None:
     """Return ExoGym's class with this class name, or None."""
-    return next((kind for kind in STRATEGIES.values() if kind.__name__ == name and is_ours(kind)), None)
+    short = short_names().get(name)
+    return None if short is None else STRATEGIES[short]
 
 
 def _markdown(heads: tuple[str, ...], lines: Sequence[tuple[str, ...]]) -> str:

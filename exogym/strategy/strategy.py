@@ -23,12 +23,13 @@ from exogym.errors import ArgumentError, StrategyError, as_call
 from exogym.faults import Availability, Faults
 from exogym.strategy import communicate
 from exogym.strategy.kernels import bare_step
+from exogym.strategy.names import ByName, Home, homes
 from exogym.strategy.optim import OptimSpec
 from exogym.strategy.options import defined, split, taking
 from exogym.strategy.schedule import Schedule, Scheduler, check_schedule, set_rates
 from exogym.strategy.traffic import Plan
 
-STRATEGIES: dict[str, type[Strategy]] = {}  # by `name`; a class enters when Python defines it
+STRATEGIES = ByName()  # a class enters when Python defines it
 
 
 @dataclass(frozen=True)
@@ -206,12 +207,13 @@ class Strategy:
         cls.registered = isinstance(name, str)
         if not isinstance(name, str):
             return
-        other = STRATEGIES.get(name, cls)
-        if (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
-            raise StrategyError(
-                f"{cls.__module__}.{cls.__qualname__} and {other.__module__}.{other.__qualname__} both have "
-                f"name={name!r}: rename one of them"
-            )
+        own, there = Home(cls.__module__, cls.__qualname__), STRATEGIES.loaded.get(name)
+        if there is not None:
+            other = Home(there.__module__, there.__qualname__)
+        else:
+            other = own if own.module.startswith("exogym.") else homes().get(name, own)
+        if other != own:
+            raise StrategyError(f"{'.'.join(own)} and {'.'.join(other)} both have name={name!r}: rename one of them")
         STRATEGIES[name] = cls
 
     @taking

@@ -1,18 +1,23 @@
 """Every strategy goes by its name: in comparisons, in advice, and where an option is wrong."""
 
+import importlib
 import inspect
 import math
+import pkgutil
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
 from problems import dyadic, fleet_of, run_of
 from strategies import OURS, OWN
 
+from exogym import contrib, strategy
 from exogym.cli import main
 from exogym.errors import ArgumentError
 from exogym.strategy import PeriodicModule
-from exogym.strategy.names import short_names
+from exogym.strategy.names import Home, homes, short_names
 from exogym.strategy.registry import _ELSEWHERE as ELSEWHERE
 from exogym.strategy.registry import STRATEGIES, parse_strategy
 from exogym.study import compare
@@ -37,8 +42,63 @@ def test_advice_takes_every_one(name: str) -> None:
 
 
 def test_names_are_found_without_loading_strategies() -> None:
-    known = {kind.__name__: name for name, kind in STRATEGIES.items() if kind.__module__.startswith("exogym.")}
-    assert short_names() == known
+    """The table read from the files' text, and what Python defines when it imports all of them."""
+    for package in (strategy, contrib):
+        for file in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+            importlib.import_module(file.name)
+    ours = {name: kind for name, kind in STRATEGIES.loaded.items() if kind.__module__.startswith("exogym.")}
+    assert homes() == {name: Home(kind.__module__, kind.__name__) for name, kind in ours.items()}
+    assert short_names() == {kind.__name__: name for name, kind in ours.items()}
+
+
+def new_python(code: str) -> list[str]:
+    """Return the lines that a Python prints which has loaded nothing yet."""
+    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.splitlines()
+
+
+LOADED = """
+import sys
+from exogym.strategy.registry import STRATEGIES, parse_strategy
+def files(): return sorted(m for m in sys.modules if m in {home.module for home in homes().values()})
+from exogym.strategy.names import homes
+print(type(parse_strategy("topk")).__name__, "edit" in STRATEGIES, len(STRATEGIES) == len(homes()), files())
+before = files()
+print(type(parse_strategy("pier")).__name__, [name for name in files() if name not in before])
+from exogym.strategy import EDiTStrategy
+print(EDiTStrategy is STRATEGIES["edit"])
+class Mine(EDiTStrategy):
+    name = "mine"
+print(STRATEGIES["mine"] is Mine, "mine" in [*STRATEGIES], STRATEGIES.get("nobody"))
+try:
+    type("Other", (EDiTStrategy,), {"name": "acco"})  # whose file is not loaded yet
+except Exception as error:
+    print(error)
+print(len(dict(STRATEGIES)) - len(homes()), len(files()) >= 40)
+"""
+
+
+def test_a_name_loads_its_file_only() -> None:
+    said = new_python(LOADED)
+    assert said == [
+        "TopKStrategy True True ['exogym.strategy.simple_reduce', 'exogym.strategy.topk']",  # top-k is a kind of DDP
+        "PierStrategy ['exogym.contrib.pier']",
+        "True",
+        "True True None",
+        "__main__.Other and exogym.contrib.acco.ACCOStrategy both have name='acco': rename one of them",
+        "1 True",
+    ]
+
+
+TABLE = """
+import sys
+from exogym.advise import advise
+advise(parameters=1e8, num_nodes=4, network="wifi", step_seconds="1", strategies=["ddp", "diloco:H=30"])
+print(sum(name.split(".")[0] == "exogym" for name in sys.modules))
+"""
+
+
+def test_a_table_of_advice_loads_what_it_needs() -> None:
+    assert int(new_python(TABLE)[0]) <= 100
 
 
 def test_a_class_keeps_its_inner_optimizer_where_the_default_is_not_for_it() -> None:

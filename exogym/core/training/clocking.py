@@ -14,8 +14,8 @@ from exogym.core.compute.spans import Compute, Losses, Span
 from exogym.core.training.algorithm import Algorithm
 from exogym.core.training.around import Around
 from exogym.core.training.timing import Timing
+from exogym.network.pricing import AGREEMENTS
 
-AGREEMENTS = 2  # the processes' agreements in a stretch: whether to stop, and the losses or the present gradients
 Item = TypeVar("Item", Span, int)
 
 

@@ -47,11 +47,10 @@ from exogym.core.clock import DEVICES, Device, StepTime, seconds_of
 from exogym.core.clock.devices import DEFAULT_UTILISATION
 from exogym.core.clock.steps import TICKS_PER_S
 from exogym.core.communicator.ledger import FACTORS, children
-from exogym.core.training.clocking import AGREEMENTS
 from exogym.errors import ArgumentError, check_choice, check_count, check_number, checked
 from exogym.network import Cost, Network, readable_bandwidth, readable_seconds
 from exogym.network.costs import line_of_server
-from exogym.network.pricing import LATE, Members
+from exogym.network.pricing import AGREEMENTS, LATE, Members
 from exogym.strategy import Strategy
 from exogym.strategy.registry import parse_strategy
 from exogym.strategy.traffic import Plan, Traffic
