@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from exogym import LocalTrainer, NetworkTrainer
 from exogym.callbacks import EvaluateNodes, Every
-from exogym.core.training.options import FitOptions, words_of
+from exogym.cli.compare import words_of
+from exogym.core.training.options import FitOptions
 from exogym.errors import ArgumentError, CheckpointError, DataError, ExoGymError, ModelError, TrainingError
 from exogym.strategy import (
     DeMoStrategy,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 import shlex
 import sys
 from collections.abc import Callable
@@ -16,7 +17,7 @@ import typer
 from exogym.cli.live import print_table
 from exogym.cli.values import DATASETS, INTERRUPTED, Debug, check_dataset, numbers_of, processes_of
 from exogym.core.progress import notice
-from exogym.core.training.options import FitOptions, RunOptions, in_full, words_of
+from exogym.core.training.options import FitOptions, RunOptions, args_of, in_full
 from exogym.errors import ArgumentError
 from exogym.network import PRESETS
 from exogym.strategy.registry import STRATEGIES
@@ -33,6 +34,20 @@ NETWORK_HELP = (
 )
 
 LISTS = ("seeds", "speeds", "step_seconds")  # arguments that may be lists of numbers in a folder
+
+
+@functools.cache
+def words_of(name: str) -> str:
+    """Return the first sentence of an option's description.
+
+    >>> words_of("num_nodes")
+    'Number of nodes, N.'
+    """
+    text = " " + " ".join(args_of(FitOptions).split())
+    found = re.search(rf"(?<=[ ,]){name}(?:, \w+)*: (.*?\.)(?= |$)", text)
+    assert found is not None, name
+    return found[1]
+
 
 # Options of several commands. Parameters are named as in `fit`; the command line's names are shorter.
 NodesOption = Annotated[int | None, typer.Option("--nodes", help=f"{words_of('num_nodes')} [default: the task's]")]

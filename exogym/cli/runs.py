@@ -17,10 +17,10 @@ from exogym.cli.live import drawn
 from exogym.cli.values import Debug
 from exogym.core.base.streams import printable
 from exogym.core.progress import notice, readable_bytes
-from exogym.core.record.notes import Notes, read_notes, write_notes
 from exogym.errors import ArgumentError, check_choice
 from exogym.network import readable_seconds
 from exogym.study import runs
+from exogym.study.notes import Notes, read_notes, write_notes
 
 app = typer.Typer(help="List, show, note, compare, export and remove run folders.")
 Where = Annotated[Path, typer.Option("--runs", metavar="DIR", help="Folder with the runs.")]

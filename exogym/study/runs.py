@@ -49,7 +49,6 @@ import numpy as np
 from exogym.core.base.files import beside, end_of
 from exogym.core.base.processes import is_alive
 from exogym.core.record import schema
-from exogym.core.record.notes import read_notes
 from exogym.core.record.run_folder import read_object, standing
 from exogym.core.record.schema import EVENT, RECORD, rows_in
 from exogym.errors import ArgumentError, nearest, needs
@@ -65,6 +64,7 @@ from exogym.study.compare.plots import (
     plot_against_time,
 )
 from exogym.study.compare.summary import SINGLE, Summary, Track, name_of, summary_of, target_of, target_of_best
+from exogym.study.notes import read_notes
 
 if TYPE_CHECKING:
     import pandas

@@ -53,12 +53,12 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from exogym.core.progress import notice
-from exogym.core.record.notes import Notes, read_notes, write_notes
 from exogym.errors import ArgumentError
 from exogym.logger import in_json
 from exogym.machines.remote.health import read_hosts
 from exogym.machines.remote.hosts import is_loopback
 from exogym.study import runs
+from exogym.study.notes import Notes, read_notes, write_notes
 from exogym.ui.apart import Replaced
 from exogym.ui.door import AT_ONCE, LOG, QUEUE, Gate, seldom
 from exogym.ui.guard import Guard

@@ -15,13 +15,13 @@ from exogym.callbacks import Every
 from exogym.cli import app, main
 from exogym.cli.ui import forms_of
 from exogym.core.base.processes import described
-from exogym.core.record.notes import Notes, read_notes, write_notes
 from exogym.core.record.run_folder import read_object, read_status
 from exogym.errors import ArgumentError
 from exogym.faults import Faults
 from exogym.strategy import DiLoCoStrategy
 from exogym.study import runs
 from exogym.study.compare import compare
+from exogym.study.notes import Notes, read_notes, write_notes
 from exogym.study.sweep import sweep
 from exogym.testing import small_problem
 from exogym.ui.lines import thinned

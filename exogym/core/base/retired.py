@@ -60,6 +60,7 @@ MOVED: dict[str, str] = {
     "exogym.core.compute.insides": "exogym.mesh.devices",
     "exogym.core.engine.mesh": "exogym.mesh.wire",
     "exogym.attached.shards": "exogym.mesh.attached",
+    "exogym.core.record.notes": "exogym.study.notes",
 }  # fmt: skip
 
 

@@ -7,7 +7,7 @@
     summary.json    the averaged model's last record, and bytes by collective; written at the run's end
     checkpoints/    checkpoints, if the run saves without a save_dir
 
-Other modules write notes.json (`exogym.core.record.notes`), timeline.json (`exogym.clock`) and hosts.json
+Other modules write notes.json (`exogym.study.notes`), timeline.json (`exogym.clock`) and hosts.json
 (`exogym.machines.remote.health`) into the run folder. `exogym.core.record.schema` lists the fields of each file.
 
 A resumed run appends to the events. It rewrites the records up to its first step from the checkpoint's history, because

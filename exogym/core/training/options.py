@@ -2,7 +2,7 @@
 
 `FitOptions` defines all options. A trainer's `fit` takes its signature and descriptions from `FitOptions` (`takes`).
 Comparisons and sweeps pass `RunOptions` on to each of their runs. The command line shares some options with `fit`; it
-takes their types, defaults and descriptions from these classes (`written_as`, `words_of`).
+takes their types, defaults and descriptions from these classes (`written_as`, `args_of`).
 """
 
 from __future__ import annotations
@@ -369,19 +369,6 @@ def args_of(options: Any) -> str:
 
 
 @functools.cache
-def words_of(name: str) -> str:
-    """Return the first sentence of an option's description.
-
-    >>> words_of("num_nodes")
-    'Number of nodes, N.'
-    """
-    text = " " + " ".join(args_of(FitOptions).split())
-    found = re.search(rf"(?<=[ ,]){name}(?:, \w+)*: (.*?\.)(?= |$)", text)
-    assert found is not None, name
-    return found[1]
-
-
-@functools.cache
 def written_as(name: str) -> type | None:
     """Return the type to which the command line converts an option's text; None if text cannot express the option.
 
@@ -413,23 +400,3 @@ def describe(value: Any) -> Any:
     if " at 0x" not in repr(value):
         return repr(value)
     return {"name": type(value).__name__} | plain
-
-
-def all_arguments(value: Any) -> Any:
-    """Return a value as JSON, like `describe`, but with all arguments of objects: also arguments with default values.
-
-    >>> from exogym.strategy import OptimSpec, SlowMoStrategy
-    >>> found = all_arguments(SlowMoStrategy(lr=0.1))
-    >>> found["name"], found["lr"], found["slow_momentum"], "slow_momentum" in describe(SlowMoStrategy(lr=0.1))
-    ('SlowMoStrategy', 0.1, 0.5, False)
-    """
-    if isinstance(value, list | tuple):
-        return [all_arguments(item) for item in value]
-    if isinstance(value, dict):
-        return {str(key): all_arguments(item) for key, item in value.items()}
-    given = getattr(value, "given_arguments", None)
-    if given is None or isinstance(value, type):
-        return describe(value)
-    known = inspect.signature(type(value)).parameters.values()
-    defaults = {known_one.name: known_one.default for known_one in known if known_one.default is not known_one.empty}
-    return {"name": type(value).__name__} | {key: all_arguments(item) for key, item in (defaults | given).items()}

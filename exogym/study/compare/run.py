@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import time
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from exogym.core.progress import notice
 from exogym.core.record import schema
 from exogym.core.record.run_folder import versions
 from exogym.core.training.checking import checked_options
-from exogym.core.training.options import FitOptions, RunOptions, all_arguments, describe, takes
+from exogym.core.training.options import FitOptions, RunOptions, describe, takes
 from exogym.data.partition import IID, partitioner_of
 from exogym.data.stream import Stream, check_dataset, is_factory, is_iterable
 from exogym.errors import ArgumentError, TrainingError, check_count
@@ -190,6 +191,26 @@ def arguments_of(strategy: Strategy) -> dict[str, Any]:
     (100, 'sgd', 0.1)
     """
     return {**all_arguments(strategy), "inner_rate": strategy.inner.base_lr}
+
+
+def all_arguments(value: Any) -> Any:
+    """Return a value as JSON, like `describe`, but with all arguments of objects: also arguments with default values.
+
+    >>> from exogym.strategy import OptimSpec, SlowMoStrategy
+    >>> found = all_arguments(SlowMoStrategy(lr=0.1))
+    >>> found["name"], found["lr"], found["slow_momentum"], "slow_momentum" in describe(SlowMoStrategy(lr=0.1))
+    ('SlowMoStrategy', 0.1, 0.5, False)
+    """
+    if isinstance(value, list | tuple):
+        return [all_arguments(item) for item in value]
+    if isinstance(value, dict):
+        return {str(key): all_arguments(item) for key, item in value.items()}
+    given = getattr(value, "given_arguments", None)
+    if given is None or isinstance(value, type):
+        return describe(value)
+    known = inspect.signature(type(value)).parameters.values()
+    defaults = {known_one.name: known_one.default for known_one in known if known_one.default is not known_one.empty}
+    return {"name": type(value).__name__} | {key: all_arguments(item) for key, item in (defaults | given).items()}
 
 
 def decisive_of(options: RunOptions) -> dict[str, Any]:
