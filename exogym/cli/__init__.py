@@ -20,9 +20,9 @@ import typer.main
 
 from exogym.cli.values import INTERRUPTED
 from exogym.core.base.retired import retired
-from exogym.core.base.streams import BROKEN_PIPE, STDERR, fill_in, is_stdout_gone, replace_letters
-from exogym.core.progress import notice
+from exogym.core.base.streams import BROKEN_PIPE, fill_in, is_stdout_gone, replace_letters
 from exogym.errors import ArgumentError, DataError, nearest
+from exogym.progress import STDERR, notice
 
 # The error for bad usage. Typer uses its own copy of click or the installed one; this finds the right class.
 _UsageError: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")

@@ -15,7 +15,7 @@ from rich.console import Console
 from exogym.cli.compare import NETWORK_HELP
 from exogym.cli.live import drawn
 from exogym.cli.values import DATASETS, Debug, check_dataset, count_of, numbers_of
-from exogym.core.clock import DEVICES
+from exogym.clock import DEVICES
 from exogym.errors import ArgumentError
 from exogym.machines.remote import HostsConfig
 from exogym.machines.remote.measuring import MEASURED_FILE, measure_hosts

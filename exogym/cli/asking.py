@@ -8,8 +8,8 @@ from typing import Any, TextIO, TypeVar
 
 from rich.console import Console
 
-from exogym.core.progress import notice
 from exogym.errors import ArgumentError
+from exogym.progress import notice
 
 T = TypeVar("T")
 PLAIN_WIDTH = 160  # without a terminal

@@ -16,10 +16,10 @@ import typer
 
 from exogym.cli.live import print_table
 from exogym.cli.values import DATASETS, INTERRUPTED, Debug, check_dataset, numbers_of, processes_of
-from exogym.core.progress import notice
-from exogym.core.training.options import FitOptions, RunOptions, args_of, in_full
 from exogym.errors import ArgumentError
 from exogym.network import PRESETS
+from exogym.options import FitOptions, RunOptions, args_of, in_full
+from exogym.progress import notice
 from exogym.strategy.registry import STRATEGIES
 from exogym.study.compare import DEFAULT_STRATEGIES, ComparisonInterrupted
 from exogym.study.compare import compare as run_comparison

@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 
-from exogym.core.progress import notice
+from exogym.progress import notice
 from exogym.study.compare import DEFAULT_STRATEGIES
 
 WORDS = ("--dataset", "digits", "--strategies", ",".join(DEFAULT_STRATEGIES), "--nodes", "4")

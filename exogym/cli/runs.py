@@ -15,10 +15,9 @@ from rich.console import Console
 
 from exogym.cli.live import drawn
 from exogym.cli.values import Debug
-from exogym.core.base.streams import printable
-from exogym.core.progress import notice, readable_bytes
 from exogym.errors import ArgumentError, check_choice
 from exogym.network import readable_seconds
+from exogym.progress import notice, printable, readable_bytes
 from exogym.study import runs
 from exogym.study.notes import Notes, read_notes, write_notes
 

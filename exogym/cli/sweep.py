@@ -25,8 +25,8 @@ from exogym.cli.compare import (
 )
 from exogym.cli.live import print_table
 from exogym.cli.values import DATASETS, INTERRUPTED, Debug, check_dataset, processes_of
-from exogym.core.progress import notice
-from exogym.core.training.options import LONG, FitOptions
+from exogym.options import LONG, FitOptions
+from exogym.progress import notice
 from exogym.study.sweep import SweepInterrupted
 from exogym.study.sweep import sweep as run_sweep
 from exogym.study.sweep.run import estimate as estimate_of_sweep

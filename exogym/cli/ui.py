@@ -13,8 +13,8 @@ from typing import Annotated, Any
 import typer
 
 from exogym.cli.values import Debug
-from exogym.core.progress import notice
 from exogym.errors import ArgumentError, ExoGymError
+from exogym.progress import notice
 
 COMMANDS = ("compare", "sweep")  # commands that the page may start
 OURS = ("out", "resume", "estimate", "debug", "help")  # their options that the page sets itself
@@ -75,9 +75,9 @@ def ui(
 def forms_of(context: typer.Context) -> dict[str, list[dict[str, Any]]]:
     """Return the options of exogym compare and exogym sweep as JSON values, for the forms of the page."""
     from exogym.cli.values import DATASETS
-    from exogym.core.training.options import FitOptions, written_as
     from exogym.data.partition import FORMS
     from exogym.network import PRESETS
+    from exogym.options import FitOptions, written_as
     from exogym.study.compare.asked import PASSED_AS_TEXT
     from exogym.study.compare.catalog import choices_of
 

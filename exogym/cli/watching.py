@@ -13,12 +13,11 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from exogym.core.base.files import end_of
-from exogym.core.base.streams import STDERR, printable
-from exogym.core.progress import readable_bytes
-from exogym.core.record.run_folder import read_object
+from exogym.files import end_of
 from exogym.machines.remote.health import figures, read_hosts
 from exogym.network import readable_seconds
+from exogym.progress import STDERR, printable, readable_bytes
+from exogym.record import read_object
 
 PAUSE_S = 0.5
 BAR = 30

@@ -13,7 +13,9 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-from exogym.core.base.streams import STDERR
+from exogym.core.base.streams import STDERR, printable
+
+__all__ = ["STDERR", "notice", "printable", "readable_bytes", "without_notices"]  # what tools use, as `exogym.progress`
 
 LONGEST_SHARE = 0.01  # largest share of the time for drawing
 LEAST_PAUSE_S = 0.1

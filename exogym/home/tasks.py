@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from exogym.core.progress import notice
 from exogym.errors import ArgumentError, check_count, checked
+from exogym.progress import notice
 from exogym.study.tasks import Data, Task
 
 

@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from exogym.core.base.files import write_json
-from exogym.core.record.run_folder import read_object
 from exogym.errors import ArgumentError
+from exogym.files import write_json
+from exogym.record import read_object
 
 NAME = "notes.json"
 MOST_TAGS, LONGEST_TAG, LONGEST_NOTE = 20, 40, 4000

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from exogym.core.training.options import in_full
 from exogym.errors import ArgumentError
 from exogym.network import Network
+from exogym.options import in_full
 from exogym.strategy.names import short_names
 from exogym.strategy.registry import STRATEGIES
 from exogym.study.compare.folder import Folder

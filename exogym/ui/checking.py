@@ -16,11 +16,11 @@ from typing import Any
 
 from exogym.core.base.processes import lines_from_parent
 from exogym.core.record import schema
-from exogym.core.training.options import LONG
 from exogym.data.partition import parse_partitioner
 from exogym.errors import ArgumentError, ExoGymError
 from exogym.logger import in_json
 from exogym.network import Network
+from exogym.options import LONG
 from exogym.strategy.registry import parse_strategy
 from exogym.study.compare import DEFAULT_STRATEGIES
 from exogym.study.compare.asked import ComparisonOptions

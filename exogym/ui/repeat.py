@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from exogym.core.training.options import RunOptions, in_full
 from exogym.errors import ArgumentError
+from exogym.options import RunOptions, in_full
 from exogym.study.compare.asked import PASSED_AS_TEXT
 from exogym.study.compare.folder import Folder
 from exogym.study.runs import what_is

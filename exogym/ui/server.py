@@ -52,11 +52,11 @@ from starlette.responses import FileResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from exogym.core.progress import notice
 from exogym.errors import ArgumentError
 from exogym.logger import in_json
 from exogym.machines.remote.health import read_hosts
 from exogym.machines.remote.hosts import is_loopback
+from exogym.progress import notice
 from exogym.study import runs
 from exogym.study.notes import Notes, read_notes, write_notes
 from exogym.ui.apart import Replaced

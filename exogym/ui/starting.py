@@ -21,11 +21,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from exogym.core.base.files import end_of, new_folder
 from exogym.core.base.processes import is_alive
-from exogym.core.record.run_folder import RESUME, read_status
-from exogym.core.training.options import in_full
+from exogym.core.record.run_folder import RESUME
 from exogym.errors import ArgumentError, ExoGymError, check_choice, nearest
+from exogym.files import end_of, new_folder
+from exogym.options import in_full
+from exogym.record import read_status
 from exogym.study.runs import what_is
 from exogym.ui.apart import Apart
 from exogym.ui.repeat import axes_lines, folder_of

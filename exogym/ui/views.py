@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from exogym.core.clock import TIMELINE
+from exogym.clock import TIMELINE
 from exogym.core.record import schema
 from exogym.core.record.schema import is_finite
 from exogym.errors import ArgumentError

@@ -15,9 +15,8 @@ import typer.core
 from exogym.cli.values import Debug
 from exogym.clusters import Pods, SlurmJob, cancel, dockerfile, job_script, log_of, manifests, status_of, submit
 from exogym.clusters.kubernetes import document
-from exogym.core.base.streams import printable
-from exogym.core.progress import notice
 from exogym.errors import ArgumentError
+from exogym.progress import notice, printable
 
 app = typer.Typer(help="Write job scripts for SLURM and manifests for Kubernetes; watch SLURM jobs.")
 WORDS = {"allow_interspersed_args": False}  # words after the script belong to the script

@@ -15,8 +15,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from exogym.core.progress import notice
 from exogym.errors import ArgumentError, WorkerError
+from exogym.progress import notice
 
 ANSWER_S = 5.0  # seconds for a connection to the address
 LOOPBACK_ONLY = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # with 0, Ray uses 127.0.0.1 as the machine's address

@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from exogym.clusters.ray.cluster import check_machines, connect, has_gpus, no_room, room
+from exogym.communicator import Wire
 from exogym.core.combinations import check
-from exogym.core.communicator import Wire
 from exogym.core.engine.protocol import EngineOptions, Moved, Result
 from exogym.core.engine.reports import held, unpacked
 from exogym.core.engine.world import world_size

@@ -24,5 +24,9 @@ def stream_seed(seed: int, purpose: str, *ids: int) -> int:
 
 
 def numpy_generator(seed: int, purpose: str, *ids: int) -> np.random.Generator:
-    """Return a numpy generator at the start of the stream (seed, purpose, *ids)."""
+    """Return a numpy generator at the start of the stream (seed, purpose, *ids).
+
+    >>> numpy_generator(0, "clips", 3).random() == numpy_generator(0, "clips", 3).random()
+    True
+    """
     return np.random.default_rng(stream_seed(seed, purpose, *ids))

@@ -1,4 +1,15 @@
-"""Write files whole or not at all, read only regular files, and make new folders."""
+"""Write files whole or not at all, read only regular files, and make new folders.
+
+>>> with temporary_folder() as folder:
+...     write_json(folder / "run.json", {"lr": 0.1}, indent=None)
+...     with replacing(folder / "log.txt") as file:  # a block that fails leaves the old file
+...         print("step 1", file=file)
+...     with opened_regular(folder / "log.txt") as file:
+...         print(file.read(4), end_of(folder / "log.txt", 3), regular_text(folder / "run.json").strip())
+...     new_folder(folder / "results", "first").name.startswith("first-20")
+b'step' b' 1\\n' {"lr": 0.1}
+True
+"""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from exogym.core.base.retired import retired
 
 
 def lazily(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return a package's `__getattr__` and `__dir__`, for the names that the package imports under `TYPE_CHECKING`.
+    """Return a package's or module's `__getattr__` and `__dir__`, for the names it imports under `TYPE_CHECKING`.
 
     The package's modules are also imported at their first use: `exogym.errors` works after `import exogym`.
 
@@ -44,11 +44,14 @@ def lazily(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]
         for alias in statement.names
     }
 
+    def has_module(name: str) -> bool:
+        return hasattr(module, "__path__") and importlib.util.find_spec(f"{package}.{name}") is not None
+
     def get(name: str) -> Any:
         if name in homes:
             home, own = homes[name]
             value = getattr(importlib.import_module(home), own)
-        elif name.startswith("_") or "." in name or importlib.util.find_spec(f"{package}.{name}") is None:
+        elif name.startswith("_") or "." in name or not has_module(name):
             raise AttributeError(f"module {package!r} has no attribute {name!r}{_more(name, package)}")
         else:
             value = importlib.import_module(f"{package}.{name}")

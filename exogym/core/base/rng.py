@@ -13,7 +13,11 @@ from exogym.core.base.draws import stream_seed
 
 
 def generator(seed: int, purpose: str, *ids: int) -> torch.Generator:
-    """Return a CPU generator at the start of the stream (seed, purpose, *ids)."""
+    """Return a CPU generator at the start of the stream (seed, purpose, *ids).
+
+    >>> len(torch.randperm(4, generator=generator(0, "clips", 3)))
+    4
+    """
     return torch.Generator().manual_seed(stream_seed(seed, purpose, *ids))
 
 

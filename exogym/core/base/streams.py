@@ -53,7 +53,7 @@ class Stderr:
         return getattr(sys.stderr, name)
 
 
-STDERR: Any = Stderr()
+STDERR: Any = Stderr()  # the current `sys.stderr`, as a file that raises no errors
 
 
 def _leave(stream: Any, error: BaseException) -> None:

@@ -231,7 +231,11 @@ class RunFolder(Observer):
 
 
 def read_status(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the status of the run in a folder (see `standing`). Return {} if the folder has no valid status."""
+    """Return the status of the run in a folder (see `standing`). Return {} if the folder has no valid status.
+
+    >>> read_status("nowhere")
+    {}
+    """
     try:
         return standing(folder)
     except ArgumentError:
@@ -259,7 +263,11 @@ def standing(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a run folder's file; {} if the file is missing or does not fit the schema."""
+    """Return the JSON object in a run folder's file; {} if the file is missing or does not fit the schema.
+
+    >>> read_object(Path("nowhere/run.json"))
+    {}
+    """
     try:
         return schema.read(path)
     except ArgumentError:
@@ -267,7 +275,11 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of software on which a run's result may depend."""
+    """Return the versions of software on which a run's result may depend.
+
+    >>> "torch" in versions()
+    True
+    """
     from importlib.metadata import PackageNotFoundError, version
 
     import torch

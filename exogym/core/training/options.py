@@ -362,7 +362,11 @@ class takes(Generic[P, V]):
 
 
 def args_of(options: Any) -> str:
-    """Return the "Args:" sections of a class and its base classes."""
+    """Return the "Args:" sections of a class and its base classes.
+
+    >>> args_of(FitOptions).splitlines()[0]
+    '    strategy: The training method (see `exogym.strategy`).'
+    """
     docs = [inspect.cleandoc(vars(kind).get("__doc__") or "") for kind in options.__mro__]
     found = [re.search(r"^Args:\n((?:    .*\n?|\n(?=    ))*)", doc, re.M) for doc in docs]
     return "\n".join(section[1].rstrip() for section in found if section is not None)
@@ -381,7 +385,12 @@ def written_as(name: str) -> type | None:
 
 
 def describe(value: Any) -> Any:
-    """Return a value as JSON. Plain values stay unchanged; other objects become their class name and arguments."""
+    """Return a value as JSON. Plain values stay unchanged; other objects become their class name and arguments.
+
+    >>> from exogym.strategy import DiLoCoStrategy
+    >>> describe({"seeds": (0, 1), "strategy": DiLoCoStrategy(H=10)})
+    {'seeds': [0, 1], 'strategy': {'name': 'DiLoCoStrategy', 'H': 10}}
+    """
     if isinstance(value, bool | int | float | str) or value is None:
         return value
     if isinstance(value, list | tuple):

@@ -17,10 +17,10 @@ from rich.text import Text
 
 from exogym.cli.asking import console_on
 from exogym.cli.values import KEY_FILE, At, Debug, KeyFile, SSHConfig
-from exogym.core.progress import readable_bytes
 from exogym.errors import ArgumentError, ExoGymError, nearest
 from exogym.home.commands.agent import PORT, needs_packages
 from exogym.machines.remote import Host, HostsConfig
+from exogym.progress import readable_bytes
 
 if TYPE_CHECKING:
     from exogym.home.discovery import Found

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from exogym.cli.asking import Asker, say
-from exogym.core.progress import notice
 from exogym.errors import ArgumentError
 from exogym.home.commands.agent import needs_packages
 from exogym.home.commands.discover import agents, chosen, described
 from exogym.machines.remote import HostsConfig
+from exogym.progress import notice
 
 if TYPE_CHECKING:
     from exogym.home.discovery import Found

@@ -20,9 +20,9 @@ from exogym.cli.distributed import train
 from exogym.cli.doctor import print_checks
 from exogym.cli.values import DATASETS, KEY_FILE, At, Debug, KeyFile, SSHConfig
 from exogym.cli.watching import LiveView
-from exogym.core.base.files import write_json
 from exogym.data.stream import length_of
 from exogym.errors import ArgumentError, check_choice, needs
+from exogym.files import write_json
 from exogym.home.commands.finding import Finder
 from exogym.home.wizard import Proposal, Taken, WizardRun, make_session, propose
 from exogym.home.wizard.session import CONFIG, HOSTS, MEASURED, PROFILE, SCRIPT

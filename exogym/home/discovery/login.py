@@ -11,8 +11,8 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from exogym.core.base.files import replacing, temporary_folder
 from exogym.errors import ArgumentError, ExoGymError
+from exogym.files import replacing, temporary_folder
 from exogym.machines.remote import ssh
 from exogym.machines.remote.hosts import Host
 

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from exogym.core.base.files import write_json
-from exogym.core.progress import notice
 from exogym.errors import ArgumentError, ExoGymError
+from exogym.files import write_json
 from exogym.home.discovery import login
 from exogym.home.discovery.announcing import plain_name, told_name
 from exogym.home.discovery.channel import (
@@ -30,6 +29,7 @@ from exogym.home.discovery.channel import (
 from exogym.machines.remote.facts import cleaned
 from exogym.machines.remote.hosts import Host, HostsConfig
 from exogym.machines.remote.inquiry import ask
+from exogym.progress import notice
 
 PAIR_S = 20.0
 MOST_KEYS = 16

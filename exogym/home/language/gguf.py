@@ -15,8 +15,8 @@ import struct
 from pathlib import Path
 from typing import Any
 
-from exogym.core.base.files import opened_regular
 from exogym.errors import DataError
+from exogym.files import opened_regular
 
 VERSIONS = (2, 3)
 STRING, ARRAY = 8, 9

@@ -13,11 +13,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from exogym.core.base import rng
 from exogym.core.base.modes import evaluation_mode
 from exogym.errors import ArgumentError, DataError, check_count, check_number, checked, needs
 from exogym.home.language.weights import EXTRA, Pretrained, context_of, load_pretrained
 from exogym.models.pretrained import Weights, checkpointed, fill, merged, rank_of, read_trained, with_adapters
+from exogym.streams import generator
 
 AT_ONCE = 512  # tokens, where no gradient is wanted: the scores of one are 50,000 numbers
 OUTSIDE = "base_model.model."  # peft's name of the model around the model
@@ -162,7 +162,7 @@ class LanguageModelWrapper(nn.Module):
         ids = self.tokenizer.encode(prompt, add_special_tokens=False)
         if not ids:
             raise DataError(f"the prompt {prompt!r} has no token: give at least one word")
-        generator = rng.generator(seed, "written")
+        random = generator(seed, "written")
         given, kept, out = torch.tensor([ids], device=place), None, list[int]()
         while len(out) < tokens and (self.context is None or len(ids) + len(out) < self.context):
             found = self.language_model(input_ids=given, past_key_values=kept, use_cache=True)
@@ -170,7 +170,7 @@ class LanguageModelWrapper(nn.Module):
             best, which = scores.topk(min(top, len(scores)))
             drawn = torch.zeros(1, dtype=torch.long)
             if temperature > 0:
-                drawn = torch.multinomial((best / temperature).softmax(0), 1, generator=generator)
+                drawn = torch.multinomial((best / temperature).softmax(0), 1, generator=random)
             chosen = int(which[drawn])
             if chosen == self.tokenizer.eos_token_id:
                 break

@@ -13,14 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from exogym.core.base import rng
-from exogym.core.base.streams import printable
-from exogym.core.progress import notice
 from exogym.data.bulk import BulkDataset
 from exogym.errors import DataError, checked, needs
 from exogym.home.speech.audio import SAMPLE_RATE, one_channel, read_audio
 from exogym.home.speech.manifest import AUDIO, SPEAKER, TEXT, ClipEntry, column, find_manifest, read_manifest
 from exogym.home.speech.synthetic import lines_of_shakespeare, spoken
+from exogym.progress import notice, printable
+from exogym.streams import generator
 
 Encode = Callable[[str, float], Sequence[int]]
 SHORTEST_S, FULL_WINDOW_S, NO_LABEL = 0.1, 30.0, -100
@@ -171,7 +170,7 @@ def speech(data: Any, encode: Encode, *, window_s: float | None = None, most_lab
         window_s = min(FULL_WINDOW_S, float(-(-max(map(len, clips)) // SAMPLE_RATE)) + MARGIN_S)
     held = [bool(entry.held_out) for entry in kept]
     if all(entry.held_out is None for entry in kept) or len(set(held)) == 1:
-        order = torch.randperm(len(kept), generator=rng.generator(0, "held out"))  # lists often have a period
+        order = torch.randperm(len(kept), generator=generator(0, "held out"))  # lists often have a period
         held = (order < max(1, round(HELD_OUT * len(kept)))).tolist()
 
     def part(which: bool) -> SpeechClips:

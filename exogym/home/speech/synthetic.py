@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from exogym.core.base import rng
 from exogym.data.sources import shakespeare
 from exogym.errors import DataError, ExoGymError
 from exogym.home.speech.audio import read_audio
+from exogym.streams import generator
 
 PROGRAM = "espeak-ng"
 FEWEST_WORDS, MOST_WORDS, MOST_LETTERS = 4, 7, 36
@@ -91,6 +91,6 @@ def lines_of_shakespeare(count: int, held_out: int, seed: int = 0) -> tuple[list
         raise DataError(
             f"the text has {len(fit)} lines of {FEWEST_WORDS} to {MOST_WORDS} words; wanted {count + held_out}"
         )
-    order = rng.generator(seed, "lines")
+    order = generator(seed, "lines")
     chosen = [fit[i] for i in torch.randperm(len(fit), generator=order)[: count + held_out].tolist()]
     return chosen[:count], chosen[count:]

@@ -33,8 +33,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from exogym.core.base.files import opened_regular
 from exogym.errors import DataError
+from exogym.files import opened_regular
 
 VERSION, KIND = 6, "WhisperSpec"
 TYPES: dict[int, np.dtype[Any]] = {i: np.dtype(t) for i, t in enumerate(("<f4", "i1", "<i2", "<i4", "<f2"))}

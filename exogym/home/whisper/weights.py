@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from exogym.core.base.files import regular_text
 from exogym.errors import ArgumentError, DataError, checked, needs
+from exogym.files import regular_text
 from exogym.home.whisper.ctranslate2 import named_for_transformers, read_variables, sizes
 from exogym.home.whisper.tokens import Tokens, byte_tokens, file_tokens
 from exogym.models.pretrained import SMALL, from_pretrained, model_from_pretrained, usual_weights

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from exogym.core.progress import readable_bytes
 from exogym.errors import ArgumentError, checked
 from exogym.network import Network, readable_seconds
+from exogym.progress import readable_bytes
 from exogym.study.advise import Advice, Row, advise
 
 PERIODS = (10, 30, 100, 300)  # candidates for DiLoCo's H; a run must have a few rounds

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from exogym.core.base.files import regular_text, replacing, write_json
 from exogym.errors import ArgumentError
+from exogym.files import regular_text, replacing, write_json
 from exogym.machines.remote.hosts import HostsConfig
 from exogym.machines.remote.profile import PREFIX, RunProfile, load_profile
 from exogym.network import readable_seconds

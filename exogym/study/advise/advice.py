@@ -6,9 +6,9 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from exogym.core.progress import readable_bytes
 from exogym.errors import ArgumentError
 from exogym.network import readable_seconds
+from exogym.progress import readable_bytes
 from exogym.strategy.registry import STRATEGIES
 from exogym.study.advise.answer import TRIAL_NODES, TRIAL_PARAMETERS, Answer, trial
 from exogym.study.advise.plans import plan_of

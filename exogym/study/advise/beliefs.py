@@ -52,8 +52,8 @@ from typing import Any
 
 import numpy as np
 
-from exogym.core.base.draws import numpy_generator
 from exogym.errors import ArgumentError, check_count, check_number
+from exogym.streams import numpy_generator
 
 REFERENCE = "ddp"
 MORE_STEPS, MORE_PER_LOG, SPREAD = 0.1, 0.12, 0.5  # the rule of thumb: m_0, and its standard deviation

@@ -42,8 +42,7 @@ from typing import Any
 
 import numpy as np
 
-from exogym.core.base.draws import numpy_generator
-from exogym.core.clock import DEVICES, Device, StepTime, seconds_of
+from exogym.clock import DEVICES, Device, StepTime, seconds_of
 from exogym.core.clock.devices import DEFAULT_UTILISATION
 from exogym.core.clock.steps import TICKS_PER_S
 from exogym.core.communicator.ledger import FACTORS, children
@@ -54,6 +53,7 @@ from exogym.network.pricing import AGREEMENTS, LATE, Members
 from exogym.strategy import Strategy
 from exogym.strategy.registry import parse_strategy
 from exogym.strategy.traffic import Plan, Traffic
+from exogym.streams import numpy_generator
 from exogym.study.advise.advice import Advice, Row
 from exogym.study.advise.beliefs import SAME, Belief, Choice, beliefs_of, chosen, known, known_skews, likeness
 from exogym.study.advise.plans import period_of, plan_of, title_of

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from exogym.core.training.options import FitOptions, RunOptions, written_as
+from exogym.options import FitOptions, RunOptions, written_as
 from exogym.study.compare.summary import SINGLE
 
 if TYPE_CHECKING:

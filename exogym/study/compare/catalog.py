@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from exogym.core.training.checking import checked_options
-from exogym.core.training.options import FitOptions, args_of
 from exogym.errors import ALIASES, ArgumentError
+from exogym.options import FitOptions, args_of
 from exogym.strategy.averaging import AveragingOptions
 from exogym.strategy.registry import STRATEGIES, parse_strategy
 from exogym.study.compare.summary import SINGLE

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from exogym.core.base.files import replacing
-from exogym.core.clock import save_trace
-from exogym.core.progress import readable_bytes
-from exogym.core.record.history import History
+from exogym.clock import save_trace
 from exogym.errors import needs
+from exogym.files import replacing
 from exogym.network import readable_seconds
+from exogym.progress import readable_bytes
+from exogym.record import History
 from exogym.study.compare.plots import (
     Curve,
     Strip,

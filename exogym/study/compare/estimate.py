@@ -11,10 +11,10 @@ from statistics import fmean
 from typing import Any
 
 from exogym.core.base.devices import free_memory_bytes
-from exogym.core.progress import readable_bytes
 from exogym.core.record.metrics import usage
-from exogym.core.training.options import takes
 from exogym.network import readable_seconds
+from exogym.options import takes
+from exogym.progress import readable_bytes
 from exogym.study.compare.asked import ComparisonOptions
 from exogym.study.compare.run import session_of
 from exogym.study.compare.session import Session

@@ -22,13 +22,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from exogym.core.base.files import missing_folders, new_folder, write_json
+from exogym.clock import Span
+from exogym.core.base.files import missing_folders
 from exogym.core.base.locks import Lock, acquire
-from exogym.core.clock import Span
 from exogym.core.record import schema
-from exogym.core.record.history import History
-from exogym.core.record.run_folder import read_status
 from exogym.errors import ArgumentError
+from exogym.files import new_folder, write_json
+from exogym.record import History, read_status
 from exogym.study.compare.comparison import plain_name
 from exogym.study.compare.plots import Strip
 

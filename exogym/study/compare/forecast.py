@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from exogym.callbacks import Every
-from exogym.core.clock import StepTime
+from exogym.clock import StepTime
 from exogym.core.combinations import check, features_of
 from exogym.data.stream import length_of
 from exogym.errors import ArgumentError, check_count, checked

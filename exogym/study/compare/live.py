@@ -7,9 +7,9 @@ import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from exogym.core.base.streams import STDERR
-from exogym.core.progress import SELDOM_S, notice, readable_bytes
+from exogym.core.progress import SELDOM_S
 from exogym.network import readable_seconds
+from exogym.progress import STDERR, notice, readable_bytes
 
 if TYPE_CHECKING:
     from rich.live import Live

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from exogym.core.base.files import replacing
-from exogym.core.progress import readable_bytes
 from exogym.core.record.views import picture
 from exogym.errors import ArgumentError, ExoGymError, check_choice
+from exogym.files import replacing
+from exogym.progress import readable_bytes
 from exogym.study.compare.colors import COLORS, GRAYED, MOST_COLORED, ON_DARK, each_look
 
 if TYPE_CHECKING:
-    from exogym.core.clock import Clock, Span
+    from exogym.clock import Clock, Span
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

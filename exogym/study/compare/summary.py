@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from exogym.core.progress import readable_bytes
 from exogym.network import readable_seconds
+from exogym.progress import readable_bytes
 
 if TYPE_CHECKING:
-    from exogym.core.record.history import History
+    from exogym.record import History
 
 SINGLE, BASELINE = "single", "ddp"
 CLOSE = 0.95  # share of DDP's quality that defines the default target loss

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from exogym.core.training.options import LONG
 from exogym.errors import ArgumentError
+from exogym.options import LONG
 from exogym.study.compare.asked import PASSED_AS_TEXT
 
 # Options of the run and their types. Any other option belongs to the strategy.

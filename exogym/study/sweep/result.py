@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from exogym.core.progress import readable_bytes
 from exogym.core.record.views import picture
 from exogym.errors import ExoGymError
 from exogym.network import readable_seconds
+from exogym.progress import readable_bytes
 from exogym.study.compare.colors import COLORS
 from exogym.study.compare.comparison import Histories, html_of, markdown, reached_text, write_csv
 from exogym.study.compare.plots import DOTS_PER_INCH, save

@@ -14,17 +14,16 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from exogym.core.base.devices import resolve_device
-from exogym.core.base.files import temporary_folder, write_json
 from exogym.core.base.locks import LOCK, Lock
 from exogym.core.base.processes import described
 from exogym.core.engine import NAMED
-from exogym.core.progress import notice
 from exogym.core.record import schema
-from exogym.core.record.history import History
-from exogym.core.record.run_folder import read_object, versions
-from exogym.core.training.options import FitOptions, RunOptions, describe, in_full, takes
 from exogym.errors import ArgumentError, TrainingError, check_choice, check_count
+from exogym.files import temporary_folder, write_json
 from exogym.logger import check_writable
+from exogym.options import FitOptions, RunOptions, describe, in_full, takes
+from exogym.progress import notice
+from exogym.record import History, read_object, versions
 from exogym.study.compare.asked import NOT_TAKEN, ComparisonOptions, StudyOptions
 from exogym.study.compare.estimate import Estimate, estimated
 from exogym.study.compare.folder import Folder, Outcome, check_plain, check_same, lock_of
