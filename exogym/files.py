@@ -1,20 +1,13 @@
-"""Files of a tool: written whole or not at all, and read only if they are regular files."""
+"""Files of a tool: written whole or not at all, and read only if they are regular files.
+
+The names are defined in `exogym.core.base.files`.
+"""
 
 from typing import TYPE_CHECKING
 
-from exogym.core.base.lazy import lazily
-
-__all__ = ["end_of", "new_folder", "opened_regular", "regular_text", "replacing", "temporary_folder", "write_json"]
+from exogym.core.base.lazy import door
 
 if TYPE_CHECKING:
-    from exogym.core.base.files import (
-        end_of,
-        new_folder,
-        opened_regular,
-        regular_text,
-        replacing,
-        temporary_folder,
-        write_json,
-    )
+    from exogym.core.base.files import *  # noqa: F403
 else:
-    __getattr__, __dir__ = lazily(__name__)
+    __getattr__, __dir__ = door("exogym.core.base.files")

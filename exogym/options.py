@@ -1,12 +1,13 @@
-"""The options of `fit`: names, types, defaults and descriptions, for a tool that takes them too."""
+"""The options of `fit`: names, types, defaults and descriptions, for a tool that takes them too.
+
+The names are defined in `exogym.core.training.options`.
+"""
 
 from typing import TYPE_CHECKING
 
-from exogym.core.base.lazy import lazily
-
-__all__ = ["LONG", "FitOptions", "RunOptions", "args_of", "describe", "in_full", "takes", "written_as"]
+from exogym.core.base.lazy import door
 
 if TYPE_CHECKING:
-    from exogym.core.training.options import LONG, FitOptions, RunOptions, args_of, describe, in_full, takes, written_as
+    from exogym.core.training.options import *  # noqa: F403
 else:
-    __getattr__, __dir__ = lazily(__name__)
+    __getattr__, __dir__ = door("exogym.core.training.options")

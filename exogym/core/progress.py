@@ -15,7 +15,9 @@ from typing import Any
 
 from exogym.core.base.streams import STDERR, printable
 
-__all__ = ["STDERR", "notice", "printable", "readable_bytes", "without_notices"]  # what tools use, as `exogym.progress`
+# What tools use, as `exogym.progress`.
+__all__ = ["GOING_ON", "STDERR", "notice", "printable", "readable_bytes", "without_notices"]
+
 
 LONGEST_SHARE = 0.01  # largest share of the time for drawing
 LEAST_PAUSE_S = 0.1

@@ -46,13 +46,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from exogym.core.base.files import beside
 from exogym.core.base.processes import is_alive
 from exogym.core.record import schema
 from exogym.core.record.run_folder import standing
 from exogym.core.record.schema import EVENT, RECORD, rows_in
 from exogym.errors import ArgumentError, nearest, needs
-from exogym.files import end_of
+from exogym.files import beside, end_of
 from exogym.logger import NOT_IN_JSON, in_json
 from exogym.record import read_object
 from exogym.strategy.names import short_names

@@ -12,10 +12,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from exogym.clusters.ray.cluster import check_machines, connect, machines
-from exogym.core.base.files import beside
 from exogym.core.base.locks import BEAT_S
 from exogym.errors import ArgumentError
-from exogym.files import temporary_folder
+from exogym.files import beside, temporary_folder
 from exogym.study.compare.folder import OUTCOME
 from exogym.study.sweep.workers import Job, check_none_lost
 

@@ -6,6 +6,8 @@
 ...         print("step 1", file=file)
 ...     with opened_regular(folder / "log.txt") as file:
 ...         print(file.read(4), end_of(folder / "log.txt", 3), regular_text(folder / "run.json").strip())
+...     with beside(folder / "copy.txt") as made:  # a path for who writes the file
+...         _ = made.write_text("step 1")
 ...     new_folder(folder / "results", "first").name.startswith("first-20")
 b'step' b' 1\\n' {"lr": 0.1}
 True
@@ -24,6 +26,18 @@ from pathlib import Path, PureWindowsPath
 from typing import IO, Any
 
 from exogym.errors import ArgumentError, ExoGymError
+
+# What tools use, as `exogym.files`.
+__all__ = [
+    "beside",
+    "end_of",
+    "new_folder",
+    "opened_regular",
+    "regular_text",
+    "replacing",
+    "temporary_folder",
+    "write_json",
+]
 
 SHORT_BYTES = 1 << 20  # largest file that a person writes
 

@@ -27,6 +27,9 @@ if TYPE_CHECKING:  # none of this is needed to know the options
     from exogym.network import Network
     from exogym.strategy.strategy import Strategy
 
+# What tools use, as `exogym.options`.
+__all__ = ["LONG", "FitOptions", "RunOptions", "args_of", "describe", "in_full", "takes", "written_as"]
+
 DECISIVE = (
     *("num_nodes", "batch_size", "gradient_accumulation", "minibatch_size", "max_memory_usage", "shuffle", "precision"),
     *("seed", "compute", "reduction", "val_size"),

@@ -44,7 +44,6 @@ import numpy as np
 
 from exogym.clock import DEVICES, Device, StepTime, seconds_of
 from exogym.core.clock.devices import DEFAULT_UTILISATION
-from exogym.core.clock.steps import TICKS_PER_S
 from exogym.core.communicator.ledger import FACTORS, children
 from exogym.errors import ArgumentError, check_choice, check_count, check_number, checked
 from exogym.network import Cost, Network, readable_bandwidth, readable_seconds
@@ -74,6 +73,7 @@ UTILISATION = 0.9  # the share of its time that the slowest node should compute
 MEETINGS = 400  # groups drawn, over all turns, if groups meet and lines differ
 ARRIVALS = 1000  # arrivals at a server, or 8 per node if that is more, for the mean wait for a quorum
 NOTED_S = 0.001  # a latency from which predictions for hosts need tcp=True
+TICKS_PER_S = 10**9  # of `StepTime.ticks`, nanoseconds
 LEAST = 1e-30  # of an amount per step, so that what is free can be compared
 LEAST_SAMPLES, DRAWS = 4, 200_000  # for random steps: stretches, and steps drawn over all nodes and stretches
 

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 from exogym.clock import Span
-from exogym.core.base.files import missing_folders
 from exogym.core.base.locks import Lock, acquire
 from exogym.core.record import schema
 from exogym.errors import ArgumentError
@@ -81,7 +80,8 @@ class Folder:
             raise ArgumentError(
                 f"out={os.fspath(out)!r} holds results: resume them with resume=True (--resume), or give another folder"
             )
-        above = missing_folders(Path(out).expanduser())
+        inside = Path(out).expanduser()
+        above = [folder for folder in (inside, *inside.parents) if not folder.exists()]
         path = new_folder(out, plain_name(name))
         return cls(path, labels, [path, *above], lock_of(path))
 

@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from exogym.core.progress import SELDOM_S
 from exogym.network import readable_seconds
 from exogym.progress import STDERR, notice, readable_bytes
 
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
     from exogym.study.compare.session import Standing
 
 PAUSE_S = 0.2  # between drawings
+SELDOM_S = 30.0  # between lines, as a run's own progress
 
 
 class LiveTable:

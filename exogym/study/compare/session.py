@@ -13,14 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from exogym.core.progress import GOING_ON
 from exogym.core.record.metrics import Metric
 from exogym.data.partition import Partitioner
 from exogym.data.reading import FirstShare, IterableData
 from exogym.data.reading import described as described_data
 from exogym.errors import TrainingError
 from exogym.options import RunOptions
-from exogym.progress import without_notices
+from exogym.progress import GOING_ON, without_notices
 from exogym.record import History
 from exogym.study.compare.entries import OF_SEVERAL_NODES, Entry, Setting
 from exogym.study.compare.folder import Folder, Outcome
