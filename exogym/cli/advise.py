@@ -17,9 +17,9 @@ from exogym.cli.live import drawn
 from exogym.cli.values import DATASETS, Debug, check_dataset, count_of, numbers_of
 from exogym.clock import DEVICES
 from exogym.errors import ArgumentError
-from exogym.machines.remote import HostsConfig
 from exogym.machines.remote.measuring import MEASURED_FILE, measure_hosts
 from exogym.network import Network
+from exogym.remote import HostsConfig
 from exogym.strategy.registry import STRATEGIES
 from exogym.study.advise import Advice, Work
 from exogym.study.advise import advise as predict

@@ -14,13 +14,13 @@ from exogym.cli.values import Debug
 from exogym.errors import ArgumentError, ExoGymError
 from exogym.files import new_folder
 from exogym.home.wizard import hand_over
-from exogym.machines.remote import HostsConfig, SSHLauncher
 from exogym.machines.remote.measuring import MEASURED_FILE
 from exogym.machines.remote.orders import RUNS
 from exogym.machines.remote.profile import RunProfile, load_profile, options_of
 from exogym.machines.remote.results import FitResults, carry_out, facts_of, names, write_seen
 from exogym.network import Network
 from exogym.progress import STDERR, notice
+from exogym.remote import HostsConfig, SSHLauncher
 from exogym.study.advise.afterwards import held_against
 
 JOB = "exogym.machines.remote.job"

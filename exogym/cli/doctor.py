@@ -14,8 +14,8 @@ from rich.text import Text
 from exogym.cli.asking import console_on
 from exogym.cli.values import Debug, numbers_of
 from exogym.errors import ArgumentError
-from exogym.machines.remote import Check, HostsConfig, check_hosts
 from exogym.machines.remote.measuring import MEASURED_FILE, measure_hosts
+from exogym.remote import Check, HostsConfig, check_hosts
 
 
 def doctor(

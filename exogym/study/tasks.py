@@ -22,8 +22,8 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from exogym.core.base import draws, rng
-from exogym.data import Source, cifar10, digits, mnist, shakespeare
-from exogym.data.partition import IID, label_skew, partitioner_of
+from exogym.data import IID, Source, cifar10, digits, label_skew, mnist, shakespeare
+from exogym.data.partition import partitioner_of
 from exogym.data.stream import is_iterable
 from exogym.errors import ArgumentError, check_choice, checked, nearest
 from exogym.models import MLP, CharGPT, SmallCNN

@@ -16,7 +16,7 @@ from typing import Any
 
 from exogym.core.base.processes import lines_from_parent
 from exogym.core.record import schema
-from exogym.data.partition import parse_partitioner
+from exogym.data import parse_partitioner
 from exogym.errors import ArgumentError, ExoGymError
 from exogym.logger import in_json
 from exogym.network import Network

@@ -108,7 +108,7 @@ def may_import(importer: str, imported: str) -> bool:
     if importer == imported:
         return True
     above, below = FLOOR_OF[importer], FLOOR_OF[imported]
-    if imported in DOORS and importer.partition(".")[0] in TOOLS:
+    if imported in {"__init__", *DOORS} and importer.partition(".")[0] in TOOLS:
         return True
     if above == below == CLOSED_FLOOR:
         return (importer, imported) in BESIDE

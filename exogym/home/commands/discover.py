@@ -19,8 +19,8 @@ from exogym.cli.asking import console_on
 from exogym.cli.values import KEY_FILE, At, Debug, KeyFile, SSHConfig
 from exogym.errors import ArgumentError, ExoGymError, nearest
 from exogym.home.commands.agent import PORT, needs_packages
-from exogym.machines.remote import Host, HostsConfig
 from exogym.progress import readable_bytes
+from exogym.remote import Host, HostsConfig
 
 if TYPE_CHECKING:
     from exogym.home.discovery import Found

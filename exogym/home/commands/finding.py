@@ -12,8 +12,8 @@ from exogym.cli.asking import Asker, say
 from exogym.errors import ArgumentError
 from exogym.home.commands.agent import needs_packages
 from exogym.home.commands.discover import agents, chosen, described
-from exogym.machines.remote import HostsConfig
 from exogym.progress import notice
+from exogym.remote import HostsConfig
 
 if TYPE_CHECKING:
     from exogym.home.discovery import Found

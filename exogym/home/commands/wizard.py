@@ -26,10 +26,10 @@ from exogym.files import write_json
 from exogym.home.commands.finding import Finder
 from exogym.home.wizard import Proposal, Taken, WizardRun, make_session, propose
 from exogym.home.wizard.session import CONFIG, HOSTS, MEASURED, PROFILE, SCRIPT
-from exogym.machines.remote import HostsConfig, check_hosts
 from exogym.machines.remote.measuring import measure_hosts
 from exogym.machines.remote.profile import RunProfile, evaluations_of, options_of
 from exogym.network import Network
+from exogym.remote import HostsConfig, check_hosts
 from exogym.study.tasks import Task, load_task, size_of
 
 HOSTS_FILE = "distributed_hosts.json"

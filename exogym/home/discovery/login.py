@@ -14,7 +14,7 @@ from pathlib import Path
 from exogym.errors import ArgumentError, ExoGymError
 from exogym.files import replacing, temporary_folder
 from exogym.machines.remote import ssh
-from exogym.machines.remote.hosts import Host
+from exogym.remote import Host
 
 AUTHORIZED_KEYS = "~/.ssh/authorized_keys"
 KINDS = (

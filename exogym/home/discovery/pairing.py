@@ -27,9 +27,9 @@ from exogym.home.discovery.channel import (
     typed_code,
 )
 from exogym.machines.remote.facts import cleaned
-from exogym.machines.remote.hosts import Host, HostsConfig
 from exogym.machines.remote.inquiry import ask
 from exogym.progress import notice
+from exogym.remote import Host, HostsConfig
 
 PAIR_S = 20.0
 MOST_KEYS = 16

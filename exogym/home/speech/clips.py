@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from exogym.data.bulk import BulkDataset
+from exogym.data import BulkDataset
 from exogym.errors import DataError, checked, needs
 from exogym.home.speech.audio import SAMPLE_RATE, one_channel, read_audio
 from exogym.home.speech.manifest import AUDIO, SPEAKER, TEXT, ClipEntry, column, find_manifest, read_manifest

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from exogym.data.sources import shakespeare
+from exogym.data import shakespeare
 from exogym.errors import DataError, ExoGymError
 from exogym.home.speech.audio import read_audio
 from exogym.streams import generator

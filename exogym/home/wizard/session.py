@@ -11,9 +11,9 @@ from typing import Any
 
 from exogym.errors import ArgumentError
 from exogym.files import regular_text, replacing, write_json
-from exogym.machines.remote.hosts import HostsConfig
 from exogym.machines.remote.profile import PREFIX, RunProfile, load_profile
 from exogym.network import readable_seconds
+from exogym.remote import HostsConfig
 
 HOSTS, CONFIG, SCRIPT, MEASURED = "distributed_hosts.json", "config.ini", "train.py", "measured.json"
 PROFILE = "wizard"

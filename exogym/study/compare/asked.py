@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from exogym.core.record.metrics import Metric
-    from exogym.data.partition import Partitioner
+    from exogym.data import Partitioner
     from exogym.network import Network
-    from exogym.strategy.strategy import Strategy
+    from exogym.strategy import Strategy
     from exogym.study.compare.session import Standing
     from exogym.study.tasks import Task
 

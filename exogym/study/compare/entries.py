@@ -9,8 +9,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from exogym.errors import ArgumentError, check_count
+from exogym.strategy import Strategy
 from exogym.strategy.registry import DEFAULTS, STRATEGIES, parse_strategy, unknown
-from exogym.strategy.strategy import Inner, Strategy
+from exogym.strategy.strategy import Inner
 from exogym.study.compare.summary import SINGLE
 from exogym.study.tasks import Task
 

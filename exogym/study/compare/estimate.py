@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
+from exogym import LocalTrainer
 from exogym.core.base.devices import free_memory_bytes
 from exogym.core.record.metrics import usage
 from exogym.network import readable_seconds
@@ -18,7 +19,6 @@ from exogym.progress import readable_bytes
 from exogym.study.compare.asked import ComparisonOptions
 from exogym.study.compare.run import session_of
 from exogym.study.compare.session import Session
-from exogym.trainer import LocalTrainer
 
 TRIAL_S = 0.5  # seconds of a trial's two parts, about; each part has at least one step
 FIRST_STEPS = 2  # of the run that tells how many steps a part has

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from exogym import LocalTrainer
 from exogym.callbacks import Every
 from exogym.clock import StepTime
 from exogym.core.combinations import check, features_of
@@ -21,7 +22,6 @@ from exogym.errors import ArgumentError, check_count, checked
 from exogym.network import Network, readable_seconds
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy
 from exogym.study.tasks import Task
-from exogym.trainer import LocalTrainer
 
 MEASURED = "measured"
 # A short run: this many seconds, but at least this many steps. The first steps warm caches up and don't count.

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from exogym.core.combinations import check
-from exogym.data.reading import COMPARED, IterableData, Reader, described, sum_of
-from exogym.data.stream import Stream
+from exogym.data import IterableData, Stream
+from exogym.data.reading import COMPARED, Reader, described, sum_of
 from exogym.errors import ArgumentError
 
 

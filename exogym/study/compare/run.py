@@ -21,13 +21,14 @@ from exogym.core.base.processes import described
 from exogym.core.engine.protocol import place as place_rows
 from exogym.core.record import schema
 from exogym.core.training.checking import checked_options
-from exogym.data.partition import IID, partitioner_of
-from exogym.data.stream import Stream, check_dataset, is_factory, is_iterable
+from exogym.data import IID, Stream
+from exogym.data.partition import partitioner_of
+from exogym.data.stream import check_dataset, is_factory, is_iterable
 from exogym.errors import ArgumentError, TrainingError, check_count
 from exogym.options import FitOptions, RunOptions, describe, takes
 from exogym.progress import notice
 from exogym.record import versions
-from exogym.strategy.strategy import Strategy
+from exogym.strategy import Strategy
 from exogym.study.compare.asked import IN_A_FOLDER, OF_A_STEP, OF_NO_RESULT, ComparisonOptions
 from exogym.study.compare.comparison import Comparison, ComparisonInterrupted, write
 from exogym.study.compare.entries import OF_SEVERAL_NODES, entries_of, setting_of

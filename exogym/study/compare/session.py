@@ -13,9 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from exogym import LocalTrainer
 from exogym.core.record.metrics import Metric
-from exogym.data.partition import Partitioner
-from exogym.data.reading import FirstShare, IterableData
+from exogym.data import IterableData, Partitioner
+from exogym.data.reading import FirstShare
 from exogym.data.reading import described as described_data
 from exogym.errors import TrainingError
 from exogym.options import RunOptions
@@ -28,7 +29,6 @@ from exogym.study.compare.pace import Pace
 from exogym.study.compare.plots import Strip
 from exogym.study.compare.summary import Track
 from exogym.study.tasks import Task
-from exogym.trainer import LocalTrainer
 
 SAVE_S = 60.0  # longer runs are saved at this interval, at an evaluation
 
