@@ -44,6 +44,7 @@ MOVED: dict[str, str] = {
     **{f"exogym.study.{name}": f"research.{name}, in a clone of the project" for name in (
         "atlas", "benchmark", "reproduce",
     )},
+    "exogym.core.record.notes": "exogym.study.notes",
     "exogym.machines.discovery": "exogym.home.discovery",
     "exogym.machines.wizard": "exogym.home.wizard",
     "exogym.machines.cluster": "exogym.clusters",
@@ -60,7 +61,6 @@ MOVED: dict[str, str] = {
     "exogym.core.compute.insides": "exogym.mesh.devices",
     "exogym.core.engine.mesh": "exogym.mesh.wire",
     "exogym.attached.shards": "exogym.mesh.attached",
-    "exogym.core.record.notes": "exogym.study.notes",
 }  # fmt: skip
 
 
