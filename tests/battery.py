@@ -13,7 +13,7 @@ import time
 import pytest
 import torch
 import torch.nn.functional as F
-from strategies import NODES, STRATEGIES
+from strategies import CONTRIB, NODES, STRATEGIES
 from torch import nn
 
 from exogym import LocalTrainer
@@ -56,7 +56,7 @@ class Battery(_Battery):
     """The laws of one strategy of the table, over a reference run that is trained when it is first asked for."""
 
     def __init__(self, name):
-        entry = STRATEGIES[name]
+        entry = (STRATEGIES | CONTRIB)[name]
         self.factory, self.payload, self.nodes, self.learning = entry.make, entry.payload, NODES, 0.7
         self.learning_steps = 48  # the slowest is at 0.45 of its first loss then
         self.steps = 24  # all meet a few times, and the formulas of bytes come out whole

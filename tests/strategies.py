@@ -1,4 +1,7 @@
-"""The strategies, once: whoever enters the table is held against every law, in one process, several, and on hosts."""
+"""The strategies, once: whoever enters the table is held against every law, in one process, several, and on hosts.
+
+A method of `exogym.contrib` enters a table of its own, and is held against the three laws of tests/contrib.
+"""
 
 import functools
 import math
@@ -136,7 +139,7 @@ class Entry(NamedTuple):
         return self.make().needs_gradients
 
 
-STRATEGIES: dict[str, Entry] = {
+STRATEGIES: dict[str, Entry] = {  # of the core, and of users
     "ddp": Entry(lambda: SimpleReduceStrategy(lr=0.02, max_norm=1.0), lambda row, steps: row * steps),
     "ddp momentum": Entry(lambda: SimpleReduceStrategy("sgd", lr=0.1), lambda row, steps: row * steps),
     "diloco": Entry(
@@ -170,15 +173,6 @@ STRATEGIES: dict[str, Entry] = {
         lambda: PostLocalSGDStrategy("adamw", lr=0.02, H=4, start_step=8),
         lambda row, steps: row * (8 + (steps - 8) / 4),
     ),
-    "slowmo": Entry(
-        lambda: SlowMoStrategy("adamw", lr=0.02, H=4, buffers="average"), lambda row, steps: 3 * row * steps / 4
-    ),
-    "pier": Entry(
-        lambda: PierStrategy(lr=0.02, H=4, outer_lr=0.7, outer_momentum=0.6, warmup=0.3),
-        lambda row, steps: row * (4 * math.ceil(0.3 * steps / 4) + steps // 4 - math.ceil(0.3 * steps / 4)),
-    ),
-    "gpa": Entry(lambda: GPAStrategy(lr=0.02, mu_x=0.8), lambda row, steps: row * steps),
-    "snoo": Entry(lambda: SNOOStrategy(lr=0.02, H=4, outer_momentum=0.5), lambda row, steps: row * steps),
     "streaming diloco": Entry(  # at the end the last layer is sent once more
         lambda: StreamingDiLoCoStrategy(
             lr=0.02, H=8, fragment_sync_delay=1, fragment_update_alpha=0.5, outer_lr=0.4, pattern="sequential"
@@ -190,20 +184,8 @@ STRATEGIES: dict[str, Entry] = {
     ),
     "gossip": Entry(lambda: GossipStrategy("adamw", H=2, lr=0.02), lambda row, steps: 2 * row * steps / 2),
     "gossip in the paper's order": Entry(lambda: GossipStrategy(graph="random", order="combine_then_adapt", lr=0.1)),
-    "choco": Entry(lambda: CHOCOStrategy(lr=0.1, density=0.1, gamma=0.3), lambda row, steps: 2 * steps * 18 * 8),
-    "choco signs": Entry(
-        lambda: CHOCOStrategy("adamw", "exponential", 2, gamma=0.3, compressor="sign", lr=0.02),
-        lambda row, steps: 3 * (math.ceil(P / 8) + 4 * 6) * steps / 2,
-    ),
-    "cocktail": Entry(  # shards of 45 entries: 18 are drawn, 9 are sent
-        lambda: CocktailSGDStrategy(lr=0.02, p=0.4, topk=0.5, bucket=4), lambda row, steps: steps * 5 * (3 + 5 + 4 * 3)
-    ),
-    "gradient push": Entry(lambda: GradientPushStrategy("adamw", lr=0.02), lambda row, steps: (row + 8) * steps),
     "noloco": Entry(lambda: NoLoCoStrategy(H=4, lr=0.02), lambda row, steps: 2 * row * steps / 4),
     "noloco in threes": Entry(lambda: NoLoCoStrategy(H=4, group_size=3, lr=0.02)),
-    "desloc": Entry(
-        lambda: DESLOCStrategy(lr=0.02, H=2, H_u=4, H_v=6), lambda row, steps: row * steps * (1 / 2 + 1 / 4 + 1 / 6)
-    ),
     "sparta": Entry(lambda: SPARTAStrategy(lr=0.02, p_sparta=0.1)),
     "sparta sequential": Entry(
         lambda: SPARTAStrategy(lr=0.02, p_sparta=0.5, compression_method="sequential"),
@@ -242,20 +224,11 @@ STRATEGIES: dict[str, Entry] = {
     "demo clipped": Entry(lambda: DeMoStrategy(lr=0.01, max_norm=0.1, compression_topk=4, compression_chunk=8)),
     # compressed gradients
     "topk": Entry(lambda: TopKStrategy(lr=0.1, density=0.1), lambda row, steps: steps * 18 * 8),
-    "ef21": Entry(lambda: EF21Strategy("adamw", lr=0.02, density=0.1), lambda row, steps: steps * 18 * 8),
-    "ef21 signs": Entry(
-        lambda: EF21Strategy(lr=0.1, compressor="sign"), lambda row, steps: steps * (math.ceil(P / 8) + 4 * 6)
-    ),
-    "1-bit adam": Entry(  # chunks of 24, 4, 4, 4, 8 and 1 entries, six scales
-        lambda: OneBitAdamStrategy(lr=0.01, warmup=0.3),
-        lambda row, steps: row * math.ceil(0.3 * steps) + (steps - math.ceil(0.3 * steps)) * 5 * (6 + 4 * 6),
-    ),
     "qsgd": Entry(lambda: QSGDStrategy(lr=0.02, bucket=50), lambda row, steps: steps * (math.ceil(P * 4 / 8) + 4 * 4)),
     "signsgd": Entry(lambda: SignSGDStrategy(lr=0.003), lambda row, steps: steps * math.ceil(P / 8)),
     "ef-signsgd": Entry(
         lambda: SignSGDStrategy(lr=0.1, error_feedback=True), lambda row, steps: steps * (math.ceil(P / 8) + 4 * 6)
     ),
-    "qreduce": Entry(lambda: QuantizedReduceStrategy(lr=0.02), lambda row, steps: steps * 5 * (math.ceil(P / 4) + 4)),
     "powersgd": Entry(
         lambda: PowerSGDStrategy(lr=0.02, rank=4, start_step=2, min_rate=1.0),  # (16, 6) is worth it, (2, 16) is not
         lambda row, steps: 2 * row + (steps - 2) * 4 * (4 * (16 + 6) + P - 16 * 6),
@@ -265,7 +238,6 @@ STRATEGIES: dict[str, Entry] = {
         # of (16, 6) 18 of each (8, 6), of three vectors 6, of (2, 16) 6 of each (2, 8), 1 of 2; indices of 6, 4, 4, 1
         lambda row, steps: steps / 4 * ((27 + 9) + 3 * (3 + 2) + (6 + 3) + (1 + 1) + 6 * 16),
     ),
-    "pulseloco": Entry(lambda: PULSELoCoStrategy(lr=0.005, H=4)),  # some entries move less than BF16 sees
     # federated
     "fedprox": Entry(lambda: FedProxStrategy(lr=0.1, mu=0.1, H=4), lambda row, steps: row * steps / 4),
     "fedopt": Entry(lambda: FedOptStrategy(lr=0.1, H=4, server_lr=0.03), lambda row, steps: row * steps / 4),
@@ -278,30 +250,66 @@ STRATEGIES: dict[str, Entry] = {
         lambda: ScaffoldStrategy(lr=0.1, H=4, client_fraction=0.5, server_lr=0.8),
         lambda row, steps: 2 * row * steps / 8,
     ),
+    "composition": Entry(composition),
+    "one node": Entry(lambda: OneNode(lr=0.02, max_norm=1.0), lambda row, steps: row * steps / 3),
+    "gossip by hand": Entry(lambda: Gossip(lr=0.02), alone=False),
+    "stacked": Entry(lambda: Stacked(lr=0.02, max_norm=1.0), lambda row, steps: row * steps),
+}
+CONTRIB: dict[str, Entry] = {  # of `exogym.contrib`: their laws are in tests/contrib
+    "slowmo": Entry(
+        lambda: SlowMoStrategy("adamw", lr=0.02, H=4, buffers="average"), lambda row, steps: 3 * row * steps / 4
+    ),
+    "pier": Entry(
+        lambda: PierStrategy(lr=0.02, H=4, outer_lr=0.7, outer_momentum=0.6, warmup=0.3),
+        lambda row, steps: row * (4 * math.ceil(0.3 * steps / 4) + steps // 4 - math.ceil(0.3 * steps / 4)),
+    ),
+    "gpa": Entry(lambda: GPAStrategy(lr=0.02, mu_x=0.8), lambda row, steps: row * steps),
+    "snoo": Entry(lambda: SNOOStrategy(lr=0.02, H=4, outer_momentum=0.5), lambda row, steps: row * steps),
+    "choco": Entry(lambda: CHOCOStrategy(lr=0.1, density=0.1, gamma=0.3), lambda row, steps: 2 * steps * 18 * 8),
+    "choco signs": Entry(
+        lambda: CHOCOStrategy("adamw", "exponential", 2, gamma=0.3, compressor="sign", lr=0.02),
+        lambda row, steps: 3 * (math.ceil(P / 8) + 4 * 6) * steps / 2,
+    ),
+    "cocktail": Entry(  # shards of 45 entries: 18 are drawn, 9 are sent
+        lambda: CocktailSGDStrategy(lr=0.02, p=0.4, topk=0.5, bucket=4), lambda row, steps: steps * 5 * (3 + 5 + 4 * 3)
+    ),
+    "gradient push": Entry(lambda: GradientPushStrategy("adamw", lr=0.02), lambda row, steps: (row + 8) * steps),
+    "desloc": Entry(
+        lambda: DESLOCStrategy(lr=0.02, H=2, H_u=4, H_v=6), lambda row, steps: row * steps * (1 / 2 + 1 / 4 + 1 / 6)
+    ),
+    "ef21": Entry(lambda: EF21Strategy("adamw", lr=0.02, density=0.1), lambda row, steps: steps * 18 * 8),
+    "ef21 signs": Entry(
+        lambda: EF21Strategy(lr=0.1, compressor="sign"), lambda row, steps: steps * (math.ceil(P / 8) + 4 * 6)
+    ),
+    "1-bit adam": Entry(  # chunks of 24, 4, 4, 4, 8 and 1 entries, six scales
+        lambda: OneBitAdamStrategy(lr=0.01, warmup=0.3),
+        lambda row, steps: row * math.ceil(0.3 * steps) + (steps - math.ceil(0.3 * steps)) * 5 * (6 + 4 * 6),
+    ),
+    "qreduce": Entry(lambda: QuantizedReduceStrategy(lr=0.02), lambda row, steps: steps * 5 * (math.ceil(P / 4) + 4)),
+    "pulseloco": Entry(lambda: PULSELoCoStrategy(lr=0.005, H=4)),  # some entries move less than BF16 sees
     "fednova": Entry(
         lambda: FedNovaStrategy(lr=0.1, H=4, local_steps=[1, 4, 3, 2]),
         lambda row, steps: (row + 8) * steps / 4,
         any_size=False,
         alone=False,
     ),
-    "composition": Entry(composition),
-    "one node": Entry(lambda: OneNode(lr=0.02, max_norm=1.0), lambda row, steps: row * steps / 3),
-    "gossip by hand": Entry(lambda: Gossip(lr=0.02), alone=False),
-    "stacked": Entry(lambda: Stacked(lr=0.02, max_norm=1.0), lambda row, steps: row * steps),
 }
 OURS = {name: kind for name, kind in KNOWN.items() if kind.__module__.startswith("exogym.")}
-ENTERED = {type(entry.make()) for entry in STRATEGIES.values()}
-STRATEGIES |= {  # a new algorithm enters by itself; where all is asynchronous, other laws hold (test_async)
-    name: Entry(functools.partial(parse_strategy, name, lr=0.02, H=4))
-    for name, kind in OURS.items()
-    if kind.driven_by != "clock" and kind not in ENTERED
-}
+METHODS = {name: kind for name, kind in OURS.items() if kind.__module__.startswith("exogym.contrib.")}
+CORE = {name: kind for name, kind in OURS.items() if name not in METHODS}
+ENTERED = {type(entry.make()) for entry in (STRATEGIES | CONTRIB).values()}
+for entries, kinds in ((STRATEGIES, CORE), (CONTRIB, METHODS)):
+    entries |= {  # a new algorithm enters by itself; where all is asynchronous, other laws hold (test_async)
+        name: Entry(functools.partial(parse_strategy, name, lr=0.02, H=4))
+        for name, kind in kinds.items()
+        if kind.driven_by != "clock" and kind not in ENTERED
+    }
 # One of each kind, by what nodes send, when, and what they keep. A law of the house (processes, stops, faults, hosts)
 # is fast for these and slow for the others; `test_laws` holds all laws over every strategy.
 OF_EACH_KIND = (
     *("ddp", "demo", "powersgd"),  # gradients: as they are, with a rest that a node keeps, with factors that all keep
-    *("diloco", "streaming diloco 4 bit", "desloc"),  # rounds: an outer step, one of fragments, moments too
-    *("gradient push", "noloco"),  # a graph, pairs
+    *("diloco", "streaming diloco 4 bit"),  # rounds: an outer step, one of fragments
+    *("gossip", "noloco"),  # a graph, pairs
     *("sparta", "fedavg sampling", "scaffold"),  # chosen indices, chosen nodes, corrections of local steps
     *("one node", "stacked"),  # a user's own
 )

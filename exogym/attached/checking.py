@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from exogym.contrib.moments import Moments
 from exogym.core.combinations import check
 from exogym.errors import ArgumentError, ModelError, check_count
 from exogym.strategy.modules import Module
@@ -141,8 +140,8 @@ def _check_parameters(optimizer: Optimizer, model: nn.Module) -> None:
 
 
 def _reads_inner(strategy: Strategy) -> bool:
-    """Return whether a module of the strategy uses the inner optimizer's description, or its moments."""
-    return any(isinstance(x, Inner | Moments) for module in modules_of(strategy) for x in vars(module).values())
+    """Return whether a module of the strategy uses the inner optimizer's description."""
+    return any(isinstance(x, Inner) for module in modules_of(strategy) for x in vars(module).values())
 
 
 def _check_description(optimizer: Optimizer, strategy: Strategy) -> None:

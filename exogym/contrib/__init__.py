@@ -2,8 +2,9 @@
 
 A method here promises less than the strategies of `exogym.strategy`: its rule equals its reference, its bytes equal its
 formula, and a run repeats, resumes and has the same bits in any number of processes. Its options are the inner
-optimizer's and its own. Strategies are found by name, as `compare --strategies edit`, or by class, from here or from
-`exogym.strategy`.
+optimizer's and its own. The features of a run in `exogym.core.refusals.UNTRIED` are refused, except those that the
+class lists in `tried`, which its own tests try. Strategies are found by name, as `compare --strategies edit`, or
+by class, from here or from `exogym.strategy`.
 
 >>> from exogym.strategy.registry import parse_strategy
 >>> type(parse_strategy("edit:H=10")) is EDiTStrategy
@@ -42,6 +43,11 @@ __all__ = [
     "SNOOStrategy",
     "SlowMoStrategy",
 ]
+
+ELSEWHERE = {  # names in papers, and what they are here
+    "push_sum": "sgp", "int8": "qreduce:bits=8", "choco_sgd": "choco", "1bit_adam": "onebit_adam",
+    "cocktail_sgd": "cocktail",
+}  # fmt: skip
 
 if TYPE_CHECKING:
     from exogym.contrib.acco import ACCOStrategy

@@ -200,6 +200,7 @@ class ACCOStrategy(CommunicateOptimizeStrategy):
     """
 
     name, title, paper, payload = "acco", "ACCO", "arXiv:2406.02613", "P b"
+    tried = ("faults",)
     ranges = ()
     equation = (
         "g_i at theta~, theta <- Opt(theta, mean_i (g_i + h_i) / 2); h_i at theta, theta~ <- Opt(theta, mean_i g_i)"

@@ -128,6 +128,7 @@ class CHOCOStrategy(CommunicateOptimizeStrategy):
     """
 
     name, title, paper, payload = "choco", "CHOCO-SGD", "arXiv:1902.00340", "2 density P (b + 4) / H"
+    tried = ("faults",)
     ranges = ("gamma=0.02..1.0",)
     equation = "q_i = C(theta_i - x_i); x_i <- x_i + q_i; theta_i <- theta_i + gamma sum_j W_ij (x_j - x_i)"
     needs = "each node its neighbors (two on a ring) every H steps, with few bytes"

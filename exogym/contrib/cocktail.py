@@ -176,6 +176,7 @@ class CocktailSGDStrategy(CommunicateOptimizeStrategy):
     """
 
     name, title, paper, ranges = "cocktail", "CocktailSGD", "ICML 2023", ()
+    tried = ("faults",)
     payload = "(N + 1) (ceil(p P / N / 8) + ceil(topk P p / N bits / 8) + 4 ceil(topk P p / N / bucket))"
     equation = "q_i = Q(theta_i - theta); d = Q(mean_i q_i + s); theta_i <- theta_i - q_i + d; theta <- theta + d"
     needs = "all nodes at every step; by default a 160th of DDP's bytes"

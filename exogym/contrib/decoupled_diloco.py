@@ -123,6 +123,7 @@ class DecoupledDiLoCoStrategy(ClockedStrategy):
     """
 
     name, title, paper, payload = "decoupled_diloco", "Decoupled DiLoCo", "arXiv:2604.21428", "P b / H"
+    tried = ()
     ranges = ("outer_lr=0.1..1.0", "outer_momentum=0.0..0.95")
     equation = "g = mean of the Delta of Q or more, weighted by tokens^2/steps; m <- beta m + g; a step along it"
     needs = "a server and Q nodes at a time"

@@ -29,9 +29,8 @@ from __future__ import annotations
 from typing import Any, Unpack
 
 from exogym.contrib.moments import FIRST, SECOND, Kind, Moments
-from exogym.core.combinations import check, features_of
 from exogym.core.fleet import Fleet
-from exogym.errors import check_count
+from exogym.errors import ArgumentError, check_count
 from exogym.strategy.averaging import AveragingOptions
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, PeriodicModule
 from exogym.strategy.federated_averaging import AveragingCommunicator
@@ -82,6 +81,7 @@ class DESLOCStrategy(CommunicateOptimizeStrategy):
     """
 
     name, title, paper = "desloc", "DES-LOC", "arXiv:2505.22549"
+    tried = ("faults",)
     ranges = ()
     payload = "P b / H + 2 P b / (3 H)"
     equation = "theta_i, u_i, v_i <- their means, every H, H_u and H_v steps; u, v the moments of Adam"
@@ -100,8 +100,10 @@ class DESLOCStrategy(CommunicateOptimizeStrategy):
         check_one_length(H, type(self).__name__)
         moments = Moments(Inner(inner_optim, **split(options, Inner)[0]).spec)
         if H_v is not None and SECOND not in moments.kinds:
-            kept = f"inner_optim={inner_optim!r}, which keeps no second moments"
-            check(features_of(H_v=H_v) | {"no second moments": kept})
+            raise ArgumentError(
+                f"H_v={H_v!r} with inner_optim={inner_optim!r}, which keeps no second moments: take "
+                "inner_optim='adamw', or leave H_v out"
+            )
         averages = []
         H_u = 3 * H if H_u is None else H_u
         for kind, option, every in ((FIRST, "H_u", H_u), (SECOND, "H_v", H_u if H_v is None else H_v)):

@@ -221,6 +221,7 @@ class DionStrategy(CommunicateOptimizeStrategy):
     """
 
     name, title, paper, payload = "dion", "Dion", "arXiv:2504.05295", "2 rank_fraction P b"
+    tried = ("faults",)
     equation = "P <- orth(mean_i M_i Q); R <- mean_i M_i^T P; M_i <- M_i - (1 - mu) P R^T; W <- W - gamma_W s P Q^T"
     needs = "all nodes twice at every step, with r (m + n) of m n elements"
     identities = (

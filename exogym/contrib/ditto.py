@@ -158,6 +158,7 @@ class DittoStrategy(CommunicateOptimizeStrategy):
     """
 
     name, title, paper, payload = "ditto", "Ditto", "arXiv:2012.04221", "P b / H"
+    tried = ("faults",)
     ranges = ("lam=0.01..2.0",)
     equation = "v_i <- v_i - eta (grad F_i(v_i) + lambda (v_i - theta)); theta as in fedavg"
     needs = "all nodes every H steps; with client_fraction a server and the sampled clients"

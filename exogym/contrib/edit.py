@@ -193,6 +193,7 @@ class EDiTStrategy(CommunicateOptimizeStrategy):
     """  # noqa: E501
 
     name, title, paper, payload = "edit", "EDiT", "arXiv:2412.07210", "(P b + 8) / H"
+    tried = ("faults",)
     equation = (
         "by layer: Delta = sum_i w_i (theta - theta_i), w_i ~ exp(-G_i / T); theta <- OuterOpt(theta, clip(Delta))"
     )

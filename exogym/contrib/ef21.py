@@ -112,6 +112,7 @@ class EF21Strategy(CommunicateOptimizeStrategy):
     """
 
     name, title, paper, payload = "ef21", "EF21", "arXiv:2106.05203", "density P (b + 4)"
+    tried = ("faults",)
     ranges = ()
     equation = "c_i = C(G_i - g_i); g_i <- g_i + c_i; g = mean_i g_i; theta <- Opt(theta, clip(g))"
     needs = "all nodes at every step; received bytes grow with N"

@@ -104,6 +104,7 @@ class FedAsyncStrategy(ClockedStrategy):
     """
 
     name, title, paper, payload = "fedasync", "FedAsync", "arXiv:1903.03934", "P b / H"
+    tried = ()
     ranges = ("alpha=0.1..1.0",)
     equation = "theta <- (1 - alpha s) theta + alpha s theta_w as each comes; s falls with its staleness"
     needs = "a server; no node waits"

@@ -52,6 +52,7 @@ class FedBNStrategy(CommunicateOptimizeStrategy):
     """
 
     name, title, paper, payload = "fedbn", "FedBN", "arXiv:2102.07623", "P_s b / H"
+    tried = ()
     ranges = ()
     equation = "theta <- mean_i theta_i; batch normalization's parameters and statistics stay with the client"
     needs = "all nodes every H steps; with client_fraction a server and the sampled clients"

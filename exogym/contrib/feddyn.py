@@ -127,6 +127,7 @@ class FedDynStrategy(CommunicateOptimizeStrategy):
     """
 
     name, title, paper, payload = "feddyn", "FedDyn", "arXiv:2111.04263", "P b / H"
+    tried = ('compute="vmap"',)
     ranges = ("alpha=1e-3..1.0",)
     equation = "g_i <- g_i - a_i + alpha (theta_i - theta) at every local step; theta <- mean_i theta_i - h"
     needs = "all nodes every H steps; with client_fraction a server and the sampled clients"

@@ -169,6 +169,7 @@ class FedNovaStrategy(CommunicateOptimizeStrategy):
     """
 
     name, title, paper, payload = "fednova", "FedNova", "arXiv:2007.07481", "(P b + 8) / H"
+    tried = ('compute="vmap"', 'precision="fp16"')
     ranges = ()
     equation = (
         "theta <- theta - (sum_i w_i a_i) sum_i w_i (theta - theta_i) / a_i, a_i: the sum of the weights of client i's "

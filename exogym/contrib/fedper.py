@@ -44,6 +44,7 @@ class FedPerStrategy(CommunicateOptimizeStrategy):
     """
 
     name, title, paper, payload = "fedper", "FedPer", "arXiv:1912.00818", "P_s b / H"
+    tried = ()
     ranges = ()
     equation = "theta <- sum_i n_i theta_i / sum_i n_i over the base layers; the last layers stay with the client"
     needs = "all nodes every H steps; with client_fraction a server and the sampled clients"

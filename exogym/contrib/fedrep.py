@@ -109,6 +109,7 @@ class FedRepStrategy(CommunicateOptimizeStrategy):
     """
 
     name, title, paper, payload = "fedrep", "FedRep", "arXiv:2102.07078", "P_s b / H"
+    tried = ("faults",)
     equation = "u_i <- H - s local steps on the head; phi_i <- s local steps on the body; phi as theta in fedavg"
     needs = "all nodes every H steps; with client_fraction a server and the sampled clients"
     not_taken = NO_PRIVACY

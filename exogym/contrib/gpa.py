@@ -127,6 +127,7 @@ class GPAStrategy(CommunicateOptimizeStrategy):
     """
 
     name, title, paper, payload = "gpa", "GPA", "arXiv:2512.17131", "P b"
+    tried = ("faults", 'precision="fp16"')
     ranges = ("mu_x=0.98..0.999", "mu_y=0.5..0.95")
     equation = "g at y as ddp; z <- Opt(z, g); x <- mu_x x + (1 - mu_x) z; y <- mu_y x + (1 - mu_y) z"
     needs = "all nodes at every step, and a fast network"

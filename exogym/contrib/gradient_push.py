@@ -111,6 +111,7 @@ class GradientPushStrategy(CommunicateOptimizeStrategy):
     """
 
     name, title, paper, payload = "sgp", "Stochastic gradient push", "arXiv:1811.10792", "(P b + 8) / H"
+    tried = ("faults",)
     ranges = ()
     equation = "x_i <- sum_j P_ij x_j; w_i <- sum_j P_ij w_j; z_i <- x_i / w_i, which is trained"
     needs = "each node sends to one node and waits for one, every H steps"

@@ -136,6 +136,7 @@ class HeLoCoStrategy(ClockedStrategy):
     """
 
     name, title, paper, payload = "heloco", "HeLoCo", "arXiv:2606.00271", "P b / H"
+    tried = ()
     ranges = ("outer_lr=0.1..1.0", "outer_momentum=0.0..0.95")
     equation = "g <- rho correct(Delta, m); m <- mu m + (1 - mu) g; theta <- theta - eta (g + mu m)"
     needs = "a server; no node waits"

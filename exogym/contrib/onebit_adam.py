@@ -205,6 +205,7 @@ class OneBitAdamStrategy(CommunicateOptimizeStrategy):
     """
 
     name, title, paper = "onebit_adam", "1-bit Adam", "arXiv:2102.02888"
+    tried = ("faults", 'precision="fp16"')
     ranges = ("lr=3e-4..3e-2", "beta1=0.8..0.95")
     payload = "P b warmup + (N + 1) ceil(P / N) / 8 (1 - warmup)"
     equation = "t <= W: Adam as ddp; later m <- C(mean_i C(beta1 m + (1 - beta1) g_i + e_i) + s), and v stays"

@@ -158,6 +158,7 @@ class PierStrategy(CommunicateOptimizeStrategy):
     """
 
     name, title, paper, payload = "pier", "Pier", "arXiv:2511.17849", "P b (warmup + (1 - warmup) / H)"
+    tried = ("faults", 'precision="fp16"')
     ranges = ("outer_lr=0.3..1.5", "outer_momentum=0.0..0.95")
     equation = "t <= W: as ddp, v <- mu v + theta - theta_i; later as diloco with mu_t and eta_t"
     needs = "all nodes at every step up to W, then every H steps"

@@ -151,6 +151,7 @@ class PULSELoCoStrategy(CommunicateOptimizeStrategy):
     """
 
     name, title, paper = "pulseloco", "PULSELoCo", "arXiv:2602.03839"
+    tried = ("faults",)
     ranges = ("outer_lr=0.1..1.5", "outer_momentum=0.0..0.95")
     payload = f"({VISIBLE} P (b + 4) + 8) / H"
     equation = (

@@ -145,6 +145,7 @@ class QFedAvgStrategy(CommunicateOptimizeStrategy):
     """  # noqa: E501
 
     name, title, paper, payload = "qfedavg", "q-FedAvg", "arXiv:1905.10497", "(P b + 8) / H"
+    tried = ("faults", "attach")
     equation = "theta <- theta - sum_i F_i^q L (theta - theta_i) / sum_i h_i, F_i: client i's loss at theta"
     needs = "all nodes every H steps; with client_fraction a server and the sampled clients"
     ranges = ("q=0.001..5.0",)

@@ -72,6 +72,7 @@ class QuantizedReduceStrategy(CommunicateOptimizeStrategy):
     """
 
     name, title, paper = "qreduce", "Quantised all-reduce", "arXiv:2412.01152"
+    tried = ()
     ranges = ()
     payload = "(N + 1) (ceil(ceil(P / N) bits / 8) + 4 ceil(ceil(P / N) / bucket))"
     equation = "g = Q(mean_i Q(g_i)), within half a step of its scale each; theta <- Opt(theta, clip(g))"

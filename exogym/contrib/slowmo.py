@@ -136,6 +136,7 @@ class SlowMoStrategy(CommunicateOptimizeStrategy):
     """
 
     name, title, paper, payload = "slowmo", "SlowMo", "arXiv:1910.00643", "P b / H"
+    tried = ("faults",)
     ranges = ("slow_lr=0.5..1.5", "slow_momentum=0.0..0.95")
     equation = "u <- beta u + (theta - mean_i theta_i) / gamma; theta <- theta - alpha gamma u; theta_i <- theta"
     needs = "all nodes every H steps"

@@ -93,6 +93,7 @@ class SNOOStrategy(CommunicateOptimizeStrategy):
     """
 
     name, title, paper, payload = "snoo", "SNOO", "arXiv:2510.15830", "P b"
+    tried = ()
     ranges = ("outer_lr=0.1..1.5", "outer_momentum=0.0..0.95")
     equation = "as ddp; every H steps s <- w - theta; b <- mu b + s; w <- w - eta (mu b + s); theta <- w"
     needs = "all nodes at every step, and a fast network"

@@ -7,7 +7,11 @@ error for the first such row. A strategy is checked when it is made, and the who
 such as the launcher and properties of the model and the data, become known between these two checks. Each of these
 features is checked as soon as it is known.
 
-To refuse another pair, add a row to its group in `GROUPS`. If its feature is new, add a line to `FEATURES` and to the
+A method of `exogym.contrib` promises less. With a feature in `UNTRIED` that its class does not list in `tried`, it is
+refused by one rule, so no row names such a method.
+
+To refuse another pair, add a row to its group in `GROUPS`. Several features that are refused for one reason share a
+row. If its feature is new, add a line to `FEATURES` and to the
 `features()` of the class that has it. A limit between two numbers is not a pair of features: check it in the code that
 uses the numbers.
 
@@ -22,10 +26,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from exogym.core.refusals import FEATURES, GROUPS, REFUSED, Refused
+from exogym.core.refusals import FEATURES, GROUPS, REFUSED, UNTRIED, Refused
 from exogym.errors import ArgumentError
 
-__all__ = ["FEATURES", "GROUPS", "REFUSED", "Refused", "check", "features_of", "refuse"]
+__all__ = ["FEATURES", "GROUPS", "REFUSED", "UNTRIED", "Refused", "check", "features_of", "refuse"]
 
 
 def features_of(**options: Any) -> dict[str, str]:
@@ -46,15 +50,23 @@ def check(features: Mapping[str, str]) -> None:
 
     Raises:
         ArgumentError: `REFUSED` has a row for two of the features. The message gives the features, the reason and the
-            alternative of the first such row.
+            alternative of the first such row. Or the strategy is one of `exogym.contrib`, and does not list a feature.
 
     >>> check({"robust": "robust='krum'", "client_fraction": "client_fraction=0.5"})
     """
+    for name in UNTRIED:
+        if name in features and (method := features.get(f"not tried with {name}")) is not None:
+            given, option = features[name].rstrip("="), name.partition("=")[0].partition(" ")[0]
+            raise ArgumentError(
+                f"{method} with {given}: not tried together; use a strategy of the core (docs/promises.md), or leave "
+                f"{option} out"
+            )
     for row in REFUSED:
-        if row.one in features and row.other in features:
-            one, other = features[row.one], features[row.other]
-            both = f"{one} needs {other[3:]}" if other.startswith("no ") else f"{one} with {other}"
-            raise ArgumentError(f"{both}: {row.reason}; {row.instead}")
+        for one, other in row.pairs:
+            if one in features and other in features:
+                what = features[other]
+                both = f"needs {what[3:]}" if what.startswith("no ") else f"with {what}"
+                raise ArgumentError(f"{features[one]} {both}: {row.reason}; {row.instead}")
 
 
 def refuse(features: Mapping[str, str]) -> NoReturn:

@@ -33,7 +33,7 @@ FEATURES: dict[str, str] = {
     "local_steps": "`local_steps=`",
     "local_epochs": "`local_epochs=`",
     "H as a function": "`H=` as a function of the round",
-    "rounds of one length": "a strategy that plans its round in advance: Streaming DiLoCo, DES-LOC, gossip",
+    "rounds of one length": "a strategy that plans its round in advance, such as Streaming DiLoCo or gossip",
     "rounds of different lengths": "`H=` as a function of the round, or chosen by a tuner",
     'weighting="examples"': "`weighting='examples'` of an averaging strategy",
     "weights by examples": "`weighting='examples'` if nodes have unequal numbers of examples",
@@ -42,8 +42,6 @@ FEATURES: dict[str, str] = {
     "island_H": "DiLoCo's `island_H=`",
     "activation": "`activation=` of asynchronous DiLoCo",
     "a rule without activation": "`rule=` of asynchronous DiLoCo other than `'delayed_nesterov'`",
-    "H_v": "`H_v=` of DES-LOC",
-    "no second moments": "an inner optimizer without second moments",
     # properties of strategies
     "gradient_modules": "modules that act on the gradients of all nodes at every step",
     "corrections": "a module that corrects each node's own gradients",
@@ -89,6 +87,7 @@ FEATURES: dict[str, str] = {
     "cpus_per_process": "`fit(cpus_per_process=...)` except 1",
     "processes of a launcher": "a script that torchrun, `python -m exogym.launch` or NetworkTrainer started",
     'precision="fp16"': "`fit(precision='fp16')`",
+    'on_nonfinite="skip"': "`fit(on_nonfinite='skip')`",
     "minibatch_size": "`fit(minibatch_size=...)`",
     "gradient_accumulation": "`fit(gradient_accumulation=...)` over 1",
     "max_memory_usage": "`fit(max_memory_usage=...)`",
@@ -130,14 +129,33 @@ FEATURES: dict[str, str] = {
     "a second fit": "a script that calls `fit` a second time",
 }
 
+# A strategy with `tried`, as each method of `exogym.contrib` has it, is refused with these features, except those that
+# `tried` names. What every run has is not here: data, seeds, evaluation, checkpoints, processes, networks.
+UNTRIED: tuple[str, ...] = (
+    *("faults", "bad_nodes", "balance", 'compute="vmap"', 'precision="fp16"', 'on_nonfinite="skip"'),
+    *("node", "node in several processes", "engine", "client_state_memory", "attach", "min_hosts"),
+)
+
 
 class Refused(NamedTuple):
-    """Two names in `FEATURES` that cannot be combined, the reason, and what to do instead."""
+    """Two names in `FEATURES` that cannot be combined, the reason, and what to do instead.
 
-    one: str
-    other: str
+    `one` and `other` may be several names: none of `one` can be combined with any of `other`.
+
+    >>> Refused("timeline", ("this", "that"), "...", "...").pairs
+    [('timeline', 'this'), ('timeline', 'that')]
+    """
+
+    one: str | tuple[str, ...]
+    other: str | tuple[str, ...]
     reason: str
     instead: str
+
+    @property
+    def pairs(self) -> list[tuple[str, str]]:
+        """The pairs of names that the row refuses."""
+        ones, others = ((names,) if isinstance(names, str) else names for names in (self.one, self.other))
+        return [(one, other) for one in ones for other in others]
 
 
 _ONE_CHANGES_ALL = (
@@ -146,14 +164,12 @@ _ONE_CHANGES_ALL = (
     "reported epsilon would be false"
 )
 _NEEDS_MEAN = "a rule replaces a mean, and this strategy has no mean that a rule could replace"
-_PARTS = "a split node computes step by step, in one process or in one process per device"
+_PARTS = (
+    "a split node computes step by step, in one process or in one process per device (under python -m exogym.launch)"
+)
 _OWN_MEANS = "nodes would be weighted by their work, and only the communicator's means (op='mean') apply those weights"
 
-_FOLDER = "checkpoints need a folder"
-_OWN_SCALE = "fp16 scales each node's loss separately"
-_SPEEDS_LATE = "each node has its own processes, so a node's speed is known only after the model is split"
 _CHOSEN_ANEW = "a host that joins later would choose this setting again, perhaps differently"
-_GIVE_SPEEDS = "give speeds, as in Balance('batch', speeds=[1, 2]), or leave balance out"
 
 # Checked from the top: the first row whose two features a run has makes the error.
 _MEANS: tuple[Refused, ...] = (
@@ -324,17 +340,11 @@ _OPTIONS: tuple[Refused, ...] = (
         )
         for feature in ('tuner="drift"', 'tuner="autocorrelation"')
     ),
-    *(
-        Refused(
-            feature, "two kinds of steps", "the strategy divides the H steps of a round", "leave it out, and give H"
-        )
-        for feature in ("local_steps", "local_epochs")
-    ),
     Refused(
-        "bad_nodes",
+        ("local_steps", "local_epochs"),
         "two kinds of steps",
-        "an attack changes a node's row, which holds two models in turn",
-        "leave bad_nodes out",
+        "the strategy divides the H steps of a round",
+        "leave it out, and give H",
     ),
     Refused(
         'robust="norm_cap"',
@@ -343,19 +353,10 @@ _OPTIONS: tuple[Refused, ...] = (
         "take another rule, such as 'median'",
     ),
     Refused("local_steps", "local_epochs", "both set a client's number of steps", "give one of them"),
-    *(
-        Refused(
-            feature,
-            "rounds of different lengths",
-            f"{feature} needs rounds of one length",
-            "give a number as H",
-        )
-        for feature in ("local_steps", "local_epochs", "delay", "island_H")
-    ),
     Refused(
-        "rounds of one length",
+        ("local_steps", "local_epochs", "delay", "island_H", "rounds of one length"),
         "rounds of different lengths",
-        "the strategy plans a round's steps in advance",
+        "a round's steps are planned in advance, which needs rounds of one length",
         "give a number as H, without a tuner of H",
     ),
     Refused(
@@ -370,11 +371,10 @@ _OPTIONS: tuple[Refused, ...] = (
         "only a server that samples clients uses these options",
         "give client_fraction under 1",
     ),
-    Refused("eager", "delay", "eager=True already waits a whole round for the average", "leave one of them out"),
     Refused(
         "eager",
-        "island_H",
-        "eager=True has no moment at which an island could average",
+        ("delay", "island_H"),
+        "eager=True already waits a whole round for the average, and has no moment for another one",
         "leave one of them out",
     ),
     Refused(
@@ -382,12 +382,6 @@ _OPTIONS: tuple[Refused, ...] = (
         "a rule without activation",
         "only rule='delayed_nesterov' uses activation",
         "leave activation out",
-    ),
-    Refused(
-        "H_v",
-        "no second moments",
-        "the optimizer has no second moments to average",
-        "take inner_optim='adamw', or leave H_v out",
     ),
     Refused(
         'rounding="stochastic"',
@@ -406,9 +400,7 @@ _OPTIONS: tuple[Refused, ...] = (
     ),
 )
 _SPLIT: tuple[Refused, ...] = (
-    Refused("node", "compute", _PARTS, "leave compute out"),
-    Refused("node", "processes", _PARTS + " (under python -m exogym.launch)", "leave processes out"),
-    Refused("node", "engine", _PARTS + " (under python -m exogym.launch)", "leave engine out"),
+    Refused("node", ("compute", "processes", "engine"), _PARTS, "leave compute, processes and engine out"),
     Refused(
         "stages",
         'precision="fp16"',
@@ -446,9 +438,11 @@ _SPLIT: tuple[Refused, ...] = (
         "each process has a part of every tensor",
         "take an optimizer that treats each element separately ('sgd', 'adam', ...)",
     ),
-    *(
-        Refused("node in several processes", feature, _SPEEDS_LATE, _GIVE_SPEEDS)
-        for feature in ('balance="nodes"', "balance without speeds")
+    Refused(
+        "node in several processes",
+        ('balance="nodes"', "balance without speeds"),
+        "each node has its own processes, so a node's speed is known only after the model is split",
+        "give speeds, as in Balance('batch', speeds=[1, 2]), or leave balance out",
     ),
     Refused(
         "node in several processes",
@@ -459,15 +453,14 @@ _SPLIT: tuple[Refused, ...] = (
 )
 _COMPUTING: tuple[Refused, ...] = (
     Refused(
-        "its own clock", 'compute="vmap"', "such a strategy computes its nodes one after another", "use compute='loop'"
+        'compute="vmap"',
+        ("minibatch_size", "gradient_accumulation", "max_memory_usage", "its own clock"),
+        "vmap computes all rows at once, each with its whole batch",
+        "use compute='loop'",
     ),
-    *(
-        Refused(
-            'compute="vmap"', feature, "vmap computes all rows at once, each with its whole batch", "use compute='loop'"
-        )
-        for feature in ("minibatch_size", "gradient_accumulation", "max_memory_usage")
+    Refused(
+        'compute="vmap"', 'precision="fp16"', "fp16 scales each node's loss separately", "use compute='loop', or 'bf16'"
     ),
-    Refused('compute="vmap"', 'precision="fp16"', _OWN_SCALE, "use compute='loop', or 'bf16'"),
     Refused(
         "processes",
         "processes of a launcher",
@@ -535,14 +528,11 @@ _FAULTS: tuple[Refused, ...] = (
         "such a strategy takes no planned faults; its clock makes nodes slow",
         "leave faults out",
     ),
-    *(
-        Refused(
-            feature,
-            "faults",
-            "a strategy written for one node handles absent nodes only in one process and without stacked = True",
-            "leave one of them out, or write the strategy as a CommunicationModule",
-        )
-        for feature in ("stacked", "one node's strategy in processes")
+    Refused(
+        ("stacked", "one node's strategy in processes"),
+        "faults",
+        "a strategy written for one node handles absent nodes only in one process and without stacked = True",
+        "leave one of them out, or write the strategy as a CommunicationModule",
     ),
     Refused(
         "slow",
@@ -560,23 +550,17 @@ _FAULTS: tuple[Refused, ...] = (
     ),
 )
 _TIME: tuple[Refused, ...] = (
-    *(
-        Refused(
-            feature,
-            "no step_seconds",
-            "which clients report in time depends on how long steps take",
-            "give fit the step time of a client at speed 1, for example step_seconds='50ms'",
-        )
-        for feature in ("trace", "deadline_s")
+    Refused(
+        ("trace", "deadline_s"),
+        "no step_seconds",
+        "which clients report in time depends on how long steps take",
+        "give fit the step time of a client at speed 1, for example step_seconds='50ms'",
     ),
-    *(
-        Refused(
-            feature,
-            "no network",
-            "virtual time needs a network",
-            "give network, for example network='1Gbps,0.5ms'",
-        )
-        for feature in ("step_seconds", "timeline", "speeds")
+    Refused(
+        ("step_seconds", "timeline", "speeds"),
+        "no network",
+        "virtual time needs a network",
+        "give network, for example network='1Gbps,0.5ms'",
     ),
     Refused(
         "its own clock",
@@ -611,27 +595,23 @@ _DATA: tuple[Refused, ...] = (
         "leave them out. To read ahead, give an iterable with its own workers, such as torchdata's "
         "StatefulDataLoader(dataset, batch_size=None, num_workers=2)",
     ),
-    *(
-        Refused(
-            "one iterable for all nodes",
-            feature,
-            "nodes take different numbers of steps, so the examples of slow nodes would fill the memory",
-            "give a factory, (rank, num_nodes, is_train) -> iterable, so that each node reads its own",
-        )
-        for feature in ("its own clock", "nodes that rest", 'balance="steps"', "slow")
+    Refused(
+        "one iterable for all nodes",
+        ("its own clock", "nodes that rest", 'balance="steps"', "slow"),
+        "nodes take different numbers of steps, so the examples of slow nodes would fill the memory",
+        "give a factory, (rank, num_nodes, is_train) -> iterable, so that each node reads its own",
     ),
     *(
         Refused(
             "iterable without a length",
-            feature,
+            features,
             "an epoch's length is unknown",
-            f"{instead}give the length: exogym.data.IterableData(dataset, length=...)",
+            f"{instead}, or give the length: exogym.data.IterableData(dataset, length=...)",
         )
-        for feature, instead in (
-            ("num_epochs", "give max_steps instead, or "),
-            ("no num_epochs or max_steps", "give max_steps, or "),
-            ("local_epochs", "give H or local_steps instead, or "),
-            ("shard_sampling", "leave it out, or "),
+        for features, instead in (
+            (("num_epochs", "no num_epochs or max_steps"), "give max_steps"),
+            ("local_epochs", "give H or local_steps instead"),
+            ("shard_sampling", "leave it out"),
         )
     ),
     Refused(
@@ -646,15 +626,19 @@ _DATA: tuple[Refused, ...] = (
         "the evaluation might never end",
         "give val_size, or the length: exogym.data.IterableData(dataset, length=...)",
     ),
-    *(
-        Refused(feature, "no val_dataset", "evaluations need a val_dataset", "give the trainer a val_dataset")
-        for feature in ("val_size", "val_interval")
+    Refused(
+        ("val_size", "val_interval"),
+        "no val_dataset",
+        "evaluations need a val_dataset",
+        "give the trainer a val_dataset",
     ),
 )
 _SAVING: tuple[Refused, ...] = (
-    *(
-        Refused(feature, "no save_dir", _FOLDER, "give save_dir, or run_dir")
-        for feature in ("checkpoint_interval", "resume", "max_restarts")
+    Refused(
+        ("checkpoint_interval", "resume", "max_restarts"),
+        "no save_dir",
+        "checkpoints need a folder",
+        "give save_dir, or run_dir",
     ),
     Refused("client_state_memory", "no save_dir", "state beyond the limit goes to a folder", "give save_dir"),
     Refused(
@@ -699,17 +683,10 @@ _HOSTS: tuple[Refused, ...] = (
         "only a strategy of communication modules can continue without lost nodes",
         "leave min_hosts out, or take DiLoCo, FedAvg, SPARTA, DDP, ...",
     ),
-    Refused("min_hosts", "faults", "lost hosts are already the faults of such a run", "leave one of them out"),
     Refused(
         "min_hosts",
-        "network",
-        "network predicts times, and nobody can predict when hosts come and go",
-        "leave one of them out",
-    ),
-    Refused(
-        "min_hosts",
-        "balance",
-        "speeds are measured once, for the hosts at the start",
+        ("faults", "network", "balance"),
+        "nobody can plan faults, times and speeds where hosts come and go",
         "leave one of them out",
     ),
     Refused("min_hosts", "max_memory_usage", _CHOSEN_ANEW, "give minibatch_size instead"),

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from exogym.core.base.torch_private import scale_
 from exogym.core.communicator import ALONE, Columns
 from exogym.core.fleet.layout import hidden_matrices
+from exogym.core.refusals import UNTRIED
 from exogym.errors import ArgumentError, StrategyError, as_call
 from exogym.faults import Availability, Faults
 from exogym.strategy import communicate
@@ -168,6 +169,8 @@ class Strategy:
             "outer_lr=0.1..1.5". Options that change the bytes do not belong here. None means that nobody has declared
             ranges, so the strategy cannot be tuned.
         not_taken: a dict from arguments of other strategies, which this strategy does not take, to the reasons.
+        tried: for a method of `exogym.contrib`, the features in `exogym.core.refusals.UNTRIED` that its own tests try.
+            A run with another feature in `UNTRIED` is refused. None means that the strategy takes all.
 
     >>> class MyStrategy(Strategy):
     ...     def step(self):
@@ -185,6 +188,7 @@ class Strategy:
     }
     driven_by = "programs"
     needs_gradients = True
+    tried: tuple[str, ...] | None = None
     own_rule = False
     only_inner: tuple[str, ...] = ()
     ranges: tuple[str, ...] | None = None
@@ -270,8 +274,11 @@ class Strategy:
             found["a server that asks nobody"] = f"{name}, which as it is asks nobody"
         if self.needs_gradients:
             found["gradients at every step"] = f"{name}, whose nodes meet at every step"
-        own = {} if self.weighted_means else {"its own mean": f"{name}, which averages in its own way"}
-        return found | own
+        if not self.weighted_means:
+            found["its own mean"] = f"{name}, which averages in its own way"
+        if self.tried is not None:
+            found |= {f"not tried with {feature}": name for feature in UNTRIED if feature not in self.tried}
+        return found
 
     def features_in_parts(self) -> dict[str, str]:
         """Return further features for a run in which several processes hold one node's row.

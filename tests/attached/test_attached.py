@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from processes import in_groups
+from strategies import CORE
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import IterableDataset, TensorDataset
@@ -20,20 +21,20 @@ from exogym.callbacks import Every
 from exogym.errors import ArgumentError, CheckpointError, ModelError, TrainingError
 from exogym.strategy import (
     AsyncDiLoCoStrategy,
+    CommunicateOptimizeStrategy,
     DeMoStrategy,
-    DESLOCStrategy,
     DiLoCoStrategy,
     FedAvgStrategy,
     GossipStrategy,
     MuLoCoStrategy,
     NoLoCoStrategy,
+    PeriodicModule,
     PowerSGDStrategy,
     SimpleReduceStrategy,
     SPARTAStrategy,
     StreamingDiLoCoStrategy,
     TopKStrategy,
 )
-from exogym.strategy.registry import STRATEGIES as KNOWN
 from exogym.strategy.registry import parse_strategy
 from exogym.testing import fingerprint
 
@@ -164,12 +165,11 @@ def test_every_strategy_has_the_bits_of_a_simulation(num_nodes, tmp_path):
 
 # Every strategy by its name
 
-CLOCKED = {"async_diloco", "decoupled_diloco", "fedasync", "halos", "heloco"}  # nobody orders the nodes of a loop
-OWN_OPTIMIZER = {"demo", "desloc", "dion", "fednova", "muloco", "onebit_adam", "slowmo"}  # bring or read their own rule
+CLOCKED = {"async_diloco"}  # nobody orders the nodes of a loop
+OWN_OPTIMIZER = {"demo", "muloco"}  # bring their own rule
 
 
 REASONS = ("no virtual clock", "give optimizer=None", "leave inner_optim out")
-READS_LENGTH = {"onebit_adam", "pier"}  # a share of the run's steps is a warm-up
 
 
 def begun_by_name(name, own, steps):
@@ -188,26 +188,23 @@ def is_refused(name, own):
     return False
 
 
-@pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.parametrize("name", CORE)
 def test_every_strategy_is_attached_or_refused_before_training(name):
     refused = [is_refused(name, own) for own in (False, True)]
     assert refused in ([True, True], [False, True], [False, False])
-    if name in CLOCKED | OWN_OPTIMIZER | {"ddp", "diloco", "gpa"}:
+    if name in CLOCKED | OWN_OPTIMIZER | {"ddp", "diloco"}:
         assert refused == [name in CLOCKED, name in CLOCKED | OWN_OPTIMIZER]
-    if name in READS_LENGTH:
-        with pytest.raises(ArgumentError, match="depends on the run's length: give attach total_steps"):
-            begun_by_name(name, False, None)
 
 
 @pytest.mark.slow
 def test_every_attached_strategy_has_the_bits_of_a_simulation(tmp_path):
     """With a known length and an optimizer of the user's, and without both."""
-    steps, cases = 7, [(name, own) for name in KNOWN for own in (False, True) if not is_refused(name, own)]
+    steps, cases = 7, [(name, own) for name in CORE for own in (False, True) if not is_refused(name, own)]
 
     def body(rank):
         found = []
         for name, own in cases:
-            model, nodes = begun_by_name(name, own, steps if own or name in READS_LENGTH else None)
+            model, nodes = begun_by_name(name, own, steps if own else None)
             loop(nodes, model, steps)
             found.append(outcome(nodes, nodes.finish()))
         return found
@@ -637,6 +634,24 @@ def metal():
 
 
 DILOCO = DiLoCoStrategy(H=2)
+
+
+class Reads(PeriodicModule):
+    """A module whose equation needs the inner optimizer's rate and the number of steps."""
+
+    interval_steps, needs_length = 2, True
+
+    def communicate(self, fleet, step):
+        pass
+
+
+def reading():
+    module = Reads()
+    strategy = CommunicateOptimizeStrategy("adamw", [module])
+    module.inner = strategy.inner
+    return strategy
+
+
 REFUSED = [
     (lambda: attach(3, None, DILOCO), "model is a int"),
     (lambda: attach(nn.DataParallel(line()), None, DILOCO), "wrapped in DataParallel"),
@@ -659,7 +674,8 @@ REFUSED = [
     (lambda: attach(*mixed(), DILOCO), "lacks 2 trainable parameters, such as '1.weight'"),
     (lambda: attach(m := line(), torch.optim.LBFGS(m.parameters()), DILOCO), "LBFGS cannot be used"),
     (lambda: attach(m := line(), adam(m), DeMoStrategy()), "its own update rule"),
-    (lambda: attach(m := line(), adam(m), DESLOCStrategy(H=2)), "settings or state"),
+    (lambda: attach(m := line(), adam(m), reading(), total_steps=4), "settings or state"),
+    (lambda: attach(line(), None, reading()), "equation depends on the run's length: give attach total_steps"),
     (lambda: attach(m := line(), adam(m), MuLoCoStrategy(H=2)), "the optimizer is AdamW"),
     (lambda: attach(m := line(), adam(m), DiLoCoStrategy("sgd", H=2, lr=0.1)), "the optimizer is AdamW"),
     (lambda: attach(m := line(), adam(m), DiLoCoStrategy(H=2, lr=0.5)), "lr=0.02, but"),

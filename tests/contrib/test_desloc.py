@@ -140,3 +140,11 @@ def test_what_has_no_moments_is_refused() -> None:
     with pytest.raises(ArgumentError, match="H_u=0"):
         DESLOCStrategy(H_u=0)
     assert len(Moments(OptimSpec("muon", lr=0.02)).kinds) == 2
+
+
+def test_equal_data_are_one_node() -> None:
+    make = lambda: DESLOCStrategy(OptimSpec("adamw", lr=0.02), H=2, H_u=3, H_v=4)  # noqa: E731
+    one, many = train(make(), shards(1, same=True), 1), train(make(), shards(3, same=True), 3)
+    same(many.rows, one.rows.expand_as(many.rows), 1e-10)
+    same(many.model, one.model, 1e-10)
+    unlike(train(make(), shards(3), 3).model, one.model)

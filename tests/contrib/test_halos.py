@@ -20,11 +20,10 @@ from exogym import LocalTrainer
 from exogym.callbacks import Every
 from exogym.core.clock import StepTime
 from exogym.errors import ArgumentError
-from exogym.faults import Faults
 from exogym.network import Network
 from exogym.strategy import AsyncDiLoCoStrategy, HALoSStrategy, OptimSpec
 from exogym.study.advise import advise
-from exogym.testing import LAWS, check_strategy, fingerprint, small_problem
+from exogym.testing import fingerprint, small_problem
 
 SIZE = 57 * 8
 TIMED = ("wall_s", "memory_bytes", "device_use", "examples_per_s")
@@ -289,12 +288,6 @@ def test_a_run_goes_on_from_a_checkpoint_with_relays_under_way(stop: int, tmp_pa
     assert max(under_way[0]) > 0
 
 
-def test_the_laws_hold() -> None:
-    make = lambda: HALoSStrategy(lr=0.02, H=5, island_size=1, accumulation=2)  # noqa: E731
-    held = check_strategy(make, payload_bytes=lambda row, steps: row * (math.ceil(steps / 5) + math.ceil(steps / 10)))
-    assert set(held) == set(LAWS)
-
-
 # Refusals
 
 
@@ -314,7 +307,6 @@ def test_bad_arguments(options: dict[str, Any], words: str) -> None:
 @pytest.mark.parametrize(("options", "words"), [
     ({"network": Network.groups([1, 3], "1Gbps", "1Mbps")}, "nodes 0 to 1 are one island .* choose island_size"),
     ({"network": Network.groups([1, 3], "1Gbps", "1Mbps", trace=[(0, "*", 1e6)])}, "different groups"),
-    ({"faults": Faults(drop_rate=0.1)}, "takes no planned faults"), ({"compute": "vmap"}, "use compute='loop'"),
 ])  # fmt: skip
 def test_bad_runs(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ArgumentError, match=words):

@@ -105,19 +105,6 @@ def test_a_node_that_returns_while_pier_warms_up_is_like_the_others() -> None:
     unlike(train(SimpleReduceStrategy(lr=0.02), shards(3), 3, steps=8).rows, ddp.rows)
 
 
-def test_a_bad_node_of_equal_nodes_sends_wrong_gradients_alone() -> None:
-    """What nodes do without sending, no bad node can spoil."""
-    bad = Faults(bad_nodes=[0], attack="scale", attack_factor=3.0)
-    ddp = train(SimpleReduceStrategy(lr=0.02), shards(3), 3, faults=bad)
-    assert torch.equal(train(PierStrategy(H=3, lr=0.02, warmup=1.0), shards(3), 3, faults=bad).rows, ddp.rows)
-    same(
-        train(SNOOStrategy(H=3, lr=0.02, outer_optim=OptimSpec("sgd", lr=1.0)), shards(3), 3, faults=bad).rows, ddp.rows
-    )
-    unlike(train(SimpleReduceStrategy(lr=0.02), shards(3), 3).rows, ddp.rows)
-    later = [train(PierStrategy(H=3, lr=0.02, warmup=0.5), shards(3), 3, faults=f).rows for f in (bad, None)]
-    unlike(*later)
-
-
 def test_pier_refuses_shares_that_are_none() -> None:
     for wrong in ({"warmup": 1.5}, {"warmup": -0.1}, {"outer_momentum": 1.0}, {"decay": 2}):
         with pytest.raises(ArgumentError, match=next(iter(wrong))):

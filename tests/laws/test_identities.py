@@ -31,27 +31,15 @@ from problems import (
 from torch import Tensor, nn
 
 from exogym.strategy import (
-    CHOCOStrategy,
     CommunicateOptimizeStrategy,
     DeMoStrategy,
     DiLoCoStrategy,
-    DittoStrategy,
-    EF21Strategy,
     FedAvgStrategy,
-    FedBNStrategy,
-    FedDynStrategy,
-    FedNovaStrategy,
     FedOptStrategy,
-    FedPerStrategy,
     FedProxStrategy,
-    FedRepStrategy,
     OptimSpec,
-    PierStrategy,
     PowerSGDStrategy,
-    PULSELoCoStrategy,
-    QFedAvgStrategy,
     QSGDStrategy,
-    QuantizedReduceStrategy,
     ScaffoldStrategy,
     SignSGDStrategy,
     SimpleReduceStrategy,
@@ -304,17 +292,9 @@ STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "scaled signs": lambda: SignSGDStrategy("sgd", error_feedback=True, lr=0.05),
     "powersgd": lambda: PowerSGDStrategy("adamw", 1, min_rate=1.0, lr=0.02),
     "sparseloco": lambda: SparseLoCoStrategy("adamw", 4, 16, 64, lr=0.02),
-    "pulseloco": lambda: PULSELoCoStrategy("adamw", H=4, lr=2e-3),
     "fedprox": lambda: FedProxStrategy("adamw", 0.1, 4, lr=0.02),
     "fedopt": lambda: FedOptStrategy("adamw", "adam", 0.02, 4, lr=0.02),
     "scaffold": lambda: ScaffoldStrategy("adamw", 4, lr=0.02),
-    "qfedavg": lambda: QFedAvgStrategy("sgd", 1.0, 4, lr=0.02),
-    "ditto": lambda: DittoStrategy("adamw", 0.5, 4, lr=0.02),
-    "fedper": lambda: FedPerStrategy("adamw", 1, 4, lr=0.02),
-    "fedrep": lambda: FedRepStrategy("adamw", 1, 4, body_steps=2, lr=0.02),
-    "fedbn": lambda: FedBNStrategy("adamw", 4, lr=0.02),
-    "feddyn": lambda: FedDynStrategy("adamw", 0.1, 4, lr=0.02),
-    "fednova": lambda: FedNovaStrategy(OptimSpec("sgd", momentum=0.9), 4, lr=0.01, keep_inner_state=False),
 }
 
 
@@ -476,13 +456,9 @@ NAMELESS: dict[str, CommunicateOptimizeStrategy] = {
     "sparta+diloco": SPARTADiLoCoStrategy("sgd", PLAIN, H=1, p_sparta=0.5),
     "demo": DeMoStrategy(lr=0.25, compression_topk=1, compression_chunk=1),  # 1 x 1 cosine transform: exact
     "topk": TopKStrategy("sgd", 0.2, lr=0.25),
-    "choco": CHOCOStrategy("sgd", "complete", 1, gamma=0.5, density=0.2),
-    "ef21": EF21Strategy("sgd", density=0.2, lr=0.25),
     "sparseloco": SparseLoCoStrategy("sgd", 1, 16, 64, bits=32, error_decay=0.5),
-    "pulseloco": PULSELoCoStrategy("sgd", OptimSpec("sgd", lr=0.5), 1),
     "fedprox": FedProxStrategy("sgd", 0.5, 1),
     "fedopt": FedOptStrategy("sgd", "momentum", 0.5, 1),
-    "pier": PierStrategy("sgd", 1, outer_lr=0.5, outer_momentum=0.5, warmup=0.0, decay=False),
 }
 # Where a choice names nodes, a relabelled fleet makes another choice: islands and clients are drawn over ids, and the
 # nodes announce top-k in turn by id. Quantised sums are of scaled codes, which are not dyadic, and so is DeMo's DCT.
@@ -540,7 +516,6 @@ def test_where_rows_are_stored_changes_no_bit(name: str) -> None:
         "real demo": DeMoStrategy(lr=0.25, compression_topk=2, compression_chunk=4),
         "signs": SignSGDStrategy("sgd", lr=0.25),
         "qsgd": QSGDStrategy("sgd", 3, bucket=10),
-        "qreduce": QuantizedReduceStrategy("sgd", 4, bucket=10),
         "powersgd": PowerSGDStrategy("sgd", 1, min_rate=1.0),
         "2 bits": SparseLoCoStrategy("sgd", 1, 16, 64),
     }

@@ -1,4 +1,7 @@
-"""Nodes that return, over every strategy: after a batch with NaN, and after an absence with old parameters."""
+"""Nodes that return: after a batch with NaN, and after an absence with old parameters.
+
+Over every strategy of the core, and over the methods of `exogym.contrib` that list the feature in `tried`.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from strategies import OURS, STRATEGIES
+from strategies import CONTRIB, CORE, STRATEGIES
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
@@ -28,9 +31,17 @@ FURTHER: dict[str, Callable[[], Strategy]] = {
     "fedavg personal": lambda: FedAvgStrategy(lr=0.02, H=4, personal=1),
     "fedopt personal": lambda: FedOptStrategy(lr=0.02, H=4, personal=1),
 }
-MAKERS = {name: entry.make for name, entry in STRATEGIES.items()} | FURTHER
+
+
+def tried_with(feature: str) -> dict[str, Callable[[], Strategy]]:
+    """Return the strategies that a run may have with a feature."""
+    makers = {name: entry.make for name, entry in (STRATEGIES | CONTRIB).items()} | FURTHER
+    return {name: make for name, make in makers.items() if (tried := make().tried) is None or feature in tried}
+
+
+ABSENT, SKIPPING = tried_with("faults"), tried_with('on_nonfinite="skip"')
 ALONE = ("gossip by hand", "stacked")  # programs that cannot go on without a node
-CLOCKED = [name for name, kind in OURS.items() if kind.driven_by == "clock"]
+CLOCKED = [name for name, kind in CORE.items() if kind.driven_by == "clock"]
 
 
 def train(strategy: Strategy, nan_at: int | None = None, after: Any = None, **options: Any) -> LocalTrainer:
@@ -57,9 +68,9 @@ def are_finite(tensors: Any) -> bool:
     return all(bool(torch.isfinite(x).all()) for x in tensors)
 
 
-@pytest.mark.parametrize("name", [*MAKERS, *CLOCKED])
+@pytest.mark.parametrize("name", [*SKIPPING, *CLOCKED])
 def test_after_one_nan_batch_all_is_finite_again(name: str) -> None:
-    make = MAKERS.get(name, lambda: parse_strategy(name, lr=0.02, H=4))
+    make = SKIPPING.get(name, lambda: parse_strategy(name, lr=0.02, H=4))
     for step in (2, 4):  # inside a round, and at its end
         rows: list[Tensor] = []
         keep = functools.partial(_keep, rows)
@@ -73,16 +84,16 @@ def _keep(rows: list[Tensor], loop: Any) -> None:
     rows[:] = loop.rows()
 
 
-@pytest.mark.parametrize("name", [name for name in MAKERS if name not in ALONE])
+@pytest.mark.parametrize("name", [name for name in ABSENT if name not in ALONE])
 def test_what_a_node_receives_when_it_returns_does_not_depend_on_its_old_parameters(name: str) -> None:
     for back in (6, 7, 9):  # in both halves of a round, and at its beginning
-        undisturbed, disturbed = (returned(MAKERS[name](), back, shift) for shift in (0.0, 100.0))
+        undisturbed, disturbed = (returned(ABSENT[name](), back, shift) for shift in (0.0, 100.0))
         assert all(map(torch.equal, undisturbed, disturbed))
 
 
 def test_old_parameters_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(composition, "take_rows", lambda *given: None)
-    undisturbed, disturbed = (returned(MAKERS["ditto"](), 7, shift) for shift in (0.0, 100.0))
+    undisturbed, disturbed = (returned(ABSENT["ditto"](), 7, shift) for shift in (0.0, 100.0))
     assert not all(map(torch.equal, undisturbed, disturbed))
 
 

@@ -1,4 +1,4 @@
-"""Every strategy of the library, and every optimizer, where a node is several processes: held against dense nodes.
+"""Every strategy of the core, and every optimizer, where a node is several processes: held against dense nodes.
 
 With two shards of a batch a gradient is the sum of two numbers, in which order does not matter. So without fused
 kernels, which round by where a number lies, and without clipping, which adds up a norm, all bits are those of dense
@@ -11,7 +11,7 @@ import itertools
 import pytest
 import torch
 from splits import ADAM, CHOOSES, MUON, SGD, apart, fit, split, text_trainer, trainer
-from strategies import OURS, STRATEGIES
+from strategies import CORE, STRATEGIES
 
 from exogym.strategy import CommunicateOptimizeStrategy, FedAvgStrategy, muon, optim
 
@@ -24,9 +24,6 @@ BITS = [
     "qsgd",
     "ef-signsgd",
     "sparseloco",
-    "choco signs",
-    "1-bit adam",
-    "cocktail",
 ]  # of every kind of choice; all, where it may take minutes
 LENGTH = {"num_nodes": 4, "val_interval": 7}
 
@@ -58,22 +55,16 @@ def is_clipped(name):
     return STRATEGIES[name].make().inner.max_norm is not None
 
 
-def test_every_strategy_of_the_library_is_in_the_table():
-    """But for those that have a clock of their own, which are for one process."""
+def test_every_strategy_of_the_core_is_in_the_table():
+    """But for the one with its own clock, which is for one process."""
     entered = {type(STRATEGIES[name].make()) for name in ROWS}
-    assert {kind for kind in OURS.values() if kind.driven_by != "clock"} <= entered
-    assert {name for name, kind in OURS.items() if kind.driven_by == "clock"} == {
-        "async_diloco",
-        "decoupled_diloco",
-        "halos",
-        "heloco",
-        "fedasync",
-    }
+    assert {kind for kind in CORE.values() if kind.driven_by != "clock"} <= entered
+    assert [name for name, kind in CORE.items() if kind.driven_by == "clock"] == ["async_diloco"]
 
 
 @pytest.mark.parametrize(
     ("optimizers", "chooses"),
-    [(SOME, ["demo", "qsgd", "choco signs"]), pytest.param(OPTIMIZERS, BITS, marks=pytest.mark.slow)],
+    [(SOME, ["demo", "qsgd", "ef-signsgd"]), pytest.param(OPTIMIZERS, BITS, marks=pytest.mark.slow)],
 )
 def test_halves_give_the_bits_of_every_optimizer_and_of_what_chooses(optimizers, chooses, tmp_path, plain_kernels):
     body = f"""

@@ -311,6 +311,13 @@ def test_steps_at_the_full_rate_between_exchanges_bear_rates_at_which_steps_by_w
     assert float(((x / w).mean(0) - best).norm()) > 1e3
 
 
+def test_push_of_one_node_is_the_inner_optimizer() -> None:
+    alone = plain(shards(1), 12, adamw)
+    for graph in ("exponential", "complete"):
+        same(train(GradientPushStrategy("adamw", graph, lr=0.02), shards(1), 1).rows, alone)
+    unlike(train(GradientPushStrategy("adamw", lr=0.02), shards(2), 2).rows[:1], alone)
+
+
 def test_push_on_a_complete_graph_is_ddp_with_sgd() -> None:
     ddp = train(SimpleReduceStrategy("sgd", lr=0.05)).rows
     same(train(GradientPushStrategy("sgd", "complete", lr=0.05)).rows, ddp)

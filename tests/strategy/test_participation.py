@@ -18,7 +18,6 @@ from exogym.strategy import (
     DifferentialPrivacy,
     DiLoCoStrategy,
     FedAvgStrategy,
-    FedNovaStrategy,
     FedPerStrategy,
     ScaffoldStrategy,
 )
@@ -148,7 +147,7 @@ def test_without_a_word_of_it_the_draws_are_those_of_before() -> None:
     assert asked.history.last["failed_rounds"] == 0 and asked.history.last["reports"] == 4
 
 
-@pytest.mark.parametrize("make", [FedAvgStrategy, ScaffoldStrategy, FedNovaStrategy], ids=lambda cls: cls.name)
+@pytest.mark.parametrize("make", [FedAvgStrategy, ScaffoldStrategy], ids=lambda cls: cls.name)
 def test_layouts_and_stops_change_nothing(make: Any, tmp_path: Path) -> None:
     fleet = Faults(trace=Devices({"fast": Profile(1, 1.0, 0.5, 1.0), "slow": Profile(1, 0.3, 0.9, 5.0)}))
     how = {"faults": fleet, "step_seconds": 0.1}

@@ -334,7 +334,7 @@ class Odd(Tuner):
         (lambda: DiLoCoStrategy(tuner=Odd()), "does not take hight"),
         (lambda: DiLoCoStrategy(H=lambda r: 3, tuner="drift"), "give the first H as a number"),
         (lambda: DiLoCoStrategy(outer_lr_scheduler="cosine", tuner="autocorrelation"), "both set the outer rate"),
-        (lambda: FedAvgStrategy(local_steps=[1, 2], H=2, tuner="drift"), "local_steps needs rounds of one length"),
+        (lambda: FedAvgStrategy(local_steps=[1, 2], H=2, tuner="drift"), "needs rounds of one length"),
         (lambda: SPARTADiLoCoStrategy(tuner="drift"), "has several modules"),
         (lambda: SPARTAStrategy(compression_method="sequential", tuner=9.0), "take compression_method='random'"),
         (lambda: Drift(1.0), "target=1.0 must be a number over 0 and under 1"),

@@ -36,7 +36,7 @@ DECISIVE = (
 )  # a resumed run must have the same values as its checkpoint
 SAID = (
     *("compute", "precision", "processes", "engine", "cpus_per_process", "minibatch_size", "gradient_accumulation"),
-    *("max_memory_usage", "network", "timeline", "checkpoint_interval", "resume", "max_restarts"),
+    *("max_memory_usage", "on_nonfinite", "network", "timeline", "checkpoint_interval", "resume", "max_restarts"),
     "client_state_memory",
 )  # these options, with any value, exclude some others: they are features under their own names
 LEFT_OUT = ("save_dir", "network", "engine", "step_seconds")  # other options need these
@@ -218,7 +218,8 @@ class FitOptions(RunOptions):
         given = {name: getattr(self, name) for name in SAID if getattr(self, name) != getattr(FitOptions, name)}
         found = self.strategy.features() | {name: f"{name}={value!r}" for name, value in given.items()}
         found |= {f"no {name}": f"no {name}" for name in LEFT_OUT if getattr(self, name) is None}
-        found |= {f'{name}="{given[name]}"': found[name] for name in ("compute", "precision") if name in given}
+        chosen = given.keys() & {"compute", "precision", "on_nonfinite"}
+        found |= {f'{name}="{given[name]}"': found[name] for name in chosen}
         if self.num_epochs is not None:
             found["num_epochs"] = f"num_epochs={self.num_epochs}"
         elif self.max_steps is None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from battery import each, in_turn, outcome, train
 from problems import Regressor, dyadic, fleet_of, run_of
-from strategies import STRATEGIES
+from strategies import CONTRIB, STRATEGIES
 
 from exogym.core.base.rng import generator
 from exogym.core.communicator import (
@@ -500,7 +500,7 @@ def test_who_takes_a_median_brings_no_sparse_values(name: str, monkeypatch: pyte
 
 def test_modules_with_error_feedback_say_so() -> None:
     seen = set()
-    for entry in STRATEGIES.values():
+    for entry in (STRATEGIES | CONTRIB).values():
         strategy = entry.make()
         for module in strategy.modules if isinstance(strategy, CommunicateOptimizeStrategy) else ():
             fleet = fleet_of(torch.zeros(4, WIDTH), model=Regressor())
