@@ -22,8 +22,7 @@ _ELSEWHERE = {  # methods that are options of other strategies, by the names in 
     "fedbuff": "async_diloco:rule=fedbuff", "local_sgd": "fedavg", "fedavgm": "fedopt:server_optim=momentum",
     "fedadam": "fedopt:server_optim=adam", "fedyogi": "fedopt:server_optim=yogi",
     "fedadagrad": "fedopt:server_optim=adagrad", "ef_signsgd": "signsgd:error_feedback=true", "dpsgd": "gossip",
-    "d_psgd": "gossip", "push_sum": "sgp", "int8": "qreduce:bits=8",
-    "choco_sgd": "choco", "1bit_adam": "onebit_adam", "cocktail_sgd": "cocktail", "lookahead": "diloco",
+    "d_psgd": "gossip", "lookahead": "diloco", **_contrib.ELSEWHERE,
 }  # fmt: skip
 
 

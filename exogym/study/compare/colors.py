@@ -1,9 +1,9 @@
 """One color per strategy, the same in every picture and on the page. The strategy's name alone decides the color.
 
 The palette is Okabe and Ito's (2008), because color-blind readers can distinguish its colors. Yellow is left out,
-because it is too pale for a line. Built-in strategies take the colors in a fixed order. For any other name, a hash of
-the name chooses the color. The run `single` is gray. Strategies of the same color in one picture (`diloco:H=5` and
-`diloco:H=20`) have different dashes. This module does not import torch.
+because it is too pale for a line. The strategies of `exogym.strategy` take the colors in a fixed order. For any other
+name, a hash of the name chooses the color. The run `single` is gray. Strategies of the same color in one picture
+(`diloco:H=5` and `diloco:H=20`) have different dashes. This module does not import torch.
 
 >>> [look.color for look in looks_of(["ddp", "diloco:H=5", "diloco:H=20", "single"]).values()]
 ['#0072B2', '#D55E00', '#D55E00', '#7F7F7F']
@@ -28,19 +28,8 @@ MOST_COLORED = 8  # curves of a picture; the rest is gray
 # Strategies that are often compared follow each other, so that their colors differ.
 ORDER = (
     *("ddp", "diloco", "sparta", "fedavg", "demo", "streaming_diloco", "sparta_diloco"),
-    *("async_diloco", "noloco", "fedopt", "sparseloco", "muloco", "desloc", "gossip"),
-    *("fedprox", "scaffold", "fednova", "qreduce", "qsgd", "topk", "powersgd"),
-    *("decoupled_diloco", "signsgd", "slowmo", "post_local_sgd", "sgp", "pier", "snoo"),
-    *("feddyn", "fedper", "fedbn"),
-    *("gpa", "heloco", "fedasync", "halos"),
-    *("ditto", "fedrep"),
-    *("choco", "ef21"),
-    *("dion", "acco"),
-    *("qfedavg",),
-    *("onebit_adam",),
-    *("edit",),
-    *("cocktail",),
-    *("pulseloco",),
+    *("async_diloco", "noloco", "fedopt", "sparseloco", "muloco", "topk", "gossip"),
+    *("fedprox", "scaffold", "signsgd", "post_local_sgd", "qsgd", "powersgd"),
 )
 
 

@@ -533,7 +533,9 @@ def test_the_test_of_labels_finds_one_on_a_curve(monkeypatch: pytest.MonkeyPatch
 
 
 def test_every_strategy_has_its_place_in_the_colors() -> None:
-    assert sorted(colors.ORDER) == sorted(n for n, kind in STRATEGIES.items() if kind.__module__.startswith("exogym."))
+    assert sorted(colors.ORDER) == sorted(
+        n for n, kind in STRATEGIES.items() if kind.__module__.startswith("exogym.strategy.")
+    )
     first = colors.ORDER[: len(colors.COLORS)]
     assert len({colors.look_of(name).color for name in first}) == len(first)
 
