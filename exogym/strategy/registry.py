@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import re
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ _ELSEWHERE = {  # methods that are options of other strategies, by the names in 
     "fedbuff": "async_diloco:rule=fedbuff", "local_sgd": "fedavg", "fedavgm": "fedopt:server_optim=momentum",
     "fedadam": "fedopt:server_optim=adam", "fedyogi": "fedopt:server_optim=yogi",
     "fedadagrad": "fedopt:server_optim=adagrad", "ef_signsgd": "signsgd:error_feedback=true", "dpsgd": "gossip",
-    "d_psgd": "gossip", "lookahead": "diloco", **_contrib.ELSEWHERE,
+    "d_psgd": "gossip", "lookahead": "diloco", **importlib.import_module(CONTRIB).ELSEWHERE,
 }  # fmt: skip
 
 
