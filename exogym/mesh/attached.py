@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
+from exogym.communicator import gather
 from exogym.core.base.torch_private import (
     hold_shard,
     in_this_process,
@@ -26,12 +27,11 @@ from exogym.core.base.torch_private import (
     sharded_parameters,
     take_shard_gradient,
 )
-from exogym.core.communicator import gather
 from exogym.core.compute.pointer import Pointer
 from exogym.core.engine.wire import ProcessWire
 from exogym.core.engine.world import join_world, world_size
-from exogym.core.fleet.layout import Layout
 from exogym.errors import ArgumentError, ModelError
+from exogym.fleet import Layout
 from exogym.mesh import NodeMesh
 from exogym.mesh.devices import share_buffers
 from exogym.mesh.places import even_part

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from exogym.communicator import Columns, Wire
 from exogym.core.base.batches import batch_examples
 from exogym.core.base.torch_private import own_parameters
-from exogym.core.communicator import Columns, Wire
 from exogym.core.compute.pointer import Pointer
 from exogym.core.compute.worker import Worker
 from exogym.mesh import NodeMesh

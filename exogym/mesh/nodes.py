@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from exogym.core.communicator import Wire
+from exogym.communicator import Wire
 from exogym.errors import ArgumentError
 from exogym.mesh.pipeline import PipelineParallel
 from exogym.mesh.splits import check_split

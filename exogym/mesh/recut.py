@@ -16,11 +16,11 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from exogym.core.communicator import Columns
+from exogym.communicator import Columns
 from exogym.core.compute.outputs import Loss
 from exogym.core.fleet.dealing import Route
-from exogym.core.fleet.fleet import row_matrix
 from exogym.core.fleet.layout import Layout, layouts_of
+from exogym.fleet import row_matrix
 from exogym.mesh.places import even_part
 from exogym.mesh.split import Context, Part, Split
 

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from exogym.communicator import ALONE
 from exogym.core.base.torch_private import Plain, hold_local, take_gradient
-from exogym.core.communicator import ALONE
 from exogym.core.compute.outputs import Loss
 from exogym.errors import ModelError
 from exogym.mesh import NodeMesh

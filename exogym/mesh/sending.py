@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from exogym.core.communicator import Columns
+from exogym.communicator import Columns
 from exogym.mesh.places import chunk
 
 

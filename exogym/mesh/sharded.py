@@ -35,8 +35,8 @@ from exogym.core.base.torch_private import (
     take_shard_gradient,
 )
 from exogym.core.compute.outputs import Loss
-from exogym.core.fleet.layout import Layout
 from exogym.errors import ModelError
+from exogym.fleet import Layout
 from exogym.mesh import NodeMesh
 from exogym.mesh.places import Places, box_shape, places_in
 from exogym.mesh.split import Context, Part, Split, whole_layouts

@@ -38,8 +38,8 @@ from typing import Any
 
 from torch import nn
 
+from exogym.communicator import FACTORS
 from exogym.core.base.batches import tensors_in
-from exogym.core.communicator.ledger import FACTORS
 from exogym.errors import ModelError
 from exogym.mesh.splits import blocks_of, cuts, tensor_plan
 from exogym.mesh.value import NodeMesh

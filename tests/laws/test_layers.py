@@ -22,7 +22,7 @@ DOORS = {
     *("files", "fleet", "launch", "options", "progress", "record", "remote", "runs", "streams", "sweep", "tasks"),
     *("models.whisper", "models.language"),
 }
-TOOLS = ("cli", "clusters", "home", "study", "ui")
+TOOLS = ("cli", "clusters", "home", "mesh", "study", "ui")
 # Rooms of wings: nothing below them knows that they exist, but by the names in a seam's table.
 WING_ROOMS = {
     *("home.discovery", "home.wizard", "home.whisper", "home.language", "home.speech", "home.tasks", "home.commands"),

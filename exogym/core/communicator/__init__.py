@@ -41,6 +41,8 @@ True
 ({'step': 3}, [1])
 >>> hand_over(wire, {0: x[0]}, [Parcel(0, 1, (2,), x.dtype, False)])[1].tolist()
 [0.0, 1.0]
+>>> FACTORS["all_reduce", "ring"](4), children(0, 4)  # payloads that a member sends; children of the tree's root
+(1.5, 2)
 >>> barrier(wire)
 >>> say(wire, "not said", about="tests")
 >>> columns: Columns = wire.columns  # a node of several devices has more parts
@@ -52,7 +54,7 @@ True
 
 from exogym.core.communicator.columns import ALONE, Columns
 from exogym.core.communicator.communicator import TRANSPORTS, Communicator
-from exogym.core.communicator.ledger import Event, Ledger
+from exogym.core.communicator.ledger import FACTORS, Event, Ledger, children
 from exogym.core.communicator.messages import barrier, blank, described, gather, hand_over, say, ship, tell
 from exogym.core.communicator.robust import (
     RULES,
@@ -71,6 +73,7 @@ from exogym.core.communicator.wire import CHUNK_ELEMENTS, Move, Parcel, Wire, re
 __all__ = [
     "ALONE",
     "CHUNK_ELEMENTS",
+    "FACTORS",
     "RULES",
     "TRANSPORTS",
     "Bulyan",
@@ -90,6 +93,7 @@ __all__ = [
     "Wire",
     "barrier",
     "blank",
+    "children",
     "described",
     "gather",
     "hand_over",

@@ -5,9 +5,13 @@
 >>> block: Block = fleet.blocks[0]
 >>> block.params.shape, row_matrix(4, 4, torch.float32, torch.device("cpu")).shape
 (torch.Size([4, 4]), torch.Size([4, 4]))
+>>> layout: Layout = block.layout  # where each parameter lies in a row
+>>> [(slot.name, slot.start, slot.stop) for slot in layout.slots]
+[('weight', 0, 3), ('bias', 3, 4)]
 """
 
 from exogym.core.fleet.fleet import Block, Fleet, row_matrix
+from exogym.core.fleet.layout import Layout
 from exogym.core.fleet.state import State, Stateful
 
-__all__ = ["Block", "Fleet", "State", "Stateful", "row_matrix"]
+__all__ = ["Block", "Fleet", "Layout", "State", "Stateful", "row_matrix"]

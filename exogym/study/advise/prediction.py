@@ -43,8 +43,8 @@ from typing import Any
 import numpy as np
 
 from exogym.clock import DEVICES, Device, StepTime, seconds_of
+from exogym.communicator import FACTORS, children
 from exogym.core.clock.devices import DEFAULT_UTILISATION
-from exogym.core.communicator.ledger import FACTORS, children
 from exogym.errors import ArgumentError, check_choice, check_count, check_number, checked
 from exogym.network import Cost, Network, readable_bandwidth, readable_seconds
 from exogym.network.costs import line_of_server

@@ -16,8 +16,8 @@ from typing import Any, ClassVar
 from exogym.core.base.devices import resolve_device
 from exogym.core.base.locks import LOCK, Lock
 from exogym.core.base.processes import described
-from exogym.core.engine import NAMED
 from exogym.core.record import schema
+from exogym.engine import named_engine
 from exogym.errors import ArgumentError, TrainingError, check_choice, check_count
 from exogym.files import temporary_folder, write_json
 from exogym.logger import check_writable
@@ -211,7 +211,7 @@ def _carrier(asked: SweepOptions) -> Carrier:
     if asked.processes != "auto":
         check_count("processes", asked.processes)
     at_once = None if asked.processes == "auto" else int(asked.processes)
-    train = importlib.import_module(f"{NAMED[asked.engine][0]}.cells").train_all
+    train = importlib.import_module(named_engine(asked.engine).__module__.rpartition(".")[0] + ".cells").train_all
     return lambda jobs, ended: train(jobs, at_once, ended)
 
 
