@@ -462,12 +462,11 @@ _COMPUTING: tuple[Refused, ...] = (
         'compute="vmap"', 'precision="fp16"', "fp16 scales each node's loss separately", "use compute='loop', or 'bf16'"
     ),
     Refused(
-        "processes",
+        ("processes", "engine"),
         "processes of a launcher",
         "the launched processes share the nodes already",
-        "leave processes out",
+        "leave processes and engine out",
     ),
-    Refused("engine", "processes of a launcher", "the engine starts its own processes", "leave one of them out"),
     Refused(
         "processes",
         "no forks",
@@ -664,12 +663,11 @@ _ATTACHED: tuple[Refused, ...] = (
 )
 _HOSTS: tuple[Refused, ...] = (
     Refused(
-        "engine",
+        ("processes", "engine"),
         "NetworkTrainer",
-        "the engine has its own hosts",
-        "give engine to LocalTrainer, without a hosts file",
+        "the hosts file says where processes start, and how many",
+        "leave processes and engine out, or train with LocalTrainer",
     ),
-    Refused("processes", "NetworkTrainer", "the hosts file says how many processes to start", "leave processes out"),
     Refused(
         "min_hosts",
         "node",

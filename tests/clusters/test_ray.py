@@ -96,7 +96,7 @@ def test_options_that_are_refused(wrong: dict[str, Any], said: str) -> None:
 
 def test_hosts_of_a_file_are_not_ray() -> None:
     model, data = small_problem()
-    with pytest.raises(ArgumentError, match="give engine to LocalTrainer, without a hosts file"):
+    with pytest.raises(ArgumentError, match="leave processes and engine out, or train with LocalTrainer"):
         NetworkTrainer({"master": "localhost"}, model, data).fit(DiLoCoStrategy(H=4), max_steps=2, engine="ray")
 
 
