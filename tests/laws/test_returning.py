@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from battery import each
 from strategies import CONTRIB, CORE, STRATEGIES
 from torch import Tensor
 from torch.utils.data import TensorDataset
@@ -84,7 +85,8 @@ def _keep(rows: list[Tensor], loop: Any) -> None:
     rows[:] = loop.rows()
 
 
-@pytest.mark.parametrize("name", [name for name in ABSENT if name not in ALONE])
+# Methods of contrib have tests of their own with absent nodes, so they are slow here.
+@pytest.mark.parametrize("name", each([name for name in ABSENT if name not in ALONE], fast=[*STRATEGIES, *FURTHER]))
 def test_what_a_node_receives_when_it_returns_does_not_depend_on_its_old_parameters(name: str) -> None:
     for back in (6, 7, 9):  # in both halves of a round, and at its beginning
         undisturbed, disturbed = (returned(ABSENT[name](), back, shift) for shift in (0.0, 100.0))
