@@ -209,16 +209,6 @@ def wary(name, **given):
     return fit(trainer(), strategy, num_nodes=5, **bad, **given)
 
 
-TUNERS = {"drift": "drift", "autocorrelation": "correlation"}  # and what they see
-
-
-def tuned(name, **given):
-    """Return a run, and what its tuner has seen."""
-    made = trainer()
-    found = fit(made, DiLoCoStrategy("sgd", H=2, lr=0.1, tuner=name), max_steps=12, **given)
-    return found, list(made.history.column(TUNERS[name])[1])
-
-
 def rank():
     return int(os.environ["RANK"])
 

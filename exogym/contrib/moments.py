@@ -57,8 +57,7 @@ class Moments:
             places = [(row, place) for row, o in optimizers.items() for place in _places(o, block, kind)]
             for row, (start, moment) in places:
                 x[row, start : start + moment.numel()] = moment.flatten()
-            with fleet.comm.unwatched():
-                mean = fleet.comm.all_reduce(x, "mean")
+            mean = fleet.comm.all_reduce(x, "mean")
             present = set(rows_of(fleet, fleet.comm.present))
             for row, (start, moment) in places:
                 if row in present:

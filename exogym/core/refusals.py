@@ -14,12 +14,8 @@ FEATURES: dict[str, str] = {
     "transport": "`transport=` with any value",
     'transport="ring" or "tree"': "`transport=` with a route that sums values on the way",
     "tuner": "`tuner=` with any tuner",
-    'tuner="drift"': "a tuner that measures the nodes' drift",
-    'tuner="autocorrelation"': "a tuner that measures the outer gradients",
-    "tuner of outer_lr": "a tuner that chooses the outer rate",
     "tuner of p_sparta": "a tuner that chooses SPARTA's share",
     "nothing to tune": "a strategy without the argument that the tuner chooses",
-    "outer_lr_scheduler": "`outer_lr_scheduler=`",
     'compression_method="indices" or "topk"': "SPARTA's `compression_method=` other than `'random'`",
     'rounding="stochastic"': "SPARTA's `rounding='stochastic'`",
     "no quantization_bits": "SPARTA without `quantization_bits=`, or with 32",
@@ -48,8 +44,6 @@ FEATURES: dict[str, str] = {
     "nodes that rest": "clients that are sampled, or take fewer steps in a round than others",
     "packed values": "a strategy that sends packed values, indices or a node's own parameters, not only sums",
     "no all-reduce": "a strategy without all-reduces",
-    "several modules": "a strategy with more than one module",
-    "outer steps in parts or late": "`num_fragments=` over 1, or `delay=` or `fragment_sync_delay=` over 0",
     "its own mean": "a strategy or module that computes means without the communicator (`weighted_means`)",
     "parts of a mean": "a module that averages factors or shards only (`only_means`)",
     "values right in the mean only": "a module that sends sparse entries, rounds by chance, or has error feedback "
@@ -188,32 +182,6 @@ _MEANS: tuple[Refused, ...] = (
         "leave tuner out, and give H as a number or a function of the round",
     ),
     Refused(
-        'tuner="drift"',
-        "robust",
-        "drift is measured around the mean of the nodes' updates, and a rule replaces that mean",
-        "leave one of them out, or take a ByteBudget",
-    ),
-    Refused(
-        'tuner="drift"',
-        "secure_aggregation",
-        "the nodes' distances are summed without masks",
-        "leave one of them out, or take a ByteBudget",
-    ),
-    *(
-        Refused(feature, other, reason, "take a ByteBudget, or leave tuner out")
-        for feature in ('tuner="drift"', 'tuner="autocorrelation"')
-        for other, reason in (
-            ("no all-reduce", "the tuner reads the mean of a synchronization, and this strategy takes no mean"),
-            ("several modules", "the tuner reads one module's mean, and cannot know which module you mean"),
-        )
-    ),
-    Refused(
-        'tuner="autocorrelation"',
-        "outer steps in parts or late",
-        "the tuner reads the mean of all outer gradients at a synchronization",
-        "take DiLoCo without delay, or leave tuner out",
-    ),
-    Refused(
         "tuner",
         "gradient_modules",
         "gradients are sent at every step whatever the tuner chooses, so the tuner measures wrong "
@@ -331,15 +299,6 @@ _OPTIONS: tuple[Refused, ...] = (
         "an attack changes a node's whole row, and parameters that are never sent would stay wrong",
         "leave one of them out",
     ),
-    *(
-        Refused(
-            feature,
-            "personal",
-            "the tuner compares whole rows, and personal parameters are not averaged",
-            "take a ByteBudget, or leave tuner out",
-        )
-        for feature in ('tuner="drift"', 'tuner="autocorrelation"')
-    ),
     Refused(
         ("local_steps", "local_epochs"),
         "two kinds of steps",
@@ -391,7 +350,6 @@ _OPTIONS: tuple[Refused, ...] = (
     ),
     Refused("tuner", "nothing to tune", "the strategy has no such argument", "leave tuner out"),
     Refused("tuner", "H as a function", "the tuner chooses H during the run", "give the first H as a number"),
-    Refused("tuner of outer_lr", "outer_lr_scheduler", "both set the outer rate", "give one of them"),
     Refused(
         "tuner of p_sparta",
         'compression_method="indices" or "topk"',

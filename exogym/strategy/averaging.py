@@ -169,10 +169,10 @@ class AveragingOptions(InnerOptions, total=False):
     transport: str | None
     robust: str | Rule | NormCap | None
     secure_aggregation: bool | SecureAggregation
-    tuner: str | float | Tuner | None
+    tuner: float | Tuner | None
 
 
-def tuned(tuner: str | float | Tuner | None = None) -> Tuner | None:
+def tuned(tuner: float | Tuner | None = None) -> Tuner | None:
     """Return the option `tuner` as a `Tuner`, or None without a tuner."""
     return None if tuner is None else tuner_of(tuner)
 

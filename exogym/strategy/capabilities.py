@@ -62,7 +62,7 @@ class HasOuterModel(ABC):
 
 
 class Tunable(ABC):
-    """Capability to let a tuner change an argument. A tuner can change H and the outer learning rate without it."""
+    """Capability to let a tuner change an argument. A tuner can change H without it."""
 
     @abstractmethod
     def tune(self, name: str, value: float) -> bool:

@@ -65,7 +65,7 @@ class CommunicateOptimizeStrategy(Strategy):
         inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`.
         gradient_modules: act on the gradients before the inner step, in this order.
         transport, robust, secure_aggregation: how nodes take means; see `exogym.strategy.averaging.Averaging`.
-        tuner: a `exogym.strategy.tuning.Tuner` or its name. A tuner chooses an argument of the strategy during the run.
+        tuner: a `exogym.strategy.tuning.Tuner`. A tuner chooses an argument of the strategy during the run.
 
     Every subclass also accepts transport, robust, secure_aggregation and tuner, even if its constructor does not name
     them.
@@ -148,8 +148,6 @@ class CommunicateOptimizeStrategy(Strategy):
         if any(getattr(m, "weighting", None) == "examples" for m in self.modules):
             found['weighting="examples"'] = "weighting='examples'"
         found |= {"gradient_modules": f"gradient_modules of {name}"} if self.gradient_modules else {}
-        if len(self.communication_modules) + len(self.gradient_modules) > 1:
-            found["several modules"] = f"{name}, which has several modules"
         corrects = any(isinstance(module, Corrects) for module in self.communication_modules)
         found |= {"corrections": f"{name}, which corrects gradients"} if corrects else {}
         found |= self.averaging.features() | ({} if self.tuning is None else self.tuning.features())
@@ -188,11 +186,9 @@ class CommunicateOptimizeStrategy(Strategy):
         if not self.tuned:
             what = f"{type(self).__name__}, which does not follow {tuning.name} in its own rounds"
             refuse(features_of(tuner=tuning.tuner) | {"nothing to tune": what})
-        self._look_at_updates()
 
     def _look_at_updates(self) -> None:
-        sees_drift = self.tuning is not None and self.tuning.tuner.sees == "drift"
-        wanted = self.averaging.cap is not None or self.faults is not None or sees_drift
+        wanted = self.averaging.cap is not None or self.faults is not None
         self.updates = Updates(self.averaging.cap, self.faults, bool(self.communication_modules)) if wanted else None
 
     def on(self, fleet: Fleet, run: Run) -> Composition:

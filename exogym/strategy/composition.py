@@ -76,9 +76,8 @@ class Composition:
         )
         strategy.averaging.bind(fleet.comm, weighs, run.seed)
         if self.tuning is not None:
-            costs, tuned = None, [self.communications[m] for m in strategy.tuned]
-            if self.tuning.tuner.sees == "bytes":
-                costs = costs_of(self.modules, tuned, self.tuning.rounds, strategy.averaging, fleet, run)
+            tuned = [self.communications[m] for m in strategy.tuned]
+            costs = costs_of(self.modules, tuned, self.tuning.rounds, strategy.averaging, fleet, run)
             self.tuning.start(fleet, run, costs)
             fleet.state.register("tuning", self.tuning)
         if self.gradients and self.clients.local_steps(0, 1) is not None:
@@ -142,7 +141,7 @@ class Composition:
         if updates is not None and self._send(acting, step):
             updates.before_parameters(fleet, step)
         if tuning is not None:
-            tuning.before_meeting(fleet, [] if updates is None else list(updates.row_state.values()))
+            tuning.before_meeting(fleet)
         yield
         if updates is not None:
             updates.after_meeting(fleet)

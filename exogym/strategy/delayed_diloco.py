@@ -56,9 +56,6 @@ class DelayedCommunicator(OuterModule):
         self.weighting, self.delay = weighting, delay
         self.name = "DiLoCoCommunicator"  # checkpoints have always used this name
 
-    def features(self) -> dict[str, str]:
-        return super().features() | {"outer steps in parts or late": f"delay={self.delay}"}
-
     def traffic(self, P: float, N: int, b: float) -> list[Traffic]:
         return [Traffic("all_reduce", P * b, self.interval_steps, overlap_steps=self.delay)]
 

@@ -91,8 +91,7 @@ class NoLoCoCommunicator(PeriodicModule):
         rows = rows_of(fleet, fleet.comm.present)
         for block, phi, delta in zip(fleet.blocks, self.phi, self.delta, strict=True):
             D = _group_mean(fleet, block.params - phi, groups)
-            with fleet.comm.unwatched():
-                pull = _group_mean(fleet, phi, groups).sub_(phi)
+            pull = _group_mean(fleet, phi, groups).sub_(phi)
             delta[rows] = (self.alpha * delta).add_(D, alpha=self.beta).add_(pull, alpha=self.gamma)[rows]
             phi[rows] += delta[rows]
             block.params[rows] = phi[rows]

@@ -94,10 +94,6 @@ class StreamingCommunicator(CommunicationModule, HasOuterModel):
         self.delay, self.alpha = fragment_sync_delay, fragment_update_alpha
         self.offsets = [p * H // num_fragments for p in range(num_fragments)] if offsets is None else list(offsets)
 
-    def features(self) -> dict[str, str]:
-        given = f"num_fragments={self.num_fragments}, fragment_sync_delay={self.delay}"
-        return {"outer steps in parts or late": given} if self.num_fragments > 1 or self.delay else {}
-
     def traffic(self, P: float, N: int, b: float) -> list[Traffic]:
         F = self.num_fragments
         kind, size = ("all_reduce", b) if self.bits == 32 else ("all_gather", self.bits / 8)

@@ -6,7 +6,6 @@ node) is not in it. What is drawn or chosen with the run's seed, the clients of 
 """
 
 import itertools
-import math
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,6 @@ from exogym.data import Partitioner
 from exogym.errors import ArgumentError
 from exogym.strategy import (
     CommunicateOptimizeStrategy,
-    DiLoCoStrategy,
     OptimSpec,
     SignSGDStrategy,
     SparseLoCoStrategy,
@@ -31,10 +29,10 @@ from exogym.strategy import (
 )
 from exogym.strategy.federated_averaging import AveragingCommunicator
 from exogym.strategy.privacy import DifferentialPrivacy
-from exogym.strategy.tuning import ByteBudget, Drift
+from exogym.strategy.tuning import ByteBudget
 
 NODES, EACH, STEPS, H, LR, MOMENTUM = 9, 8, 9, 2, 0.2, 0.6
-DENSITY, OUTER_LR, CLIP, TARGET = 0.3, 0.7, 0.05, 0.2
+DENSITY, CLIP = 0.3, 0.05
 ROUNDS = 3.3  # of a budget
 
 
@@ -68,7 +66,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "privacy": {"privacy": DifferentialPrivacy(CLIP, 0.5)},
     "secure_aggregation": {"secure": True},
     "transport": {name: name for name in ("server", "ring", "tree")},
-    "tuner": {"drift": Drift(TARGET), "budget": ByteBudget, "autocorrelation": "autocorrelation"},
+    "tuner": {"budget": ByteBudget},
     "client_fraction": {"sampled": 0.5},
     "error_feedback": {
         "topk": lambda: TopKStrategy(density=DENSITY),
@@ -115,8 +113,6 @@ def strategy_of(chosen: Chosen) -> CommunicateOptimizeStrategy:
     if chosen.get("error_feedback") == "sparseloco":
         del given["error_feedback"]
         return SparseLoCoStrategy(inner, H=H, topk=1, chunk=4, bits=32, **given)
-    if chosen.get("tuner") == "autocorrelation":
-        return DiLoCoStrategy(inner, OptimSpec(torch.optim.SGD, lr=OUTER_LR), H=H, **given)
     if "error_feedback" in given:
         given["error_feedback"] = given["error_feedback"]()
     return Everything(inner, **given)
@@ -188,8 +184,8 @@ def sent_of(name: str, p: Tensor) -> Tensor:
 
 def by_hand(
     chosen: Chosen, ends: list[int], average: Any, privacy: DifferentialPrivacy | None, by_chunks: Any
-) -> tuple[Tensor, float]:
-    """Return the model at the end, and what a tuner saw last.
+) -> Tensor:
+    """Return the model at the end.
 
     Args:
         ends: the steps that rounds end after, as a budget chose them; else they are reckoned here.
@@ -197,15 +193,14 @@ def by_hand(
         privacy: whose noise there is.
         by_chunks: SparseLoCo's compressor.
     """
-    rule, tuner, feedback = (chosen.get(name, "") for name in ("robust", "tuner", "error_feedback"))
+    rule, feedback = (chosen.get(name, "") for name in ("robust", "error_feedback"))
     q = OPTIONS["client_fraction"][chosen["client_fraction"]] if "client_fraction" in chosen else 1.0
-    theta, round_, begin, length = flat(network()), 0, 0, H
+    theta, round_, begin = flat(network()), 0, 0
     momenta: dict[int, Tensor] = {}
     errors = {i: torch.zeros(26, dtype=torch.float64) for i in range(NODES)}
     x = {i: theta.clone() for i in range(NODES)}
-    factor, earlier, seen = 1.0, None, math.nan
     while begin < STEPS:
-        end = min(ends[round_] if ends else begin + length, STEPS)
+        end = min(ends[round_] if ends else begin + H, STEPS)
         clients = average.clients(round_) if average is not None else list(range(NODES))
         for _ in range(begin, end):
             g = {i: gradient(x[i], i) for i in clients}
@@ -232,19 +227,10 @@ def by_hand(
             move = sum(u.values(), torch.zeros(26, dtype=torch.float64)) / (q * NODES) + noise
         else:
             move = middle(rule, torch.stack(list(u.values())))
-        if tuner == "drift" and end == begin + length:
-            seen = sum(float((d - move).square().sum()) for d in u.values()) / sum(float(d @ d) for d in u.values())
-            length = max(1, length // 2 if seen > TARGET else length + max(1, length // 4))
-        if tuner == "autocorrelation":
-            own, now = factor, -move
-            if end == begin + length and earlier is not None:
-                seen = float(now @ earlier / (now.norm() * earlier.norm()))
-                factor = min(2.0, max(0.1, factor * (1 + 0.2 * seen)))
-            move, earlier = OUTER_LR * own * move, now
         theta = theta + move
         x = {i: theta.clone() for i in range(NODES)}
         round_, begin = round_ + 1, end
-    return theta, seen
+    return theta
 
 
 def said_by_the_table(error: ArgumentError) -> bool:
@@ -254,12 +240,8 @@ def said_by_the_table(error: ArgumentError) -> bool:
 @pytest.mark.parametrize("chosen", [pytest.param({}, id="none"), *pairs()])
 def test_a_pair_equals_its_reference_or_is_refused(chosen: Chosen) -> None:
     steps: list[Any] = []
-    of_its_own = {"sparseloco", "autocorrelation"} & {
-        *chosen.values()
-    }  # SparseLoCo and DiLoCo, which lack some options
-    lacks = {"client_fraction", "privacy", "error_feedback"} & {*chosen} if of_its_own else set()
-    if lacks - ({"error_feedback"} if "sparseloco" in of_its_own else set()) or len(of_its_own) == 2:
-        with pytest.raises(ArgumentError, match=r"has no argument|SparseLoCoStrategy, which does not take outer_lr"):
+    if "sparseloco" in chosen.values() and {"client_fraction", "privacy"} & {*chosen}:  # which it lacks
+        with pytest.raises(ArgumentError, match="has no argument"):
             strategy_of(chosen)
         return
     try:
@@ -277,9 +259,5 @@ def test_a_pair_equals_its_reference_or_is_refused(chosen: Chosen) -> None:
         ends = [*strategy.tuning.rounds._ends[1:], STEPS, STEPS]
     drawn = average if privacy is not None or "client_fraction" in chosen else None
     by_chunks = ChunkTopK(steps[-1].fleet.blocks[0].layout, 1, 4, None)
-    wanted, seen = by_hand(chosen, ends, drawn, privacy, by_chunks)
+    wanted = by_hand(chosen, ends, drawn, privacy, by_chunks)
     torch.testing.assert_close(flat(trainer.model), wanted, rtol=0, atol=1e-6 if "error_feedback" in chosen else 1e-9)
-    if chosen.get("tuner") in ("drift", "autocorrelation"):
-        assert (0 <= seen <= 1) if chosen["tuner"] == "drift" else (-1 <= seen <= 1)
-        figure = {"drift": "drift", "autocorrelation": "correlation"}[chosen["tuner"]]
-        assert strategy.tuning.figures()[figure] == pytest.approx(seen, abs=1e-9)

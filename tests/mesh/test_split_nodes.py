@@ -12,7 +12,6 @@ from splits import (
     MADE,
     PIPELINES,
     SGD,
-    TUNERS,
     WARY,
     Still,
     apart,
@@ -23,7 +22,6 @@ from splits import (
     still_line,
     text_trainer,
     trainer,
-    tuned,
     wary,
 )
 
@@ -36,7 +34,6 @@ from exogym.strategy import DiLoCoStrategy
 OF_NAMES = (
     "test_two_processes_for_a_node_train_what_one_would",
     "test_what_looks_at_a_whole_row_sees_it_in_parts",
-    "test_a_tuner_sees_the_whole_row",
 )
 DILOCO = "DiLoCoStrategy('sgd', H=3, lr=0.1)"
 
@@ -44,7 +41,7 @@ DILOCO = "DiLoCoStrategy('sgd', H=3, lr=0.1)"
 @pytest.fixture(scope="module")
 def halves(request, tmp_path_factory):
     """What 2 nodes of 2 processes come to, by name."""
-    names, warily, tuners = ([params["name"] for params in asked(request, test)] for test in OF_NAMES)
+    names, warily = ([params["name"] for params in asked(request, test)] for test in OF_NAMES)
     body = f"""
 from exogym.balance import Balance
 from exogym.callbacks import WeightAverage
@@ -55,8 +52,6 @@ for split in ("shard=2", "shard=2, zero=2", "shard=2, zero=1", "tensor=2", "stag
 found["lengths"] = PIPELINES["lengths"](lambda **given: {{"node": NodeMesh(**given)}})
 for name in {warily!r}:
     found[name] = wary(name, node=NodeMesh(shard=2))
-for name in {tuners!r}:
-    found[name] = tuned(name, node=NodeMesh(shard=2), save_dir=name)
 found["native"] = fit(trainer(), {DILOCO}, node=NodeMesh(shard=2), reduction="native", max_steps=4)
 speeds = Balance("batch", speeds=[1, 3])
 found["speeds"] = fit(trainer(), {DILOCO}, node=NodeMesh(shard=2), balance=speeds, max_steps=4)
@@ -114,13 +109,6 @@ def test_what_looks_at_a_whole_row_sees_it_in_parts(name, halves):
     """The vector closest to its neighbours, norms, and noise as long as the update of a bad node."""
     assert_alike(halves[name], wary(name), ADAM)
     assert apart(halves[name], wary("plain")) > 100 * SGD  # the control: it makes a difference
-
-
-@pytest.mark.parametrize("name", each(TUNERS, fast=("drift",)))
-def test_a_tuner_sees_the_whole_row(name, halves):
-    (run, seen), (dense, wanted) = halves[name], tuned(name)
-    assert_alike(run, dense, ADAM)
-    assert len(wanted) > 1 and seen == pytest.approx(wanted, rel=1e-4)
 
 
 def test_torchs_own_sums_and_loads_by_speed_are_as_ever(halves):

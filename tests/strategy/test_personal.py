@@ -270,7 +270,6 @@ def test_a_buffer_alone_can_stay() -> None:
         (lambda: FedAvgStrategy(personal=[]), "must be a pattern of names such as 'head"),
         (lambda: FedAvgStrategy(personal=1.5), "or the number of the model's last layers"),
         (lambda: FedAvgStrategy(personal="second.*", robust="norm_cap"), "take another rule, such as 'median'"),
-        (lambda: FedAvgStrategy(personal="second.*", tuner="drift"), "take a ByteBudget, or leave tuner out"),
         (lambda: train(FedPerStrategy(), faults=Faults(bad_nodes=[1])), "not tried together"),
         (lambda: FedPerStrategy(privacy=None), "never sent: take fedavg"),
         (lambda: DittoStrategy(personal="second.*"), "each client has a whole personal model"),

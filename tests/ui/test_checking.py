@@ -48,9 +48,9 @@ def test_the_error_is_that_of_compare(given: dict[str, Any]) -> None:
 
 
 def test_each_strategy_has_its_own_error() -> None:
-    given = {"strategies": "ddp,diloco:H=0,dilco,ddp:tuner=drift", "num_nodes": "2", "seeds": "1"}
+    given = {"strategies": "ddp,diloco:H=0,dilco,ddp:tuner=9", "num_nodes": "2", "seeds": "1"}
     errors = check("compare", given)["errors"]
-    assert [found["strategy"] for found in errors] == ["diloco:H=0", "dilco", "ddp:tuner=drift"]
+    assert [found["strategy"] for found in errors] == ["diloco:H=0", "dilco", "ddp:tuner=9"]
     assert "did you mean 'diloco'" in errors[1]["error"] and "leave tuner out" in errors[2]["error"]
     few = {"num_nodes": "2", "strategies": "fedavg:robust=krum,decoupled_diloco:quorum=9"}
     krum, quorum = check("compare", few)["errors"]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,9 +38,6 @@ class Communicator(Recorder):
             the path. Bytes and time depend on the path; the result does not.
         rule: robust rule that replaces every mean of parameters or gradients (`exogym.core.communicator.robust`), or
             None.
-        watchers: functions to call after each mean of parameters. Each function gets the numbers of the members' rows
-            in this process, each row's weight (over all members, the weights' mean is 1), all rows, and the mean.
-            `unwatched` hides means of other values from the watchers.
         secure: computes means so that nobody sees a single node's values (`exogym.core.communicator.secure`), or None.
 
     >>> comm = Communicator(range(4), 4)
@@ -58,7 +54,6 @@ class Communicator(Recorder):
         self.transport: str | None = None
         self.rule: Rule | None = None
         self.secure: SecureAggregation | None = None
-        self.watchers: list[Callable[[Sequence[int], Sequence[float], Tensor, Tensor], None]] = []
         self._aggregations = 0
         self._in_flight: dict[int, list[Any]] = {}
 
@@ -117,14 +112,9 @@ class Communicator(Recorder):
                 self.record(*(rule.collective if way != "server" else (kind, way)), group, self._row_bytes(x))
             else:
                 # What is used at once cannot be on its way: rows are set here if not all nodes are members.
-                flight = self._flight if target is None and not self.watchers else None
+                flight = self._flight if target is None else None
                 result = self._reduced(flat, group, op, share, not apart, flight)
                 self.record(kind, way, group, self._row_bytes(x))
-            if op == "mean" and self._tag == "parameters":
-                for watch in self.watchers:
-                    rows = self._rows_here(group)
-                    at = {i: 1.0 if share is None else float(share[k]) * len(group) for k, i in enumerate(group)}
-                    watch(rows, [at[self.ranks[row]] for row in rows], flat, result)
             if target is not None:
                 for row in self._rows_here(group):
                     target[row] = result
@@ -134,18 +124,6 @@ class Communicator(Recorder):
             return out if out is not None else target.view_as(x)
         assert result is not None
         return result.view(1, *x.shape[1:]).expand_as(x)
-
-    @contextlib.contextmanager
-    def unwatched(self) -> Iterator[None]:
-        """A context whose means `watchers` do not see.
-
-        Use this context for means of other values than parameters, such as an optimizer's moments.
-        """
-        watchers, self.watchers = self.watchers, []
-        try:
-            yield
-        finally:
-            self.watchers = watchers
 
     @property
     def _others(self) -> Columns:
@@ -227,7 +205,7 @@ class Communicator(Recorder):
         result = None if own is None or everyone else own.clone()
         for group in groups:
             self.record("all_gather", "ring", group, size)
-            late = like if everyone and not self.watchers else None
+            late = like if everyone else None
             reduced = self._of_decoded(own, group, op) if shared else self._of_packed(payload, decode, group, op, late)
             if result is None:
                 return reduced[None].expand(len(self.ranks), *reduced.shape)
