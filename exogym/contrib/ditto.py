@@ -149,9 +149,8 @@ class DittoStrategy(CommunicateOptimizeStrategy):
             alone; with a larger lambda it stays nearer to theta.
         H: steps of a round, in both parts together.
         personal_steps: s, the steps of a round that train v_i. None means H / 2, rounded down.
-        client_fraction, weighting, local_steps, local_epochs, keep_inner_state, over_sampling, deadline_s,
-            min_reports: see `AveragingCommunicator`. The table of combinations refuses `local_steps` and
-            `local_epochs` here.
+        client_fraction, weighting, local_steps, local_epochs, keep_inner_state: see `AveragingCommunicator`. The table
+            of combinations refuses `local_steps` and `local_epochs` here.
         inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: options of the clients' steps; see `Strategy`.
 
     >>> strategy = DittoStrategy(inner_optim='sgd', lam=0.5, H=10, lr=0.01)

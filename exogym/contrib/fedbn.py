@@ -44,8 +44,8 @@ class FedBNStrategy(CommunicateOptimizeStrategy):
     steps, for P_s shared parameters of b bytes.
 
     Args:
-        H, client_fraction, weighting, local_steps, local_epochs, keep_inner_state, over_sampling, deadline_s,
-            min_reports: see `AveragingCommunicator`. By default clients have equal weights, as in the paper.
+        H, client_fraction, weighting, local_steps, local_epochs, keep_inner_state: see `AveragingCommunicator`. By
+            default clients have equal weights, as in the paper.
         inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: options of the clients' steps; see `Strategy`.
 
     >>> strategy = FedBNStrategy(inner_optim='sgd', H=5, lr=0.01)

@@ -153,9 +153,9 @@ class FedNovaStrategy(CommunicateOptimizeStrategy):
     8 bytes per client every H steps, for P parameters of b bytes.
 
     Args:
-        H, client_fraction, weighting, local_steps, local_epochs, keep_inner_state, over_sampling,
-            deadline_s, min_reports: see `AveragingCommunicator`. Without `local_steps`, `local_epochs` or slow nodes
-            all clients take the same number of steps, and FedNova is FedAvg.
+        H, client_fraction, weighting, local_steps, local_epochs, keep_inner_state: see `AveragingCommunicator`. Without
+            `local_steps`, `local_epochs` or slow nodes all clients take the same number of steps, and FedNova is
+            FedAvg.
         mu: weight of a proximal term mu (theta_i - theta) in every local gradient, as in FedProx. With 0 there is no
             such term.
         inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: options of the clients' steps; see `Strategy`.

@@ -36,8 +36,7 @@ class FedPerStrategy(CommunicateOptimizeStrategy):
     Args:
         personal: the number of last layers that are personal (the paper's K_P), a pattern of names such as "head.*", or
             a list of patterns. With None the strategy is FedAvg.
-        H, client_fraction, weighting, local_steps, local_epochs, keep_inner_state, over_sampling, deadline_s,
-            min_reports: see `AveragingCommunicator`.
+        H, client_fraction, weighting, local_steps, local_epochs, keep_inner_state: see `AveragingCommunicator`.
         inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: options of the clients' steps; see `Strategy`.
 
     >>> strategy = FedPerStrategy(inner_optim='sgd', personal='head.*', H=5, lr=0.01)

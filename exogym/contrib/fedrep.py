@@ -100,9 +100,8 @@ class FedRepStrategy(CommunicateOptimizeStrategy):
         H: steps of a round, in both parts together.
         body_steps: s, the steps of a round that train the body. None means H / 5, rounded down, and at least 1. With H
             the heads never change.
-        client_fraction, weighting, local_steps, local_epochs, keep_inner_state, over_sampling, deadline_s,
-            min_reports: see `AveragingCommunicator`. The table of combinations refuses `local_steps` and
-            `local_epochs` here.
+        client_fraction, weighting, local_steps, local_epochs, keep_inner_state: see `AveragingCommunicator`. The table
+            of combinations refuses `local_steps` and `local_epochs` here.
         inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: options of the clients' steps; see `Strategy`.
 
     >>> strategy = FedRepStrategy(inner_optim='sgd', personal='head.*', H=10, body_steps=2, lr=0.01)

@@ -52,7 +52,7 @@ def delayed_nesterov(theta: list[Tensor], d: int, eta: float, beta: float) -> Ru
     >>> server.theta  # -0.1, -0.1, and then -0.1 * 2 * 0.5 m with m = (1 + 1)/2
     [tensor([-0.3000])]
     """
-    return RuleServer(theta, "delayed_nesterov", K=d, c=0.0, eta=eta * d, beta=beta)
+    return RuleServer(theta, "delayed_nesterov", K=d, eta=eta * d, beta=beta)
 
 
 class MergingServer:

@@ -20,10 +20,7 @@ FEATURES: dict[str, str] = {
     'rounding="stochastic"': "SPARTA's `rounding='stochastic'`",
     "no quantization_bits": "SPARTA without `quantization_bits=`, or with 32",
     "client_fraction": "`client_fraction=` under 1",
-    "no client_fraction": "an averaging strategy in which all clients act: `client_fraction=1`",
     "island_size": "`island_size=` of an averaging strategy",
-    "over_sampling, deadline_s or min_reports": "a server that asks more clients than it needs",
-    "deadline_s": "`deadline_s=`",
     "personal": "`personal=`",
     "two kinds of steps": "a strategy that divides a round's steps between two models, or two parts of a model",
     "local_steps": "`local_steps=`",
@@ -36,8 +33,6 @@ FEATURES: dict[str, str] = {
     "delay": "DiLoCo's `delay=`",
     "eager": "DiLoCo's `eager=True`",
     "island_H": "DiLoCo's `island_H=`",
-    "activation": "`activation=` of asynchronous DiLoCo",
-    "a rule without activation": "`rule=` of asynchronous DiLoCo other than `'delayed_nesterov'`",
     # properties of strategies
     "gradient_modules": "modules that act on the gradients of all nodes at every step",
     "corrections": "a module that corrects each node's own gradients",
@@ -192,12 +187,6 @@ _MEANS: tuple[Refused, ...] = (
         "privacy", "island_size", "privacy needs a server's mean, and islands have no server", "leave island_size out"
     ),
     Refused(
-        "privacy",
-        "over_sampling, deadline_s or min_reports",
-        "epsilon assumes that chance alone selects the clients, not their speed",
-        "leave over_sampling, deadline_s and min_reports out",
-    ),
-    Refused(
         "robust",
         'transport="ring" or "tree"',
         "a rule needs each node's values, and this transport sums them on the way",
@@ -246,12 +235,6 @@ _MEANS: tuple[Refused, ...] = (
             f"leave transport out, or {feature}",
         )
         for feature in ("client_fraction", "privacy")
-    ),
-    Refused(
-        "over_sampling, deadline_s or min_reports",
-        "island_size",
-        "such a server takes one mean, over the clients that report",
-        "leave island_size out",
     ),
     *(
         Refused(feature, "weights by examples", reason, "give weighting='uniform'")
@@ -325,22 +308,10 @@ _OPTIONS: tuple[Refused, ...] = (
         "give H as a number; dylu=True lets slow nodes take fewer steps",
     ),
     Refused(
-        "over_sampling, deadline_s or min_reports",
-        "no client_fraction",
-        "only a server that samples clients uses these options",
-        "give client_fraction under 1",
-    ),
-    Refused(
         "eager",
         ("delay", "island_H"),
         "eager=True already waits a whole round for the average, and has no moment for another one",
         "leave one of them out",
-    ),
-    Refused(
-        "activation",
-        "a rule without activation",
-        "only rule='delayed_nesterov' uses activation",
-        "leave activation out",
     ),
     Refused(
         'rounding="stochastic"',
@@ -508,7 +479,7 @@ _FAULTS: tuple[Refused, ...] = (
 )
 _TIME: tuple[Refused, ...] = (
     Refused(
-        ("trace", "deadline_s"),
+        "trace",
         "no step_seconds",
         "which clients report in time depends on how long steps take",
         "give fit the step time of a client at speed 1, for example step_seconds='50ms'",

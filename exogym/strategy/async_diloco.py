@@ -5,24 +5,24 @@ Liu et al., Asynchronous Local-SGD Training for Language Modeling, arXiv:2401.09
     pulls theta, takes H_w inner steps to theta_w, pushes Delta = theta_pulled - theta_w, pulls again.
 
 A server applies each Delta on arrival, by one of the rules below. eta is the outer learning rate, beta the outer
-momentum, K the period (the number of nodes N by default), c the activation, and t the number of arrivals so far. The
-momentum m and the buffer A start at 0.
+momentum, K the period (the number of nodes N by default), and t the number of arrivals so far. The momentum m and the
+buffer A start at 0.
 
     delayed_nesterov   A <- A + Delta
-                       if (t+1) mod K = 0:  m <- beta m + A/K;  theta <- theta - eta ((1 - cK + c) beta m + Delta/K);  A <- 0
-                       else:                                    theta <- theta - eta (c beta m + Delta/K)
+                       if (t+1) mod K = 0:  m <- beta m + A/K;  theta <- theta - eta (beta m + Delta/K);  A <- 0
+                       else:                                    theta <- theta - eta Delta/K
     nesterov           g = Delta/K;             m <- beta m + g;  theta <- theta - eta (g + beta m)
     discount           as nesterov, with g = (1+s)^(-1/2) Delta/K               s: updates of theta since w pulled theta
     fedbuff            A <- A + Delta;  at every K-th arrival: as nesterov, with g = A/K; A <- 0      (arXiv:2106.06639)
 
 Every rule divides by K, so that K arrivals weigh as much as one outer step of DiLoCo, and eta means the same in every
-rule. `nesterov` with K = 1 takes DiLoCo's outer step at every arrival. If K = N, c = 0 and all nodes pulled the same
+rule. `nesterov` with K = 1 takes DiLoCo's outer step at every arrival. If K = N and all nodes pulled the same
 theta, `delayed_nesterov` and `fedbuff` are DiLoCo.
 
 With `lookahead` = a, nodes pull theta - a eta beta m instead of theta, because theta will move along the momentum until
 their Delta arrive. Delta is then the difference from these parameters. The idea is the momentum look-ahead of Ajanthan
 et al. (OpenReview 4O8nzTkHPI). The formula is equation 5 of Asif et al. (HeLoCo, arXiv:2606.00271), with a = 1.
-"""  # noqa: E501
+"""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from exogym.core.combinations import check, features_of, refuse
+from exogym.core.combinations import refuse
 from exogym.core.fleet import Fleet
-from exogym.errors import ArgumentError, check_choice, check_count
+from exogym.errors import check_choice, check_count
 from exogym.strategy.clocked import ClockedStrategy, check_numbers
 from exogym.strategy.strategy import InnerOptions
 
@@ -47,7 +47,7 @@ class RuleServer:
 
     Args:
         theta: the initial outer parameters, (P,) per block; the server copies them.
-        rule, K, c: the rule's name, the period and the activation; see `exogym.strategy.async_diloco`.
+        rule, K: the rule's name and the period; see `exogym.strategy.async_diloco`.
         eta, beta: outer learning rate and outer momentum.
         ahead: a, how far ahead of theta the parameters lie that nodes pull.
 
@@ -56,18 +56,18 @@ class RuleServer:
         t: number of arrivals so far.
         version: number of updates of theta.
 
-    >>> server = RuleServer([torch.zeros(1)], "delayed_nesterov", K=2, c=0.0, eta=1.0, beta=0.5)
+    >>> server = RuleServer([torch.zeros(1)], "delayed_nesterov", K=2, eta=1.0, beta=0.5)
     >>> for _ in range(2):
     ...     server.apply([torch.ones(1)])
     >>> server.theta  # -1/2, then -1/2 - beta m with m = (1 + 1)/2
     [tensor([-1.5000])]
     """
 
-    def __init__(self, theta: list[Tensor], rule: str, K: int, c: float, eta: float, beta: float, ahead: float = 0.0):
+    def __init__(self, theta: list[Tensor], rule: str, K: int, eta: float, beta: float, ahead: float = 0.0):
         self.theta = [x.clone() for x in theta]
         self.m = [torch.zeros_like(x) for x in theta]
         self.A = [torch.zeros_like(x) if rule in BUFFERED else x.new_empty(0) for x in theta]
-        self.rule, self.K, self.c, self.eta, self.beta = RULES[rule], K, c, eta, beta
+        self.rule, self.K, self.eta, self.beta = RULES[rule], K, eta, beta
         self.t, self.version, self.ahead = 0, 0, ahead * eta * beta
 
     def apply(self, delta: list[Tensor], staleness: int = 0, steps: int = 1, batch_size: int = 1) -> None:
@@ -120,14 +120,13 @@ class RuleServer:
 
 def _delayed_nesterov(server: RuleServer, b: int, delta: Tensor, s: int) -> bool:
     theta, m, A = server.theta[b], server.m[b], server.A[b]
-    K, c, eta, beta = server.K, server.c, server.eta, server.beta
     A.add_(delta)
-    share = c
+    g = delta.div_(server.K)
     if server.completes_period:
-        m.mul_(beta).add_(A.div_(K))
+        m.mul_(server.beta).add_(A.div_(server.K))
         A.zero_()
-        share = 1 - c * K + c
-    theta.sub_(delta.div_(K).add_(m, alpha=share * beta), alpha=eta)
+        g.add_(m, alpha=server.beta)
+    theta.sub_(g, alpha=server.eta)
     return True
 
 
@@ -185,8 +184,6 @@ class AsyncDiLoCoStrategy(ClockedStrategy):
             math.inf the server waits for all nodes.
         period: K, the number of arrivals that weigh as much as one outer step of DiLoCo. None means the number of
             nodes.
-        activation: c, the share of the momentum that `delayed_nesterov` applies at an arrival within a period, from 0
-            to 1/K. With c > 0 the strategy differs from DiLoCo, even if all nodes are equally fast.
         delay_compensation: lambda. The server applies Delta + lambda Delta * Delta * (theta - theta_pulled),
             elementwise, instead of Delta (arXiv:1609.08326). With 0 there is no compensation.
         max_staleness: the server drops a Delta if theta was updated more than this number of times between the node's
@@ -217,7 +214,7 @@ class AsyncDiLoCoStrategy(ClockedStrategy):
     equation = "A <- A + Delta_i as each comes; every K-th: m <- beta m + A/K and a step along it"
     needs = "a server; no node waits"
     identities = (
-        "equal speeds, K=N, c=0, infinite grace = diloco",
+        "equal speeds, K=N, infinite grace = diloco",
         "N=1 = diloco",
         "beta=0: theta - eta/K Delta",
         "beta=0: lookahead changes nothing",
@@ -235,7 +232,6 @@ class AsyncDiLoCoStrategy(ClockedStrategy):
         shard_sampling: bool = False,
         grace_s: float = 0.0,
         period: int | None = None,
-        activation: float = 0.0,
         delay_compensation: float = 0.0,
         max_staleness: int | None = None,
         lookahead: float = 0.0,
@@ -250,28 +246,17 @@ class AsyncDiLoCoStrategy(ClockedStrategy):
                 check_count(name, given, least=1 if name == "period" else 0)
         check_numbers(
             ("outer_lr", outer_lr, math.inf), ("outer_momentum", outer_momentum, 1), ("grace_s", grace_s, math.inf),
-            ("activation", activation, 1), ("delay_compensation", delay_compensation, math.inf),
-            ("lookahead", lookahead, math.inf),
+            ("delay_compensation", delay_compensation, math.inf), ("lookahead", lookahead, math.inf),
         )  # fmt: skip
-        if rule != "delayed_nesterov":
-            check({"a rule without activation": f"rule={rule!r}"} | features_of(activation=activation or None))
         super().__init__(inner_optim, **options)
         self.H, self.dylu, self.grace_s, self.max_staleness = H, dylu, grace_s, max_staleness
         self.shard_sampling = shard_sampling
         self.rule, self.outer_lr, self.outer_momentum = rule, outer_lr, outer_momentum
-        self.period, self.activation, self.delay_compensation = period, activation, delay_compensation
+        self.period, self.delay_compensation = period, delay_compensation
         self.lookahead = lookahead
 
     def server(self, fleet: Fleet) -> RuleServer:
-        """Return a new server whose theta is the fleet's initial parameters.
-
-        Raises:
-            ArgumentError: `activation` is over 1/K.
-        """
+        """Return a new server whose theta is the fleet's initial parameters."""
         K = fleet.num_nodes if self.period is None else self.period
-        if self.activation * K > 1 + 1e-9:
-            raise ArgumentError(
-                f"activation={self.activation} must be at most 1/K = {1 / K:g}, with period K={K}: lower it"
-            )
         theta = [block.params[0] for block in fleet.blocks]
-        return RuleServer(theta, self.rule, K, self.activation, self.outer_lr, self.outer_momentum, self.lookahead)
+        return RuleServer(theta, self.rule, K, self.outer_lr, self.outer_momentum, self.lookahead)

@@ -1,4 +1,4 @@
-"""The random draws of federated rounds: the clients that take part, their islands, and the clients that a server asks.
+"""The random draws of federated rounds: the clients that take part, and their islands.
 
 All draws depend only on (seed, round). So every process computes the draws itself, and no node sends them.
 """
@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 
 from exogym.core.base.draws import numpy_generator
 from exogym.core.combinations import features_of
 from exogym.errors import check_count, check_number
-from exogym.faults import Availability
-from exogym.strategy.participation import Participation
 from exogym.strategy.traffic import AskedRounds
 
 
@@ -35,30 +33,16 @@ class ClientDraws:
         client_fraction: float = 1.0,
         island_size: int | None = None,
         by_chance: bool = False,
-        over_sampling: float = 0.0,
-        deadline_s: float | None = None,
-        min_reports: int = 1,
     ):
         if island_size is not None:
             check_count("island_size", island_size)
         check_number("client_fraction", client_fraction, over=0, most=1)
-        check_number("over_sampling", over_sampling, least=0, more=", a share of the clients of a round")
-        if deadline_s is not None:
-            check_number("deadline_s", deadline_s, over=0)
-        check_count("min_reports", min_reports)
         self.client_fraction, self.island_size, self.by_chance = client_fraction, island_size, by_chance
-        self.over_sampling, self.deadline_s, self.min_reports = over_sampling, deadline_s, min_reports
         self.samples = client_fraction < 1 or by_chance
-        self.asks = over_sampling > 0 or deadline_s is not None or min_reports > 1
 
     def features(self) -> dict[str, str]:
         """Return the options that are set: a dict from names in `exogym.core.combinations.FEATURES` to texts."""
-        found = features_of(island_size=self.island_size, deadline_s=self.deadline_s)
-        found |= {"no client_fraction": "client_fraction=1"} if self.client_fraction == 1 else {}
-        if self.asks:
-            asked = f"over_sampling={self.over_sampling}, deadline_s={self.deadline_s}, min_reports={self.min_reports}"
-            found["over_sampling, deadline_s or min_reports"] = asked
-        return found
+        return features_of(island_size=self.island_size)
 
     def sizes(self, N: int) -> tuple[int, int]:
         """Return the number of clients in a round among N nodes, and the number of nodes in an island."""
@@ -96,27 +80,14 @@ class ClientDraws:
         order = numpy_generator(seed, "islands", round_).permutation(clients).tolist()
         return [sorted(order[i : i + self.island_size]) for i in range(0, len(order), self.island_size)]
 
-    def asked(
-        self, seed: int, N: int, work: Callable[[int], np.ndarray | int], step_s: np.ndarray | float,
-        availability: Availability | None = None,
-    ) -> Participation:  # fmt: skip
-        """Return the rounds of a server that asks clients and uses the first reports."""
-        return Participation(
-            seed, N, self.sizes(N)[0], work, step_s, availability, self.over_sampling, self.deadline_s,
-            self.min_reports,
-        )  # fmt: skip
-
     def rounds_among(self, N: int, H: int) -> AskedRounds | None:
         """Return a function that yields each round's clients, for `Plan.rounds`, or None if all N nodes are clients."""
         if self.client_fraction == 1 or N == 1:
             return None
 
         def rounds(step_s: np.ndarray) -> Iterator[tuple[list[list[int]], float | None]]:
-            asked = self.asked(0, N, lambda round_: H, step_s) if self.asks else None
             for round_ in itertools.count():
-                held = None if asked is None else asked.of(round_)
-                clients = self.clients(N, 0, round_) if held is None else held.clients
-                groups = self.islands(clients, 0, round_)
-                yield groups, None if len(groups) > 1 else 0.0 if held is None else held.end_s - held.begin_s
+                groups = self.islands(self.clients(N, 0, round_), 0, round_)
+                yield groups, None if len(groups) > 1 else 0.0
 
         return rounds

@@ -73,15 +73,12 @@ class AveragingCommunicator(PeriodicModule, ChoosesClients, HasOuterModel):
         privacy: a `DifferentialPrivacy`; the history then records the `epsilon` spent. `privacy` cannot be combined
             with islands, with weights by examples that differ, or with buffers that training changes (averages of
             buffers are not private).
-        over_sampling: additional share of clients that the server asks (0.3 means 30 % more than the server needs).
-        deadline_s: seconds that the server waits for reports, on the clock of `fit(step_seconds=)`. The server uses the
-            first reports.
         personal: the parameters and buffers that stay with each client, which sends only the others: a pattern of names
             such as "head.*", a list of patterns, or the number of the model's last layers (`exogym.strategy.personal`).
-        min_reports: the server gives a round up if fewer reports than this number arrived.
-            `exogym.strategy.participation` describes such rounds; give `fit(faults=Faults(trace=...))` the times at
-            which clients are available. The history then has `server_time_s`, `failed_rounds`, and the last round's
-            `asked` and `reports`.
+
+    With `fit(faults=Faults(trace=...))` the server asks only clients that are available, as
+    `exogym.strategy.participation` describes. The history then has `server_time_s`, `failed_rounds`, and the last
+    round's `asked` and `reports`.
 
     An average with equal weights does not change the mean over nodes. The evaluation model is the mean of the present
     nodes' rows. With client sampling the evaluation model is theta, with the buffers that clients last sent.
@@ -101,9 +98,6 @@ class AveragingCommunicator(PeriodicModule, ChoosesClients, HasOuterModel):
         local_epochs: int | None = None,
         keep_inner_state: bool = True,
         privacy: DifferentialPrivacy | None = None,
-        over_sampling: float = 0.0,
-        deadline_s: float | None = None,
-        min_reports: int = 1,
         personal: Chosen | None = None,
     ):
         super().__init__()
@@ -122,9 +116,7 @@ class AveragingCommunicator(PeriodicModule, ChoosesClients, HasOuterModel):
                 raise ArgumentError(f"local_steps holds {steps}, more than the H={H} steps of a round: raise H")
         if not isinstance(privacy, DifferentialPrivacy | None):
             raise ArgumentError(f"privacy={privacy!r} must be a DifferentialPrivacy, as DifferentialPrivacy(1.0, 1.0)")
-        self.draws = ClientDraws(
-            client_fraction, island_size, privacy is not None, over_sampling, deadline_s, min_reports
-        )
+        self.draws = ClientDraws(client_fraction, island_size, privacy is not None)
         self.participation: Participation | None = None
         self.weighting = weighting
         self.local_steps_given, self.local_epochs = local_steps, local_epochs
@@ -215,19 +207,18 @@ class AveragingCommunicator(PeriodicModule, ChoosesClients, HasOuterModel):
             self.shared_state = {n: x for n, x in kept.items() if self.has_server or n.startswith("theta.")}
 
     def _participation(self, run: Run) -> Participation | None:
-        if not self.draws.asks and run.availability is None:
+        if run.availability is None:
             return None
         if run.step_s is None:  # `fit` did not check this run
-            untimed = {"no step_seconds": "no step_seconds"}
-            check(untimed | features_of(deadline_s=self.draws.deadline_s, trace=run.availability))
+            check({"no step_seconds": "no step_seconds"} | features_of(trace=run.availability))
         self.counters = ("rounds_ended",)
 
         def work(round_: int) -> np.ndarray | int:
             steps = self.end_of(round_) - (self.end_of(round_ - 1) if round_ else 0)
             return steps if self.work is None else np.minimum(self.work, steps)
 
-        step_s = 1.0 if run.step_s is None else run.step_s
-        return self.draws.asked(run.seed, run.num_nodes, work, step_s, run.availability)
+        step_s, wanted = 1.0 if run.step_s is None else run.step_s, self.draws.sizes(run.num_nodes)[0]
+        return Participation(run.seed, run.num_nodes, wanted, work, step_s, run.availability)
 
     def _check_private(self, fleet: Fleet) -> None:
         """Raise ArgumentError if clients would send anything that is neither clipped nor noised."""
@@ -250,7 +241,7 @@ class AveragingCommunicator(PeriodicModule, ChoosesClients, HasOuterModel):
 
     def _draw(self, n: int, round_: int) -> list[int]:
         if self.participation is not None:
-            return self.participation.of(round_).clients
+            return self.participation.of(round_).reported
         return self.draws.clients(n, self.run.seed, round_)
 
     def islands(self, round_: int) -> list[list[int]]:
@@ -361,9 +352,6 @@ class ClientOptions(TypedDict, total=False):
     local_steps: Sequence[int] | None
     local_epochs: int | None
     keep_inner_state: bool
-    over_sampling: float
-    deadline_s: float | None
-    min_reports: int
 
 
 defined(ClientOptions, AveragingCommunicator)
@@ -382,8 +370,8 @@ class FedAvgStrategy(CommunicateOptimizeStrategy):
     P parameters of b bytes.
 
     Args:
-        island_size, H, client_fraction, weighting, local_steps, local_epochs, keep_inner_state, privacy, personal,
-            over_sampling, deadline_s, min_reports: see `AveragingCommunicator`.
+        island_size, H, client_fraction, weighting, local_steps, local_epochs, keep_inner_state, privacy, personal: see
+            `AveragingCommunicator`.
         inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: options of the clients' steps; see `Strategy`.
 
     >>> strategy = FedAvgStrategy(inner_optim='sgd', island_size=4, H=5, lr=0.01)

@@ -142,8 +142,8 @@ class FedOptStrategy(CommunicateOptimizeStrategy):
         tau: number added to sqrt(v). The smaller tau, the more adaptive is the server's step.
         initial_v: v before the first round. None means tau^2.
         bias_correction: whether to correct the bias of adam and yogi, as `torch.optim.Adam` does.
-        H, client_fraction, weighting, local_steps, local_epochs, keep_inner_state, privacy, personal, over_sampling,
-            deadline_s, min_reports: see `AveragingCommunicator`.
+        H, client_fraction, weighting, local_steps, local_epochs, keep_inner_state, privacy, personal: see
+            `AveragingCommunicator`.
         inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: options of the clients' steps; see `Strategy`.
 
     >>> strategy = FedOptStrategy(inner_optim='sgd', server_optim='adam', server_lr=0.01, H=5, lr=0.01)

@@ -90,8 +90,8 @@ class FedProxStrategy(CommunicateOptimizeStrategy):
 
     Args:
         mu: weight of the proximal term. The paper has 0.001 to 1. With 0 the strategy is FedAvg.
-        H, client_fraction, weighting, local_steps, local_epochs, keep_inner_state, privacy, personal, over_sampling,
-            deadline_s, min_reports: see `AveragingCommunicator`.
+        H, client_fraction, weighting, local_steps, local_epochs, keep_inner_state, privacy, personal: see
+            `AveragingCommunicator`.
         inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: options of the clients' steps; see `Strategy`.
 
     >>> strategy = FedProxStrategy(inner_optim='sgd', mu=0.1, H=5, lr=0.01)

@@ -1,13 +1,13 @@
-"""Rounds of a server that asks clients: which clients it asks, which report in time, and whether these are enough.
+"""Rounds of a server that asks the clients that are available: which clients it asks, and which report.
 
-Bonawitz et al., `Towards Federated Learning at Scale`, arXiv:1902.01046. A server needs the reports (the updates) of k
-clients. The server asks more clients than k and takes the first reports until a deadline. If too few reports come, the
-server gives the round up. Client i takes t_i seconds for its local steps. Round r begins at T_r:
+Bonawitz et al., `Towards Federated Learning at Scale`, arXiv:1902.01046. A server asks k clients for their reports (the
+updates). If no report comes, the server gives the round up. Client i takes t_i seconds for its local steps. Round r
+begins at T_r:
 
-    asked      ceil(k (1 + over_sampling)) of the clients available at T_r, drawn without replacement
+    asked      k of the clients available at T_r, drawn without replacement
     t_i        = (local steps) step_seconds / speed_i
-    reports    of asked clients with t_i <= deadline_s that stay available until T_r + t_i; the first k count
-    T_r+1      = T_r + t_i of the k-th report; with fewer reports T_r + deadline_s (or, if None, t_i of the last)
+    reports    of asked clients that stay available until T_r + t_i
+    T_r+1      = T_r + t_i of the last report
 
 The seed, the round's number, the step times and the trace of availability determine all values. So runs repeat exactly,
 and checkpoints need not save anything.
@@ -33,35 +33,19 @@ class Round:
     Attributes:
         begin_s, end_s: the round's begin and end, in seconds.
         asked: the clients that the server asked.
-        reported: the clients whose reports came in time; at most as many as the server needs.
-        holds: whether enough clients reported. If not, the server gave the round up.
+        reported: the clients whose reports came.
     """
 
     begin_s: float
     end_s: float
     asked: list[int]
     reported: list[int]
-    holds: bool
-
-    @property
-    def clients(self) -> list[int]:
-        """Return the clients whose reports the server uses, or no clients if it gave the round up."""
-        return self.reported if self.holds else []
 
     def record(self, fleet: Fleet) -> None:
-        """Record the bytes of transfers that the server does not use.
-
-        The server does not use the parameters sent to asked clients whose reports do not count, nor the reports of a
-        round that it gave up.
-        """
-        counted = set(self.clients)
-        in_vain = [i for i in self.asked if i not in counted]
-        for block in fleet.blocks:
-            if in_vain:
-                fleet.comm.pull(block.params, in_vain)
-            if not self.holds and self.reported:
-                size = block.layout.total * block.layout.dtype.itemsize
-                fleet.comm.record("push", "server", self.reported, size)
+        """Record the bytes of the parameters that the server sent to clients that did not report."""
+        in_vain = [i for i in self.asked if i not in set(self.reported)]
+        for block in fleet.blocks if in_vain else ():
+            fleet.comm.pull(block.params, in_vain)
 
 
 class Participation:
@@ -70,20 +54,17 @@ class Participation:
     Args:
         seed: the run's seed, from which the server draws clients.
         num_nodes: N, the number of clients.
-        wanted: k, reports that the server needs in a round.
+        wanted: k, the clients that the server asks in a round.
         work: a function from a round's number to the clients' local steps, as (N,) values or one number for all
             clients.
         step_s: seconds of a step at speed 1, as (N,) values or one number for all clients.
         availability: when clients are available, and their speeds. None means that all clients are always available, at
             speed 1.
-        over_sampling: the server asks ceil(k (1 + over_sampling)) clients.
-        deadline_s: seconds after which reports do not count. None means no deadline.
-        min_reports: the server gives a round up if fewer reports came.
 
-    >>> rounds = Participation(seed=0, num_nodes=10, wanted=2, work=lambda r: 5, step_s=0.1, over_sampling=0.5)
+    >>> rounds = Participation(seed=0, num_nodes=10, wanted=2, work=lambda r: 5, step_s=0.1)
     >>> first = rounds.of(0)
     >>> len(first.asked), len(first.reported), first.end_s
-    (3, 2, 0.5)
+    (2, 2, 0.5)
     """
 
     def __init__(
@@ -94,13 +75,9 @@ class Participation:
         work: Callable[[int], np.ndarray | int],
         step_s: np.ndarray | float,
         availability: Availability | None = None,
-        over_sampling: float = 0.0,
-        deadline_s: float | None = None,
-        min_reports: int = 1,
     ):
         self.seed, self.num_nodes, self.wanted, self.work, self.step_s = seed, num_nodes, wanted, work, step_s
-        self.availability, self.over_sampling = availability, over_sampling
-        self.deadline_s, self.min_reports = deadline_s, min_reports
+        self.availability = availability
         self._begins = [0.0]
         self._fails: list[bool] = []  # one entry per round with a known end
         self._known: dict[int, Round] = {}
@@ -111,7 +88,7 @@ class Participation:
             last = len(self._begins) - 1
             held = self._known[last] if last in self._known else self._held(last)
             self._begins.append(held.end_s)
-            self._fails.append(not held.holds)
+            self._fails.append(not held.reported)
         if number not in self._known:
             self._known = {r: held for r, held in self._known.items() if abs(r - number) <= 1}
             self._known[number] = self._held(number)
@@ -139,27 +116,18 @@ class Participation:
         return max(0.0, held.end_s - held.begin_s - max((float(work_s[i]) for i in clients), default=0.0))
 
     def _held(self, number: int) -> Round:
-        begin_s, deadline_s = self._begins[number], math.inf if self.deadline_s is None else self.deadline_s
-        asking = math.ceil(self.wanted * (1 + self.over_sampling) - 1e-9)
+        begin_s = self._begins[number]
         draw = numpy_generator(self.seed, "clients", number)
         if self.availability is None:
-            asked = np.sort(draw.choice(self.num_nodes, min(asking, self.num_nodes), replace=False))
+            asked = np.sort(draw.choice(self.num_nodes, min(self.wanted, self.num_nodes), replace=False))
             until_s, speed = np.full(len(asked), math.inf), np.ones(len(asked))
         else:
             available = self.availability.at(begin_s, self.num_nodes)
-            at = np.sort(draw.choice(len(available.ids), min(asking, len(available.ids)), replace=False))
+            at = np.sort(draw.choice(len(available.ids), min(self.wanted, len(available.ids)), replace=False))
             asked, until_s, speed = available.ids[at], available.until_s[at], available.speed[at]
         work = np.broadcast_to(np.asarray(self.work(number)), self.num_nodes)
         takes_s = work[asked] * np.broadcast_to(self.step_s, self.num_nodes)[asked] / speed
-        came = np.flatnonzero((takes_s <= deadline_s) & (begin_s + takes_s <= until_s))
-        first = came[np.argsort(takes_s[came], kind="stable")][: self.wanted]
-        if len(first) == self.wanted:
-            took_s = float(takes_s[first].max())
-        elif self.deadline_s is not None:
-            took_s = deadline_s
-        elif len(first):
-            took_s = float(takes_s[first].max())
-        else:  # nobody is available: the round lasts as long as at speed 1
-            took_s = float(np.max(work) * np.max(self.step_s))
-        reported = sorted(asked[first].tolist())
-        return Round(begin_s, begin_s + took_s, asked.tolist(), reported, len(reported) >= max(self.min_reports, 1))
+        came = np.flatnonzero(begin_s + takes_s <= until_s)
+        # If nobody is available, the round lasts as long as at speed 1.
+        took_s = float(takes_s[came].max()) if len(came) else float(np.max(work) * np.max(self.step_s))
+        return Round(begin_s, begin_s + took_s, asked.tolist(), asked[came].tolist())

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch.optim import SGD
 
+from exogym.core.base.retired import retired
 from exogym.errors import ArgumentError, nearest
 from exogym.network.units import value_of
 from exogym.strategy.names import CONTRIB, short_names
@@ -64,7 +65,8 @@ def parse_strategy(text: str, *, lr_for: str | None = None, **defaults: Any) -> 
         if not equals or not value:
             raise ArgumentError(f"strategy {text!r}: {part!r} should look like option=value, as in 'diloco:H=20'")
         if option not in known:
-            raise ArgumentError(f"strategy {text!r}: {name} has no option {option!r}: {nearest(option, known)}")
+            instead = kind.not_taken.get(option) or retired(option, kind.__name__) or nearest(option, known)
+            raise ArgumentError(f"strategy {text!r}: {name} has no option {option!r}: {instead}")
         if option in given:
             raise ArgumentError(f"strategy {text!r} gives {option} twice: give it once")
         given[option] = value_of(value)

@@ -115,8 +115,8 @@ class ScaffoldStrategy(CommunicateOptimizeStrategy):
 
     Args:
         server_lr: eta_g, the server's learning rate.
-        H, client_fraction, weighting, local_steps, local_epochs, keep_inner_state, over_sampling, deadline_s,
-            min_reports: see `AveragingCommunicator`. By default clients have equal weights, as in the paper.
+        H, client_fraction, weighting, local_steps, local_epochs, keep_inner_state: see `AveragingCommunicator`. By
+            default clients have equal weights, as in the paper.
         inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: the clients' inner optimizer; see `Strategy`.
             The paper's is SGD.
 

@@ -144,9 +144,6 @@ OPTIONS: dict[str, Option] = {
     "ddp": strategy(SimpleReduceStrategy),
     "fedavg": strategy(FedAvgStrategy, H=2),
     "sampled clients": strategy(FedAvgStrategy, **SAMPLED),
-    "asked clients": Option(
-        "strategy", lambda folder: {"step_seconds": 1}, SAMPLED | {"deadline_s": 9}, FedAvgStrategy
-    ),
     "scaffold": strategy(ScaffoldStrategy, H=2),
     "sparta": strategy(SPARTAStrategy, p_sparta=0.5),
     "demo": strategy(DeMoStrategy),

@@ -11,6 +11,7 @@ _MONEY = "multiply the hours and bytes of the table by your prices"
 _LIMITS = "compare the table's times and bytes with your limits"
 _FAULTS = "Faults(...) simulates nodes that go away"
 _STEP = "give the time of the whole node's step"
+_ASKED = "a server asks client_fraction of the clients, and Faults(trace=...) says which of them are available"
 
 # "where.name" or, if it was taken in many places, "name" -> what to do instead. An option of a command stands here by
 # its argument's name: --target-loss as target_loss.
@@ -30,6 +31,8 @@ RETIRED: dict[str, str] = {
     **dict.fromkeys(("schedule.interleaved", "schedule.zero_bubble"), "use '1f1b' with more micro-batches"),
     **dict.fromkeys(("communicator.Inside", "Wire.inside"), "it is called Columns, of a wire .columns"),
     "NodeMesh.network": "give fit(step_seconds=) the time of the whole node's step",
+    **dict.fromkeys(("over_sampling", "deadline_s", "min_reports"), _ASKED),
+    "activation": "the momentum acts once in a period",
     **dict.fromkeys(("exogym.reproduce", "exogym.benchmark"), "a clone of the project has python -m research"),
 }
 

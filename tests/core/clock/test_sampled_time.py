@@ -47,25 +47,29 @@ def test_a_sampled_run_takes_what_its_rounds_take(tmp_path: Path):
 
 
 @pytest.mark.parametrize("make", [FedAvgStrategy, ScaffoldStrategy], ids=lambda cls: cls.name)
-@pytest.mark.parametrize("trace", [True, False], ids=["trace", "all there"])
-def test_the_clock_waits_for_late_reports_as_the_server_does(make, trace):
-    """Where sending takes no time, the clock of the network says what the server's says: deadlines, slow clients."""
+def test_the_clock_waits_for_late_reports_as_the_server_does(make):
+    """Where sending takes no time, the clock of the network says what the server's says of slow clients."""
     fleet = Devices({"fast": Profile(1, 1.0, 0.5, 1.0), "slow": Profile(1, 0.3, 0.9, 5.0)})
-    how = {"faults": Faults(trace=fleet)} if trace else {}
-    strategy = make("sgd", over_sampling=0.5, deadline_s=0.7, min_reports=2, **SAMPLED)
-    found = trained(strategy, network=FREE, step_seconds=np.linspace(0.1, 0.3, CLIENTS).tolist(), max_steps=24, **how)
+    strategy = make("sgd", **SAMPLED)
+    found = trained(
+        strategy,
+        network=FREE,
+        step_seconds=np.linspace(0.1, 0.3, CLIENTS).tolist(),
+        max_steps=24,
+        faults=Faults(trace=fleet),
+    )
     server_s = found.history.last["server_time_s"]
     assert server_s > 6 * 0.4
     assert found.clock.last_s == pytest.approx(server_s, abs=1e-6)
 
 
 def test_rounds_that_are_given_up_take_their_time(tmp_path: Path):
-    (tmp_path / "trace.csv").write_text("client,from,to,speed\n0,0,1000,1\n")
+    (tmp_path / "trace.csv").write_text("client,from,to,speed\n0,0,1,1\n")
     fleet = Faults(trace=Trace(tmp_path / "trace.csv"))
-    strategy = FedAvgStrategy("sgd", min_reports=2, deadline_s=9.0, **SAMPLED)
+    strategy = FedAvgStrategy("sgd", **SAMPLED)
     found = trained(strategy, network=FREE, step_seconds=1.0, max_steps=24, faults=fleet)
     assert found.history.last["failed_rounds"] == 6
-    assert found.clock.last_s == found.history.last["server_time_s"] == 54.0
+    assert found.clock.last_s == found.history.last["server_time_s"] == 24.0
 
 
 def test_advice_counts_who_sits_out_as_idle():

@@ -274,7 +274,7 @@ def test_each_round_costs_a_row_up_and_a_row_down() -> None:
 # The server
 
 
-def by_the_book(rule: str, deltas: Tensor, K: int, c: float, eta: float, beta: float, staleness: list[int]) -> Tensor:
+def by_the_book(rule: str, deltas: Tensor, K: int, eta: float, beta: float, staleness: list[int]) -> Tensor:
     """The formulas, written down again on (arrivals, P)."""
     theta, m, A = torch.zeros(3, deltas.shape[1], dtype=deltas.dtype)
     for t, (delta, s) in enumerate(zip(deltas, staleness, strict=True)):
@@ -282,9 +282,9 @@ def by_the_book(rule: str, deltas: Tensor, K: int, c: float, eta: float, beta: f
         last = (t + 1) % K == 0
         if rule == "delayed_nesterov" and last:
             m = beta * m + A / K
-            theta = theta - eta * ((1 - c * K + c) * beta * m + delta / K)
+            theta = theta - eta * (beta * m + delta / K)
         elif rule == "delayed_nesterov":
-            theta = theta - eta * (c * beta * m + delta / K)
+            theta = theta - eta * delta / K
         else:
             g = {"nesterov": delta / K, "discount": delta / K / (1 + s) ** 0.5, "fedbuff": A / K}[rule]
             if rule != "fedbuff" or last:
@@ -296,20 +296,20 @@ def by_the_book(rule: str, deltas: Tensor, K: int, c: float, eta: float, beta: f
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize(("K", "c", "beta"), [(1, 0.0, 0.9), (4, 0.0, 0.9), (3, 0.2, 0.5), (4, 0.25, 0.0)])
-def test_the_rules(rule: str, K: int, c: float, beta: float) -> None:
+@pytest.mark.parametrize(("K", "beta"), [(1, 0.9), (4, 0.9), (3, 0.5), (4, 0.0)])
+def test_the_rules(rule: str, K: int, beta: float) -> None:
     g = torch.Generator().manual_seed(0)
     deltas = torch.randn(13, 5, generator=g, dtype=torch.float64)
     staleness = torch.randint(0, 5, (13,), generator=g).tolist()
-    server = RuleServer([torch.zeros(2).double(), torch.zeros(3).double()], rule, K, c, 0.7, beta)
+    server = RuleServer([torch.zeros(2).double(), torch.zeros(3).double()], rule, K, 0.7, beta)
     for delta, s in zip(deltas, staleness, strict=True):
         server.apply([x.clone() for x in delta.split([2, 3])], s)
-    same(torch.cat(server.theta), by_the_book(rule, deltas, K, c, 0.7, beta, staleness), 1e-14)
+    same(torch.cat(server.theta), by_the_book(rule, deltas, K, 0.7, beta, staleness), 1e-14)
     assert server.t == 13 and server.version == (13 // K if rule == "fedbuff" else 13)
-    others = [by_the_book(other, deltas, K, c, 0.7, beta, staleness) for other in RULES if other != rule]
+    others = [by_the_book(other, deltas, K, 0.7, beta, staleness) for other in RULES if other != rule]
     different = [other for other in others if distance(other, torch.cat(server.theta)) > 1e-6]
     assert len(different) >= (1 if K == 1 or beta == 0 else 3)
-    again = RuleServer([torch.ones(2).double(), torch.ones(3).double()], rule, K, c, 0.7, beta)
+    again = RuleServer([torch.ones(2).double(), torch.ones(3).double()], rule, K, 0.7, beta)
     again.load_state({name: x.clone() for name, x in server.state().items()})
     for one in (server, again):
         one.apply([torch.ones(2).double(), torch.ones(3).double()])
@@ -325,7 +325,7 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 
 def by_hand(
     seconds: list[float], work: list[int], steps: int, *, rule: str = "delayed_nesterov", K: int | None = None,
-    c: float = 0.0, eta: float = 0.7, beta: float = 0.9, lam: float = 0.0, most: float = math.inf,
+    eta: float = 0.7, beta: float = 0.9, lam: float = 0.0, most: float = math.inf,
     rate: Callable[[int], float] | None = None, ahead: float = 0.0, rho: float = 1.0,
     mixing: Callable[[int], float] | None = None, **turned: float,
 ) -> Tensor:  # fmt: skip
@@ -364,7 +364,7 @@ def by_hand(
                 version += 1
             elif rule == "delayed_nesterov":
                 m = beta * m + A / K if t % K == 0 else m
-                theta = theta - eta * ((1 - c * K + c if t % K == 0 else c) * beta * m + delta / K)
+                theta = theta - eta * ((beta if t % K == 0 else 0.0) * m + delta / K)
                 version += 1
             elif rule != "fedbuff" or t % K == 0:
                 g = {"nesterov": delta / K, "discount": delta / K / (1 + s) ** 0.5, "fedbuff": A / K}[rule]
@@ -405,7 +405,6 @@ def by_blocks(
 CASES: dict[str, tuple[list[float], dict[str, Any], dict[str, Any]]] = {
     "equal": ([1.0] * 4, {}, {}),
     "delayed": ([4.0, 2.0, 1.0, 3.0], {}, {}),
-    "activation": ([4.0, 2.0, 1.0, 3.0], {"activation": 0.2}, {"c": 0.2}),
     "period": ([4.0, 2.0, 1.0, 3.0], {"period": 3}, {"K": 3}),
     "naive": ([4.0, 2.0, 1.0, 3.0], {"rule": "nesterov", "outer_lr": 0.3}, {"rule": "nesterov", "eta": 0.3}),
     "discount": ([4.0, 2.0, 1.0, 3.0], {"rule": "discount", "outer_momentum": 0.5}, {"rule": "discount", "beta": 0.5}),
@@ -561,7 +560,7 @@ def test_losses_lie_in_the_steps_where_they_fell() -> None:
 @pytest.mark.parametrize("rule", ["delayed_nesterov", "fedbuff"])
 @pytest.mark.parametrize("model", [Regressor, MixedRegressor])
 def test_all_from_one_theta_is_diloco(rule: str, model: type[nn.Module]) -> None:
-    """Equal speeds, K=N, c=0 and infinite grace: the synchronous order and its Nesterov step, at each cut."""
+    """Equal speeds, K=N and infinite grace: the synchronous order and its Nesterov step, at each cut."""
     for steps in (6, 8, 12):
         diloco = train(DiLoCoStrategy("adamw", H=3, lr=0.01), steps=steps, model=model(), final_sync=steps == 8)
         grace = AsyncDiLoCoStrategy("adamw", H=3, lr=0.01, rule=rule, grace_s=math.inf)
@@ -574,8 +573,6 @@ def test_all_from_one_theta_is_diloco(rule: str, model: type[nn.Module]) -> None
     one_by_one = train(AsyncDiLoCoStrategy("adamw", H=3, lr=0.01, rule=rule), steps=12, model=model())
     if rule == "delayed_nesterov":
         unlike(one_by_one.model, diloco.model)
-    off = train(AsyncDiLoCoStrategy("adamw", H=3, lr=0.01, activation=0.1, grace_s=math.inf), steps=12, model=model())
-    unlike(off.model, diloco.model)
 
 
 def test_one_node_is_diloco() -> None:
@@ -646,7 +643,7 @@ def test_the_laws_hold(name: str) -> None:
 
 
 def unequal(**options: Any) -> AsyncDiLoCoStrategy:
-    given: dict[str, Any] = {"lr": 0.02, "H": 5, "dylu": True, "grace_s": 0.04, "activation": 0.1, "warmup_steps": 4}
+    given: dict[str, Any] = {"lr": 0.02, "H": 5, "dylu": True, "grace_s": 0.04, "warmup_steps": 4}
     return AsyncDiLoCoStrategy(**given | {"delay_compensation": 0.1, "max_staleness": 6} | options)
 
 
@@ -736,10 +733,6 @@ def test_a_longer_run_goes_on_from_a_shorter_one(tmp_path: Any) -> None:
         ({"outer_momentum": 1.5}, "outer_momentum=1.5 must be a number from 0 to 1"),
         ({"max_staleness": -1}, "max_staleness=-1 must be"),
         ({"dylu": 1}, "dylu=1 must be True or False"),
-        (
-            {"rule": "fedbuff", "activation": 0.1},
-            "activation=0.1 with rule='fedbuff'",
-        ),
         ({"outer_optim": "sgd"}, "has no argument 'outer_optim'"),
     ],
 )
@@ -751,7 +744,6 @@ def test_bad_arguments(options: dict[str, Any], words: str) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"strategy": AsyncDiLoCoStrategy(activation=0.3)}, "activation=0.3 must be at most 1/K = 0.25"),
         ({"faults": Faults(drop_rate=0.1)}, "takes no planned faults"),
         ({"compute": "vmap"}, "use compute='loop'"),
         ({"step_seconds": None}, "give step_seconds"),

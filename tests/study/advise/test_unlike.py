@@ -32,8 +32,8 @@ MORE = (
 )  # fmt: skip
 SAMPLED = (
     "fedavg:client_fraction=0.4", "scaffold:client_fraction=0.5", "fednova:client_fraction=0.7",
-    "fedopt:client_fraction=0.5", "fedprox:client_fraction=0.5", "fedavg:client_fraction=0.4:over_sampling=0.6",
-    "fedavg:client_fraction=0.6:deadline_s=0.7", "private",
+    "fedopt:client_fraction=0.5", "fedprox:client_fraction=0.5",
+    "private",
 )  # fmt: skip
 PRIVATE = DifferentialPrivacy(1.0, 1.0)
 OURS = [TEXTS.get(name, name) for name, kind in STRATEGIES.items() if kind.__module__.startswith("exogym.")]
