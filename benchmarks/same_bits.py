@@ -103,7 +103,10 @@ def made(name: str, *args: Any, **arguments: Any) -> Callable[[], Any]:
     def make() -> Any:
         import exogym.strategy
 
-        return getattr(exogym.strategy, METHODS[name])(*args, **arguments)
+        kind = getattr(exogym.strategy, METHODS[name])
+        given = {option: arguments[option] for option in getattr(kind, "averages", ()) if option in arguments}
+        own = {option: value for option, value in arguments.items() if option not in given}
+        return kind(*args, **own, **{"averaging": exogym.strategy.Averaging(**given)} if given else {})
 
     return make
 

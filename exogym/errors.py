@@ -36,8 +36,9 @@ import operator
 import reprlib
 import signal
 import sys
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from numbers import Real
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from exogym.core.base.retired import retired
@@ -179,34 +180,53 @@ def checked(function: F) -> F:
     ...
     exogym.errors.ArgumentError: train() has no argument 'num_node': did you mean 'num_nodes'?
     """
-    signature = inspect.signature(function)
-    names = [n for n in signature.parameters if n != "self"]
-    switches = [n for n, p in signature.parameters.items() if p.annotation in (bool, "bool")]
+    signature, where = inspect.signature(function), function.__qualname__.removesuffix(".__init__")
+    is_init = function.__name__ == "__init__"
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        kwargs = without_aliases(kwargs, names, kept=names)
-        for name in [name for name in kwargs if name not in signature.parameters]:
-            where = function.__qualname__.removesuffix(".__init__")
-            known = getattr(type(args[0]) if function.__name__ == "__init__" else function, "not_taken", {})
-            if "dataloader_kwargs" in names and name in LOADER_ARGUMENTS:
-                known = {name: f"give it to torch's DataLoader, by dataloader_kwargs={{{name!r}: ...}}"}
-            instead = known.get(name) or retired(name, where) or nearest(name, names)
-            raise ArgumentError(f"{where}() has no argument {name!r}: {instead}")
-        try:
-            bound = signature.bind(*args, **kwargs)
-        except TypeError as error:
-            where = function.__qualname__.removesuffix(".__init__")
-            lacking = [] if "missing" not in str(error) else _lacking(signature, args, kwargs)
-            what = f"missing {', '.join(lacking)}" if len(lacking) > 1 else str(error)
-            raise ArgumentError(f"{where}(): {what}; arguments: {', '.join(names)}") from None
-        for name in bound.arguments.keys() & switches:
-            check_switch(name, bound.arguments[name])
-        if function.__name__ == "__init__" and "given_arguments" not in vars(args[0]):
-            vars(args[0])["given_arguments"] = {k: v for k, v in bound.arguments.items() if k != "self"}
+        known = getattr(type(args[0]) if is_init else function, "not_taken", {})
+        bound, kwargs = bind(where, signature, args, kwargs, known)
+        if is_init and "given_arguments" not in vars(args[0]):
+            vars(args[0])["given_arguments"] = {k: v for k, v in bound.items() if k != "self"}
         return function(*args, **kwargs)
 
     return call  # type: ignore[return-value]
+
+
+def bind(
+    where: str, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any],
+    not_taken: Mapping[str, str] = MappingProxyType({}),
+) -> tuple[dict[str, Any], dict[str, Any]]:  # fmt: skip
+    """Check a call's arguments as `checked` does. Return all arguments by name, and `kwargs` without second names.
+
+    Args:
+        where: the function's name, for messages.
+        signature: the function's signature.
+        args, kwargs: the arguments of the call.
+        not_taken: see `checked`.
+    """
+    parameters = signature.parameters
+    names = [name for name in parameters if name != "self"]
+    kwargs = without_aliases(kwargs, names, kept=names)
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    for name in [name for name in kwargs if name not in parameters and not takes_all]:
+        if "dataloader_kwargs" in names and name in LOADER_ARGUMENTS:
+            not_taken = {name: f"give it to torch's DataLoader, by dataloader_kwargs={{{name!r}: ...}}"}
+        instead = not_taken.get(name) or retired(name, where) or nearest(name, names)
+        raise ArgumentError(f"{where}() has no argument {name!r}: {instead}")
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        lacking = [] if "missing" not in str(error) else _lacking(signature, args, kwargs)
+        what = f"missing {', '.join(lacking)}" if len(lacking) > 1 else str(error)
+        raise ArgumentError(f"{where}(): {what}; arguments: {', '.join(names)}") from None
+    found: dict[str, Any] = {}
+    for name, value in bound.arguments.items():
+        if parameters[name].annotation in (bool, "bool"):
+            check_switch(name, value)
+        found |= value if parameters[name].kind is inspect.Parameter.VAR_KEYWORD else {name: value}
+    return found, kwargs
 
 
 def as_call(made: Any) -> str:

@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 from exogym import LocalTrainer
 from exogym.faults import Faults
 from exogym.network import Network
-from exogym.strategy import DifferentialPrivacy, FedAvgStrategy, Strategy
+from exogym.strategy import Averaging, DifferentialPrivacy, FedAvgStrategy, Strategy
 from exogym.strategy.communicate import all_reduce
 from exogym.strategy.registry import parse_strategy
 from exogym.testing import fingerprint
@@ -32,7 +32,7 @@ COMPARE_RETIRED = ["compare", "--strategies", "diloco:H=3:tuner=drift,ddp", *SMA
 SWEEP = ["sweep", "--sweep", "H=2,3", "--strategy", "diloco", "--processes", "1", *SMALL]
 RUN_DIR: dict[str, Any] = {"checkpoint_interval": 4, "val_interval": 4}
 TIMED: dict[str, Any] = {"network": Network("1Mbps", "20ms"), "step_seconds": [0.1, 0.1, 0.2, 0.15]}
-NOISE = DifferentialPrivacy(clip=1.0, noise_multiplier=0.5)
+PRIVATE = Averaging(privacy=DifferentialPrivacy(clip=1.0, noise_multiplier=0.5))
 
 
 class OneNode(Strategy):
@@ -88,7 +88,7 @@ RUNS = {
     "diloco islands": Way("diloco:H=4:island_size=2:island_H=2"),
     "fedavg islands": Way("fedavg:H=3:island_size=2"),
     "fedavg clients": Way("fedavg:H=3:client_fraction=0.25", {"num_nodes": 16, "batch_size": 1}),
-    "fedavg privacy": Way(lambda: FedAvgStrategy(lr=0.02, H=3, client_fraction=0.5, privacy=NOISE)),
+    "fedavg privacy": Way(lambda: FedAvgStrategy(lr=0.02, H=3, client_fraction=0.5, averaging=PRIVATE)),
     "fedavg personal": Way("fedavg:H=3:personal=1"),
     "fedopt transport": Way("fedopt:H=3:transport=tree"),
     "ddp transport": Way("ddp:transport=server", TIMED),

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
+from wrapped import made
 
 from exogym import LocalTrainer
 from exogym.faults import Faults
@@ -37,9 +38,11 @@ WITH_A_SERVER: dict[str, Callable[[], Strategy]] = {
     "fedopt": lambda: FedOptStrategy("sgd", **SAMPLED),
     "scaffold": lambda: ScaffoldStrategy("sgd", **SAMPLED),
     "scaffold, server rate": lambda: ScaffoldStrategy("adamw", server_lr=0.7, **SAMPLED),
-    "fedopt, personal": lambda: FedOptStrategy("sgd", personal=["0.weight", "2.*"], **SAMPLED),
-    "dp-fedavg": lambda: FedAvgStrategy("sgd", weighting="uniform", privacy=DifferentialPrivacy(0.5, 1.0), **SAMPLED),
-    "secure": lambda: FedAvgStrategy("sgd", weighting="uniform", secure_aggregation=True, **SAMPLED),
+    "fedopt, personal": lambda: made(FedOptStrategy, "sgd", personal=["0.weight", "2.*"], **SAMPLED),
+    "dp-fedavg": lambda: made(
+        FedAvgStrategy, "sgd", weighting="uniform", privacy=DifferentialPrivacy(0.5, 1.0), **SAMPLED
+    ),
+    "secure": lambda: made(FedAvgStrategy, "sgd", weighting="uniform", secure_aggregation=True, **SAMPLED),
 }
 ALL_ROWS = Faults()  # nobody is ever away, but may be: so each node keeps its row
 

@@ -7,8 +7,10 @@ import processes
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from wrapped import made
 
 from exogym import LocalTrainer, PipelineParallel, Stage
+from exogym.contrib import NormCap
 from exogym.faults import Faults
 from exogym.models import CharGPT
 from exogym.strategy import (
@@ -19,7 +21,6 @@ from exogym.strategy import (
     SPARTADiLoCoStrategy,
     TopKStrategy,
 )
-from exogym.strategy.averaging import NormCap
 
 SGD, ADAM = 1e-6, 1e-4  # how far from the dense run's parameters may be
 MUON = 5e-3  # whose steps are in bf16, so rounding grows by a factor of 1e5 in each
@@ -204,7 +205,7 @@ WARY = {
 
 
 def wary(name, **given):
-    strategy = DiLoCoStrategy("sgd", H=3, lr=0.1, **WARY.get(name, {}))
+    strategy = made(DiLoCoStrategy, "sgd", H=3, lr=0.1, **WARY.get(name, {}))
     bad = {} if name == "plain" else {"faults": Faults(bad_nodes=[1], attack="noise", attack_factor=2.0)}
     return fit(trainer(), strategy, num_nodes=5, **bad, **given)
 

@@ -32,7 +32,14 @@ from torch.utils.data import Subset
 from exogym import LocalTrainer
 from exogym.data import mnist
 from exogym.faults import Devices, Faults, Profile
-from exogym.strategy import DifferentialPrivacy, FedAvgStrategy, FedOptStrategy, FedProxStrategy, ScaffoldStrategy
+from exogym.strategy import (
+    Averaging,
+    DifferentialPrivacy,
+    FedAvgStrategy,
+    FedOptStrategy,
+    FedProxStrategy,
+    ScaffoldStrategy,
+)
 
 source = mnist(flat=True)  # 4,000 digits of 28x28 to train on
 labels = source.train.tensors[1].numpy()
@@ -134,7 +141,9 @@ print(f"{last['failed_rounds']:.0f} rounds given up, {last['server_time_s'] / 60
 # %%
 private = train(
     FedAvgStrategy(
-        **COMMON, weighting="uniform", privacy=DifferentialPrivacy(clip=1.0, noise_multiplier=0.6, delta=1e-3)
+        **COMMON,
+        weighting="uniform",
+        averaging=Averaging(privacy=DifferentialPrivacy(clip=1.0, noise_multiplier=0.6, delta=1e-3)),
     )
 )
 last = private.history.last
@@ -142,7 +151,7 @@ print(f"accuracy {last['val_accuracy']:.0%} at epsilon {last['epsilon']:.1f}")
 # > accuracy 69% at epsilon 3.2
 
 # %% [markdown]
-# The noise is the same for 20 clients and for 2,000. With `secure_aggregation=True` the server sees only the sum.
+# The noise is the same for 20 clients and for 2,000. With `exogym.contrib.Secure` the server sees only the sum.
 #
 # ## Change something
 #

@@ -80,7 +80,7 @@ def _needs_length(strategy: Strategy) -> str | None:
         ):  # fmt: skip
             return f"{name}={schedule!r}"
     if "tuner" in strategy.features():
-        return "tuner="
+        return "a ByteBudget"
     if any(module.needs_length for module in modules_of(strategy)):
         return f"{type(strategy).__name__}'s equation"
     if any(getattr(module, "rounds", None) is not None for module in modules_of(strategy)):

@@ -1,4 +1,4 @@
-"""Methods that are a file each: research methods that few runs need.
+"""Methods that are a file each, and rare options as wrappers of one strategy, for the few runs that need them.
 
 A method here promises less than the strategies of `exogym.strategy`: its rule equals its reference, its bytes equal its
 formula, and a run repeats, resumes and has the same bits in any number of processes. Its options are the inner
@@ -6,6 +6,12 @@ optimizer's and its own. The features of a run in `exogym.core.refusals.UNTRIED`
 class lists in `tried`, which its own tests try. Strategies are found by name, as `compare --strategies edit`, or
 by class, from here or from `exogym.strategy`.
 
+A wrapper takes a strategy and returns one like it. `Robust` puts a robust rule (or a `NormCap`) in place of its means.
+With `Secure` a server takes the means without seeing a node's values. `ByteBudget` sets the length of rounds so that a
+node stays within a budget of bytes.
+
+>>> from exogym.strategy import FedAvgStrategy
+>>> robust = Robust(FedAvgStrategy(H=5, lr=0.1), NormCap(1.0))  # updates over the cap are scaled down
 >>> from exogym.strategy.registry import parse_strategy
 >>> type(parse_strategy("edit:H=10")) is EDiTStrategy
 True
@@ -17,6 +23,7 @@ from exogym.core.base.lazy import lazily
 
 __all__ = [
     "ACCOStrategy",
+    "ByteBudget",
     "CHOCOStrategy",
     "CocktailSGDStrategy",
     "DESLOCStrategy",
@@ -35,12 +42,15 @@ __all__ = [
     "GradientPushStrategy",
     "HALoSStrategy",
     "HeLoCoStrategy",
+    "NormCap",
     "OneBitAdamStrategy",
     "PULSELoCoStrategy",
     "PierStrategy",
     "QFedAvgStrategy",
     "QuantizedReduceStrategy",
+    "Robust",
     "SNOOStrategy",
+    "Secure",
     "SlowMoStrategy",
 ]
 
@@ -51,6 +61,7 @@ ELSEWHERE = {  # names in papers, and what they are here
 
 if TYPE_CHECKING:
     from exogym.contrib.acco import ACCOStrategy
+    from exogym.contrib.byte_budget import ByteBudget
     from exogym.contrib.choco import CHOCOStrategy
     from exogym.contrib.cocktail import CocktailSGDStrategy
     from exogym.contrib.decoupled_diloco import DecoupledDiLoCoStrategy
@@ -74,6 +85,8 @@ if TYPE_CHECKING:
     from exogym.contrib.pulseloco import PULSELoCoStrategy
     from exogym.contrib.qfedavg import QFedAvgStrategy
     from exogym.contrib.quantized_reduce import QuantizedReduceStrategy
+    from exogym.contrib.robust import NormCap, Robust
+    from exogym.contrib.secure_aggregation import Secure
     from exogym.contrib.slowmo import SlowMoStrategy
     from exogym.contrib.snoo import SNOOStrategy
 else:

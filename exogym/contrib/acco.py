@@ -36,13 +36,11 @@ from exogym.core.fleet import Block, Fleet
 from exogym.core.fleet.layout import Cut
 from exogym.core.fleet.presence import rows_of, shared_row, take_state
 from exogym.core.fleet.state import Tensors, below
-from exogym.strategy.averaging import AveragingOptions
 from exogym.strategy.capabilities import HasOuterModel
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, GradientModule, PeriodicModule
 from exogym.strategy.compressed_gradients import own_gradients
-from exogym.strategy.options import split
 from exogym.strategy.simple_reduce import broadcast_buffers, mark_used
-from exogym.strategy.strategy import Inner, Run
+from exogym.strategy.strategy import Inner, InnerOptions, Run
 from exogym.strategy.traffic import Traffic
 
 OPTIMIZER = "optimizer"  # the name of Opt's state in `fleet.state`
@@ -211,6 +209,6 @@ class ACCOStrategy(CommunicateOptimizeStrategy):
         "gradients that do not change: 2 T + 1 steps = T steps of ddp",
     )
 
-    def __init__(self, inner_optim: Any = "adamw", **options: Unpack[AveragingOptions]):
-        gradients = GradientsUnderWay(Inner(inner_optim, **split(options, Inner)[0]))
+    def __init__(self, inner_optim: Any = "adamw", **options: Unpack[InnerOptions]):
+        gradients = GradientsUnderWay(Inner.of(inner_optim, options))
         super().__init__(inner_optim, [Committed(gradients)], gradient_modules=[gradients], **options)

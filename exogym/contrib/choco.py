@@ -32,12 +32,11 @@ from exogym.core.compress import Compressor
 from exogym.core.fleet import Block, Fleet
 from exogym.core.fleet.presence import have_changed, where_present
 from exogym.errors import ArgumentError, check_number
-from exogym.strategy.averaging import AveragingOptions
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, PeriodicModule
 from exogym.strategy.contractions import Contraction, size_of
 from exogym.strategy.gossip import Neighbors
 from exogym.strategy.rounds import RoundLength
-from exogym.strategy.strategy import Run
+from exogym.strategy.strategy import InnerOptions, Run
 from exogym.strategy.traffic import Traffic
 
 
@@ -143,7 +142,7 @@ class CHOCOStrategy(CommunicateOptimizeStrategy):
         gamma: float = 0.04,
         compressor: str = "topk",
         density: float | None = None,
-        **options: Unpack[AveragingOptions],
+        **options: Unpack[InnerOptions],
     ):
         mixing = CompressedGossip(graph, Contraction(compressor, density), gamma, H)
         super().__init__(inner_optim, [mixing], **options)

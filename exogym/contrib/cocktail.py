@@ -40,10 +40,9 @@ from exogym.core.compress.quantize import pack, unpack
 from exogym.core.fleet import Block, Fleet
 from exogym.core.fleet.presence import rows_of, shared_row, where_present
 from exogym.errors import check_count, check_number
-from exogym.strategy.averaging import AveragingOptions
 from exogym.strategy.capabilities import HasOuterModel
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, PeriodicModule
-from exogym.strategy.strategy import Run
+from exogym.strategy.strategy import InnerOptions, Run
 from exogym.strategy.traffic import Traffic
 
 
@@ -190,6 +189,6 @@ class CocktailSGDStrategy(CommunicateOptimizeStrategy):
         topk: float = 0.2,
         bits: int | None = 4,
         bucket: int = 128,
-        **options: Unpack[AveragingOptions],
+        **options: Unpack[InnerOptions],
     ):
         super().__init__(inner_optim, [CocktailCommunicator(p, topk, bits, bucket)], **options)

@@ -31,12 +31,10 @@ from typing import Any, Unpack
 from exogym.contrib.moments import FIRST, SECOND, Kind, Moments
 from exogym.core.fleet import Fleet
 from exogym.errors import ArgumentError, check_count
-from exogym.strategy.averaging import AveragingOptions
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, PeriodicModule
 from exogym.strategy.federated_averaging import AveragingCommunicator
-from exogym.strategy.options import split
 from exogym.strategy.rounds import check_one_length
-from exogym.strategy.strategy import Inner
+from exogym.strategy.strategy import Inner, InnerOptions
 from exogym.strategy.traffic import Traffic
 
 
@@ -95,10 +93,10 @@ class DESLOCStrategy(CommunicateOptimizeStrategy):
         *,
         H_u: int | None = None,
         H_v: int | None = None,
-        **options: Unpack[AveragingOptions],
+        **options: Unpack[InnerOptions],
     ):
         check_one_length(H, type(self).__name__)
-        moments = Moments(Inner(inner_optim, **split(options, Inner)[0]).spec)
+        moments = Moments(Inner.of(inner_optim, options).spec)
         if H_v is not None and SECOND not in moments.kinds:
             raise ArgumentError(
                 f"H_v={H_v!r} with inner_optim={inner_optim!r}, which keeps no second moments: take "

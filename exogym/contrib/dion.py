@@ -43,14 +43,13 @@ from exogym.core.base.rng import generator
 from exogym.core.fleet import Block, Fleet
 from exogym.core.fleet.presence import give_shared, rows_of
 from exogym.errors import check_number
-from exogym.strategy.averaging import AveragingOptions
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, GradientModule
 from exogym.strategy.compressed_gradients import own_gradients
 from exogym.strategy.muon import HiddenAdamW
 from exogym.strategy.optim import OptimSpec
 from exogym.strategy.powersgd import SIDE, mean_parts, orthogonal, products
 from exogym.strategy.simple_reduce import broadcast_buffers, mark_used
-from exogym.strategy.strategy import Run
+from exogym.strategy.strategy import InnerOptions, Run
 from exogym.strategy.traffic import Traffic
 
 EPS = 1e-8  # of Dion's norms and of AdamW
@@ -239,7 +238,7 @@ class DionStrategy(CommunicateOptimizeStrategy):
         mu: float = 0.95,
         matrix_lr: float = 0.02,
         weight_decay: float = 0.01,
-        **options: Unpack[AveragingOptions],
+        **options: Unpack[InnerOptions],
     ):
         check_number("weight_decay", weight_decay, least=0)
         check_number("matrix_lr", matrix_lr, least=0)

@@ -43,7 +43,6 @@ from exogym.core.fleet.layout import Cut
 from exogym.core.fleet.presence import rows_of
 from exogym.core.fleet.state import Tensors, below
 from exogym.errors import check_count, check_number
-from exogym.strategy.averaging import AveragingOptions
 from exogym.strategy.capabilities import HasOuterModel
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, PeriodicModule
 from exogym.strategy.fragments import fragments, layers_of
@@ -51,7 +50,7 @@ from exogym.strategy.options import split
 from exogym.strategy.outer import OuterOptions, OuterRule
 from exogym.strategy.outer_parameters import OuterParameters
 from exogym.strategy.rounds import RoundLength
-from exogym.strategy.strategy import Run
+from exogym.strategy.strategy import InnerOptions, Run
 from exogym.strategy.traffic import Traffic
 
 
@@ -170,7 +169,7 @@ class LayerwisePenalty(PeriodicModule, HasOuterModel):
         return self.outer[int(k)].cut(rest, shape) if k.isdigit() else super().cut(name, shape)
 
 
-class EDiTOptions(OuterOptions, AveragingOptions, total=False):
+class EDiTOptions(OuterOptions, InnerOptions, total=False):
     """Options that `EDiTStrategy` shares with other strategies."""
 
 

@@ -29,12 +29,11 @@ from torch import Tensor
 
 from exogym.core.fleet import Block, Fleet
 from exogym.core.fleet.presence import have_changed, rows_of, shared_row, where_present
-from exogym.strategy.averaging import AveragingOptions
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, GradientModule
 from exogym.strategy.compressed_gradients import mark_sent, own_gradients
 from exogym.strategy.contractions import Contraction, size_of
 from exogym.strategy.simple_reduce import broadcast_buffers, mark_used
-from exogym.strategy.strategy import Run
+from exogym.strategy.strategy import InnerOptions, Run
 from exogym.strategy.traffic import Traffic
 
 
@@ -124,7 +123,7 @@ class EF21Strategy(CommunicateOptimizeStrategy):
         *,
         compressor: str = "topk",
         density: float | None = None,
-        **options: Unpack[AveragingOptions],
+        **options: Unpack[InnerOptions],
     ):
         estimated = EstimatedMean(Contraction(compressor, density))
         super().__init__(inner_optim, gradient_modules=[estimated], **options)

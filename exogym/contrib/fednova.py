@@ -196,6 +196,6 @@ class FedNovaStrategy(CommunicateOptimizeStrategy):
         clients, others = split(options, AveragingCommunicator)
         average = AveragingCommunicator(H, weighting=weighting, **clients)
         proximal = ProximalTerm(average, mu)
-        inner = Inner(inner_optim, **split(others, Inner)[0])
+        inner = Inner.of(inner_optim, others)
         modules = [EqualisedWork(average, inner, proximal.mu), average, *([proximal] if mu else [])]
         super().__init__(inner_optim, modules, **others)

@@ -26,11 +26,10 @@ from torch import Tensor
 from exogym.core.fleet import Fleet
 from exogym.core.fleet.presence import rows_of, shared_row
 from exogym.errors import check_number
-from exogym.strategy.averaging import AveragingOptions
 from exogym.strategy.capabilities import HasOuterModel
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, GradientModule, PeriodicModule
 from exogym.strategy.simple_reduce import GradientAverage
-from exogym.strategy.strategy import Run
+from exogym.strategy.strategy import InnerOptions, Run
 from exogym.strategy.traffic import Traffic
 
 
@@ -139,7 +138,7 @@ class GPAStrategy(CommunicateOptimizeStrategy):
         *,
         mu_x: float = 0.9967,
         mu_y: float = 0.7,
-        **options: Unpack[AveragingOptions],
+        **options: Unpack[InnerOptions],
     ):
         primal = PrimalAverage(mu_x, mu_y)
         super().__init__(inner_optim, [primal], gradient_modules=[GradientAtY(primal)], **options)

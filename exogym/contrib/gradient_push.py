@@ -38,11 +38,10 @@ import torch
 from exogym.core.fleet import Fleet
 from exogym.core.fleet.presence import rows_of
 from exogym.errors import check_choice
-from exogym.strategy.averaging import AveragingOptions
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, PeriodicModule
 from exogym.strategy.graphs import DIRECTED, pushing, takers_of
 from exogym.strategy.rounds import RoundLength
-from exogym.strategy.strategy import Run
+from exogym.strategy.strategy import InnerOptions, Run
 from exogym.strategy.traffic import Traffic
 
 
@@ -127,6 +126,6 @@ class GradientPushStrategy(CommunicateOptimizeStrategy):
         inner_optim: Any = "sgd",
         graph: Any = "exponential",
         H: RoundLength = 1,
-        **options: Unpack[AveragingOptions],
+        **options: Unpack[InnerOptions],
     ):
         super().__init__(inner_optim, [PushSum(graph, H)], **options)

@@ -43,12 +43,11 @@ from exogym.core.fleet import Fleet
 from exogym.core.fleet.layout import Layout
 from exogym.core.fleet.presence import give_shared, rows_of, shared_row
 from exogym.errors import check_number
-from exogym.strategy.averaging import AveragingOptions
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, GradientModule
 from exogym.strategy.compressed_gradients import own_gradients
 from exogym.strategy.optim import OptimSpec
 from exogym.strategy.simple_reduce import broadcast_buffers, mark_used
-from exogym.strategy.strategy import Run
+from exogym.strategy.strategy import InnerOptions, Run
 from exogym.strategy.traffic import Traffic
 
 
@@ -225,9 +224,9 @@ class OneBitAdamStrategy(CommunicateOptimizeStrategy):
         beta2: float = 0.999,
         eps: float = 1e-8,
         weight_decay: float = 0.0,
-        **options: Unpack[AveragingOptions],
+        **options: Unpack[InnerOptions],
     ):
         check_number("weight_decay", weight_decay, least=0)
-        rate = options.get("lr")
+        rate = options.get("lr", options.get("inner_lr"))
         inner = OptimSpec(torch.optim.SGD, lr=1e-3 if rate is None else rate, weight_decay=weight_decay)
         super().__init__(inner, gradient_modules=[FrozenAdam(warmup, beta1, beta2, eps)], **options)

@@ -27,13 +27,12 @@ from torch import Tensor
 
 from exogym.core.fleet import Fleet
 from exogym.errors import check_number
-from exogym.strategy.averaging import AveragingOptions
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, GradientModule
 from exogym.strategy.outer import OuterRule
 from exogym.strategy.outer_parameters import OuterModule, OuterParameters
 from exogym.strategy.rounds import RoundLength
 from exogym.strategy.simple_reduce import GradientAverage
-from exogym.strategy.strategy import Run
+from exogym.strategy.strategy import InnerOptions, Run
 from exogym.strategy.traffic import Traffic
 
 
@@ -173,7 +172,7 @@ class PierStrategy(CommunicateOptimizeStrategy):
         outer_momentum: float = 0.9,
         warmup: float = 0.1,
         decay: bool = True,
-        **options: Unpack[AveragingOptions],
+        **options: Unpack[InnerOptions],
     ):
         outer = PierCommunicator(H, outer_lr, outer_momentum, warmup, decay)
         super().__init__(inner_optim, [outer], gradient_modules=[WarmUp(outer)] if warmup else [], **options)

@@ -34,13 +34,12 @@ from torch import Tensor
 from exogym.core.fleet import Fleet
 from exogym.core.fleet.presence import rows_of, where_present
 from exogym.errors import check_choice
-from exogym.strategy.averaging import AveragingOptions
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy
 from exogym.strategy.options import split
 from exogym.strategy.outer import OuterRule, OuterRuleOptions
 from exogym.strategy.outer_parameters import OuterModule, OuterParameters
 from exogym.strategy.rounds import RoundLength
-from exogym.strategy.strategy import Run
+from exogym.strategy.strategy import InnerOptions, Run
 from exogym.strategy.traffic import Traffic
 
 CASTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -119,7 +118,7 @@ class VisibleOuterStep(OuterModule):
             error[rows_of(fleet, nodes)] = 0
 
 
-class PULSELoCoOptions(OuterRuleOptions, AveragingOptions, total=False):
+class PULSELoCoOptions(OuterRuleOptions, InnerOptions, total=False):
     """Options that `PULSELoCoStrategy` shares with other strategies."""
 
 

@@ -174,7 +174,7 @@ class QFedAvgStrategy(CommunicateOptimizeStrategy):
             check_number("L", L, over=0)
         clients, others = split(options, AveragingCommunicator)
         average = AveragingCommunicator(H, weighting="uniform", **clients)
-        rate = float(Inner(inner_optim, **split(others, Inner)[0]).base_lr)
+        rate = float(Inner.of(inner_optim, others).base_lr)
         near = ProximalTerm(average, 0.0)
         L = (1 / rate if rate else 1.0) if L is None else L  # with a rate of 0 nothing moves
         shares = FairShares(average, near, float(q), float(L))

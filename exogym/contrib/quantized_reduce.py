@@ -22,10 +22,10 @@ from typing import Any, Unpack
 from exogym.core.compress import Absmax, mean_in_shards
 from exogym.core.fleet import Fleet
 from exogym.errors import check_count
-from exogym.strategy.averaging import AveragingOptions
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, GradientModule
 from exogym.strategy.compressed_gradients import own_gradients
 from exogym.strategy.simple_reduce import broadcast_buffers, mark_used
+from exogym.strategy.strategy import InnerOptions
 from exogym.strategy.traffic import Traffic
 
 
@@ -85,6 +85,6 @@ class QuantizedReduceStrategy(CommunicateOptimizeStrategy):
         bits: int = 8,
         *,
         bucket: int = 512,
-        **options: Unpack[AveragingOptions],
+        **options: Unpack[InnerOptions],
     ):
         super().__init__(inner_optim, gradient_modules=[QuantizedAverage(bits, bucket)], **options)

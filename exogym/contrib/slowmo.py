@@ -27,14 +27,12 @@ from torch.optim import Optimizer
 from exogym.contrib.moments import Moments
 from exogym.core.fleet import Fleet
 from exogym.errors import StrategyError, check_choice, check_number
-from exogym.strategy.averaging import AveragingOptions
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy
 from exogym.strategy.optim import OptimSpec
-from exogym.strategy.options import split
 from exogym.strategy.outer import OuterRule
 from exogym.strategy.outer_parameters import OuterModule, OuterParameters
 from exogym.strategy.rounds import RoundLength
-from exogym.strategy.strategy import Inner, Run
+from exogym.strategy.strategy import Inner, InnerOptions, Run
 from exogym.strategy.traffic import Traffic
 
 
@@ -150,8 +148,8 @@ class SlowMoStrategy(CommunicateOptimizeStrategy):
         slow_lr: float = 1.0,
         slow_momentum: float = 0.5,
         buffers: str = "maintain",
-        **options: Unpack[AveragingOptions],
+        **options: Unpack[InnerOptions],
     ):
-        inner = Inner(inner_optim, **split(options, Inner)[0])
+        inner = Inner.of(inner_optim, options)
         slow = SlowMoCommunicator(inner, H, slow_lr, slow_momentum, buffers)
         super().__init__(inner_optim, [slow], **options)

@@ -19,14 +19,13 @@ from __future__ import annotations
 from typing import Any, Unpack
 
 from exogym.core.fleet import Fleet
-from exogym.strategy.averaging import AveragingOptions
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy
 from exogym.strategy.options import split
 from exogym.strategy.outer import OuterRule, OuterRuleOptions
 from exogym.strategy.outer_parameters import Flight, OuterModule, OuterParameters
 from exogym.strategy.rounds import RoundLength
 from exogym.strategy.simple_reduce import GradientAverage
-from exogym.strategy.strategy import Run
+from exogym.strategy.strategy import InnerOptions, Run
 from exogym.strategy.traffic import Traffic
 
 
@@ -67,7 +66,7 @@ class OuterStepOfEqualNodes(OuterModule):
         """Return None: the evaluation model has the fast weights."""
 
 
-class SNOOOptions(OuterRuleOptions, AveragingOptions, total=False):
+class SNOOOptions(OuterRuleOptions, InnerOptions, total=False):
     """Options that `SNOOStrategy` shares with other strategies."""
 
 

@@ -7,27 +7,26 @@ from typing import NamedTuple
 # every feature in the table, and the code or setting that has it
 FEATURES: dict[str, str] = {
     # options of strategies
-    "privacy": "federated averaging with `privacy=DifferentialPrivacy(...)`",
-    "robust": "`robust=` with a rule, such as a median, a trimmed mean or Krum",
-    'robust="norm_cap"': "`robust=` with a cap on norms",
-    "secure_aggregation": "`secure_aggregation=`",
-    "transport": "`transport=` with any value",
-    'transport="ring" or "tree"': "`transport=` with a route that sums values on the way",
-    "tuner": "`tuner=` with any tuner",
-    "tuner of p_sparta": "a tuner that chooses SPARTA's share",
-    "nothing to tune": "a strategy without the argument that the tuner chooses",
+    "privacy": "federated averaging with `Averaging(privacy=...)`",
+    "robust": "`Robust(strategy, ...)` with a rule, such as a median, a trimmed mean or Krum",
+    'robust="norm_cap"': "`Robust(strategy, ...)` with a cap on norms",
+    "secure_aggregation": "`Secure(strategy)`",
+    'transport="ring" or "tree"': "`Averaging(transport=...)` with a route that sums values on the way",
+    "tuner": "`ByteBudget(strategy, ...)`",
+    "tuner of p_sparta": "a budget that chooses SPARTA's share",
+    "nothing to tune": "a strategy without the argument that a budget chooses",
     'compression_method="indices" or "topk"': "SPARTA's `compression_method=` other than `'random'`",
     'rounding="stochastic"': "SPARTA's `rounding='stochastic'`",
     "no quantization_bits": "SPARTA without `quantization_bits=`, or with 32",
     "client_fraction": "`client_fraction=` under 1",
     "island_size": "`island_size=` of an averaging strategy",
-    "personal": "`personal=`",
+    "personal": "personal parameters, as with `Averaging(personal=...)`",
     "two kinds of steps": "a strategy that divides a round's steps between two models, or two parts of a model",
     "local_steps": "`local_steps=`",
     "local_epochs": "`local_epochs=`",
     "H as a function": "`H=` as a function of the round",
     "rounds of one length": "a strategy that plans its round in advance, such as Streaming DiLoCo or gossip",
-    "rounds of different lengths": "`H=` as a function of the round, or chosen by a tuner",
+    "rounds of different lengths": "`H=` as a function of the round, or chosen by a budget",
     'weighting="examples"': "`weighting='examples'` of an averaging strategy",
     "weights by examples": "`weighting='examples'` if nodes have unequal numbers of examples",
     "delay": "DiLoCo's `delay=`",
@@ -38,7 +37,6 @@ FEATURES: dict[str, str] = {
     "corrections": "a module that corrects each node's own gradients",
     "nodes that rest": "clients that are sampled, or take fewer steps in a round than others",
     "packed values": "a strategy that sends packed values, indices or a node's own parameters, not only sums",
-    "no all-reduce": "a strategy without all-reduces",
     "its own mean": "a strategy or module that computes means without the communicator (`weighted_means`)",
     "parts of a mean": "a module that averages factors or shards only (`only_means`)",
     "values right in the mean only": "a module that sends sparse entries, rounds by chance, or has error feedback "
@@ -172,16 +170,14 @@ _MEANS: tuple[Refused, ...] = (
     Refused(
         "privacy",
         "tuner",
-        "a tuner reads the clients' updates, or their number, without noise, and publishes its choice. Epsilon does "
-        "not count that",
-        "leave tuner out, and give H as a number or a function of the round",
+        "the budget reads the number of clients without noise, and publishes its choice. Epsilon does not count that",
+        "leave ByteBudget out, and give H as a number or a function of the round",
     ),
     Refused(
         "tuner",
         "gradient_modules",
-        "gradients are sent at every step whatever the tuner chooses, so the tuner measures wrong "
-        "bytes and cannot keep a budget",
-        "leave tuner out, or take a strategy without gradient modules",
+        "gradients are sent at every step whatever H is, so the budget cannot be kept",
+        "leave ByteBudget out, or take a strategy without gradient modules",
     ),
     Refused(
         "privacy", "island_size", "privacy needs a server's mean, and islands have no server", "leave island_size out"
@@ -191,18 +187,6 @@ _MEANS: tuple[Refused, ...] = (
         'transport="ring" or "tree"',
         "a rule needs each node's values, and this transport sums them on the way",
         "leave transport out, or take 'server'",
-    ),
-    Refused(
-        "secure_aggregation",
-        "robust",
-        "a rule compares the nodes' values, and the server sees only their sum",
-        "leave robust out",
-    ),
-    Refused(
-        "secure_aggregation",
-        'robust="norm_cap"',
-        "a cap would reveal each node's norm, and the server must see only the sum",
-        "leave robust out",
     ),
     Refused(
         "secure_aggregation",
@@ -225,7 +209,6 @@ _MEANS: tuple[Refused, ...] = (
         "only the nodes that sent an entry would accept a bad node's entries unchanged",
         "leave robust out, or take 'norm_cap'",
     ),
-    Refused("transport", "no all-reduce", "only all-reduces have a transport", "leave transport out"),
     *(
         Refused(
             feature,
@@ -299,7 +282,7 @@ _OPTIONS: tuple[Refused, ...] = (
         ("local_steps", "local_epochs", "delay", "island_H", "rounds of one length"),
         "rounds of different lengths",
         "a round's steps are planned in advance, which needs rounds of one length",
-        "give a number as H, without a tuner of H",
+        "give a number as H, without a ByteBudget",
     ),
     Refused(
         "its own clock",
@@ -319,12 +302,12 @@ _OPTIONS: tuple[Refused, ...] = (
         "only quantized values are rounded",
         "give quantization_bits, such as 8",
     ),
-    Refused("tuner", "nothing to tune", "the strategy has no such argument", "leave tuner out"),
-    Refused("tuner", "H as a function", "the tuner chooses H during the run", "give the first H as a number"),
+    Refused("tuner", "nothing to tune", "the strategy has no such argument", "leave ByteBudget out"),
+    Refused("tuner", "H as a function", "the budget chooses H during the run", "give the first H as a number"),
     Refused(
         "tuner of p_sparta",
         'compression_method="indices" or "topk"',
-        "this method orders the indices for one fixed share, and the tuner changes the share",
+        "this method orders the indices for one fixed share, and the budget changes the share",
         "take compression_method='random'",
     ),
 )

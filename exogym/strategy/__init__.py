@@ -24,7 +24,7 @@ A payload is the bytes that a node hands to a collective; tx and rx are the byte
 ...         for block in fleet.blocks:
 ...             block.params.copy_(fleet.comm.broadcast(block.params, 0))
 >>> strategy = CommunicateOptimizeStrategy("sgd", [Start()], gradient_modules=[Halved()], lr=0.1)
->>> robust = FedAvgStrategy(H=5, lr=0.1, robust=NormCap(1.0))  # updates over the cap are scaled down
+>>> personal = FedAvgStrategy(H=5, lr=0.1, averaging=Averaging(personal="head.*"))  # each client keeps its own head
 >>> import torch
 >>> from exogym import LocalTrainer
 >>> from exogym.testing import small_problem
@@ -41,6 +41,7 @@ from exogym.core.base.lazy import lazily
 
 __all__ = [
     "AsyncDiLoCoStrategy",
+    "Averaging",
     "CommunicateOptimizeStrategy",
     "CommunicationModule",
     "DeMoStrategy",
@@ -53,7 +54,6 @@ __all__ = [
     "GradientModule",
     "MuLoCoStrategy",
     "NoLoCoStrategy",
-    "NormCap",
     "OptimSpec",
     "PeriodicModule",
     "PostLocalSGDStrategy",
@@ -73,7 +73,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from exogym.strategy.async_diloco import AsyncDiLoCoStrategy
-    from exogym.strategy.averaging import NormCap
+    from exogym.strategy.averaging import Averaging
     from exogym.strategy.communicate_optimize import (
         CommunicateOptimizeStrategy,
         CommunicationModule,

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from exogym.core.fleet import Fleet
 from exogym.errors import ArgumentError, StrategyError
-from exogym.strategy.options import taking
 from exogym.strategy.strategy import Strategy
 from exogym.strategy.traffic import Plan, Traffic
 
@@ -91,11 +90,6 @@ class ClockedStrategy(Strategy):
     shard_sampling = False
     takes_parameters = False
     island_size: int | None = None
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        if "__init__" in cls.__dict__:
-            cls.__init__ = taking(cls.__init__)  # type: ignore[method-assign]
 
     def features(self) -> dict[str, str]:
         return super().features() | ({"shard_sampling": "shard_sampling=True"} if self.shard_sampling else {})

@@ -21,15 +21,15 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
-from typing import Any, Unpack
+from typing import Any, Self, Unpack
 
-from exogym.core.combinations import check, features_of, refuse
+from exogym.core.combinations import check
 from exogym.core.fleet import Fleet
 from exogym.errors import ArgumentError, StrategyError, check_choice
 from exogym.faults import Faults
-from exogym.strategy.averaging import Averaging, AveragingOptions, with_options
-from exogym.strategy.capabilities import Clients, Corrects, Tunable
-from exogym.strategy.composition import Composition
+from exogym.strategy.averaging import FLAT, Averaging
+from exogym.strategy.capabilities import Clients, Corrects
+from exogym.strategy.composition import Composition, Tuning
 from exogym.strategy.modules import (
     CommunicationModule,
     GradientModule,
@@ -39,11 +39,9 @@ from exogym.strategy.modules import (
     known_traffic,
 )
 from exogym.strategy.optim import OptimSpec
-from exogym.strategy.options import split
-from exogym.strategy.strategy import Inner, Run, Strategy
+from exogym.strategy.options import taking
+from exogym.strategy.strategy import Inner, InnerOptions, Run, Strategy
 from exogym.strategy.traffic import Plan
-from exogym.strategy.tuning import Tuning
-from exogym.strategy.updates import Updates
 
 __all__ = [
     "CommunicateOptimizeStrategy",
@@ -64,11 +62,9 @@ class CommunicateOptimizeStrategy(Strategy):
         communication_modules: act on the parameters after the inner step, in this order.
         inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`.
         gradient_modules: act on the gradients before the inner step, in this order.
-        transport, robust, secure_aggregation: how nodes take means; see `exogym.strategy.averaging.Averaging`.
-        tuner: a `exogym.strategy.tuning.Tuner`. A tuner chooses an argument of the strategy during the run.
 
-    Every subclass also accepts transport, robust, secure_aggregation and tuner, even if its constructor does not name
-    them.
+    Attributes:
+        averages: the options of `exogym.strategy.Averaging` that the class takes, in one argument `averaging`.
 
     With absent nodes, each module continues with the present nodes. A returning node takes parameters and buffers from
     another node, which broadcasts P b bytes (`bring_back`).
@@ -83,16 +79,18 @@ class CommunicateOptimizeStrategy(Strategy):
 
     driven_by = "rounds"
     stacked = True
+    averages: tuple[str, ...] = ()
 
+    @taking
     def __init__(
         self,
         inner_optim: Any = "adamw",
         communication_modules: Sequence[CommunicationModule] = (),
         *,
         gradient_modules: Sequence[GradientModule] = (),
-        **options: Unpack[AveragingOptions],
+        **options: Unpack[InnerOptions],
     ):
-        self.inner = Inner(inner_optim, **split(options, Inner)[0])
+        self.inner = Inner.of(inner_optim, options)
         for name, given in (("communication_modules", communication_modules), ("gradient_modules", gradient_modules)):
             if not isinstance(given, list | tuple):
                 raise ArgumentError(f"{name}={given!r} must be a list of modules")
@@ -110,8 +108,7 @@ class CommunicateOptimizeStrategy(Strategy):
                     )
         self.faults: Faults | None = None
         self.tuning: Tuning | None = None
-        self.tuned: list[int] = []  # numbers of the modules that follow the tuner
-        self.average_by(**split(options, Averaging)[0])
+        self.average_by(Averaging())
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -121,18 +118,30 @@ class CommunicateOptimizeStrategy(Strategy):
                     f"{cls.__name__} overrides {name}(), which is never called in a strategy that acts on rows: "
                     "subclass Strategy to write for one node, or pass your own CommunicationModule"
                 )
-        if "__init__" in cls.__dict__:
-            cls.__init__ = with_options(cls.__init__)  # type: ignore[method-assign]
 
-    def average_by(self, **options: Any) -> None:
-        """Let this strategy take means by `options`, which are the arguments of `Averaging`.
+    def average_by(self, averaging: Averaging) -> None:
+        """Let this strategy take averages by `averaging`.
 
         Raises:
-            ArgumentError: an option is unknown, or the modules cannot average that way.
+            ArgumentError: the strategy does not take one of its options, or the modules cannot average that way.
         """
-        self.averaging = Averaging(**options)
-        self._look_at_updates()
+        for name in averaging.given().keys() & FLAT.keys() - {*self.averages}:
+            instead = self.not_taken.get(name, f"it takes {' and '.join(self.averages) or 'no averaging='}")
+            raise ArgumentError(f"{type(self).__name__} takes no averages with {name}: {instead}")
+        self.averaging = averaging
+        self.updates = averaging.updates(self.faults, bool(self.communication_modules))
         check(self.features())
+
+    def with_averaging(self, averaging: Averaging) -> Self:
+        """Return a copy of this strategy that takes averages by `averaging`.
+
+        Raises:
+            ArgumentError: see `average_by`.
+        """
+        other = copy.copy(self)
+        vars(other)["given_arguments"] = vars(self)["given_arguments"] | {"averaging": averaging}
+        other.average_by(averaging)
+        return other
 
     def features(self) -> dict[str, str]:
         name, found = type(self).__name__, super().features()
@@ -159,37 +168,13 @@ class CommunicateOptimizeStrategy(Strategy):
             return found | ({"packed values": _packed(name, [*own, *parts])} if own or parts else {})
         if own or parts or kinds - {"all_reduce"}:
             found["packed values"] = _packed(name, [*own, *parts, *sorted(kinds)])
-        if "all_reduce" not in kinds:
-            sends = ", ".join(sorted(kinds)) or "nothing"
-            found["no all-reduce"] = f"{name}, which has no all-reduce (it sends {sends})"
         return found
 
     def beside(self, faults: Faults) -> CommunicateOptimizeStrategy:
         other = copy.copy(self)
         other.faults = faults
-        other._look_at_updates()
+        other.updates = self.averaging.updates(faults, bool(self.communication_modules))
         return other
-
-    def tune_by(self, tuning: Tuning) -> None:
-        """Let `tuning` choose an argument of this strategy during the run.
-
-        Raises:
-            ArgumentError: no module uses the argument, or the strategy cannot be combined with a tuner.
-        """
-        self.tuning = tuning
-        check(self.features())
-        self.tuned = [
-            m for m, module in enumerate(self.communication_modules)
-            if (tuning.rounds is None or getattr(module, "rounds", None) is tuning.rounds)
-            and (tuning.name != "p_sparta" or (isinstance(module, Tunable) and module.tune(tuning.name, tuning.value)))
-        ]  # fmt: skip
-        if not self.tuned:
-            what = f"{type(self).__name__}, which does not follow {tuning.name} in its own rounds"
-            refuse(features_of(tuner=tuning.tuner) | {"nothing to tune": what})
-
-    def _look_at_updates(self) -> None:
-        wanted = self.averaging.cap is not None or self.faults is not None
-        self.updates = Updates(self.averaging.cap, self.faults, bool(self.communication_modules)) if wanted else None
 
     def on(self, fleet: Fleet, run: Run) -> Composition:
         """Return a `Composition`, which runs this strategy's modules on `fleet`."""
@@ -203,11 +188,11 @@ class CommunicateOptimizeStrategy(Strategy):
     def bucket_bytes(self) -> int | None:
         """Bytes of a bucket of gradients whose all-reduce may begin during the backward pass.
 
-        The first gradient module sets this number. Return None if gradients have no buckets, or if clipping, a
-        norm cap, a robust rule or secure aggregation needs whole gradients first.
+        The first gradient module sets this number. Return None if gradients have no buckets, or if clipping, changed
+        updates or the way of averaging needs whole gradients first.
         """
         first = self.gradient_modules[:1]
-        one_by_one = bool(self.updates or self.averaging.rule or self.averaging.secure)
+        one_by_one = self.updates is not None or not self.averaging.sums_buckets
         seen_whole = one_by_one or any(module.clip_first for module in self.gradient_modules)
         return None if seen_whole or not first else first[0].bucket_bytes
 
@@ -217,7 +202,7 @@ class CommunicateOptimizeStrategy(Strategy):
 
     @property
     def weighted_means(self) -> bool:  # type: ignore[override]
-        return self.averaging.rule is None and all(module.weighted_means for module in self.modules)
+        return self.averaging.takes_weights and all(module.weighted_means for module in self.modules)
 
     def plan(self, P: float, N: int, b: float) -> Plan:
         if self.tuning is not None:
@@ -260,9 +245,6 @@ class CommunicateOptimizeStrategy(Strategy):
     @property
     def asks_all_lengths(self) -> bool:
         return self.clients.asks_all_lengths
-
-
-CommunicateOptimizeStrategy.__init__ = with_options(CommunicateOptimizeStrategy.__init__)  # type: ignore[method-assign]
 
 
 def _of_parts(module: Module) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """Run a strategy's modules on a fleet, and decide when each module acts.
 
-Code for bad nodes and norm caps (`updates`), a tuner (`tuning`), and nodes that several processes hold (`Dealing`) runs
-only if the run has them.
+Code for changed updates (`updates`), a tuner (`tuning`), and nodes that several processes hold (`Dealing`) runs only if
+the run has them.
 """
 
 from __future__ import annotations
@@ -19,14 +19,28 @@ from exogym.core.fleet.dealing import Dealing
 from exogym.core.fleet.presence import take_rows
 from exogym.core.fleet.state import Shared, Tensors
 from exogym.strategy.averaging import Averaging
-from exogym.strategy.capabilities import Clients, HasOuterModel, SeesLosses, Tunable
+from exogym.strategy.capabilities import Clients, HasOuterModel, SeesLosses
 from exogym.strategy.modules import CommunicationModule, GradientModule, Module, known_traffic, named
 from exogym.strategy.strategy import Inner, Run, clip_rows
-from exogym.strategy.tuning import Tuning
-from exogym.strategy.tuning_costs import costs_of
 from exogym.strategy.updates import Updates
 
 NEVER = 2**62  # a step after all others
+
+
+class Tuning(Protocol):
+    """What changes an argument of the strategy during a run: a seam that a wrapper of the strategy fills."""
+
+    name: str  # of the argument
+
+    def features(self) -> dict[str, str]: ...
+    def start(self, composition: Composition, run: Run) -> None:
+        """Prepare for a run, before training, and register its state with the fleet."""
+
+    def before_meeting(self, acting: Sequence[int]) -> None:
+        """Called right before the communication modules with the numbers `acting` act."""
+
+    def after_meeting(self, acting: Sequence[int], step: int) -> None:
+        """Called right after the communication modules with the numbers `acting` have acted, after `step`."""
 
 
 class Composed(Protocol):
@@ -38,7 +52,6 @@ class Composed(Protocol):
     gradient_modules: list[GradientModule]
     updates: Updates | None
     tuning: Tuning | None
-    tuned: list[int]
 
     @property
     def modules(self) -> list[Module]: ...
@@ -76,10 +89,7 @@ class Composition:
         )
         strategy.averaging.bind(fleet.comm, weighs, run.seed)
         if self.tuning is not None:
-            tuned = [self.communications[m] for m in strategy.tuned]
-            costs = costs_of(self.modules, tuned, self.tuning.rounds, strategy.averaging, fleet, run)
-            self.tuning.start(fleet, run, costs)
-            fleet.state.register("tuning", self.tuning)
+            self.tuning.start(self, run)
         if self.gradients and self.clients.local_steps(0, 1) is not None:
             check(strategy.features() | {"nodes that rest": "a communication module that lets nodes rest"})
 
@@ -134,22 +144,17 @@ class Composition:
 
     @contextlib.contextmanager
     def _around(self, acting: Sequence[int], step: int) -> Iterator[None]:
-        """Do the work before and after a meeting: bad nodes, norm caps, the tuner."""
+        """Do the work before and after a meeting: changed updates, the tuner."""
         fleet, updates, tuning = self.fleet, self.updates if acting else None, self.tuning
-        if tuning is not None and not set(acting) & set(self.strategy.tuned):
-            tuning = None
         if updates is not None and self._send(acting, step):
             updates.before_parameters(fleet, step)
         if tuning is not None:
-            tuning.before_meeting(fleet)
+            tuning.before_meeting(acting)
         yield
         if updates is not None:
             updates.after_meeting(fleet)
         if tuning is not None:
-            tuning.after_meeting(fleet, step)
-            for module in self.modules:
-                if isinstance(module, Tunable):
-                    module.tune(tuning.name, tuning.value)
+            tuning.after_meeting(acting, step)
 
     def bring_back(
         self, nodes: Sequence[int], source: int, step: int, forget: bool = False, outer: list[Tensor] | None = None

@@ -45,13 +45,12 @@ from exogym.core.compress.dct import Blocks
 from exogym.core.fleet import Block, Fleet
 from exogym.core.fleet.presence import rows_of, shared_row
 from exogym.errors import ArgumentError, check_choice, check_count, check_number
-from exogym.strategy.averaging import AveragingOptions
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, GradientModule
 from exogym.strategy.compressed_gradients import mark_sent
 from exogym.strategy.optim import OptimSpec
 from exogym.strategy.simple_reduce import mark_used
 from exogym.strategy.sparta import random_indices
-from exogym.strategy.strategy import Run
+from exogym.strategy.strategy import InnerOptions, Run
 from exogym.strategy.traffic import Traffic, shapes_of
 
 
@@ -241,7 +240,7 @@ class DeMoStrategy(CommunicateOptimizeStrategy):
         compression_method: str = "dct",
         compression_rate: float | None = None,
         weight_decay: float = 0.0,
-        **options: Unpack[AveragingOptions],
+        **options: Unpack[InnerOptions],
     ):
         check_choice("compression_method", compression_method, ("dct", "random"))
         is_random = compression_method == "random"
@@ -257,7 +256,7 @@ class DeMoStrategy(CommunicateOptimizeStrategy):
                     f"take compression_method={other!r}"
                 )
         check_number("weight_decay", weight_decay, least=0)
-        rate = options.get("lr")
+        rate = options.get("lr", options.get("inner_lr"))
         inner = OptimSpec(torch.optim.SGD, lr=1e-3 if rate is None else rate, weight_decay=weight_decay)
         momentum: GradientModule = DCTMomentum(compression_decay, compression_topk, compression_chunk)
         if is_random:

@@ -48,7 +48,7 @@ from exogym.core.fleet.layout import Cut
 from exogym.core.fleet.presence import all_present, rows_of, shared_row
 from exogym.core.fleet.state import Tensors, below
 from exogym.errors import ArgumentError, check_choice, check_count
-from exogym.strategy.averaging import AveragingOptions
+from exogym.strategy.averaging import FLAT, Averaging, averaging_of
 from exogym.strategy.capabilities import HasOuterModel
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, PeriodicModule, example_weights
 from exogym.strategy.delayed_diloco import DelayedCommunicator
@@ -58,7 +58,7 @@ from exogym.strategy.modules import views
 from exogym.strategy.options import split, taking
 from exogym.strategy.outer import OuterOptimizer, OuterRule, OuterRuleOptions, Received, outer_spec
 from exogym.strategy.rounds import RoundLength
-from exogym.strategy.strategy import Run
+from exogym.strategy.strategy import InnerOptions, Run, Strategy
 from exogym.strategy.traffic import Traffic
 
 __all__ = ["DiLoCoCommunicator", "DiLoCoStrategy", "IslandCommunicator", "outer_spec"]
@@ -138,7 +138,7 @@ class DiLoCoCommunicator(PeriodicModule, HasOuterModel):
         return self.outer.cut(name.removeprefix("outer."), shape, self.slots) if is_outer else super().cut(name, shape)
 
 
-class DiLoCoOptions(OuterRuleOptions, AveragingOptions, total=False):
+class DiLoCoOptions(OuterRuleOptions, InnerOptions, total=False):
     """Options that `DiLoCoStrategy` shares with other strategies."""
 
 
@@ -166,6 +166,7 @@ class DiLoCoStrategy(CommunicateOptimizeStrategy):
         island_size: s, the number of nodes in an island. None means no islands.
         island_H: steps from one average inside an island to the next, below H. Give `island_size` and `island_H`
             together.
+        averaging: an `Averaging` with a `transport`.
 
     Averages with a delay overlap with computing. On hosts, this overlap needs gloo and whole nodes in each process,
     without `faults` or `min_hosts`. Otherwise nodes wait for each average right after they send it.
@@ -175,6 +176,7 @@ class DiLoCoStrategy(CommunicateOptimizeStrategy):
 
     name, title, paper, payload = "diloco", "DiLoCo", "arXiv:2311.08105", "P b / H"
     ranges = ("outer_lr=0.1..1.5", "outer_momentum=0.0..0.95")
+    averages, not_taken = ("transport",), Strategy.not_taken | {"transport": FLAT["transport"]}
     equation = "Delta = mean_i (theta - theta_i); theta <- OuterOpt(theta, Delta); theta_i <- theta"
     needs = "all nodes every H steps"
     identities = (
@@ -195,6 +197,7 @@ class DiLoCoStrategy(CommunicateOptimizeStrategy):
         eager: bool = False,
         island_size: int | None = None,
         island_H: int | None = None,
+        averaging: Averaging | None = None,
         **options: Unpack[DiLoCoOptions],
     ):
         rule, others = split(options, OuterRule)
@@ -221,3 +224,4 @@ class DiLoCoStrategy(CommunicateOptimizeStrategy):
                 )
             modules = [IslandCommunicator(island_size, island_H, outer), outer]
         super().__init__(inner_optim, modules, **others)
+        self.average_by(averaging_of(averaging))

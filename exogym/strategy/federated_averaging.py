@@ -40,7 +40,7 @@ from exogym.core.fleet import Fleet
 from exogym.core.fleet.layout import Cut
 from exogym.core.fleet.presence import rows_of
 from exogym.errors import ArgumentError, check_choice, check_count, checked
-from exogym.strategy.averaging import AveragingOptions
+from exogym.strategy.averaging import FLAT, Averaging, averaging_of
 from exogym.strategy.capabilities import ChoosesClients, HasOuterModel
 from exogym.strategy.client_draws import ClientDraws
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, PeriodicModule, example_weights
@@ -51,7 +51,7 @@ from exogym.strategy.participation import Participation
 from exogym.strategy.personal import Chosen, Personal, check_personal
 from exogym.strategy.privacy import DifferentialPrivacy
 from exogym.strategy.rounds import RoundLength
-from exogym.strategy.strategy import Run
+from exogym.strategy.strategy import InnerOptions, Run
 from exogym.strategy.traffic import AskedRounds, Traffic
 
 
@@ -357,7 +357,7 @@ class ClientOptions(TypedDict, total=False):
 defined(ClientOptions, AveragingCommunicator)
 
 
-class FederatedOptions(ClientOptions, AveragingOptions, total=False):
+class FederatedOptions(ClientOptions, InnerOptions, total=False):
     """All options of federated strategies: options of clients, of averaging and of the inner optimizer."""
 
 
@@ -370,8 +370,9 @@ class FedAvgStrategy(CommunicateOptimizeStrategy):
     P parameters of b bytes.
 
     Args:
-        island_size, H, client_fraction, weighting, local_steps, local_epochs, keep_inner_state, privacy, personal: see
+        island_size, H, client_fraction, weighting, local_steps, local_epochs, keep_inner_state: see
             `AveragingCommunicator`.
+        averaging: an `Averaging` with `transport`, `privacy` or `personal`.
         inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: options of the clients' steps; see `Strategy`.
 
     >>> strategy = FedAvgStrategy(inner_optim='sgd', island_size=4, H=5, lr=0.01)
@@ -379,6 +380,7 @@ class FedAvgStrategy(CommunicateOptimizeStrategy):
 
     name, title, paper, payload = "fedavg", "FedAvg", "arXiv:1602.05629", "P b / H"
     ranges = ()
+    averages, not_taken = ("transport", "privacy", "personal"), FLAT
     equation = "theta <- sum_i n_i theta_i / sum_i n_i over the clients i of the round"
     needs = "all nodes every H steps; with client_fraction a server and the sampled clients"
     identities = ("H=1, SGD = ddp", "islands of 1 = nodes alone", "islands of N = no islands", "equal data = one node")
@@ -390,12 +392,13 @@ class FedAvgStrategy(CommunicateOptimizeStrategy):
         H: RoundLength = 10,
         *,
         weighting: str = "examples",
-        privacy: DifferentialPrivacy | None = None,
-        personal: Chosen | None = None,
+        averaging: Averaging | None = None,
         **options: Unpack[FederatedOptions],
     ):
+        means = averaging_of(averaging)
         clients, others = split(options, AveragingCommunicator)
         average = AveragingCommunicator(
-            H, island_size=island_size, weighting=weighting, privacy=privacy, personal=personal, **clients
+            H, island_size=island_size, weighting=weighting, privacy=means.privacy, personal=means.personal, **clients
         )
         super().__init__(inner_optim, [average], **others)
+        self.average_by(means)

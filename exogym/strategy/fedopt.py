@@ -30,13 +30,12 @@ from torch import Tensor
 from exogym.core.fleet import Fleet
 from exogym.core.fleet.presence import rows_of, shared_row
 from exogym.errors import check_choice, check_number
+from exogym.strategy.averaging import FLAT, Averaging, averaging_of
 from exogym.strategy.capabilities import HasOuterModel
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy
 from exogym.strategy.federated_averaging import AveragingCommunicator, FederatedOptions
 from exogym.strategy.federated_rounds import RoundModule
 from exogym.strategy.options import split
-from exogym.strategy.personal import Chosen
-from exogym.strategy.privacy import DifferentialPrivacy
 from exogym.strategy.rounds import RoundLength
 from exogym.strategy.strategy import Run
 
@@ -142,14 +141,16 @@ class FedOptStrategy(CommunicateOptimizeStrategy):
         tau: number added to sqrt(v). The smaller tau, the more adaptive is the server's step.
         initial_v: v before the first round. None means tau^2.
         bias_correction: whether to correct the bias of adam and yogi, as `torch.optim.Adam` does.
-        H, client_fraction, weighting, local_steps, local_epochs, keep_inner_state, privacy, personal: see
+        H, client_fraction, weighting, local_steps, local_epochs, keep_inner_state: see
             `AveragingCommunicator`.
+        averaging: an `Averaging` with `transport`, `privacy` or `personal`.
         inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: options of the clients' steps; see `Strategy`.
 
     >>> strategy = FedOptStrategy(inner_optim='sgd', server_optim='adam', server_lr=0.01, H=5, lr=0.01)
     """
 
     name, title, paper, payload = "fedopt", "FedOpt", "arXiv:2003.00295", "P b / H"
+    averages, not_taken = ("transport", "privacy", "personal"), FLAT
     ranges = ("server_lr=3e-3..0.3", "tau=1e-4..0.1")
     equation = "D = mean_i theta_i - theta; theta <- theta + eta m / (sqrt(v) + tau), m and v of D as in adam"
     needs = "all nodes every H steps; with client_fraction a server and the sampled clients"
@@ -173,11 +174,14 @@ class FedOptStrategy(CommunicateOptimizeStrategy):
         initial_v: float | None = None,
         bias_correction: bool = False,
         weighting: str = "examples",
-        privacy: DifferentialPrivacy | None = None,
-        personal: Chosen | None = None,
+        averaging: Averaging | None = None,
         **options: Unpack[FederatedOptions],
     ):
+        means = averaging_of(averaging)
         clients, others = split(options, AveragingCommunicator)
-        average = AveragingCommunicator(H, weighting=weighting, privacy=privacy, personal=personal, **clients)
+        average = AveragingCommunicator(
+            H, weighting=weighting, privacy=means.privacy, personal=means.personal, **clients
+        )
         server = ServerStep(average, server_optim, server_lr, beta1, beta2, tau, initial_v, bias_correction)
         super().__init__(inner_optim, [average, server], **others)
+        self.average_by(means)

@@ -29,14 +29,13 @@ from exogym.core.base.torch_private import add_, differences
 from exogym.core.fleet import Fleet
 from exogym.core.fleet.presence import rows_of
 from exogym.errors import check_number
+from exogym.strategy.averaging import FLAT, Averaging, averaging_of
 from exogym.strategy.capabilities import Corrects
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy
 from exogym.strategy.federated_averaging import AveragingCommunicator, FederatedOptions
 from exogym.strategy.federated_rounds import RoundModule, with_gradient
 from exogym.strategy.modules import views
 from exogym.strategy.options import split
-from exogym.strategy.personal import Chosen
-from exogym.strategy.privacy import DifferentialPrivacy
 from exogym.strategy.rounds import RoundLength
 from exogym.strategy.strategy import Run
 
@@ -90,14 +89,16 @@ class FedProxStrategy(CommunicateOptimizeStrategy):
 
     Args:
         mu: weight of the proximal term. The paper has 0.001 to 1. With 0 the strategy is FedAvg.
-        H, client_fraction, weighting, local_steps, local_epochs, keep_inner_state, privacy, personal: see
+        H, client_fraction, weighting, local_steps, local_epochs, keep_inner_state: see
             `AveragingCommunicator`.
+        averaging: an `Averaging` with `transport`, `privacy` or `personal`.
         inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: options of the clients' steps; see `Strategy`.
 
     >>> strategy = FedProxStrategy(inner_optim='sgd', mu=0.1, H=5, lr=0.01)
     """
 
     name, title, paper, payload = "fedprox", "FedProx", "arXiv:1812.06127", "P b / H"
+    averages, not_taken = ("transport", "privacy", "personal"), FLAT
     ranges = ("mu=1e-3..1.0",)
     equation = "g_i <- g_i + mu (theta_i - theta) at every local step; then as fedavg"
     needs = "all nodes every H steps; with client_fraction a server and the sampled clients"
@@ -110,10 +111,13 @@ class FedProxStrategy(CommunicateOptimizeStrategy):
         H: RoundLength = 10,
         *,
         weighting: str = "examples",
-        privacy: DifferentialPrivacy | None = None,
-        personal: Chosen | None = None,
+        averaging: Averaging | None = None,
         **options: Unpack[FederatedOptions],
     ):
+        means = averaging_of(averaging)
         clients, others = split(options, AveragingCommunicator)
-        average = AveragingCommunicator(H, weighting=weighting, privacy=privacy, personal=personal, **clients)
+        average = AveragingCommunicator(
+            H, weighting=weighting, privacy=means.privacy, personal=means.personal, **clients
+        )
         super().__init__(inner_optim, [average, ProximalTerm(average, mu)], **others)
+        self.average_by(means)

@@ -26,7 +26,6 @@ from torch import Tensor
 
 from exogym.core.fleet import Fleet
 from exogym.errors import check_choice
-from exogym.strategy.averaging import AveragingOptions
 from exogym.strategy.communicate_optimize import (
     CommunicateOptimizeStrategy,
     CommunicationModule,
@@ -35,7 +34,7 @@ from exogym.strategy.communicate_optimize import (
 )
 from exogym.strategy.graphs import GRAPHS, Edges, edges_of, metropolis
 from exogym.strategy.rounds import RoundLength, check_one_length
-from exogym.strategy.strategy import Run
+from exogym.strategy.strategy import InnerOptions, Run
 from exogym.strategy.traffic import Traffic
 
 ORDERS = ("adapt_then_combine", "combine_then_adapt")
@@ -176,7 +175,7 @@ class GossipStrategy(CommunicateOptimizeStrategy):
         H: RoundLength = 1,
         *,
         order: str = "adapt_then_combine",
-        **options: Unpack[AveragingOptions],
+        **options: Unpack[InnerOptions],
     ):
         check_choice("order", order, ORDERS)
         late = order == "adapt_then_combine"

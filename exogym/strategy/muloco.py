@@ -15,15 +15,15 @@ from __future__ import annotations
 
 from typing import Any, Unpack
 
-from exogym.strategy.averaging import AveragingOptions
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy
 from exogym.strategy.diloco import DiLoCoCommunicator
 from exogym.strategy.options import split
 from exogym.strategy.outer import OuterOptions, OuterRule
 from exogym.strategy.rounds import RoundLength
+from exogym.strategy.strategy import InnerOptions
 
 
-class MuLoCoOptions(OuterOptions, AveragingOptions, total=False):
+class MuLoCoOptions(OuterOptions, InnerOptions, total=False):
     """Options that `MuLoCoStrategy` shares with other strategies."""
 
 

@@ -34,10 +34,9 @@ from exogym.core.base.draws import numpy_generator
 from exogym.core.fleet import Fleet
 from exogym.core.fleet.presence import rows_of
 from exogym.errors import check_count, check_number
-from exogym.strategy.averaging import AveragingOptions
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, PeriodicModule
 from exogym.strategy.rounds import RoundLength
-from exogym.strategy.strategy import Run
+from exogym.strategy.strategy import InnerOptions, Run
 from exogym.strategy.traffic import Traffic
 
 
@@ -149,7 +148,7 @@ class NoLoCoStrategy(CommunicateOptimizeStrategy):
         alpha: float = 0.5,
         beta: float = 0.7,
         gamma: float | None = None,
-        **options: Unpack[AveragingOptions],
+        **options: Unpack[InnerOptions],
     ):
         noloco = NoLoCoCommunicator(H, group_size, alpha, beta, gamma)
         super().__init__(inner_optim, [noloco], **options)

@@ -2,7 +2,7 @@
 
 A constructor names shared options by a typed dict behind `**`, which editors and type checkers show:
 
-    def __init__(self, inner_optim: Any = "adamw", H: int = 10, **options: Unpack[AveragingOptions]): ...
+    def __init__(self, inner_optim: Any = "adamw", H: int = 10, **options: Unpack[InnerOptions]): ...
 
 `defined` records which callables use the typed dict's options, and takes each option's default from there. `taking`
 gives the constructor a signature with the names of all options. The constructor then refuses any other name.
@@ -30,7 +30,7 @@ from typing import Any, Unpack, get_args, get_origin
 
 from exogym.errors import ALIASES, checked, without_aliases
 
-__all__ = ["Unpack", "defined", "parameters_of", "signature_of", "split", "taking"]
+__all__ = ["Unpack", "arguments_of", "defined", "parameters_of", "signature_of", "split", "taking"]
 
 _OPTIONS: dict[str, inspect.Parameter] = {}  # by name
 
@@ -72,6 +72,12 @@ def signature_of(function: Callable[..., Any]) -> inspect.Signature:
     if get_origin(kind) is not Unpack:
         return given
     return given.replace(parameters=[*parameters[:-1], *parameters_of(get_args(kind)[0])])
+
+
+def arguments_of(init: Callable[..., None]) -> inspect.Signature:
+    """Return the signature of the constructor `init`, as `signature_of` does, without `self`."""
+    signature = signature_of(init)
+    return signature.replace(parameters=list(signature.parameters.values())[1:])
 
 
 def taking(init: Callable[..., None]) -> Callable[..., None]:

@@ -24,11 +24,10 @@ from typing import Any, Unpack
 
 from exogym.core.fleet import Fleet
 from exogym.errors import check_count
-from exogym.strategy.averaging import AveragingOptions
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, GradientModule, PeriodicModule
 from exogym.strategy.rounds import RoundLength
 from exogym.strategy.simple_reduce import GradientAverage
-from exogym.strategy.strategy import Run
+from exogym.strategy.strategy import InnerOptions, Run
 from exogym.strategy.traffic import Traffic
 
 
@@ -123,7 +122,7 @@ class PostLocalSGDStrategy(CommunicateOptimizeStrategy):
         inner_optim: Any = "sgd",
         H: RoundLength = 16,
         start_step: int = 100,
-        **options: Unpack[AveragingOptions],
+        **options: Unpack[InnerOptions],
     ):
         late, early = LateAverage(H, start_step), EarlyGradientAverage(start_step)
         super().__init__(inner_optim, [late], gradient_modules=[early], **options)

@@ -35,11 +35,10 @@ from exogym.core.base.rng import generator
 from exogym.core.fleet import Block, Fleet
 from exogym.core.fleet.presence import give_shared, rows_of, shared_row
 from exogym.errors import check_count, check_number
-from exogym.strategy.averaging import AveragingOptions
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, GradientModule
 from exogym.strategy.compressed_gradients import mark_sent, own_gradients
 from exogym.strategy.simple_reduce import broadcast_buffers, mark_used
-from exogym.strategy.strategy import Run
+from exogym.strategy.strategy import InnerOptions, Run
 from exogym.strategy.traffic import Traffic, shapes_of
 
 SIDE = 1024  # rows and columns of the matrices that `advise` assumes
@@ -198,6 +197,6 @@ class PowerSGDStrategy(CommunicateOptimizeStrategy):
         start_step: int = 0,
         *,
         min_rate: float = 2.0,
-        **options: Unpack[AveragingOptions],
+        **options: Unpack[InnerOptions],
     ):
         super().__init__(inner_optim, gradient_modules=[LowRankMean(rank, start_step, min_rate)], **options)

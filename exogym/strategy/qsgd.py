@@ -23,9 +23,9 @@ from typing import Any, Unpack
 
 from exogym.core.compress import Quantized, Stochastic, buckets
 from exogym.errors import check_count
-from exogym.strategy.averaging import AveragingOptions
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy
 from exogym.strategy.compressed_gradients import CompressedMean
+from exogym.strategy.strategy import InnerOptions
 
 
 class QSGDStrategy(CommunicateOptimizeStrategy):
@@ -59,7 +59,7 @@ class QSGDStrategy(CommunicateOptimizeStrategy):
         levels: int = 7,
         *,
         bucket: int = 512,
-        **options: Unpack[AveragingOptions],
+        **options: Unpack[InnerOptions],
     ):
         check_count("bucket", bucket)
         code = Stochastic(levels)

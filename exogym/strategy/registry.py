@@ -13,6 +13,7 @@ from torch.optim import SGD
 from exogym.core.base.retired import retired
 from exogym.errors import ArgumentError, nearest
 from exogym.network.units import value_of
+from exogym.strategy.averaging import Averaging
 from exogym.strategy.names import CONTRIB, short_names
 from exogym.strategy.strategy import STRATEGIES as STRATEGIES
 from exogym.strategy.strategy import Strategy
@@ -58,7 +59,7 @@ def parse_strategy(text: str, *, lr_for: str | None = None, **defaults: Any) -> 
     if name not in STRATEGIES:
         raise unknown(name)
     kind = STRATEGIES[name]
-    known = inspect.signature(kind).parameters
+    known = written_options(kind)
     given: dict[str, Any] = {}
     for part in parts:
         option, equals, value = part.partition("=")
@@ -80,6 +81,8 @@ def parse_strategy(text: str, *, lr_for: str | None = None, **defaults: Any) -> 
         defaults.pop("outer_momentum", None)
     taken = {option: value for option, value in defaults.items() if option in known and value is not None}
     try:
+        averaging = {option: given.pop(option) for option in [*given] if option in averages_of(kind)}
+        given |= {"averaging": Averaging(**averaging)} if averaging else {}
         strategy = kind(**(taken | given))
         on_sgd = strategy.inner.spec.cls is SGD and not strategy.own_rule
         if on_sgd and lr_for not in (None, "sgd") and taken.pop("lr", None) is not None:
@@ -89,6 +92,26 @@ def parse_strategy(text: str, *, lr_for: str | None = None, **defaults: Any) -> 
         raise ArgumentError(f"strategy {text!r}: {error}") from error
     except (TypeError, ValueError) as error:
         raise ArgumentError(f"strategy {text!r}: a value is of the wrong kind ({error})") from error
+
+
+def averages_of(kind: type[Strategy]) -> tuple[str, ...]:
+    """Return the options of an `Averaging` that a class takes."""
+    return getattr(kind, "averages", ())
+
+
+def written_options(kind: type[Strategy]) -> dict[str, inspect.Parameter]:
+    """Return the options of a class as a text has them, by name: those of its `Averaging` stand among the others.
+
+    >>> from exogym.strategy import DiLoCoStrategy
+    >>> [name for name in written_options(DiLoCoStrategy) if name in ("averaging", "transport")]
+    ['transport']
+    """
+    of_averages = inspect.signature(Averaging).parameters
+    known = dict(inspect.signature(kind).parameters)
+    for name in averages_of(kind):
+        known.pop("averaging", None)
+        known[name] = of_averages[name].replace(kind=inspect.Parameter.KEYWORD_ONLY)
+    return known
 
 
 def unknown(name: str, *further: str) -> ArgumentError:

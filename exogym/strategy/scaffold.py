@@ -31,6 +31,7 @@ from exogym.core.base.torch_private import add_, differences
 from exogym.core.fleet import Block, Fleet
 from exogym.core.fleet.presence import give_shared, rows_of
 from exogym.errors import check_number
+from exogym.strategy.averaging import FLAT, Averaging, averaging_of
 from exogym.strategy.capabilities import Corrects
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy
 from exogym.strategy.federated_averaging import AveragingCommunicator, FederatedOptions
@@ -117,6 +118,7 @@ class ScaffoldStrategy(CommunicateOptimizeStrategy):
         server_lr: eta_g, the server's learning rate.
         H, client_fraction, weighting, local_steps, local_epochs, keep_inner_state: see `AveragingCommunicator`. By
             default clients have equal weights, as in the paper.
+        averaging: an `Averaging` with a `transport`.
         inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: the clients' inner optimizer; see `Strategy`.
             The paper's is SGD.
 
@@ -127,7 +129,9 @@ class ScaffoldStrategy(CommunicateOptimizeStrategy):
     ranges = ("server_lr=0.3..1.5",)
     equation = "g_i <- g_i + c - c_i at every local step; c_i <- mean of the round's g_i, c with it; then as fedavg"
     needs = "all nodes twice every H steps; with client_fraction a server and the sampled clients"
+    averages = ("transport",)
     not_taken: ClassVar = {
+        "transport": FLAT["transport"],
         "personal": "a client's control variate covers all parameters, also those that stay with the client: take "
         "fedavg, fedprox or fedopt",
         "privacy": "a client also sends its control variate, which depends on all its gradients. Clipping it and "
@@ -142,6 +146,7 @@ class ScaffoldStrategy(CommunicateOptimizeStrategy):
         *,
         server_lr: float = 1.0,
         weighting: str = "uniform",
+        averaging: Averaging | None = None,
         **options: Unpack[FederatedOptions],
     ):
         check_number("server_lr", server_lr, least=0)
@@ -149,3 +154,4 @@ class ScaffoldStrategy(CommunicateOptimizeStrategy):
         average = AveragingCommunicator(H, weighting=weighting, **clients)
         server = [] if server_lr == 1 else [ServerStep(average, "momentum", server_lr, beta1=0.0)]
         super().__init__(inner_optim, [ControlVariates(average), average, *server], **others)
+        self.average_by(averaging_of(averaging))

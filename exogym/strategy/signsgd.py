@@ -31,10 +31,10 @@ from exogym.core.compress import Quantized, ScaledSign, tensors
 from exogym.core.compress.quantize import pack, unpack
 from exogym.core.fleet import Fleet
 from exogym.core.fleet.presence import shared_row
-from exogym.strategy.averaging import AveragingOptions
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, GradientModule
 from exogym.strategy.compressed_gradients import CompressedMean, own_gradients
 from exogym.strategy.simple_reduce import broadcast_buffers, mark_used
+from exogym.strategy.strategy import InnerOptions
 from exogym.strategy.traffic import Traffic
 
 
@@ -92,7 +92,7 @@ class SignSGDStrategy(CommunicateOptimizeStrategy):
         inner_optim: Any = "sgd",
         *,
         error_feedback: bool = False,
-        **options: Unpack[AveragingOptions],
+        **options: Unpack[InnerOptions],
     ):
         scaled = CompressedMean(
             lambda layout: Quantized(ScaledSign(), tensors(layout)), lambda P, b: P / 8, "tensors", error_feedback=True

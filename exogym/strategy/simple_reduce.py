@@ -20,8 +20,9 @@ from typing import Any, Unpack
 from exogym.core.fleet import Block, Fleet
 from exogym.core.fleet.presence import all_present
 from exogym.errors import check_number, checked
-from exogym.strategy.averaging import AveragingOptions
+from exogym.strategy.averaging import FLAT, Averaging, averaging_of
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, GradientModule
+from exogym.strategy.strategy import InnerOptions, Strategy
 from exogym.strategy.traffic import Traffic
 
 
@@ -88,12 +89,14 @@ class SimpleReduceStrategy(CommunicateOptimizeStrategy):
             `reduction="native"`, buckets are summed while backward still runs. Otherwise the argument has no effect.
             Parameters without a gradient need no `find_unused_parameters`. Only the last micro-batch of a step sends,
             as with torch's `no_sync`.
+        averaging: an `Averaging` with a `transport`.
 
     >>> strategy = SimpleReduceStrategy(inner_optim="sgd", lr=0.1)
     """
 
     name, title, paper, payload = "ddp", "DDP", "arXiv:2006.15704", "P b"
     ranges = ()
+    averages, not_taken = ("transport",), Strategy.not_taken | {"transport": FLAT["transport"]}
     equation = "g = mean_i g_i; theta <- Opt(theta, clip(g))"
     needs = "all nodes at every step, and a fast network"
     identities = ("N nodes with batch B = one node with batch N B", "= torch's DistributedDataParallel")
@@ -103,6 +106,8 @@ class SimpleReduceStrategy(CommunicateOptimizeStrategy):
         inner_optim: Any = "adamw",
         *,
         bucket_size_mb: float = 25.0,
-        **options: Unpack[AveragingOptions],
+        averaging: Averaging | None = None,
+        **options: Unpack[InnerOptions],
     ):
         super().__init__(inner_optim, gradient_modules=[GradientAverage(bucket_size_mb)], **options)
+        self.average_by(averaging_of(averaging))

@@ -40,11 +40,10 @@ from exogym.core.compress.compressor import chunked_bytes
 from exogym.core.fleet import Fleet
 from exogym.core.fleet.presence import rows_of, shared_row, where_present
 from exogym.errors import check_choice, check_count, check_number
-from exogym.strategy.averaging import AveragingOptions
 from exogym.strategy.capabilities import HasOuterModel
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, PeriodicModule
 from exogym.strategy.rounds import RoundLength
-from exogym.strategy.strategy import Run
+from exogym.strategy.strategy import InnerOptions, Run
 from exogym.strategy.traffic import Traffic, shapes_of
 
 
@@ -182,7 +181,7 @@ class SparseLoCoStrategy(CommunicateOptimizeStrategy):
         error_decay: float = 0.95,
         outer_lr: float = 1.0,
         aggregation: str = "mean",
-        **options: Unpack[AveragingOptions],
+        **options: Unpack[InnerOptions],
     ):
         outer = SparseOuterStep(H, topk, chunk, bits, error_decay, outer_lr, aggregation)
         super().__init__(inner_optim, [outer], **options)

@@ -33,14 +33,13 @@ from exogym.core.compress import dequantize, noise_of, quantize
 from exogym.core.fleet import Block, Fleet
 from exogym.core.fleet.presence import rows_of, shared_row, where_present
 from exogym.errors import check_choice, check_count, check_number, checked
-from exogym.strategy.averaging import AveragingOptions
 from exogym.strategy.capabilities import Tunable
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, PeriodicModule
 from exogym.strategy.diloco import DiLoCoCommunicator
 from exogym.strategy.options import split
 from exogym.strategy.outer import OuterRates, OuterRule
 from exogym.strategy.rounds import RoundLength
-from exogym.strategy.strategy import Run
+from exogym.strategy.strategy import InnerOptions, Run
 from exogym.strategy.traffic import Traffic
 
 METHODS = ("random", "sequential", "partitioned", "topk")
@@ -136,7 +135,7 @@ class SparseCommunicator(PeriodicModule, Tunable):
             return False
         if self.method != "random":
             method = f"compression_method={self.method!r}"
-            refuse({"tuner of p_sparta": "a tuner", 'compression_method="indices" or "topk"': method})
+            refuse({"tuner of p_sparta": "a ByteBudget", 'compression_method="indices" or "topk"': method})
         self.p, self.counters = value, ("p",)
         return True
 
@@ -241,7 +240,7 @@ class SPARTAStrategy(CommunicateOptimizeStrategy):
         quantization_bits: int | None = None,
         rounding: str = "nearest",
         interval: int = 1,
-        **options: Unpack[AveragingOptions],
+        **options: Unpack[InnerOptions],
     ):
         sparta = SparseCommunicator(
             p_sparta, compression_method, quantization_bits, rounding=rounding, interval=interval
@@ -249,7 +248,7 @@ class SPARTAStrategy(CommunicateOptimizeStrategy):
         super().__init__(inner_optim, [sparta], **options)
 
 
-class SPARTADiLoCoOptions(OuterRates, AveragingOptions, total=False):
+class SPARTADiLoCoOptions(OuterRates, InnerOptions, total=False):
     """Options that `SPARTADiLoCoStrategy` shares with other strategies."""
 
 

@@ -7,9 +7,10 @@ for each other. The strategies of this package act on the rows of many nodes ins
 
 from __future__ import annotations
 
-from collections.abc import Set
+import inspect
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypedDict, Unpack
+from typing import Any, ClassVar, Self, TypedDict, Unpack
 
 import numpy as np
 import torch
@@ -20,13 +21,13 @@ from exogym.core.base.torch_private import scale_
 from exogym.core.communicator import ALONE, Columns
 from exogym.core.fleet.layout import hidden_matrices
 from exogym.core.refusals import UNTRIED
-from exogym.errors import ArgumentError, StrategyError, as_call
+from exogym.errors import ArgumentError, StrategyError, as_call, bind, without_aliases
 from exogym.faults import Availability, Faults
 from exogym.strategy import communicate
 from exogym.strategy.kernels import bare_step
 from exogym.strategy.names import ByName, Home, homes
 from exogym.strategy.optim import OptimSpec
-from exogym.strategy.options import defined, split, taking
+from exogym.strategy.options import arguments_of, defined, split, taking
 from exogym.strategy.schedule import Schedule, Scheduler, check_schedule, set_rates
 from exogym.strategy.traffic import Plan
 
@@ -94,6 +95,11 @@ class Inner:
         self.spec = OptimSpec.of(optim, lr=lr)
         self.max_norm, self.lr_scheduler, self.warmup_steps = max_norm, lr_scheduler, warmup_steps
         self.base_lr = self.spec.base_lr()
+
+    @classmethod
+    def of(cls, optim: Any, options: Mapping[str, Any]) -> Inner:
+        """Return the description of `optim` with those of a strategy's `options` that are its arguments."""
+        return cls(optim, **split(without_aliases(dict(options), ("lr",)), cls)[0])
 
     def schedule(self, total_steps: int) -> Schedule:
         return Schedule(self.lr_scheduler, self.warmup_steps, total_steps, self.base_lr)
@@ -207,6 +213,7 @@ class Strategy:
     total_steps: int
 
     def __init_subclass__(cls) -> None:
+        cls.__signature__ = arguments_of(cls.__init__)
         name = cls.__dict__.get("name")
         cls.registered = isinstance(name, str)
         if not isinstance(name, str):
@@ -220,9 +227,18 @@ class Strategy:
             raise StrategyError(f"{'.'.join(own)} and {'.'.join(other)} both have name={name!r}: rename one of them")
         STRATEGIES[name] = cls
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Refuse arguments that `__init__` does not take, and record the others in `given_arguments`."""
+        made = super().__new__(cls)
+        given = bind(cls.__name__, cls.__signature__, args, kwargs, cls.not_taken)[0] if args or kwargs else {}
+        vars(made)["given_arguments"] = given  # a copy or a loaded strategy gets its own afterwards
+        return made
+
     @taking
     def __init__(self, inner_optim: Any = "adamw", **options: Unpack[InnerOptions]):
-        self.inner = Inner(inner_optim, **split(options, Inner)[0])
+        self.inner = Inner.of(inner_optim, options)
+
+    __signature__: ClassVar[inspect.Signature] = arguments_of(__init__)
 
     def __repr__(self) -> str:
         return as_call(self)

@@ -38,7 +38,6 @@ from exogym.core.fleet import Fleet
 from exogym.core.fleet.layout import Cut
 from exogym.core.fleet.state import Tensors, below
 from exogym.errors import ArgumentError, check_choice, check_count, check_number, checked
-from exogym.strategy.averaging import AveragingOptions
 from exogym.strategy.capabilities import HasOuterModel
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, CommunicationModule
 from exogym.strategy.fragments import Piece, fragments
@@ -46,7 +45,7 @@ from exogym.strategy.options import split
 from exogym.strategy.outer import OuterOptions, OuterRule
 from exogym.strategy.outer_parameters import OuterParameters
 from exogym.strategy.rounds import check_one_length
-from exogym.strategy.strategy import Run
+from exogym.strategy.strategy import InnerOptions, Run
 from exogym.strategy.traffic import Traffic
 
 QUANTIZERS = {4: E3M0, 8: lambda: Absmax(8)}
@@ -168,7 +167,7 @@ class StreamingCommunicator(CommunicationModule, HasOuterModel):
             outer.load_state(below(f"{p}.", tensors))
 
 
-class StreamingOptions(OuterOptions, AveragingOptions, total=False):
+class StreamingOptions(OuterOptions, InnerOptions, total=False):
     """Options that `StreamingDiLoCoStrategy` shares with other strategies."""
 
 

@@ -18,9 +18,9 @@ from typing import Any, Unpack
 
 from exogym.core.compress import TopK
 from exogym.errors import check_number
-from exogym.strategy.averaging import AveragingOptions
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy
 from exogym.strategy.compressed_gradients import CompressedMean
+from exogym.strategy.strategy import InnerOptions
 
 
 class TopKStrategy(CommunicateOptimizeStrategy):
@@ -53,7 +53,7 @@ class TopKStrategy(CommunicateOptimizeStrategy):
         density: float = 0.01,
         *,
         error_feedback: bool = True,
-        **options: Unpack[AveragingOptions],
+        **options: Unpack[InnerOptions],
     ):
         check_number("density", density, over=0, most=1, more=": the share of entries to send")
         mean = CompressedMean(

@@ -1,4 +1,4 @@
-"""Nodes' updates since their last synchronization, and how attacks and norm caps change these updates before sending.
+"""Nodes' updates since their last synchronization, and how attacks change these updates before sending.
 
 The update u of a node is its gradient if nodes average gradients. Otherwise u is the node's parameters minus their
 values after its last synchronization. Rows are changed before the strategy's modules see them, so strategies need no
@@ -13,14 +13,6 @@ Bad nodes (`Faults(bad_nodes=..., attack=...)`), with the factor c of the attack
 Bad nodes train like other nodes; only their messages are wrong. But some values of a bad node's row are not replaced
 after sending, such as the coordinates that SPARTA does not average, or the share of its row that a gossiping node
 keeps. A bad node continues from these wrong values.
-
-Norm capping (Sun, Kairouz, Suresh, McMahan, Can You Really Backdoor Federated Learning?, arXiv:1911.07963) with the cap
-M:
-
-    u <- u min(1, M / |u|)
-
-M may be the median of the norms (the lower of two middle values; nodes without an update do not count). Then nodes
-share their norms: an all-gather of 8 bytes. A fixed M costs no bytes.
 
 State: each node's parameters after its last synchronization, (rows, P), if the strategy has communication modules.
 """
@@ -37,29 +29,29 @@ from exogym.core.base.rng import generator
 from exogym.core.fleet import Fleet
 from exogym.core.fleet.presence import rows_of
 from exogym.faults import Faults
-from exogym.strategy.averaging import NormCap
 from exogym.strategy.modules import Module
 from exogym.strategy.strategy import Run
 from exogym.strategy.traffic import Traffic
 
 
 class Updates(Module):
-    """Changes nodes' updates before a strategy's modules see them: it applies norm caps and the attacks of bad nodes.
+    """Changes nodes' updates before a strategy's modules see them: it applies the attacks of bad nodes.
+
+    A subclass may change the updates of more nodes (`changing`, `change`).
 
     Args:
-        cap: the cap of the updates' norms, or None for no cap.
         faults: the faults whose bad nodes send wrong updates, or None without bad nodes.
         on_parameters: whether nodes send parameters, not only gradients.
     """
 
     weighted_means = True
 
-    def __init__(self, cap: NormCap | None, faults: Faults | None, on_parameters: bool):
+    def __init__(self, faults: Faults | None, on_parameters: bool):
         super().__init__()
-        self.cap, self.faults, self.on_parameters = cap, faults, on_parameters
+        self.faults, self.on_parameters = faults, on_parameters
 
     def traffic(self, P: float, N: int, b: float) -> list[Traffic]:
-        return []  # `NormCap`'s bytes go with the other modules' meetings; see `Averaging.traffic`
+        return []
 
     def couples_every(self, N: int) -> float:
         return math.inf
@@ -74,16 +66,18 @@ class Updates(Module):
         self._note(fleet, nodes)
 
     def before_gradients(self, fleet: Fleet, step: int) -> None:
-        """Apply the norm cap and the attacks to the present nodes' gradients, in place."""
+        """Change the present nodes' gradients, in place."""
         grads = [block.grads for block in fleet.blocks if block.grads is not None]
-        self._change(fleet, step, {row: [g[row] for g in grads] for row in self._rows(fleet)})
+        self.change(fleet, step, {row: [g[row] for g in grads] for row in rows_of(fleet, self.changing(fleet))})
 
     def before_parameters(self, fleet: Fleet, step: int) -> None:
-        """Apply the norm cap and the attacks to the present nodes' updates, by changing the nodes' parameters."""
+        """Change the present nodes' updates, by changing the nodes' parameters."""
         met = list(self.row_state.values())
         both = list(zip(fleet.blocks, met, strict=True))
-        moved = {row: [block.params[row] - old[row] for block, old in both] for row in self._rows(fleet)}
-        for row in self._change(fleet, step, moved):
+        moved = {
+            row: [block.params[row] - old[row] for block, old in both] for row in rows_of(fleet, self.changing(fleet))
+        }
+        for row in self.change(fleet, step, moved):
             for (block, old), u in zip(both, moved[row], strict=True):
                 torch.add(old[row], u, out=block.params[row])
 
@@ -96,17 +90,15 @@ class Updates(Module):
         for old, block in zip(self.row_state.values(), fleet.blocks, strict=True) if self.row_state else ():
             old[rows] = block.params[rows]
 
-    def _rows(self, fleet: Fleet) -> list[int]:
-        """Return the local rows of present nodes whose updates may change."""
-        return rows_of(fleet, [i for i in fleet.comm.present if self.cap is not None or i in self.bad])
+    def changing(self, fleet: Fleet) -> list[int]:
+        """Return the present nodes whose updates may change."""
+        return [i for i in fleet.comm.present if i in self.bad]
 
-    def _change(self, fleet: Fleet, step: int, updates: dict[int, list[Tensor]]) -> list[int]:
+    def change(self, fleet: Fleet, step: int, updates: dict[int, list[Tensor]]) -> list[int]:
         """Change `updates`, (P,) per block of each row, in place; return the rows with changed updates."""
         changed = {row for row in updates if fleet.ranks[row] in self.bad}
         for row in changed:
             self._attack(fleet, updates[row], fleet.ranks[row], step)
-        if self.cap is not None:
-            changed |= self._cap(fleet, updates, self.cap)
         return sorted(changed)
 
     def _attack(self, fleet: Fleet, u: list[Tensor], node: int, step: int) -> None:
@@ -116,31 +108,15 @@ class Updates(Module):
             g = generator(self.faults.seed, "attack", node, step)
             layouts = [block.layout for block in fleet.blocks]
             z = [torch.randn(x.total, generator=g)[x.columns] for x in layouts]
-            c *= _norm(u, fleet) / _norm(z, fleet)
+            c *= norm_of(u, fleet) / norm_of(z, fleet)
             for x, noise in zip(u, z, strict=True):
                 x.copy_(noise.mul_(c))
             return
         for x in u:
             x.mul_(-c if self.faults.attack == "sign_flip" else c)
 
-    def _cap(self, fleet: Fleet, updates: dict[int, list[Tensor]], cap: NormCap) -> set[int]:
-        norms = {row: _norm(u, fleet) for row, u in updates.items()}
-        most = cap.norm
-        if most is None:
-            mine = torch.tensor([norms.get(row, 0.0) for row in range(len(fleet))], dtype=torch.float64)
-            all_norms = fleet.comm.wire.rows(mine, fleet.comm.present).tolist()  # in all processes
-            movers = [node for node, norm in zip(fleet.comm.present, all_norms, strict=True) if norm]
-            if not movers:
-                return set()
-            most = float(fleet.comm.all_gather(mine, members=movers)[0].median())
-        over = {row: norm for row, norm in norms.items() if norm > most}
-        for row, norm in over.items():
-            for x in updates[row]:
-                x.mul_(most / norm)
-        return set(over)
 
-
-def _norm(u: list[Tensor], fleet: Fleet) -> float:
+def norm_of(u: list[Tensor], fleet: Fleet) -> float:
     """Return the 2-norm of a node's update over all blocks; it does not depend on where the row lies.
 
     If a node has several processes, all of them call this for the same updates, and get the same norm.

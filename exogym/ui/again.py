@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from exogym.errors import ArgumentError
 from exogym.network import Network
 from exogym.options import in_full
 from exogym.strategy.names import short_names
-from exogym.strategy.registry import STRATEGIES
+from exogym.strategy.registry import STRATEGIES, written_options
 from exogym.study.compare.folder import Folder
 from exogym.study.runs import what_is
 from exogym.study.sweep.axes import arguments_of, as_text
@@ -113,7 +112,7 @@ def _text_of(strategy: Any) -> str:
     if not isinstance(strategy, Mapping):
         return ""
     name = short_names().get(str(strategy.get("name")), "")
-    known = inspect.signature(STRATEGIES[name]).parameters if name in STRATEGIES else {}
+    known = written_options(STRATEGIES[name]) if name in STRATEGIES else {}
     plain = {n: as_text(x) for n, x in strategy.items() if n in known and isinstance(x, bool | int | float | str)}
     fits = {n: text for n, text in plain.items() if text and not set(text) & set(",:=")}
     return ":".join([name, *(f"{n}={text}" for n, text in fits.items())]) if name else ""

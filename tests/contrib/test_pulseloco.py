@@ -22,6 +22,7 @@ from problems import (
 )
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
+from wrapped import made
 
 from exogym.contrib.pulseloco import VISIBLE
 from exogym.errors import ArgumentError
@@ -206,4 +207,4 @@ def test_a_resumed_run_keeps_its_errors(tmp_path: Any) -> None:
 )
 def test_errors(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
-        PULSELoCoStrategy(**arguments)
+        made(PULSELoCoStrategy, **arguments)

@@ -16,9 +16,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+import wrapped
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import IterableDataset, TensorDataset
+from wrapped import WRAPPERS
 
 from exogym import LocalTrainer, NodeMesh
 from exogym.balance import Balance
@@ -32,6 +34,7 @@ from exogym.faults import Diurnal, Faults
 from exogym.machines.remote.elastic.recovery import check as check_hosts
 from exogym.strategy import (
     AsyncDiLoCoStrategy,
+    CommunicateOptimizeStrategy,
     DeMoStrategy,
     DiLoCoStrategy,
     FedAvgStrategy,
@@ -240,9 +243,11 @@ def made(chosen: Chosen) -> Strategy | None:
     arguments: dict[str, Any] = {} if any(option.of for option in options) else {"H": 2}
     for option in options:
         arguments |= option.strategy
-    known = inspect.signature(of).parameters
+    known = {*inspect.signature(of).parameters, *getattr(of, "averages", ())}
+    known |= {*WRAPPERS} if issubclass(of, CommunicateOptimizeStrategy) else set()
     arguments |= {"inner_optim": SGD} if "inner_optim" in known else {"lr": 0.1}
-    return of(**arguments) if arguments.keys() <= known.keys() else None
+    twice = {"robust", "secure_aggregation"} <= arguments.keys()  # a strategy has one way of averaging
+    return wrapped.made(of, **arguments) if arguments.keys() <= known and not twice else None
 
 
 def trained(chosen: Chosen, folder: Path) -> Ran:

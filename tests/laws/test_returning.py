@@ -16,6 +16,7 @@ from battery import each
 from strategies import CONTRIB, CORE, STRATEGIES
 from torch import Tensor
 from torch.utils.data import TensorDataset
+from wrapped import made
 
 from exogym import LocalTrainer
 from exogym.callbacks import Every
@@ -29,8 +30,8 @@ NODES, STEPS, BATCH, BAD = 4, 12, 4, 2
 FURTHER: dict[str, Callable[[], Strategy]] = {
     "ditto of longer rounds": lambda: DittoStrategy(lr=0.02, H=6, personal_steps=2),
     "ditto sampling": lambda: DittoStrategy(lr=0.02, H=4, client_fraction=0.75),
-    "fedavg personal": lambda: FedAvgStrategy(lr=0.02, H=4, personal=1),
-    "fedopt personal": lambda: FedOptStrategy(lr=0.02, H=4, personal=1),
+    "fedavg personal": lambda: made(FedAvgStrategy, lr=0.02, H=4, personal=1),
+    "fedopt personal": lambda: made(FedOptStrategy, lr=0.02, H=4, personal=1),
 }
 
 

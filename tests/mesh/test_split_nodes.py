@@ -207,7 +207,7 @@ tries = {
     "balance": lambda: fit(trainer(), good(), node=NodeMesh(shard=3), balance="batch"),
     "dealt": lambda: fit(trainer(), good(), node=NodeMesh(shard=3), balance=Balance("nodes", [1, 1])),
     "memory": lambda: fit(trainer(), good(), node=NodeMesh(shard=3), max_memory_usage=0.5),
-    "secure": lambda: fit(trainer(), DiLoCoStrategy(lr=0.1, secure_aggregation=True), node=NodeMesh(shard=3)),
+    "secure": lambda: fit(trainer(), made(DiLoCoStrategy, lr=0.1, secure_aggregation=True), node=NodeMesh(shard=3)),
     "optimizer": lambda: fit(trainer(), DiLoCoStrategy(H=2, outer_optim="muon", outer_lr=0.1), node=NodeMesh(shard=3)),
     "module": lambda: fit(trainer(), CommunicateOptimizeStrategy("sgd", [Own()], lr=0.1), node=NodeMesh(shard=3)),
     "scalar": lambda: fit(trainer(Scalar), good(), node=NodeMesh(shard=3)),

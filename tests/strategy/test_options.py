@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import re
 from typing import Any
 
 import pytest
 
+from exogym.contrib import Robust
 from exogym.errors import ArgumentError
 from exogym.strategy import CommunicateOptimizeStrategy, DiLoCoStrategy, FedAvgStrategy, PeriodicModule
-from exogym.strategy.averaging import AveragingOptions
 from exogym.strategy.registry import STRATEGIES, parse_strategy
 
 OURS = {name: kind for name, kind in STRATEGIES.items() if kind.__module__.startswith("exogym.")}
@@ -24,7 +25,6 @@ def test_a_constructor_writes_its_own_arguments_and_shows_all(name: str) -> None
     shown = inspect.signature(kind).parameters
     assert not any(p.kind is p.VAR_KEYWORD for p in shown.values())
     assert {"lr", "inner_lr", "max_norm", "lr_scheduler", "warmup_steps"} <= shown.keys()
-    assert kind.driven_by == "clock" or shown.keys() >= AveragingOptions.__annotations__.keys()
     assert all(p.default is not p.empty for p in shown.values())
 
 
@@ -43,7 +43,7 @@ def test_each_method_declares_the_ranges_in_which_it_is_tuned(name: str) -> None
 
 
 def test_a_misspelt_option_is_named_whoever_defines_it() -> None:
-    for given, meant in (("outer_momentun", "outer_momentum"), ("transpotr", "transport"), ("max_nrom", "max_norm")):
+    for given, meant in (("outer_momentun", "outer_momentum"), ("averagin", "averaging"), ("max_nrom", "max_norm")):
         with pytest.raises(ArgumentError, match=re.escape(f"has no argument {given!r}: did you mean {meant!r}?")):
             DiLoCoStrategy(**{given: 1})
 
@@ -66,7 +66,7 @@ def test_an_alias_is_the_argument() -> None:
         FedAvgStrategy(lr=0.5, inner_lr=0.25)
 
 
-def test_a_constructor_that_hands_nothing_on_takes_the_options_of_means_too() -> None:
+def test_a_plain_constructor_is_checked_recorded_and_wrapped() -> None:
     class Silent(PeriodicModule):
         def communicate(self, fleet: Any, step: int) -> None: ...
 
@@ -75,9 +75,10 @@ def test_a_constructor_that_hands_nothing_on_takes_the_options_of_means_too() ->
             super().__init__("sgd", [Silent()], lr=lr)
 
     made: Any = Short
-    assert list(inspect.signature(made).parameters) == [
-        *("H", "lr", "transport", "robust", "secure_aggregation", "tuner")
-    ]
-    assert made(robust="norm_cap").averaging.robust == "norm_cap"
+    assert list(inspect.signature(made).parameters) == ["H", "lr"]
+    assert made(4).given_arguments == {"H": 4} and repr(made(lr=0.5)) == "Short(lr=0.5)"
+    assert Robust(made(), "norm_cap").averaging.features()['robust="norm_cap"']
+    again = copy.deepcopy(made(H=2))
+    assert again.given_arguments == {"H": 2}
     with pytest.raises(ArgumentError, match="has no argument 'max_norm'"):
         made(max_norm=1.0)

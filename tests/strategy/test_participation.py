@@ -15,6 +15,7 @@ from exogym.callbacks import EvaluateClients
 from exogym.errors import ArgumentError, DataError
 from exogym.faults import Devices, Diurnal, Faults, Profile, Trace
 from exogym.strategy import (
+    Averaging,
     DifferentialPrivacy,
     DiLoCoStrategy,
     FedAvgStrategy,
@@ -208,7 +209,9 @@ def test_any_client_may_have_no_examples(private: bool) -> None:
     """Client 0, too, of any strategy that samples clients."""
 
     def strategy() -> FedAvgStrategy:
-        noise = {"privacy": DifferentialPrivacy(1.0, 1.0), "weighting": "uniform"} if private else {}
+        noise = (
+            {"averaging": Averaging(privacy=DifferentialPrivacy(1.0, 1.0)), "weighting": "uniform"} if private else {}
+        )
         return FedAvgStrategy("sgd", **SAMPLED, **noise)
 
     def without(client_0: Any) -> Any:

@@ -25,6 +25,7 @@ from problems import (
 )
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
+from wrapped import made
 
 from exogym import LocalTrainer
 from exogym.callbacks import EvaluateClients, Every
@@ -141,7 +142,7 @@ def test_last_layers_are_last_in_the_module_whatever_the_dtypes(strategy: Any, i
 
         trainer = LocalTrainer(model, lambda rank, n, is_train: UNEQUAL[rank], loss_fn=nn.functional.mse_loss)
         trainer.fit(
-            strategy(SGD, personal=count, H=H), num_nodes=2, max_steps=2 * H, batch_size=BATCH, progress=False,
+            made(strategy, SGD, personal=count, H=H), num_nodes=2, max_steps=2 * H, batch_size=BATCH, progress=False,
             callbacks=[Every(H, look, may_end=False)],
         )  # fmt: skip
         assert sorted(apart) == own
@@ -180,11 +181,11 @@ def test_fedbn_is_a_plain_loop_with_its_own_statistics(fraction: float) -> None:
 
 
 def test_fedproxs_term_leaves_personal_parameters_alone() -> None:
-    strategy = FedProxStrategy(SGD, 0.5, H, personal="second.*")
+    strategy = made(FedProxStrategy, SGD, 0.5, H, personal="second.*")
     wanted = by_hand(Regressor(), UNEQUAL, lambda name: "second" in name, 14, [[0, 1, 2, 3]] * 5, sgd, mu=0.5)
     ours = train(strategy, UNEQUAL, steps=14).rows
     same(ours, torch.stack([as_row(one, Regressor()) for one in wanted]))
-    unlike(train(FedProxStrategy(SGD, 0.0, H, personal="second.*"), UNEQUAL, steps=14).rows, ours)
+    unlike(train(made(FedProxStrategy, SGD, 0.0, H, personal="second.*"), UNEQUAL, steps=14).rows, ours)
 
 
 # What they are equal to
@@ -218,11 +219,11 @@ def test_of_equal_data_all_is_shared_anyway() -> None:
 def test_the_servers_plain_step_leaves_personal_parameters_alone_too() -> None:
     for fraction in (1.0, 0.5):
         given: dict[str, Any] = {"personal": "second.*", "client_fraction": fraction}
-        fedavg = train(FedAvgStrategy(SGD, H=H, **given), UNEQUAL)
-        fedopt = train(FedOptStrategy(SGD, "momentum", 1.0, H, beta1=0.0, **given), UNEQUAL)
+        fedavg = train(made(FedAvgStrategy, SGD, H=H, **given), UNEQUAL)
+        fedopt = train(made(FedOptStrategy, SGD, "momentum", 1.0, H, beta1=0.0, **given), UNEQUAL)
         same(fedopt.rows, fedavg.rows)
         assert fedopt.tx.tolist() == fedavg.tx.tolist()
-        unlike(train(FedOptStrategy(SGD, "momentum", 0.5, H, beta1=0.0, **given), UNEQUAL).rows, fedavg.rows)
+        unlike(train(made(FedOptStrategy, SGD, "momentum", 0.5, H, beta1=0.0, **given), UNEQUAL).rows, fedavg.rows)
         first = vector(Regressor())[-HEAD:]
         assert torch.equal(fedopt.model[-HEAD:], first)  # a server knows no personal parameters
         if fraction < 1:
@@ -244,13 +245,13 @@ def test_the_servers_plain_step_leaves_personal_parameters_alone_too() -> None:
 )
 def test_what_stays_is_not_sent(personal: Any, sent: int) -> None:
     for fraction, times in ((1.0, 3), (0.25, None)):
-        result = train(FedAvgStrategy(SGD, H=H, personal=personal, client_fraction=fraction))
+        result = train(made(FedAvgStrategy, SGD, H=H, personal=personal, client_fraction=fraction))
         turns = times or sum(0 in clients for clients in clients_of(FedAvgStrategy(H=H, client_fraction=fraction), 3))
         assert result.payload[0] == pytest.approx(turns * sent * 8)
 
 
 def test_a_buffer_alone_can_stay() -> None:
-    stays = train(FedAvgStrategy(SGD, H=H, personal="norm.running_*"), model=Normed())
+    stays = train(made(FedAvgStrategy, SGD, H=H, personal="norm.running_*"), model=Normed())
     shared = train(FedAvgStrategy(SGD, H=H), model=Normed())
     assert torch.equal(stays.rows, shared.rows)  # training does not read them
     unlike(stays.buffers["norm.running_mean"][:1], stays.buffers["norm.running_mean"][1:2])
@@ -261,34 +262,34 @@ def test_a_buffer_alone_can_stay() -> None:
     ("make", "words"),
     [
         (
-            lambda: train(FedAvgStrategy(personal="haed.*")),
+            lambda: train(made(FedAvgStrategy, personal="haed.*")),
             "matches no parameter and no buffer: there are first.weight",
         ),
-        (lambda: train(FedAvgStrategy(personal=["*"])), "leaves no parameter to average"),
+        (lambda: train(made(FedAvgStrategy, personal=["*"])), "leaves no parameter to average"),
         (lambda: train(FedPerStrategy(personal=2)), "personal=2 leaves no parameter to average"),
-        (lambda: FedAvgStrategy(personal=0), "personal=0"),
-        (lambda: FedAvgStrategy(personal=[]), "must be a pattern of names such as 'head"),
-        (lambda: FedAvgStrategy(personal=1.5), "or the number of the model's last layers"),
-        (lambda: FedAvgStrategy(personal="second.*", robust="norm_cap"), "take another rule, such as 'median'"),
+        (lambda: made(FedAvgStrategy, personal=0), "personal=0"),
+        (lambda: made(FedAvgStrategy, personal=[]), "must be a pattern of names such as 'head"),
+        (lambda: made(FedAvgStrategy, personal=1.5), "or the number of the model's last layers"),
+        (lambda: made(FedAvgStrategy, personal="second.*", robust="norm_cap"), "take another rule, such as 'median'"),
         (lambda: train(FedPerStrategy(), faults=Faults(bad_nodes=[1])), "not tried together"),
-        (lambda: FedPerStrategy(privacy=None), "never sent: take fedavg"),
-        (lambda: DittoStrategy(personal="second.*"), "each client has a whole personal model"),
+        (lambda: made(FedPerStrategy, privacy=None), "never sent: take fedavg"),
+        (lambda: made(DittoStrategy, personal="second.*"), "each client has a whole personal model"),
         (lambda: DittoStrategy(lam=-1), "lam=-1 must be a number of at least 0"),
         (lambda: DittoStrategy(H=1), "personal_steps=1 leaves no step of the H=1 steps"),
         (lambda: DittoStrategy(local_epochs=1), "leave it out, and give H"),
-        (lambda: DittoStrategy(tuner=1e6), "without a tuner of H"),
-        (lambda: DittoStrategy(robust="norm_cap"), "take another rule, such as 'median'"),
+        (lambda: made(DittoStrategy, tuner=1e6), "without a ByteBudget"),
+        (lambda: made(DittoStrategy, robust="norm_cap"), "take another rule, such as 'median'"),
         (lambda: train(DittoStrategy(), faults=Faults(bad_nodes=[1])), "not tried together"),
         (lambda: FedRepStrategy(personal=None), "leaves no head to train: name the head, or take fedavg"),
         (lambda: FedRepStrategy(H=3, body_steps=4), "body_steps=4 is more than the H=3 steps"),
         (lambda: FedRepStrategy(H=3, body_steps=0), "body_steps=0"),
         (lambda: FedRepStrategy(H=lambda r: 4), "rounds of different lengths"),
         (lambda: FedRepStrategy(local_steps=[1, 2]), "leave it out, and give H"),
-        (lambda: FedRepStrategy(robust="norm_cap"), "take another rule, such as 'median'"),
+        (lambda: made(FedRepStrategy, robust="norm_cap"), "take another rule, such as 'median'"),
         (lambda: train(FedRepStrategy(), faults=Faults(bad_nodes=[1])), "not tried together"),
-        (lambda: ScaffoldStrategy(personal="second.*"), "a client's control variate covers all parameters"),
-        (lambda: FedNovaStrategy(personal="second.*"), "the change of all parameters is scaled"),
-        (lambda: FedDynStrategy(personal="second.*"), "a_i and the server's h cover all parameters"),
+        (lambda: made(ScaffoldStrategy, personal="second.*"), "a client's control variate covers all parameters"),
+        (lambda: made(FedNovaStrategy, personal="second.*"), "the change of all parameters is scaled"),
+        (lambda: made(FedDynStrategy, personal="second.*"), "a_i and the server's h cover all parameters"),
     ],
 )
 def test_errors(make: Callable[[], object], words: str) -> None:
@@ -556,14 +557,14 @@ def test_rules_and_secure_means_see_what_is_shared_only() -> None:
     far[4] = TensorDataset(far[4].tensors[0], far[4].tensors[1] + 50.0)
     for options in ({"robust": "krum"}, {"robust": "geometric_median"}, {"secure_aggregation": True}):
         given: dict[str, Any] = {"weighting": "uniform", "personal": "second.*"} | options
-        result = train(FedAvgStrategy(SGD, H=H, **given), far, 5)
+        result = train(made(FedAvgStrategy, SGD, H=H, **given), far, 5)
         assert torch.equal(result.rows[0, :-HEAD], result.rows[4, :-HEAD])
         unlike(result.rows[:1, -HEAD:], result.rows[4:, -HEAD:])
 
 
 def test_a_client_that_comes_back_has_its_own_head() -> None:
     fleet = fleet_of(torch.zeros(3, P, dtype=torch.float64))
-    strategy = FedAvgStrategy("sgd", H=1, personal="second.*")
+    strategy = made(FedAvgStrategy, "sgd", H=1, personal="second.*")
     acting = strategy.on(fleet, run_of(3))
     (block,) = fleet.blocks
     own = torch.tensor([[1.0], [2.0], [3.0]], dtype=torch.float64)

@@ -10,12 +10,13 @@ import torch
 from problems import Regressor, plain, put, same, shards, train, unlike, vector
 from processes import python
 from torch import Tensor, nn
+from wrapped import made
 
 from exogym.callbacks import Every
+from exogym.contrib import NormCap
 from exogym.errors import ArgumentError
 from exogym.faults import Faults
 from exogym.strategy import FedAvgStrategy, OptimSpec, PostLocalSGDStrategy, SimpleReduceStrategy
-from exogym.strategy.averaging import NormCap
 
 INNER = {"sgd": OptimSpec("sgd", lr=0.05, momentum=0.9), "adamw": OptimSpec("adamw", lr=0.02)}
 
@@ -140,7 +141,7 @@ def test_a_cap_measures_the_first_late_update_from_the_switch(faults: Faults | N
     def note(loop: Any) -> None:
         rows[loop.step] = loop.rows()[0].clone()
 
-    capped = PostLocalSGDStrategy("sgd", H=3, start_step=9, lr=1.0, robust=NormCap(cap))
+    capped = made(PostLocalSGDStrategy, "sgd", H=3, start_step=9, lr=1.0, robust=NormCap(cap))
     train(capped, shards(3), 3, steps=12, faults=faults, callbacks=[Every(1, note)])
     assert (rows[9] - rows[9][0]).norm() < 1e-12 and (rows[9][0] - vector(Regressor())).norm() > 2 * cap
     assert 0 < (rows[12][0] - rows[9][0]).norm() <= cap * (1 + 1e-9)

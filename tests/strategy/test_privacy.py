@@ -10,8 +10,10 @@ import torch
 from battery import outcome, plain_model, train
 from dp_accounting import rdp
 from problems import Regressor, dyadic, fleet_of, run_of
+from wrapped import made
 
 from exogym.balance import Balance
+from exogym.contrib import NormCap
 from exogym.data import QuantitySkew
 from exogym.errors import ArgumentError
 from exogym.faults import Faults
@@ -24,16 +26,16 @@ from exogym.strategy import (
     FedProxStrategy,
     ScaffoldStrategy,
 )
-from exogym.strategy.averaging import NormCap
 from exogym.strategy.privacy import DifferentialPrivacy
 
 WIDTH = sum(p.numel() for p in Regressor().parameters())
+NOISE = DifferentialPrivacy(1.0, 1.0, 1e-3)
 RUN = {"max_steps": 12, "val_interval": 4, "batch_size": 4, "num_nodes": 6}
 
 
 def private(clip: float = 1.0, z: float = 1.0, delta: float = 1e-3, **options: Any) -> FedAvgStrategy:
     given = {"H": 2, "lr": 0.05, "privacy": DifferentialPrivacy(clip, z, delta)} | options
-    return FedAvgStrategy("adamw", **given)
+    return made(FedAvgStrategy, "adamw", **given)
 
 
 def accounted(rate: float, z: float, rounds: int, delta: float) -> float:
@@ -198,7 +200,7 @@ def test_what_cannot_be_is_refused(options: dict[str, Any], words: str) -> None:
 def test_what_epsilon_does_not_count_is_refused(make: Any, options: dict[str, Any]) -> None:
     """A rule takes the value of one client, so one changes it by C and not C/(qN); a tuner reads their number."""
     with pytest.raises(ArgumentError, match=f"privacy=.* with {next(iter(options))}=.*; leave "):
-        make(H=2, client_fraction=0.5, privacy=DifferentialPrivacy(1.0, 1e-9), **options)
+        made(make, H=2, client_fraction=0.5, privacy=DifferentialPrivacy(1.0, 1e-9), **options)
 
 
 def test_clients_that_weigh_more_are_refused() -> None:
@@ -218,7 +220,7 @@ def test_what_would_be_seen_in_the_clear_is_refused() -> None:
 
 def server(rule: str, clip: float = 1.0, z: float = 1.0, **options: Any) -> FedOptStrategy:
     given = {"H": 2, "lr": 0.05, "client_fraction": 0.5, "privacy": DifferentialPrivacy(clip, z, 1e-3)} | options
-    return FedOptStrategy("adamw", rule, **given)
+    return made(FedOptStrategy, "adamw", rule, **given)
 
 
 @pytest.mark.parametrize("rule", ["adam", "yogi", "adagrad", "momentum"])
@@ -258,11 +260,11 @@ def test_a_plain_server_step_is_private_fedavg_and_fedprox_without_its_term_too(
     wanted = train(private(client_fraction=0.5), model=plain_model(), **RUN)
     same_ = [
         server("momentum", beta1=0.0, server_lr=1.0),
-        FedProxStrategy("adamw", 0.0, 2, lr=0.05, client_fraction=0.5, privacy=DifferentialPrivacy(1.0, 1.0, 1e-3)),
+        made(FedProxStrategy, "adamw", 0.0, 2, lr=0.05, client_fraction=0.5, privacy=NOISE),
     ]
     others = [
         server("momentum", beta1=0.0, server_lr=0.5),
-        FedProxStrategy("adamw", 5.0, 2, lr=0.05, client_fraction=0.5, privacy=DifferentialPrivacy(1.0, 1.0, 1e-3)),
+        made(FedProxStrategy, "adamw", 5.0, 2, lr=0.05, client_fraction=0.5, privacy=NOISE),
     ]
     for strategy in same_:
         got = train(strategy, model=plain_model(), **RUN)
@@ -293,4 +295,4 @@ def test_where_it_is_not_taken_the_error_says_why() -> None:
         (DiLoCoStrategy, "take fedavg, fedopt"),
     ):
         with pytest.raises(ArgumentError, match=f"has no argument 'privacy': .*{why}"):
-            make(privacy=privacy)
+            made(make, privacy=privacy)

@@ -8,7 +8,9 @@ import torch
 from battery import in_turn, outcome, train
 from problems import Regressor, fleet_of, run_of
 from torch import nn
+from wrapped import made, parsed
 
+from exogym.contrib.byte_budget import TunedRounds
 from exogym.errors import ArgumentError, TrainingError
 from exogym.faults import Faults
 from exogym.strategy import (
@@ -19,7 +21,6 @@ from exogym.strategy import (
     SPARTAStrategy,
 )
 from exogym.strategy.registry import parse_strategy
-from exogym.strategy.tuning import ByteBudget, TunedRounds, Tuner
 
 WIDTH = sum(p.numel() for p in Regressor().parameters())
 PLAIN = OptimSpec(torch.optim.SGD, lr=1.0)
@@ -59,7 +60,7 @@ def test_a_round_to_which_nobody_came_has_ended_too() -> None:
 @pytest.mark.parametrize("make", [DiLoCoStrategy, FedAvgStrategy])
 def test_a_budget_lasts_to_the_end_and_is_used(make: Any, rounds: float) -> None:
     each = 2 * 3 / 4 * ROW  # a ring of four
-    strategy = make("adamw", H=5, lr=0.02, tuner=ByteBudget(rounds * each))
+    strategy = made(make, "adamw", H=5, lr=0.02, tuner=rounds * each)
     trainer = train(strategy, max_steps=40, val_interval=None, final_sync=False)
     met = trainer.history.last["tx_bytes"] / each
     assert min(rounds, 40) * 0.6 < met <= rounds
@@ -85,7 +86,7 @@ def budgeted(text: str, budget: float | None, **options: Any) -> float:
     more = {} if text.startswith("sparta:") or text == "sparta" else {"H": 3}
     budget_too = "" if budget is None else f":tuner={budget}"
     nodes = {"num_nodes": 5} if "krum" in text else {}  # Krum needs five to tolerate a bad one
-    trainer = train(parse_strategy(text + budget_too, lr=0.02, **more), val_interval=None, **nodes, **options)
+    trainer = train(parsed(text + budget_too, lr=0.02, **more), val_interval=None, **nodes, **options)
     return trainer.history.last["tx_bytes"]
 
 
@@ -110,10 +111,10 @@ def test_a_budget_under_two_rounds_is_refused_before_training(budget: float) -> 
     model = nn.Linear(6, 277)  # 1,939 parameters and so 2 (4 - 1) / 4 x 7,756 = 11,634 bytes a round
     trainer = functools.partial(train, model=model, loss_fn=lambda y, _: y.square().mean(), val_interval=None)
     with pytest.raises(ArgumentError, match=r"synchronizes after H=4 steps and at the end .* 23,268 bytes"):
-        trainer(DiLoCoStrategy(lr=0.02, H=4, tuner=budget - 12), callbacks=[seen.append])
+        trainer(made(DiLoCoStrategy, lr=0.02, H=4, tuner=budget - 12), callbacks=[seen.append])
     assert not seen
-    assert trainer(DiLoCoStrategy(lr=0.02, H=4, tuner=23_268.0)).history.last["tx_bytes"] == 23_268
-    once = trainer(DiLoCoStrategy(lr=0.02, H=4, tuner=11_634.0), final_sync=False)
+    assert trainer(made(DiLoCoStrategy, lr=0.02, H=4, tuner=23_268.0)).history.last["tx_bytes"] == 23_268
+    once = trainer(made(DiLoCoStrategy, lr=0.02, H=4, tuner=11_634.0), final_sync=False)
     assert once.history.last["tx_bytes"] == 11_634
 
 
@@ -126,9 +127,7 @@ def test_a_budget_that_a_meeting_breaks_ends_the_run() -> None:
 @pytest.mark.parametrize("wholes", [1.5, 4.0])
 def test_a_budget_of_sparta(wholes: float) -> None:
     whole = 2 * 3 / 4 * ROW
-    trainer = train(
-        SPARTAStrategy(lr=0.02, p_sparta=0.3, tuner=ByteBudget(wholes * whole)), max_steps=40, val_interval=None
-    )
+    trainer = train(made(SPARTAStrategy, lr=0.02, p_sparta=0.3, tuner=wholes * whole), max_steps=40, val_interval=None)
     assert trainer.history.last["tx_bytes"] == pytest.approx(wholes * whole, rel=0.25)
     free = train(SPARTAStrategy(lr=0.02, p_sparta=0.3), max_steps=40, val_interval=None)
     assert free.history.last["tx_bytes"] > 2.5 * wholes * whole
@@ -137,9 +136,9 @@ def test_a_budget_of_sparta(wholes: float) -> None:
 # Whole runs
 
 CASES = {
-    "fedavg budget": lambda: FedAvgStrategy("adamw", H=2, lr=0.02, tuner=7 * ROW),
-    "sparta diloco budget": lambda: SPARTADiLoCoStrategy(H=2, lr=0.02, p_sparta=0.2, tuner=16 * ROW),
-    "sparta budget": lambda: SPARTAStrategy(lr=0.02, p_sparta=0.3, tuner=4 * ROW),
+    "fedavg budget": lambda: made(FedAvgStrategy, "adamw", H=2, lr=0.02, tuner=7 * ROW),
+    "sparta diloco budget": lambda: made(SPARTADiLoCoStrategy, H=2, lr=0.02, p_sparta=0.2, tuner=16 * ROW),
+    "sparta budget": lambda: made(SPARTAStrategy, lr=0.02, p_sparta=0.3, tuner=4 * ROW),
 }
 
 
@@ -172,7 +171,7 @@ def test_a_budget_goes_on_where_it_was_stopped(tmp_path: Any) -> None:
 
 def test_clients_of_a_round_stay_together_where_rounds_are_tuned() -> None:
     """Those who train in a round are those who got theta for it."""
-    strategy = FedAvgStrategy("sgd", H=3, lr=0.1, client_fraction=0.5, tuner=5 * ROW)
+    strategy = made(FedAvgStrategy, "sgd", H=3, lr=0.1, client_fraction=0.5, tuner=5 * ROW)
     trainer = train(strategy, max_steps=30, val_interval=None)
     module = strategy.communication_modules[0]
     assert trainer.history.last["tuned_H"] != 3
@@ -188,21 +187,16 @@ def test_clients_of_a_round_stay_together_where_rounds_are_tuned() -> None:
     assert seen == distinct[: len(seen)] and len(seen) > 3
 
 
-class Odd(Tuner):
-    of = ("hight",)
-
-
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: DiLoCoStrategy(tuner=[1]), "must be a tuner, such as ByteBudget"),
-        (lambda: DiLoCoStrategy(tuner=-3), "total_bytes=-3 must be a number over 0"),
-        (lambda: parse_strategy("ddp:tuner=9"), "SimpleReduceStrategy, which does not take H"),
-        (lambda: DiLoCoStrategy(tuner=Odd()), "does not take hight"),
-        (lambda: DiLoCoStrategy(H=lambda r: 3, tuner=1e9), "give the first H as a number"),
-        (lambda: FedAvgStrategy(local_steps=[1, 2], H=2, tuner=1e9), "needs rounds of one length"),
-        (lambda: SPARTAStrategy(compression_method="sequential", tuner=9.0), "take compression_method='random'"),
-        (lambda: DiLoCoStrategy(tuner=1e9).plan(1e6, 4, 4), "a tuner chooses H, but a formula needs one value"),
+        (lambda: made(DiLoCoStrategy, tuner=[1]), "total_bytes=\\[1\\] must be a number over 0"),
+        (lambda: made(DiLoCoStrategy, tuner=-3), "total_bytes=-3 must be a number over 0"),
+        (lambda: parsed("ddp:tuner=9"), "SimpleReduceStrategy, which does not take H"),
+        (lambda: made(DiLoCoStrategy, H=lambda r: 3, tuner=1e9), "give the first H as a number"),
+        (lambda: made(FedAvgStrategy, local_steps=[1, 2], H=2, tuner=1e9), "needs rounds of one length"),
+        (lambda: made(SPARTAStrategy, compression_method="sequential", tuner=9.0), "take compression_method='random'"),
+        (lambda: made(DiLoCoStrategy, tuner=1e9).plan(1e6, 4, 4), "a tuner chooses H, but a formula needs one value"),
     ],
 )
 def test_what_cannot_be_is_refused(make: Any, words: str) -> None:
@@ -213,7 +207,7 @@ def test_what_cannot_be_is_refused(make: Any, words: str) -> None:
 @pytest.mark.parametrize("name", ["fedprox", "fedopt", "fednova", "scaffold", "slowmo", "gossip"])
 def test_a_budget_for_others(name: str) -> None:
     budget = 6 * ROW
-    strategy = parse_strategy(f"{name}:tuner={budget}", H=2, lr=0.02)
+    strategy = parsed(f"{name}:tuner={budget}", H=2, lr=0.02)
     trainer = train(strategy, max_steps=24, val_interval=None, final_sync=False)
     free = train(parse_strategy(name, H=2, lr=0.02), max_steps=24, val_interval=None, final_sync=False)
     assert budget * 0.4 < trainer.history.last["tx_bytes"] <= budget < free.history.last["tx_bytes"]

@@ -32,6 +32,11 @@ RETIRED: dict[str, str] = {
     **dict.fromkeys(("communicator.Inside", "Wire.inside"), "it is called Columns, of a wire .columns"),
     "NodeMesh.network": "give fit(step_seconds=) the time of the whole node's step",
     **dict.fromkeys(("over_sampling", "deadline_s", "min_reports"), _ASKED),
+    "robust": "wrap the strategy: exogym.contrib.Robust(strategy, 'median')",
+    "secure_aggregation": "wrap the strategy: exogym.contrib.Secure(strategy)",
+    "tuner": "wrap the strategy: exogym.contrib.ByteBudget(strategy, total_bytes)",
+    "transport": "ddp, diloco, fedavg, fedprox, fedopt and scaffold take averaging=Averaging(transport=...)",
+    "strategy.NormCap": "exogym.contrib has NormCap, for Robust(strategy, NormCap(...))",
     "activation": "the momentum acts once in a period",
     **dict.fromkeys(("exogym.reproduce", "exogym.benchmark"), "a clone of the project has python -m research"),
 }
@@ -47,7 +52,7 @@ MOVED: dict[str, str] = {
     **{f"exogym.study.{name}": f"research.{name}, in a clone of the project" for name in (
         "atlas", "benchmark", "reproduce",
     )},
-    "exogym.core.record.notes": "exogym.study.notes",
+    "exogym.strategy.tuning": "exogym.contrib.byte_budget",
     "exogym.machines.discovery": "exogym.home.discovery",
     "exogym.machines.wizard": "exogym.home.wizard",
     "exogym.machines.cluster": "exogym.clusters",
@@ -91,3 +96,12 @@ def retired(name: str, where: str = "") -> str | None:
     """
     found = RETIRED.get(f"{where.rpartition('.')[2]}.{name}", RETIRED.get(name))
     return None if found is None else f"it is retired: {found}"
+
+
+def is_default(name: str, value: Any) -> bool:
+    """Return whether a value is the one that a retired option of strategies had unless it was given.
+
+    >>> is_default("secure_aggregation", False), is_default("over_sampling", 0.3), is_default("lr", None)
+    (True, False, False)
+    """
+    return name in RETIRED and (value == 1 if name == "min_reports" else not value)

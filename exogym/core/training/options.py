@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar,
 
 from exogym.balance import Balance
 from exogym.errors import checked
+from exogym.strategy.averaging import spread
 
 if TYPE_CHECKING:  # none of this is needed to know the options
     import torch
@@ -405,7 +406,7 @@ def describe(value: Any) -> Any:
     plain = {key: item for key, item in attributes.items() if isinstance(item, bool | int | float | str)}
     given = getattr(value, "given_arguments", None)
     if given is not None:  # attributes too: the base class does not know a subclass's own arguments
-        return {"name": type(value).__name__} | plain | {key: describe(item) for key, item in given.items()}
+        return {"name": type(value).__name__} | plain | {key: describe(item) for key, item in spread(given).items()}
     if isinstance(value, functools.partial):
         return {"name": describe(value.func), "args": describe(value.args)} | describe(value.keywords)
     if isinstance(value, type) or callable(value):

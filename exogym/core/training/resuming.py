@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from exogym.core.base.files import remove_folders
-from exogym.core.base.retired import retired
 from exogym.core.combinations import check
 from exogym.core.communicator import Wire, gather, say
 from exogym.core.saving.checkpoint import differences, load_newest, remove_leftovers
@@ -140,7 +139,7 @@ def matching_snapshot(
     if snapshot is None:
         return None, complaints
     agree(wire, snapshot, lambda: check_counters(snapshot))
-    saved = _without_unused(snapshot.meta["description"])
+    saved = snapshot.meta["description"]
     own = description | _rounds_as_far(saved, description)
     _refuse_another(folder, saved, own, but=(*FREE, "chosen"))  # first, since another run's choices would not matter
     agree(wire, snapshot, lambda: _check_chosen(snapshot, options))
@@ -155,14 +154,6 @@ def matching_snapshot(
             "steps of this run: raise max_steps or num_epochs"
         )
     return snapshot, complaints
-
-
-def _without_unused(saved: dict[str, Any]) -> dict[str, Any]:
-    """Return a saved description without the strategy's retired options that the run left at 0 or None."""
-    strategy = saved.get("strategy")
-    if not isinstance(strategy, dict):
-        return saved
-    return saved | {"strategy": {key: value for key, value in strategy.items() if value or retired(key) is None}}
 
 
 def _refuse_another(folder: Path, saved: dict[str, Any], own: dict[str, Any], but: Collection[str]) -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from exogym.errors import ArgumentError
 from exogym.strategy import Strategy
+from exogym.strategy.averaging import spread
 from exogym.strategy.registry import parse_strategy
 from exogym.strategy.traffic import Plan
 
@@ -53,7 +54,7 @@ def _text_of(strategy: Strategy) -> str:
     """Return a strategy's registered name with the options that a text can have, or "" if it has no name."""
     if not strategy.registered or strategy.name is None:
         return ""
-    given = vars(strategy).get("given_arguments", {}).items()
+    given = spread(vars(strategy).get("given_arguments", {})).items()
     plain = [f"{option}={value}" for option, value in given if isinstance(value, str | int | float)]
     return ":".join([strategy.name, *plain])
 

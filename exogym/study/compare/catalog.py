@@ -16,12 +16,13 @@ from typing import Any
 from exogym.core.training.checking import checked_options
 from exogym.errors import ALIASES, ArgumentError
 from exogym.options import FitOptions, args_of
-from exogym.strategy.averaging import AveragingOptions
-from exogym.strategy.registry import STRATEGIES, parse_strategy
+from exogym.strategy.averaging import Averaging
+from exogym.strategy.registry import STRATEGIES, averages_of, parse_strategy, written_options
+from exogym.strategy.strategy import InnerOptions
 from exogym.study.compare.summary import SINGLE
 
 NO_CHOICE = "?"  # the answer to this value names the choices
-OF_ALL = ("inner_optim", *AveragingOptions.__annotations__)  # options of (almost) every strategy
+OF_ALL = ("inner_optim", *InnerOptions.__annotations__)  # options of (almost) every strategy
 KINDS = {"int": "int", "RoundLength": "int", "float": "float", "bool": "bool", "str": "str", "Scheduler": "str"}
 _REFERENCE = re.compile(r"(?:[Ss]ee|as) `([\w.]+)`")
 Entry = dict[str, Any]
@@ -59,9 +60,12 @@ def choices_of(option: str) -> list[str]:
 def _entry(name: str, **instead: str) -> Entry:
     kind: Any = STRATEGIES[name]
     about = {"title": kind.title, "paper": kind.paper, "equation": kind.equation} | instead
-    words = _entries(kind)
+    words = {
+        **_entries(kind),
+        **{name: text for name, text in _entries(Averaging).items() if name in averages_of(kind)},
+    }
     options = []
-    for option in inspect.signature(kind).parameters.values():
+    for option in written_options(kind).values():
         parts = [part for part in str(option.annotation).split(" | ") if part != "None"]
         known = {KINDS[part] for part in parts if part in KINDS} | (
             {"str"} if isinstance(option.default, str) else set()

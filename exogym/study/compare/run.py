@@ -29,6 +29,7 @@ from exogym.options import FitOptions, RunOptions, describe, takes
 from exogym.progress import notice
 from exogym.record import versions
 from exogym.strategy import Strategy
+from exogym.strategy.averaging import spread
 from exogym.study.compare.asked import IN_A_FOLDER, OF_A_STEP, OF_NO_RESULT, ComparisonOptions
 from exogym.study.compare.comparison import Comparison, ComparisonInterrupted, write
 from exogym.study.compare.entries import OF_SEVERAL_NODES, entries_of, setting_of
@@ -211,7 +212,8 @@ def all_arguments(value: Any) -> Any:
         return describe(value)
     known = inspect.signature(type(value)).parameters.values()
     defaults = {known_one.name: known_one.default for known_one in known if known_one.default is not known_one.empty}
-    return {"name": type(value).__name__} | {key: all_arguments(item) for key, item in (defaults | given).items()}
+    every = spread(defaults | given)
+    return {"name": type(value).__name__} | {key: all_arguments(item) for key, item in every.items()}
 
 
 def decisive_of(options: RunOptions) -> dict[str, Any]:

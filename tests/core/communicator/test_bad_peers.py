@@ -13,7 +13,9 @@ import torch
 from battery import each, in_turn, outcome, train
 from problems import Regressor, dyadic, fleet_of, run_of
 from strategies import CONTRIB, STRATEGIES
+from wrapped import made, parsed
 
+from exogym.contrib.robust import NormCap, Robust, RobustAveraging
 from exogym.core.base.rng import generator
 from exogym.core.communicator import (
     Bulyan,
@@ -30,7 +32,6 @@ from exogym.core.fleet import Fleet
 from exogym.errors import ArgumentError, CheckpointError
 from exogym.faults import Faults
 from exogym.strategy import CommunicateOptimizeStrategy, DiLoCoStrategy, FedAvgStrategy, OptimSpec, SimpleReduceStrategy
-from exogym.strategy.averaging import Averaging, NormCap
 from exogym.strategy.registry import parse_strategy
 
 RULES = ("median", "trimmed_mean", "krum", "bulyan", "geometric_median", "centered_clip")
@@ -206,7 +207,7 @@ def test_bytes(name: str, width: int, n: int) -> None:
     S, x = 8.0 * width, torch.randn(n, width, dtype=torch.float64)
     for transport in (None, "server"):
         comm = Communicator(range(n), n)
-        Averaging(transport, name).bind(comm, weighs=False)
+        RobustAveraging(transport, robust=name).bind(comm, weighs=False)
         got = comm.all_reduce(x)
         gathered, reduced = n - 1.0, 2 * (n - 1) / n
         factor = (gathered if name in WHOLE else reduced) if transport is None else float(n > 1)
@@ -300,7 +301,7 @@ def test_gradients_are_attacked_where_gradients_meet() -> None:
 def test_a_cap_shortens_long_updates_only(norm: float | None) -> None:
     steps = torch.randn(5, WIDTH, dtype=torch.float64, generator=generator(0, "cap"))
     steps *= torch.tensor([0.5, 1.0, 2.0, 3.0, 100.0], dtype=torch.float64)[:, None] / steps.norm(dim=1, keepdim=True)
-    strategy = FedAvgStrategy(H=1, robust=NormCap(norm))
+    strategy = made(FedAvgStrategy, H=1, robust=NormCap(norm))
     fleet, start = moved(strategy, {}, steps, faults=False)
     capped = steps * (2 / steps.norm(dim=1, keepdim=True)).clamp(max=1)  # 2 is the median, too
     torch.testing.assert_close(fleet.blocks[0].params[0], start[0] + capped.mean(0), rtol=0, atol=1e-12)
@@ -314,12 +315,12 @@ def test_a_cap_over_all_norms_is_the_mean_bit_for_bit_and_equal_norms_are_not_to
     steps = dyadic(4, WIDTH, seed=4)
     wanted = moved(FedAvgStrategy(H=1), {}, steps, faults=False)[0].blocks[0].params
     assert torch.equal(
-        moved(FedAvgStrategy(H=1, robust=NormCap(1e9)), {}, steps, faults=False)[0].blocks[0].params, wanted
+        moved(made(FedAvgStrategy, H=1, robust=NormCap(1e9)), {}, steps, faults=False)[0].blocks[0].params, wanted
     )
     alike = steps[:1] * torch.tensor([[1.0], [-1.0], [1.0], [1.0]])
     wanted = moved(FedAvgStrategy(H=1), {}, alike, faults=False)[0].blocks[0].params
     assert torch.equal(
-        moved(FedAvgStrategy(H=1, robust="norm_cap"), {}, alike, faults=False)[0].blocks[0].params, wanted
+        moved(made(FedAvgStrategy, H=1, robust="norm_cap"), {}, alike, faults=False)[0].blocks[0].params, wanted
     )
 
 
@@ -344,7 +345,7 @@ def loss() -> Callable[..., float]:
         key = f"{options} {faults}"
         if key not in known:
             text = f"diloco:H=4:outer_lr=0.5{options}"
-            trainer = train(parse_strategy(text, lr=0.02), faults=Faults(**faults) if faults else None, **ROUND)
+            trainer = train(parsed(text, lr=0.02), faults=Faults(**faults) if faults else None, **ROUND)
             known[key] = trainer.history.last["val_loss"]
         return known[key]
 
@@ -375,7 +376,7 @@ def test_no_layout_and_no_stop_changes_anything(name: str, robust: str, tmp_path
     options = {"num_nodes": 5, "max_steps": 9, "val_interval": None, "faults": faults}
 
     def run(**more: Any) -> Any:
-        strategy = parse_strategy(f"{name}:robust={robust}", lr=0.02)
+        strategy = parsed(f"{name}:robust={robust}", lr=0.02)
         trainer = train(strategy, **options | more)
         return outcome(trainer)[0], trainer.traffic
 
@@ -388,11 +389,11 @@ def test_no_layout_and_no_stop_changes_anything(name: str, robust: str, tmp_path
 @pytest.mark.parametrize("robust", [TrimmedMean(0.4), Krum(keep=2), NormCap(0.5), CenteredClip(0.5)])
 def test_a_rule_with_arguments_is_saved_with_the_run(robust: Any, tmp_path: Any) -> None:
     options = {"num_nodes": 5, "max_steps": 6, "val_interval": None}
-    wanted = outcome(train(DiLoCoStrategy(H=2, robust=robust), **options))
-    train(DiLoCoStrategy(H=2, robust=robust), **options | {"max_steps": 3}, save_dir=tmp_path)
-    assert outcome(train(DiLoCoStrategy(H=2, robust=robust), **options, save_dir=tmp_path, resume=True)) == wanted
+    wanted = outcome(train(made(DiLoCoStrategy, H=2, robust=robust), **options))
+    train(made(DiLoCoStrategy, H=2, robust=robust), **options | {"max_steps": 3}, save_dir=tmp_path)
+    assert outcome(train(made(DiLoCoStrategy, H=2, robust=robust), **options, save_dir=tmp_path, resume=True)) == wanted
     with pytest.raises(CheckpointError, match=r"strategy\.robust: saved"):
-        train(DiLoCoStrategy(H=2, robust="median"), **options, save_dir=tmp_path, resume=True)
+        train(made(DiLoCoStrategy, H=2, robust="median"), **options, save_dir=tmp_path, resume=True)
 
 
 @pytest.mark.parametrize(
@@ -404,13 +405,13 @@ def test_a_rule_with_arguments_is_saved_with_the_run(robust: Any, tmp_path: Any)
         (lambda: Faults(bad_nodes=0.1, attack_factor=0), "attack_factor=0 must be a number over 0"),
         (lambda: train(DiLoCoStrategy(), faults=Faults(bad_nodes=[4])), r"Faults\(bad_nodes=...\) names node 4"),
         (lambda: train(parse_strategy("async_diloco"), faults=Faults(bad_nodes=[1])), "leave bad_nodes out"),
-        (lambda: DiLoCoStrategy(robust="medain"), "did you mean 'median'"),
-        (lambda: DiLoCoStrategy(robust=3), "must be a name, such as 'median', or a rule"),
-        (lambda: DiLoCoStrategy(robust="krum", transport="ring"), "sums them on the way"),
-        (lambda: parse_strategy("demo:robust=median"), r"averages in its own way \(DCTMomentum\)"),
+        (lambda: made(DiLoCoStrategy, robust="medain"), "did you mean 'median'"),
+        (lambda: made(DiLoCoStrategy, robust=3), "must be a name, such as 'median', or a rule"),
+        (lambda: made(DiLoCoStrategy, robust="krum", transport="ring"), "sums them on the way"),
+        (lambda: parsed("demo:robust=median"), r"averages in its own way \(DCTMomentum\)"),
         *(
             (
-                functools.partial(parse_strategy, f"{sparse}:robust={rule}"),
+                functools.partial(parsed, f"{sparse}:robust={rule}"),
                 f"{named} sends a part.*leave robust out, or",
             )
             for rule in RULES
@@ -432,7 +433,7 @@ def test_a_rule_with_arguments_is_saved_with_the_run(robust: Any, tmp_path: Any)
         (lambda: GeometricMedian(smoothing=0), "smoothing=0 must be a number over 0"),
         (lambda: Bulyan(0.5), "share=0.5 of bad nodes must be over 0 and under 0.5"),
         (
-            lambda: train(DiLoCoStrategy(robust="krum"), balance="batch"),
+            lambda: train(made(DiLoCoStrategy, robust="krum"), balance="batch"),
             r"balance='batch' with robust='krum': a rule counts each node once",
         ),
     ],
@@ -443,11 +444,11 @@ def test_what_cannot_be_is_refused(make: Callable[[], Any], words: str) -> None:
 
 
 FEW: dict[str, tuple[Callable[[], Any], int, int]] = {
-    "krum of four": (lambda: DiLoCoStrategy(H=2, robust="krum"), 4, 5),
-    "krum of three gradients": (lambda: SimpleReduceStrategy(robust=Krum(keep=2)), 3, 5),
-    "bulyan of six": (lambda: DiLoCoStrategy(H=2, robust="bulyan"), 6, 7),
-    "median of two": (lambda: DiLoCoStrategy(H=2, robust="median"), 2, 3),
-    "trimmed mean of two": (lambda: FedAvgStrategy(H=2, robust=TrimmedMean(0.4)), 2, 3),
+    "krum of four": (lambda: made(DiLoCoStrategy, H=2, robust="krum"), 4, 5),
+    "krum of three gradients": (lambda: made(SimpleReduceStrategy, robust=Krum(keep=2)), 3, 5),
+    "bulyan of six": (lambda: made(DiLoCoStrategy, H=2, robust="bulyan"), 6, 7),
+    "median of two": (lambda: made(DiLoCoStrategy, H=2, robust="median"), 2, 3),
+    "trimmed mean of two": (lambda: made(FedAvgStrategy, H=2, robust=TrimmedMean(0.4)), 2, 3),
 }
 
 
@@ -470,10 +471,15 @@ def test_islands_and_sampled_clients_too_small_for_a_rule_are_refused() -> None:
         {"local_epochs": 1, "client_fraction": 0.5},
     )
     for options in few:
-        make = FedAvgStrategy("sgd", lr=0.02, robust="krum", **options)
+        make = made(FedAvgStrategy, "sgd", lr=0.02, robust="krum", **options)
         with pytest.raises(ArgumentError, match="only 4: average over 5 nodes, or use 'median' or 'trimmed_mean' or"):
             train(make, num_nodes=8, max_steps=4, val_interval=None)
-        train(FedAvgStrategy("sgd", lr=0.02, robust="median", **options), num_nodes=8, max_steps=4, val_interval=None)
+        train(
+            made(FedAvgStrategy, "sgd", lr=0.02, robust="median", **options),
+            num_nodes=8,
+            max_steps=4,
+            val_interval=None,
+        )
 
 
 @pytest.mark.parametrize("name", each(STRATEGIES))
@@ -490,8 +496,7 @@ def test_who_takes_a_median_brings_no_sparse_values(name: str, monkeypatch: pyte
 
     monkeypatch.setattr(Median, "of", looked)
     try:
-        strategy.average_by(robust="median")
-        train(strategy, max_steps=8, val_interval=None)
+        train(Robust(strategy, "median"), max_steps=8, val_interval=None)
     except ArgumentError as refused:
         assert "robust='median'" in str(refused)
     else:
@@ -524,7 +529,7 @@ def test_sparse_senders_take_a_cap_that_bears_a_bad_node(name: str) -> None:
     bad = Faults(bad_nodes=[3], attack="sign_flip", attack_factor=8.0)
 
     def loss(robust: str, faults: Faults | None = bad) -> float:
-        strategy = parse_strategy(f"{name}{robust}", lr=0.05)
+        strategy = parsed(f"{name}{robust}", lr=0.05)
         trainer = train(strategy, num_nodes=5, max_steps=40, val_interval=None, faults=faults)
         return trainer.history.last["val_loss"]
 
@@ -536,7 +541,7 @@ def test_norm_cap_takes_the_lower_of_two_norms_in_the_middle() -> None:
     """So half of the nodes may bring long updates: the cap is a good one's. The mean of the two would be 51."""
     steps = torch.randn(4, WIDTH, dtype=torch.float64, generator=generator(0, "even"))
     steps *= torch.tensor([1.0, 100.0, 2.0, 200.0], dtype=torch.float64)[:, None] / steps.norm(dim=1, keepdim=True)
-    fleet, start = moved(FedAvgStrategy(H=1, robust="norm_cap"), {}, steps, faults=False)
+    fleet, start = moved(made(FedAvgStrategy, H=1, robust="norm_cap"), {}, steps, faults=False)
 
     def capped(most: float) -> torch.Tensor:
         return start[0] + (steps * (most / steps.norm(dim=1, keepdim=True)).clamp(max=1)).mean(0)
@@ -546,7 +551,7 @@ def test_norm_cap_takes_the_lower_of_two_norms_in_the_middle() -> None:
 
 
 def test_weights_by_examples_are_refused_before_training() -> None:
-    strategy = FedAvgStrategy(H=5, robust="median")
+    strategy = made(FedAvgStrategy, H=5, robust="median")
     strategy.communication_modules[0].weights = torch.ones(3)  # type: ignore[attr-defined]
     comm = Communicator(range(3), 3)
     with pytest.raises(ArgumentError, match="weighting='uniform'"):

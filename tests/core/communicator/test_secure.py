@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 from battery import outcome, plain_model, train
+from wrapped import made, parsed
 
 from exogym.core.communicator import Communicator, SecureAggregation
 from exogym.core.communicator.secure import PRIME, Seeds, recovered
 from exogym.errors import ArgumentError, TrainingError
 from exogym.faults import Faults
 from exogym.strategy import DiLoCoStrategy, FedAvgStrategy
-from exogym.strategy.registry import parse_strategy
 
 SIZES = (1, 2, 3, 5, 8)
 WIDTH = 7
@@ -106,7 +106,7 @@ def test_bytes(n: int, bits: int, width: int) -> None:
     down = 64 * (n - 1) + 80 * (n - 1) + width * 4
     assert comm.ledger.tx_bytes.tolist() == comm.ledger.payload_bytes.tolist() == [up if n > 1 else 0.0] * n
     assert comm.ledger.rx_bytes.tolist() == [down if n > 1 else 0.0] * n
-    strategy = DiLoCoStrategy(H=10, secure_aggregation=SecureAggregation(bits=bits))
+    strategy = made(DiLoCoStrategy, H=10, secure_aggregation=SecureAggregation(bits=bits))
     traffic = strategy.plan(width, n, 4).traffic
     for kind, wanted in (("push", up), ("pull", down)):
         assert sum(t.payload_bytes for t in traffic if t.kind == kind) == wanted
@@ -134,7 +134,7 @@ NAMES = (
 
 def run(name: str, secure: bool = True, **options: Any) -> Any:
     """Train with SGD, which does not make much of rounding."""
-    strategy = parse_strategy(f"{name}:inner_optim=sgd:secure_aggregation={str(secure).lower()}", lr=0.1)
+    strategy = parsed(f"{name}:inner_optim=sgd:secure_aggregation={str(secure).lower()}", lr=0.1)
     return train(strategy, model=plain_model(), **RUN | options)
 
 
@@ -170,15 +170,15 @@ def test_where_too_few_come_through_the_run_says_so() -> None:
         ("sparta:quantization_bits=8:secure_aggregation=true", "does not send sums alone, but all_gather"),
         (
             "diloco:secure_aggregation=true:robust=median",
-            "robust='median': a rule compares the nodes' values.* leave robust out",
+            "has another way of averaging already: wrap it once",
         ),
         ("diloco:secure_aggregation=true:transport=ring", "transport='ring': .* leave transport out"),
-        ("diloco:secure_aggregation=3", "must be True, False or a SecureAggregation"),
+        ("diloco:secure_aggregation=3", "settings=3 must be a SecureAggregation, or None"),
     ],
 )
 def test_what_cannot_be_is_refused(text: str, words: str) -> None:
     with pytest.raises(ArgumentError, match=words):
-        parse_strategy(text)
+        parsed(text)
 
 
 @pytest.mark.parametrize("options", [{"bits": 16}, {"fraction_bits": -1}, {"bits": 32, "fraction_bits": 31}])
@@ -188,7 +188,7 @@ def test_bad_numbers_of_bits(options: dict[str, int]) -> None:
 
 
 def test_clients_that_are_not_drawn_hold_no_keys() -> None:
-    trainer = train(FedAvgStrategy(H=3, lr=0.02, client_fraction=0.5, secure_aggregation=True), **RUN)
+    trainer = train(made(FedAvgStrategy, H=3, lr=0.02, client_fraction=0.5, secure_aggregation=True), **RUN)
     pushes = trainer.traffic["server push"]
     elements = (16 * 6 + 16 + 32 + 34) * 8  # in 64 bits
     assert pushes["payload_bytes"] == 3 * 2 * (64 + 80 + elements + 32)

@@ -6,12 +6,13 @@ import pytest
 import torch
 from battery import outcome, train
 from strategies import OURS
+from wrapped import made
 
 from exogym.core.communicator import TRANSPORTS, Communicator
 from exogym.errors import ArgumentError
 from exogym.faults import Faults
 from exogym.network import Network
-from exogym.strategy import CommunicateOptimizeStrategy, FedAvgStrategy, SimpleReduceStrategy
+from exogym.strategy import Averaging, DiLoCoStrategy, FedAvgStrategy, SimpleReduceStrategy, SPARTAStrategy
 from exogym.strategy.registry import parse_strategy
 from exogym.study.advise import advise
 
@@ -74,8 +75,7 @@ def test_what_was_chosen_stands_over_what_a_call_says_and_holds_for_groups() -> 
 
 
 def test_the_strategies_that_average_let_one_choose() -> None:
-    assert {"ddp", "diloco", "fedavg", "sparta", "sparta_diloco"} <= set(choices())
-    assert not {"demo", "async_diloco"} & set(choices())
+    assert {*choices()} == {"ddp", "diloco", "fedavg", "fedopt", "fedprox", "scaffold"}
 
 
 @pytest.mark.parametrize("name", choices())
@@ -117,7 +117,8 @@ def test_it_is_in_the_prediction() -> None:
 
 def test_sampled_clients_go_through_a_server_anyway() -> None:
     runs = [
-        train(FedAvgStrategy(H=2, lr=0.02, client_fraction=0.5, **way), **RUN) for way in ({}, {"transport": "server"})
+        train(made(FedAvgStrategy, H=2, lr=0.02, client_fraction=0.5, **way), **RUN)
+        for way in ({}, {"transport": "server"})
     ]
     assert outcome(runs[0])[0] == outcome(runs[1])[0]
     sent = [run.traffic["server all_reduce"] for run in runs]
@@ -127,15 +128,26 @@ def test_sampled_clients_go_through_a_server_anyway() -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: SimpleReduceStrategy(transport="rign"), "transport='rign' is not one of .* did you mean 'ring'"),
-        (lambda: FedAvgStrategy(client_fraction=0.5, transport="tree"), "leave transport out, or client_fraction"),
+        (lambda: made(SimpleReduceStrategy, transport="rign"), "transport='rign' is not one of .* did you mean 'ring'"),
+        (
+            lambda: made(FedAvgStrategy, client_fraction=0.5, transport="tree"),
+            "leave transport out, or client",
+        ),
         (
             lambda: parse_strategy("demo:transport=ring"),
-            r"DeMoStrategy, which has no all-reduce \(it sends all_gather\)",
+            "demo has no option 'transport': it is retired: ddp, diloco, fedavg",
         ),
-        (lambda: parse_strategy("sparta:quantization_bits=8:transport=ring"), "has no all-reduce"),
-        (lambda: CommunicateOptimizeStrategy(transport="ring"), "sends nothing"),
-        (lambda: FedAvgStrategy(transprot="ring"), "has no argument 'transprot': did you mean 'transport'"),
+        (lambda: SPARTAStrategy(transport="ring"), "has no argument 'transport': it is retired: ddp, diloco, fedavg"),
+        (
+            lambda: FedAvgStrategy(transport="ring"),
+            r"'transport': give averaging=Averaging\(transport=",
+        ),
+        (lambda: parse_strategy("fedavg:transprot=ring"), "has no option 'transprot': did you mean 'transport'"),
+        (lambda: DiLoCoStrategy(averaging="ring"), "averaging='ring' must be an Averaging"),
+        (
+            lambda: DiLoCoStrategy(averaging=Averaging(personal=1)),
+            "no averages with personal: it takes transport",
+        ),
     ],
 )
 def test_what_cannot_be_chosen_is_refused(make, words: str) -> None:

@@ -14,6 +14,7 @@ from battery import each
 from clients import ALL_ROWS, CLIENTS, MOMENTUM, SAMPLED, WITH_A_SERVER, client, same, trained
 from processes import everywhere
 from torch.utils.data import TensorDataset
+from wrapped import made
 
 from exogym import LocalTrainer
 from exogym.core.fleet.seats import Packs, Seats, rows_for, unpacked
@@ -187,7 +188,7 @@ def test_who_keeps_all_rows() -> None:
     assert FedAvgStrategy(H=4).seats(1000) is None
     assert FedAvgStrategy(H=4, client_fraction=0.1, island_size=2).seats(1000) is None
     assert SPARTADiLoCoStrategy().seats(1000) is None
-    private = FedAvgStrategy(H=4, client_fraction=0.1, weighting="uniform", privacy=DifferentialPrivacy(1.0, 1.0))
+    private = made(FedAvgStrategy, H=4, client_fraction=0.1, weighting="uniform", privacy=DifferentialPrivacy(1.0, 1.0))
     assert 150 < (private.seats(1000) or 0) < 300
 
 

@@ -12,7 +12,7 @@ from exogym import LocalTrainer
 from exogym.callbacks import Every
 from exogym.contrib import pulseloco
 from exogym.network import Network
-from exogym.strategy import DifferentialPrivacy, FedAvgStrategy, Strategy, powersgd
+from exogym.strategy import Averaging, DifferentialPrivacy, FedAvgStrategy, Strategy, powersgd
 from exogym.strategy.registry import STRATEGIES, parse_strategy
 from exogym.study.advise import advise, prediction
 
@@ -35,7 +35,7 @@ SAMPLED = (
     "fedopt:client_fraction=0.5", "fedprox:client_fraction=0.5",
     "private",
 )  # fmt: skip
-PRIVATE = DifferentialPrivacy(1.0, 1.0)
+PRIVATE = Averaging(privacy=DifferentialPrivacy(1.0, 1.0))
 OURS = [TEXTS.get(name, name) for name, kind in STRATEGIES.items() if kind.__module__.startswith("exogym.")]
 OURS = [
     name for name in OURS if name not in ("fedper", "fedrep")
@@ -61,7 +61,7 @@ def unlike(seed: int) -> tuple[Network, list[float]]:
 
 def made(text: str) -> Strategy:
     if text == "private":
-        return FedAvgStrategy(H=5, client_fraction=0.5, weighting="uniform", privacy=PRIVATE)
+        return FedAvgStrategy(H=5, client_fraction=0.5, weighting="uniform", averaging=PRIVATE)
     return parse_strategy(text, H=5)
 
 

@@ -1,12 +1,10 @@
 """The strategies as a form offers them: what the constructors say, and nothing else."""
 
-import inspect
-
 import pytest
 
 from exogym.core.training.options import FitOptions
 from exogym.errors import ArgumentError, check_choice
-from exogym.strategy.registry import STRATEGIES, parse_strategy
+from exogym.strategy.registry import STRATEGIES, parse_strategy, written_options
 from exogym.study.compare.catalog import NO_CHOICE, catalog, choices_of
 
 NOT_TEXT = {"privacy", "local_steps", "offsets", "inner_lr", "personal"}  # objects, lists, and a second name
@@ -19,7 +17,7 @@ def test_each_option_of_each_constructor_is_there_with_its_default_and_its_words
     }  # not other tests'
     assert found.keys() >= {"single", *ours} and next(iter(found)) == "single"
     for name, kind in ours.items():
-        known = inspect.signature(kind).parameters
+        known = written_options(kind)
         options = {option["name"]: option for option in found[name]["options"]}
         assert known.keys() - options.keys() <= NOT_TEXT and options.keys() <= known.keys(), name
         for option in options.values():
@@ -45,13 +43,14 @@ def test_each_choice_is_taken_and_no_other_text() -> None:
 
 
 def test_kinds_and_references() -> None:
-    options = {option["name"]: option for option in catalog()["sparta_diloco"]["options"]}
+    options, of_diloco = (
+        {option["name"]: option for option in catalog()[name]["options"]} for name in ("sparta_diloco", "diloco")
+    )
     assert options["H"]["kind"] == "int" and options["outer_lr"]["kind"] == "float"
-    assert options["secure_aggregation"]["kind"] == "bool" and options["rounding"]["kind"] == "str"
+    assert of_diloco["eager"]["kind"] == "bool" and options["rounding"]["kind"] == "str"
     assert options["compression_method"]["choices"] == ["random", "sequential", "partitioned", "topk"]
-    of_diloco = {option["name"]: option for option in catalog()["diloco"]["options"]}
     assert options["outer_lr"]["help"] == of_diloco["outer_lr"]["help"]  # the docstring refers to DiLoCo
-    assert options["tuner"]["is_open"] and not options["transport"]["is_open"]
+    assert not of_diloco["transport"]["is_open"]
     assert options["lr"]["of_all"] and not options["p_sparta"]["of_all"]
 
 
