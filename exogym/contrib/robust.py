@@ -2,7 +2,7 @@
 
     Robust(FedAvgStrategy(H=5), "median")
 
-The rules and their bytes are described in `exogym.core.communicator.robust`. The rule "norm_cap" (Sun, Kairouz, Suresh,
+The rules and their bytes are described in `exogym.contrib.rules`. The rule "norm_cap" (Sun, Kairouz, Suresh,
 McMahan, Can You Really Backdoor Federated Learning?, arXiv:1911.07963) scales down each node's update u to a cap M, and
 then takes the mean:
 
@@ -21,8 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from exogym.contrib.rules import RULES, Rule, rule_of
 from exogym.core.combinations import check
-from exogym.core.communicator import RULES, Communicator, Rule, rule_of
+from exogym.core.communicator import Communicator
 from exogym.core.fleet import Fleet
 from exogym.errors import ArgumentError, check_choice
 from exogym.faults import Faults

@@ -2,7 +2,7 @@
 
     Secure(FedAvgStrategy(H=5))
 
-`exogym.core.communicator.secure` describes the protocol and its bytes.
+`exogym.contrib.secure_sums` describes the protocol and its bytes.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from exogym.contrib.robust import wrapped
-from exogym.core.communicator import Communicator, SecureAggregation
+from exogym.contrib.secure_sums import SecureAggregation
+from exogym.core.communicator import Communicator
 from exogym.errors import ArgumentError
 from exogym.strategy.averaging import Averaging
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy

@@ -16,18 +16,9 @@ from strategies import CONTRIB, STRATEGIES
 from wrapped import made, parsed
 
 from exogym.contrib.robust import NormCap, Robust, RobustAveraging
+from exogym.contrib.rules import Bulyan, CenteredClip, GeometricMedian, Krum, Median, TrimmedMean, bad_among, rule_of
 from exogym.core.base.rng import generator
-from exogym.core.communicator import (
-    Bulyan,
-    CenteredClip,
-    Communicator,
-    GeometricMedian,
-    Krum,
-    Median,
-    TrimmedMean,
-    rule_of,
-)
-from exogym.core.communicator.robust import bad_among
+from exogym.core.communicator import Communicator
 from exogym.core.fleet import Fleet
 from exogym.errors import ArgumentError, CheckpointError
 from exogym.faults import Faults

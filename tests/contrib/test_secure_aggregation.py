@@ -9,8 +9,8 @@ import torch
 from battery import outcome, plain_model, train
 from wrapped import made, parsed
 
-from exogym.core.communicator import Communicator, SecureAggregation
-from exogym.core.communicator.secure import PRIME, Seeds, recovered
+from exogym.contrib.secure_sums import PRIME, SecureAggregation, Seeds, recovered
+from exogym.core.communicator import Communicator
 from exogym.errors import ArgumentError, TrainingError
 from exogym.faults import Faults
 from exogym.strategy import DiLoCoStrategy, FedAvgStrategy

@@ -37,6 +37,24 @@ RETIRED: dict[str, str] = {
     "tuner": "in Python, wrap the strategy: exogym.contrib.ByteBudget(strategy, total_bytes)",
     "transport": "ddp, diloco, fedavg, fedprox, fedopt and scaffold take averaging=Averaging(transport=...)",
     "strategy.NormCap": "exogym.contrib has NormCap, for Robust(strategy, NormCap(...))",
+    **dict.fromkeys(
+        [
+            f"communicator.{name}"
+            for name in (
+                "Rule",
+                "RULES",
+                "Median",
+                "TrimmedMean",
+                "Krum",
+                "Bulyan",
+                "GeometricMedian",
+                "CenteredClip",
+                "rule_of",
+                "SecureAggregation",
+            )
+        ],
+        "exogym.contrib has it",
+    ),
     "activation": "the momentum acts once in a period",
     **dict.fromkeys(("exogym.reproduce", "exogym.benchmark"), "a clone of the project has python -m research"),
 }
@@ -53,6 +71,8 @@ MOVED: dict[str, str] = {
         "atlas", "benchmark", "reproduce",
     )},
     "exogym.strategy.tuning": "exogym.contrib.byte_budget",
+    "exogym.core.communicator.robust": "exogym.contrib.rules",
+    "exogym.core.communicator.secure": "exogym.contrib.secure_sums",
     "exogym.machines.discovery": "exogym.home.discovery",
     "exogym.machines.wizard": "exogym.home.wizard",
     "exogym.machines.cluster": "exogym.clusters",

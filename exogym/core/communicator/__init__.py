@@ -29,12 +29,6 @@ Four nodes in one process, and the events of their calls:
 ([3.0, 4.0], 'ring', [12.0, 12.0, 12.0, 12.0])
 >>> reduce_rows(x, range(4), "max").tolist()
 [6.0, 7.0]
->>> rule: Rule = rule_of("median")
->>> rule.of(wire, x, range(4)).tolist()
-[3.0, 4.0]
->>> comm.secure = SecureAggregation(bits=32)  # the same mean, in integers that nobody can read alone
->>> comm.all_reduce(x)[0].tolist()
-[3.0, 4.0]
 >>> ship(wire, {"x": x}, source=0)["x"] is x
 True
 >>> tell(wire, {"step": 3}), gather(wire, 1)
@@ -56,40 +50,19 @@ from exogym.core.communicator.columns import ALONE, Columns
 from exogym.core.communicator.communicator import TRANSPORTS, Communicator
 from exogym.core.communicator.ledger import FACTORS, Event, Ledger, children
 from exogym.core.communicator.messages import barrier, blank, described, gather, hand_over, say, ship, tell
-from exogym.core.communicator.robust import (
-    RULES,
-    Bulyan,
-    CenteredClip,
-    GeometricMedian,
-    Krum,
-    Median,
-    Rule,
-    TrimmedMean,
-    rule_of,
-)
-from exogym.core.communicator.secure import SecureAggregation
 from exogym.core.communicator.wire import CHUNK_ELEMENTS, Move, Parcel, Wire, reduce_rows, tree_sum
 
 __all__ = [
     "ALONE",
     "CHUNK_ELEMENTS",
     "FACTORS",
-    "RULES",
     "TRANSPORTS",
-    "Bulyan",
-    "CenteredClip",
     "Columns",
     "Communicator",
     "Event",
-    "GeometricMedian",
-    "Krum",
     "Ledger",
-    "Median",
     "Move",
     "Parcel",
-    "Rule",
-    "SecureAggregation",
-    "TrimmedMean",
     "Wire",
     "barrier",
     "blank",
@@ -98,7 +71,6 @@ __all__ = [
     "gather",
     "hand_over",
     "reduce_rows",
-    "rule_of",
     "say",
     "ship",
     "tell",

@@ -14,8 +14,6 @@ from exogym.core.base import pulse
 from exogym.core.communicator.columns import ALONE, Columns
 from exogym.core.communicator.messages import as_bytes, from_bytes, hand_over, row_of_source, rows_of_givers
 from exogym.core.communicator.recorder import Groups, Recorder
-from exogym.core.communicator.robust import Rule
-from exogym.core.communicator.secure import SecureAggregation
 from exogym.core.communicator.wire import Parcel, Wire, reduce_rows
 from exogym.errors import ArgumentError, check_choice
 
@@ -36,9 +34,9 @@ class Communicator(Recorder):
         weights: (num_nodes,) weights of the nodes in every mean whose call gives no weights. None means equal weights.
         transport: the path of every all-reduce: "ring", "tree" or "server". If it is None, each call's `algorithm` is
             the path. Bytes and time depend on the path; the result does not.
-        rule: robust rule that replaces every mean of parameters or gradients (`exogym.core.communicator.robust`), or
-            None.
-        secure: computes means so that nobody sees a single node's values (`exogym.core.communicator.secure`), or None.
+        rule: robust rule that replaces every mean of parameters or gradients, or None. A wrapper of
+            `exogym.contrib` sets it.
+        secure: computes means so that nobody sees a single node's values, or None. A wrapper sets it, too.
 
     >>> comm = Communicator(range(4), 4)
     >>> comm.all_reduce(torch.arange(4.0)[:, None]).tolist()
@@ -52,8 +50,8 @@ class Communicator(Recorder):
         self.ranks = self.wire.ranks
         self.weights: Tensor | None = None
         self.transport: str | None = None
-        self.rule: Rule | None = None
-        self.secure: SecureAggregation | None = None
+        self.rule: Any = None
+        self.secure: Any = None
         self._aggregations = 0
         self._in_flight: dict[int, list[Any]] = {}
 
@@ -109,7 +107,8 @@ class Communicator(Recorder):
                         self.record(direction, "server", group, size)
             elif (rule := self.robust(op, share)) is not None:
                 result = rule.of(self.wire, flat, group, self._others)
-                self.record(*(rule.collective if way != "server" else (kind, way)), group, self._row_bytes(x))
+                collective, path = rule.collective if way != "server" else (kind, way)
+                self.record(collective, path, group, self._row_bytes(x))
             else:
                 # What is used at once cannot be on its way: rows are set here if not all nodes are members.
                 flight = self._flight if target is None else None
@@ -137,7 +136,7 @@ class Communicator(Recorder):
         """
         return None if self.weights is None or op != "mean" else _share(self.weights, group)
 
-    def robust(self, op: str, share: Tensor | None) -> Rule | None:
+    def robust(self, op: str, share: Tensor | None) -> Any:
         """Return the robust rule that replaces the operation `op`, or None if no rule replaces it.
 
         Rules replace only means of parameters and gradients, not of buffers.

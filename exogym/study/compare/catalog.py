@@ -16,7 +16,7 @@ from typing import Any
 from exogym.core.training.checking import checked_options
 from exogym.errors import ALIASES, ArgumentError
 from exogym.options import FitOptions, args_of
-from exogym.strategy.averaging import Averaging
+from exogym.strategy import Averaging
 from exogym.strategy.registry import STRATEGIES, averages_of, parse_strategy, written_options
 from exogym.strategy.strategy import InnerOptions
 from exogym.study.compare.summary import SINGLE

@@ -37,6 +37,11 @@ Bytes for a payload S: the median and the trimmed mean work slice by slice. Each
 vectors, (n-1)/n S, and then all members gather the results. So each member sends and receives 2(n-1)/n S, as in a ring
 all-reduce; this algorithm is called "exact". The other rules compare whole vectors, so every member receives all
 vectors in an all-gather: each member sends and receives (n-1) S. With a server, each member sends and receives S.
+
+>>> from exogym.communicator import Wire
+>>> rule: Rule = rule_of("median")
+>>> rule.of(Wire(range(4)), torch.arange(8.0).view(4, 2), range(4)).tolist()
+[3.0, 4.0]
 """
 
 from __future__ import annotations

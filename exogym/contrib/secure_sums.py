@@ -21,6 +21,12 @@ Bytes of a member, for F elements of S bytes in all. A member sends 2 keys of 32
 shares of 80 bytes each (2 shares of 32 bytes, and 16 bytes for the encryption), F bits/8 bytes for y_u, and n-1 shares
 of 32 bytes each. A member receives n-1 pairs of keys of 64 bytes each, n-1 encrypted pairs of shares of 80 bytes each,
 and the mean (S bytes). Lists of present members do not count. A member that drops out counts no bytes.
+
+>>> from exogym.communicator import Communicator
+>>> comm = Communicator(range(4), 4)
+>>> comm.secure = SecureAggregation(bits=32)  # the same mean, in integers that nobody can read alone
+>>> comm.all_reduce(torch.arange(8.0).view(4, 2))[0].tolist()
+[3.0, 4.0]
 """
 
 from __future__ import annotations
