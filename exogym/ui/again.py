@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from exogym.core.base.retired import retired
 from exogym.errors import ArgumentError
 from exogym.network import Network
 from exogym.options import in_full
@@ -108,11 +109,15 @@ def _text_of(strategy: Any) -> str:
 
     >>> _text_of({"name": "DiLoCoStrategy", "H": 10, "eager": False, "max_norm": None, "own": 3})
     'diloco:H=10:eager=false'
+    >>> _text_of({"name": "DiLoCoStrategy", "robust": "median"})
+    ''
     """
     if not isinstance(strategy, Mapping):
         return ""
     name = short_names().get(str(strategy.get("name")), "")
     known = written_options(STRATEGIES[name]) if name in STRATEGIES else {}
+    if any(value and option not in known and retired(option) for option, value in strategy.items()):
+        return ""  # it has a wrapper, or is of an earlier version
     plain = {n: as_text(x) for n, x in strategy.items() if n in known and isinstance(x, bool | int | float | str)}
     fits = {n: text for n, text in plain.items() if text and not set(text) & set(",:=")}
     return ":".join([name, *(f"{n}={text}" for n, text in fits.items())]) if name else ""

@@ -15,14 +15,17 @@ from problems import Regressor, dyadic, fleet_of, run_of
 from strategies import CONTRIB, STRATEGIES
 from wrapped import made, parsed
 
-from exogym.contrib.robust import NormCap, Robust, RobustAveraging
+from exogym.contrib import ByteBudget, NormCap, Robust, Secure
+from exogym.contrib.robust import RobustAveraging
 from exogym.contrib.rules import Bulyan, CenteredClip, GeometricMedian, Krum, Median, TrimmedMean, bad_among, rule_of
 from exogym.core.base.rng import generator
 from exogym.core.communicator import Communicator
 from exogym.core.fleet import Fleet
+from exogym.core.training.options import describe
 from exogym.errors import ArgumentError, CheckpointError
 from exogym.faults import Faults
 from exogym.strategy import CommunicateOptimizeStrategy, DiLoCoStrategy, FedAvgStrategy, OptimSpec, SimpleReduceStrategy
+from exogym.strategy.averaging import Averaging
 from exogym.strategy.registry import parse_strategy
 
 RULES = ("median", "trimmed_mean", "krum", "bulyan", "geometric_median", "centered_clip")
@@ -547,3 +550,14 @@ def test_weights_by_examples_are_refused_before_training() -> None:
     comm = Communicator(range(3), 3)
     with pytest.raises(ArgumentError, match="weighting='uniform'"):
         strategy.averaging.bind(comm, weighs=True)
+
+
+def test_a_wrapper_takes_one_strategy_of_modules_and_is_itself_wrapped_by_a_budget() -> None:
+    with pytest.raises(ArgumentError, match="is not made of modules"):
+        Robust("diloco", "median")  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="wrap it once"):
+        Secure(Robust(DiLoCoStrategy(), "median"))
+    plain = DiLoCoStrategy(H=3, averaging=Averaging(transport="server"))
+    both = ByteBudget(Robust(plain, "median"), 1e6)
+    assert both.averaging == RobustAveraging("server", robust="median") and plain.averaging == Averaging("server")
+    assert describe(both) == describe(plain) | {"robust": "median", "tuner": 1e6}

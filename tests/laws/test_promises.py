@@ -98,7 +98,7 @@ def undescribed(kind: type) -> list[str]:
 
 def test_each_strategy_has_one_place() -> None:
     page = PAGE.read_text("utf-8")
-    assert misplaced(page, OURS, contrib.__all__) == []
+    assert misplaced(page, OURS, [name for name in contrib.__all__ if name.endswith("Strategy")]) == []
     assert len(core_of(page)) == 20 and len(OURS) == 20 + len(METHODS)
 
 
