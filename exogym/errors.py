@@ -41,7 +41,7 @@ from numbers import Real
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from exogym.core.base.retired import retired
+from exogym.core.base.retired import retired as retired  # public from here
 from exogym.core.base.streams import BROKEN_PIPE, STDERR, fill_in, is_stdout_gone, replace_letters
 
 

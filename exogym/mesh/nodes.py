@@ -88,7 +88,7 @@ class MeshNodes:
         return groups_of(self.meshes, world)
 
     def wire(self, placement: Sequence[Sequence[int]], native: bool) -> Wire:
-        """Return the wire between the processes, each of which is a device. `placement` has each group's nodes."""
+        """Return the wire between the processes, each a device. `placement` has each group's nodes."""
         from exogym.mesh.wire import MeshWire
 
         return MeshWire(placement, self.meshes, native)

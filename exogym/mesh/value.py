@@ -8,8 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from exogym.core.base.retired import retired
-from exogym.errors import ArgumentError, check_choice, check_count, checked
+from exogym.errors import ArgumentError, check_choice, check_count, checked, retired
 from exogym.mesh.pipeline import PipelineParallel
 
 SCHEDULES = ("gpipe", "1f1b")  # orders in which a pipeline takes its micro-batches

@@ -98,7 +98,7 @@ class Inner:
 
     @classmethod
     def of(cls, optim: Any, options: Mapping[str, Any]) -> Inner:
-        """Return the description of `optim` with those of a strategy's `options` that are its arguments."""
+        """Return the description of `optim` with the options of a strategy's `options` that are its arguments."""
         return cls(optim, **split(without_aliases(dict(options), ("lr",)), cls)[0])
 
     def schedule(self, total_steps: int) -> Schedule:

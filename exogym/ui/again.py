@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from exogym.core.base.retired import retired
-from exogym.errors import ArgumentError
+from exogym.errors import ArgumentError, retired
 from exogym.network import Network
 from exogym.options import in_full
 from exogym.strategy.names import short_names

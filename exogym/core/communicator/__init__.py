@@ -35,8 +35,8 @@ True
 ({'step': 3}, [1])
 >>> hand_over(wire, {0: x[0]}, [Parcel(0, 1, (2,), x.dtype, False)])[1].tolist()
 [0.0, 1.0]
->>> FACTORS["all_reduce", "ring"](4), children(0, 4)  # payloads that a member sends; children of the tree's root
-(1.5, 2)
+>>> FACTORS["all_reduce", "ring"](4)  # payloads that a member sends
+1.5
 >>> barrier(wire)
 >>> say(wire, "not said", about="tests")
 >>> columns: Columns = wire.columns  # a node of several devices has more parts
@@ -48,7 +48,7 @@ True
 
 from exogym.core.communicator.columns import ALONE, Columns
 from exogym.core.communicator.communicator import TRANSPORTS, Communicator
-from exogym.core.communicator.ledger import FACTORS, Event, Ledger, children
+from exogym.core.communicator.ledger import FACTORS, Event, Ledger
 from exogym.core.communicator.messages import barrier, blank, described, gather, hand_over, say, ship, tell
 from exogym.core.communicator.wire import CHUNK_ELEMENTS, Move, Parcel, Wire, reduce_rows, tree_sum
 
@@ -66,7 +66,6 @@ __all__ = [
     "Wire",
     "barrier",
     "blank",
-    "children",
     "described",
     "gather",
     "hand_over",

@@ -43,7 +43,7 @@ from typing import Any
 import numpy as np
 
 from exogym.clock import DEVICES, Device, StepTime, seconds_of
-from exogym.communicator import FACTORS, children
+from exogym.communicator import FACTORS
 from exogym.core.clock.devices import DEFAULT_UTILISATION
 from exogym.errors import ArgumentError, check_choice, check_count, check_number, checked
 from exogym.network import Cost, Network, readable_bandwidth, readable_seconds
@@ -673,5 +673,5 @@ def _tx_factor(kind: str, algorithm: str | None, n: int) -> float:
 def _line_factor(kind: str, algorithm: str | None, n: int) -> float:
     """Return the bytes that the busiest member sends and receives, as a multiple of its payload."""
     if kind == "broadcast" or (kind, algorithm) == ("all_reduce", "tree"):  # the root of a binomial tree
-        return float(children(0, n)) * (1 if kind == "broadcast" else 2)
+        return float((n - 1).bit_length()) * (1 if kind == "broadcast" else 2)
     return 2 * _tx_factor(kind, algorithm, n)
