@@ -100,7 +100,7 @@ def averages_of(kind: type[Strategy]) -> tuple[str, ...]:
 
 
 def written_options(kind: type[Strategy]) -> dict[str, inspect.Parameter]:
-    """Return the options of a class as a text has them, by name: the options of its `Averaging` stand among the others.
+    """Return a class's options by name, as a text has them: with the options of its `Averaging` among them.
 
     >>> from exogym.strategy import DiLoCoStrategy
     >>> [name for name in written_options(DiLoCoStrategy) if name in ("averaging", "transport")]

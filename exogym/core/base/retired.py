@@ -119,7 +119,7 @@ def retired(name: str, where: str = "") -> str | None:
 
 
 def is_default(name: str, value: Any) -> bool:
-    """Return whether a value is the one that a retired option of strategies had unless it was given.
+    """Return whether a value is the default of a retired option of strategies.
 
     >>> is_default("secure_aggregation", False), is_default("over_sampling", 0.3), is_default("lr", None)
     (True, False, False)
