@@ -57,6 +57,10 @@ from exogym.core.communicator.columns import ALONE, Columns
 from exogym.core.communicator.wire import HALVES, Wire, reduce_rows, tree_sum
 from exogym.errors import ArgumentError, check_choice, check_count, check_number
 
+__all__ = [
+    "RULES", "Bulyan", "CenteredClip", "GeometricMedian", "Krum", "Median", "Rule", "TrimmedMean", "rule_of",
+]  # fmt: skip
+
 CHUNK = 1 << 20  # elements whose distances are summed at once
 
 

@@ -43,6 +43,8 @@ from exogym.core.base.draws import stream_seed
 from exogym.core.communicator.wire import Wire
 from exogym.errors import ArgumentError, TrainingError, check_count
 
+__all__ = ["SecureAggregation"]
+
 PRIME, BASE = 2**127 - 1, 3  # of the toy group and of the field of shares
 KEY_BYTES, SHARE_BYTES, SEAL_BYTES = 32, 32, 16
 FRACTION_BITS = {32: 16, 64: 40}

@@ -24,6 +24,8 @@ LEFT_OUT = {
     "gallery": "many minutes of training",
     "benchmark": "an hour of training",
     "reproductions": "hours of training",
+    "atlas": "days of training",
+    "research-test": "minutes; its tests need no environment of their own",
     "bench": "measures this machine, minutes",
     "table": "tests/laws/test_every_strategy.py compares what it writes",
 }

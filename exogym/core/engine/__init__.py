@@ -14,6 +14,7 @@ The run uses the engine that the user names, otherwise the first engine that app
 >>> chosen: Engine = engine_for(one)
 >>> chosen.run(one, lambda wire: len(wire.owner))
 4
+>>> kind: type[Nodes] = several_devices("fit")  # what makes nodes of several devices of the option `node`
 """
 
 import importlib

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar,
 
 from exogym.balance import Balance
 from exogym.errors import checked
-from exogym.strategy.averaging import spread
 
 if TYPE_CHECKING:  # none of this is needed to know the options
     import torch
@@ -396,6 +395,8 @@ def describe(value: Any) -> Any:
     >>> describe({"seeds": (0, 1), "strategy": DiLoCoStrategy(H=10)})
     {'seeds': [0, 1], 'strategy': {'name': 'DiLoCoStrategy', 'H': 10}}
     """
+    from exogym.strategy.averaging import spread  # loads torch, which a tool over folders does not need
+
     if isinstance(value, bool | int | float | str) or value is None:
         return value
     if isinstance(value, list | tuple):
