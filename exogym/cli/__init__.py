@@ -19,9 +19,8 @@ import typer.core
 import typer.main
 
 from exogym.cli.values import INTERRUPTED
-from exogym.core.base.retired import retired
 from exogym.core.base.streams import BROKEN_PIPE, fill_in, is_stdout_gone, replace_letters
-from exogym.errors import ArgumentError, DataError, nearest
+from exogym.errors import ArgumentError, DataError, nearest, retired
 from exogym.progress import STDERR, notice
 
 # The error for bad usage. Typer uses its own copy of click or the installed one; this finds the right class.
