@@ -40,7 +40,7 @@ def made_in(source: str) -> list[str]:
     return [text for node in ast.parse(source).body if not re.match(f"{plain}|{lazy}", text := ast.unparse(node))]
 
 
-@pytest.mark.parametrize("name", CHOOSING)
+@pytest.mark.parametrize("name", sorted(CHOOSING))
 def test_a_door_that_chooses_lists_names_of_the_core_and_makes_none(name: str) -> None:
     door = importlib.import_module(f"exogym.{name}")
     assert made_in(Path(str(door.__file__)).read_text("utf-8")) == [] and door.__all__
