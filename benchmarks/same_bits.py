@@ -240,11 +240,11 @@ def train(strategy: Callable[[], Any], fit: dict[str, Any]) -> dict[str, Any]:
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 2))
     spoilt, resumed = fit.pop("spoilt", False), fit.pop("resumed", False)
-    calls = [0]
+    mark = data[5][1]  # in the batch of one node in each epoch: a count of calls would depend on how a tree evaluates
 
     def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        calls[0] += 1
-        return torch.nn.functional.mse_loss(outputs, targets) * (float("nan") if spoilt and calls[0] == 30 else 1.0)
+        is_marked = spoilt and outputs.requires_grad and bool((targets == mark).all(-1).any())
+        return torch.nn.functional.mse_loss(outputs, targets) * (float("nan") if is_marked else 1.0)
 
     trainer = LocalTrainer(model, data, data, loss_fn=loss)
     common = {"num_nodes": 4, "batch_size": 8, "val_interval": 8, "device": "cpu", "progress": False} | fit
