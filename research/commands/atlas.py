@@ -249,7 +249,9 @@ def check_places(table: Table, file: Path, claims: bool = False) -> None:
     for place, about in table.places.items():
         if claims == (place in {f"{kind}-{about['nodes']}" for kind in KINDS}):
             wanted = "reproduce" if claims else "benchmark"
-            raise ArgumentError(f"{file} has results of {place!r}: wanted results of research {wanted} --trials")
+            raise ArgumentError(
+                f"{file} has results of {place!r}: wanted results of python -m research {wanted} --trials"
+            )
 
 
 def _write_page(table: Table, page: Path) -> None:

@@ -240,7 +240,7 @@ def test_the_command_judges_a_table(tmp_path: Path, capfd: Any) -> None:
     refused([str(tmp_path / "none.json")], "does not exist")
     claims = made_table(tmp_path / "claims.json", {"characters, nodes=4": CURVES})
     claims.write()
-    refused([str(claims.path)], "wanted results of research benchmark --trials")
+    refused([str(claims.path)], "wanted results of python -m research benchmark --trials")
     single = made_table(tmp_path / "single.json", {"digits-4": CURVES})
     single.write()
     assert main(["judge", str(single.path)]) == 0
