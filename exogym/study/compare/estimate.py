@@ -11,6 +11,7 @@ from statistics import fmean
 from typing import Any
 
 from exogym import LocalTrainer
+from exogym.callbacks import Callback
 from exogym.core.base.devices import free_memory_bytes
 from exogym.core.record.metrics import usage
 from exogym.network import readable_seconds
@@ -121,28 +122,37 @@ def _tried(session: Session, label: str) -> Trial:
     return replace(found, run_s=run_s)
 
 
+class _Marks(Callback):
+    """At the start, and after every `length` steps: the step, an evaluation's seconds, and the time after it."""
+
+    def __init__(self, length: int):
+        self.steps = length
+        self.found: list[tuple[int, float, float]] = []
+
+    def __call__(self, loop: Any) -> bool:
+        if self.found and self.found[-1][0] == loop.step:
+            return True  # the evaluation at the run's end
+        reached = time.perf_counter()
+        loop.evaluate()
+        now = time.perf_counter()
+        self.found.append((loop.step, now - reached, now))
+        return len(self.found) > 2
+
+
 def _parts(session: Session, label: str, length: int, steps: int) -> Trial:
-    """Train two parts of `length` steps, each followed by two evaluations, and measure the second part."""
+    """Train two parts of `length` steps, each with an evaluation after it, and measure the second part."""
     entry, seed = session.entries[label], session.setting.seeds[0]
     trainer = LocalTrainer(
         session.task.make_model(seed), session.train, session.val, loss_fn=session.loss_fn, metrics=session.metrics
     )
-    marks: list[tuple[int, float, float]] = []  # step, seconds of an evaluation, time after it
-
-    def mark(loop: Any) -> bool:
-        reached = time.perf_counter()
-        loop.evaluate()
-        now = time.perf_counter()
-        marks.append((loop.step, now - reached, now))
-        return len(marks) > 2  # then one more evaluation follows
-
-    options = session.fit_options(entry) | {"max_steps": steps, "val_interval": length}
+    marks = _Marks(length)
+    options = session.fit_options(entry) | {"max_steps": steps, "val_interval": steps}  # the parts have steps only
     begun = time.perf_counter()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a run as short as a trial
-        trainer.fit(entry.strategy, seed=seed, callbacks=[mark], **options)
-    (before, _, then), (last, evaluation_s, now) = marks[:3][-2:]
-    part_s = now - then
-    _, first_evaluation_s, first = marks[0]
-    start_s = first - first_evaluation_s - begun + max(0.0, marks[1][2] - first - part_s)  # a first part may compile
-    return Trial(label, start_s, max(part_s - 2 * evaluation_s, 0.0) / (last - before), evaluation_s, 0.0)
+        trainer.fit(entry.strategy, seed=seed, callbacks=[marks], **options)
+    (before, _, then), (last, evaluation_s, now) = marks.found[-2:]
+    part_s = now - evaluation_s - then
+    _, first_evaluation_s, first = marks.found[0]
+    compiling_s = max(0.0, marks.found[1][2] - marks.found[1][1] - first - part_s)  # a first part may compile
+    return Trial(label, first - first_evaluation_s - begun + compiling_s, part_s / (last - before), evaluation_s, 0.0)
