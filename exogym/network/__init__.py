@@ -1,7 +1,7 @@
 """Predict what communication costs: links with bandwidth and latency, and a collective's time on such links.
 
 `Network` holds the links and predicts times. `costs` has the algorithms and their sources. `presets` names some
-networks. `layerwise` predicts for what share of the time a node computes, if communication overlaps with computing.
+networks.
 
 >>> PRESETS["wifi"].source != "", Preset({"bandwidth": "1Gbps", "latency": "1ms"}, "assumed").settings["latency"]
 (True, '1ms')
@@ -21,17 +21,14 @@ __all__ = [
     "Network",
     "Preset",
     "algorithms_of",
-    "compute_utilisation",
     "parse_bandwidth",
     "parse_seconds",
     "readable_bandwidth",
     "readable_seconds",
-    "required_bandwidth",
 ]
 
 if TYPE_CHECKING:
     from exogym.network.costs import NAMES, Cost, algorithms_of
-    from exogym.network.layerwise import compute_utilisation, required_bandwidth
     from exogym.network.network import Network
     from exogym.network.presets import PRESETS, Preset
     from exogym.network.units import parse_bandwidth, parse_seconds, readable_bandwidth, readable_seconds

@@ -26,6 +26,9 @@ RETIRED: dict[str, str] = {
     **dict.fromkeys(("advise.accelerators", "advise.mtbf", "advise.restart", "advise.checkpoint"), _FAULTS),
     "advise.target_utilisation": "the table has the share of time in which nodes compute",
     **dict.fromkeys(("advise.node", "advise.layers", "advise.activation_bytes"), _STEP),
+    **dict.fromkeys(
+        ("advise.required_bandwidth", "network.required_bandwidth", "network.compute_utilisation"), _LAYERS
+    ),
     **dict.fromkeys(("advise.device_utilisation", "advise.bytes_per_element", "advise.algorithm"), "use it in Python"),
     **dict.fromkeys(("compute.compiled", "compute.graphs", "compute.auto"), "use 'loop', or 'vmap' on an accelerator"),
     **dict.fromkeys(("schedule.interleaved", "schedule.zero_bubble"), "use '1f1b' with more micro-batches"),

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING
 
 from exogym.core.base.lazy import lazily
 
-__all__ = ["Advice", "Answer", "Plan", "Row", "Traffic", "Work", "advise", "plan_of", "required_bandwidth"]
+__all__ = ["Advice", "Answer", "Plan", "Row", "Traffic", "Work", "advise", "plan_of"]
 
 if TYPE_CHECKING:
-    from exogym.network import required_bandwidth
     from exogym.strategy.traffic import Plan, Traffic
     from exogym.study.advise.advice import Advice, Row
     from exogym.study.advise.answer import Answer

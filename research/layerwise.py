@@ -24,7 +24,7 @@ import math
 from typing import Any
 
 from exogym.errors import ArgumentError, check_choice, check_count, check_number
-from exogym.network.units import parse_bandwidth, parse_seconds
+from exogym.network import parse_bandwidth, parse_seconds
 
 METHODS = ("ddp", "diloco", "streaming")
 CYCLES = 4  # enough for the pattern to repeat: a layer sent in one cycle is needed in the next
@@ -32,23 +32,56 @@ SEARCH_BPS = (1.0, 1e18)
 
 
 def compute_utilisation(
-    bandwidth: Any,
-    step_seconds: Any,
-    parameters: float,
-    method: str = "ddp",
-    *,
-    layers: int = 24,
-    H: int = 100,
-    num_nodes: int = 2,
-    bits_per_element: float = 16,
-    fragment_layers: int = 3,
-    overlap_steps: int = 0,
-    latency: Any = 0.0,
+    bandwidth: Any, step_seconds: Any, parameters: float, method: str = "ddp", **settings: Any
 ) -> float:
     """Return a replica's utilization: the share of the time in which it computes, from 0 to 1.
 
     Args:
         bandwidth: bandwidth of each replica's link, in bits per second or as text.
+        step_seconds, parameters, method, settings: as in `Iteration`.
+
+    >>> round(compute_utilisation("13.3Gbps", 0.1, 1e9, "diloco"), 2)  # the paper's table says 90 %
+    0.9
+    """
+    return Iteration(step_seconds, parameters, method, **settings).utilisation(parse_bandwidth(bandwidth))
+
+
+def required_bandwidth(
+    utilisation: float, step_seconds: Any, parameters: float, method: str = "ddp", **settings: Any
+) -> float:
+    """Return the lowest bandwidth, in bits per second, that gives a replica the utilization `utilisation`.
+
+    Args:
+        utilisation: the wanted utilization, over 0 and under 1.
+        step_seconds, parameters, method, settings: as in `Iteration`.
+
+    Raises:
+        ArgumentError: no bandwidth suffices because the latency alone takes too long; an argument is out of range.
+
+    >>> round(required_bandwidth(0.9, 0.1, 1e9, "diloco", H=100) / 1e9, 1)
+    13.6
+    """
+    check_number("utilisation", utilisation, over=0, under=1)
+    iteration = Iteration(step_seconds, parameters, method, **settings)
+    low, high = map(math.log, SEARCH_BPS)
+    most = iteration.utilisation(math.exp(high))
+    if most < utilisation:
+        raise ArgumentError(
+            f"`utilisation`={utilisation!r} is out of reach: with this latency even an infinite bandwidth gives "
+            f"{most:.3f}; send less often (H), or overlap more"
+        )
+    if iteration.utilisation(math.exp(low)) >= utilisation:
+        return SEARCH_BPS[0]
+    while high - low > 1e-5:  # utilisation grows with the bandwidth: halve the interval
+        middle = (low + high) / 2
+        low, high = (low, middle) if iteration.utilisation(math.exp(middle)) >= utilisation else (middle, high)
+    return math.exp(high)
+
+
+class Iteration:
+    """A method's settings: which layers it sends at each step of a cycle of `H` steps.
+
+    Args:
         step_seconds: seconds of a step's forward and backward pass.
         parameters: P, the number of parameters; each layer has P / layers.
         method: "ddp", "diloco" or "streaming".
@@ -64,96 +97,21 @@ def compute_utilisation(
 
     Raises:
         ArgumentError: an unknown method, a count below 1, or a quantity out of range.
-
-    >>> round(compute_utilisation("13.3Gbps", 0.1, 1e9, "diloco"), 2)  # the paper's table says 90 %
-    0.9
     """
-    link_bps = parse_bandwidth(bandwidth)
-    iteration = _Iteration(
-        step_seconds,
-        parameters,
-        method,
-        layers,
-        H,
-        num_nodes,
-        bits_per_element,
-        fragment_layers,
-        overlap_steps,
-        latency,
-    )
-    return iteration.utilisation(link_bps)
-
-
-def required_bandwidth(
-    utilisation: float,
-    step_seconds: Any,
-    parameters: float,
-    method: str = "ddp",
-    *,
-    layers: int = 24,
-    H: int = 100,
-    num_nodes: int = 2,
-    bits_per_element: float = 16,
-    fragment_layers: int = 3,
-    overlap_steps: int = 0,
-    latency: Any = 0.0,
-) -> float:
-    """Return the lowest bandwidth, in bits per second, that gives a replica the utilization `utilisation`.
-
-    Args:
-        utilisation: the wanted utilization, over 0 and under 1.
-        step_seconds, parameters, method, layers, H, num_nodes, bits_per_element, fragment_layers, overlap_steps,
-            latency: as in `compute_utilisation`.
-
-    Raises:
-        ArgumentError: no bandwidth suffices because the latency alone takes too long; an argument is out of range.
-
-    >>> round(required_bandwidth(0.9, 0.1, 1e9, "diloco", H=100) / 1e9, 1)
-    13.6
-    """
-    check_number("utilisation", utilisation, over=0, under=1)
-    iteration = _Iteration(
-        step_seconds,
-        parameters,
-        method,
-        layers,
-        H,
-        num_nodes,
-        bits_per_element,
-        fragment_layers,
-        overlap_steps,
-        latency,
-    )
-    low, high = map(math.log, SEARCH_BPS)
-    most = iteration.utilisation(math.exp(high))
-    if most < utilisation:
-        raise ArgumentError(
-            f"`utilisation`={utilisation!r} is out of reach: with latency={latency!r} even an infinite bandwidth gives "
-            f"{most:.3f}; send less often (H), or overlap more"
-        )
-    if iteration.utilisation(math.exp(low)) >= utilisation:
-        return SEARCH_BPS[0]
-    while high - low > 1e-5:  # utilisation grows with the bandwidth: halve the interval
-        middle = (low + high) / 2
-        low, high = (low, middle) if iteration.utilisation(math.exp(middle)) >= utilisation else (middle, high)
-    return math.exp(high)
-
-
-class _Iteration:
-    """A method's checked settings: which layers it sends at each step of a cycle of `H` steps."""
 
     def __init__(
         self,
         step_seconds: Any,
         parameters: float,
         method: str,
-        layers: int,
-        H: int,
-        num_nodes: int,
-        bits: float,
-        fragment_layers: int,
-        overlap_steps: int,
-        latency: Any,
+        *,
+        layers: int = 24,
+        H: int = 100,
+        num_nodes: int = 2,
+        bits_per_element: float = 16,
+        fragment_layers: int = 3,
+        overlap_steps: int = 0,
+        latency: Any = 0.0,
     ):
         check_choice("method", method, METHODS)
         for name, given in (
@@ -164,7 +122,7 @@ class _Iteration:
         ):
             check_count(name, given)
         check_count("overlap_steps", overlap_steps, least=0)
-        for name, number in (("parameters", parameters), ("bits_per_element", bits)):
+        for name, number in (("parameters", parameters), ("bits_per_element", bits_per_element)):
             check_number(name, number, over=0)
         self.step_s = parse_seconds(step_seconds, "step_seconds")
         if not self.step_s:
@@ -175,7 +133,7 @@ class _Iteration:
             )
         self.layers, self.overlap_steps = layers, overlap_steps
         self.latency_s = parse_seconds(latency)
-        self.layer_bits = 2 * (num_nodes - 1) / num_nodes * parameters / layers * bits
+        self.layer_bits = 2 * (num_nodes - 1) / num_nodes * parameters / layers * bits_per_element
         self.H = 1 if method == "ddp" else H
         self.sent: dict[int, set[int]] = {self.H: set(range(layers))}
         if method == "streaming":
