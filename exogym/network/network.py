@@ -7,16 +7,16 @@ from typing import Any
 
 import numpy as np
 
+from exogym.core.base.retired import retired
 from exogym.errors import ArgumentError, check_choice, check_count, check_number, checked, nearest
 from exogym.network.links import GroupLinks, LineLinks, Links, MatrixLinks, UniformLinks, without_diagonal
 from exogym.network.measured import Measurement
 from exogym.network.parse import settings_of
 from exogym.network.presets import PRESETS
 from exogym.network.pricing import Pricing
-from exogym.network.trace import RateTrace, TracedLinks
 from exogym.network.units import parse_bandwidth, parse_seconds, readable_bandwidth, readable_seconds
 
-OPTIONS = ("jitter", "loss", "seed", "server", "trace", "tcp", "memory")
+OPTIONS = ("jitter", "loss", "seed", "server", "tcp", "memory")
 SHAPES = ("preset", "bandwidth", "latency", "up", "down", "matrix", "groups", "inside", "between", "shared", *OPTIONS)
 
 
@@ -39,7 +39,6 @@ class Network(Pricing):
             Networks, 2.4). TCP's slowdown after a loss is not included.
         seed: seed of the jitter.
         server: bandwidth of a parameter server's line; default: the fastest line of the members that it serves.
-        trace: the lines' rates over (virtual) time: a CSV file or rows (time_s, who, rate). See `exogym.network.trace`.
         tcp: whether to predict ExoGym's hosts over TCP. Packet headers take 6.4 % of the rate, idle connections start
             slowly, messages wait until their receivers are ready, and nodes agree before they communicate (see
             `exogym.network.overheads`).
@@ -71,7 +70,6 @@ class Network(Pricing):
         loss: float = 0.0,
         seed: int = 0,
         server: Any = None,
-        trace: Any = None,
         tcp: bool = False,
         memory: Any = None,
     ):
@@ -95,21 +93,20 @@ class Network(Pricing):
             )
             links = UniformLinks(up_bps, down_bps, parse_seconds(latency))
             shape = {"up": up_bps, "down": down_bps, "latency": links.latency_s}
-        self._set(links, jitter, loss, seed, server, trace, shape, tcp, memory)
+        self._set(links, jitter, loss, seed, server, shape, tcp, memory)
 
     @classmethod
     @checked
     def matrix(
         cls, bandwidth: Any, latency: Any = 0.0, *, jitter: Any = 0.0, loss: float = 0.0, seed: int = 0,
-        server: Any = None, trace: Any = None,
-        tcp: bool = False, memory: Any = None,
+        server: Any = None, tcp: bool = False, memory: Any = None,
     ) -> Network:  # fmt: skip
         """Return a network in which each ordered pair of nodes has its own link.
 
         Args:
             bandwidth, latency: (N, N) numbers or text; entry [i][j] is for the link from i to j. The diagonal is
                 ignored. One latency may serve all pairs. Every pair needs a link.
-            jitter, loss, seed, server, trace, tcp, memory: as in `Network`.
+            jitter, loss, seed, server, tcp, memory: as in `Network`.
 
         Raises:
             ArgumentError: matrices that are not square or differ in size, or two nodes that cannot reach each other.
@@ -121,15 +118,14 @@ class Network(Pricing):
         links = MatrixLinks(bandwidth, latency)
         shape = {"bandwidth": links.bandwidth_bps.tolist(), "latency": links.latency_s.tolist()}
         return cls.__new__(cls)._set(
-            links, jitter, loss, seed, server, trace, {"matrix": without_diagonal(shape)}, tcp, memory
+            links, jitter, loss, seed, server, {"matrix": without_diagonal(shape)}, tcp, memory
         )
 
     @classmethod
     @checked
     def groups(
         cls, groups: Sequence[Any], inside: Any, between: Any, *, shared: bool = True, jitter: Any = 0.0,
-        loss: float = 0.0, seed: int = 0, server: Any = None, trace: Any = None,
-        tcp: bool = False, memory: Any = None,
+        loss: float = 0.0, seed: int = 0, server: Any = None, tcp: bool = False, memory: Any = None,
     ) -> Network:  # fmt: skip
         """Return a network of islands: fast links inside an island, slow links between islands.
 
@@ -140,7 +136,7 @@ class Network(Pricing):
             between: the network between nodes of different islands; a matrix has one row per island.
             shared: whether an island has one line to the other islands, which all its simultaneous messages share.
                 Otherwise each node has its own line to the other islands.
-            jitter, loss, seed, server, trace, tcp, memory: as in `Network`, for all links.
+            jitter, loss, seed, server, tcp, memory: as in `Network`, for all links.
 
         Raises:
             ArgumentError: groups that are empty or leave out nodes, or networks that do not fit them.
@@ -153,10 +149,9 @@ class Network(Pricing):
         insides = [cls.of(one) for one in inside] if many else [cls.of(inside)]
         outer = cls.of(between)
         for part in (*insides, outer):
-            if part.jitter_s or part.loss or part.trace is not None or part.tcp:
+            if part.jitter_s or part.loss or part.tcp:
                 raise ArgumentError(
-                    "give jitter, loss, trace and tcp to Network.groups(), for all links, not to the networks inside "
-                    "and between"
+                    "give jitter, loss and tcp to Network.groups(), for all links, not to inside and between"
                 )
         kinds: list[UniformLinks] = [part.links for part in insides if isinstance(part.links, UniformLinks)]
         if len(kinds) < len(insides):
@@ -170,7 +165,7 @@ class Network(Pricing):
         }
         shape["inside"] = [part.describe() for part in insides] if many else insides[0].describe()
         shape["shared"] = bool(shared)
-        return cls.__new__(cls)._set(links, jitter, loss, seed, server, trace, shape, tcp, memory)
+        return cls.__new__(cls)._set(links, jitter, loss, seed, server, shape, tcp, memory)
 
     @classmethod
     @checked
@@ -202,7 +197,7 @@ class Network(Pricing):
     def _of_measurement(cls, measurement: Measurement) -> Network:
         network = cls.__new__(cls)
         network.measurement = measurement
-        return network._set(measurement.links, 0.0, 0.0, 0, None, None, measurement.describe(), False, None)
+        return network._set(measurement.links, 0.0, 0.0, 0, None, measurement.describe(), False, None)
 
     @classmethod
     def preset(cls, name: str) -> Network:
@@ -264,7 +259,8 @@ class Network(Pricing):
             return cls._of_measurement(Measurement.of(settings))
         for name in settings:
             if name not in SHAPES:
-                raise ArgumentError(f"a network has no setting {name!r}: {nearest(str(name), SHAPES)}")
+                instead = retired(str(name), "Network") or nearest(str(name), SHAPES)
+                raise ArgumentError(f"a network has no setting {name!r}: {instead}")
         if "preset" in settings:
             check_choice("network", settings["preset"], PRESETS)
             return cls.of(PRESETS[settings.pop("preset")].settings | settings)
@@ -279,8 +275,8 @@ class Network(Pricing):
         return cls.matrix(**settings["matrix"], **options) if shape == "matrix" else cls.groups(**settings, **options)
 
     def _set(
-        self, links: Links, jitter: Any, loss: float, seed: int, server: Any, trace: Any, shape: dict[str, Any],
-        tcp: bool, memory: Any,
+        self, links: Links, jitter: Any, loss: float, seed: int, server: Any, shape: dict[str, Any], tcp: bool,
+        memory: Any,
     ) -> Network:  # fmt: skip
         self.links = links
         self.jitter_s = parse_seconds(jitter, "jitter")
@@ -288,21 +284,14 @@ class Network(Pricing):
         check_count("seed", seed, least=0)
         self.loss, self.seed = float(loss), seed
         self.server_bps = None if server is None else parse_bandwidth(server, "server")
-        options: dict[str, Any] = {
-            "jitter": self.jitter_s,
-            "loss": self.loss,
-            "seed": self.seed,
-            "server": self.server_bps,
-        }
         if not isinstance(tcp, bool):
             raise ArgumentError(f"tcp={tcp!r} must be True or False")
         self.tcp = tcp
         self.memory_bps = None if memory is None else parse_bandwidth(memory, "memory")
-        options |= {"tcp": self.tcp, "memory": self.memory_bps}
-        self.trace = None if trace is None else RateTrace(links, trace)
-        self._at: dict[int, Network] = {}
-        if self.trace is not None:
-            options["trace"] = [list(row) for row in self.trace.rows]
+        options = {
+            "jitter": self.jitter_s, "loss": self.loss, "seed": seed, "server": self.server_bps, "tcp": tcp,
+            "memory": self.memory_bps,
+        }  # fmt: skip
         self._description = shape | {name: value for name, value in options.items() if value}
         return self
 
@@ -316,16 +305,13 @@ class Network(Pricing):
         return dict(self._description)
 
     def __repr__(self) -> str:
-        links, moment = self.links, ""
-        if isinstance(links, TracedLinks):
-            links, moment = links.base, ", at a moment of a trace"
+        links = self.links
         if self.measurement is not None:
             probed = ", ".join(f"{kind} of {len(p.times_s)} sizes" for kind, p in self.measurement.probes.items())
             return f"Network.measured(<{self.num_nodes} nodes: {probed}>)"
         extra = f", jitter={readable_seconds(self.jitter_s)!r}" if self.jitter_s else ""
         extra += f", loss={self.loss:g}" if self.loss else ""
         extra += ", tcp=True" if self.tcp else ""
-        extra += f", trace=<{len(self.trace.rows)} rows>" if self.trace is not None else moment
         if isinstance(links, LineLinks):
             lines = [readable_bandwidth(bps) for bps in links.lines_bps]
             shown = repr(lines if len(lines) < 9 else f"<{len(lines)} lines>")

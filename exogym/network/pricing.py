@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,7 +16,6 @@ from exogym.network.links import GroupLinks, Links, UniformLinks
 from exogym.network.measured import Measurement
 from exogym.network.overheads import PAYLOAD_SHARE, messages_of, moved_in_memory, rounds_of_gloo, slow_start_s
 from exogym.network.probes import Probes
-from exogym.network.trace import RateTrace, TracedLinks
 
 if TYPE_CHECKING:
     from exogym.core.communicator import Event
@@ -38,14 +36,12 @@ class Pricing:
     `Network` adds the links' description.
 
     Attributes:
-        links: the links at the beginning of a run.
-        trace: how the links change, or None if they do not change.
+        links: the links between nodes.
         measurement: measured times, which replace formulas, or None.
         jitter_s, loss, seed, server_bps, tcp, memory_bps: see `Network`.
     """
 
     links: Links
-    trace: RateTrace | None
     measurement: Measurement | None = None
     jitter_s: float
     loss: float
@@ -53,7 +49,6 @@ class Pricing:
     server_bps: float | None
     tcp: bool
     memory_bps: float | None
-    _at: dict[int, Self]
 
     @property
     def num_nodes(self) -> int | None:
@@ -63,49 +58,24 @@ class Pricing:
     @property
     def group_of(self) -> np.ndarray | None:
         """(N,) the number of each node's group in `Network.groups`. None for other networks."""
-        links = self.links.base if isinstance(self.links, TracedLinks) else self.links
-        return links.group_of if isinstance(links, GroupLinks) else None
+        return self.links.group_of if isinstance(self.links, GroupLinks) else None
 
     @property
     def lines_differ(self) -> bool:
-        """Whether nodes may have different lines, by the links or by a trace of their rates.
-
-        If so, a cost depends on which nodes send.
-        """
+        """Whether nodes may have different lines. If so, a cost depends on which nodes send."""
         return self.num_nodes is not None or not isinstance(self.links, UniformLinks)
 
-    def at(self, time_s: float) -> Self:
-        """Return the network with the links that its trace gives for the time `time_s`.
-
-        Without a trace, return the network.
-        """
-        return self if self.trace is None else self._in_interval(self.trace.interval(time_s))
-
-    def _in_interval(self, k: int) -> Self:
-        assert self.trace is not None
-        if k not in self._at:
-            network = copy.copy(self)
-            network.links, network.trace = self.trace.links(k), None
-            self._at[k] = network
-        return self._at[k]
-
     def seconds(
-        self, event: Event, draw: int | None = None, algorithm: str | None = None, start_s: float = 0.0,
-        idle_s: float = math.inf,
-    ) -> float:  # fmt: skip
+        self, event: Event, draw: int | None = None, algorithm: str | None = None, idle_s: float = math.inf
+    ) -> float:
         """Return how many seconds a communicator's event takes once its last member is ready.
 
         Args:
             draw: the event's number, which picks its jitter. Event 0 also sets connections up. None means the mean
                 jitter, without setting connections up.
             algorithm: an algorithm to use instead of the event's own.
-            start_s: time at which the last member is ready; used if links change.
-            idle_s: seconds that the members' lines were idle before `start_s`; used if connections start slowly.
+            idle_s: seconds that the members' lines were idle before; used if connections start slowly.
         """
-        if self.trace is not None:
-            return self.trace.seconds(
-                start_s, lambda k: self._in_interval(k).seconds(event, draw, algorithm, start_s, idle_s)
-            )
         members: Sequence[int] = event.members
         options: dict[str, Any] = {}
         if event.links:

@@ -37,7 +37,7 @@ PATIENCE_S = 10.0  # seconds to wait for the end of a process that has just stop
 ESTIMATE_S = 120.0
 MOST_TEXT = 2000  # characters of an option's value
 WORDS = ("strategies", "strategy", "axes", "search")  # options that no number fits, beside those with choices
-FILE = re.compile(r"[/\\]|\.[A-Za-z]{2}|\btrace\s*=")  # a path, a file's ending, or a network's file of rates
+FILE = re.compile(r"[/\\]|\.[A-Za-z]{2}")  # a path, or a file's ending
 Form = Sequence[Mapping[str, Any]]  # a command's options, as `exogym.cli.ui.forms_of` describes them
 
 

@@ -306,7 +306,6 @@ def test_bad_arguments(options: dict[str, Any], words: str) -> None:
 
 @pytest.mark.parametrize(("options", "words"), [
     ({"network": Network.groups([1, 3], "1Gbps", "1Mbps")}, "nodes 0 to 1 are one island .* choose island_size"),
-    ({"network": Network.groups([1, 3], "1Gbps", "1Mbps", trace=[(0, "*", 1e6)])}, "different groups"),
 ])  # fmt: skip
 def test_bad_runs(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ArgumentError, match=words):

@@ -26,13 +26,12 @@ RETIRED: dict[str, str] = {
     **dict.fromkeys(("advise.accelerators", "advise.mtbf", "advise.restart", "advise.checkpoint"), _FAULTS),
     "advise.target_utilisation": "the table has the share of time in which nodes compute",
     **dict.fromkeys(("advise.node", "advise.layers", "advise.activation_bytes"), _STEP),
-    **dict.fromkeys(
-        ("advise.required_bandwidth", "network.required_bandwidth", "network.compute_utilisation"), _LAYERS
-    ),
+    **dict.fromkeys(("required_bandwidth", "compute_utilisation"), "a clone has it in research/layerwise.py"),
     **dict.fromkeys(("advise.device_utilisation", "advise.bytes_per_element", "advise.algorithm"), "use it in Python"),
     **dict.fromkeys(("compute.compiled", "compute.graphs", "compute.auto"), "use 'loop', or 'vmap' on an accelerator"),
     **dict.fromkeys(("schedule.interleaved", "schedule.zero_bubble"), "use '1f1b' with more micro-batches"),
     **dict.fromkeys(("communicator.Inside", "Wire.inside"), "it is called Columns, of a wire .columns"),
+    "Network.trace": "links stay the same during a run; predict it on the slowest and on the fastest network",
     "NodeMesh.network": "give fit(step_seconds=) the time of the whole node's step",
     **dict.fromkeys(("over_sampling", "deadline_s", "min_reports"), _ASKED),
     "robust": "in Python, wrap the strategy: exogym.contrib.Robust(strategy, 'median')",

@@ -393,14 +393,10 @@ class Clock:
         return self._cheapest[key]
 
     def _seconds(self, event: Event, algorithm: str | None, start: Any, members: Any) -> float:
-        """Return a collective's seconds. Its `start` in ticks matters if links or windows change over time."""
-        network = self.network
-        if network.trace is None and not network.tcp:
-            return network.seconds(event, self.events, algorithm)
-        used = int(self._line_free[members].max())
-        start_s = float(np.max(start)) / TICKS_PER_S
-        idle_s = start_s - used / TICKS_PER_S if used else math.inf
-        return network.seconds(event, self.events, algorithm, start_s, idle_s)
+        """Return a collective's seconds. Its `start` in ticks matters if connections start slowly."""
+        used = int(self._line_free[members].max()) if self.network.tcp else 0
+        idle_s = float(np.max(start)) / TICKS_PER_S - used / TICKS_PER_S if used else math.inf
+        return self.network.seconds(event, self.events, algorithm, idle_s)
 
     def _starts(self, event: Event, ready: np.ndarray) -> np.ndarray:
         """Return (members,) when each member of a mix can start: when all its own senders are ready."""

@@ -231,21 +231,18 @@ def predicted(
     work = step_seconds if isinstance(step_seconds, Work) else None
     step_seconds = step_seconds if work is None else work.seconds
     network = Network.of(network)
-    links = network.at(0.0)
     time = _step_time(step_seconds, speeds, num_nodes)
     for name, count in (("network", network.num_nodes), ("step_seconds", time.num_nodes)):
         if count is not None and count != num_nodes:
             raise ArgumentError(f"{name} is for {count} nodes, wanted num_nodes={num_nodes}: give the same number")
     plans, left_out = _plans(strategies or DEFAULT_STRATEGIES, parameters, num_nodes, bytes_per_element)
-    rows = [(_row(plan, num_nodes, links, time, algorithm), plan) for plan in plans]
+    rows = [(_row(plan, num_nodes, network, time, algorithm), plan) for plan in plans]
     rows.sort(key=lambda pair: (not pair[0].can_train, pair[0].seconds_per_step))
     lines = _assumptions(parameters, num_nodes, network, time, bytes_per_element, algorithm)
-    if network.trace is not None:
-        lines.append("links change by a trace: the table uses the links at its beginning; a clock follows the trace")
     lines += _of_probes(network, plans, num_nodes)
     if any(map(_is_late, plans)):
         lines.append(LATE)
-    lines += filter(None, [_bottleneck(plan, num_nodes, links, time) for plan in plans if plan.local_steps])
+    lines += filter(None, [_bottleneck(plan, num_nodes, network, time) for plan in plans if plan.local_steps])
     if any(plan.local_steps for plan in plans):
         lines.append(
             "asynchronous nodes wait only for a quorum or a full server line; N local steps are a step of the fleet"

@@ -284,8 +284,8 @@ def named_again(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
     Anybody may have written the folder. So a resumed comparison does not take these from there: the user gives them.
 
-    >>> named_again({"problem": "my_task:make", "data": None, "network": "100Mbps,trace=rates.csv", "num_nodes": 4})
-    {'problem': 'my_task:make', 'network': '100Mbps,trace=rates.csv'}
+    >>> named_again({"problem": "my_task:make", "data": None, "network": "measured.json", "num_nodes": 4})
+    {'problem': 'my_task:make', 'network': 'measured.json'}
     """
     problem, network = arguments.get("problem"), arguments.get("network")
     leads = {
@@ -298,10 +298,9 @@ def named_again(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 def _names_file(network: Any) -> bool:
     if isinstance(network, str):
-        parts = [part.partition("=")[0].strip() for part in network.split(",")]
-        return network.endswith(".json") or "trace" in parts
+        return network.endswith(".json")
     if isinstance(network, Mapping):
-        return isinstance(network.get("trace"), str) or any(map(_names_file, network.values()))
+        return any(map(_names_file, network.values()))
     return isinstance(network, list) and any(map(_names_file, network))
 
 

@@ -338,7 +338,6 @@ def strange(folder: Path, **arguments: Any) -> Path:
         ("problem", "--dataset", "trap:make"),
         ("data", "--data", "elsewhere.npz"),
         ("network", "--network", "elsewhere.json"),
-        ("network", "--network", "1Gbps,trace=elsewhere"),
     ],
 )
 def test_what_a_folder_names_is_neither_imported_nor_opened(
@@ -346,7 +345,7 @@ def test_what_a_folder_names_is_neither_imported_nor_opened(
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     (tmp_path / "trap.py").write_text("open('sprung', 'w').close()\n")
-    os.mkfifo(tmp_path / "elsewhere")  # opening it would never end
+    os.mkfifo(tmp_path / "elsewhere.json")  # opening it would never end
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     folder = strange(tmp_path / "folder", **{name: value})
