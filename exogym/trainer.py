@@ -157,7 +157,6 @@ class LocalTrainer(Trainer):
     """
 
     max_stretch: int | None = None  # longest stretch in steps, for tests: the result keeps the same bits
-    spent = (0, 0.0, 0.0)  # of the last run: steps after its first stretch, their seconds, and these without the wire's
     engine: Engine | None = None  # where rows live; None: the first of `exogym.engine.ENGINES` that applies
     assembles: Callable[..., TrainingLoop] | None = None  # assembles a run; None: `core.training.assembly`
 
@@ -227,5 +226,4 @@ class LocalTrainer(Trainer):
                 from exogym.core.clock import TIMELINE, save_spans
 
                 save_spans(self.clock, Path(options.run_dir) / TIMELINE)
-            self.spent = loop.spent
             loop.end()

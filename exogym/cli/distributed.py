@@ -14,14 +14,11 @@ from exogym.cli.values import Debug
 from exogym.errors import ArgumentError, ExoGymError
 from exogym.files import new_folder
 from exogym.home.wizard import hand_over
-from exogym.machines.remote.measuring import MEASURED_FILE
 from exogym.machines.remote.orders import RUNS
 from exogym.machines.remote.profile import RunProfile, load_profile, options_of
-from exogym.machines.remote.results import FitResults, carry_out, facts_of, names, write_seen
-from exogym.network import Network
+from exogym.machines.remote.results import FitResults, carry_out, facts_of, names
 from exogym.progress import STDERR, notice
 from exogym.remote import HostsConfig, SSHLauncher
-from exogym.study.advise.afterwards import held_against
 
 JOB = "exogym.machines.remote.job"
 
@@ -38,20 +35,13 @@ def distributed_train(
     sync: Annotated[
         bool, typer.Option("--sync", help="First copy the current folder to the hosts, with rsync.")
     ] = False,
-    network: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="Measurement of these hosts, to compare the run with. [default: measured.json]"
-        ),
-    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print every command and run nothing.")] = False,
     debug: Debug = False,
 ) -> None:
     """Train on several hosts over SSH.
 
-    Prints the output of all ranks, and fetches the final model into a new folder in runs/. After exogym doctor
-    --measure, the last line compares the predicted time of a step with this run's time. The folder's measured.json
-    holds this run's own measurement. Exit status: 0, or the status of the first host that failed.
+    Prints the output of all ranks, and fetches the final model into a new folder in runs/. Exit status: 0, or the
+    status of the first host that failed.
     """
     run = load_profile(config, profile, resume=resume)
     file = hosts or run.hosts_config
@@ -62,18 +52,12 @@ def distributed_train(
         raise ArgumentError(
             f"nodes = {run.nodes} for {known.slots} slots in the hosts file: give each slot at least one node"
         )
-    expected = _measurement_of(known, network)
     if dry_run:
         launcher_of(run, known, sync).launch(
             JOB, json.dumps(run.as_dict()), module=True, save_dir=run.save_dir, dry_run=True
         )
         return
-    folder, found = train(profile, run, known, sync)
-    description = found.description
-    if expected is not None and "plan" in description:
-        print(held_against(expected, description, description["seen"]["step_s"]))
-    elif expected is None and (folder / MEASURED_FILE).exists():
-        print(f"no prediction to compare with: exogym doctor --hosts {file} --measure writes {MEASURED_FILE}")
+    train(profile, run, known, sync)
 
 
 def launcher_of(run: RunProfile, hosts: HostsConfig, sync: bool, echo: bool = True) -> SSHLauncher:
@@ -114,33 +98,13 @@ def train(
             notice(f"{launcher.first_failure or f'the run ended with exit code {code}'}; logs in {folder}")
         raise typer.Exit(code)
     found = facts_of(folder, 1)
-    seen = write_seen(folder, found.description, hosts.addresses)
     found.history.to_csv(folder / "history.csv")
     last = next((row for row in reversed(found.history.rows(node=None)) if row["val_loss"] is not None), None)
     quality = "" if last is None else f"step {last['step']}, validation loss {last['val_loss']:.4f}; "
-    files = [names(1)[0], "history.csv", *([] if seen is None else [seen.name]), "logs of all ranks"]
-    print(f"{quality}written to {folder}/: {', '.join(files)}", flush=True)
+    print(f"{quality}written to {folder}/: {names(1)[0]}, history.csv, logs of all ranks", flush=True)
     try:
         lines = hand_over(run.task, run.data, options_of(run.task_options), folder / names(1)[0])
     except (ExoGymError, OSError) as error:
         lines = [f"the model is only in that file; making a model to use failed: {error}"]
     print("\n".join(lines))
     return folder, found
-
-
-def _measurement_of(hosts: HostsConfig, file: Path | None) -> Network | None:
-    """Return the hosts' measurement from `file`. Default: measured.json, if it belongs to these hosts."""
-    path = file or Path(MEASURED_FILE)
-    if file is None and not path.exists():
-        return None
-    network = Network.of(str(path))
-    if network.measurement is None:
-        raise ArgumentError(f"{path} is not a measurement: exogym doctor --hosts FILE --measure writes one")
-    try:
-        network.measurement.check_hosts(hosts.addresses)
-    except ArgumentError as error:
-        if file is not None:
-            raise
-        notice(f"{path} is not used: {error}")
-        return None
-    return network

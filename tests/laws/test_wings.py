@@ -134,8 +134,7 @@ BEYOND: dict[str, str] = {
         exogym.machines.remote.measuring: MEASURED_FILE measure_hosts
         exogym.machines.remote.orders: RUNS
         exogym.machines.remote.profile: RunProfile load_profile options_of
-        exogym.machines.remote.results: FitResults carry_out facts_of names write_seen
-        exogym.study.advise.afterwards: held_against
+        exogym.machines.remote.results: FitResults carry_out facts_of names
         exogym.study.advise.answer: beside_ddp command
         exogym.study.advise.prediction: DEFAULT_STRATEGIES STEPS
         exogym.study.compare.asked: ComparisonOptions PASSED_AS_TEXT
@@ -148,7 +147,7 @@ BEYOND: dict[str, str] = {
         exogym.study.sweep.run: estimate
     """,
 }
-MOST = {"home": 48, "mesh": 35, "clusters": 20, "ui": 37, "study": 63, "cli": 40}  # names of each wing in `BEYOND`
+MOST = {"home": 48, "mesh": 35, "clusters": 20, "ui": 37, "study": 63, "cli": 38}  # names of each wing in `BEYOND`
 
 
 # What may be imported

@@ -57,7 +57,7 @@ class SeatPlan:
     folder: str | None
 
 
-def _or_lost(call: Callable[[], Result], *about: Any) -> Result:
+def _or_lost(call: Callable[[], Result]) -> Result:
     try:
         return call()
     except RuntimeError as error:  # torch raises it for all lost connections

@@ -166,11 +166,9 @@ class Wire:
             All of them except the first are copies (`is_copy`) and receive the first process's results.
         asked_to_stop: function that returns whether a process has asked all processes to stop. The function does not
             wait for other processes.
-        waited_s: seconds that this process has spent in the wire's calls, if a run measures them; otherwise 0.
     """
 
     process, shares_memory, overlaps, carries_behind = 0, True, False, False
-    waited_s = 0.0
     columns: Columns = ALONE
     devices: Columns = ALONE
 

@@ -21,7 +21,7 @@ from exogym.core.base import pulse
 from exogym.core.communicator import Wire, barrier
 from exogym.core.engine.world import new_group
 
-Around = Callable[..., Any]  # see `ProcessWire.around`
+Around = Callable[[Callable[[], Any]], Any]  # see `ProcessWire.around`
 GIVE_UP_S = 30.0  # for the last transfer of a process that has failed
 _RUNNING: dict[threading.Thread, queue.SimpleQueue[Carried | None]] = {}  # threads that have not ended
 
@@ -36,7 +36,7 @@ class Carried:
 
     def wait(self) -> None:
         with pulse.at(pulse.WAITING):
-            self.around(self._wait, "wait")
+            self.around(self._wait)
 
     def _wait(self) -> None:
         self.is_complete.wait()

@@ -50,16 +50,9 @@ class Forked:
 
 
 class Group:
-    """The engine for processes that torchrun or another launcher started. All processes make the same calls.
-
-    Args:
-        wire: function that makes the wire between the processes. None means `ProcessWire`.
-    """
+    """The engine for processes that torchrun or another launcher started. All processes make the same calls."""
 
     shares_memory, runs_again, keeps_rows, is_here = False, False, False, True
-
-    def __init__(self, wire: Callable[..., Wire] | None = None):
-        self.wire = wire
 
     def applies(self, options: EngineOptions) -> bool:
         return world_size() > 1
@@ -83,7 +76,7 @@ class Group:
             if options.nodes is not None:
                 wire: Wire = options.nodes.wire(options.placement, options.native)
             else:
-                wire = (self.wire or ProcessWire)(options.placement, native=options.native)
+                wire = ProcessWire(options.placement, native=options.native)
             found = body(wire)
             wire.leave()  # not after a failure: other processes may still use the groups
             return found

@@ -30,7 +30,7 @@ from exogym.network.overheads import PACKET_BYTES  # rows that fit into a packet
 if TYPE_CHECKING:
     from exogym.core.engine.behind import Behind
 
-Around = Callable[..., Any]  # (call, "rows" | "reduce sum" | "carry" | "agree" | "wait", x, ids) -> `call()`'s result
+Around = Callable[[Callable[[], Any]], Any]  # gets a call, and returns its result
 OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -43,9 +43,7 @@ class ProcessWire(Wire):
         native: whether to reduce with torch's all-reduce. Its result equals the fixed tree's result up to rounding.
 
     Attributes:
-        around: function that makes each call that needs other processes, for example to time the call or translate its
-            errors.
-        around_behind: like `around`, for calls that `start` makes in another thread.
+        around: function that makes each call that needs other processes, for example to translate its errors.
         around_aside: like `around`, for calls of the wire that `aside` returns.
     """
 
@@ -61,7 +59,6 @@ class ProcessWire(Wire):
         on_gpu = dist.get_backend(group) == "nccl"
         self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
         self.around: Around = _alone
-        self.around_behind: Around = _alone
         self.around_aside: Around = _alone
         self.carries_behind = group is None and not on_gpu
         self._behind: Behind | None = None
@@ -69,9 +66,7 @@ class ProcessWire(Wire):
 
     def beside(self, group: dist.ProcessGroup) -> ProcessWire:
         """Return a wire between the same processes over `group`, for another thread."""
-        line = ProcessWire(self.placement, group, self.native)
-        line.around = self.around_behind
-        return line
+        return ProcessWire(self.placement, group, self.native)
 
     def start(self, call: Callable[[Wire], Tensor], like: Tensor) -> Transfer:
         if self._behind is None:
@@ -100,7 +95,7 @@ class ProcessWire(Wire):
             self._aside = None
 
     def rows(self, x: Tensor, ids: Sequence[int]) -> Tensor:
-        return self._waiting(lambda: self._rows(x.to(self.device), list(ids)).to(x.device), "rows", x, ids)
+        return self._waiting(lambda: self._rows(x.to(self.device), list(ids)).to(x.device))
 
     def reduce(
         self, x: Tensor, ids: Sequence[int], op: str, weights: Tensor | None = None, everywhere: bool = True
@@ -108,27 +103,27 @@ class ProcessWire(Wire):
         def found() -> Tensor:
             return self._reduced(x.to(self.device), ids, op, weights, everywhere).to(x.device)
 
-        return self._waiting(found, f"reduce {op}", x, ids)
+        return self._waiting(found)
 
     def all_to_all(self, x: Tensor, ids: Sequence[int]) -> Tensor:
-        return self._waiting(lambda: self._sliced(x.to(self.device), ids).to(x.device), "all_to_all", x, ids)
+        return self._waiting(lambda: self._sliced(x.to(self.device), ids).to(x.device))
 
     def carry(self, given: Mapping[int, Tensor], moves: Sequence[Move]) -> dict[int, Tensor]:
-        return self._waiting(lambda: self._carried(given, moves), "carry")
+        return self._waiting(lambda: self._carried(given, moves))
 
     def agree(self, flag: bool) -> bool:
         def found() -> bool:
             mine = torch.tensor([flag], dtype=torch.uint8, device=self.device)
             return any(bool(x) for x in self._all_gather(mine, [1] * len(self.placement)))
 
-        return self._waiting(found, "agree")
+        return self._waiting(found)
 
     def begin(self, x: Tensor) -> Any:
         return _Begun(self, dist.all_reduce(x, group=self.group, async_op=True))
 
-    def _waiting(self, call: Callable[[], Any], *about: Any) -> Any:
+    def _waiting(self, call: Callable[[], Any]) -> Any:
         with pulse.at(pulse.WAITING):
-            return self.around(call, *about)
+            return self.around(call)
 
     # Rows
 
@@ -278,7 +273,7 @@ def _begun(operations: list[dist.P2POp]) -> list[Any]:
     return dist.batch_isend_irecv(operations) if operations else []
 
 
-def _alone(call: Callable[[], Any], *about: Any) -> Any:
+def _alone(call: Callable[[], Any]) -> Any:
     return call()
 
 
@@ -289,7 +284,7 @@ class _Begun:
         self.wire, self.work = wire, work
 
     def wait(self) -> None:
-        self.wire.around(self.work.wait, "wait")
+        self.wire.around(self.work.wait)
 
 
 def _width(x: Tensor) -> int:

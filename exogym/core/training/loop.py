@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from exogym.core.base import pulse
 from exogym.core.compute.worker import Worker
@@ -49,8 +48,6 @@ class TrainingLoop:
         recovery: a function that runs the training and recovers lost hosts. If `recovery` is None, hosts cannot leave
             or join.
         at_rest: a function that is called before each stretch, while processes send no messages.
-        spent: the number of steps after the first stretch, the seconds of these steps, and these seconds without
-            communication.
     """
 
     def __init__(
@@ -74,7 +71,6 @@ class TrainingLoop:
         self.figures: list[Callable[[], dict[str, float]]] = []
         self.recovery: Callable[[Callable[[], bool]], bool] | None = None
         self.at_rest: Callable[[], None] = lambda: None
-        self.spent = (0, 0.0, 0.0)
         self._together = False  # all processes have reached the end, and may communicate once more
         self._is_warm = False
         self._cpu_start = 0.0
@@ -186,7 +182,7 @@ class TrainingLoop:
         standing.apart = None
         self.driver.before_sync = self._measure_apart if agenda.may_be_evaluated(last) else None
         with pulse.at(pulse.WORKING if self._is_warm else pulse.STARTING):
-            found = self._advance(first, last)
+            found = self.driver.advance(first, last)
             if found is not None and last == agenda.total_steps and self.worker.trials is not None:
                 self.worker.trials.end()
         self._is_warm = True
@@ -212,16 +208,6 @@ class TrainingLoop:
         elif self.standing.writer is not None:
             self.standing.writer.look()
         return True
-
-    def _advance(self, first: int, last: int) -> tuple[Sequence[int], Tensor] | None:
-        """Take a stretch, and measure its time: in total, and without the wire."""
-        start, waited_s = time.perf_counter(), self.wire.waited_s
-        losses = self.driver.advance(first, last)
-        took_s = time.perf_counter() - start
-        if self._is_warm:  # the first stretch warms up
-            steps, training_s, own_s = self.spent
-            self.spent = (steps + last - first, training_s + took_s, own_s + took_s - self.wire.waited_s + waited_s)
-        return losses
 
     # Between stretches
 

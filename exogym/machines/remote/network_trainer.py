@@ -31,7 +31,6 @@ from exogym.machines.remote.elastic.recovery import Assembly
 from exogym.machines.remote.hosts import HostsConfig
 from exogym.machines.remote.launcher import SSHLauncher, from_here
 from exogym.machines.remote.orders import RUNS
-from exogym.machines.remote.watching import Watched
 from exogym.machines.remote.world import LaunchedPart, same_start
 from exogym.trainer import LocalTrainer, Trainer
 
@@ -68,8 +67,7 @@ class NetworkTrainer(Trainer):
 
     Attributes:
         hosts: a `HostsConfig`, or None in a process on a host, which needs no hosts file.
-        folder: the last run's folder, with its records, logs of all ranks, final model, history, and measured.json for
-            `exogym advise --network` (see `exogym.machines.remote.watching`).
+        folder: the last run's folder, with its records, logs of all ranks, final model and history.
         outages: with `min_hosts`, the steps at which nodes were absent in the last run, by node.
             `Faults(absent=outages, forget=True)` gives the same run in simulation, bit for bit.
 
@@ -211,12 +209,7 @@ class NetworkTrainer(Trainer):
         if given["save_dir"] is not None and part.owns(given["save_dir"]) and part.restarts:
             given["resume"] = True
         self._write_run(part, number, given)
-        is_watched = world_size() > 1 and given["node"] is None and self.nodes_per_host is None
-        local = self._local()
-        watched = Watched(local) if is_watched else None
-        self._here(given, local)
-        if watched is not None:
-            watched.describe(given["strategy"])
+        self._here(given, self._local())
         if part.fit is None or part.folder is None:
             return self.model
         if part.rank == 0:
@@ -311,7 +304,6 @@ class NetworkTrainer(Trainer):
         self._take(results.read(self.folder, number, self.model))
         self.history.to_csv(self.folder / f"fit_{number}.history.csv")
         step = max(self.history.column("step")[0].tolist(), default=0)
-        results.write_seen(self.folder, self.description, self.hosts.addresses)
         notice(f"finished: step {step}; model, history and logs in {from_here(self.folder)}")
         return self.model
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     from exogym.machines.remote.launcher import SSHLauncher
 
 MODEL, HISTORY, FACTS = "model.safetensors", "history.safetensors", "facts.json"
-SEEN = "measured.json"
 
 
 def names(fit: int) -> list[str]:
@@ -144,17 +142,6 @@ def read(folder: Path, fit: int, model: nn.Module) -> FitResults:
     found = facts_of(folder, fit)
     load_model(model, folder / names(fit)[0])
     return found
-
-
-def write_seen(folder: Path, description: Mapping[str, Any], hosts: Sequence[str]) -> Path | None:
-    """Write the times that a run measured on its hosts to a file for `Network.of`. Return its path.
-
-    Return None if the run's `description` has no measurements.
-    """
-    if (seen := description.get("seen")) is None:
-        return None
-    write_json(folder / SEEN, seen | {"hosts": list(hosts)})
-    return folder / SEEN
 
 
 def facts_of(folder: Path, fit: int) -> FitResults:

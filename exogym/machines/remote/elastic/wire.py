@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -97,7 +97,7 @@ class ElasticWire(Wire):
     def carry(self, given: Mapping[int, Tensor], moves: Sequence[Move]) -> dict[int, Tensor]:
         return super().carry(given, moves) if self._members is None else self._members.carry(given, moves)
 
-    def or_lost(self, call: Callable[[], Result], *about: Any) -> Result:
+    def or_lost(self, call: Callable[[], Result]) -> Result:
         """Run `call`, which needs all members, and return its result.
 
         Raises:
