@@ -27,8 +27,6 @@ def whisper_task(
     lines: int = 96,
     held_out: int = 24,
     val_clips: int = 32,
-    general: Data = "spoken",
-    replay: float = 0.0,
 ) -> Task:
     """Fine-tune Whisper with LoRA on your recordings, or on lines of Shakespeare that espeak-ng reads aloud.
 
@@ -36,12 +34,8 @@ def whisper_task(
     `exogym.home.whisper.WhisperModelWrapper`. `lines` and `held_out` are the numbers of lines for espeak-ng to read:
     for training and for evaluation. An evaluation transcribes at most `val_clips` held-out clips, spread evenly,
     because this takes longer than training.
-
-    `general` is running speech that the model must not forget, as in `exogym.home.speech.general_speech`. A run on
-    hosts tests the trained model with this speech. If `general` is None, there is no such test. `replay` is the share
-    of training clips that come from `general`. Then `general` must be a folder with a manifest.
     """
-    from exogym.home.speech import find_speech, mixed, speech
+    from exogym.home.speech import find_speech
     from exogym.home.whisper import WhisperModelWrapper, load_tokens
     from exogym.home.whisper.weights import find_weights
 
@@ -49,10 +43,6 @@ def whisper_task(
     found, spoken = find_weights(weights), {"language": language, "timestamps": timestamps}
     encode = load_tokens(found, **spoken).encode
     source = find_speech(data, encode, window_s=window_s, lines=lines, held_out=held_out)
-    if replay:
-        if general in (None, "spoken"):
-            raise ArgumentError(f"replay={replay!r} needs general=FOLDER, a folder with running speech and a manifest")
-        source = mixed(source, speech(general, encode, window_s=window_s), replay)
     val, part = _thinned(source.val, "val_clips", val_clips)
     build = functools.partial(
         WhisperModelWrapper.from_weights, found, window_s=source.window_s, lora_rank=lora_rank,

@@ -15,9 +15,7 @@ from exogym.data import Stream
 from exogym.errors import ArgumentError, DataError, ExoGymError
 from exogym.home.speech import (
     find_speech,
-    general_speech,
     lines_of_shakespeare,
-    mixed,
     read_audio,
     resample,
     speech,
@@ -384,32 +382,3 @@ def test_json_manifest_values_may_be_anything(tmp_path):
         json.dumps({"audio": 3, "text": None}) + "\n" + json.dumps({"audio": ["x"], "text": 0})
     )
     assert [(e.name, e.text) for e in read_manifest(tmp_path / "m.jsonl")] == [("3", ""), ("['x']", "0")]
-
-
-def test_a_sample_of_running_speech_comes_from_many_places(tmp_path, monkeypatch):
-    """A sound file without a text, at most 30 s of it; of a folder what is held out; sentences that are read aloud."""
-    folder = folder_of_tones(tmp_path / "talks", 10)
-    one = general_speech(folder / "3.wav", letters)
-    assert len(one.clips) == 1 and one.texts is None and one.origin == "3.wav"
-    soundfile.write(folder / "long.wav", tone(31.0), 16_000)
-    assert [len(clip) for clip in general_speech(folder / "long.wav", letters).clips] == [30 * 16_000]
-    many = general_speech(folder, letters)
-    assert many.texts == speech(folder, letters).val.texts and len(many.clips) == 2
-    assert general_speech(folder / "manifest.csv", letters).texts == many.texts
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(DataError, match="espeak-ng is not installed: install it, or give general="):
-        general_speech("spoken", letters)
-    with pytest.raises(DataError, match="does not exist"):
-        general_speech(tmp_path / "nowhere", letters)
-
-
-def test_clips_are_mixed_by_share_in_the_longer_window(tmp_path):
-    own, other = (speech(folder_of_tones(tmp_path / name, 10), letters) for name in ("own", "other"))
-    long = speech([{"audio": {"array": tone(3.0), "sampling_rate": 16_000}, "text": "la"}] * 10, letters)
-    both = mixed(own, long, 0.2)
-    assert len(both.train) == 10 and both.train.texts[8:] == ["la"] * 2 and both.window_s == long.window_s == 4.0
-    assert both.val.texts == own.val.texts and both.val.window_s == 4.0
-    assert torch.equal(both.train.clip(3), own.train.clip(3)) and torch.equal(both.train.clip(9), long.train.clip(1))
-    sound, labels = both.train.take(torch.tensor([3, 9]))
-    assert sound.shape == (2, 64_000) and labels[1, 2:].eq(-100).all()
-    assert len(mixed(own, other, 0.9).train) == 16  # all there are

@@ -557,30 +557,23 @@ def test_an_evaluation_says_which_clips_it_hears(tones, capsys):
     assert "an evaluation" not in capsys.readouterr().err
 
 
-def test_replay_mixes_running_speech_into_the_clips(tones, tmp_path):
-    general = folder_of_tones(tmp_path / "general", 10, ["and so my fellow"] * 10)
-    task = load_task("whisper", tones, weights=SMALL, general=str(general), replay=0.25)
-    assert len(task.train) == 20 and task.train.texts.count("and so my fellow") == 5
-    assert set(task.val.texts) <= {"one", "two", "three", "four", "five", "six"} and len(task.val) == 4
-    for wrong in ({"replay": 0.5}, {"replay": 0.5, "general": None}):
-        with pytest.raises(ArgumentError, match="needs general=FOLDER"):
-            load_task("whisper", tones, weights=SMALL, **wrong)
-    with pytest.raises(DataError, match=r"replay=1\.5"):
-        load_task("whisper", tones, weights=SMALL, general=str(general), replay=1.5)
-
-
 @pytest.mark.slow
 def test_real_weights_in_a_short_window_leave_a_folder_that_hears_more(tmp_path):
     """tiny.en in a window of 2 s, by its file, in a pipeline of transformers: a sentence of over 4 s."""
-    from exogym.home.speech import general_speech
+    from exogym.home.speech import spoken
 
     model = WhisperModelWrapper.from_weights(window_s=2.0, lora_rank=4)
-    sample = general_speech("spoken", model.tokens.encode)
+    texts = [
+        "Ask not what your country can do for you, ask what you can do for your country.",
+        "Four score and seven years ago our fathers brought forth on this continent a new nation.",
+        "It was the best of times, it was the worst of times, it was the age of wisdom.",
+        "The train to the city leaves every morning at half past seven, and it is often late.",
+    ]
     save_model(model, tmp_path / "file.safetensors")
     WhisperModelWrapper.from_trained(tmp_path / "file.safetensors").save_pretrained(tmp_path / "folder")
     hear = opened(tmp_path / "folder")
-    clips = [clip.numpy() for clip in sample.clips]
+    clips = [row["audio"]["array"] for row in spoken(texts)]
     assert min(map(len, clips)) > 3 * 16_000
-    assert WordErrors.of(sample.texts, [hear(clip)["text"] for clip in clips]).rate < 0.3
+    assert WordErrors.of(texts, [hear(clip)["text"] for clip in clips]).rate < 0.3
     long = hear(np.concatenate(clips * 2), return_timestamps=True)  # over 30 s
     assert "country" in long["text"] and len(long["chunks"]) > 3

@@ -22,7 +22,7 @@ from hosts import Hosts, fixtures
 from hosts.fixtures import wait_for
 from paths import ROOT
 from processes import python
-from speech_files import folder_of_tones, tone
+from speech_files import tone
 from text_files import folder_of_texts, save_small
 
 from exogym import LocalTrainer, load_model
@@ -34,12 +34,10 @@ from exogym.core.record.run_folder import read_status
 from exogym.core.saving.export import save_model
 from exogym.errors import ArgumentError
 from exogym.home.commands import wizard as wizard_command
-from exogym.home.whisper import WhisperModelWrapper, WordErrors
-from exogym.home.whisper.tokens import byte_tokens
+from exogym.home.whisper import WhisperModelWrapper
 from exogym.home.whisper.weights import SMALL
 from exogym.home.wizard import Taken, hand_over, make_session, propose
-from exogym.home.wizard.leaving import lost
-from exogym.machines.remote.profile import RunProfile, evaluations_of, load_profile, options_of
+from exogym.machines.remote.profile import RunProfile, evaluations_of, load_profile
 from exogym.machines.remote.results import FitResults
 from exogym.models import MLP
 from exogym.network import Network
@@ -211,7 +209,7 @@ def test_the_lines_that_use_a_model_run(tmp_path: Path, monkeypatch: pytest.Monk
     """As they are printed: of speech by transformers, of another task by this package."""
     monkeypatch.chdir(tmp_path)
     soundfile.write("recording.wav", tone(1.5, 8_000), 8_000)
-    options = {"weights": SMALL, "general": None}
+    options = {"weights": SMALL}
     told = hand_over("whisper", None, options, trained_speech(tmp_path))
     lines = [line.strip() for line in told if line.startswith("    ")]
     assert len(lines) == 3 and "pipeline" in lines[1]
@@ -255,38 +253,6 @@ def test_the_lines_that_use_another_model_run(tmp_path: Path) -> None:
     assert fingerprint(found["model"]) == fingerprint(model)
 
 
-class Hearing:
-    """Stands for a model: hears these words, whatever is said."""
-
-    tokens = byte_tokens()
-
-    def __init__(self, *words: str):
-        self.words = words
-
-    def transcribe(self, clips: list[Any]) -> list[str]:
-        return [self.words[i % len(self.words)] for i in range(len(clips))]
-
-    def errors_on(self, clips: list[Any], texts: list[str]) -> WordErrors:
-        return WordErrors.of(texts, self.transcribe(clips))
-
-
-def test_a_model_that_lost_running_speech_is_warned_of(tmp_path: Path) -> None:
-    """Against texts, or against what was heard before where nobody wrote it down; with what to do."""
-    said = "and so my fellow americans ask not what your country can do for you"
-    general = folder_of_tones(tmp_path / "general", 10, [said] * 10)
-    before: Any = Hearing(said)
-    after: Any = Hearing("one", "two")
-    for name, where in ((str(general), "2 clips of general"), (str(general / "3.wav"), "3.wav")):
-        kept, gone = lost(before, before, name), lost(before, after, name)
-        assert len(kept) == 1 and where in kept[0] and len(gone) == 2 and where in gone[0]
-        assert gone[1].startswith("warning: the model lost running speech")
-        assert "replay=0.5" in gone[1] and "--lr" in gone[1]
-    assert "0.0000 before, 1.0000 after" in lost(before, after, str(general))[0]
-    assert len(lost(before, Hearing(said.replace(" you", " me")), str(general))) == 2  # one word of 14
-    (line,) = lost(before, after, str(tmp_path / "nowhere"))
-    assert "was not checked" in line and "does not exist" in line
-
-
 def test_the_result_says_how_much_was_listened_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -307,38 +273,23 @@ def test_the_result_says_how_much_was_listened_to(
     assert "validation perplexity: 7.389 before, inf after" in said and "2.0000 before, 800.0000" in said
 
 
-def test_running_speech_is_copied_with_the_data(tmp_path: Path) -> None:
-    hosts_file = tmp_path / "hosts.json"
-    hosts_file.write_text('{"master": "10.0.0.1", "workers": ["10.0.0.2"]}')
-    data, general = (folder_of_tones(tmp_path / name / "speech", 2) for name in ("own", "talks"))
-    options = f"lora_rank=4, general={general}, replay=0.5"
-    for none in (None, "general=none", "general=spoken", "lora_rank=4", "weights=small-random"):
-        assert wizard_command.copied_of(none) == {}
-    with pytest.raises(ArgumentError, match="general=nowhere: no such file or folder"):
-        wizard_command.copied_of("general=nowhere")
-    place = wizard_command.RunPlace.of(tmp_path / "run", None, hosts_file, data, wizard_command.copied_of(options))
-    place.make()
-    there = place.options_there(options)
-    assert options_of(there) == {"lora_rank": 4, "general": "data/general/speech", "replay": 0.5}
-    assert (tmp_path / "run" / "data/general/speech/manifest.csv").exists()
-    assert (tmp_path / "run" / "data/speech/manifest.csv").exists()
-    assert wizard_command.RunPlace.of(tmp_path / "b", None, hosts_file, None).options_there(options) == options
-
-
 def test_weights_of_this_computer_are_copied_with_the_data(tmp_path: Path) -> None:
-    """A folder or a file; also where the folder of texts has the name of the option."""
+    """A folder or a file."""
     hosts_file = tmp_path / "hosts.json"
     hosts_file.write_text('{"master": "10.0.0.1", "workers": ["10.0.0.2"]}')
     texts, model = folder_of_texts(tmp_path / "weights"), tmp_path / "own" / "model.gguf"
     model.parent.mkdir()
     model.write_bytes(b"numbers")
-    for weights, there in ((model, "data/weights/model.gguf"), (model.parent, "data/weights/own")):
+    for weights, there in ((model, "weights/model.gguf"), (model.parent, "weights/own")):
         options = f"block_size=32, weights={weights}"
-        copied = wizard_command.copied_of(options)
-        place = wizard_command.RunPlace.of(tmp_path / f"run-{weights.name}", None, hosts_file, texts, copied)
+        own = wizard_command.weights_of(options)
+        place = wizard_command.RunPlace.of(tmp_path / f"run-{weights.name}", None, hosts_file, texts, own)
         place.make()
         assert place.options_there(options) == f"block_size=32, weights={there}" and (place.folder / there).exists()
-        assert place.data_there == "data/data/weights" and (place.folder / place.data_there / "00.txt").exists()
+        assert place.data_there == "data/weights" and (place.folder / place.data_there / "00.txt").exists()
+    for none in (None, "lora_rank=4", "weights=small-random"):
+        place = wizard_command.RunPlace.of(tmp_path / "b", None, hosts_file, None, wizard_command.weights_of(none))
+        assert place.weights is None and place.options_there(none) == none
 
 
 # Without a terminal

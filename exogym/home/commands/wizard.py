@@ -9,7 +9,7 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -37,7 +37,6 @@ START, CHANGE, FILES, STOP = "start", "change", "files", "stop"
 SAVES, RESTARTS, RETRIES = 5, 1, 2  # checkpoints of a run, restarts of its processes, restarts of the whole run
 LABELS = {"val_wer": "word error rate"}
 MOST_LOSS = 700.0  # exp of more is infinite
-GENERAL, WEIGHTS = "general", "weights"  # options with a path on this computer, copied to the hosts
 FIREWALL = (
     "a firewall may block connections: the computers must reach each other on ports 1024 and above. Debian and Ubuntu: "
     "ufw allow from NETWORK to any, on each; macOS: Settings, Network, Firewall, let Python accept connections"
@@ -128,7 +127,7 @@ def wizard(
         finder.find(computers, pairs("--code", code or []), at or [], here)
     else:
         _refuse_pairing(hosts, {"--here": here, "--code": code or None, "--at": at or None})
-    place = RunPlace.of(folder or free(f"exogym-{what}"), path_on_hosts, finder.file, data, copied_of(task_options))
+    place = RunPlace.of(folder or free(f"exogym-{what}"), path_on_hosts, finder.file, data, weights_of(task_options))
     profile = replace(
         profile, data=place.data_there, task_options=place.options_there(task_options),
         steps=steps or _steps(asker, problem), batch_size=batch_size or problem.batch_size,
@@ -162,22 +161,14 @@ def _steps(asker: Asker, task: Task) -> int:
     return asker.text("--steps", "How many steps on each computer?", count, str(task.max_steps))
 
 
-def copied_of(options: str | None) -> dict[str, Path]:
-    """Return the files and folders of this computer that a task's options `general` and `weights` name.
+def weights_of(options: str | None) -> Path | None:
+    """Return the file or folder of this computer that the task's option `weights` names, or None if it names neither.
 
-    Raises:
-        ArgumentError: this computer does not have the file or folder that `general` names.
+    Other weights are a name: the task knows it, or says that it does not exist.
     """
-    given, found = options_of(options), dict[str, Path]()
-    for name in (GENERAL, WEIGHTS):
-        path = Path(str(given.get(name))).expanduser()
-        if given.get(name) in (None, "spoken"):
-            continue
-        if path.exists():
-            found[name] = path
-        elif name == GENERAL:  # other weights are a name: the task knows it, or says that it does not exist
-            raise ArgumentError(f"--task-options general={given[name]}: no such file or folder on this computer")
-    return found
+    given = options_of(options).get("weights")
+    path = Path(str(given)).expanduser()
+    return path if given is not None and path.exists() else None
 
 
 def free(name: str) -> Path:
@@ -194,22 +185,17 @@ class RunPlace:
         hosts: the hosts file's contents.
         data: the task's data, which is copied into the folder. None means that each host has the data in the usual
             places.
-        copied: files and folders that the task's options name, which are also copied into the folder, by option.
+        weights: the file or folder of the task's option `weights`, which is copied, too.
     """
 
     folder: Path
     hosts: dict[str, Any]
     data: Path | None
-    copied: Mapping[str, Path] = field(default_factory=dict)
+    weights: Path | None = None
 
     @classmethod
     def of(
-        cls,
-        folder: Path,
-        there: str | None,
-        hosts_file: Path,
-        data: Path | None,
-        copied: Mapping[str, Path] | None = None,
+        cls, folder: Path, there: str | None, hosts_file: Path, data: Path | None, weights: Path | None = None
     ) -> RunPlace:
         """Return the `RunPlace` for a run in `folder`, with the contents of the hosts file.
 
@@ -223,39 +209,28 @@ class RunPlace:
         for entry in [fields["master"], *fields.get("workers", [])]:
             if isinstance(entry, dict):
                 entry.pop("path", None)
-        return cls(folder, fields, data, copied or {})
+        return cls(folder, fields, data, weights)
 
     @property
     def data_there(self) -> str | None:
-        if self.data is None:
-            return None
-        name = self.data.resolve().name
-        return f"data/data/{name}" if name in self.copied else f"data/{name}"
-
-    def there(self, option: str) -> str:
-        """Return the copy's path of the file or folder that `option` names, relative to the run's folder."""
-        return f"data/{option}/{self.copied[option].resolve().name}"
+        return None if self.data is None else f"data/{self.data.resolve().name}"
 
     def options_there(self, options: str | None) -> str | None:
-        """Return the task's options with paths relative to the run's folder, valid on each host."""
-        if options is None or not self.copied:
+        """Return the task's options, with the weights' path relative to the run's folder, valid on each host."""
+        if options is None or self.weights is None:
             return options
-        parts = options.split(",")
-        named = [part.partition("=")[0].strip() for part in parts]
-        for option in self.copied:
-            parts[named.index(option)] = f" {option}={self.there(option)}"
+        own = f" weights=weights/{self.weights.resolve().name}"
+        parts = (own if part.partition("=")[0].strip() == "weights" else part for part in options.split(","))
         return ",".join(parts).strip()
 
     def make(self) -> None:
-        """Make the run's folder and copy the task's data into it."""
+        """Make the run's folder and copy the task's data and weights into it."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        named = [(source, self.there(option)) for option, source in self.copied.items()]
-        if self.data is not None and self.data_there is not None:
-            named.append((self.data, self.data_there))
-        for source, name in named:
-            target = self.folder / name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            (shutil.copytree if source.is_dir() else shutil.copy)(source, target)
+        for kind, source in (("data", self.data), ("weights", self.weights)):
+            if source is not None:
+                target = self.folder / kind / source.resolve().name
+                target.parent.mkdir(exist_ok=True)
+                (shutil.copytree if source.is_dir() else shutil.copy)(source, target)
 
 
 class Preparing:
@@ -302,7 +277,7 @@ class Preparing:
     def may_measure(self) -> bool:
         """Say what the measurement does to the hosts, ask whether to measure, and return the answer."""
         there = self.place.hosts["project_path"]
-        with_ = [*(["the data"] if self.place.data else []), *(["the weights"] if WEIGHTS in self.place.copied else [])]
+        with_ = [*(["the data"] if self.place.data else []), *(["the weights"] if self.place.weights else [])]
         data = f" with {' and '.join(with_)}" if with_ else ""
         say(
             f"next: measure the network and a step of {self.profile.task} on each computer, for about half a minute. "

@@ -72,20 +72,11 @@ class SpeechClips(BulkDataset):
         """Return at most `most` of these clips, spread evenly over all of them."""
         if len(self) <= most:
             return self
-        clips, labels, *words = self._lists([i * len(self) // most for i in range(most)])
-        return SpeechClips(clips, labels, self.window_s, *words)
-
-    def joined(self, other: SpeechClips, window_s: float) -> SpeechClips:
-        """Return these clips followed by the clips in `other`, in a window that fits all clips."""
-        both = zip(self._lists(range(len(self))), other._lists(range(len(other))), strict=True)
-        clips, labels, *words = ([*mine, *theirs] for mine, theirs in both)
-        return SpeechClips(clips, labels, window_s, *words)
-
-    def _lists(self, kept: Sequence[int]) -> tuple[list[Any], ...]:
-        """Return lists of the kept clips' samples, labels, texts, speakers and names."""
+        kept = [i * len(self) // most for i in range(most)]
         clips = [self.samples[self.starts[i] : self.starts[i + 1]].numpy() for i in kept]
         labels = [[id for id in self.labels[i].tolist() if id != NO_LABEL] for i in kept]
-        return clips, labels, *([own[i] for i in kept] for own in (self.texts, self.speakers, self.names))
+        texts, speakers, names = ([own[i] for i in kept] for own in (self.texts, self.speakers, self.names))
+        return SpeechClips(clips, labels, self.window_s, texts, speakers, names)
 
     def clip(self, index: int) -> Tensor:
         """Return one clip's samples (n,) float32, without the silence after them."""
@@ -182,27 +173,6 @@ def speech(data: Any, encode: Encode, *, window_s: float | None = None, most_lab
         )  # fmt: skip
 
     return Speech(part(False), part(True), origin, dict(left_out))
-
-
-def mixed(own: Speech, general: Speech, share: float) -> Speech:
-    """Return `own` with clips of `general` added to its training clips.
-
-    The added clips are the share `share` of all training clips. The validation clips stay the same. The window is the
-    longer window of `own` and `general`.
-
-    Raises:
-        DataError: `share` is not between 0 and 1.
-    """
-    if not 0 < share < 1:
-        raise DataError(f"replay={share!r}: wanted a share of the training clips, more than 0 and less than 1")
-    added = general.train.thinned(max(1, round(len(own.train) * share / (1 - share))))
-    window_s = max(own.window_s, general.window_s)
-    train = own.train.joined(added, window_s)
-    notice(
-        f"of {len(train):,} clips to train on, {len(added):,} are running speech of {general.origin}: "
-        f"{len(added) / len(train):.0%}, wanted {share:.0%}"
-    )
-    return replace(own, train=train, val=own.val.joined(own.val.thinned(0), window_s))
 
 
 def _short(text: str) -> str:

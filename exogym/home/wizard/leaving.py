@@ -5,18 +5,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from exogym.errors import ExoGymError
 from exogym.home.tasks import language_task, whisper_task
 from exogym.study.tasks import load_task
 
-if TYPE_CHECKING:
-    from exogym.home.whisper import WhisperModelWrapper
-
 MODEL, ADAPTER = "model", "adapter"  # subfolders of the run's folder
 SAMPLES, PROMPT, WRITTEN = 2, 16, 32  # samples of a language model, tokens of their prompts, tokens of their texts
-WORSE = 0.05  # warn if the word error rate rises by more than this
 TOKENS = ("language", "timestamps")
 
 
@@ -24,8 +19,7 @@ def hand_over(task: str, data: str | None, options: Mapping[str, Any], file: Pat
     """Return lines of text that tell the user how to use a trained model.
 
     A model of the task "whisper" is also saved for the library transformers, in a folder beside `file`. The adapters of
-    this copy are merged, and its window is the whole 30 s. With the option `general` (see `whisper_task`), the model is
-    then tested on running speech, and a line warns if training has made it worse.
+    this copy are merged, and its window is the whole 30 s.
 
     A model of the task "language" is saved like this, too, and its adapters also alone. Further lines show how both
     models, before and after training, continue beginnings of held-out text.
@@ -69,17 +63,12 @@ def _speech(options: Mapping[str, Any], file: Path) -> list[str]:
     trained = WhisperModelWrapper.from_trained(file, weights, **tokens)
     folder = file.parent / MODEL
     trained.save_pretrained(folder)
-    lines = [
+    return [
         f"the model for transformers, adapters merged: {folder}", "to use it, in Python:",
         "    import transformers, exogym.home.speech",
         f"    hear = transformers.pipeline('automatic-speech-recognition', {str(folder)!r})",
         "    print(hear(exogym.home.speech.read_audio('recording.wav')[0])['text'])",
     ]  # fmt: skip
-    if known["general"] is not None:
-        before = WhisperModelWrapper.from_weights(weights, **tokens)
-        after = WhisperModelWrapper.from_weights(folder, **tokens)
-        lines += lost(before, after, known["general"])
-    return lines
 
 
 def _language(data: str | None, options: Mapping[str, Any], file: Path) -> list[str]:
@@ -106,34 +95,3 @@ def _language(data: str | None, options: Mapping[str, Any], file: Path) -> list[
     for prompt, was, now in zip(prompts, before, model.write(prompts, tokens=WRITTEN), strict=True):
         lines += [f"sample: {prompt!r}", f"  before training: {was!r}", f"  after: {now!r}"]
     return lines
-
-
-def lost(before: WhisperModelWrapper, after: WhisperModelWrapper, general: str) -> list[str]:
-    """Return lines of text that compare how well running speech is recognized before and after training.
-
-    Args:
-        before, after: the model before and after training, each with the window of 30 s.
-        general: the test recordings (see `exogym.home.speech.general_speech`). For recordings without texts, the words
-            that `before` recognizes count as correct.
-    """
-    from exogym.home.speech import general_speech
-    from exogym.home.whisper import WordErrors
-
-    try:
-        sample = general_speech(general, before.tokens.encode)
-        heard = before.transcribe(sample.clips)
-        texts = heard if sample.texts is None else sample.texts
-        was, now = WordErrors.of(texts, heard).rate, after.errors_on(sample.clips, texts).rate
-    except ExoGymError as error:
-        return [f"running speech was not checked: {error}"]
-    found = f"running speech ({sample.origin}), word error rate: {was:.4f} before, {now:.4f} after"
-    if sample.texts is None:
-        found = f"running speech ({sample.origin}): {now:.1%} of the words differ from before training"
-    if now <= was + WORSE:
-        return [found]
-    return [
-        found,
-        "warning: the model lost running speech while it learned your clips. Mix running speech into them "
-        "(--task-options 'general=FOLDER, replay=0.5', a folder with a manifest), lower the rate (--lr, to a third), "
-        "or train fewer steps",
-    ]
