@@ -1,7 +1,6 @@
 """Job scripts for SLURM, and manifests for Kubernetes. (For Ray, use `fit(engine="ray")`.)
 
-You can write job scripts and manifests on any machine. To submit jobs and ask for a job's state, you need a machine of
-the SLURM cluster:
+You can write job scripts and manifests on any machine. To submit a job, you need a machine of the SLURM cluster:
 
 >>> from pathlib import Path
 >>> job = SlurmJob("train.py", nodes=2, time="01:00:00")
@@ -13,21 +12,17 @@ the SLURM cluster:
 True
 >>> def train(job: SlurmJob):
 ...     Path("job.sh").write_text(job_script(job))
-...     number = submit(Path("job.sh"), job)
-...     print(status_of(number)["state"], log_of(number))
-...     cancel(number)
+...     return submit(Path("job.sh"), job)
 """
 
 from typing import TYPE_CHECKING
 
 from exogym.core.base.lazy import lazily
 
-__all__ = [
-    "Pods", "SlurmJob", "cancel", "dockerfile", "job_script", "log_of", "manifests", "status_of", "submit",
-]  # fmt: skip
+__all__ = ["Pods", "SlurmJob", "dockerfile", "job_script", "manifests", "submit"]
 
 if TYPE_CHECKING:
     from exogym.clusters.kubernetes import Pods, dockerfile, manifests
-    from exogym.clusters.slurm import SlurmJob, cancel, job_script, log_of, status_of, submit
+    from exogym.clusters.slurm import SlurmJob, job_script, submit
 else:
     __getattr__, __dir__ = lazily(__name__)

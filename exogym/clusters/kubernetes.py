@@ -1,8 +1,7 @@
 """Make Kubernetes manifests for a run, and a Dockerfile for the run's image.
 
 The manifests describe an indexed Job with one pod per machine. Its pods find each other by the names of a headless
-service. With `kind="pytorchjob"` the manifests describe a PyTorchJob of the training operator instead. Each pod's
-launcher needs the run's secret from a Kubernetes Secret, which you must create.
+service. Each pod's launcher needs the run's secret from a Kubernetes Secret, which you must create.
 
 If a pod is preempted, all pods end. Kubernetes replaces them, and all start the script again. A job's preempted pod
 does not count as a failure, but the others do. The run resumes if the script calls
@@ -13,13 +12,13 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
 from exogym.clusters.words import IMAGE, LABEL, QUANTITY, check_arguments, check_word
-from exogym.errors import ArgumentError, check_choice, check_count
+from exogym.errors import ArgumentError, check_count
 
 PORT = 29500
 USER = 10001
@@ -44,7 +43,6 @@ class Pods:
         mount: path at which the pods mount the claim.
         grace_s: seconds between SIGTERM and the end of a pod. The run saves a checkpoint when it gets SIGTERM.
         restarts: failures that are allowed, for each pod. A job's preempted pod does not count.
-        kind: "job" for a Kubernetes Job, or "pytorchjob" for the training operator's PyTorchJob.
 
     Raises:
         ArgumentError: a value is not valid in a manifest.
@@ -64,7 +62,6 @@ class Pods:
     mount: str = "/checkpoints"
     grace_s: int = 120
     restarts: int = 10
-    kind: str = "job"
 
     def __post_init__(self) -> None:
         for name in ("nodes", "grace_s"):
@@ -78,7 +75,6 @@ class Pods:
         for name in ("cpus", "memory"):
             check_word(name, getattr(self, name), QUANTITY, "a quantity, as 500m, 2 or 4Gi")
         check_word("image", self.image, IMAGE, "an image, as registry.example/team/exogym:1")
-        check_choice("kind", self.kind, ("job", "pytorchjob"))
         if not self.mount.startswith("/") or ":" in self.mount or ".." in self.mount.split("/"):
             raise ArgumentError(f"mount={self.mount!r} must be an absolute path without ':' and '..'")
         check_arguments((self.script, self.mount, *self.arguments))
@@ -91,8 +87,31 @@ class Pods:
 
 
 def manifests(pods: Pods) -> list[dict[str, Any]]:
-    """Return the Kubernetes objects for a run, in the order in which to apply them."""
-    return list(_operated(pods) if pods.kind == "pytorchjob" else _indexed(pods))
+    """Return the Kubernetes objects for a run, in the order in which to apply them: a service, a policy and a job."""
+    labels = {"app.kubernetes.io/name": "exogym", "app.kubernetes.io/instance": pods.name}
+    about = {"name": pods.name, "namespace": pods.namespace, "labels": labels}
+    service = {
+        "apiVersion": "v1", "kind": "Service", "metadata": about,
+        "spec": {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": labels,
+                 "ports": [{"name": "meeting", "port": PORT}]},
+    }  # fmt: skip
+    only_ours = {  # only the run's pods may connect to the run's pods
+        "apiVersion": "networking.k8s.io/v1", "kind": "NetworkPolicy", "metadata": about,
+        "spec": {"podSelector": {"matchLabels": labels}, "policyTypes": ["Ingress"],
+                 "ingress": [{"from": [{"podSelector": {"matchLabels": labels}}]}]},
+    }  # fmt: skip
+    job = {
+        "apiVersion": "batch/v1", "kind": "Job", "metadata": about,
+        "spec": {
+            "completionMode": "Indexed", "completions": pods.nodes, "parallelism": pods.nodes,
+            "backoffLimit": pods.restarts * pods.nodes,  # if one pod is lost, all fail
+            "podFailurePolicy": {
+                "rules": [{"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}]
+            },
+            "template": {"metadata": {"labels": labels}, "spec": _pod(pods)},
+        },
+    }  # fmt: skip
+    return [service, only_ours, job]
 
 
 def document(objects: Sequence[dict[str, Any]]) -> str:
@@ -113,59 +132,12 @@ def document(objects: Sequence[dict[str, Any]]) -> str:
     return head + "".join(f"---\n{json.dumps(one, indent=2)}\n" for one in objects)
 
 
-def _indexed(pods: Pods) -> Iterator[dict[str, Any]]:
-    labels = {"app.kubernetes.io/name": "exogym", "app.kubernetes.io/instance": pods.name}
-    about = {"name": pods.name, "namespace": pods.namespace, "labels": labels}
-    yield {
-        "apiVersion": "v1", "kind": "Service", "metadata": about,
-        "spec": {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": labels,
-                 "ports": [{"name": "meeting", "port": PORT}]},
-    }  # fmt: skip
-    yield _policy(about, labels)
+def _pod(pods: Pods) -> dict[str, Any]:
     master = f"{pods.name}-0.{pods.name}.{pods.namespace}.svc"
-    yield {
-        "apiVersion": "batch/v1", "kind": "Job", "metadata": about,
-        "spec": {
-            "completionMode": "Indexed", "completions": pods.nodes, "parallelism": pods.nodes,
-            "backoffLimit": pods.restarts * pods.nodes,  # if one pod is lost, all fail
-            "podFailurePolicy": {
-                "rules": [{"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}]
-            },
-            "template": {"metadata": {"labels": labels}, "spec": {"subdomain": pods.name}
-                         | _pod(pods, "$(JOB_COMPLETION_INDEX)", master, "Never")},
-        },
-    }  # fmt: skip
-
-
-def _operated(pods: Pods) -> Iterator[dict[str, Any]]:
-    labels = {"app.kubernetes.io/name": "exogym", "app.kubernetes.io/instance": pods.name}
-    about = {"name": pods.name, "namespace": pods.namespace, "labels": labels}
-    yield _policy(about, labels)
-    pod = _pod(pods, "$(RANK)", f"{pods.name}-master-0", None)
-    pod["containers"][0] |= {"name": "pytorch", "ports": [{"name": "pytorchjob-port", "containerPort": PORT}]}
-    replica = {"restartPolicy": "OnFailure", "template": {"metadata": {"labels": labels}, "spec": pod}}
-    more = {"Worker": {"replicas": pods.nodes - 1, **replica}} if pods.nodes > 1 else {}
-    yield {
-        "apiVersion": "kubeflow.org/v1", "kind": "PyTorchJob", "metadata": about,
-        "spec": {"runPolicy": {"backoffLimit": pods.restarts * pods.nodes},
-                 "pytorchReplicaSpecs": {"Master": {"replicas": 1, **replica}, **more}},
-    }  # fmt: skip
-
-
-def _policy(about: dict[str, Any], labels: dict[str, str]) -> dict[str, Any]:
-    """Return a policy: only the run's pods may connect to the run's pods."""
-    return {
-        "apiVersion": "networking.k8s.io/v1", "kind": "NetworkPolicy", "metadata": about,
-        "spec": {"podSelector": {"matchLabels": labels}, "policyTypes": ["Ingress"],
-                 "ingress": [{"from": [{"podSelector": {"matchLabels": labels}}]}]},
-    }  # fmt: skip
-
-
-def _pod(pods: Pods, rank: str, master: str, restart: str | None) -> dict[str, Any]:
     words = [pods.script if not pods.script.startswith("-") else f"./{pods.script}", *pods.arguments]
     command = [
         "python", "-m", "exogym.launch", "--nnodes", str(pods.nodes), "--nproc_per_node", str(pods.processes),
-        "--node_rank", rank, "--master_addr", master, "--master_port", str(PORT), "--",
+        "--node_rank", "$(JOB_COMPLETION_INDEX)", "--master_addr", master, "--master_port", str(PORT), "--",
         *(word.replace("$", "$$") for word in words),  # Kubernetes would replace $(names)
     ]  # fmt: skip
     needs = {"cpu": pods.cpus, "memory": pods.memory} | ({"nvidia.com/gpu": str(pods.gpus)} if pods.gpus else {})
@@ -178,7 +150,7 @@ def _pod(pods: Pods, rank: str, master: str, restart: str | None) -> dict[str, A
         "volumeMounts": [{"name": "checkpoints", "mountPath": pods.mount}, {"name": "memory", "mountPath": "/dev/shm"}],
     }  # fmt: skip
     return {
-        **({"restartPolicy": restart} if restart else {}),
+        "subdomain": pods.name, "restartPolicy": "Never",
         "terminationGracePeriodSeconds": pods.grace_s, "automountServiceAccountToken": False,
         "securityContext": {"runAsNonRoot": True, "runAsUser": USER, "fsGroup": USER,
                             "seccompProfile": {"type": "RuntimeDefault"}},

@@ -1,4 +1,4 @@
-"""Write a job script for SLURM, submit it, and ask for a job's state.
+"""Write a job script for SLURM, and submit it.
 
 On each machine, the job script starts a launcher (`python -m exogym.launch`), which starts the machine's processes.
 Processes need a secret to join the run. The job draws the secret at random and keeps it only in environment variables.
@@ -11,7 +11,6 @@ are quoted for the shell. Invalid texts are refused.
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import subprocess
 import sys
@@ -156,44 +155,6 @@ def submit(script: Path, job: SlurmJob) -> int:
         if done.returncode:
             raise ArgumentError(f"SLURM rejects the job: {_said(done)}")
     return int(done.stdout.strip().partition(";")[0])
-
-
-def status_of(job: int) -> dict[str, str]:
-    """Return SLURM's facts about a job: state, reason, run_time, time_limit, nodes, restarts, exit_code, log."""
-    facts = _facts(job)
-    names = {
-        "state": "JobState", "reason": "Reason", "run_time": "RunTime", "time_limit": "TimeLimit", "nodes": "NodeList",
-        "restarts": "Restarts", "exit_code": "ExitCode", "log": "StdOut",
-    }  # fmt: skip
-    return {name: facts.get(theirs, "") for name, theirs in names.items()}
-
-
-def log_of(job: int) -> Path:
-    """Return the path of a job's log file.
-
-    Raises:
-        ExoGymError: the file does not exist yet, or does not exist on this machine.
-    """
-    path = Path(_facts(job).get("StdOut", ""))
-    if not path.is_file():
-        raise ExoGymError(f"job {job} has no log yet on this machine: {str(path)!r} does not exist")
-    return path
-
-
-def cancel(job: int) -> None:
-    """End a job. SLURM first sends SIGTERM to the job's processes, which then save a checkpoint."""
-    _facts(job)
-    done = _slurm("scancel", str(job))
-    if done.returncode:
-        raise ExoGymError(f"SLURM refuses to cancel job {job}: {_said(done)}")
-
-
-def _facts(job: int) -> dict[str, str]:
-    check_count("job", job)
-    done = _slurm("scontrol", "--oneliner", "show", "job", str(job))
-    if done.returncode:
-        raise ArgumentError(f"job={job} is unknown to SLURM, or ended so long ago that SLURM forgot it: {_said(done)}")
-    return dict(re.findall(r"(?:^| )([A-Za-z]\w*)=(.*?)(?= [A-Za-z][\w/:]*=|$)", done.stdout.strip()))
 
 
 def _slurm(*words: str) -> subprocess.CompletedProcess[str]:

@@ -139,7 +139,6 @@ def test_a_machine_without_slurm(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert main(["cluster", "slurm", "--nodes", "2", "--submit", "train.py", "--", "--nodes", "9"]) == 1
     assert "this machine has no sbatch" in capsys.readouterr().err
     assert "-- train.py --nodes 9" in Path("job.sh").read_text()
-    assert main(["cluster", "status", "7"]) == 1
     assert main(["cluster", "slurm", "--partition", "a b", "--out", "other.sh", "train.py"]) == 2
     assert main(["cluster", "kubernetes", "--name", "A", "--out", "other", "train.py"]) == 2
     assert not list(tmp_path.glob("other*"))  # nothing is written before all words are right
@@ -151,43 +150,21 @@ def test_a_machine_without_slurm(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize(
-    ("words", "first", "right", "theirs"),
+    ("words", "first", "theirs"),
     [
-        (
-            "slurm train.py --nodes 4 --gpus 8",
-            "--nodes",
-            "slurm --nodes 4 --gpus 8 train.py",
-            "slurm train.py -- --nodes 4 --gpus 8",
-        ),
-        (
-            "slurm --time 60 train.py data --lr 3 --nodes=4 --submit --seed 1",
-            "--nodes",
-            "slurm --time 60 --nodes=4 --submit train.py data --lr 3 --seed 1",
-            "slurm --time 60 train.py -- data --lr 3 --nodes=4 --submit --seed 1",
-        ),
-        (
-            "kubernetes train.py --out k --lr 1 -- --name mine",
-            "--out",
-            "kubernetes --out k train.py --lr 1 -- --name mine",
-            "kubernetes train.py -- --out k --lr 1 --name mine",
-        ),
-        ("kubernetes train.py --help", "--help", "kubernetes --help train.py", "kubernetes train.py -- --help"),
+        ("slurm train.py --nodes 4 --gpus 8", "--nodes", "slurm train.py -- --nodes 4 --gpus 8"),
+        ("slurm --time 60 train.py a --lr 3 --nodes=4", "--nodes", "slurm --time 60 train.py -- a --lr 3 --nodes=4"),
+        ("kubernetes train.py --out k -- --name mine", "--out", "kubernetes train.py -- --out k --name mine"),
+        ("kubernetes train.py --help", "--help", "kubernetes train.py -- --help"),
     ],
 )
 def test_options_of_the_job_behind_the_script_are_refused(
-    words: str,
-    first: str,
-    right: str,
-    theirs: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: Any,
+    words: str, first: str, theirs: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["cluster", *words.split()]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert f"error: {first} stands after the script" in line
-    assert f": exogym cluster {right}. " in line and line.endswith(f": exogym cluster {theirs}")
+    assert f"error: {first} stands after the script" in line and line.endswith(f": exogym cluster {theirs}")
     assert not list(tmp_path.iterdir())
 
 
@@ -218,24 +195,17 @@ def test_a_misspelt_option_is_no_script(tmp_path: Path, capsys: pytest.CaptureFi
 # Kubernetes
 
 
-@pytest.mark.parametrize("kind", ["job", "pytorchjob"])
-def test_manifests_are_valid(kind: str) -> None:
-    """The core objects by the published schemas; of the operator's the pods that it is to make."""
+def test_manifests_are_valid() -> None:
+    """By the published schemas."""
     validate = pytest.importorskip("kubernetes_validate")
     yaml = pytest.importorskip("yaml")
-    pods = Pods("train.py", tuple(HOSTILE), nodes=3, gpus=2, kind=kind, image="registry.example:5000/team/x:1.0")
+    pods = Pods("train.py", tuple(HOSTILE), nodes=3, gpus=2, image="registry.example:5000/team/x:1.0")
     objects = list(yaml.safe_load_all(document(manifests(pods))))
     assert objects == manifests(pods)
-    kinds = [one["kind"] for one in objects]
-    assert kinds == (["Service", "NetworkPolicy", "Job"] if kind == "job" else ["NetworkPolicy", "PyTorchJob"])
-    specs = objects[-1]["spec"]
-    replicas = [specs] if kind == "job" else list(specs.pop("pytorchReplicaSpecs").values())
-    for replica in replicas:
-        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, "spec": replica["template"]["spec"]}
-        validate.validate(pod, "1.37", strict=True)
-        command = replica["template"]["spec"]["containers"][0]["command"]
-        assert expanded(command[command.index("--") + 1 :]) == ["train.py", *HOSTILE]
-    for one in objects if kind == "job" else objects[:-1]:
+    assert [one["kind"] for one in objects] == ["Service", "NetworkPolicy", "Job"]
+    command = objects[-1]["spec"]["template"]["spec"]["containers"][0]["command"]
+    assert expanded(command[command.index("--") + 1 :]) == ["train.py", *HOSTILE]
+    for one in objects:
         validate.validate(one, "1.37", strict=True)
     broken = manifests(pods)[0]
     broken["spec"]["clusterIPs"] = "none"
@@ -263,7 +233,7 @@ def expanded(words: list[str]) -> list[str]:
     "wrong",
     [
         {"name": "A"}, {"name": "a" * 60}, {"name": "-a"}, {"namespace": "x\ny"}, {"claim": "a.b"}, {"image": "a b"},
-        {"image": "$(id)"}, {"memory": "lots"}, {"cpus": "-1"}, {"nodes": 0}, {"gpus": -1}, {"kind": "pod"},
+        {"image": "$(id)"}, {"memory": "lots"}, {"cpus": "-1"}, {"nodes": 0}, {"gpus": -1},
         {"mount": "checkpoints"}, {"mount": "/a:/b"}, {"script": ""}, {"arguments": ("\0",)},
     ],
 )  # fmt: skip
@@ -303,9 +273,8 @@ def test_a_job_is_disturbed_and_ends_in_the_same_bits(tmp_path: Path, monkeypatc
         assert main([*asked, "--partition", "low", *words, "--checkpoints", "kept", "--save", "away.safetensors"]) == 0
         job = capsys.readouterr().out.split()[-1]
 
-        def state() -> dict[str, str]:
-            assert main(["cluster", "status", job]) == 0
-            return dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines() if ": " in line)
+        def state() -> str:
+            return str(cluster.run("squeue", "--noheader", "--states=all", "--job", job, "--format=%T")).strip()
 
         def log() -> str:
             return Path(f"exogym-{job}.log").read_text() if Path(f"exogym-{job}.log").exists() else ""
@@ -315,17 +284,10 @@ def test_a_job_is_disturbed_and_ends_in_the_same_bits(tmp_path: Path, monkeypatc
         cluster.wait(lambda: "will start again" in log(), "the job to notice")
         cluster.wait(lambda: "going on from step" in log(), "the job to go on")
         assert cluster.run("sbatch", "--partition=high", "--nodes=2", "--wait", "--wrap", "sleep 1")
-        cluster.wait(lambda: state()["state"] in ("COMPLETED", "FAILED"), "the job to end")
-        assert state()["state"] == "COMPLETED", log()
-        assert state()["restarts"] == "2"
+        cluster.wait(lambda: state() in ("COMPLETED", "FAILED"), "the job to end")
+        assert state() == "COMPLETED", log()
         assert log().count("stopped by SIGTERM after step") == 2, log()  # and saved itself
-        assert main(["cluster", "logs", job, "--lines", "100000"]) == 0
-        assert capsys.readouterr().out.count("going on from step") == 2
-        assert main(["cluster", "cancel", "999999"]) == 2
-        job = cluster.run("sbatch", "--parsable", "--partition=high", "--nodes=2", "--wrap", "sleep 600").strip()
-        cluster.wait(lambda: state()["state"] == "RUNNING", "another job to run")
-        assert main(["cluster", "cancel", job]) == 0 and f"job {job} is canceled" in capsys.readouterr().err
-        cluster.wait(lambda: state()["state"] == "CANCELLED", "it to end")
+        assert log().count("going on from step") == 2
     assert Path("away.safetensors").read_bytes() == Path("alone.safetensors").read_bytes()
 
 

@@ -1,11 +1,10 @@
-"""`exogym cluster`: job scripts for SLURM, manifests for Kubernetes, and the state of SLURM jobs."""
+"""`exogym cluster`: job scripts for SLURM, and manifests for Kubernetes."""
 
 from __future__ import annotations
 
 import os
 import shlex
 import sys
-from collections import deque
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,12 +12,12 @@ import typer
 import typer.core
 
 from exogym.cli.values import Debug
-from exogym.clusters import Pods, SlurmJob, cancel, dockerfile, job_script, log_of, manifests, status_of, submit
+from exogym.clusters import Pods, SlurmJob, dockerfile, job_script, manifests, submit
 from exogym.clusters.kubernetes import document
 from exogym.errors import ArgumentError
-from exogym.progress import notice, printable
+from exogym.progress import notice
 
-app = typer.Typer(help="Write job scripts for SLURM and manifests for Kubernetes; watch SLURM jobs.")
+app = typer.Typer(help="Write job scripts for SLURM and manifests for Kubernetes.")
 WORDS = {"allow_interspersed_args": False}  # words after the script belong to the script
 Script = Annotated[str, typer.Argument(metavar="SCRIPT", help="Path of a Python file.")]
 Arguments = Annotated[
@@ -27,7 +26,6 @@ Arguments = Annotated[
         metavar="[ARGUMENTS]...", help="The script's arguments; put -- before them if they look like job options."
     ),
 ]
-JobNumber = Annotated[int, typer.Argument(metavar="JOB", help="Number of the job, as submitted.")]
 Nodes = Annotated[int, typer.Option(metavar="N", help="Machines.")]
 Processes = Annotated[int | None, typer.Option(metavar="P", help="Processes per machine. [default: one per GPU, or 1]")]
 
@@ -41,37 +39,17 @@ class _OfScript(typer.core.TyperCommand):
         words = list(ctx.params.get("arguments") or ())
         before = given[: len(given) - len(words)]
         if before[-2:-1] != ["--"]:  # after --, all words are the script's
-            ctx.params["arguments"] = self._script_words(ctx, before, words)
+            end = words.index("--") if "--" in words else len(words)
+            theirs = [*words[:end], *words[end + 1 :]]
+            known = {name for option in self.get_params(ctx) for name in option.opts if name.startswith("-")}
+            if ours := [name for name in (word.partition("=")[0] for word in words[:end]) if name in known]:
+                as_theirs = shlex.join([*before, "--", *theirs])
+                raise ArgumentError(
+                    f"{ours[0]} stands after the script: write options of the job before the script; if {ours[0]} is "
+                    f"an option of the script, write -- first: {ctx.command_path} {as_theirs}"
+                )
+            ctx.params["arguments"] = theirs
         return left
-
-    def _script_words(self, ctx: Any, before: list[str], words: list[str]) -> list[str]:
-        """Return the script's words, without the -- among them.
-
-        Raises:
-            ArgumentError: one of this command's options stands among them, without -- before it.
-        """
-        end = words.index("--") if "--" in words else len(words)
-        known: dict[str, Any] = {
-            name: option for option in self.get_params(ctx) for name in option.opts if name.startswith("-")
-        }
-        ours: list[str] = []
-        theirs: list[str] = []
-        rest = words[:end]
-        while rest:
-            word = rest.pop(0)
-            option = known.get(word.partition("=")[0])
-            (theirs if option is None else ours).append(word)
-            if option is not None and not option.is_flag and "=" not in word and rest:
-                ours.append(rest.pop(0))
-        if ours:
-            right = shlex.join([*before[:-1], *ours, before[-1], *theirs, *words[end:]])
-            as_theirs = shlex.join([*before, "--", *words[:end], *words[end + 1 :]])
-            raise ArgumentError(
-                f"{ours[0].partition('=')[0]} stands after the script. If it is an option of the job, write it before "
-                f"the script: {ctx.command_path} {right}. If it is an option of the script, write -- first: "
-                f"{ctx.command_path} {as_theirs}"
-            )
-        return [*words[:end], *words[end + 1 :]]
 
 
 @app.command("slurm", cls=_OfScript, context_settings=WORDS)
@@ -114,7 +92,7 @@ def slurm(
     if submit_it:
         number = submit(out, job)
         print(number)
-        notice(f"submitted; exogym cluster status {number}, logs {number}, cancel {number}")
+        notice(f"submitted; squeue --job {number} shows its state, and scancel {number} ends it")
     else:
         notice(f"written: {out}; submit it with sbatch {out}")
 
@@ -140,7 +118,6 @@ def kubernetes(
             metavar="N", help="Failures that are allowed, for each pod. A job's preempted pod does not count."
         ),
     ] = 10,
-    kind: Annotated[str, typer.Option(help="job, or pytorchjob for the training operator.")] = "job",
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for run.yaml and Dockerfile.")] = Path("kubernetes"),
     debug: Debug = False,
 ) -> None:
@@ -151,41 +128,12 @@ def kubernetes(
     pods = Pods(
         script, tuple(arguments or ()), image=image, nodes=nodes, processes_per_node=processes_per_node, name=name,
         namespace=namespace, cpus=cpus, memory=memory, gpus=gpus, claim=claim, mount=mount, grace_s=grace,
-        restarts=restarts, kind=kind,
+        restarts=restarts,
     )  # fmt: skip
     objects = manifests(pods)
     _write(out / "run.yaml", document(objects))
     _write(out / "Dockerfile", dockerfile())
     notice(f"written: {out}/run.yaml ({', '.join(one['kind'] for one in objects)}) and {out}/Dockerfile")
-
-
-@app.command("status")
-def status(job: JobNumber, debug: Debug = False) -> None:
-    """Show the state of a SLURM job."""
-    for name, value in status_of(job).items():
-        print(f"{name.replace('_', ' ')}: {printable(value)}")
-
-
-@app.command("logs")
-def logs(
-    job: JobNumber,
-    lines: Annotated[int, typer.Option(metavar="N", min=1, help="Number of last lines.")] = 100,
-    debug: Debug = False,
-) -> None:
-    """Print the last lines of a SLURM job's log."""
-    with log_of(job).open(encoding="utf-8", errors="replace") as file:
-        for line in deque(file, maxlen=lines):
-            print(printable(line.rstrip("\n").expandtabs()))
-
-
-@app.command("cancel")
-def end(job: JobNumber, debug: Debug = False) -> None:
-    """Cancel a SLURM job.
-
-    The job saves a checkpoint first, if its script has a save_dir.
-    """
-    cancel(job)
-    notice(f"job {job} is canceled")
 
 
 def _write(path: Path, text: str) -> None:

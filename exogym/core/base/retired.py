@@ -58,6 +58,8 @@ RETIRED: dict[str, str] = {
         "exogym.contrib has it",
     ),
     "activation": "the momentum acts once in a period",
+    **dict.fromkeys(("clusters.status_of", "clusters.log_of", "clusters.cancel"), "SLURM has squeue and scancel"),
+    **dict.fromkeys(("Pods.kind", "kubernetes.kind"), "an indexed Job needs no operator"),
     **dict.fromkeys(("whisper_task.general", "whisper_task.replay"), "add running speech to the clips in data="),
     "distributed-train.network": "exogym doctor --measure and exogym advise --network predict the time of a step",
     **dict.fromkeys(("exogym.reproduce", "exogym.benchmark"), "a clone of the project has python -m research"),
