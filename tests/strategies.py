@@ -50,6 +50,7 @@ from exogym.strategy import (
     StreamingDiLoCoStrategy,
     TopKStrategy,
 )
+from exogym.strategy.capabilities import ChoosesClients
 from exogym.strategy.communicate import all_reduce, exchange
 from exogym.strategy.federated_averaging import AveragingCommunicator
 from exogym.strategy.registry import STRATEGIES as KNOWN
@@ -327,7 +328,7 @@ def identities_of_the_page():
     return table_of_the_page("| name and class")
 
 
-class Broken(PeriodicModule):
+class Broken(PeriodicModule, ChoosesClients):
     """An average every third step, with one law broken on purpose."""
 
     interval_steps = 3

@@ -36,7 +36,6 @@ from exogym.core.fleet import Block, Fleet
 from exogym.core.fleet.layout import Cut
 from exogym.core.fleet.presence import rows_of, shared_row, take_state
 from exogym.core.fleet.state import Tensors, below
-from exogym.strategy.capabilities import HasOuterModel
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, GradientModule, PeriodicModule
 from exogym.strategy.compressed_gradients import own_gradients
 from exogym.strategy.simple_reduce import broadcast_buffers, mark_used
@@ -153,7 +152,7 @@ class GradientsUnderWay(GradientModule):
         return super().cut(name, shape) if kept == name else self.state.cut(kept, shape)
 
 
-class Committed(PeriodicModule, HasOuterModel):
+class Committed(PeriodicModule):
     """Record theta after each step that is no estimate. Nodes send nothing.
 
     Args:

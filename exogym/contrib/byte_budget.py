@@ -35,9 +35,7 @@ from exogym.core.fleet import Fleet, Stateful
 from exogym.core.fleet.state import Tensors
 from exogym.errors import ArgumentError, TrainingError, check_count, check_number
 from exogym.strategy.averaging import Averaging
-from exogym.strategy.capabilities import Tunable
-from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy
-from exogym.strategy.composition import Composition
+from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, Composition
 from exogym.strategy.modules import Module
 from exogym.strategy.rounds import Rounds
 from exogym.strategy.strategy import Run
@@ -88,8 +86,9 @@ def ByteBudget(strategy: CommunicateOptimizeStrategy, total_bytes: float) -> Com
     tuning.modules = [
         m for m, module in enumerate(made.communication_modules)
         if (tuning.rounds is None or getattr(module, "rounds", None) is tuning.rounds)
-        and (of != "p_sparta" or (isinstance(module, Tunable) and module.tune(of, value)))
+        and (of != "p_sparta" or hasattr(module, "take_share"))
     ]  # fmt: skip
+    tuning.take(made.communication_modules)
     if not tuning.modules:
         what = f"{kind.__name__}, which does not follow {of} in its own rounds"
         refuse(features_of(tuner=budget) | {"nothing to tune": what})
@@ -255,9 +254,12 @@ class Tuning(Stateful):
         self.value = self.budget.choose(self.name, self.value, self.run.total_steps - step, sent, costs)
         if self.rounds is not None:
             self.rounds.end(step, int(self.value))
-        for module in self.composition.modules:
-            if isinstance(module, Tunable):
-                module.tune(self.name, self.value)
+        self.take(self.composition.communications)
+
+    def take(self, modules: Sequence[Any]) -> None:
+        """Give SPARTA's share to the module that averages it, if the budget chooses this share."""
+        for m in self.modules if self.name == "p_sparta" else ():
+            modules[m].take_share(self.value)
 
     def figures(self) -> dict[str, float]:
         return {f"tuned_{self.name}": float(self.value)}
@@ -301,7 +303,7 @@ def costs_of(
 
     def at(module: Any, p: float) -> float:
         other = copy.copy(module)
-        other.tune("p_sparta", p)
+        other.take_share(p)
         return sent(other.traffic(P, run.num_nodes, row_bytes / P))
 
     try:

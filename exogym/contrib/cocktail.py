@@ -40,7 +40,6 @@ from exogym.core.compress.quantize import pack, unpack
 from exogym.core.fleet import Block, Fleet
 from exogym.core.fleet.presence import rows_of, shared_row, where_present
 from exogym.errors import check_count, check_number
-from exogym.strategy.capabilities import HasOuterModel
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, PeriodicModule
 from exogym.strategy.strategy import InnerOptions, Run
 from exogym.strategy.traffic import Traffic
@@ -70,7 +69,7 @@ class LargestInBits(Compressor):
         return values.new_zeros(len(values), self.count).scatter_(1, at, values)
 
 
-class CocktailCommunicator(PeriodicModule, HasOuterModel):
+class CocktailCommunicator(PeriodicModule):
     """Exchange compressed differences to the common parameters after every step.
 
     Args:
@@ -80,7 +79,7 @@ class CocktailCommunicator(PeriodicModule, HasOuterModel):
     """
 
     acts_on = "row"
-    weighted_means = only_means = right_in_mean = True
+    weighted_means = right_in_mean = True
 
     def __init__(self, p: float, topk: float, bits: int | None, bucket: int):
         super().__init__()

@@ -97,7 +97,7 @@ class OrthonormalMomentum(GradientModule):
     """
 
     acts_on = "tensors"
-    clip_first = weighted_means = only_means = right_in_mean = True
+    clip_first = weighted_means = right_in_mean = True
 
     def __init__(self, rank_fraction: float, mu: float):
         super().__init__()

@@ -33,7 +33,6 @@ from torch import Tensor
 from exogym.core.fleet import Fleet
 from exogym.core.fleet.presence import rows_of
 from exogym.errors import ArgumentError, check_count, check_number
-from exogym.strategy.capabilities import HasOuterModel
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy
 from exogym.strategy.federated_averaging import AveragingCommunicator, FederatedOptions
 from exogym.strategy.federated_rounds import RoundModule
@@ -44,7 +43,7 @@ from exogym.strategy.rounds import RoundLength
 from exogym.strategy.strategy import Run
 
 
-class SharedModels(RoundModule, HasOuterModel):
+class SharedModels(RoundModule):
     """Put theta_i into each client's row after the first `steps` steps of a round, and store v_i.
 
     In the list of modules, this module stands before the averaging.

@@ -43,7 +43,6 @@ from exogym.core.fleet.layout import Cut
 from exogym.core.fleet.presence import rows_of
 from exogym.core.fleet.state import Tensors, below
 from exogym.errors import check_count, check_number
-from exogym.strategy.capabilities import HasOuterModel
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, PeriodicModule
 from exogym.strategy.fragments import fragments, layers_of
 from exogym.strategy.options import split
@@ -54,7 +53,7 @@ from exogym.strategy.strategy import InnerOptions, Run
 from exogym.strategy.traffic import Traffic
 
 
-class LayerwisePenalty(PeriodicModule, HasOuterModel):
+class LayerwisePenalty(PeriodicModule):
     """Take EDiT's outer step, layer by layer, at the end of each round of H steps.
 
     Args:

@@ -30,7 +30,7 @@ from exogym.core.base.torch_private import add_
 from exogym.core.fleet import Fleet
 from exogym.core.fleet.presence import rows_of, shared_row
 from exogym.errors import check_number
-from exogym.strategy.capabilities import Corrects, HasOuterModel
+from exogym.strategy.capabilities import Corrects
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy
 from exogym.strategy.federated_averaging import AveragingCommunicator, FederatedOptions
 from exogym.strategy.federated_rounds import RoundModule, with_gradient
@@ -73,7 +73,7 @@ class LinearTerm(RoundModule, Corrects):
             own[rows] -= self.near.mu * (block.params[rows] - theta[rows])
 
 
-class DynamicServer(RoundModule, HasOuterModel):
+class DynamicServer(RoundModule):
     """Take FedDyn's server step after the averaging: theta <- mean - h.
 
     State: theta and h, one copy for all nodes.

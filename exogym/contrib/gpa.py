@@ -26,14 +26,13 @@ from torch import Tensor
 from exogym.core.fleet import Fleet
 from exogym.core.fleet.presence import rows_of, shared_row
 from exogym.errors import check_number
-from exogym.strategy.capabilities import HasOuterModel
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, GradientModule, PeriodicModule
 from exogym.strategy.simple_reduce import GradientAverage
 from exogym.strategy.strategy import InnerOptions, Run
 from exogym.strategy.traffic import Traffic
 
 
-class PrimalAverage(PeriodicModule, HasOuterModel):
+class PrimalAverage(PeriodicModule):
     """Average z into x after every step, and give the nodes y, at which they take the next gradient.
 
     Args:

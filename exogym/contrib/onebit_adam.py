@@ -101,7 +101,7 @@ class FrozenAdam(GradientModule):
 
     acts_on = "row"
     counters = ("warm",)
-    clip_first = weighted_means = only_means = right_in_mean = needs_length = True
+    clip_first = weighted_means = right_in_mean = needs_length = True
 
     def __init__(self, warmup: float, beta1: float, beta2: float, eps: float):
         super().__init__()

@@ -32,7 +32,7 @@ from exogym.strategy.traffic import Traffic
 class QuantizedAverage(GradientModule):
     """Replace each node's gradient by the quantized mean over the nodes."""
 
-    weighted_means = only_means = True
+    weighted_means = right_in_mean = True
     acts_on = "row"
 
     def __init__(self, bits: int, bucket: int):

@@ -38,9 +38,8 @@ FEATURES: dict[str, str] = {
     "nodes that rest": "clients that are sampled, or take fewer steps in a round than others",
     "packed values": "a strategy that sends packed values, indices or a node's own parameters, not only sums",
     "its own mean": "a strategy or module that computes means without the communicator (`weighted_means`)",
-    "parts of a mean": "a module that averages factors or shards only (`only_means`)",
-    "values right in the mean only": "a module that sends sparse entries, rounds by chance, or has error feedback "
-    "(`right_in_mean`)",
+    "values right in the mean only": "a module that sends sparse entries or pieces of a mean, rounds by chance, or "
+    "has error feedback (`right_in_mean`)",
     "acts_on left unsaid": "your own module without `acts_on`",
     "an outer optimizer of whole tensors": "`outer_optim=` that needs whole tensors, such as Muon",
     "shard_sampling": "`shard_sampling=True` of asynchronous DiLoCo",
@@ -201,12 +200,12 @@ _MEANS: tuple[Refused, ...] = (
         "leave secure_aggregation out",
     ),
     Refused("robust", "its own mean", _NEEDS_MEAN, "leave robust out, or take 'norm_cap'"),
-    Refused("robust", "parts of a mean", _NEEDS_MEAN, "leave robust out, or take 'norm_cap'"),
     Refused(
         "robust",
         "values right in the mean only",
-        "a median of mostly zeros is zero, and a node drops the values that it sent, so training stops. A rule over "
-        "only the nodes that sent an entry would accept a bad node's entries unchanged",
+        "a rule compares the nodes' whole values. A median of mostly zeros is zero, and a node drops the values that "
+        "it sent, so training stops. A rule over only the nodes that sent an entry would accept a bad node's entries "
+        "unchanged",
         "leave robust out, or take 'norm_cap'",
     ),
     *(

@@ -1,9 +1,7 @@
-"""Capabilities: optional abilities of communication modules, as small base classes that a module inherits.
+"""Capabilities: optional abilities of communication modules, as small base classes that a module inherits by name.
 
-    class Proximal(PeriodicModule, Corrects):
-        def correct(self, row, parameters, grads): ...
-
-A module that defines a method of such a class without inheriting the class has the capability, too (`adopt`).
+class Proximal(PeriodicModule, Corrects):
+    def correct(self, row, parameters, grads): ...
 """
 
 from __future__ import annotations
@@ -14,8 +12,9 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
+from exogym.core.base.retired import RETIRED
 from exogym.core.fleet import Fleet
-from exogym.errors import ArgumentError
+from exogym.errors import ArgumentError, StrategyError
 from exogym.strategy.traffic import AskedRounds
 
 
@@ -47,26 +46,6 @@ class SeesLosses(ABC):
         the mean over the node's local steps in one step of the run. It is NaN if the node took none. It may be infinite
         with on_nonfinite="skip".
         """
-
-
-class HasOuterModel(ABC):
-    """Capability to keep outer parameters: a model that all nodes share and that is not the mean of the rows."""
-
-    @abstractmethod
-    def consensus(self, fleet: Fleet) -> list[Tensor] | None:
-        """Return the outer parameters, (P,) per block, or None if the evaluation model is the mean of the rows."""
-
-    def consensus_buffers(self, fleet: Fleet) -> dict[str, Tensor] | None:
-        """Return the evaluation model's buffers by name, or None if these are the mean of the rows' buffers."""
-        return None
-
-
-class Tunable(ABC):
-    """Capability to let a tuner change an argument. A tuner can change H without it."""
-
-    @abstractmethod
-    def tune(self, name: str, value: float) -> bool:
-        """Use `value` for the strategy's argument `name` from now on. Return whether this module has the argument."""
 
 
 class ChoosesClients(ABC):  # noqa: B024 (a module overrides what it needs)
@@ -119,36 +98,44 @@ class ChoosesClients(ABC):  # noqa: B024 (a module overrides what it needs)
         """
         raise NotImplementedError
 
+    def consensus_buffers(self, fleet: Fleet) -> dict[str, Tensor] | None:
+        """Return the evaluation model's buffers by name, or None if these are the mean of the rows' buffers."""
+        return None
 
-CAPABILITIES = (Corrects, SeesLosses, HasOuterModel, Tunable, ChoosesClients)
+
+CAPABILITIES = (Corrects, SeesLosses, ChoosesClients)
 
 
-def adopt(module: type) -> None:
-    """Give a module class every capability for which it defines a method.
+def check_declared(module: type) -> None:
+    """Raise StrategyError if a module class has a retired name, or a capability's method without the capability."""
+    for name in vars(module):
+        if (instead := RETIRED.get(f"module.{name}")) is not None:
+            raise StrategyError(f"{module.__name__} has {name}, which is retired: {instead}")
+        for capability in CAPABILITIES:
+            if name in vars(capability) and not name.startswith("_") and not issubclass(module, capability):
+                raise StrategyError(
+                    f"{module.__name__} has {name}, which only a {capability.__name__} has: let the class also inherit "
+                    f"exogym.strategy.capabilities.{capability.__name__}"
+                )
 
-    The class also gets the defaults of the capability's other methods.
 
-    >>> class Proximal:
-    ...     def correct(self, row, parameters, grads): ...
-    >>> adopt(Proximal)
-    >>> isinstance(Proximal(), Corrects), isinstance(Proximal(), HasOuterModel)
-    (True, False)
-    """
-    for capability in CAPABILITIES:
-        names = [name for name in vars(capability) if not name.startswith("_")]
-        if not issubclass(module, capability) and any(name in vars(module) for name in names):
-            for name in names:
-                if not hasattr(module, name):
-                    setattr(module, name, vars(capability)[name])
-            capability.register(module)
+def __getattr__(name: str) -> None:
+    if (instead := RETIRED.get(f"capabilities.{name}")) is not None:
+        raise ImportError(f"{__name__}.{name} is retired: {instead}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 class Clients(ChoosesClients):
-    """Combines all modules of a strategy that choose clients into a single `ChoosesClients`."""
+    """Combines all modules of a strategy that choose clients into a single `ChoosesClients`.
 
-    def __init__(self, modules: Sequence[object]):
+    Args:
+        modules: the strategy's communication modules.
+        read_all_rows: whether other parts of the strategy need the rows of all nodes.
+    """
+
+    def __init__(self, modules: Sequence[object] = (), read_all_rows: bool = False):
         self.modules = [module for module in modules if isinstance(module, ChoosesClients)]
-        self.are_all = len(self.modules) == len(modules)
+        self.read_all_rows = read_all_rows or len(self.modules) < len(modules)
         self.asks_clients = any(module.asks_clients for module in self.modules)
         self.asks_all_lengths = any(module.asks_all_lengths for module in self.modules)
 
@@ -174,10 +161,14 @@ class Clients(ChoosesClients):
         return found[0] if found else None
 
     def seats(self, num_nodes: int) -> int | None:
-        most = [module.seats(num_nodes) for module in self.modules]
+        most = [] if self.read_all_rows else [module.seats(num_nodes) for module in self.modules]
         known = [count for count in most if count is not None]
-        return max(known) if known and self.are_all and len(known) == len(most) else None
+        return max(known) if known and len(known) == len(most) else None
 
     def seated(self, step: int) -> tuple[list[int], list[int]]:
         found = [module.seated(step) for module in self.modules]
         return sorted({i for after, _ in found for i in after}), sorted({i for _, now in found for i in now})
+
+    def consensus_buffers(self, fleet: Fleet) -> dict[str, Tensor] | None:
+        found = (module.consensus_buffers(fleet) for module in reversed(self.modules))
+        return next((buffers for buffers in found if buffers is not None), None)

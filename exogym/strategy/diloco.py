@@ -49,7 +49,6 @@ from exogym.core.fleet.presence import all_present, rows_of, shared_row
 from exogym.core.fleet.state import Tensors, below
 from exogym.errors import ArgumentError, check_choice, check_count
 from exogym.strategy.averaging import FLAT, Averaging, averaging_of
-from exogym.strategy.capabilities import HasOuterModel
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, PeriodicModule, example_weights
 from exogym.strategy.delayed_diloco import DelayedCommunicator
 from exogym.strategy.eager_diloco import EagerCommunicator
@@ -64,7 +63,7 @@ from exogym.strategy.traffic import Traffic
 __all__ = ["DiLoCoCommunicator", "DiLoCoStrategy", "IslandCommunicator", "outer_spec"]
 
 
-class DiLoCoCommunicator(PeriodicModule, HasOuterModel):
+class DiLoCoCommunicator(PeriodicModule):
     """Take DiLoCo's outer step after every step divisible by H.
 
     Args:

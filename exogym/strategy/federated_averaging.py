@@ -41,7 +41,7 @@ from exogym.core.fleet.layout import Cut
 from exogym.core.fleet.presence import rows_of
 from exogym.errors import ArgumentError, check_choice, check_count, checked
 from exogym.strategy.averaging import FLAT, Averaging, averaging_of
-from exogym.strategy.capabilities import ChoosesClients, HasOuterModel
+from exogym.strategy.capabilities import ChoosesClients
 from exogym.strategy.client_draws import ClientDraws
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, PeriodicModule, example_weights
 from exogym.strategy.federated_server import Server
@@ -55,7 +55,7 @@ from exogym.strategy.strategy import InnerOptions, Run
 from exogym.strategy.traffic import AskedRounds, Traffic
 
 
-class AveragingCommunicator(PeriodicModule, ChoosesClients, HasOuterModel):
+class AveragingCommunicator(PeriodicModule, ChoosesClients):
     """Average the parameters after every step divisible by H.
 
     Args:

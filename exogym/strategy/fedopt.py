@@ -31,7 +31,6 @@ from exogym.core.fleet import Fleet
 from exogym.core.fleet.presence import rows_of, shared_row
 from exogym.errors import check_choice, check_number
 from exogym.strategy.averaging import FLAT, Averaging, averaging_of
-from exogym.strategy.capabilities import HasOuterModel
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy
 from exogym.strategy.federated_averaging import AveragingCommunicator, FederatedOptions
 from exogym.strategy.federated_rounds import RoundModule
@@ -42,7 +41,7 @@ from exogym.strategy.strategy import Run
 RATES = {"adam": 0.1, "yogi": 0.01, "adagrad": 0.1, "momentum": 1.0}  # Flower's
 
 
-class ServerStep(RoundModule, HasOuterModel):
+class ServerStep(RoundModule):
     """Take FedOpt's server step after the averaging. Arguments: see `FedOptStrategy`.
 
     State: theta and the moments m and v of the server's optimizer, one copy for all nodes.

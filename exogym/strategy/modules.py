@@ -1,8 +1,8 @@
 """Modules: the parts of a strategy, which act on the fleet and its communicator.
 
 A gradient module implements `transform`; a communication module implements `next_event` and `communicate`. Every other
-method has a default: `start` makes state, `rejoin` repairs a returning node's state, `finish` ends a run, and
-`traffic`, `couples_every` and `features` describe the module.
+method has a default: `start` makes state, `rejoin` repairs a returning node's state, `finish` ends a run, `consensus`
+gives the evaluation model, and `traffic`, `couples_every` and `features` describe the module.
 
 A gradient module rewrites the gradients of all rows before the inner optimizer. A communication module mixes the rows
 after the inner optimizer. Every tensor is (rows, ...).
@@ -22,7 +22,7 @@ from exogym.core.fleet import Fleet, Stateful
 from exogym.core.fleet.layout import Cut, Layout, cut_of
 from exogym.core.fleet.state import Tensors
 from exogym.errors import ArgumentError, StrategyError, check_count
-from exogym.strategy.capabilities import adopt
+from exogym.strategy.capabilities import check_declared
 from exogym.strategy.rounds import RoundLength, Rounds
 from exogym.strategy.strategy import Run
 from exogym.strategy.traffic import Traffic
@@ -46,20 +46,23 @@ class Module(Stateful, ABC):
         name: the name of the module's state in checkpoints. None means the class name.
         weighted_means: whether all averages of the module are the communicator's means (`op="mean"`), which weight
             nodes by their work. If False, balance="batch" and balance="steps" are refused.
-        only_means: whether each average of the module is only a piece of a mean (a shard, a factor), which no robust
-            rule can replace.
         inner_copies: number of copies of the inner optimizer's state that the module keeps for each row.
         right_in_mean: whether only the mean of the nodes' messages is right, not each message alone. Examples: sparse
-            entries, values rounded at random, or values that are only partly sent (error feedback). No robust rule can
-            replace such a mean: the median of sparse entries is zero, and the sent values would be lost.
+            entries, values rounded at random, values that are only partly sent (error feedback), or pieces of a mean
+            (shards, factors). No robust rule can replace such a mean: the median of sparse entries is zero, and the
+            sent values would be lost.
         needs_length: whether the module's equation reads `run.total_steps`. `exogym.attach` then asks for it.
     """
 
     acts_on = "elements"
     counters: tuple[str, ...] = ()
-    weighted_means = only_means = right_in_mean = needs_length = False
+    weighted_means = right_in_mean = needs_length = False
     inner_copies = 0
     name: str | None = None
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        check_declared(cls)
 
     def __init__(self) -> None:
         self.row_state: dict[str, Tensor] = {}
@@ -94,16 +97,6 @@ class Module(Stateful, ABC):
         The dict maps names in `exogym.core.combinations.FEATURES` to texts for messages.
         """
         return {}
-
-    @property
-    def says_what_it_acts_on(self) -> bool:
-        """Whether `acts_on` can be trusted.
-
-        It can be trusted if ExoGym defines the class, or if this object or your class sets `acts_on`.
-        """
-        foreign = [kind for kind in type(self).__mro__ if not kind.__module__.startswith("exogym.")]
-        said = "acts_on" in vars(self) or any("acts_on" in vars(kind) for kind in foreign)
-        return said or type(self) not in foreign
 
     def rejoin(self, fleet: Fleet, nodes: Sequence[int], step: int) -> None:
         """Repair this module's state for `nodes`, which were absent and have received parameters for step `step`."""
@@ -181,18 +174,14 @@ class GradientModule(Module):
 class CommunicationModule(Module):
     """Base class of modules that mix rows after the inner step: `next_event` gives the step, `communicate` mixes.
 
-    For rarer abilities a module also inherits a capability: `Corrects`, `SeesLosses`, `HasOuterModel`, `ChoosesClients`
-    or `Tunable` (`exogym.strategy.capabilities`).
+    For rarer abilities a module also inherits a capability: `Corrects`, `SeesLosses` or `ChoosesClients`
+    (`exogym.strategy.capabilities`).
 
     Attributes:
         fresh_inner_state: whether inner optimizers forget their state after this module has acted.
     """
 
     fresh_inner_state = False
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        adopt(cls)
 
     @abstractmethod
     def next_event(self, step: int) -> int:
@@ -213,6 +202,10 @@ class CommunicationModule(Module):
         """Synchronize the last steps at the end of training. `since` counts the steps since this module last acted."""
         if since:
             self.communicate(fleet, step)
+
+    def consensus(self, fleet: Fleet) -> list[Tensor] | None:
+        """Return the outer parameters, (P,) per block, or None if the evaluation model is the mean of the rows."""
+        return None
 
 
 class PeriodicModule(CommunicationModule):
@@ -281,15 +274,12 @@ def views(matrices: Sequence[Tensor], layouts: Sequence[Layout], row: int) -> li
     return [slot.of(x[row]) for x, layout in zip(matrices, layouts, strict=True) for slot in layout]
 
 
-def known_traffic(modules: Sequence[Module], N: int) -> tuple[list[Traffic], bool]:
-    """Return (traffic, True), the modules' traffic with a million parameters on N nodes.
-
-    If the formula of a module is unknown, return ([], False).
-    """
+def known_traffic(modules: Sequence[Module], N: int) -> list[Traffic]:
+    """Return the modules' traffic with a million parameters on N nodes; [] if a module's formula is unknown."""
     try:
-        return [t for module in modules for t in module.traffic(1e6, N, 4)], True
+        return [t for module in modules for t in module.traffic(1e6, N, 4)]
     except ArgumentError:
-        return [], False
+        return []
 
 
 def example_weights(run: Run, weighting: str) -> Tensor | None:

@@ -25,7 +25,6 @@ from exogym.core.fleet import Fleet
 from exogym.core.fleet.layout import Cut, cut_of
 from exogym.core.fleet.presence import all_present, rows_of, shared_row
 from exogym.core.fleet.state import Tensors, below
-from exogym.strategy.capabilities import HasOuterModel
 from exogym.strategy.communicate_optimize import PeriodicModule
 from exogym.strategy.fragments import Fragment, Piece, whole
 from exogym.strategy.outer import OuterOptimizer, OuterRule, Received
@@ -219,7 +218,7 @@ class OuterParameters:
         return self.optimizer.cut(rest, shape, slots) if kind == "outer" else None
 
 
-class OuterModule(PeriodicModule, HasOuterModel):
+class OuterModule(PeriodicModule):
     """Base class of modules that synchronize outer parameters of the whole model at the end of rounds.
 
     Subclasses set `outer` in `start`.

@@ -57,7 +57,7 @@ class LowRankMean(GradientModule):
     """
 
     acts_on = "tensors"
-    weighted_means = only_means = right_in_mean = True
+    weighted_means = right_in_mean = True
 
     def __init__(self, rank: int, start_step: int, min_rate: float):
         super().__init__()

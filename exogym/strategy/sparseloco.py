@@ -40,14 +40,13 @@ from exogym.core.compress.compressor import chunked_bytes
 from exogym.core.fleet import Fleet
 from exogym.core.fleet.presence import rows_of, shared_row, where_present
 from exogym.errors import check_choice, check_count, check_number
-from exogym.strategy.capabilities import HasOuterModel
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, PeriodicModule
 from exogym.strategy.rounds import RoundLength
 from exogym.strategy.strategy import InnerOptions, Run
 from exogym.strategy.traffic import Traffic, shapes_of
 
 
-class SparseOuterStep(PeriodicModule, HasOuterModel):
+class SparseOuterStep(PeriodicModule):
     """Take SparseLoCo's outer step at the end of each round of H steps. Arguments: see `SparseLoCoStrategy`.
 
     State: the outer parameters theta, one copy for all nodes; each node's error and the theta that it last received,

@@ -33,7 +33,6 @@ from exogym.core.compress import dequantize, noise_of, quantize
 from exogym.core.fleet import Block, Fleet
 from exogym.core.fleet.presence import rows_of, shared_row, where_present
 from exogym.errors import check_choice, check_count, check_number, checked
-from exogym.strategy.capabilities import Tunable
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, PeriodicModule
 from exogym.strategy.diloco import DiLoCoCommunicator
 from exogym.strategy.options import split
@@ -67,7 +66,7 @@ def random_indices(total: int, p: float, g: torch.Generator) -> Tensor:
     return indices[indices < total]
 
 
-class SparseCommunicator(PeriodicModule, Tunable):
+class SparseCommunicator(PeriodicModule):
     """Average a share p of the parameters after every `interval`-th step.
 
     Args:
@@ -130,14 +129,12 @@ class SparseCommunicator(PeriodicModule, Tunable):
     def couples_every(self, N: int) -> float:
         return self.interval_steps / self.p if self.p and N > 1 else math.inf
 
-    def tune(self, name: str, value: float) -> bool:
-        if name != "p_sparta":
-            return False
+    def take_share(self, p: float) -> None:
+        """Average the share `p` of the parameters from now on, as a budget of bytes chooses during a run."""
         if self.method != "random":
             method = f"compression_method={self.method!r}"
             refuse({"tuner of p_sparta": "a ByteBudget", 'compression_method="indices" or "topk"': method})
-        self.p, self.counters = value, ("p",)
-        return True
+        self.p, self.counters = p, ("p",)
 
     def start(self, fleet: Fleet, run: Run) -> None:
         super().start(fleet, run)

@@ -24,6 +24,7 @@ from exogym.core.refusals import UNTRIED
 from exogym.errors import ArgumentError, StrategyError, as_call, bind, without_aliases
 from exogym.faults import Availability, Faults
 from exogym.strategy import communicate
+from exogym.strategy.capabilities import ChoosesClients, Clients
 from exogym.strategy.kernels import bare_step
 from exogym.strategy.names import ByName, Home, homes
 from exogym.strategy.optim import OptimSpec
@@ -254,19 +255,10 @@ class Strategy:
             "traffic"
         )
 
-    def seats(self, num_nodes: int) -> int | None:
-        """Return the largest number of nodes that act in a round, or None if every node always needs its own row."""
-        return None
-
     @property
-    def asks_clients(self) -> bool:
-        """Whether a server asks some clients to take part in a round. Clients may then be unavailable."""
-        return False
-
-    @property
-    def asks_all_lengths(self) -> bool:
-        """Whether the strategy must know each node's number of examples before any node acts."""
-        return False
+    def clients(self) -> ChoosesClients:
+        """The choice of the nodes that act in a round."""
+        return Clients()
 
     def round_lengths(self, total_steps: int) -> dict[str, list[int]]:
         """Return the steps of each round, by module name, for all modules whose H is a function of the round."""
@@ -286,7 +278,7 @@ class Strategy:
         found |= {"no modules": f"{name}, which has no modules"} if self.driven_by != "rounds" else {}
         if self.driven_by == "programs" and self.stacked:
             found["stacked"] = f"{name}, which is stacked"
-        if not self.asks_clients:
+        if not self.clients.asks_clients:
             found["a server that asks nobody"] = f"{name}, which as it is asks nobody"
         if self.needs_gradients:
             found["gradients at every step"] = f"{name}, whose nodes meet at every step"

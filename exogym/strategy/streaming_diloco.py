@@ -38,7 +38,6 @@ from exogym.core.fleet import Fleet
 from exogym.core.fleet.layout import Cut
 from exogym.core.fleet.state import Tensors, below
 from exogym.errors import ArgumentError, check_choice, check_count, check_number, checked
-from exogym.strategy.capabilities import HasOuterModel
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, CommunicationModule
 from exogym.strategy.fragments import Piece, fragments
 from exogym.strategy.options import split
@@ -51,7 +50,7 @@ from exogym.strategy.traffic import Traffic
 QUANTIZERS = {4: E3M0, 8: lambda: Absmax(8)}
 
 
-class StreamingCommunicator(CommunicationModule, HasOuterModel):
+class StreamingCommunicator(CommunicationModule):
     """Take the outer steps of Streaming DiLoCo. `StreamingDiLoCoStrategy` describes the arguments."""
 
     weighted_means = True

@@ -22,7 +22,7 @@ from exogym import LocalTrainer
 from exogym.callbacks import Every
 from exogym.core.fleet.presence import rows_of
 from exogym.faults import Faults
-from exogym.strategy import DittoStrategy, FedAvgStrategy, FedOptStrategy, Strategy, composition
+from exogym.strategy import DittoStrategy, FedAvgStrategy, FedOptStrategy, Strategy, communicate_optimize
 from exogym.strategy.registry import parse_strategy
 from exogym.testing import small_problem
 
@@ -95,7 +95,7 @@ def test_what_a_node_receives_when_it_returns_does_not_depend_on_its_old_paramet
 
 
 def test_old_parameters_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(composition, "take_rows", lambda *given: None)
+    monkeypatch.setattr(communicate_optimize, "take_rows", lambda *given: None)
     undisturbed, disturbed = (returned(ABSENT["ditto"](), 7, shift) for shift in (0.0, 100.0))
     assert not all(map(torch.equal, undisturbed, disturbed))
 

@@ -15,7 +15,7 @@ from strategies import OURS, PAGE, identities_of_the_page, table_of_the_page
 
 import exogym
 from exogym.errors import StrategyError
-from exogym.strategy import DiLoCoStrategy, Strategy
+from exogym.strategy import DiLoCoStrategy, PeriodicModule, Strategy
 from exogym.strategy.registry import STRATEGIES, table, table_of_identities
 
 HERE, PACKAGE = TESTS, Path(exogym.__path__[0])
@@ -239,3 +239,18 @@ def test_nobody_outside_asks_a_strategy_for_its_class():
 )  # fmt: skip
 def test_a_question_of_class_is_seen(source):
     assert questions_of_class(source, families()) and not questions_of_class("isinstance(s, Strategy)", families())
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("correct", "let the class also inherit exogym.strategy.capabilities.Corrects"), ("local_steps", "ChoosesClients"),
+     ("tune", "which is retired: a ByteBudget sets H"), ("only_means", "set right_in_mean = True")],
+)  # fmt: skip
+def test_a_capability_is_declared_by_name(name, said):
+    with pytest.raises(StrategyError, match=f"Mine has {name}, .*{said}"):
+        type("Mine", (PeriodicModule,), {name: lambda self: None})
+
+
+def test_a_retired_capability_says_what_to_do():
+    with pytest.raises(ImportError, match="every communication module may define consensus"):
+        exec("from exogym.strategy.capabilities import HasOuterModel")

@@ -62,6 +62,9 @@ RETIRED: dict[str, str] = {
     **dict.fromkeys(("Pods.kind", "kubernetes.kind"), "an indexed Job needs no operator"),
     **dict.fromkeys(("whisper_task.general", "whisper_task.replay"), "add running speech to the clips in data="),
     "distributed-train.network": "exogym doctor --measure and exogym advise --network predict the time of a step",
+    "capabilities.HasOuterModel": "every communication module may define consensus(fleet)",
+    **dict.fromkeys(("capabilities.Tunable", "module.tune"), "a ByteBudget sets H, or SPARTA's share"),
+    "module.only_means": "set right_in_mean = True",
     **dict.fromkeys(("exogym.reproduce", "exogym.benchmark"), "a clone of the project has python -m research"),
 }
 

@@ -28,7 +28,7 @@ from exogym.core.training.subject import Subject
 from exogym.core.training.workplace import workplace
 from exogym.data.stream import Stream, is_factory
 from exogym.errors import ModelError
-from exogym.strategy.composition import NEVER
+from exogym.strategy.communicate_optimize import NEVER
 from exogym.strategy.outer import few_rounds
 from exogym.strategy.strategy import Run
 

@@ -226,7 +226,7 @@ class FitOptions(RunOptions):
             found["no num_epochs or max_steps"] = "no max_steps"
         if self.network is not None and self.step_seconds is None:
             found["network without step_seconds"] = "network= and no step_seconds"
-        if self.step_seconds is not None and not self.strategy.asks_clients:
+        if self.step_seconds is not None and not self.strategy.clients.asks_clients:
             found["step_seconds"] = f"step_seconds={self.step_seconds!r}"
         if self.nodes is not None:
             found |= self.nodes.features()

@@ -97,7 +97,7 @@ def rows_of_run(options: FitOptions, processes: int, engine: Engine | None = Non
     nodes = options.num_nodes
     split = options.nodes is not None and world_size() > 1  # its devices are processes
     keeps = split or (engine is not None and engine.keeps_rows) or options.may_be_away or (options.weighing is not None)
-    most = None if keeps or options.on_nonfinite == "skip" else options.strategy.seats(nodes)
+    most = None if keeps or options.on_nonfinite == "skip" else options.strategy.clients.seats(nodes)
     if most is None or processes >= nodes:
         return nodes
     from exogym.core.fleet.seats import rows_for

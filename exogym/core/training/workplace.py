@@ -94,7 +94,7 @@ def _asks_all(options: FitOptions, wire: Wire) -> bool:
         check({"factory of sampled clients": sampled} | unsaid)
     if options.num_epochs is not None:
         say(wire, f"num_epochs={options.num_epochs}: making the data sets of all {options.num_nodes:,} nodes once")
-    return options.num_epochs is not None or options.strategy.asks_all_lengths
+    return options.num_epochs is not None or options.strategy.clients.asks_all_lengths
 
 
 def _alone(options: FitOptions, stream: Stream) -> Callable[[], None] | None:

@@ -184,12 +184,12 @@ def test_the_clock_knows_all_clients() -> None:
 
 def test_who_keeps_all_rows() -> None:
     """Where others than the clients of a round need their rows, all have one."""
-    assert FedAvgStrategy(H=4, client_fraction=0.1).seats(1000) == 100
-    assert FedAvgStrategy(H=4).seats(1000) is None
-    assert FedAvgStrategy(H=4, client_fraction=0.1, island_size=2).seats(1000) is None
-    assert SPARTADiLoCoStrategy().seats(1000) is None
+    assert FedAvgStrategy(H=4, client_fraction=0.1).clients.seats(1000) == 100
+    assert FedAvgStrategy(H=4).clients.seats(1000) is None
+    assert FedAvgStrategy(H=4, client_fraction=0.1, island_size=2).clients.seats(1000) is None
+    assert SPARTADiLoCoStrategy().clients.seats(1000) is None
     private = made(FedAvgStrategy, H=4, client_fraction=0.1, weighting="uniform", privacy=DifferentialPrivacy(1.0, 1.0))
-    assert 150 < (private.seats(1000) or 0) < 300
+    assert 150 < (private.clients.seats(1000) or 0) < 300
 
 
 def test_an_epoch_of_unknown_data() -> None:
