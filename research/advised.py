@@ -200,7 +200,7 @@ def train(job: dict[str, Any], mark: Callable[[Any], Any], **options: Any) -> Lo
         given["callbacks"] = [Every(FREE_STEPS, mark, may_end=False)]
     del given["processes"]
     SPANS.clear()
-    trainer = LocalTrainer(model, session.train, session.val, loss_fn=session.loss_fn)
+    trainer = LocalTrainer(model, session.task.train, session.val, loss_fn=session.loss_fn)
     trainer.fit(entry.strategy, seed=seed, **given)
     rows = [row for row in trainer.history.rows(None) if row["val_loss"] is not None] if dist.get_rank() == 0 else []
     FOUND.clear()

@@ -12,11 +12,12 @@ from typing import Any
 
 from exogym.data.partition import label_skew
 from exogym.errors import ArgumentError, DataError, check_count
+from exogym.study.cells import Cell as SeededCell
+from exogym.study.cells import Outcome, processes_that_pay, train
 from exogym.study.compare.folder import ALL_ARGUMENTS
 from exogym.study.compare.run import heading_of
 from exogym.study.sweep.axes import Axes
 from exogym.study.sweep.search import check_optuna
-from exogym.study.sweep.workers import Job, processes_that_pay, train_all
 from exogym.study.tasks import Data, size_of
 from research.atlas.halves import HALVES, halved
 from research.atlas.table import FRESH, RATES, SEEDS, SEEDS_OF, TRIAL_SEEDS, Row, Table, run_of
@@ -280,34 +281,30 @@ class Atlas:
         ]
 
     def _train(self, batch: Sequence[tuple[Study, str, Options, Cell]], runs_left: int, left_s: float) -> None:
-        jobs: list[Job] = []
-        owners: dict[tuple[int, int], tuple[Study, Options]] = {}
+        owners: dict[SeededCell, tuple[Study, Options]] = {}
         for study, half, options, cell in {(half, cell.key): (s, half, o, cell) for s, half, o, cell in batch}.values():
             work = self.work[half]
             session, missing = work.session(cell), self._missing(half, cell)
             if missing:
                 work.prepare(cell)
             (label,) = session.entries
-            for seed in missing:
-                jobs.append((session, label, seed))
-                owners[id(session), seed] = study, options
+            owners |= {session.cell(label, seed): (study, options) for seed in missing}
         mark = time.perf_counter()
 
-        def ended(job: Job) -> None:
+        def ended(run: SeededCell, outcome: Outcome) -> None:
             nonlocal runs_left, left_s, mark
-            study, options = owners[id(job[0]), job[2]]
+            study, options = owners[run]
             now, foreseen_s = time.perf_counter(), self._run_s(study)
             self._wall_s += now - mark
             self._foreseen_s += foreseen_s
             runs_left, mark = runs_left - 1, now
             left_s = max(left_s - foreseen_s, 0.0) if runs_left else 0.0  # not a rounding error
             if self.watch is not None:
-                self.watch(Ended(study, options, job[2], runs_left, left_s * self._late))
+                self.watch(Ended(study, options, run.seed, runs_left, left_s * self._late))
             if self.until is not None and time.monotonic() > self.until:
                 raise TimeIsUp
 
-        if jobs:
-            train_all(jobs, self.processes, ended)
+        train(owners, self.processes, ended=ended)
 
     @property
     def _late(self) -> float:
@@ -370,7 +367,7 @@ class Atlas:
             "task": cell.task, "nodes": setting.nodes, "steps": setting.steps, "batch_size": setting.batch_size,
             "trials": self.trials, "tested": len(held_out), "parameters": int(size),
             "step_s": step_s, "shapes": [list(shape) for shape in size.shapes or ()], "heading": heading_of(session),
-            "skew": None if session.split is None else label_skew(session.split, session.train, setting.nodes),
+            "skew": None if session.split is None else label_skew(session.split, session.task.train, setting.nodes),
         }  # fmt: skip
 
 

@@ -11,8 +11,7 @@ from typing import Any
 
 from exogym.callbacks import Every
 from exogym.errors import TrainingError
-from exogym.study.compare.entries import Entry
-from exogym.study.compare.session import Session
+from exogym.study.cells import Cell
 from exogym.trainer import LocalTrainer
 from research.benchmark.parts import Part
 from research.reproduce import Reproduction
@@ -36,26 +35,23 @@ def rates_of(part: Part, work: Reproduction) -> dict[str, list[float]]:
     rates: dict[str, list[float]] = {label: [] for label in part.cells}
     for _ in work.seeds:
         for label in [*rates]:
-            session = work.session(part.cells[label])
-            (entry,) = session.entries.values()
             try:
-                rates[label].append(_rate(session, entry))
+                rates[label].append(_rate(work.session(part.cells[label]).cells()[0]))
             except TrainingError:
                 del rates[label]
     return rates
 
 
-def _rate(session: Session, entry: Entry) -> float:
+def _rate(cell: Cell) -> float:
     """Return a method's examples per second, from the second round on."""
-    setting, nodes = session.setting, 1 if entry.alone else session.setting.nodes
     marks: list[tuple[int, float]] = []
 
     def enough(loop: Any) -> bool:
         marks.append((loop.step, time.perf_counter()))
         return len(marks) > 1 and marks[-1][1] - marks[0][1] > LEAST_S
 
-    trainer = LocalTrainer(session.task.make_model(), session.train, loss_fn=session.loss_fn)
-    options = session.fit_options(entry) | {"max_steps": 1000 * ROUND, "val_interval": None}
-    trainer.fit(entry.strategy, callbacks=[Every(ROUND, enough)], **options)
+    trainer = LocalTrainer(cell.task.make_model(), cell.task.train, loss_fn=cell.loss_fn)
+    options = cell.options | {"max_steps": 1000 * ROUND, "val_interval": None, "callbacks": [Every(ROUND, enough)]}
+    trainer.fit(cell.strategy, **options)
     (first, start), (last, end) = marks[0], marks[-1]
-    return (last - first) * nodes * setting.batch_size / (end - start)
+    return (last - first) * cell.options["num_nodes"] * cell.options["batch_size"] / (end - start)

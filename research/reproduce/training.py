@@ -25,14 +25,14 @@ import numpy as np
 
 from exogym.data.partition import Partitioner
 from exogym.errors import ArgumentError, DataError, check_number
+from exogym.study.cells import Outcome, Standing
 from exogym.study.compare.asked import ComparisonOptions
 from exogym.study.compare.comparison import plain_name
 from exogym.study.compare.entries import setting_of
-from exogym.study.compare.folder import ALL_ARGUMENTS, OUTCOME, RUN, Folder, Outcome, saved_in, unlike_in
+from exogym.study.compare.folder import ALL_ARGUMENTS, OUTCOME, RUN, Folder, saved_in, unlike_in
 from exogym.study.compare.forecast import measured_step_s
-from exogym.study.compare.pace import Pace
 from exogym.study.compare.run import asked_of, session_of
-from exogym.study.compare.session import Session, Standing
+from exogym.study.compare.session import Session
 from exogym.study.tasks import Data, Task
 from research.reproduce.claim import SEEDS, Cell, Claim, Run, WithCells
 from research.reproduce.problems import problem
@@ -95,7 +95,7 @@ class Reproduction:
         self._cells: list[Cell] = []
         self._before = ("", -1, 0, 0.0)  # the last evaluation's cell, seed, step and time
         self._left: dict[str, int] = {}  # key of a cell to its unfinished runs when last checked
-        self._pace = Pace()  # measured seconds per estimated second, by task and cell
+        self._took: dict[str, tuple[float, float]] = {}  # seconds of training, as measured and as estimated, by task
 
     # ---------------------------------------------------------------- what remains
 
@@ -131,8 +131,9 @@ class Reproduction:
         return self._left[cell.key]
 
     def _late(self, cell: Cell) -> float:
-        """Return a cell's measured seconds over the estimate, or the mean of this ratio over its task's cells."""
-        return self._pace.seconds(cell.task, cell.key, 1.0) if self._pace.spent(cell.task) > LEAST_SPENT_S else 1.0
+        """Return the measured seconds over the estimate, for the cells of this cell's task."""
+        took_s, foreseen_s = self._took.get(cell.task, (0.0, 0.0))
+        return took_s / foreseen_s if took_s > LEAST_SPENT_S else 1.0
 
     def run_seconds(self, cell: Cell) -> float:
         """Return the estimated seconds of a cell's run in one process."""
@@ -161,10 +162,9 @@ class Reproduction:
         )
         session = session_of(ComparisonOptions(
             task, {cell.says: strategy}, **asked, partitioner=cell.partition or split, processes=self.processes,
-            device=self.device, watch=None, **timing,
+            device=self.device, **timing,
         ))  # fmt: skip
         session.callbacks = (evaluate_replicas,) if cell.replicas else ()
-        session.watch = lambda at: self._tell(cell, at)
         decided = json.loads(json.dumps(asked_of(session) | {"replicas": cell.replicas}))
         decided["setting"].pop("seeds")
         given = {key: value for key, value in decided.items() if key != ALL_ARGUMENTS}  # a new option changes no name
@@ -213,7 +213,7 @@ class Reproduction:
         if self.missing(cell):
             self.prepare(cell)
         session.outcomes.clear()
-        session.train_all()
+        session.train_all(lambda at: self._tell(cell, at))
         self.missing(cell)
         return [_run(seed, outcome) for (_, seed), outcome in session.outcomes.items()]
 
@@ -232,8 +232,9 @@ class Reproduction:
         *run, step, then = self._before
         foreseen_s = self.run_seconds(cell)
         if run == [cell.key, seed] and at.step > step:
+            took_s, known_s = self._took.get(cell.task, (0.0, 0.0))
             share = (at.step - step) / at.steps
-            self._pace.add(cell.task, cell.key, share * foreseen_s, now - then)
+            self._took[cell.task] = took_s + now - then, known_s + share * foreseen_s
         self._before = cell.key, seed, at.step, now
         if self.watch is not None:
             cells = self._cells or [cell]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from paths import ROOT
 
-# Modules of the package that docs/api does not list. The set may only shrink; a runner of cells will take most of it.
+# Modules of the package that docs/api does not list. The set may only shrink.
 BORROWED = {
     "exogym.cli.values",
     *("exogym.core.base", "exogym.core.base.draws", "exogym.core.base.files", "exogym.core.base.lazy"),
@@ -17,13 +17,14 @@ BORROWED = {
     *("exogym.study.advise.beliefs", "exogym.study.advise.plans"),
     *("exogym.study.compare.asked", "exogym.study.compare.colors", "exogym.study.compare.comparison"),
     *("exogym.study.compare.entries", "exogym.study.compare.folder", "exogym.study.compare.forecast"),
-    *("exogym.study.compare.pace", "exogym.study.compare.plots", "exogym.study.compare.run"),
+    *("exogym.study.compare.plots", "exogym.study.compare.run"),
     *("exogym.study.compare.session", "exogym.study.compare.summary"),
-    *("exogym.study.sweep.axes", "exogym.study.sweep.search", "exogym.study.sweep.workers"),
+    *("exogym.study.sweep.axes", "exogym.study.sweep.search"),
 }
 PUBLIC = {
     *("exogym", "exogym.advise", "exogym.callbacks", "exogym.data", "exogym.errors", "exogym.models", "exogym.network"),
-    *("exogym.strategy", "exogym.tasks", "exogym.trainer", "exogym.study.advise", "exogym.study.tasks"),
+    *("exogym.strategy", "exogym.tasks", "exogym.trainer"),
+    *("exogym.study.advise", "exogym.study.cells", "exogym.study.tasks"),
 }
 ALONE = {"advised.py", "claims_by_hand.py"}  # programs that measure the inside
 

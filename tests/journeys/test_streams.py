@@ -13,6 +13,7 @@ import tempfile
 import time
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pytest
 from processes import PATIENCE_S, python, start
@@ -26,7 +27,8 @@ from exogym.errors import ArgumentError, ExoGymError, WorkerError
 from exogym.machines.launch.__main__ import main as launch
 from exogym.machines.remote.hosts import HostsConfig
 from exogym.network import Network
-from exogym.study.sweep.workers import train_all
+from exogym.study.cells import Cell, train
+from exogym.study.tasks import load_task
 
 TRAIN = """
 import os, sys, torch
@@ -239,17 +241,12 @@ def test_ctrl_c_with_a_tab_open(tmp_path: Path) -> None:
 
 
 def test_runs_of_a_sweep_that_are_asked_to_stop_show_no_traceback(capfd: pytest.CaptureFixture[str]) -> None:
-    class Stopped:
-        watch = None
-
-        def settle(self, label: str, seed: int) -> None:
+    class Stopped(Cell):
+        def settle(self, *callbacks: Any) -> Any:
             sys.exit(128 + signal.SIGTERM)
 
-        def beat(self) -> None:
-            pass
-
-    with pytest.raises(WorkerError, match=r"2 of 2 runs ended without a result: ., seed 0 \(stopped by SIGTERM\); "):
-        train_all([(Stopped(), "a", 0), (Stopped(), "b", 0)], 2, print)  # type: ignore[list-item]
+    with pytest.raises(WorkerError, match=r"2 of 2 runs ended without a result: ddp, seed 0 \(stopped by SIGTERM\); "):
+        train([Stopped(load_task("digits"), "ddp", seed) for seed in range(2)], 2)
     assert capfd.readouterr().err == ""
 
 

@@ -37,7 +37,7 @@ FLOORS: list[set[str]] = [
     {"contrib", "core.compute", "core.record", "core.saving", "core.training", "logger", "callbacks"},
     {"trainer", "testing", "attached"},
     {
-        *("study.tasks", "study.compare", "study.advise", "study.runs", "study.notes"),
+        *("study.tasks", "study.cells", "study.compare", "study.advise", "study.runs", "study.notes"),
         *("study.sweep", "machines.distributed", "machines.distributed_trainer", "machines.launch"),
         *("machines.remote", "ui"),
         "integrations",

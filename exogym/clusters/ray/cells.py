@@ -1,98 +1,87 @@
-"""Train a sweep's runs on a Ray cluster. Each run is a Ray task. At its end, its files are copied to this machine.
+"""Train the cells of a list on a Ray cluster. Each is a Ray task. At its end, its files are copied to this machine.
 
-If a run's machine is lost, Ray starts the run again on another machine. Unfinished runs are not saved. So a resumed
+If a cell's machine is lost, Ray starts the cell again on another machine. Unfinished runs are not saved. So a resumed
 sweep starts its unfinished runs from the beginning.
 """
 
 from __future__ import annotations
 
-import copy
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from exogym.clusters.ray.cluster import check_machines, connect, machines
 from exogym.core.base.locks import BEAT_S
 from exogym.errors import ArgumentError
 from exogym.files import beside, temporary_folder
+from exogym.study.cells import Cell
 from exogym.study.compare.folder import OUTCOME
-from exogym.study.sweep.workers import Job, check_none_lost
 
 Files = dict[str, bytes]  # contents by path in a folder
-TRIES = 3  # attempts for a run whose machine is lost
+TRIES = 3  # attempts for a cell whose machine is lost
 
 
-def train_all(jobs: Sequence[Job], processes: int | None, ended: Callable[[Job], None]) -> None:
-    """Train all runs, at most `processes` at the same time.
-
-    If `processes` is None, as many runs train at the same time as the cluster has room for.
+class ClusterPool:
+    """A Ray cluster as a `exogym.study.cells.Pool`. Ray itself waits until a processor is free.
 
     Raises:
-        ArgumentError: no cluster was found, its machines have other versions, or the sweep's problem cannot be sent.
-        WorkerError: a run ended without a result; raised after all other runs have ended.
-        KeyboardInterrupt: the user pressed Ctrl-C; raised after the active runs were ended.
+        ArgumentError: no cluster was found, its machines have other versions, or a cell cannot be sent.
     """
-    connect(None, None)
-    import ray
 
-    check_machines(machines())
-    task = ray.remote(num_cpus=1, num_gpus=_gpus(jobs), max_retries=TRIES)(_settled)
-    waiting, running, lost = list(jobs), dict[Any, Job](), list[str]()
-    try:
-        while waiting or running:
-            while waiting and (processes is None or len(running) < processes):
-                job = waiting.pop(0)
-                running[task.remote(ray.put(_packed(job)), job[1], job[2])] = job
-            found, _ = ray.wait(list(running), num_returns=1, timeout=BEAT_S)
-            jobs[0][0].beat()
-            if not found:
-                continue
-            (done,) = found
-            job = running.pop(done)
+    def __init__(self, cells: Sequence[Cell]) -> None:
+        connect(None, None)
+        import ray
+
+        check_machines(machines())
+        gpus = int(any(cell.place.type == "cuda" for cell in cells))
+        self.ray, self.folders = ray, dict[Any, Path]()
+        self.task = ray.remote(num_cpus=1, num_gpus=gpus, max_retries=TRIES)(_settled)
+
+    def has_room(self) -> bool:
+        return True
+
+    def start(self, cell: Cell) -> Any:
+        import ray.cloudpickle
+
+        assert cell.folder is not None
+        try:
+            packed = ray.cloudpickle.dumps(cell)
+        except Exception as error:
+            raise ArgumentError(
+                f"engine='ray' sends the sweep's problem to other machines, but the problem cannot be pickled: {error}"
+            ) from error
+        run = self.task.remote(ray.put(packed))
+        self.folders[run] = cell.folder
+        return run
+
+    def ended(self, running: Sequence[Any]) -> Iterator[tuple[Any, str]]:
+        for run in self.ray.wait(list(running), num_returns=1, timeout=BEAT_S)[0]:
             try:
-                _write(job, ray.get(done))
-            except ray.exceptions.RayError as error:
-                lost.append(f"{job[1]}, seed {job[2]} ({' '.join(str(error).split())[-300:]})")
-            else:
-                ended(job)
-    finally:
-        for call in running:
-            ray.cancel(call, force=True)
-    check_none_lost(jobs, lost)
+                _write(self.folders[run], self.ray.get(run))
+                yield run, ""
+            except self.ray.exceptions.RayError as error:
+                yield run, " ".join(str(error).split())[-300:]
+
+    def stop(self, running: Sequence[Any]) -> None:
+        for run in running:
+            self.ray.cancel(run, force=True)
 
 
-def _gpus(jobs: Sequence[Job]) -> int:
-    return int(any(session.place.type == "cuda" for session, _, _ in jobs))
-
-
-def _packed(job: Job) -> bytes:
+def _settled(packed: bytes) -> Files:
+    """Train one cell on the machine that calls this. Return its files."""
     import ray.cloudpickle
 
-    session = copy.copy(job[0])
-    session.watch, session.outcomes = None, {}
-    try:
-        return ray.cloudpickle.dumps(session)
-    except Exception as error:
-        raise ArgumentError(
-            f"engine='ray' sends the sweep's problem to other machines, but the problem cannot be pickled: {error}"
-        ) from error
-
-
-def _settled(packed: bytes, label: str, seed: int) -> Files:
-    """Train one run on the machine that calls this. Return its files."""
-    import ray.cloudpickle
-
-    session = ray.cloudpickle.loads(packed)
+    cell = ray.cloudpickle.loads(packed)
     with temporary_folder("exogym-sweep-") as top:
-        session.folder.path = top
-        session.settle(label, seed)
-        return {str(path.relative_to(top)): path.read_bytes() for path in sorted(top.rglob("*")) if path.is_file()}
+        there = top / "cell"
+        replace(cell, folder=there).settle()
+        return {str(path.relative_to(there)): path.read_bytes() for path in sorted(there.rglob("*")) if path.is_file()}
 
 
-def _write(job: Job, files: Files) -> None:
-    """Write a run's files into the sweep's folder. The file that marks the run as complete comes last."""
-    session = job[0]
-    assert session.folder is not None
+def _write(folder: Path, files: Files) -> None:
+    """Write a cell's files into its folder. The file that marks it as complete comes last."""
     for name in sorted(files, key=lambda name: os.path.basename(name) == OUTCOME):
-        with beside(session.folder.path / name) as made:
+        with beside(folder / name) as made:
             made.write_bytes(files[name])

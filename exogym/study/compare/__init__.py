@@ -32,11 +32,11 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from exogym.study.cells import Standing
     from exogym.study.compare.asked import DEFAULT_STRATEGIES
     from exogym.study.compare.comparison import ComparisonInterrupted
     from exogym.study.compare.entries import split_strategies
     from exogym.study.compare.forecast import measured_evaluation_s, measured_step_s
     from exogym.study.compare.run import compare
-    from exogym.study.compare.session import Standing
 else:
     __getattr__, __dir__ = lazily(__name__)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from exogym.data import Partitioner
     from exogym.network import Network
     from exogym.strategy import Strategy
-    from exogym.study.compare.session import Standing
+    from exogym.study.cells import Standing
     from exogym.study.tasks import Task
 
 DEFAULT_STRATEGIES = (SINGLE, "ddp", "diloco", "sparta", "fedavg", "demo")  # the default of `compare`

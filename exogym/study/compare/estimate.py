@@ -10,16 +10,15 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
-from exogym import LocalTrainer
 from exogym.callbacks import Callback
 from exogym.core.base.devices import free_memory_bytes
 from exogym.core.record.metrics import usage
 from exogym.network import readable_seconds
 from exogym.options import takes
 from exogym.progress import readable_bytes
+from exogym.study.cells import Cell
 from exogym.study.compare.asked import ComparisonOptions
 from exogym.study.compare.run import session_of
-from exogym.study.compare.session import Session
 
 TRIAL_S = 0.5  # seconds of a trial's two parts, about; each part has at least one step
 FIRST_STEPS = 2  # of the run that tells how many steps a part has
@@ -89,37 +88,33 @@ def estimate(asked: ComparisonOptions) -> Estimate:
     >>> found.runs, [trial.label for trial in found.trials], 0 < found.train_s < 60
     (4, ['single', 'ddp'], True)
     """
-    session = session_of(replace(asked, out=None, watch=None))
-    return estimated([(session, label) for label in session.entries], len(session.entries))
+    session = session_of(replace(asked, out=None))
+    seeds = session.setting.seeds
+    return estimated([session.cell(label, seeds[0]) for label in session.entries], len(session.entries) * len(seeds))
 
 
-def estimated(sessions: Sequence[tuple[Session, str]], count: int, at_once: int = 1) -> Estimate:
-    """Return the estimate of `count` strategies or cells, from trials of some of them.
+def estimated(cells: Sequence[Cell], runs: int, at_once: int = 1) -> Estimate:
+    """Return the estimate of `runs` runs, from trials of some of them.
 
     Args:
-        sessions: pairs (session, label), one for each strategy or cell to try.
+        cells: the cells to try.
         at_once: runs that train at the same time, each in its own process.
     """
-    begun = time.perf_counter()
-    trials = tuple(_tried(session, label) for session, label in sessions)
-    session, _ = sessions[0]
-    seeds = len(session.setting.seeds)
-    train_s = fmean(trial.run_s for trial in trials) * count * seeds / at_once
-    memory = usage(session.place, 0.0, 0.0)["memory_bytes"] * at_once
-    return Estimate(
-        trials, count * seeds, at_once, train_s, memory, float(free_memory_bytes(session.place)),
-        time.perf_counter() - begun,
-    )  # fmt: skip
+    begun, place = time.perf_counter(), cells[0].place
+    trials = tuple(map(_tried, cells))
+    train_s = fmean(trial.run_s for trial in trials) * runs / at_once
+    memory = usage(place, 0.0, 0.0)["memory_bytes"] * at_once
+    free = float(free_memory_bytes(place))
+    return Estimate(trials, runs, at_once, train_s, memory, free, time.perf_counter() - begun)
 
 
-def _tried(session: Session, label: str) -> Trial:
-    """Train one strategy for a short time, and return what its runs would take."""
-    steps, interval = session.setting.steps, session.val_interval
-    few = _parts(session, label, 1, min(FIRST_STEPS, steps))
-    length = min(max(1, math.floor(TRIAL_S / max(few.step_s, 1e-6) / 2)), max(1, steps // 2))
-    found = _parts(session, label, length, steps)
-    run_s = found.start_s + steps * found.step_s + math.ceil(steps / interval) * found.evaluation_s
-    return replace(found, run_s=run_s)
+def _tried(cell: Cell) -> Trial:
+    """Train a cell for a short time, and return what the whole run would take."""
+    few = _parts(cell, 1, min(FIRST_STEPS, cell.steps))
+    length = min(max(1, math.floor(TRIAL_S / max(few.step_s, 1e-6) / 2)), max(1, cell.steps // 2))
+    found = _parts(cell, length, cell.steps)
+    evaluations = math.ceil(cell.steps / cell.options["val_interval"])
+    return replace(found, run_s=found.start_s + cell.steps * found.step_s + evaluations * found.evaluation_s)
 
 
 class _Marks(Callback):
@@ -139,20 +134,18 @@ class _Marks(Callback):
         return len(self.found) > 2
 
 
-def _parts(session: Session, label: str, length: int, steps: int) -> Trial:
+def _parts(cell: Cell, length: int, steps: int) -> Trial:
     """Train two parts of `length` steps, each with an evaluation after it, and measure the second part."""
-    entry, seed = session.entries[label], session.setting.seeds[0]
-    trainer = LocalTrainer(
-        session.task.make_model(seed), session.train, session.val, loss_fn=session.loss_fn, metrics=session.metrics
-    )
-    marks = _Marks(length)
-    options = session.fit_options(entry) | {"max_steps": steps, "val_interval": steps}  # the parts have steps only
+    trainer, marks = cell.trainer(), _Marks(length)
+    of_parts = {"max_steps": steps, "val_interval": steps, "timeline": False, "callbacks": [marks]}
     begun = time.perf_counter()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a run as short as a trial
-        trainer.fit(entry.strategy, seed=seed, callbacks=[marks], **options)
+        trainer.fit(cell.strategy, seed=cell.seed, **{**cell.options, **of_parts})
     (before, _, then), (last, evaluation_s, now) = marks.found[-2:]
     part_s = now - evaluation_s - then
     _, first_evaluation_s, first = marks.found[0]
     compiling_s = max(0.0, marks.found[1][2] - marks.found[1][1] - first - part_s)  # a first part may compile
-    return Trial(label, first - first_evaluation_s - begun + compiling_s, part_s / (last - before), evaluation_s, 0.0)
+    return Trial(
+        cell.label, first - first_evaluation_s - begun + compiling_s, part_s / (last - before), evaluation_s, 0.0
+    )

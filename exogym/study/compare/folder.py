@@ -18,18 +18,14 @@ import shlex
 import shutil
 import stat
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from exogym.clock import Span
 from exogym.core.base.locks import Lock, acquire
 from exogym.core.record import schema
 from exogym.errors import ArgumentError
 from exogym.files import new_folder, write_json
-from exogym.record import History, read_status
 from exogym.study.compare.comparison import plain_name
-from exogym.study.compare.plots import Strip
 
 RUN, HISTORY, TIMELINE = "run.json", "history.safetensors", "timeline.json"
 OUTCOME, CHECKPOINTS = "outcome.json", "checkpoints"
@@ -37,17 +33,6 @@ STATUS = "status.json"  # only in the folder of a single run
 ALL_ARGUMENTS = "all_arguments"  # in run.json: each strategy's arguments, also those with default values
 OPTION = {"problem": "dataset"}  # arguments with another name on the command line
 MOST_ALIKE = 100  # labels whose folders differ only by a number
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """A finished run's results: its history or its error, and its timeline if the comparison draws timelines."""
-
-    history: History | None
-    error: str | None
-    wall_s: float
-    description: dict[str, Any]
-    strip: Strip | None = None
 
 
 class Folder:
@@ -105,11 +90,6 @@ class Folder:
             raise
         return cls(path, labels, lock=lock)
 
-    def beat(self) -> None:
-        """Write a heartbeat into the lock, which shows that this process still uses the folder."""
-        if self.lock is not None:
-            self.lock.beat()
-
     def release(self) -> None:
         """Release the lock, so that other processes may write into the folder."""
         if self.lock is not None:
@@ -121,54 +101,6 @@ class Folder:
 
     def child(self, label: str, seed: int) -> Path:
         return self.path / f"{self._names[label]}-seed-{seed}"
-
-    def run_options(self, label: str, seed: int, saved: bool) -> dict[str, Any]:
-        """Return options of `fit` for a run's folder. If `saved`, the run resumes; otherwise its folder is new."""
-        child = self.child(label, seed)
-        if saved:
-            if read_status(child).get("state") == "done":  # killed before its outcome was written
-                (child / "status.json").unlink()
-            return {"run_dir": child, "save_dir": child / CHECKPOINTS, "resume": True}
-        if child.is_dir():
-            acquire(child, secrets.token_hex(8), "out").release()  # raises if another process trains in it
-        shutil.rmtree(child, ignore_errors=True)
-        return {"run_dir": child}
-
-    def keep(self, label: str, seed: int, outcome: Outcome) -> None:
-        """Write a finished run's results into its folder, and remove its checkpoints."""
-        from exogym.core.saving.export import save_history  # loads torch, which the page over folders does not need
-
-        child = self.child(label, seed)
-        child.mkdir(exist_ok=True)
-        if outcome.history is not None:
-            save_history(outcome.history, child / HISTORY)
-        if outcome.strip is not None:
-            strip = asdict(outcome.strip)
-            strip["spans"] = [list(span.values()) for span in strip["spans"]]
-            write_json(child / TIMELINE, strip, indent=None)
-        facts = {"strategy": label, "seed": seed, "state": "failed" if outcome.error else "finished"}
-        facts |= {"error": outcome.error, "wall_s": outcome.wall_s, "description": outcome.description}
-        write_json(child / OUTCOME, facts)
-        shutil.rmtree(child / CHECKPOINTS, ignore_errors=True)
-
-    def outcome(self, label: str, seed: int) -> Outcome | None:
-        """Return the outcome that `keep` wrote for a run, or None if the run has not ended."""
-        from exogym.core.saving.export import load_history
-
-        child = self.child(label, seed)
-        if not (child / OUTCOME).exists():
-            return None
-        facts, strip = _read(child / OUTCOME), None
-        history = None if facts.get("error") else load_history(child / HISTORY)
-        try:
-            if (child / TIMELINE).exists():
-                saved = _read(child / TIMELINE)
-                strip = Strip(saved["title"], [Span(*span) for span in saved["spans"]], saved["shares"])
-            return Outcome(history, facts.get("error"), facts["wall_s"], facts["description"], strip)
-        except (KeyError, TypeError) as error:
-            raise ArgumentError(
-                f"{child} has an incomplete result ({error}): remove this folder, and train again"
-            ) from error
 
     def drop_if_empty(self) -> bool:
         """Remove a new folder, and the parents made for it, if it has no result and no checkpoint.
@@ -256,7 +188,7 @@ def saved_in(out: str | os.PathLike[str]) -> dict[str, Any]:
     path = Path(out).expanduser()
     _refuse_single_run(out)
     if (path / RUN).exists():
-        found = _read(path / RUN)
+        found = read(path / RUN)
         if not isinstance(found.get("strategies"), dict):
             raise ArgumentError(f"out={os.fspath(out)!r} holds no comparison to resume: give a comparison's folder")
         return found
@@ -316,7 +248,8 @@ def resume_command(folder: str | os.PathLike[str], arguments: Mapping[str, Any])
     return shlex.join(words)
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read(path: Path) -> dict[str, Any]:
+    """Return the contents of a run's or comparison's file. Raise ArgumentError if it is empty or unreadable."""
     try:
         found = schema.read(path)
         if not found:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.live import Live
     from rich.table import Table
 
-    from exogym.study.compare.session import Standing
+    from exogym.study.cells import Standing
 
 PAUSE_S = 0.2  # between drawings
 SELDOM_S = 30.0  # between lines, as a run's own progress

@@ -1,4 +1,4 @@
-"""Run a comparison, from its arguments to its tables. The module `session` trains the runs; `folder` stores results."""
+"""Run a comparison, from its arguments to its tables. `exogym.study.cells` trains the runs and stores their results."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ from exogym.progress import notice
 from exogym.record import versions
 from exogym.strategy import Strategy
 from exogym.strategy.averaging import spread
+from exogym.study.cells import Standing
 from exogym.study.compare.asked import IN_A_FOLDER, OF_A_STEP, OF_NO_RESULT, ComparisonOptions
 from exogym.study.compare.comparison import Comparison, ComparisonInterrupted, write
 from exogym.study.compare.entries import OF_SEVERAL_NODES, entries_of, setting_of
@@ -38,7 +39,7 @@ from exogym.study.compare.forecast import check_timed, forecast_of, measured_ste
 from exogym.study.compare.in_order import check_entry, first_examples, opening_of
 from exogym.study.compare.live import LiveTable, is_shown
 from exogym.study.compare.plots import check_matplotlib
-from exogym.study.compare.session import Session, Standing
+from exogym.study.compare.session import Session
 from exogym.study.compare.summary import summary_of, target_of
 from exogym.study.tasks import Task, load_task
 
@@ -147,8 +148,8 @@ def session_of(asked: ComparisonOptions, known_step_s: float | None = None) -> S
         )  # fmt: skip
     val_interval = asked.val_interval or setting.val_interval(len(val))
     session = Session(
-        task, setting, entries, split, task.train, val, val_interval, place, asked.processes, forecast, asked.timeline,
-        asked.loss_fn, asked.metrics, asked.watch, None, passed, opening=opening,
+        task, setting, entries, split, val, val_interval, place, asked.processes, forecast, asked.timeline,
+        asked.loss_fn, asked.metrics, None, passed, opening=opening,
     )  # fmt: skip
     for label, entry in entries.items():
         try:
@@ -168,13 +169,14 @@ def asked_of(session: Session, target_loss: float | None = None) -> dict[str, An
     A strategy's arguments are all there, also with default values. So ExoGym notices if a default changed since.
     """
     task, forecast, timing = session.task, session.forecast, None
+    data: Any = task.train
     if forecast is not None:
         timing = forecast.describe() | {"wanted_loss": target_loss, "timeline": session.timeline}
     wanted = {} if forecast is not None or target_loss is None else {"wanted_loss": target_loss}
     if session.split is None:
         examples = {"train_examples": session.in_order.length, "opening": session.opening}
     else:
-        examples = {"train_examples": len(session.train)}
+        examples = {"train_examples": len(data)}
     return {
         "task": task.name, "description": task.description, **examples,
         "val_examples": len(session.val), "strategies": {k: describe(e.strategy) for k, e in session.entries.items()},
@@ -238,12 +240,13 @@ def _carried_out(session: Session, description: dict[str, Any], asked: Compariso
     """Train and return the result. Finished runs are kept whatever happens."""
     folder = session.folder
     shown: Any = contextlib.nullcontext()
+    watch = asked.watch
     if is_shown(asked.progress):
         shown = LiveTable(session.entries, len(session.setting.seeds))
-        session.watch = _both(shown.update, asked.watch)
+        watch = _both(shown.update, asked.watch)
     try:
         with shown:
-            session.train_all()
+            session.train_all(watch)
     except BaseException as error:
         where = None if folder is None or folder.drop_if_empty() else folder.path
         stopped = isinstance(error, KeyboardInterrupt | SystemExit)

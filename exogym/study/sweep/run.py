@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import math
 import os
@@ -17,28 +16,26 @@ from exogym.core.base.devices import resolve_device
 from exogym.core.base.locks import LOCK, Lock
 from exogym.core.base.processes import described
 from exogym.core.record import schema
-from exogym.engine import named_engine
 from exogym.errors import ArgumentError, TrainingError, check_choice, check_count
 from exogym.files import temporary_folder, write_json
 from exogym.logger import check_writable
 from exogym.options import FitOptions, RunOptions, describe, in_full, takes
 from exogym.progress import notice
-from exogym.record import History, read_object, versions
+from exogym.record import read_object, versions
+from exogym.study.cells import Cell, Outcome, processes_that_pay, train
 from exogym.study.compare.asked import NOT_TAKEN, ComparisonOptions, StudyOptions
 from exogym.study.compare.estimate import Estimate, estimated
-from exogym.study.compare.folder import Folder, Outcome, check_plain, check_same, lock_of
+from exogym.study.compare.folder import Folder, check_plain, check_same, lock_of
 from exogym.study.compare.live import is_shown, left_text
 from exogym.study.compare.plots import check_matplotlib
 from exogym.study.compare.run import asked_of, decisive_of, said_of, session_of, task_of
 from exogym.study.compare.session import Session
-from exogym.study.compare.summary import MEASURES, TIMED, Summary, Track, summary_of, target_of_best
+from exogym.study.compare.summary import MEASURES, TIMED, Summary, summary_of, target_of_best
 from exogym.study.sweep.axes import STRATEGY, Axes, arguments_of, axes_of, grid, label_of
 from exogym.study.sweep.result import Swept, best_of, write
 from exogym.study.sweep.search import BATCH, check_optuna, propose
-from exogym.study.sweep.workers import Job, processes_that_pay, train_all
 from exogym.study.tasks import Task
 
-Carrier = Callable[[Sequence[Job], Callable[[Job], None]], None]
 SWEEP = "sweep.json"
 MOST_TRIALS = 8  # of an estimate
 LEFT_OUT = ("quality", "reduction")  # measures of a comparison that mean nothing between cells
@@ -164,7 +161,7 @@ def sweep(asked: SweepOptions) -> Swept:
             "process": described(), "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         }  # fmt: skip
         try:
-            run.train(_carrier(asked))
+            run.train()
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt):
                 run.describe("interrupted")
@@ -193,26 +190,14 @@ def estimate(asked: SweepOptions) -> Estimate:
     few = list(cells)[:: math.ceil(len(cells) / MOST_TRIALS)]
     run = _Sweep(asked, task_of(asked.problem, asked.data), swept)
     run.add({label: cells[label] for label in few})
-    jobs = len(cells) * len(run.seeds)
-    at_once = processes_that_pay(asked.processes, jobs, resolve_device(asked.device))
-    return estimated([(run.sessions[label], label) for label in few], len(cells), min(at_once, jobs))
+    runs = len(cells) * len(run.seeds)
+    at_once = processes_that_pay(asked.processes, runs, resolve_device(asked.device))
+    return estimated([run.sessions[label].cell(label, run.seeds[0]) for label in few], runs, min(at_once, runs))
 
 
 def _as_json(value: Any) -> Any:
     """Convert a value that JSON lacks: several seeds to a list, others to text."""
     return [*value] if isinstance(value, range) else str(value)
-
-
-def _carrier(asked: SweepOptions) -> Carrier:
-    """Return the function that trains runs to their end."""
-    if asked.engine is None:
-        most = processes_that_pay(asked.processes, 1 << 30, resolve_device(asked.device))
-        return lambda jobs, ended: train_all(jobs, min(most, max(len(jobs), 1)), ended)
-    if asked.processes != "auto":
-        check_count("processes", asked.processes)
-    at_once = None if asked.processes == "auto" else int(asked.processes)
-    train = importlib.import_module(named_engine(asked.engine).__module__.rpartition(".")[0] + ".cells").train_all
-    return lambda jobs, ended: train(jobs, at_once, ended)
 
 
 def _locked(path: Path, asked: dict[str, Any], resume: bool) -> Lock:
@@ -264,10 +249,6 @@ class _Sweep:
         return {key: found for session in self.sessions.values() for key, found in session.outcomes.items()}
 
     @property
-    def histories(self) -> dict[tuple[str, int], History]:
-        return {key: found.history for key, found in self.outcomes.items() if found.history is not None}
-
-    @property
     def seeds(self) -> tuple[int, ...]:
         return next(iter(self.sessions.values())).setting.seeds
 
@@ -290,10 +271,10 @@ class _Sweep:
             self.cells[label], self.sessions[label] = cell, session
             self.asked[label] = asked_of(session, None)
 
-    def train(self, carry: Carrier) -> None:
+    def train(self) -> None:
         search = self.options.search
         if search is None:
-            self._train(list(self.cells), carry)
+            self._train(list(self.cells))
             return
         tried: list[tuple[dict[str, str], float | None]] = []
         while len(tried) < search:
@@ -301,38 +282,33 @@ class _Sweep:
             proposed = propose(self.axes, tried, BATCH)[: search - len(tried)]
             batch = {label_of(cell): cell for cell in proposed}
             self.add({label: cell for label, cell in batch.items() if label not in self.cells})
-            self._train(list(batch), carry)
+            self._train(list(batch))
             rows = {row["cell"]: row["val_loss"] for row in self._summary().rows}
             tried += [(cell, rows[label_of(cell)]) for cell in proposed]
 
-    def _train(self, labels: Sequence[str], carry: Carrier) -> None:
+    def _train(self, labels: Sequence[str]) -> None:
         """Train the runs of some cells, except runs that the folder already has."""
-        folder, jobs = Folder(self.path, self.cells, lock=self.lock), list[Job]()
-        for label in labels:
-            session = self.sessions[label]
+        folder, left = Folder(self.path, self.cells, lock=self.lock), list[Cell]()
+        for session in map(self.sessions.__getitem__, labels):
             session.folder = folder
-            for seed in session.setting.seeds:
-                known = session.known(label, seed)
-                if known is None:
-                    jobs.append((session, label, seed))
+            for cell in session.cells():
+                if (known := cell.outcome()) is None:
+                    left.append(cell)
                 else:
-                    session.outcomes[label, seed] = known
+                    session.take(cell, known)
         self.path.mkdir(parents=True, exist_ok=True)
         self.describe("running")
-        carry(jobs, self._ended)
+        train(left, self.options.processes, engine=self.options.engine, ended=self._ended, lock=self.lock)
 
-    def _ended(self, job: Job) -> None:
-        session, label, seed = job
-        outcome = session.known(label, seed)
-        assert outcome is not None
-        session.outcomes[label, seed] = outcome
+    def _ended(self, cell: Cell, outcome: Outcome) -> None:
+        self.sessions[cell.label].take(cell, outcome)
         self.trained += 1
         loss = None if outcome.history is None else outcome.history.last["val_loss"]
-        ended = Ended(label, seed, len(self.outcomes), self.total, loss)
+        ended = Ended(cell.label, cell.seed, len(self.outcomes), self.total, loss)
         if is_shown(self.options.progress):
             left_s = (time.perf_counter() - self.began_s) / self.trained * (ended.total - ended.count)
             said = "failed" if loss is None else f"validation loss {loss:.4f}"
-            notice(f"{ended.count} of {ended.total} runs: {label}, seed {seed}: {said}{left_text(left_s)}")
+            notice(f"{ended.count} of {ended.total} runs: {cell}: {said}{left_text(left_s)}")
         if self.options.watch is not None:
             self.options.watch(ended)
 
@@ -353,9 +329,7 @@ class _Sweep:
     def _summary(self) -> Summary:
         """Return the finished runs' summary, with a row for each cell."""
         said = {label: (label, said_of(session)[label][1]) for label, session in self.sessions.items()}
-        tracks = dict[tuple[str, int], Track]()
-        for session in self.sessions.values():
-            tracks |= session.tracks
+        tracks = {key: track for session in self.sessions.values() for key, track in session.tracks.items()}
         forecast = next(iter(self.sessions.values())).forecast
         network = forecast.name if forecast is not None and "network" not in self.axes else ""
         target = target_of_best(tracks) if tracks else (math.nan, "")
@@ -372,7 +346,7 @@ class _Sweep:
         return replace(found, rows=rows)
 
     def result(self, is_kept: bool) -> Swept:
-        histories = self.histories
+        histories = {key: found.history for key, found in self.outcomes.items() if found.history is not None}
         if not histories:
             self.describe("failed")
             raise TrainingError(next(found.error for found in self.outcomes.values() if found.error))

@@ -26,12 +26,12 @@ from exogym.network import readable_seconds
 from exogym.strategy import CommunicateOptimizeStrategy, DiLoCoStrategy, OptimSpec, SimpleReduceStrategy, Strategy
 from exogym.strategy.registry import STRATEGIES, parse_strategy
 from exogym.study import runs
+from exogym.study.cells import Cell
 from exogym.study.compare import DEFAULT_STRATEGIES, Standing, colors, compare, comparison, plots
 from exogym.study.compare.asked import ComparisonOptions
 from exogym.study.compare.comparison import FILES, SVG_FILES, Comparison
 from exogym.study.compare.plots import Curve, plot_against_bytes, plot_against_steps
 from exogym.study.compare.run import session_of
-from exogym.study.compare.session import Session
 from exogym.study.compare.summary import Track, summary_of
 from exogym.study.tasks import load_task
 
@@ -349,9 +349,8 @@ FIRST_START_S, START_S = 60.0, 2.0
 def test_the_time_left_is_right_within_a_factor_of_two_after_a_tenth(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a clock that only training moves; the first start is the longest, as imports are."""
     now_s, seen, entered = [0.0], list[tuple[float, float | None]](), list[str]()
-    monkeypatch.setattr("exogym.study.compare.session.time", SimpleNamespace(perf_counter=lambda: now_s[0]))
+    monkeypatch.setattr("exogym.study.cells.time", SimpleNamespace(perf_counter=lambda: now_s[0]))
     session = session_of(ComparisonOptions(TASK, list(STEP_S), num_nodes=NODES, max_steps=STEPS, seeds=3))
-    session.watch = lambda at: seen.append((now_s[0], at.left_s))
 
     class Working:
         def __init__(self) -> None:
@@ -364,15 +363,14 @@ def test_the_time_left_is_right_within_a_factor_of_two_after_a_tenth(monkeypatch
             now_s[0] += (loop.step - max(self.step, 0)) * STEP_S[label] if loop.step else 0.0
             self.step = loop.step % STEPS
 
-    train = Session._train
+    settle = Cell.settle
 
-    def noted(self: Session, label: str, *rest: Any) -> Any:
-        entered.append(label)
-        return train(self, label, *rest)
+    def noted(self: Cell, *callbacks: Any) -> Any:
+        entered.append(self.label)
+        return settle(self, Working(), *callbacks)
 
-    monkeypatch.setattr(Session, "_train", noted)
-    session.callbacks = (Working(),)
-    session.train_all()
+    monkeypatch.setattr(Cell, "settle", noted)
+    session.train_all(lambda at: seen.append((now_s[0], at.left_s)))
     work_s = now_s[0] - FIRST_START_S
     after = [(at - FIRST_START_S, left_s) for at, left_s in seen if at - FIRST_START_S > work_s / 10]
     assert len(after) > 50 and seen[0][1] is None

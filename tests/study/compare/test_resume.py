@@ -22,7 +22,8 @@ from exogym.core.record.run_folder import read_status
 from exogym.core.saving.checkpoint import list_checkpoints
 from exogym.errors import ArgumentError
 from exogym.strategy import SimpleReduceStrategy, Strategy
-from exogym.study.compare import ComparisonInterrupted, Standing, compare, session
+from exogym.study import cells
+from exogym.study.compare import ComparisonInterrupted, Standing, compare
 from exogym.study.compare.comparison import FILES, SVG_FILES, Comparison
 from exogym.study.compare.folder import resume_command
 
@@ -112,7 +113,7 @@ def test_stopped_and_gone_on_with(stop: Callable[[], None], at: int, tmp_path: P
 def test_a_long_run_goes_on_from_its_own_checkpoint(
     tmp_path: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(session, "SAVE_S", 0.0)
+    monkeypatch.setattr(cells, "SAVE_S", 0.0)
     with pytest.raises(RuntimeError):
         asked(tmp_path, watch=after(39, crash))
     (folder,) = tmp_path.iterdir()
@@ -121,7 +122,7 @@ def test_a_long_run_goes_on_from_its_own_checkpoint(
     asked(folder, resume=True)
     assert "going on from step 8 (" in capfd.readouterr().err
     assert tables(folder) == tables(undisturbed)
-    monkeypatch.setattr(session, "SAVE_S", 60.0)  # and a short one has none
+    monkeypatch.setattr(cells, "SAVE_S", 60.0)  # and a short one has none
     with pytest.raises(RuntimeError):
         asked(tmp_path / "short", watch=after(39, crash))
     assert not list((tmp_path / "short").glob("*/*/checkpoints/step*"))
@@ -137,7 +138,7 @@ def test_strategies_of_ones_own_start_again(tmp_path: Path, monkeypatch: pytest.
         mine: dict[str, str | Strategy] = {"mine": Mine(), "ddp": "ddp"}
         return asked(out, strategies=mine, **more)
 
-    monkeypatch.setattr(session, "SAVE_S", 0.0)
+    monkeypatch.setattr(cells, "SAVE_S", 0.0)
     with pytest.raises(ComparisonInterrupted):
         ask(tmp_path, watch=after(17, lambda: (_ for _ in ()).throw(KeyboardInterrupt)))
     (folder,) = tmp_path.iterdir()

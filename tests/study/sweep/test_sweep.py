@@ -15,9 +15,9 @@ from processes import Started
 
 from exogym.cli import main
 from exogym.errors import ArgumentError, WorkerError
-from exogym.study import runs
+from exogym.study import cells, runs
 from exogym.study.compare import compare
-from exogym.study.sweep import SweepInterrupted, Swept, axes, sweep, workers
+from exogym.study.sweep import SweepInterrupted, Swept, axes, sweep
 from exogym.study.sweep.search import BATCH, propose
 
 SMALL: dict[str, Any] = {"max_steps": 10, "num_nodes": 2, "device": "cpu"}
@@ -195,15 +195,15 @@ def test_interrupted_it_says_how_to_go_on(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_a_run_whose_process_is_killed_takes_no_other_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settle = workers.Session.settle
+    settle = cells.Cell.settle
 
-    def unlucky(session: Any, label: str, seed: int) -> Any:
-        if label == "H=2":
+    def unlucky(cell: cells.Cell) -> Any:
+        if cell.label == "H=2":
             os.kill(os.getpid(), signal.SIGKILL)
-        return settle(session, label, seed)
+        return settle(cell)
 
     with monkeypatch.context() as patched, pytest.raises(WorkerError) as error:
-        patched.setattr(workers.Session, "settle", unlucky)
+        patched.setattr(cells.Cell, "settle", unlucky)
         sweep("digits", {"H": [2, 5, 10]}, seeds=1, processes=2, out=tmp_path / "sweep", **SMALL)
     assert "1 of 3 runs ended without a result: H=2, seed 0 (killed by SIGKILL" in str(error.value)
     assert len(list((tmp_path / "sweep").glob("*/outcome.json"))) == 2
@@ -214,7 +214,7 @@ def test_a_run_whose_process_is_killed_takes_no_other_with_it(tmp_path: Path, mo
 def test_without_memory_for_another_run_they_follow_one_another(
     free_bytes: int, overlap: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(workers, "free_memory_bytes", lambda device: free_bytes)
+    monkeypatch.setattr(cells, "free_memory_bytes", lambda device: free_bytes)
     sweep("digits", {"H": [2, 5]}, seeds=1, processes=2, out=tmp_path / "sweep", **(SMALL | {"max_steps": 200}))
     spans = sorted((run.started_s, run.heard_s) for run in runs.list(tmp_path) if run.kind == "run")
     assert (spans[0][1] > spans[1][0]) is overlap

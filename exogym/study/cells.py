@@ -1,0 +1,518 @@
+"""A list of cells, trained into folders: one after another, in several processes, or on a Ray cluster.
+
+A cell is one run: a task, a strategy, options of `LocalTrainer.fit` and a seed. Its folder keeps the results, so a
+finished cell is never trained again. After Ctrl-C or a kill, call `train` again: it trains the cells that have not
+ended, from their checkpoints if there are any. `exogym.compare.compare` and `exogym.sweep.sweep` are tables over cells.
+
+With several processes, each cell has its own forked process, which writes the results into the cell's folder. So
+nothing is pickled, a killed run harms no other run, and each run's memory is freed at its end. Another run begins only
+if a core is free and the free memory suffices for a run as large as the largest run so far. If processes cannot be
+forked (a GPU in use, no Linux), this process trains the cells one after another.
+
+>>> import tempfile
+>>> from pathlib import Path
+>>> from exogym.strategy import DiLoCoStrategy
+>>> from exogym.tasks import load_task
+>>> task, options = load_task("digits"), {"num_nodes": 2, "max_steps": 10}
+>>> with tempfile.TemporaryDirectory() as folder:
+...     cells = [
+...         Cell(task, DiLoCoStrategy(H=H), seed, Path(folder, f"{H}-{seed}"), options, label=f"H={H}")
+...         for H in (2, 5)
+...         for seed in (0, 1)
+...     ]
+...     outcomes: dict[Cell, Outcome] = train(cells)
+...     again = train(cells)  # from the folders
+>>> [(str(cell), outcomes[cell].error) for cell in cells]
+[('H=2, seed 0', None), ('H=2, seed 1', None), ('H=5, seed 0', None), ('H=5, seed 1', None)]
+>>> all(again[cell].history.last["val_loss"] == outcomes[cell].history.last["val_loss"] for cell in cells)
+True
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import math
+import os
+import resource
+import secrets
+import shutil
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from exogym import LocalTrainer
+from exogym.clock import Span
+from exogym.core.base import streams
+from exogym.core.base.devices import free_memory_bytes, resolve_device
+from exogym.core.base.locks import Lock, acquire
+from exogym.core.engine.forks import can_fork, die_with, fork
+from exogym.core.record.metrics import Metric
+from exogym.core.saving.export import load_history, save_history
+from exogym.engine import named_engine
+from exogym.errors import ArgumentError, TrainingError, WorkerError, check_count
+from exogym.files import write_json
+from exogym.options import FitOptions
+from exogym.progress import GOING_ON, without_notices
+from exogym.record import History, read_status
+from exogym.strategy import Strategy
+from exogym.study.compare.folder import CHECKPOINTS, HISTORY, OUTCOME, STATUS, TIMELINE, read
+from exogym.study.compare.plots import Strip
+from exogym.study.tasks import Task
+
+__all__ = ["Cell", "Outcome", "train"]
+
+SAVE_S = 60.0  # longer runs are saved at this interval, at an evaluation
+POLL_S = 0.02
+SPARE = 1.3  # free memory before another run begins, over the memory of the largest run so far
+KIB = 1 if sys.platform == "darwin" else 1024  # unit of ru_maxrss in bytes
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A finished cell's results.
+
+    Attributes:
+        history: the run's history, or None if the training failed.
+        error: the reason why the training failed, or None.
+        wall_s: seconds of the training.
+        description: the run's description, as in its run.json.
+        strip: the nodes' timeline, if the cell has the option `timeline`.
+    """
+
+    history: History | None
+    error: str | None
+    wall_s: float
+    description: dict[str, Any]
+    strip: Strip | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Cell:
+    """One run of a list: a task, a strategy, options and a seed, with a folder for the results.
+
+    Args:
+        task: the model and the data.
+        seed: decides weights, shards, order and all other random choices.
+        folder: the cell's run folder. If it is None, the results are only returned.
+        options: options of `LocalTrainer.fit`. Default: the task's nodes, steps, batch size and partitioner.
+        label: the strategy's name in messages and results. Default: the call that makes the strategy.
+        title: the name in a picture of the timeline. Default: the label.
+        loss_fn, metrics: as in `LocalTrainer`.
+    """
+
+    task: Task
+    strategy: Strategy
+    seed: int = 0
+    folder: Path | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    label: str = ""
+    title: str = ""
+    loss_fn: Callable[..., Tensor] | None = None
+    metrics: dict[str, Metric] | None = None
+
+    def __post_init__(self) -> None:
+        of_task = {name: getattr(self.task, name) for name in ("num_nodes", "max_steps", "batch_size", "partitioner")}
+        object.__setattr__(self, "options", {**of_task, "progress": False, **self.options})
+        object.__setattr__(self, "label", self.label or repr(self.strategy))
+
+    def __str__(self) -> str:
+        return f"{self.label}, seed {self.seed}"
+
+    @property
+    def steps(self) -> int:
+        return int(self.options["max_steps"])
+
+    @property
+    def kind(self) -> tuple[int, str]:
+        """The number of nodes, and the label: cells of the same kind take about the same time per step."""
+        return self.options["num_nodes"], self.label
+
+    @property
+    def place(self) -> torch.device:
+        return resolve_device(self.options.get("device", FitOptions.device))
+
+    def trainer(self) -> LocalTrainer:
+        """Return a new trainer with this cell's model and data."""
+        task = self.task
+        return LocalTrainer(
+            task.make_model(self.seed), task.train, task.val, loss_fn=self.loss_fn, metrics=self.metrics
+        )
+
+    def outcome(self) -> Outcome | None:
+        """Return this cell's outcome from its folder, or None if the cell has no folder or has not ended."""
+        if self.folder is None or not (self.folder / OUTCOME).exists():
+            return None
+        facts, strip = read(self.folder / OUTCOME), None
+        history = None if facts.get("error") else load_history(self.folder / HISTORY)
+        try:
+            if (self.folder / TIMELINE).exists():
+                saved = read(self.folder / TIMELINE)
+                strip = Strip(saved["title"], [Span(*span) for span in saved["spans"]], saved["shares"])
+            return Outcome(history, facts.get("error"), facts["wall_s"], facts["description"], strip)
+        except (KeyError, TypeError) as error:
+            raise ArgumentError(
+                f"{self.folder} has an incomplete result ({error}): remove this folder, and train again"
+            ) from error
+
+    def settle(self, *callbacks: Callable[[Any], object]) -> Outcome:
+        """Train this cell to its end in this process, and return the outcome. If there is a folder, write it there.
+
+        Args:
+            callbacks: functions that receive the training loop at each evaluation.
+        """
+        timed = bool(self.options.get("timeline"))
+        # No checkpoint holds a timeline, and a user's class may have state that no checkpoint can hold.
+        saved = self.folder is not None and not timed and self.strategy.registered
+        options = self.options | self._saving(saved)
+        options["callbacks"] = [*(options.get("callbacks") or ()), *callbacks, *([_saver(self.steps)] if saved else ())]
+        trainer, start, error = self.trainer(), time.perf_counter(), None
+        with without_notices(GOING_ON):  # the caller's message tells how to continue all cells
+            try:
+                trainer.fit(self.strategy, seed=self.seed, **options)
+                _check_finite(trainer.history, self.seed)
+            except TrainingError as failure:
+                error = str(failure)
+        wall_s = max(time.perf_counter() - start, *trainer.history.column("wall_s")[1][-1:], 0.0)
+        strip = (
+            Strip.of(self.title or self.label, trainer.clock)
+            if timed and trainer.clock is not None and not error
+            else None
+        )
+        outcome = Outcome(None if error else trainer.history, error, wall_s, trainer.description, strip)
+        if self.folder is not None:
+            self._keep(self.folder, outcome)
+        return outcome
+
+    def _saving(self, saved: bool) -> dict[str, Any]:
+        """Return options of `fit` for the folder. If `saved`, the run resumes; otherwise its folder is new."""
+        if self.folder is None:
+            return {}
+        if saved:
+            if read_status(self.folder).get("state") == "done":  # killed before its outcome was written
+                (self.folder / STATUS).unlink()
+            return {"run_dir": self.folder, "save_dir": self.folder / CHECKPOINTS, "resume": True}
+        if self.folder.is_dir():
+            acquire(self.folder, secrets.token_hex(8), "out").release()  # raises if another process trains in it
+        shutil.rmtree(self.folder, ignore_errors=True)
+        return {"run_dir": self.folder}
+
+    def _keep(self, folder: Path, outcome: Outcome) -> None:
+        """Write the results into the folder, and remove its checkpoints."""
+        folder.mkdir(exist_ok=True)
+        if outcome.history is not None:
+            save_history(outcome.history, folder / HISTORY)
+        if outcome.strip is not None:
+            strip = asdict(outcome.strip)
+            strip["spans"] = [list(span.values()) for span in strip["spans"]]
+            write_json(folder / TIMELINE, strip, indent=None)
+        facts = {"strategy": self.label, "seed": self.seed, "state": "failed" if outcome.error else "finished"}
+        facts |= {"error": outcome.error, "wall_s": outcome.wall_s, "description": outcome.description}
+        write_json(folder / OUTCOME, facts)
+        shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
+
+
+def _saver(steps: int) -> Callable[[Any], None]:
+    """Return a callback that saves a long run once a minute, at an evaluation before the last of the `steps`."""
+    saved_at = time.perf_counter()
+
+    def save(loop: Any) -> None:
+        nonlocal saved_at
+        if loop.step < steps and time.perf_counter() - saved_at > SAVE_S:
+            loop.save()
+            saved_at = time.perf_counter()
+
+    return save
+
+
+def _check_finite(history: History, seed: int) -> None:
+    steps, losses = history.column("val_loss")
+    if not np.isfinite(losses[-1:]).all():
+        raise TrainingError(f"the validation loss of seed {seed} is {losses[-1]} after step {steps[-1]}: lower lr")
+
+
+@dataclass(frozen=True)
+class Standing:
+    """The progress of several runs: strategy `label` trains run number `run` of `runs`, at step `step` of `steps`.
+
+    `left_s` is the remaining seconds of training for all runs, or None if unknown. The time to write tables and
+    pictures is not included.
+    """
+
+    label: str
+    run: int
+    runs: int
+    step: int
+    steps: int
+    val_loss: float
+    tx_bytes: float
+    left_s: float | None = None
+
+    @property
+    def is_last(self) -> bool:
+        return self.run == self.runs and self.step == self.steps
+
+
+def train(
+    cells: Iterable[Cell],
+    processes: int | str = 1,
+    *,
+    engine: str | None = None,
+    ended: Callable[[Cell, Outcome], object] = lambda cell, outcome: None,
+    watch: Callable[[Standing], object] | None = None,
+    lock: Lock | None = None,
+) -> dict[Cell, Outcome]:
+    """Train cells to their end, except those whose folder already has the outcome. Return the outcomes.
+
+    A run whose loss is no longer a finite number has an outcome with an `error`, and the others go on.
+
+    Args:
+        cells: the cells. With several processes or an engine, each cell needs its own folder.
+        processes: number of cells that train at the same time. With "auto", one per core, or one on a GPU.
+        engine: "ray" trains the cells on a Ray cluster; "auto" then takes as many processes as it has room for.
+        ended: function that receives each cell and its outcome at the cell's end, also a finished cell's.
+        watch: function that receives an `exogym.compare.Standing` after each evaluation in this process.
+        lock: the lock of the folder above, which gets a heartbeat now and then.
+
+    Raises:
+        ArgumentError: an option is wrong, or more than one process is wanted where processes cannot be forked.
+        WorkerError: a run ended without a result; raised after all other runs have ended.
+        KeyboardInterrupt: the user pressed Ctrl-C; raised after the active runs have saved their state and ended.
+    """
+    cells, outcomes = list(cells), dict[Cell, Outcome]()
+    progress, left = _Progress(cells, watch, lock), list[Cell]()
+    pool, at_once = _pool_of(cells, processes, engine)
+
+    def end(cell: Cell, outcome: Outcome | None) -> None:
+        assert outcome is not None
+        outcomes[cell] = outcome
+        progress.left.remove(cell)
+        ended(cell, outcome)
+
+    for cell in cells:
+        if (known := cell.outcome()) is not None:
+            end(cell, known)
+            if known.history is not None:
+                progress.tell(cell, cell.steps, known.history)
+        elif pool is None:
+            end(cell, cell.settle(functools.partial(progress.evaluated, cell)))
+        else:
+            left.append(cell)
+    if pool is not None:
+        _train_in(pool, left, at_once, lambda cell: end(cell, cell.outcome()), lock)
+    return {cell: outcomes[cell] for cell in cells}
+
+
+def processes_that_pay(asked: int | str, cells: int, device: torch.device) -> int:
+    """Return the number of cells to train at the same time.
+
+    Args:
+        asked: the number that the user gave, or "auto": one cell per core, or one cell at a time on a GPU.
+        cells: the number of cells to train.
+
+    Raises:
+        ArgumentError: `asked` is more than one cell, but this process cannot be forked.
+    """
+    forks = can_fork() and device.type == "cpu"
+    if asked == "auto":
+        return min(len(os.sched_getaffinity(0)), max(cells, 1)) if forks else 1
+    check_count("processes", asked)
+    if int(asked) > 1 and not forks:
+        raise ArgumentError(
+            f"processes={asked}: several runs at once need Linux and the CPU (here: {sys.platform}, {device}): leave "
+            "processes at 1"
+        )
+    return int(asked)
+
+
+# ---------------------------------------------------------------- several at a time
+
+
+class Pool(Protocol):
+    """A place where cells train beside each other. The value that `start` returns names a run."""
+
+    def has_room(self) -> bool:
+        """Return whether another run may begin beside those that train."""
+
+    def start(self, cell: Cell) -> Any:
+        """Begin to train a cell. Its outcome goes into the cell's folder."""
+
+    def ended(self, running: Sequence[Any]) -> Iterable[tuple[Any, str]]:
+        """Wait a little, then yield the runs that have ended, each with the reason if it has no outcome, or ""."""
+
+    def stop(self, running: Sequence[Any]) -> None:
+        """End runs, and let them save their state if they can."""
+
+
+def _pool_of(cells: Sequence[Cell], processes: int | str, engine: str | None) -> tuple[Pool | None, int | None]:
+    """Return the pool that trains the cells (None for this process), and the most cells at the same time."""
+    if not cells:
+        return None, 1
+    if engine is not None:
+        if processes != "auto":
+            check_count("processes", processes)
+        room = importlib.import_module(named_engine(engine).__module__.rpartition(".")[0] + ".cells")
+        return room.ClusterPool(cells), None if processes == "auto" else int(processes)
+    at_once = min(processes_that_pay(processes, len(cells), cells[0].place), len(cells))
+    return (_Forks() if at_once > 1 else None), at_once
+
+
+def _train_in(
+    pool: Pool, cells: Sequence[Cell], most: int | None, ended: Callable[[Cell], None], lock: Lock | None
+) -> None:
+    """Train all cells in a pool, at most `most` at the same time. Call `ended` after each, in this process."""
+    waiting, running, lost = list(cells), dict[Any, Cell](), list[str]()
+    try:
+        while waiting or running:
+            while waiting and (most is None or len(running) < most) and (not running or pool.has_room()):
+                running[pool.start(waiting[0])] = waiting[0]
+                del waiting[0]
+            for run, reason in pool.ended(list(running)):
+                cell = running.pop(run)
+                if reason:
+                    lost.append(f"{cell} ({reason})")
+                else:
+                    ended(cell)
+            if lock is not None:
+                lock.beat()
+    finally:
+        pool.stop(list(running))
+    if lost:
+        raise WorkerError(
+            f"{len(lost)} of {len(cells)} runs ended without a result: {'; '.join(lost)}. The others are complete; "
+            "resume trains only the lost runs"
+        )
+
+
+class _Forks:
+    """A forked process for each cell."""
+
+    def has_room(self) -> bool:
+        """Return whether free memory suffices for one more run like the largest finished run or this process."""
+        largest = max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+        return free_memory_bytes(CPU) > SPARE * largest * KIB
+
+    def start(self, cell: Cell) -> int:
+        streams.flush()
+        parent, pid = os.getpid(), fork()
+        if pid:
+            return pid
+        code = 1
+        try:
+            die_with(parent)
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process decides and sends SIGTERM
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            cell.settle()
+            code = 0
+        except KeyboardInterrupt:
+            code = 130
+        except SystemExit as end:  # the main process asked it to stop
+            code = end.code if isinstance(end.code, int) else 1
+        except BaseException:
+            traceback.print_exc(file=streams.STDERR)
+        finally:
+            with contextlib.suppress(BaseException):
+                streams.flush()
+            os._exit(code)
+
+    def ended(self, running: Sequence[int]) -> Iterator[tuple[int, str]]:
+        time.sleep(POLL_S)
+        for pid in running:
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                yield pid, _why(status) if status else ""
+
+    def stop(self, running: Sequence[int]) -> None:
+        left = list(running)
+        for number, patience_s in ((signal.SIGTERM, 30.0), (signal.SIGKILL, 5.0)):
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+            until = time.monotonic() + patience_s
+            while left and time.monotonic() < until:
+                left = [pid for pid in left if not os.waitpid(pid, os.WNOHANG)[0]]
+                time.sleep(POLL_S)
+
+
+def _why(status: int) -> str:
+    if os.WIFSIGNALED(status):
+        name = signal.Signals(os.WTERMSIG(status)).name
+        return f"killed by {name}" + ("; the system does so when memory runs out" if name == "SIGKILL" else "")
+    code = os.waitstatus_to_exitcode(status)
+    return "stopped by SIGTERM" if code == 128 + signal.SIGTERM else f"exit code {code}, its traceback is above"
+
+
+# ---------------------------------------------------------------- progress in this process
+
+
+class _Progress:
+    """The progress of cells that this process trains, and the seconds that they have taken and will take."""
+
+    def __init__(self, cells: Sequence[Cell], watch: Callable[[Standing], object] | None, lock: Lock | None) -> None:
+        self.left, self.watch, self.lock = list(cells), watch, lock
+        self.seeds: dict[str, list[Cell]] = {}  # the cells of each label
+        for cell in cells:
+            self.seeds.setdefault(cell.label, []).append(cell)
+        self._spent: dict[tuple[int, str], tuple[int, float]] = {}  # steps and seconds, by kind of cell
+        self._last: tuple[Cell, int, float] | None = None  # the last evaluation's cell, step and time.perf_counter()
+        self._starts_s: list[float] = []  # seconds from a run's last evaluation to the next run's first
+
+    def evaluated(self, cell: Cell, loop: Any) -> None:
+        """Record an evaluation of a cell's run, and report it. The first run's start does not count."""
+        now = time.perf_counter()
+        if self._last is not None:
+            before, step, then = self._last
+            if before is not cell:
+                self._starts_s.append(now - then)
+            elif loop.step > step:
+                steps, seconds = self._spent.get(cell.kind, (0, 0.0))
+                self._spent[cell.kind] = steps + loop.step - step, seconds + now - then
+        self._last = cell, loop.step, now
+        if self.lock is not None:
+            self.lock.beat()
+        self.tell(cell, loop.step, loop.history)
+
+    def tell(self, cell: Cell, step: int, history: History) -> None:
+        if self.watch is None:
+            return
+        row, seeds = next(iter(history.rows_after(step - 1, None))), self.seeds[cell.label]
+        place = cell.label, seeds.index(cell) + 1, len(seeds), step, cell.steps
+        self.watch(Standing(*place, row["val_loss"], row["tx_bytes"], self._left_s(cell, step)))
+
+    def _left_s(self, here: Cell, step: int) -> float | None:
+        """Return the seconds until all cells have ended, with `step` reached in the cell `here`; None if unknown."""
+        start_s = fmean(self._starts_s) if self._starts_s else 0.0
+        left_s = [
+            self._seconds(cell, cell.steps - step) if cell is here else start_s + self._seconds(cell, cell.steps)
+            for cell in self.left
+        ]
+        return None if math.isnan(sum(left_s)) else sum(left_s)
+
+    def _seconds(self, cell: Cell, steps: int) -> float:
+        """Return the seconds of a cell's steps; NaN if nothing is known.
+
+        A kind that has not trained yet counts like the slowest kind of as many nodes, because expensive strategies
+        mostly come last. A step of N nodes takes between one and N times as long as a step of one node. While only
+        other numbers of nodes are known, the factor sqrt(N) is wrong by at most sqrt(N).
+        """
+        if not steps:
+            return 0.0
+        known = {kind: spent_s / done for kind, (done, spent_s) in self._spent.items()}
+        if cell.kind in known:
+            return steps * known[cell.kind]
+        nodes = cell.kind[0]
+        alike = [step_s for (count, _), step_s in known.items() if count == nodes]
+        return steps * max(alike or (s * math.sqrt(nodes / n) for (n, _), s in known.items()), default=math.nan)
