@@ -11,7 +11,7 @@ import numpy as np
 from exogym.core.base.draws import numpy_generator
 from exogym.core.base.turns import turns_of
 from exogym.errors import ArgumentError, check_choice, check_count
-from exogym.network.costs import NAMES, Cost, MessageRound, algorithms_of, cost_among, price
+from exogym.network.costs import NAMES, Cost, MessageRound, algorithms_of, cost_among, line_of_server, price
 from exogym.network.links import GroupLinks, Links, UniformLinks
 from exogym.network.measured import Measurement
 from exogym.network.overheads import PAYLOAD_SHARE, messages_of, moved_in_memory, rounds_of_gloo, slow_start_s
@@ -169,6 +169,19 @@ class Pricing:
         """
         way = algorithms_of(kind)[0] if algorithm is None else NAMES.get(algorithm, algorithm)
         return 0.0 if self.measurement is not None else self._copying_s(kind, way, payload_bytes, n)
+
+    def server_bps_of(self, nodes: Sequence[int], near: bool = False) -> float:
+        """Return the rate in bits per second, each way, of the line of the server of `nodes`.
+
+        With `near`, the server is in the nodes' island, and `server` does not count.
+        """
+        served = nodes if isinstance(self.links, UniformLinks) else np.asarray(nodes)
+        up, down, _ = (self.links.near if near else self.links.outside)(served)
+        return line_of_server(up, down, None if near else self.server_bps)
+
+    def server_s(self, payload_bytes: float, nodes: Sequence[int], near: bool = False) -> float:
+        """Return the seconds for which `payload_bytes` occupy the line of the server of `nodes`, one way."""
+        return self.duration_s(self._over_tcp(Cost(0.0, 8 * payload_bytes / self.server_bps_of(nodes, near))))
 
     def cheapest(self, kind: str, payload_bytes: float, members: Members) -> tuple[str, float]:
         """Return the name of the fastest algorithm for a collective, and its mean seconds. Servers do not count.

@@ -28,6 +28,7 @@ from exogym.network import NAMES, Network, algorithms_of, parse_seconds
 
 PARTS = ("computing", "waiting", "sending", "down")
 ROWS = ("_ticks", "_line_free", "steps", "tx_bytes", "rx_bytes")
+KINDS = ("push", "pull")  # of messages between a node and a server
 ALL = slice(None)
 Outage = tuple[int, Any, Any]  # node, start and end in seconds or text
 
@@ -48,8 +49,14 @@ class Clock:
     `advance` adds the time of local steps. `event` carries out a collective of the communicator: its members end at the
     latest member's time plus the collective's cost. A collective that overlaps with computing starts with `begin` and
     ends at `wait`. A node's network line carries one collective at a time. If the line is busy, the next collective
-    starts later. Averages with a delay overlap with computing. On hosts, this overlap needs gloo and whole nodes in
-    each process, without `faults` or `min_hosts`. Otherwise nodes wait for each average right after they send it.
+    starts later.
+
+    A server's line, too, carries one message at a time, each way. Pushes and pulls wait for the messages that began
+    before them. If messages shared the line instead, each new one would move the ends of all others; the rate of a full
+    line is the same.
+
+    Averages with a delay overlap with computing. On hosts, this overlap needs gloo and whole nodes in each process,
+    without `faults` or `min_hosts`. Otherwise nodes wait for each average right after they send it.
 
     Args:
         num_nodes: the number of nodes, N.
@@ -66,6 +73,7 @@ class Clock:
         steps: (N,) steps of each node so far.
         tx_bytes, rx_bytes: (N,) bytes that each node has sent and received.
         events: number of collectives so far. The network's jitter depends on a collective's number.
+        island_size: nodes that share an island's server, below the server for all; None without islands.
 
     Raises:
         ArgumentError: the network or the step times are for another number of nodes; an algorithm is unknown; an
@@ -111,6 +119,8 @@ class Clock:
         self._ticks = np.zeros(num_nodes, dtype=np.int64)
         self._parts = {name: np.zeros(num_nodes, dtype=np.int64) for name in PARTS}
         self._line_free = np.zeros(num_nodes, dtype=np.int64)
+        self.island_size: int | None = None
+        self._server_free: dict[tuple[int, str], int] = {}  # by island, or -1, and by kind
         self.steps = np.zeros(num_nodes, dtype=np.int64)
         self.tx_bytes, self.rx_bytes = np.zeros(num_nodes), np.zeros(num_nodes)
         self.events = 0
@@ -185,6 +195,7 @@ class Clock:
         The message occupies no node and no node's line. Its bytes count for the event's member.
         """
         members = list(event.members)
+        start = self._served(event, start)
         cost = round(self._seconds(event, None, start, members) * TICKS_PER_S)
         self.tx_bytes[members] += event.tx_bytes
         self.rx_bytes[members] += event.rx_bytes
@@ -204,6 +215,8 @@ class Clock:
             start = int(np.maximum(self._ticks[members], self._line_free[members]).max())
         if self._outages and not event.links:
             start = self._all_up(event.members, start)
+        if event.kind in KINDS:
+            start = self._served(event, start)
         algorithm = self._algorithm(event)
         cost = round(self._seconds(event, algorithm, start, members) * TICKS_PER_S)
         if cost:
@@ -338,6 +351,9 @@ class Clock:
             "events": torch.tensor(self.events),
             "under_way": torch.tensor(table, dtype=torch.int64).reshape(-1, 4),
             "under_way_members": torch.from_numpy(members),
+            "server_free": torch.tensor(
+                [[k, KINDS.index(kind), free] for (k, kind), free in self._server_free.items()], dtype=torch.int64
+            ).reshape(-1, 3),
         }
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
@@ -355,6 +371,8 @@ class Clock:
             setattr(self, name, state[name.strip("_")].numpy().copy())
         self._parts = {name: state[f"part.{name}"].numpy().copy() for name in PARTS}
         self.events = int(state["events"])
+        served = state.get("server_free", torch.zeros(0, 3, dtype=torch.int64))  # missing in checkpoints of before
+        self._server_free = {(k, KINDS[kind]): free for k, kind, free in served.tolist()}
         rows = zip(state["under_way"].tolist(), state["under_way_members"].numpy(), strict=True)
         self._flights, self._on_their_way = {}, {}
         for (handle, cost, end, number), of in rows:
@@ -406,6 +424,19 @@ class Clock:
         for giver, taker in event.links:
             starts[taker] = max(starts[taker], ready[giver])
         return starts[list(event.members)]
+
+    def _served(self, event: Event, ready: int) -> int:
+        """Return when the line of a push's or pull's server can take it, from the tick `ready`, and occupy the line."""
+        if self.num_nodes == 1:
+            return ready
+        near, size = event.algorithm == "island", self.island_size or self.num_nodes
+        island = event.members[0] // size if near else -1
+        start = max(ready, self._server_free.get((island, event.kind), 0))
+        nodes = range(self.num_nodes)[island * size : (island + 1) * size] if near else range(self.num_nodes)
+        payload_bytes = event.payload_bytes * len(event.members)
+        busy_s = self.network.server_s(payload_bytes, nodes, near)
+        self._server_free[island, event.kind] = start + round(busy_s * TICKS_PER_S)
+        return start
 
     def _all_up(self, members: Sequence[int], start: int) -> int:
         """Return the first moment from `start` at which no member is down."""

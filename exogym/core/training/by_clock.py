@@ -69,6 +69,7 @@ class ByClock(Algorithm):
         self.columns = np.zeros((fleet.num_nodes, 0), dtype=np.int64)  # local steps by step of the fleet
         self.spoilt = np.zeros(fleet.num_nodes, dtype=bool)  # nodes left out (numbers not finite), until they pull
         self.dropped = 0
+        timing.clock.island_size = strategy.island_size
         work = strategy.local_steps(seconds_of_steps(timing.clock))
         below = len(self.islands) if strategy.island_size is not None else 0
         self.order = Order(timing.clock, work, strategy.grace_s, strategy.quorum_of(fleet.num_nodes), below)

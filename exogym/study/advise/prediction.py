@@ -37,7 +37,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -46,8 +46,7 @@ from exogym.clock import DEVICES, Device, StepTime, seconds_of
 from exogym.communicator import FACTORS
 from exogym.core.clock.devices import DEFAULT_UTILISATION
 from exogym.errors import ArgumentError, check_choice, check_count, check_number, checked
-from exogym.network import Cost, Network, readable_bandwidth, readable_seconds
-from exogym.network.costs import line_of_server
+from exogym.network import Network, readable_bandwidth, readable_seconds
 from exogym.network.pricing import AGREEMENTS, LATE, Members
 from exogym.strategy import Strategy
 from exogym.strategy.registry import parse_strategy
@@ -72,6 +71,7 @@ STEPS = 1000  # of each node with DDP, if none are given
 UTILISATION = 0.9  # the share of its time that the slowest node should compute
 MEETINGS = 400  # groups drawn, over all turns, if groups meet and lines differ
 ARRIVALS = 1000  # arrivals at a server, or 8 per node if that is more, for the mean wait for a quorum
+FULL = 0.98  # the share of its time from which a server's line counts as full
 NOTED_S = 0.001  # a latency from which predictions for hosts need tcp=True
 TICKS_PER_S = 10**9  # of `StepTime.ticks`, nanoseconds
 LEAST = 1e-30  # of an amount per step, so that what is free can be compared
@@ -498,8 +498,7 @@ def _row_of_rounds(plan: Plan, num_nodes: int, network: Network, time: StepTime,
     """Return the row of a strategy whose nodes have their own pace: they push to a server and pull from it."""
     T = time.mean_s(num_nodes)
     push, pull, *relays = plan.traffic  # no node waits for relays between servers
-    H, own_s, round_s = _own_rounds(plan, num_nodes, network, time, scale)
-    round_s = round_s + _queued_s(_servers(plan, num_nodes, network, scale), round_s)
+    H, own_s, round_s, _ = _own_rounds(plan, num_nodes, network, time, scale)
     seconds = num_nodes / float((H / round_s).sum())
     computing = H * T / round_s
     sent = float((push.payload_bytes / round_s).mean()) * seconds if num_nodes > 1 else 0.0
@@ -517,125 +516,118 @@ def _row_of_rounds(plan: Plan, num_nodes: int, network: Network, time: StepTime,
     )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class _Server:
+    """A server: the nodes that it serves, its line's rate, and for how long a push and a pull occupy this line."""
+
+    nodes: Sequence[int]
+    bps: float
+    push_s: float
+    pull_s: float
+
+    @property
+    def longest_s(self) -> float:
+        return max(self.push_s, self.pull_s)  # lines are full duplex
+
+
+def _servers(plan: Plan, num_nodes: int, network: Network, scale: float) -> list[_Server]:
+    """Return the servers to which a plan's nodes push: one, or one for each island."""
+    push, pull, *relays = plan.traffic
+    near, size = push.algorithm == "island", (relays[0].members if relays else None) or num_nodes
+    servers = []
+    for start in range(0, num_nodes, size):
+        nodes = range(start, min(start + size, num_nodes))
+        push_s, pull_s = (scale * network.server_s(t.payload_bytes, nodes, near) for t in (push, pull))
+        servers.append(_Server(nodes, network.server_bps_of(nodes, near), push_s, pull_s))
+    return servers
+
+
 def _own_rounds(
     plan: Plan, num_nodes: int, network: Network, time: StepTime, scale: float
-) -> tuple[Any, np.ndarray, np.ndarray]:
-    """Return the steps of a round, and (N,) each node's seconds per round: without waiting, and with a quorum's."""
+) -> tuple[Any, np.ndarray, np.ndarray, list[_Server]]:
+    """Return the steps of a round, (N,) each node's seconds per round, alone and among the others, and the servers.
+
+    No node waits for relays between servers, but rounds are at least so long that all relays pass the top server's
+    line.
+    """
     assert plan.local_steps is not None
     T = time.mean_s(num_nodes)
     H = plan.local_steps(T)
-    push, pull, *_ = plan.traffic
+    push, pull, *relays = plan.traffic
     lines = range(num_nodes) if network.lines_differ else [0]
 
     def cost_s(t: Traffic, nodes: Sequence[int]) -> float:  # a server that runs on a node costs that node nothing
         return _cost_s(t, network, t.algorithm, math.inf, scale, nodes) if num_nodes > 1 else 0.0
 
-    to_server_s = H * T + np.array([cost_s(push, [node]) for node in lines])
-    own_s = to_server_s + np.array([cost_s(pull, [node]) for node in lines])
-    if plan.quorum > 1:
-        return H, own_s, _rounds_of_quorum(to_server_s, plan.quorum, lambda nodes: cost_s(pull, nodes))
-    return H, own_s, own_s
-
-
-@dataclass(frozen=True)
-class _Server:
-    """A server: the nodes that it serves, its line's rate, and for how long a node's round occupies this line."""
-
-    nodes: list[int]
-    bps: float
-    served_s: float
-
-    def queue_s(self, round_s: np.ndarray) -> float:
-        """Return the seconds for which each round waits so that the line carries all messages.
-
-        Args:
-            round_s: (N,) seconds of all nodes' rounds, if the line carries no other node's messages.
-        """
-        own_s = round_s[self.nodes]
-
-        def busy(queue_s: float) -> float:
-            return float((self.served_s / (own_s + queue_s)).sum())
-
-        least, most = 0.0, len(self.nodes) * self.served_s  # after which the line is idle part of the time
-        if busy(least) <= 1:
-            return 0.0
-        for _ in range(60):
-            middle = (least + most) / 2
-            least, most = (middle, most) if busy(middle) > 1 else (least, middle)
-        return most
-
-
-def _servers(plan: Plan, num_nodes: int, network: Network, scale: float) -> list[_Server]:
-    """Return the servers of a plan whose nodes have their own pace. Lines are full duplex."""
+    work_s, push_s = H * T, np.array([cost_s(push, [node]) for node in lines])
+    own_s = work_s + push_s + np.array([cost_s(pull, [node]) for node in lines])
     if num_nodes == 1:
-        return []
-    push, pull, *relays = plan.traffic
-
-    def server(nodes: list[int], t: Traffic, rounds: float = 1.0) -> _Server:
-        near, each = t.algorithm == "island", nodes if network.lines_differ else nodes[:1]
-        lines = [(network.links.near if near else network.links.outside)(np.array([node])) for node in each]
-        bps = max(line_of_server(up, down, None if near else network.server_bps) for up, down, _ in lines)
-        seconds = network.duration_s(Cost(0.0, 8 * t.payload_bytes / bps))
-        return _Server(nodes, bps, scale * seconds / rounds)
-
-    each = max(push, pull, key=lambda t: t.payload_bytes)
-    everybody = list(range(num_nodes))
-    if not relays:
-        return [server(everybody, each)]
-    relay = max(relays, key=lambda t: t.payload_bytes)
-    size = relay.members or num_nodes
-    islands = [everybody[start : start + size] for start in range(0, num_nodes, size)]
-    return [
-        *(server(nodes, each) for nodes in islands),
-        server(everybody, relay, relay.every_steps / push.every_steps),
-    ]
-
-
-def _queued_s(servers: Sequence[_Server], round_s: np.ndarray) -> np.ndarray:
-    """Return (N,) the seconds for which each node's round waits because a server's line carries other messages."""
-    queued_s = np.zeros(len(round_s))
+        return H, own_s, own_s, []
+    servers = _servers(plan, num_nodes, network, scale)
+    round_s = np.zeros(num_nodes)
     for server in servers:
-        queued_s[server.nodes] = np.maximum(queued_s[server.nodes], server.queue_s(round_s))
-    return queued_s
+        own = list(server.nodes)
+        if plan.quorum == 1 and np.ptp(own_s) == 0:  # in turn, each after the one before
+            round_s[own] = max(float(own_s[0]), len(own) * server.longest_s)
+            continue
+        pulled_s = lru_cache(maxsize=1 << 16)(lambda nodes: cost_s(pull, nodes))
+        pushed_s = np.broadcast_to(push_s, num_nodes)[own]
+        round_s[own] = _rounds_at(server, work_s[own], pushed_s, pulled_s, plan.quorum)
+    if relays:
+        everybody, rounds = range(num_nodes), relays[0].every_steps / push.every_steps
+        relay_s = scale * network.server_s(relays[0].payload_bytes, everybody) / rounds
+        servers.append(_Server(everybody, network.server_bps_of(everybody), relay_s, relay_s))
+        round_s *= max(1.0, float((relay_s / round_s).sum()))
+    return H, own_s, round_s, servers
 
 
 def _bottleneck(plan: Plan, num_nodes: int, network: Network, time: StepTime) -> str | None:
     """Return a warning if a server's line limits a plan, or None."""
-    _, _, round_s = _own_rounds(plan, num_nodes, network, time, 1.0)
-    servers = _servers(plan, num_nodes, network, 1.0)
-    server = max(servers, key=lambda server: server.queue_s(round_s), default=None)
-    if server is None or not (queue_s := server.queue_s(round_s)):
-        return None
-    count = len(server.nodes)
-    return (
-        f"{plan.name}: the server's line of {readable_bandwidth(server.bps)} is the bottleneck: the messages of "
-        f"{count} nodes' rounds occupy it for {readable_seconds(count * server.served_s)} each way, so a round takes "
-        f"{readable_seconds(queue_s)} longer"
-    )
+    _, own_s, round_s, servers = _own_rounds(plan, num_nodes, network, time, 1.0)
+    for server in servers:
+        own = list(server.nodes)
+        if (server.longest_s / round_s[own]).sum() > FULL:
+            many = math.ceil(float(own_s[own].mean()) / server.longest_s)
+            return (
+                f"{plan.name}: the server's line of {readable_bandwidth(server.bps)} is the bottleneck: the messages "
+                f"of {len(own)} nodes' rounds occupy it for {readable_seconds(len(own) * server.longest_s)} each way. "
+                f"It is full from about {many} nodes on"
+            )
+    return None
 
 
-def _rounds_of_quorum(to_server_s: np.ndarray, quorum: int, pull_s: Callable[[list[int]], float]) -> np.ndarray:
-    """Return (N,) each node's mean seconds per round, if a server releases nodes in groups of a quorum.
+def _rounds_at(
+    server: _Server, work_s: np.ndarray, push_s: np.ndarray, pull_s: Callable[[tuple[int, ...]], float], quorum: int
+) -> np.ndarray:
+    """Return (n,) the mean seconds per round of a server's n nodes. Its line serves first who comes first, each way.
 
     Args:
-        to_server_s: (N,) seconds from the start of a node's round until its push has arrived.
-        quorum: the number of pushes for which the server waits.
+        work_s, push_s: (n,) seconds for which each node computes in a round, and then pushes.
         pull_s: seconds that nodes take to pull together.
+        quorum: the number of pushes for which the server waits.
     """
     here: list[int] = []
-    size, now_s = len(to_server_s), 0.0
+    size, up_s, down_s = len(work_s), 0.0, 0.0  # from when on the line is free, up and down
     rounds, ends_s = np.zeros(size), np.zeros(size)
-    on_their_way = sorted((float(to_server_s[node]), node) for node in range(size))
-    for _ in range(max(ARRIVALS, 8 * size)):
-        now_s, node = heapq.heappop(on_their_way)
-        here.append(node)
-        if len(here) < quorum or (on_their_way and on_their_way[0][0] <= now_s):  # simultaneous arrivals join
+    coming = [(float(work_s[k]), False, k) for k in range(size)]  # time, whether its push has arrived, node
+    heapq.heapify(coming)
+    for _ in range(2 * max(ARRIVALS, 8 * size)):
+        now_s, has_arrived, k = heapq.heappop(coming)
+        if not has_arrived:
+            up_s = max(now_s, up_s)
+            heapq.heappush(coming, (up_s + float(push_s[k]), True, k))
+            up_s += server.push_s
             continue
-        start_s = now_s + pull_s(here)
+        here.append(k)
+        if len(here) < quorum or (quorum > 1 and coming[:1] and coming[0][0] <= now_s and coming[0][1]):
+            continue  # simultaneous arrivals join
+        down_s = max(now_s, down_s)
+        end_s = down_s + pull_s(tuple(server.nodes[k] for k in here))
+        down_s += len(here) * server.pull_s
         for other in here:
-            heapq.heappush(on_their_way, (start_s + float(to_server_s[other]), other))
+            heapq.heappush(coming, (end_s + float(work_s[other]), False, other))
         rounds[here] += 1
-        ends_s[here] = start_s
+        ends_s[here] = end_s
         here = []
     return ends_s / rounds
 

@@ -143,6 +143,26 @@ def test_messages_take_time_and_may_overtake() -> None:
     assert arrivals[:2] == [(0.11 + 8e-8, 1), (0.1 + 0.08, 0)]
 
 
+def test_a_servers_line_serves_first_who_comes_first() -> None:
+    """8 ms of the line for each of 1,000 bytes at 1 Mbit/s, up and down apart; no waiting where the line is fast."""
+    arrivals, _ = play(Clock(3, Network("1Mbps", "1ms"), 0.1), [1] * 3, 0.3, size=1000)
+    assert arrivals == [(0.109, 0), (0.117, 1), (0.125, 2), (0.227, 0), (0.235, 1), (0.243, 2)]
+    arrivals, _ = play(Clock(3, Network("1Mbps", "1ms", server="1Tbps"), 0.1), [1] * 3, 0.12, size=1000)
+    assert [at for at, _ in arrivals] == pytest.approx([0.109] * 3)
+
+
+def test_a_full_line_sets_the_pace() -> None:
+    """N messages of 8 ms a round; with a line that carries all of them, each node takes 10 + 8 + 8 ms."""
+
+    def rounds(nodes: int, server: str) -> float:
+        clock = Clock(nodes, Network("1Mbps", server=server), 0.01)
+        return len(play(clock, [1] * nodes, 8.0, size=1000)[0]) / nodes
+
+    for nodes in (4, 8, 32):
+        assert rounds(nodes, "1Mbps") == pytest.approx(8.0 / (0.008 * nodes), rel=0.02)
+        assert rounds(nodes, "1Gbps") == pytest.approx(8.0 / 0.026, rel=0.02)
+
+
 def test_an_outage_delays_a_round() -> None:
     plain, _ = play(Clock(2, FREE, 1.0), [3, 3], 10.0)
     away, _ = play(Clock(2, FREE, 1.0, outages=[(1, 1.5, 3.5)]), [3, 3], 10.0)

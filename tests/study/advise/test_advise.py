@@ -291,7 +291,8 @@ def test_the_page_shows_what_is_printed():
 @pytest.mark.parametrize("dylu", ["false", "true"])
 def test_rounds_that_nobody_waits_for(dylu):
     """Each node by itself: H_w steps, a push and a pull over its own line."""
-    times, network, end_s = np.array([0.1, 0.2, 0.2, 0.5]), Network(up="20Mbps", down="100Mbps", latency="10ms"), 4000
+    times, end_s = np.array([0.1, 0.2, 0.2, 0.5]), 4000
+    network = Network(up="20Mbps", down="100Mbps", latency="10ms", server="1Tbps")
     told = row(f"async_diloco:H=10:dylu={dylu}", network, num_nodes=4, step_seconds=times, parameters=1e6)
     steps = np.array([10, 5, 5, 2]) if dylu == "true" else np.full(4, 10)
     round_s = steps * times + 2 * 0.01 + 32e6 / 20e6 + 32e6 / 100e6
@@ -338,7 +339,8 @@ def test_servers_of_islands_and_unequal_nodes_share_lines_too():
     for text in ("async_diloco:H=10", "async_diloco:H=10:dylu=true", "decoupled_diloco:H=10:quorum=2"):
         full, free = (row(text, Network("100Mbps", "1ms", server=line), **unlike) for line in ("1Mbps", "1Gbps"))
         full_bps, free_bps = (8 * 4 * told.tx_bytes_per_step / told.seconds_per_step for told in (full, free))
-        assert full_bps == pytest.approx(1e6) if "async" in text else full_bps < 1e6  # where pulls share it as well
+        limit = pytest.approx(1e6, rel=0.01)
+        assert full_bps == limit if "async" in text else full_bps < 1e6  # where pulls share it as well
         assert free_bps > 1e7
     few, many = (
         row("halos:H=10", Network("10Gbps", "1ms", server="10Gbps"), num_nodes=n, step_seconds=1.0) for n in (8, 8000)
