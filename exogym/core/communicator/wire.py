@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 
-from exogym.core.base import pulse
 from exogym.core.base.retired import retired
 from exogym.core.communicator.columns import ALONE, Columns
 
@@ -296,14 +294,6 @@ class Wire:
         All processes make this call at the same time. Later calls return the same wire.
         """
         return None if self.is_shared else self
-
-    def pulse_words(self) -> memoryview:
-        """Return memory for the pulse of a thread that makes this wire's calls (see `exogym.core.base.pulse`)."""
-        return pulse.words_in(bytearray(pulse.BYTES))
-
-    def used(self) -> contextlib.AbstractContextManager[None]:
-        """A context in which a thread makes this wire's calls. The wire's connections stay open until its end."""
-        return contextlib.nullcontext()
 
     def launch(self) -> None:
         """Begin all transfers that `start` has returned. Small messages before this call do not wait behind them."""

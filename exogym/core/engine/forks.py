@@ -2,8 +2,8 @@
 
 `run_forked` forks one process for each block of rows. The caller's process is the main process and holds the first
 block. A fork takes a millisecond and gives each process the current model and data. So nothing is pickled: models,
-functions and data sets from a notebook cell work. The processes wait for each other over pipes, without any port. Each
-process notices if another process dies or hangs. If the caller's process ends, the system ends the others.
+functions and data sets from a notebook cell work. The processes wait for each other over pairs of sockets, without any
+port. Each process notices if another process dies or hangs. If the caller's process ends, the system ends the others.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import math
 import mmap
 import os
 import pickle
-import select
 import signal
+import socket
 import sys
 import threading
 import time
@@ -28,14 +28,13 @@ from typing import Any, TypeVar
 import torch
 
 from exogym.core.base import pulse, streams
-from exogym.core.engine.hangs import shows_stacks
+from exogym.core.engine.hangs import SIGNAL, shows_stacks, stacks_of
 from exogym.core.engine.reports import held, packed, unpacked
 from exogym.core.engine.shared import MAIN_HANGS, MAIN_KNOWS, STOP, Hung, Lost, SharedWire, memory_bytes, pulse_byte
 from exogym.errors import WorkerError
 
 Result = TypeVar("Result")
-Pipes = tuple[tuple[int, int], tuple[int, int]]  # (read, write) of the two lines to another process
-PATIENCE_S, POLL_S = 2.0, 0.01  # seconds: to end after a stop; between two checks of a process
+PATIENCE_S, POLL_S = 2.0, 0.001  # seconds: to end after a stop; between two checks of a process
 DIE_WITH_PARENT = 1  # Linux's PR_SET_PDEATHSIG
 
 
@@ -43,8 +42,7 @@ DIE_WITH_PARENT = 1  # Linux's PR_SET_PDEATHSIG
 class _Run:
     """The settings that a run's processes share.
 
-    `memory` and `aside` carry rows and pulses, each for one line of the wire. `stacks` is a file for the stacks of a
-    hung process.
+    `memory` carries rows and pulses. `stacks` is a file for the stacks of a hung process.
     """
 
     placement: Sequence[Sequence[int]]
@@ -52,14 +50,10 @@ class _Run:
     native: bool
     hang_s: float | None
     memory: mmap.mmap
-    aside: mmap.mmap
     stacks: int
 
-    def wire(self, process: int, pipes: Sequence[Pipes]) -> SharedWire:
-        """Return a process's wire. It has two lines: the second is for calls in another thread (`Wire.aside`)."""
-        own, aside = ([lines[k] for lines in pipes] for k in range(2))
-        line = SharedWire(self.placement, process, self.aside, aside, self.native, self.hang_s)
-        return SharedWire(self.placement, process, self.memory, own, self.native, self.hang_s, line)
+    def wire(self, process: int, lines: Sequence[socket.socket]) -> SharedWire:
+        return SharedWire(self.placement, process, self.memory, lines, self.native, self.hang_s)
 
 
 def can_fork() -> bool:
@@ -79,18 +73,15 @@ def run_forked(
         WorkerError: a process was killed or hung. The message names the process, its nodes, and the signal or stacks.
         Exception: any error that `body` raised. An error from another process has that process's traceback as a note.
     """
-    memory, aside = (mmap.mmap(-1, memory_bytes(len(placement))) for _ in range(2))
-    run = _Run(placement, body, native, hang_s, memory, aside, os.memfd_create("stacks"))
+    memory = mmap.mmap(-1, memory_bytes(len(placement)))
+    run = _Run(placement, body, native, hang_s, memory, os.memfd_create("stacks"))
     children: list[_Child] = []
-    pipes: list[Pipes] = []
-    wire: SharedWire | None = None
     streams.flush()
     try:
         for process in range(1, len(placement)):
-            child, mains = _fork(run, process, pipes, children)
-            children.append(child)
-            pipes.append(mains)
-        wire = run.wire(0, pipes)
+            children.append(_Child(process))
+            _fork(run, children)
+        wire = run.wire(0, [child.line for child in children])
         try:
             with pulse.kept_in(memory, pulse_byte(0)), _ends_if_it_hangs(run):
                 result = body(wire)
@@ -107,11 +98,8 @@ def run_forked(
         raise error
     finally:
         patience_s = PATIENCE_S if memory[STOP] else 0.0  # processes that were asked to stop end by themselves
-        if wire is not None:  # processes that wait for its pipes end
-            wire.close()
-        else:  # a fork failed
-            for pipe in (pipe for lines in pipes for pair in lines for pipe in pair):
-                os.close(pipe)
+        for child in children:  # processes that wait for their lines end
+            child.line.close()
         for child in children:
             child.end(patience_s)
         os.close(run.stacks)
@@ -133,40 +121,30 @@ def fork() -> int:
     return pid
 
 
-def _fork(run: _Run, process: int, pipes: list[Pipes], children: list[_Child]) -> tuple[_Child, Pipes]:
-    """Fork a process. Return it with the main process's pipes to it."""
-    (up_read, up_write), (down_read, down_write), (error_read, error_write) = os.pipe(), os.pipe(), os.pipe()
-    aside_up, aside_down = os.pipe(), os.pipe()
-    mains: Pipes = (up_read, down_write), (aside_up[0], aside_down[1])
-    own: Pipes = (down_read, up_write), (aside_down[0], aside_up[1])
-    parent, pid = os.getpid(), fork()
+def _fork(run: _Run, children: Sequence[_Child]) -> None:
+    """Fork the last of `children`."""
+    child, parent, pid = children[-1], os.getpid(), fork()
     if pid:
-        for pipe in (*own[0], *own[1], error_write):
-            os.close(pipe)
-        return _Child(process, pid, error_read), mains
+        child.pid, child.status = pid, None
+        child.own_line.close()
+        return
     code = 1
     try:
-        wire = run.wire(process, [own])
+        for other in children:
+            other.line.close()
         die_with(parent)
-        for pipe in (error_read, *(p for lines in (*pipes, mains) for pair in lines for p in pair)):
-            os.close(pipe)
-        for child in children:
-            os.close(child.errors)
         signal.set_wakeup_fd(-1)
         for ignored in (signal.SIGINT, signal.SIGTERM):  # the main process handles them
             signal.signal(ignored, signal.SIG_IGN)
-        with pulse.kept_in(run.memory, pulse_byte(process)), shows_stacks(run.stacks):
-            run.body(wire)
+        with pulse.kept_in(run.memory, pulse_byte(child.process)), shows_stacks(run.stacks):
+            run.body(run.wire(child.process, [child.own_line]))
         code = 0
     except Hung as hung:
-        text = _tell_main(run, parent, hung)
-        wire.close()
-        _report(error_write, WorkerError(text))
+        child.write_report(WorkerError(_tell_main(run, parent, hung)))
     except Lost:
         pass  # the main process is gone or ending
     except BaseException as error:
-        wire.close()  # so the main process notices and reads the report
-        _report(error_write, error)
+        child.write_report(error)
     finally:
         with contextlib.suppress(BaseException):
             streams.flush()
@@ -178,7 +156,7 @@ def _tell_main(run: _Run, parent: int, hung: Hung) -> str:
     text = f"the main process {hung.patience.complaint(parent)}; its worker processes have ended. Checkpoints are valid"
     if not run.memory[MAIN_HANGS]:
         run.memory[MAIN_HANGS] = 1
-        stacks = pulse.stacks_of(parent, run.stacks)
+        stacks = stacks_of(parent, run.stacks)
         if not run.memory[MAIN_KNOWS]:  # it no longer runs Python
             print(f"exogym: {text}" + (f". Its stacks:\n{stacks}" if stacks else ""), file=streams.STDERR, flush=True)
     return text
@@ -200,12 +178,12 @@ def _ends_if_it_hangs(run: _Run) -> Iterator[None]:
         with shows_stacks(run.stacks):
             yield
         return
-    before = signal.signal(pulse.SIGNAL, end)
+    before = signal.signal(SIGNAL, end)
     try:
         with shows_stacks(run.stacks, chain=True):
             yield
     finally:
-        signal.signal(pulse.SIGNAL, before)
+        signal.signal(SIGNAL, before)
 
 
 def die_with(parent: int) -> None:
@@ -216,34 +194,36 @@ def die_with(parent: int) -> None:
         os._exit(1)
 
 
-def _report(pipe: int, error: BaseException) -> None:
-    with contextlib.suppress(OSError):
-        os.write(pipe, pickle.dumps(packed(error)))
-
-
 class _Child:
-    """A forked process, seen from the main process."""
+    """A forked process, seen from the main process.
 
-    def __init__(self, process: int, pid: int, errors: int):
-        self.process, self.pid, self.errors = process, pid, errors
-        self.status: int | None = None
-        self.report = b""
+    Attributes:
+        line: the main process's end of the line to this process, whose own end is `own_line`.
+        report: a file in memory, for the error with which this process fails.
+        status: the process's exit status, or None while it runs.
+    """
+
+    def __init__(self, process: int):
+        self.process, self.pid = process, 0
+        self.line, self.own_line = socket.socketpair()
+        self.report = open(os.memfd_create("report"), "rb+", buffering=0)  # noqa: SIM115
+        self.status: int | None = 0  # nothing runs before the fork
+
+    def write_report(self, error: BaseException) -> None:
+        """In the forked process: leave `error` to the main process."""
+        self.report.write(pickle.dumps(packed(error)))
 
     def wait(self, patience_s: float = math.inf) -> None:
-        """Wait at most `patience_s` seconds until the forked process ends, and read its error report."""
+        """Wait at most `patience_s` seconds until the forked process ends."""
         until = time.monotonic() + patience_s
-        while self.status is None and time.monotonic() <= until:
-            if select.select([self.errors], [], [], POLL_S)[0] and (part := os.read(self.errors, 1 << 16)):
-                self.report += part
-                continue
-            # Its own children may keep the pipe open, so ask the system whether it has ended.
+        while self.status is None:
             ended, status = os.waitpid(self.pid, os.WNOHANG)
-            self.status = status if ended else None
-        while self.status is not None and select.select([self.errors], [], [], 0)[0]:
-            part = os.read(self.errors, 1 << 16)
-            if not part:
-                break
-            self.report += part
+            if ended:
+                self.status = status
+            elif time.monotonic() > until:
+                return
+            else:
+                time.sleep(POLL_S)
 
     def has_ended(self, within_s: float) -> bool:
         self.wait(within_s)
@@ -252,7 +232,7 @@ class _Child:
     def hangs(self, nodes: Sequence[int], hung: Hung, stacks: int) -> WorkerError:
         """Return the error that reports this hung process. `end` kills the process."""
         text = f"{self.who(nodes)} {hung.patience.complaint(self.pid)}; it was killed. Earlier checkpoints are valid"
-        found = pulse.stacks_of(self.pid, stacks)
+        found = stacks_of(self.pid, stacks)
         return WorkerError(text + (f". Its stacks:\n{found}" if found else ""))
 
     def who(self, nodes: Sequence[int]) -> str:
@@ -263,8 +243,9 @@ class _Child:
         self.wait()
         assert self.status is not None
         who = self.who(nodes)
-        if self.report:
-            given, text = pickle.loads(self.report)
+        self.report.seek(0)
+        if report := self.report.read():
+            given, text = pickle.loads(report)
             return unpacked(given, text, who)
         if os.WIFSIGNALED(self.status):
             name = signal.Signals(os.WTERMSIG(self.status)).name
@@ -277,11 +258,11 @@ class _Child:
     def end(self, patience_s: float) -> None:
         """Kill the forked process if it still runs after `patience_s` seconds."""
         try:
-            if self.status is None:
-                self.wait(patience_s)
+            self.wait(patience_s)
         finally:
             if self.status is None:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(self.pid, signal.SIGKILL)
                 _, self.status = os.waitpid(self.pid, 0)
-            os.close(self.errors)
+            self.own_line.close()
+            self.report.close()

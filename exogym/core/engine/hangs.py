@@ -1,36 +1,120 @@
 """Find hung processes, show their stacks, and kill them.
 
+A process's pulse (`exogym.core.base.pulse`) may stand still for
+
+- `hang_s` seconds in a step;
+- `PATIENCE` times as long at the start, in the first step, an evaluation, a checkpoint or a callback;
+- any time while the process waits for other processes.
+
 Forked processes watch each other while they wait for each other (see `SharedWire`). Processes of a launcher wait inside
-torch, where they cannot watch others. So each such process has a small watcher process, which kills the process if it
-hangs. Torch's elastic agent, the launcher and the membership server then see a crash.
+torch, where they cannot watch others. So each such process starts this file as a script in a small watcher process,
+which kills the process if it hangs. Torch's elastic agent, the launcher and the membership server then see a crash.
 """
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
+import json
 import mmap
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 from exogym.core.base import pulse
+
+AT = (
+    "in a training step",
+    "in its first step",
+    "outside a step (start, data, evaluation, checkpoint, callback)",
+    "waiting for other processes",
+)
+PATIENCE = 6
+STACKS_S = 2.0  # the longest wait for a process's stacks
+# On this signal a watched process writes the stacks of its threads.
+SIGNAL: int = signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else getattr(signal, "SIGINFO", signal.SIGUSR2)
+
+
+class Patience:
+    """Measures how long a pulse has stood still, and compares this time with the limit for the process's activity.
+
+    Time in which the watching process itself was stopped does not count.
+
+    >>> words = pulse.words_in(bytearray(16))
+    >>> patience = Patience(words, hang_s=1.0)
+    >>> [patience.spent(0.5) for _ in range(4)]
+    [False, False, False, True]
+    """
+
+    def __init__(self, words: memoryview, hang_s: float):
+        self.words, self.hang_s = words, hang_s
+        self._seen, self._looked_s = -1, 0.0
+
+    @property
+    def limit_s(self) -> float:
+        return self.hang_s * (1 if self.words[1] == pulse.WORKING else PATIENCE)
+
+    def start_anew(self) -> None:
+        self._seen = -1
+
+    def spent(self, seconds: float) -> bool:
+        """Read the pulse, `seconds` after the previous call. Return whether the pulse has stood still for too long."""
+        if self.words[0] != self._seen:
+            self._seen, self._looked_s = self.words[0], 0.0
+            return False
+        self._looked_s += seconds
+        return self._looked_s > self.limit_s
+
+    def complaint(self, pid: int) -> str:
+        stopped = ", stopped by a signal (SIGSTOP)" if is_stopped(pid) else ""
+        return (
+            f"hangs: no progress for {self.limit_s:g} s {AT[self.words[1]]}{stopped} (hang_s={self.hang_s:g}; "
+            "None: no limit)"
+        )
+
+
+def is_stopped(pid: int) -> bool:
+    """Return whether a signal such as SIGSTOP has paused the process `pid`. Outside Linux, always return False."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:
+        return file.read().rpartition(b")")[2].split()[0] == b"T"
+    return False
+
+
+def stacks_of(pid: int, file: int, start: int = 0) -> str:
+    """Let the process `pid` write its threads' stacks to `file`, from byte `start`. Return these stacks.
+
+    Return "" if the process cannot write its stacks.
+    """
+    if is_stopped(pid):
+        return ""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, SIGNAL)
+    found, until = b"", time.monotonic() + STACKS_S
+    while time.monotonic() < until:
+        time.sleep(0.1)
+        before, found = found, os.pread(file, 1 << 16, start)
+        if found and found == before:
+            break
+    return found.decode("utf-8", "replace").strip()
 
 
 @contextlib.contextmanager
 def shows_stacks(file: int, chain: bool = False) -> Iterator[None]:
-    """A context in which `pulse.SIGNAL` makes this process write its stacks into `file`.
+    """A context in which `SIGNAL` makes this process write its stacks into `file`.
 
     This also works if the process hangs in C code, because the signal's handler runs no Python code. If `chain` is
     True, the handler then calls the previous handler.
     """
-    faulthandler.register(pulse.SIGNAL, file=file, all_threads=True, chain=chain)
+    faulthandler.register(SIGNAL, file=file, all_threads=True, chain=chain)
     try:
         yield
     finally:
-        faulthandler.unregister(pulse.SIGNAL)
+        faulthandler.unregister(SIGNAL)
 
 
 @contextlib.contextmanager
@@ -52,11 +136,47 @@ def watched(hang_s: float | None, rank: int, or_others: str = "") -> Iterator[No
         undo.enter_context(pulse.kept_in(mmap.mmap(number, mmap.PAGESIZE)))
         file.seek(mmap.PAGESIZE)  # stacks follow the pulse
         undo.enter_context(shows_stacks(number))
-        words = [sys.executable, "-I", "-S", pulse.__file__, str(os.getpid()), str(number), str(hang_s)]
-        other = subprocess.Popen(
-            [*words, f"rank {rank}{or_others}"], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-            pass_fds=[number],
+        words = [str(os.getpid()), str(number), str(hang_s), f"rank {rank}{or_others}"]
+        other = subprocess.Popen(  # without the packages of the environment: it starts in 50 ms
+            [sys.executable, "-P", "-S", __file__, *words], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+            pass_fds=[number], env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
         )  # fmt: skip
         undo.callback(other.wait)
         undo.callback(other.kill)
         yield
+
+
+def look_after(pid: int, file: int, hang_s: float, name: str) -> None:
+    """Watch the parent process `pid`, whose pulse is in `file`, and kill it if it hangs.
+
+    The reason and the stacks go to stderr and to the file that torch's elastic agent reads. The watch ends when `pid`
+    is no longer this process's parent.
+    """
+    words = pulse.words_in(mmap.mmap(file, mmap.PAGESIZE))
+    patience = Patience(words, hang_s)
+    while True:
+        time.sleep(pulse.LOOK_S)
+        if os.getppid() != pid:
+            return
+        if words[1] == pulse.WAITING and not is_stopped(pid):
+            patience.start_anew()
+        elif patience.spent(pulse.LOOK_S):
+            break
+    complaint = f"{name} {patience.complaint(pid)}"
+    stacks = stacks_of(pid, file, mmap.PAGESIZE)
+    text = f"{complaint}; ExoGym kills it." + (f" Its stacks:\n{stacks}" if stacks else "")
+    path, now = os.environ.get("TORCHELASTIC_ERROR_FILE"), time.time()
+    if path:
+        extra = {"py_callstack": text, "timestamp": str(int(now)), "time_s": now, "lost": False}
+        with contextlib.suppress(OSError), open(path, "w") as record:
+            json.dump({"message": {"message": f"WorkerError: {complaint}", "extraInfo": extra}}, record)
+    with contextlib.suppress(OSError):
+        print(f"exogym: {text}", file=sys.stderr, flush=True)
+    if os.getppid() == pid:
+        os.kill(pid, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the parent handles them when it can
+        signal.signal(number, signal.SIG_IGN)
+    look_after(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), sys.argv[4])

@@ -1,14 +1,11 @@
-"""The wire between forked processes: shared memory carries rows, and pipes let processes wait for each other."""
+"""The wire between forked processes: shared memory carries rows, and sockets let processes wait for each other."""
 
 from __future__ import annotations
 
-import contextlib
 import math
 import mmap
-import os
-import select
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import socket
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +14,7 @@ from torch import Tensor
 from exogym.core.base import pulse
 from exogym.core.communicator import Move, Wire, barrier, reduce_rows
 from exogym.core.communicator.wire import reduce_native
+from exogym.core.engine.hangs import Patience
 from exogym.errors import TrainingError
 
 HALF_BYTES = 8 << 20  # two halves in turn: processes may still read one while others write the other
@@ -36,7 +34,7 @@ class Lost(Exception):
 class Hung(Lost):
     """Raised when another process hangs."""
 
-    def __init__(self, process: int, patience: pulse.Patience):
+    def __init__(self, process: int, patience: Patience):
         super().__init__(process)
         self.patience = patience
 
@@ -52,11 +50,10 @@ class SharedWire(Wire):
         placement: node ids of each process, together 0..N-1 ascending.
         process: this process's number; the main process is 0.
         memory: `memory_bytes(processes)` bytes of shared memory.
-        pipes: (read, write) pairs. The main process has a pair for each other process. Each other process has one pair,
-            to the main process.
+        lines: the main process has a connected socket to each other process. Each other process has one, to the main
+            process.
         native: sum each process's rows first, then these sums. This needs fewer copies, but rounds differently.
         hang_s: seconds that another process's pulse may stand still. None means no limit.
-        line: a wire between the same processes for calls in another thread, with its own memory and pipes.
     """
 
     def __init__(
@@ -64,70 +61,32 @@ class SharedWire(Wire):
         placement: Sequence[Sequence[int]],
         process: int,
         memory: mmap.mmap,
-        pipes: Sequence[tuple[int, int]],
+        lines: Sequence[socket.socket],
         native: bool = False,
         hang_s: float | None = None,
-        line: SharedWire | None = None,
     ):
-        self.process, self._line = process, line
+        self.process = process
         super().__init__(placement[process], native)
         self.place(placement)
-        self.pipes, self.memory = list(pipes), memory
-        self._door, self._is_used, self._is_closed = threading.Lock(), False, False
+        self.lines, self.memory = list(lines), memory
         self.asked_to_stop = lambda: memory[STOP] != 0
         self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
         self._turn, self._first_byte = 0, first_byte(len(placement))
-        self._patience: dict[int, pulse.Patience] = {}
-        self._polls: dict[int, select.poll] = {}
+        self._patience: dict[int, Patience] = {}
         others = range(1, len(placement)) if self.is_main else [0]
-        for other, (read, _) in zip(others, self.pipes, strict=True):
-            if hang_s is None:
-                break
-            self._patience[other] = pulse.Patience(pulse.words_in(memory, pulse_byte(other)), hang_s)
-            self._polls[other] = select.poll()
-            self._polls[other].register(read, select.POLLIN)
+        for other, line in zip(others, self.lines, strict=True):
+            line.settimeout(pulse.LOOK_S)
+            if hang_s is not None:
+                self._patience[other] = Patience(pulse.words_in(memory, pulse_byte(other)), hang_s)
 
     # Asking all processes to stop, without waiting for them
 
     def ask_to_stop(self) -> None:
         self.memory[STOP] = 1
 
-    def aside(self) -> Wire | None:
-        return self._line
-
-    def pulse_words(self) -> memoryview:
-        return pulse.words_in(self.memory, pulse_byte(self.process))
-
-    @contextlib.contextmanager
-    def used(self) -> Iterator[None]:
-        with self._door:
-            if self._is_closed:
-                raise Lost(self.process)
-            self._is_used = True
-        try:
-            yield
-        finally:
-            with self._door:
-                self._is_used = False
-                if self._is_closed:
-                    self._close_pipes()
-
     def close(self) -> None:
-        """Close the pipes of this wire and of its second line. If a thread uses a line, it closes the line's pipes.
-
-        Otherwise the thread could read and write the descriptors' next owner.
-        """
-        with self._door:
-            self._is_closed = True
-            if not self._is_used:
-                self._close_pipes()
-        if self._line is not None:
-            self._line.close()
-
-    def _close_pipes(self) -> None:
-        while self.pipes:
-            for pipe in self.pipes.pop():
-                os.close(pipe)
+        for line in self.lines:
+            line.close()
 
     # Waiting for all processes at the same call
 
@@ -142,10 +101,9 @@ class SharedWire(Wire):
         """
         mark = hash(call) % (1 << 8 * TOKEN_BYTES) & ~1  # forks of one process hash alike
         if not self.is_main:
-            (read, write) = self.pipes[0]
-            self._write(write, mark | flag, 0)
-            return bool(self._read(read, 0) & 1)
-        tokens = [self._read(read, k + 1) for k, (read, _) in enumerate(self.pipes)]
+            self._write(self.lines[0], mark | flag, 0)
+            return bool(self._read(self.lines[0], 0) & 1)
+        tokens = [self._read(line, process) for process, line in enumerate(self.lines, 1)]
         if strangers := [k + 1 for k, token in enumerate(tokens) if token & ~1 != mark]:
             raise TrainingError(
                 f"this process calls {call[0]}, but worker process {strangers[0]} makes another call. Every process "
@@ -153,16 +111,25 @@ class SharedWire(Wire):
                 "(loop.evaluate(node), loop.save()), not the fleet or its communicator"
             )
         answer = any(token & 1 for token in tokens) or flag
-        for k, (_, write) in enumerate(self.pipes):
-            self._write(write, mark | answer, k + 1)
+        for process, line in enumerate(self.lines, 1):
+            self._write(line, mark | answer, process)
         return answer
 
-    def _read(self, pipe: int, process: int) -> int:
+    def _read(self, line: socket.socket, process: int) -> int:
+        got = b""
+
+        def has_come(seconds: float) -> bool:
+            nonlocal got
+            try:
+                got = line.recv(TOKEN_BYTES)
+            except TimeoutError:
+                return False
+            except ConnectionResetError:
+                pass
+            return True
+
         pulse.beat()
-        if process in self._patience:
-            poll = self._polls[process]
-            self.wait_for(process, lambda seconds: bool(poll.poll(1000 * seconds)))
-        got = os.read(pipe, TOKEN_BYTES)
+        self.wait_for(process, has_come)
         if not got:
             raise Lost(process)
         return int.from_bytes(got, "little")
@@ -181,10 +148,10 @@ class SharedWire(Wire):
             if patience is not None and patience.spent(pulse.LOOK_S):
                 raise Hung(process, patience)
 
-    def _write(self, pipe: int, token: int, process: int) -> None:
+    def _write(self, line: socket.socket, token: int, process: int) -> None:
         try:
-            os.write(pipe, token.to_bytes(TOKEN_BYTES, "little"))
-        except BrokenPipeError:
+            line.sendall(token.to_bytes(TOKEN_BYTES, "little"))
+        except ConnectionError:
             raise Lost(process) from None
 
     # Rows

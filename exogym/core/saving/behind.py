@@ -3,8 +3,11 @@
 The thread calls the same function as a run that waits, so the files have the same bytes. Processes agree over their own
 second wire. The next checkpoint waits for the one under way, so at most one copy is in memory beside the state.
 
-The thread has its own pulse. Forked processes watch the pulses of each other's threads. If a process waits for its own
-thread, its pulse follows the thread's pulse. So a disk that does not answer counts as a hang, as in a run that waits.
+The thread has its own pulse. If a process waits for its thread, the process's pulse follows the thread's pulse. So a
+disk that does not answer counts as a hang, as in a run that waits.
+
+Forked processes have no second wire: they write a checkpoint themselves, while training waits. A thread would compete
+with them for the machine's cores.
 """
 
 from __future__ import annotations
@@ -49,7 +52,7 @@ class Writer:
         self._neighbors = 1  # this machine's processes
         self._thread: threading.Thread | None = None
         self._done = threading.Event()  # Python 3.11 takes a thread for ended if Ctrl-C interrupts its `join`
-        self._pulse = wire.pulse_words()
+        self._pulse = pulse.words_in(bytearray(pulse.BYTES))
         self._step = 0
         self._path: Path | None = None
         self._error: BaseException | None = None
@@ -69,7 +72,6 @@ class Writer:
         if not self._is_possible or self.wire.agree(not self._fits(snapshot)):
             return False
         assert self._line is not None
-        self._pulse = self._line.pulse_words()
         self._step, self._path, self._error = snapshot.meta["step"], None, None
         self._done.clear()
         # A daemon: after a second Ctrl-C, or for a lost process, Python must not wait for it.
@@ -145,7 +147,7 @@ class Writer:
     def _run(self, snapshot: Snapshot) -> None:
         assert self._line is not None
         try:
-            with self._line.used(), pulse.of_thread(self._pulse):
+            with pulse.of_thread(self._pulse):
                 self._path = self._save(snapshot, self._line)
         except BaseException as error:
             self._error = error

@@ -82,9 +82,9 @@ class RunOptions:
         precision: "fp32", or autocast in "bf16" or "fp16". `autocast=True` means "bf16".
         compute: "loop" (one node after another, exact) or "vmap" (all rows at once; for accelerators).
         reduction: "tree" (exact: the same bits on every layout) or "native" (torch's own all-reduce and sums).
-        overlap: On hosts, send averages that arrive late while nodes compute. Anywhere, write checkpoints while nodes
-            compute. With False, nodes wait for such an average right after sending it, also in a simulation's clock,
-            and for each checkpoint. The results have the same bits.
+        overlap: On hosts, send averages that arrive late while nodes compute. On hosts and in one process, write
+            checkpoints while nodes compute. With False, nodes wait for such an average right after sending it, also in
+            a simulation's clock, and for each checkpoint. The results have the same bits.
         balance: Share the load by speed: with "nodes" fast processes get more nodes, with "batch" or "steps" fast nodes
             get larger batches or more local steps. A `Balance` also gives the speeds (see `exogym.balance`). If
             `balance` is None, all nodes do the same work, and each process gets about the same number of nodes.

@@ -16,8 +16,7 @@ from torch import nn
 
 from exogym import NodeMesh
 from exogym.callbacks import Every
-from exogym.core.base import pulse
-from exogym.core.saving import behind as saving_behind
+from exogym.core.engine import hangs
 from exogym.core.saving import checkpoint
 from exogym.errors import ArgumentError, WorkerError
 
@@ -82,22 +81,18 @@ HANGS = {"stopped": stop_itself, "endless loop": spin_for_ever, "asleep in C": s
 
 @pytest.mark.parametrize("name", HANGS)
 def test_a_worker_that_hangs_is_named_with_where_it_stands(name):
-    before, handler = family(), signal.getsignal(pulse.SIGNAL)
+    before, handler = family(), signal.getsignal(hangs.SIGNAL)
     pipes = descriptors()
     with pytest.raises(WorkerError, match=r"worker process 1 \(nodes 2 to 3\) hangs: no progress") as caught:
         train(**AVERAGES, model=Trouble(HANGS[name]), processes=2, hang_s=HANG_S)
     text = str(caught.value)
     assert f"for 2 s in a training step{', stopped by a signal (SIGSTOP)' * (name == 'stopped')} (hang_s=2" in text
     assert (f"in {HANGS[name].__name__}" in text and "in forward" in text) is (name != "stopped")
-    assert (family(), signal.getsignal(pulse.SIGNAL)) == (before, handler) and descriptors() <= pipes
+    assert (family(), signal.getsignal(hangs.SIGNAL)) == (before, handler) and descriptors() <= pipes
 
 
-@pytest.mark.parametrize(
-    ("main", "overlap"),
-    [(False, True), *(pytest.param(*way, marks=pytest.mark.slow) for way in [(False, False), (True, True)])],
-)
-def test_a_disk_that_does_not_answer_is_a_hang(main, overlap, tmp_path, monkeypatch):
-    """Also if a thread writes while nodes compute: all main threads then wait for their own threads."""
+@pytest.mark.parametrize("main", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_disk_that_does_not_answer_is_a_hang(main, tmp_path, monkeypatch):
     home, write, over = os.getpid(), checkpoint.save_file, threading.Event()
 
     def stall(tensors, file, told=None):
@@ -106,15 +101,14 @@ def test_a_disk_that_does_not_answer_is_a_hang(main, overlap, tmp_path, monkeypa
         write(tensors, file, told)
 
     monkeypatch.setattr(checkpoint, "save_file", stall)
-    monkeypatch.setattr(saving_behind, "GIVE_UP_S", 0.1)
-    monkeypatch.setattr(pulse, "PATIENCE", 1)
+    monkeypatch.setattr(hangs, "PATIENCE", 1)
     who = (
         r"the main process hung \(hang_s=2\)"
         if main
         else r"worker process 1 \(nodes 2 to 3\) hangs: no progress for 2 s"
     )
     with pytest.raises(WorkerError, match=who) as caught:
-        train(**AVERAGES, processes=2, hang_s=2.0, save_dir=tmp_path, checkpoint_interval=4, overlap=overlap)
+        train(**AVERAGES, processes=2, hang_s=2.0, save_dir=tmp_path, checkpoint_interval=4)
     over.set()
     assert "in stall" in str(caught.value) and (main or "s outside a step (start, data," in str(caught.value))
 

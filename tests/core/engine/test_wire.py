@@ -3,6 +3,7 @@
 import mmap
 import os
 import signal
+import socket
 import threading
 import time
 
@@ -350,15 +351,12 @@ def test_asking_to_stop_needs_no_meeting():
 
 
 @pytest.mark.parametrize("gone", ["the other", "main"])
-def test_a_closed_pipe_is_a_lost_process(gone):
+def test_a_closed_line_is_a_lost_process(gone):
     """Whether it is noticed while reading or while writing."""
-    placement, memory = place(4, 2), mmap.mmap(-1, shared.memory_bytes(2))
-    (up_read, up_write), (down_read, down_write) = os.pipe(), os.pipe()
-    main = SharedWire(placement, 0, memory, [(up_read, down_write)])
-    other = SharedWire(placement, 1, memory, [(down_read, up_write)])
-    wire, number, far = (main, 1, (up_write, down_read)) if gone == "the other" else (other, 0, (up_read, down_write))
-    for pipe in far:
-        os.close(pipe)
+    placement, memory, lines = place(4, 2), mmap.mmap(-1, shared.memory_bytes(2)), socket.socketpair()
+    wires = [SharedWire(placement, process, memory, [line]) for process, line in enumerate(lines)]
+    wire, number = (wires[0], 1) if gone == "the other" else (wires[1], 0)
+    wires[number].close()
     for meet in (
         lambda: barrier(wire),
         lambda: wire.rows(torch.ones(2, 3), [0]),
@@ -367,8 +365,7 @@ def test_a_closed_pipe_is_a_lost_process(gone):
         with pytest.raises(Lost) as lost:
             meet()
         assert lost.value.args == (number,)
-    for pipe in {up_read, up_write, down_read, down_write} - set(far):
-        os.close(pipe)
+    wire.close()
 
 
 def ends(wire):
@@ -406,10 +403,10 @@ FAILURES = {
 @pytest.mark.parametrize("name", FAILURES)
 def test_how_a_process_ended_is_said_and_none_is_left(name):
     body, kind, text = FAILURES[name]
-    before, pipes = children(), descriptors()
+    before, files = children(), descriptors()
     with pytest.raises(kind, match=text):
         run_forked(place(6, 3), body)
-    assert children() == before and descriptors() <= pipes
+    assert children() == before and descriptors() <= files
 
 
 def test_other_processes_come_to_their_end(tmp_path):
@@ -461,7 +458,7 @@ def test_hosts_ask_each_other_whether_every_process_has_a_gpu_of_its_own(mine, o
     assert world.all_say(mine) is mine
 
 
-def test_a_second_line_carries_calls_of_another_thread(over, tmp_path):
+def test_a_second_line_carries_calls_of_another_thread(tmp_path):
     """Both threads talk at the same time; with one line their messages would mix."""
 
     def body(wire, x):
@@ -476,7 +473,7 @@ def test_a_second_line_carries_calls_of_another_thread(over, tmp_path):
         assert heard == [[[process, k] for process in range(3)] for k in range(100)]
         wire.leave()
 
-    over(3, 4, tmp_path, body)
+    over_gloo(3, 4, tmp_path, body)
 
 
 def test_processes_receive_before_they_send(tmp_path):

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from checkpoints import RUNS, SGD, STEPS, examples, fit, rows, small_disk
-from processes import apart, descriptors, over_gloo
+from processes import apart, over_gloo
 from torch import nn
 
 from exogym import LocalTrainer
@@ -108,13 +108,13 @@ def test_without_the_copy_the_bytes_would_differ(tmp_path, monkeypatch):
     assert ours.keys() == theirs.keys() and {"rows-0-2.safetensors", "run.json"} <= unlike
 
 
-def test_processes_and_sampled_clients_have_the_same_bytes(tmp_path, monkeypatch):
+def test_sampled_clients_have_the_same_bytes(tmp_path, monkeypatch):
     also_waited_for(monkeypatch, tmp_path / "waited for")
     trainer = LocalTrainer(Wide(20), examples(), loss_fn=F.cross_entropy)
     strategy = FedAvgStrategy(OptimSpec("sgd", lr=0.1, momentum=0.9), H=3, client_fraction=0.1, keep_inner_state=True)
-    fit(strategy, tmp_path / "behind", trainer, **SAVED, num_nodes=20, processes=2, batch_size=2)
+    fit(strategy, tmp_path / "behind", trainer, **SAVED, num_nodes=20, batch_size=2)
     ours = files(tmp_path / "behind")
-    assert ours == files(tmp_path / "waited for") and len(ours) == 2 * 4
+    assert ours == files(tmp_path / "waited for") and len(ours) == 2 * 3
 
 
 def test_one_at_a_time_and_the_oldest_go(tmp_path, monkeypatch):
@@ -137,11 +137,13 @@ def test_one_at_a_time_and_the_oldest_go(tmp_path, monkeypatch):
     assert [f'"step": {step},' in line for step, line in enumerate(events, 1)] == [True] * STEPS
 
 
-@pytest.mark.parametrize("way", ["overlap=False", "memory", "loop.save()"])
+@pytest.mark.parametrize("way", ["overlap=False", "memory", "loop.save()", "processes"])
 def test_when_nodes_wait(way, tmp_path, monkeypatch):
     gate, options = Gate(monkeypatch), {"checkpoint_interval": 4}
     if way == "overlap=False":
         options["overlap"] = False
+    elif way == "processes":
+        options["processes"] = 2
     elif way == "memory":
         monkeypatch.setattr(behind, "free_memory_bytes", lambda device: 2000)
     else:
@@ -264,13 +266,12 @@ def test_ctrl_c_and_the_end_wait_for_the_checkpoint_under_way(tmp_path, monkeypa
     assert fingerprint(resumed.model) == fingerprint(fit(SimpleReduceStrategy(SGD)).model)
 
 
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_second_ctrl_c_does_not_wait_and_its_thread_disturbs_no_later_run(processes, tmp_path, monkeypatch):
-    stalled, open_, write, home = threading.Event(), threading.Event(), checkpoint.save_file, os.getpid()
+def test_a_second_ctrl_c_does_not_wait_and_its_thread_disturbs_no_later_run(tmp_path, monkeypatch):
+    stalled, open_, write = threading.Event(), threading.Event(), checkpoint.save_file
     left = []
 
     def stall(tensors, file, told=None):
-        if os.getpid() == home and not stalled.is_set():
+        if not stalled.is_set():
             stalled.set()
             assert open_.wait(60)
         elif left:  # in the later run's checkpoint of the same step
@@ -284,13 +285,12 @@ def test_a_second_ctrl_c_does_not_wait_and_its_thread_disturbs_no_later_run(proc
         signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(checkpoint, "save_file", stall)
-    options = {"checkpoint_interval": 4, "processes": processes}
     with pytest.raises(KeyboardInterrupt) as raised:
-        fit(SimpleReduceStrategy(SGD), tmp_path, callbacks=[Every(5, interrupt)], **options)
+        fit(SimpleReduceStrategy(SGD), tmp_path, checkpoint_interval=4, callbacks=[Every(5, interrupt)])
     assert raised.value.__notes__ == ["the checkpoint of step 4 was not complete"]
     left += under_way()
     assert left
-    resumed = fit(SimpleReduceStrategy(SGD), tmp_path, resume=True, **options)
+    resumed = fit(SimpleReduceStrategy(SGD), tmp_path, checkpoint_interval=4, resume=True)
     assert not left and fingerprint(resumed.model) == fingerprint(fit(SimpleReduceStrategy(SGD)).model)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_0000000008", "step_0000000012"]
 
@@ -355,34 +355,6 @@ def test_ctrl_c_while_a_failed_run_waits_does_not_wait_on(tmp_path, monkeypatch)
     assert [words[0] for words in registered] == [behind._end_without]  # or Python would abort
     open_.set()
     left[0].join(60)
-
-
-def test_a_thread_that_outlives_its_run_touches_no_file_of_others(tmp_path, monkeypatch):
-    """It read and wrote descriptors by number, which meanwhile belonged to the user's files."""
-    open_, write, home, before = threading.Event(), checkpoint.save_file, os.getpid(), descriptors()
-
-    def stall(tensors, file, told=None):
-        assert os.getpid() != home or open_.wait(60)
-        write(tensors, file, told)
-
-    def fail(loop):
-        raise ValueError("here it fails")
-
-    monkeypatch.setattr(checkpoint, "save_file", stall)
-    monkeypatch.setattr(behind, "GIVE_UP_S", 0.1)
-    with pytest.raises(ValueError, match="here it fails") as raised:
-        fit(SimpleReduceStrategy(SGD), tmp_path / "run", checkpoint_interval=4, callbacks=[Every(5, fail)], processes=2)
-    assert raised.value.__notes__ == ["the checkpoint of step 4 was not complete after 0.1 s more"]
-    (thread,) = under_way()
-    text = b"the user's own bytes"
-    (tmp_path / "own").write_bytes(text)
-    with contextlib.ExitStack() as undo:
-        own = [undo.enter_context(open(tmp_path / "own", "rb+")) for _ in range(12)]
-        open_.set()
-        thread.join(60)
-        assert not thread.is_alive()
-        assert {os.lseek(file.fileno(), 0, os.SEEK_CUR) for file in own} == {0}
-    assert (tmp_path / "own").read_bytes() == text and descriptors() <= before
 
 
 # Kills
