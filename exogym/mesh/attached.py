@@ -25,7 +25,7 @@ from exogym.core.base.torch_private import (
     in_this_process,
     own_parameters,
     sharded_parameters,
-    take_shard_gradient,
+    take_gradient,
 )
 from exogym.core.compute.pointer import Pointer
 from exogym.core.engine.wire import ProcessWire
@@ -138,7 +138,7 @@ class Shards:
     def take_gradients(self) -> None:
         """Move the model's gradients into `.grad` of `parameters`."""
         for p, handle in zip(self.parameters, self._handles, strict=True):
-            p.grad = take_shard_gradient(handle)
+            p.grad = take_gradient(handle.sharded_param)
 
     def give_gradients(self) -> None:
         """Give the model's parameters the gradients in `.grad` of `parameters`, for the user's optimizer."""

@@ -32,7 +32,6 @@ from exogym.core.base.torch_private import (
     hold_shard,
     sharded_parameters,
     take_gradient,
-    take_shard_gradient,
 )
 from exogym.core.compute.outputs import Loss
 from exogym.errors import ModelError
@@ -156,7 +155,7 @@ class Sharded(Split):
     def gradients(self) -> list[Tensor | None]:
         found: list[Tensor | None] = []
         for slot, handle in zip(self._slots, self._handles, strict=True):
-            grad = take_gradient(handle) if isinstance(handle, nn.Parameter) else take_shard_gradient(handle)
+            grad = take_gradient(handle if isinstance(handle, nn.Parameter) else handle.sharded_param)
             self._go(grad is not None)
             mine = slot.name not in self._mirrors
             found.append(grad if grad is None or mine else grad.new_empty(slot.shape))

@@ -33,7 +33,7 @@ from torch.distributed import pipelining
 
 from exogym.core.base import pulse
 from exogym.core.base.batches import batch_examples, map_tensors
-from exogym.core.base.torch_private import Hollow, held_local, hold_local
+from exogym.core.base.torch_private import Hollow, hold_local, in_this_process
 from exogym.core.compute.outputs import Loss
 from exogym.errors import ModelError
 from exogym.mesh import NodeMesh
@@ -95,7 +95,7 @@ class Staged(Split):
         """Return a context with the whole model in each process. Each process then needs memory for all parameters."""
         held = self.held
         held.refresh()
-        kept = {k: held_local(handle) for k, handle in enumerate(held.handles)}
+        kept = {k: in_this_process(handle).detach() for k, handle in enumerate(held.handles)}
         stages = range(self.mesh.depth)
         try:
             for these in held.kinds:

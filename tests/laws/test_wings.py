@@ -47,8 +47,8 @@ BEYOND: dict[str, str] = {
         exogym.core.base: pulse
         exogym.core.base.batches: batch_examples map_tensors take_examples tensors_in
         exogym.core.base.modes: evaluation_mode
-        exogym.core.base.torch_private: Hollow Plain forget_groups held_local hold_local hold_shard in_this_process
-        own_parameters sharded_parameters take_gradient take_shard_gradient
+        exogym.core.base.torch_private: Hollow Plain forget_groups hold_local hold_shard in_this_process
+        own_parameters sharded_parameters take_gradient
         exogym.core.compute.outputs: Loss
         exogym.core.compute.parts: unlike
         exogym.core.compute.pointer: Pointer

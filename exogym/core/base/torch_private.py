@@ -127,23 +127,6 @@ class FusedSGD(torch.optim.SGD):
         group["fused"] = started in (0, len(momentum_buffer_list))
         return sparse
 
-    def plain_step(self) -> None:
-        """Take an optimizer step with the kernel that `step` uses, without torch's Python code around the kernel.
-
-        Parameters must be on one device and of one dtype. With momentum or a gradient scale, `step` itself runs.
-        """
-        for group in self.param_groups:
-            if group["momentum"] or getattr(self, "grad_scale", None) is not None:
-                return type(self).step.__wrapped__.__wrapped__(self)  # type: ignore[attr-defined]
-        for group in self.param_groups:
-            params = [p for p in group["params"] if p.grad is not None]
-            if params:
-                torch._fused_sgd_(
-                    params, [p.grad for p in params], [], weight_decay=group["weight_decay"], momentum=0.0,
-                    lr=group["lr"], dampening=group["dampening"], nesterov=group["nesterov"],
-                    maximize=group["maximize"], is_first_step=False,
-                )  # fmt: skip
-
 
 def bare_step(optimizer: Optimizer) -> Callable[[], Any] | None:
     """Return an optimizer's step without torch's wrappers, or None if hooks or a scheduler's counter need the wrappers.
@@ -162,11 +145,7 @@ def bare_step(optimizer: Optimizer) -> Callable[[], Any] | None:
     inside = step.__wrapped__  # type: ignore[attr-defined]
     if inside.__code__ is not _NO_GRAPH:
         return functools.partial(inside, optimizer)
-    bare = inside.__wrapped__
-    if type(optimizer) is FusedSGD:
-        kinds = {(p.dtype, p.device, p.layout) for group in optimizer.param_groups for p in group["params"]}
-        bare = FusedSGD.plain_step if len(kinds) == 1 else bare
-    return functools.partial(_without_graph, bare, optimizer)
+    return functools.partial(_without_graph, inside.__wrapped__, optimizer)
 
 
 def _without_graph(step: Callable[[Optimizer], Any], optimizer: Optimizer) -> Any:
@@ -312,12 +291,6 @@ def hold_shard(handle: Any, shard: Tensor) -> None:
     handle.sharded_param._local_tensor = shard
 
 
-def take_shard_gradient(handle: Any) -> Tensor | None:
-    """Return the gradient of a sharded parameter's shard as a plain tensor, and remove it from the parameter."""
-    found, handle.sharded_param.grad = handle.sharded_param.grad, None
-    return None if found is None else found._local_tensor
-
-
 def hold_local(parameter: nn.Parameter, local: Tensor) -> None:
     """Use the tensor `local` as this process's part of a parameter, without a copy. The parameter may be a DTensor."""
     from torch.distributed.tensor import DTensor
@@ -328,13 +301,6 @@ def hold_local(parameter: nn.Parameter, local: Tensor) -> None:
         parameter.data = local
 
 
-def held_local(parameter: nn.Parameter) -> Tensor:
-    """Return this process's part of a parameter, which may be a DTensor (see `hold_local`)."""
-    from torch.distributed.tensor import DTensor
-
-    return parameter._local_tensor if isinstance(parameter, DTensor) else parameter.data
-
-
 def in_this_process(x: Tensor) -> Tensor:
     """Return this process's part of a tensor, which may be a DTensor."""
     return getattr(x, "_local_tensor", x)
@@ -342,10 +308,8 @@ def in_this_process(x: Tensor) -> Tensor:
 
 def take_gradient(parameter: nn.Parameter) -> Tensor | None:
     """Return this process's part of a parameter's gradient, and remove the gradient. The gradient may be a DTensor."""
-    from torch.distributed.tensor import DTensor
-
     found, parameter.grad = parameter.grad, None
-    return found._local_tensor if isinstance(found, DTensor) else found
+    return None if found is None else in_this_process(found)
 
 
 def forget_groups(device: torch.device) -> None:

@@ -225,22 +225,6 @@ def test_fused_sgd_may_meet_a_gradient_late() -> None:
     assert optimizer.param_groups[0]["fused"] is True
 
 
-@tries("bare_step", "FusedSGD's plain step, which calls torch's kernel itself,")
-@pytest.mark.parametrize("options", [{}, {"weight_decay": 0.1, "maximize": True}, {"momentum": 0.9}])
-def test_a_plain_step_of_fused_sgd_is_its_step(options: Any) -> None:
-    wrapped, bare = parameters(), parameters()
-    two_steps(torch_private.FusedSGD(wrapped, lr=0.1, fused=True, **options), wrapped)
-    optimizer = torch_private.FusedSGD(bare, lr=0.1, fused=True, **options)
-    optimizer.step = torch_private.bare_step(optimizer)
-    assert optimizer.step.args[0] is torch_private.FusedSGD.plain_step
-    two_steps(optimizer, bare)
-    assert torch.is_grad_enabled() and all(map(torch.equal, wrapped, bare))
-    mixed = torch_private.FusedSGD(
-        [*parameters(), nn.Parameter(torch.ones(2, dtype=torch.float64))], lr=0.1, fused=True
-    )
-    assert torch_private.bare_step(mixed).args[0] is not torch_private.FusedSGD.plain_step
-
-
 @tries("FusedSGD", "torch's fused SGD, which needs FusedSGD in its stead:")
 def test_torchs_own_fused_sgd_fails_there() -> None:
     """The control: where torch has mended it, FusedSGD can go."""
@@ -431,14 +415,14 @@ def test_a_shard_is_memory_of_our_own(tmp_path: Path) -> None:
     sharded(tmp_path, body)
 
 
-@tries("take_shard_gradient", "DTensor._local_tensor of the gradient")
+@tries("take_gradient", "FSDPParam.sharded_param")
 def test_the_gradient_of_a_shard_is_taken(tmp_path: Path) -> None:
     def body(model: nn.Module, found: list[Any], rank: int) -> None:
-        assert torch_private.take_shard_gradient(found[0][2]) is None
+        assert torch_private.take_gradient(found[0][2].sharded_param) is None
         (model(torch.full((1, 2), 1.0 + rank)).sum() * 2).backward()
-        grad = torch_private.take_shard_gradient(found[0][2])
+        grad = torch_private.take_gradient(found[0][2].sharded_param)
         assert type(grad) is torch.Tensor and grad.tolist() == [[3.0, 3.0]] * (2 - rank)
-        assert torch_private.take_shard_gradient(found[0][2]) is None
+        assert torch_private.take_gradient(found[0][2].sharded_param) is None
 
     sharded(tmp_path, body)
 
@@ -499,23 +483,14 @@ def test_what_is_here_of_a_parameter_is_memory_of_our_own(tmp_path: Path) -> Non
     with_layers(tmp_path, body)
 
 
-@tries("held_local", "DTensor._local_tensor of a parameter")
-def test_what_is_here_of_a_parameter_is_found(tmp_path: Path) -> None:
-    def body(model: nn.Module, rank: int) -> None:
-        for p in model.parameters():
-            local = torch.ones(1, 1)
-            torch_private.hold_local(p, local)
-            assert torch_private.held_local(p).data_ptr() == local.data_ptr()
-
-    with_layers(tmp_path, body)
-
-
 @tries("in_this_process", "DTensor._local_tensor")
 def test_what_is_here_of_a_tensor_is_found(tmp_path: Path) -> None:
     def body(model: nn.Module, rank: int) -> None:
         for p in model.parameters():
             local = p.to_local() if isinstance(p, DTensor) else p
             assert torch_private.in_this_process(p).data_ptr() == local.data_ptr()
+            torch_private.hold_local(p, own := torch.ones(1, 1))
+            assert torch_private.in_this_process(p).detach().data_ptr() == own.data_ptr()
 
     with_layers(tmp_path, body)
 
