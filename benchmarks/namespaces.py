@@ -88,7 +88,17 @@ class Stopwatch:
             setattr(ProcessWire, name, self._timed(getattr(ProcessWire, name)))
         Carried.wait = self._timed(Carried.wait)  # type: ignore[method-assign]
         begin = ProcessWire.begin
-        ProcessWire.begin = lambda wire, x: _Begun(self, begin(wire, x), x)  # type: ignore[method-assign]
+
+        def begun(wire: ProcessWire, x: Tensor) -> Callable[[], None]:
+            start, wait = time.perf_counter(), begin(wire, x)
+
+            def waited() -> None:  # the sum lasts until somebody has waited for it
+                wait()
+                self.spans.append((start, time.perf_counter(), nbytes(x)))
+
+            return waited
+
+        ProcessWire.begin = begun  # type: ignore[method-assign]
 
     def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def timed(wire: Any, *given: Any, **options: Any) -> Any:
@@ -106,29 +116,15 @@ class Stopwatch:
                 return call(wire, *given, **options)
             finally:
                 self._inside = False
-                self.add(start, x)
+                self.spans.append((start, time.perf_counter(), nbytes(x)))
 
         return timed
-
-    def add(self, start: float, x: Any) -> None:
-        self.spans.append((start, time.perf_counter(), nbytes(x)))
 
 
 def nbytes(x: Any) -> int:
     """Return the bytes of a tensor, or of the tensors by node that `carry` gets; 0 for anything else."""
     parts = x.values() if isinstance(x, dict) else [x]
     return sum(part.nbytes for part in parts if isinstance(part, Tensor))
-
-
-class _Begun:
-    """A sum that was begun; it lasts until somebody has waited for it."""
-
-    def __init__(self, watch: Stopwatch, work: Any, x: Tensor):
-        self.watch, self.work, self.x, self.start = watch, work, x, time.perf_counter()
-
-    def wait(self) -> None:
-        self.work.wait()
-        self.watch.add(self.start, self.x)
 
 
 def host(pipe: Connection, train: Train, urgent: bool, beside: int | None) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from exogym.core.base.devices import OneThread, resolve_device
+from exogym.core.base.devices import one_thread, resolve_device
 from exogym.core.base.modes import modes_of, set_modes
 from exogym.core.base.rng import preserved_state
 from exogym.core.base.streams import fill_in
@@ -199,7 +199,7 @@ class LocalTrainer(Trainer):
 
         # With an engine elsewhere no process runs here: each chooses its own machine's device.
         device = resolve_device(local_device(options.device)) if options.engine is None else torch.device("cpu")
-        with _turn.taken(self.model), preserved_state(device), OneThread(device):
+        with _turn.taken(self.model), preserved_state(device), one_thread(device):
             modes = modes_of(self.model)
             try:
                 if options.engine is None:

@@ -117,10 +117,10 @@ def imported(name: str) -> ModuleType:
 
 @functools.cache
 def opened(package: str) -> ModuleType:
-    """Return a module by its name; of a door, the first room that it hands on."""
+    """Return a module by its name; of a door, the last room that it hands on."""
     module = imported(package)
-    room = re.search(r'= door\("([\w.]+)"', Path(module.__file__ or "").read_text("utf-8"))
-    return imported(room[1]) if room else module
+    rooms = re.findall(r"^ +from ([\w.]+) import \*", Path(module.__file__ or "").read_text("utf-8"), re.M)
+    return imported(rooms[-1]) if rooms else module
 
 
 def public(module: ModuleType) -> list[str]:

@@ -53,7 +53,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from exogym.core.communicator.columns import ALONE, Columns
+from exogym.core.communicator import ALONE, Columns
 from exogym.core.communicator.wire import HALVES, Wire, reduce_rows, tree_sum
 from exogym.errors import ArgumentError, check_choice, check_count, check_number
 

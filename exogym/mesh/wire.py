@@ -48,15 +48,15 @@ class NodeColumns(Columns):
         self._meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = {}
         self._lines = ProcessWire([[k] for k in range(self.parts)], group)
 
-    @pulse.waits
+    @pulse.at(pulse.WAITING)
     def sum(self, x: Tensor) -> Tensor:
         return self._reduced(x, dist.ReduceOp.SUM)
 
-    @pulse.waits
+    @pulse.at(pulse.WAITING)
     def maximum(self, x: Tensor) -> Tensor:
         return self._reduced(x, dist.ReduceOp.MAX)
 
-    @pulse.waits
+    @pulse.at(pulse.WAITING)
     def gather(self, x: Tensor, sizes: list[int]) -> list[Tensor]:
         longest = max(sizes)
         mine = x.new_zeros(longest)
@@ -66,13 +66,13 @@ class NodeColumns(Columns):
         dist.all_gather(found, mine, group=self.group)
         return [one[:size].to(x.device) for one, size in zip(found, sizes, strict=True)]
 
-    @pulse.waits
+    @pulse.at(pulse.WAITING)
     def swap(self, outgoing: list[Tensor], sizes: list[int]) -> list[Tensor]:
         moved = [x.to(self.device).contiguous() for x in outgoing]
         found = self._lines.swap(moved, sizes, list(range(self.parts)))
         return [x.to(outgoing[0].device) for x in found]
 
-    @pulse.waits
+    @pulse.at(pulse.WAITING)
     def mesh(self, axes: dict[str, int]) -> DeviceMesh:
         """Return torch's DeviceMesh of the node's processes. `axes` has the size of each axis, by name."""
         key = tuple(axes.items())

@@ -2,9 +2,9 @@
 
 from typing import TYPE_CHECKING
 
-from exogym.core.base.lazy import door
+from exogym.core.base.lazy import lazily
 
 if TYPE_CHECKING:
     from exogym.home.whisper import *  # noqa: F403
 else:
-    __getattr__, __dir__ = door("exogym.home.whisper")
+    __getattr__, __dir__ = lazily(__name__)

@@ -145,7 +145,7 @@ BEYOND: dict[str, str] = {
         exogym.study.sweep.run: estimate
     """,
 }
-MOST = {"home": 48, "mesh": 35, "clusters": 18, "ui": 37, "study": 62, "cli": 38}  # names of each wing in `BEYOND`
+MOST = {"home": 48, "mesh": 33, "clusters": 18, "ui": 37, "study": 62, "cli": 38}  # names of each wing in `BEYOND`
 
 
 # What may be imported
@@ -160,8 +160,7 @@ def file_of(module: str) -> Path | None:
 def rooms_behind(module: str) -> list[str]:
     """Return the modules whose names a door hands on; none if the module is no door."""
     file = file_of(module)
-    door = None if file is None else re.search(r"= door\((.*)\)", file.read_text("utf-8"))
-    return [] if door is None else re.findall(r'"([\w.]+)"', door[1])
+    return [] if file is None else re.findall(r"^ +from ([\w.]+) import \*", file.read_text("utf-8"), re.M)
 
 
 @functools.cache
@@ -254,7 +253,7 @@ def test_a_wing_imports_public_names_and_seams(wing: str) -> None:
 
 
 def test_the_exceptions_become_fewer() -> None:
-    assert sum(MOST.values()) <= 239
+    assert sum(MOST.values()) <= 237
 
 
 def test_seams_are_there() -> None:

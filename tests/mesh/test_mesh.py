@@ -178,7 +178,7 @@ def test_bytes_and_time_are_those_of_dense_nodes():
         ("exogym.core.compute.sharded", "exogym.mesh.sharded"),
         ("exogym.core.engine.mesh", "exogym.mesh.wire"),
         ("exogym.attached.shards", "exogym.mesh.attached"),
-        ("exogym.core.communicator.inside", "exogym.core.communicator.columns"),
+        ("exogym.core.communicator.inside", "exogym.core.communicator"),
     ],
 )
 def test_a_module_of_before_names_the_new_one(before, now):

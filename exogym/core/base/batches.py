@@ -71,20 +71,21 @@ def batch_examples(batch: Any) -> int:
     raise DataError(f"a batch is {described(batch)}; wanted a tensor whose first dimension counts the examples")
 
 
-def _pick(batch: Any, total: int, of_tensor: Callable[[Tensor], Tensor], of_list: Callable[[Any], Any]) -> Any:
-    """Pick some of the `total` examples of a nested batch.
+def _pick(batch: Any, total: int, which: slice | list[int]) -> Any:
+    """Pick `which` of the `total` examples of a nested batch. From a slice, tensors are views.
 
-    They are rows of its tensors, and items of its lists that hold something else: a text or a tensor for each example.
+    Examples are rows of its tensors, and items of its lists that hold something else: a text or a tensor for each
+    example.
     """
     is_list = isinstance(batch, tuple | list) and len(batch) == total and not hasattr(batch, "_fields")
     if is_list and not any(x.dim() and len(x) == total for x in tensors_in(batch)):
-        return type(batch)(of_list(batch))
+        return type(batch)(batch[which] if isinstance(which, slice) else [batch[k] for k in which])
     if isinstance(batch, Tensor):
-        return of_tensor(batch) if batch.dim() and len(batch) == total else batch
+        return batch[which] if batch.dim() and len(batch) == total else batch
     if isinstance(batch, Mapping):
-        return {key: _pick(value, total, of_tensor, of_list) for key, value in batch.items()}
+        return {key: _pick(value, total, which) for key, value in batch.items()}
     if isinstance(batch, tuple | list):
-        parts = [_pick(part, total, of_tensor, of_list) for part in batch]
+        parts = [_pick(part, total, which) for part in batch]
         return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
     return batch
 
@@ -95,12 +96,12 @@ def slice_batch(batch: Any, start: int, stop: int) -> Any:
     >>> slice_batch([("a", "b", "c"), torch.tensor([1, 2, 3])], 1, 3)
     [('b', 'c'), tensor([2, 3])]
     """
-    return _pick(batch, batch_examples(batch), lambda x: x[start:stop], lambda x: x[start:stop])
+    return _pick(batch, batch_examples(batch), slice(start, stop))
 
 
 def take_examples(batch: Any, which: list[int]) -> Any:
     """Return the examples of a batch whose numbers are in `which`, in that order."""
-    return _pick(batch, batch_examples(batch), lambda x: x[which], lambda x: [x[k] for k in which])
+    return _pick(batch, batch_examples(batch), which)
 
 
 def micro_batches(batch: Any, size: int) -> Iterator[tuple[Any, float]]:

@@ -41,23 +41,20 @@ def resolve_device(device: str | torch.device) -> torch.device:
     return torch.device("cuda", place.index or 0) if place.type == "cuda" else place
 
 
-class OneThread:
+@contextlib.contextmanager
+def one_thread(device: torch.device) -> Iterator[None]:
     """A context in which torch uses a single intra-op thread, if `device` is the CPU.
 
     So results do not depend on the number of threads, and training does not become very slow on a busy machine. At the
     end the context restores the earlier number of threads.
     """
-
-    def __init__(self, device: torch.device):
-        self.wanted = 1 if device.type == "cpu" else None
-
-    def __enter__(self) -> None:
-        self.before = torch.get_num_threads()
-        if self.wanted is not None:
-            torch.set_num_threads(self.wanted)
-
-    def __exit__(self, *exc: object) -> None:
-        torch.set_num_threads(self.before)
+    before = torch.get_num_threads()
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def free_memory_bytes(device: torch.device) -> int:

@@ -13,18 +13,15 @@ library only.
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from typing import Any
 
 WORKING, STARTING, BETWEEN, WAITING = range(4)
 LOOK_S = 0.25  # seconds between two looks at a pulse
 BYTES = 64  # room for a pulse; the first two words of 8 bytes are used
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 def words_in(memory: Any, start: int = 0) -> memoryview:
@@ -56,7 +53,7 @@ def step_taken() -> None:
 
 @contextlib.contextmanager
 def at(what: int) -> Iterator[None]:
-    """A context in which this process's activity is `what`: WORKING, STARTING, BETWEEN or WAITING."""
+    """A context, or a decorator, in which this process's activity is `what`: WORKING, STARTING, BETWEEN or WAITING."""
     words = _own()
     before = words[1]
     words[0] += 1
@@ -66,17 +63,6 @@ def at(what: int) -> Iterator[None]:
     finally:
         words[0] += 1
         words[1] = before
-
-
-def waits(function: F) -> F:
-    """Decorate `function`. While `function` runs, this process counts as waiting for other processes."""
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with at(WAITING):
-            return function(*args, **kwargs)
-
-    return call  # type: ignore[return-value]
 
 
 @contextlib.contextmanager

@@ -87,7 +87,7 @@ MOVED: dict[str, str] = {
     "exogym.machines.cluster": "exogym.clusters",
     "exogym.data.speech": "exogym.home.speech",
     "exogym.core.engine.ray": "exogym.clusters.ray",
-    "exogym.core.communicator.inside": "exogym.core.communicator.columns",
+    "exogym.core.communicator.inside": "exogym.core.communicator",
     "exogym.core.mesh": "exogym.mesh",
     **{f"exogym.core.mesh.{name}": f"exogym.mesh.{name}" for name in (
         "pipeline", "probe", "splits", "traffic", "value",

@@ -180,12 +180,3 @@ class LineStore(dist.Store):
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         return unpacked(self._ask("swap", [key], old=packed(expected), new=packed(desired)))
-
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        return [unpacked(text) for text in self._ask("get", keys)]
-
-    def multi_set(self, keys: list[str], values: Sequence[str | bytes]) -> None:
-        self._ask("set", keys, values=[packed(value) for value in values])
-
-    def has_extended_api(self) -> bool:
-        return False

@@ -46,11 +46,10 @@ True
 1
 """
 
-from exogym.core.communicator.columns import ALONE, Columns
 from exogym.core.communicator.communicator import TRANSPORTS, Communicator
 from exogym.core.communicator.ledger import FACTORS, Event, Ledger
 from exogym.core.communicator.messages import barrier, blank, described, gather, hand_over, say, ship, tell
-from exogym.core.communicator.wire import CHUNK_ELEMENTS, Move, Parcel, Wire, reduce_rows, tree_sum
+from exogym.core.communicator.wire import ALONE, CHUNK_ELEMENTS, Columns, Move, Parcel, Wire, reduce_rows, tree_sum
 
 __all__ = [
     "ALONE",

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from exogym.core.base import pulse
-from exogym.core.communicator.columns import ALONE, Columns
 from exogym.core.communicator.messages import as_bytes, from_bytes, hand_over, row_of_source, rows_of_givers
 from exogym.core.communicator.recorder import Groups, Recorder
-from exogym.core.communicator.wire import Parcel, Wire, reduce_rows
+from exogym.core.communicator.wire import ALONE, Columns, Parcel, Wire, reduce_rows
 from exogym.errors import ArgumentError, check_choice
 
 OPERATIONS = ("sum", "mean", "max", "min")
@@ -53,7 +52,7 @@ class Communicator(Recorder):
         self.rule: Any = None
         self.secure: Any = None
         self._aggregations = 0
-        self._in_flight: dict[int, list[Any]] = {}
+        self._in_flight: dict[int, list[Callable[[], Any]]] = {}
 
     # Reductions
 
@@ -127,7 +126,7 @@ class Communicator(Recorder):
     @property
     def _others(self) -> Columns:
         """The node's processes with the other columns of the averaged values."""
-        return ALONE if self._alone else self.wire.columns
+        return self.wire.columns if self._held is None else ALONE
 
     def share(self, group: Sequence[int], op: str = "mean") -> Tensor | None:
         """Return the (len(group),) weights of the nodes in a mean over `group`; their sum is 1.
@@ -167,21 +166,21 @@ class Communicator(Recorder):
     def _reduced(
         self, x: Tensor, group: Sequence[int], op: str, share: Tensor | None, everywhere: bool, flight: int | None
     ) -> Tensor:
-        works = self._in_flight.pop(x.data_ptr(), None)
-        if works is None:
+        waits = self._in_flight.pop(x.data_ptr(), None)
+        if waits is None:
             return self.transfers.result_of(
                 lambda wire: wire.reduce(x, group, op, share, everywhere=everywhere), x[0], flight
             )
         with pulse.at(pulse.WAITING):
-            for work in works:
-                work.wait()
+            for wait in waits:
+                wait()
         return x[0].clone() if share is not None else x[0] / len(group)
 
     def sum_decoded(
         self, payload: Sequence[Tensor], decode: Callable[..., Tensor], op: str = "sum", *,
-        groups: Groups | None = None, size: float | None = None, like: Tensor | None = None,
+        size: float | None = None, like: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """All-gather the packed `payload`, decode each node's payload, and reduce the values in the fixed tree.
+        """All-gather the packed `payload` of the present nodes, decode it, and reduce the values in the fixed tree.
 
         Use this call for packed values that cannot be summed on their way, such as sparse or quantized values.
 
@@ -194,54 +193,41 @@ class Communicator(Recorder):
                 computing.
 
         Returns:
-            (rows, ...): the reduced values, expanded to all rows. A row outside all groups gets its own decoded values.
+            (rows, ...): the reduced values, expanded to all rows. A row of an absent node gets its own decoded values.
         """
-        groups = self._sorted(groups)
-        size = sum(self._row_bytes(part) for part in payload) if size is None else size
-        everyone = len(groups) == 1 and len(groups[0]) == self.num_nodes
-        shared = self.wire.shares_memory  # then decoding first is faster; otherwise the packed bytes travel
-        own = decode(*payload) if shared or not everyone else None
-        result = None if own is None or everyone else own.clone()
-        for group in groups:
-            self.record("all_gather", "ring", group, size)
-            late = like if everyone else None
-            reduced = self._of_decoded(own, group, op) if shared else self._of_packed(payload, decode, group, op, late)
-            if result is None:
-                return reduced[None].expand(len(self.ranks), *reduced.shape)
-            for row in self._rows_here(group):
-                result[row] = reduced
-        assert result is not None
-        return result
-
-    def _of_decoded(self, x: Tensor | None, group: Sequence[int], op: str) -> Tensor:
-        assert x is not None
-        _check_op(op, x)
-        share, flat = self.share(group, op), x.reshape(len(x), -1)
-        rule = self.robust(op, share)
-        if rule is None:
-            found = self.wire.reduce(flat, group, op, share)
-        else:
-            found = rule.of(self.wire, flat, group, self._others)
-        return found.view(x.shape[1:])
-
-    def _of_packed(
-        self, payload: Sequence[Tensor], decode: Callable[..., Tensor], group: list[int], op: str, like: Tensor | None
-    ) -> Tensor:
-        """Gather the group's packed payloads, decode them in every process, and reduce."""
-        packed = as_bytes(payload)
+        group, everyone = self.present, len(self.present) == self.num_nodes
         share = self.share(group, op)
         rule = self.robust(op, share)
+        self.record("all_gather", "ring", group, sum(map(self._row_bytes, payload)) if size is None else size)
+        own = decode(*payload) if self.wire.shares_memory or not everyone else None
+        if own is not None and self.wire.shares_memory:  # then decoding first is faster
+            _check_op(op, own)
+            flat = own.reshape(len(own), -1)
+            mean = (
+                self.wire.reduce(flat, group, op, share)
+                if rule is None
+                else rule.of(self.wire, flat, group, self._others)
+            )
+            reduced = mean.view(own.shape[1:])
+        else:  # the packed bytes travel, and every process decodes them
+            packed = as_bytes(payload)
 
-        def found(wire: Wire) -> Tensor:
-            decoded = decode(*from_bytes(wire.rows(packed, group), payload))
-            _check_op(op, decoded)
-            flat = decoded.reshape(len(group), -1)
-            mean = reduce_rows(flat, group, op, share) if rule is None else rule.of_rows(flat, group, self._others)
-            return mean.view(decoded.shape[1:])
+            def found(wire: Wire) -> Tensor:
+                decoded = decode(*from_bytes(wire.rows(packed, group), payload))
+                _check_op(op, decoded)
+                flat = decoded.reshape(len(group), -1)
+                mean = reduce_rows(flat, group, op, share) if rule is None else rule.of_rows(flat, group, self._others)
+                return mean.view(decoded.shape[1:])
 
-        if like is None or rule is not None:
-            return found(self.wire)
-        return self.transfers.result_of(found, like, self._flight)
+            if like is None or rule is not None or not everyone:
+                reduced = found(self.wire)
+            else:
+                reduced = self.transfers.result_of(found, like, self._flight)
+        if own is None or everyone:
+            return reduced.expand(len(self.ranks), *reduced.shape)
+        result = own.clone()
+        result[self._rows_here(group)] = reduced
+        return result
 
     def reduce(self, x: Tensor, dst: int = 0, op: str = "sum") -> Tensor:
         """Reduce all nodes' rows of `x` (rows, ...) and give the result to node `dst`.
@@ -323,16 +309,10 @@ class Communicator(Recorder):
         at_src = np.array([member == src for member in self.present])
         sent, got = np.where(at_src, size * (n - 1) / n, 0.0), np.where(at_src, 0.0, size / n)
         self._add("scatter", "direct", self.present, size, sent, got, givers=[src])
-        slices = self.wire.rows(x, [src])[0] if self.wire.shares_memory else None
         result = torch.zeros_like(x[:, 0])
         for k, rank in enumerate(self.present):
-            if slices is None:
-                given = x[self.wire.row_of[src], k].contiguous() if src in self.wire.row_of else None
-                taken = hand_over(
-                    self.wire, {} if given is None else {src: given}, [Parcel(src, rank, x.shape[2:], x.dtype, False)]
-                )
-            else:
-                taken = {rank: slices[k]}
+            given = {src: x[self.wire.row_of[src], k].contiguous()} if src in self.wire.row_of else {}
+            taken = hand_over(self.wire, given, [Parcel(src, rank, x.shape[2:], x.dtype, False)])
             for row in self._rows_here([rank]):
                 result[row] = taken[rank]
         return result

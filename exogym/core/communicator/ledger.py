@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -56,7 +56,6 @@ class Event:
         return self.tx_bytes if self.links else np.full(len(self.givers), self.payload_bytes)
 
 
-@dataclass
 class Ledger:
     """Adds up the bytes of all events: per node, in arrays (num_nodes,), and per collective over all nodes, in
     `traffic`.
@@ -64,21 +63,12 @@ class Ledger:
     `inside_bytes` counts the bytes between a node's devices. No other total contains these bytes.
     """
 
-    num_nodes: int
-    payload_bytes: np.ndarray = field(init=False)
-    tx_bytes: np.ndarray = field(init=False)
-    rx_bytes: np.ndarray = field(init=False)
-    buffer_bytes: np.ndarray = field(init=False)
-    inside_bytes: np.ndarray = field(init=False)
-    traffic: dict[str, dict[str, float]] = field(default_factory=dict)
-    listeners: list[Callable[[Event], None]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.payload_bytes = np.zeros(self.num_nodes)
-        self.tx_bytes = np.zeros(self.num_nodes)
-        self.rx_bytes = np.zeros(self.num_nodes)
-        self.buffer_bytes = np.zeros(self.num_nodes)
-        self.inside_bytes = np.zeros(self.num_nodes)
+    def __init__(self, num_nodes: int):
+        self.num_nodes = num_nodes
+        self.payload_bytes, self.tx_bytes, self.rx_bytes = np.zeros((3, num_nodes))
+        self.buffer_bytes, self.inside_bytes = np.zeros((2, num_nodes))
+        self.traffic: dict[str, dict[str, float]] = {}
+        self.listeners: list[Callable[[Event], None]] = []
 
     def add(self, event: Event) -> None:
         members = list(event.members)

@@ -72,7 +72,6 @@ class Recorder:
         self.ledger = Ledger(num_nodes)
         self.present: list[int] = list(range(num_nodes))
         self._tag = "parameters"
-        self._alone = False  # whether a call sends a whole node's value, not each process's part
         self._held: list[Event] | None = None  # events of calls made `apart`
         self._numbers = 0  # of flights
         self.transfers = Transfers(wire)
@@ -116,15 +115,6 @@ class Recorder:
         event = Event("arrive", "", (), 0.0, nothing, nothing, self._tag, (), flight=flight)
         self.ledger.tell(event) if self._held is None else self._held.append(event)
 
-    @contextlib.contextmanager
-    def of_nodes(self) -> Iterator[None]:
-        """A context for values that each of a node's processes holds whole. Each collective counts once per node."""
-        before, self._alone = self._alone, True
-        try:
-            yield
-        finally:
-            self._alone = before
-
     # Calls that a node's processes make apart
 
     @contextlib.contextmanager
@@ -134,13 +124,12 @@ class Recorder:
         At the end, the events of all these processes become the node's events. Every process of the node must enter the
         context, even if it sends no tensor.
         """
-        self._alone, self._held = True, []
+        self._held = held = list[Event]()
         try:
             yield
         finally:
-            self._alone, held = False, self._held
             self._held = None
-        for event in together(self.wire.columns.tell([event.described() for event in held or []])):
+        for event in together(self.wire.columns.tell([event.described() for event in held])):
             self.ledger.add(event) if event.kind != "arrive" else self.ledger.tell(event)
 
     # A server beside the nodes: every process plays it, so all processes hold its values
@@ -226,7 +215,7 @@ class Recorder:
         Numbers (rows,) and buffers are the same in all processes of a node, so they count once.
         """
         here = row_bytes(x)
-        if self._alone or self._tag == "buffers" or x.dim() == 1:
+        if self._held is not None or self._tag == "buffers" or x.dim() == 1:
             return here
         return self.wire.columns.total(here)
 

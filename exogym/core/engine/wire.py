@@ -118,8 +118,9 @@ class ProcessWire(Wire):
 
         return self._waiting(found)
 
-    def begin(self, x: Tensor) -> Any:
-        return _Begun(self, dist.all_reduce(x, group=self.group, async_op=True))
+    def begin(self, x: Tensor) -> Callable[[], Any]:
+        work = dist.all_reduce(x, group=self.group, async_op=True)
+        return lambda: self.around(work.wait)
 
     def _waiting(self, call: Callable[[], Any]) -> Any:
         with pulse.at(pulse.WAITING):
@@ -275,16 +276,6 @@ def _begun(operations: list[dist.P2POp]) -> list[Any]:
 
 def _alone(call: Callable[[], Any]) -> Any:
     return call()
-
-
-class _Begun:
-    """A sum that has begun."""
-
-    def __init__(self, wire: ProcessWire, work: Any):
-        self.wire, self.work = wire, work
-
-    def wait(self) -> None:
-        self.wire.around(self.work.wait)
 
 
 def _width(x: Tensor) -> int:

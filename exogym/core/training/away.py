@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from exogym.callbacks import Callback
-from exogym.core.base.devices import OneThread, resolve_device
+from exogym.core.base.devices import one_thread, resolve_device
 from exogym.core.base.rng import preserved_state
 from exogym.core.clock import Clock
 from exogym.core.communicator import Wire
@@ -78,7 +78,7 @@ def _train(kind: type[Any], subject: Subject, max_stretch: int | None, options: 
         states = [{name: x.detach().cpu() for name, x in one.items()} for one in kept]
         return Left(state, trainer.history, trainer.description, trainer.traffic, trainer.clock, states)
 
-    with preserved_state(device), OneThread(device):
+    with preserved_state(device), one_thread(device):
         try:
             trainer._train(device, options, wire)
         except Stopped as stop:

@@ -104,8 +104,7 @@ def _attendance(options: FitOptions, strategy: Strategy, step_shares: Sequence[F
 
 def _seats(options: FitOptions, worker: Worker, stream: Stream, steps: int) -> Seats:
     """Return the assignment of rows to nodes, if rows are fewer. Saved state must be registered before."""
-    from exogym.core.fleet.seats import Seats
-    from exogym.core.fleet.store import Store
+    from exogym.core.fleet.seats import Seats, Store
 
     fleet, wire = worker.fleet, worker.fleet.comm.wire
     folder = None if options.save_dir is None else Path(options.save_dir) / f".clients-{wire.process}"

@@ -287,9 +287,10 @@ def collectives(comm, x):
         comm.exchange(x, partner),
         comm.mix(x, ring),
         comm.sum_decoded([x[:, :5].contiguous(), x[:, 5:].to(torch.bfloat16)], lambda a, b: torch.cat([a, b.to(a)], 1)),
-        comm.sum_decoded([x], lambda a: a * 2, groups=[[0, 1, 3], [2, 4]]),
-        comm.sum_decoded([x[:, :3].to(torch.uint8), x], lambda a, b: b, groups=[[0, 1, 3], [2], [4]]),
     ]
+    comm.present = [0, 1, 3]
+    results.append(comm.sum_decoded([x[:, :3].to(torch.uint8), x], lambda a, b: b * 2))
+    comm.present = list(range(n))
     return [result.clone() for result in results] + [comm.gather(x, dst=1).expand(rows, -1, -1)]
 
 

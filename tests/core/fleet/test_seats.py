@@ -17,8 +17,7 @@ from torch.utils.data import TensorDataset
 from wrapped import made
 
 from exogym import LocalTrainer
-from exogym.core.fleet.seats import Packs, Seats, rows_for, unpacked
-from exogym.core.fleet.store import Store
+from exogym.core.fleet.seats import Packs, Seats, Store, rows_for, unpacked
 from exogym.core.saving.checkpoint import save
 from exogym.core.saving.checkpoint_files import Snapshot, load
 from exogym.errors import ArgumentError, TrainingError
@@ -137,7 +136,7 @@ def test_a_disk_that_is_full_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyP
     def full(*args: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("exogym.core.fleet.store.save_file", full)
+    monkeypatch.setattr("exogym.core.fleet.seats.save_file", full)
     with pytest.raises(TrainingError, match=r"the state of node \d+ could not be written .*No space left.*free space"):
         trained(WITH_A_SERVER["scaffold"](), save_dir=tmp_path, client_state_memory=0)
     with pytest.raises(ArgumentError, match=r"client_state_memory=.* needs save_dir"):

@@ -105,7 +105,7 @@ class Member:
         """Whether another process of the generation is lost, or this process has lost the membership server."""
         return self.cut is not None or self.group.has_ended
 
-    @pulse.waits
+    @pulse.at(pulse.WAITING)
     def ready(self, kind: str, anchors: Sequence[int] = (), planned: bool = False) -> Generation:
         """Wait for the next generation, connect to its other members, and return the generation.
 
