@@ -9,6 +9,7 @@ If a law does not hold, a `StrategyError` names the law, says what the test obse
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import math
 import tempfile
@@ -267,6 +268,7 @@ def _mix_blocks(strategy: Any, blocks: list[list[int]], nodes: int, steps: int) 
         fleets.append(Fleet(model, ranks, nodes, torch.device("cpu"), wire))
     copies = [copy.deepcopy(strategy) for _ in blocks]
 
+    @torch.no_grad()
     def program(k: int) -> None:
         fleet, mine = fleets[k], copies[k]
         acting = mine.on(fleet, run)
@@ -289,21 +291,13 @@ def _mix_blocks(strategy: Any, blocks: list[list[int]], nodes: int, steps: int) 
             acting.communicate(step)
 
     if len(blocks) == 1:
-        with torch.no_grad():
-            program(0)
+        program(0)
         return torch.cat([block.params for block in fleets[0].blocks], 1)
-
-    def quiet(k: int) -> Callable[[], None]:
-        def run_it() -> None:
-            with torch.no_grad():
-                program(k)
-
-        return run_it
 
     rows = [[everyone.index(rank) for rank in ranks] for ranks in blocks]
     meeting = Meeting(Communicator(everyone, nodes), lambda _: None, lambda _: None, rows)
     try:
-        meeting.run([quiet(k) for k in range(len(blocks))])
+        meeting.run([functools.partial(program, k) for k in range(len(blocks))])
     finally:
         meeting.close()
     return torch.cat([torch.cat([fleet.blocks[b].params for fleet in fleets]) for b in range(len(fleets[0].blocks))], 1)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from exogym.core.base import pulse
+from exogym.core.communicator.ledger import Groups, Recorder
 from exogym.core.communicator.messages import as_bytes, from_bytes, hand_over, row_of_source, rows_of_givers
-from exogym.core.communicator.recorder import Groups, Recorder
 from exogym.core.communicator.wire import ALONE, Columns, Parcel, Wire, reduce_rows
 from exogym.errors import ArgumentError, check_choice
 

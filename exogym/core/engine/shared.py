@@ -71,7 +71,7 @@ class SharedWire(Wire):
         self.lines, self.memory = list(lines), memory
         self.asked_to_stop = lambda: memory[STOP] != 0
         self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
-        self._turn, self._first_byte = 0, first_byte(len(placement))
+        self._turn, self._first_byte = 0, pulse_byte(len(placement))
         self._patience: dict[int, Patience] = {}
         others = range(1, len(placement)) if self.is_main else [0]
         for other, line in zip(others, self.lines, strict=True):
@@ -157,11 +157,10 @@ class SharedWire(Wire):
     # Rows
 
     def rows(self, x: Tensor, ids: Sequence[int]) -> Tensor:
-        ids = list(ids)
-        flat = x.reshape(len(x), -1)
+        flat, here = x.reshape(len(x), -1), self._here(ids)
         out = flat.new_empty(len(ids), flat.shape[1])
         for start, stop, piece in self._pieces(flat, len(ids)):
-            self._write_rows(piece, flat[:, start:stop], ids)
+            _write_rows(piece, flat[:, start:stop], here)
             self._meet("rows", piece.shape, x.dtype, tuple(ids))
             out[:, start:stop] = piece
         return out.view(len(ids), *x.shape[1:])
@@ -185,44 +184,29 @@ class SharedWire(Wire):
         self, x: Tensor, ids: Sequence[int], op: str, weights: Tensor | None = None, everywhere: bool = True
     ) -> Tensor:
         if self.native:
-            return reduce_native(self, x, ids, op, weights, self._combine)
-        ids = list(ids)
-        out = x.new_empty(x.shape[1])
+            every = range(len(self.placement))
+            return reduce_native(
+                self, x, ids, op, weights, lambda own, op: self._reduced(own[None], [(self.process, 0)], every, op)
+            )
+        return self._reduced(x, self._here(ids), ids, op, weights)
+
+    def _reduced(
+        self, x: Tensor, here: list[tuple[int, int]], ids: Sequence[int], op: str, weights: Tensor | None = None
+    ) -> Tensor:
+        """Reduce the rows `ids` of all processes to (F,). `here` has this process's: (place in `ids`, row of `x`)."""
+        out, processes = x.new_empty(x.shape[1]), len(self.placement)
         for start, stop, piece in self._pieces(x, len(ids) + 1):
-            members, total = piece[:-1], piece[-1]
-            self._write_rows(members, x[:, start:stop], ids)
+            _write_rows(piece, x[:, start:stop], here)
             self._meet("reduce", piece.shape, x.dtype, tuple(ids), op)
-            self._share(members, total, ids, op, weights)
-            barrier(self)
-            out[start:stop] = total
-        return out
-
-    def _share(self, members: Tensor, total: Tensor, ids: list[int], op: str, weights: Tensor | None) -> None:
-        """Reduce this process's share of the columns of `members` (n, F) into `total` (F,)."""
-        width, processes = members.shape[1], len(self.placement)
-        first, last = (width * (self.process + k) // processes for k in (0, 1))
-        if last > first:
-            total[first:last] = reduce_rows(members[:, first:last], ids, op, weights)
-
-    def _combine(self, partial: Tensor, op: str) -> Tensor:
-        processes = list(range(len(self.placement)))
-        out = torch.empty_like(partial)
-        for start, stop, piece in self._pieces(partial[None], len(processes) + 1):
-            piece[self.process] = partial[start:stop]
-            self._meet("reduce", piece.shape, partial.dtype, op)
-            self._share(piece[:-1], piece[-1], processes, op, None)
+            first, last = ((stop - start) * (self.process + k) // processes for k in (0, 1))
+            if last > first:
+                piece[-1, first:last] = reduce_rows(piece[:-1, first:last], ids, op, weights)
             barrier(self)
             out[start:stop] = piece[-1]
         return out
 
-    def _write_rows(self, piece: Tensor, x: Tensor, ids: Sequence[int]) -> None:
-        here = [(k, self.row_of[i]) for k, i in enumerate(ids) if i in self.row_of]
-        first = here[0][0] if here else 0
-        if here == [(first + row, row) for row in range(len(x))]:
-            piece[first : first + len(x)] = x
-            return
-        for k, row in here:
-            piece[k] = x[row]
+    def _here(self, ids: Sequence[int]) -> list[tuple[int, int]]:
+        return [(k, self.row_of[i]) for k, i in enumerate(ids) if i in self.row_of]
 
     def _pieces(self, x: Tensor, rows: int) -> Any:
         """Yield (start, stop, memory): a range of `x`'s columns, and shared memory (rows, stop - start) for it."""
@@ -236,14 +220,19 @@ class SharedWire(Wire):
             yield start, stop, flat.view(x.dtype).view(rows, stop - start)
 
 
+def _write_rows(piece: Tensor, x: Tensor, here: list[tuple[int, int]]) -> None:
+    first = here[0][0] if here else 0
+    if here == [(first + row, row) for row in range(len(x))]:
+        piece[first : first + len(x)] = x
+        return
+    for k, row in here:
+        piece[k] = x[row]
+
+
 def pulse_byte(process: int) -> int:
+    """Return the byte of a process's pulse in the shared memory. Rows follow the last process's pulse."""
     return HEAD_BYTES + pulse.BYTES * process
 
 
-def first_byte(processes: int) -> int:
-    """Return the number of the shared memory's first byte for rows. Flags and pulses come before this byte."""
-    return pulse_byte(processes)
-
-
 def memory_bytes(processes: int) -> int:
-    return first_byte(processes) + 2 * HALF_BYTES
+    return pulse_byte(processes) + 2 * HALF_BYTES
