@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from exogym.core.base.files import make_folder
 from exogym.core.record.history import plain
+from exogym.core.record.observers import Observer, Observers
 from exogym.errors import ArgumentError
 
 Record = Mapping[str, Any]
@@ -17,7 +17,7 @@ Record = Mapping[str, Any]
 NOT_IN_JSON = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
 
 
-class Logger:
+class Logger(Observer):
     """Base class of loggers. A subclass must define only `log`.
 
     >>> class Best(Logger):
@@ -29,32 +29,17 @@ class Logger:
     is_silent = False  # True: the run need not make records
     ended = "done"  # how the run ended: "done", "stopped" or "error"; known when `finish` is called
 
-    def start(self, run: Mapping[str, Any]) -> None:
-        """Prepare before training.
-
-        Args:
-            run: a description of the run. If the run is resumed, run["resumed_step"] is the checkpoint's step.
-
-        Raises:
-            ArgumentError: the logger cannot write its file or folder.
-        """
-
-    def restore(self, records: Callable[[], Iterable[Record]]) -> None:
-        """Replace all earlier records of this run by `records()`. The run continues after these records.
-
-        A resumed run calls this method after `start`, with the checkpoint's records up to `run["resumed_step"]`. A run
-        that lost a host and returns to a checkpoint calls this method, too. The method of the base class does nothing.
-        """
+    @property
+    def reads_records(self) -> bool:  # type: ignore[override]
+        return not self.is_silent
 
     def log(self, record: Record) -> None:
         """Receive one record, a row of the run's history."""
         raise NotImplementedError(f"{type(self).__name__} does not define log(record): every logger needs this method")
 
-    def finish(self, summary: Mapping[str, Any]) -> None:
-        """Finish after training. A run calls this method also if training failed or was interrupted.
-
-        `summary` is the averaged model's last record.
-        """
+    def event(self, event: Mapping[str, Any]) -> None:
+        if event["kind"] in ("done", "stopped", "error"):
+            self.ended = event["kind"]
 
 
 class _Function(Logger):
@@ -66,35 +51,10 @@ class _Function(Logger):
         self.finish = getattr(target, "finish", self.finish)  # type: ignore[method-assign]
 
 
-class _Several(Logger):
-    def __init__(self, loggers: Sequence[Logger]) -> None:
-        self.loggers = list(loggers)
-        self.is_silent = all(logger.is_silent for logger in loggers)
-
-    def start(self, run: Mapping[str, Any]) -> None:
-        started: list[Logger] = []
-        try:
-            for logger in self.loggers:
-                logger.start(run)
-                started.append(logger)
-        except BaseException:
-            for logger in started:
-                logger.finish({})
-            raise
-
-    def restore(self, records: Callable[[], Iterable[Record]]) -> None:
-        for logger in self.loggers:
-            logger.restore(records)
-
-    def log(self, record: Record) -> None:
-        for logger in self.loggers:
-            logger.log(record)
-
-    def finish(self, summary: Mapping[str, Any]) -> None:
-        with contextlib.ExitStack() as stack:  # finishes all loggers even if some raise
-            for logger in reversed(self.loggers):
-                logger.ended = self.ended
-                stack.callback(logger.finish, summary)
+class _Several(Observers, Logger):
+    @property
+    def is_silent(self) -> bool:  # type: ignore[override]
+        return not self.reads_records
 
 
 def combine(loggers: Any) -> Logger:

@@ -42,8 +42,8 @@ class OnDisk(Logger):
 class FileLogger(OnDisk):
     """Write records to a text file.
 
-    A new run replaces the file. A resumed run keeps the records up to the checkpoint's step. The first record opens the
-    file. When `log` returns, the file has the complete record.
+    A new run replaces the file. A resumed run rewrites its earlier records. The first record opens the file. When `log`
+    returns, the file has the complete record.
     """
 
     suffix = ""
@@ -58,28 +58,16 @@ class FileLogger(OnDisk):
         self._columns: list[str] = []
 
     def start(self, run: Mapping[str, Any]) -> None:
-        """Check that the file is writable. If the run is resumed, delete the records after `run["resumed_step"]`."""
+        """Check that the file is writable."""
         self.finish({})
         self._columns, self._begun, self._given_up = [], False, False
         check_writable(self.path.parent)
         try:
-            os.lstat(self.path)
-        except FileNotFoundError:
-            return
-        except (OSError, ValueError) as error:  # not a valid name
+            with contextlib.suppress(FileNotFoundError):
+                os.lstat(self.path)
+                open(self.path, "a").close()
+        except (OSError, ValueError) as error:  # ValueError: not a valid name
             raise ArgumentError(f"path={str(self.path)!r} cannot be written ({error}): name another file") from error
-        try:
-            open(self.path, "a").close()
-            if (step := run.get("resumed_step")) is not None:
-                self._begun = True
-                self._keep(step)
-        except OSError as error:
-            raise ArgumentError(f"path={str(self.path)!r} cannot be written ({error}): name another file") from error
-        except (ValueError, AttributeError, csv.Error) as error:
-            raise ArgumentError(
-                f"path={str(self.path)!r} is not a log of exogym ({error!r}), so the run cannot continue it: name the "
-                "resumed run's log, or a new file"
-            ) from error
 
     def _opened(self) -> IO[str]:
         if self._file is None:
@@ -87,13 +75,6 @@ class FileLogger(OnDisk):
             self._file = open(self.path, mode, buffering=1, encoding="utf-8", newline="")  # noqa: SIM115
             self._begun = True
         return self._file
-
-    def _whole_lines(self) -> Iterator[str]:
-        """Yield the file's lines, except a last line that was cut off when the run was killed."""
-        with open(self.path, encoding="utf-8", newline="") as file:
-            yield from (line for line in file if line.endswith("\n"))
-
-    _keep: Any  # function of a step: drop the records after it
 
     def restore(self, records: Callable[[], Iterable[Record]]) -> None:
         """Replace the file's records by `records()`.
@@ -166,15 +147,9 @@ class CSVLogger(FileLogger):
         row = [plain(record.get(name)) for name in self._columns]
         csv.writer(self._opened(), lineterminator="\n").writerow(row)
 
-    def _keep(self, step: int) -> None:
-        self._columns = next(csv.reader(self._whole_lines()), [])
-        if self._columns and "step" not in self._columns:
-            raise ValueError("the file has no column 'step'")
-        self._begun = bool(self._columns)
-        self._replace(lambda: (row for row in self._rows() if not row.get("step") or int(row["step"]) <= step))
-
     def _rows(self) -> Iterator[dict[str, Any]]:
-        yield from csv.DictReader(self._whole_lines())
+        with open(self.path, encoding="utf-8", newline="") as file:
+            yield from csv.DictReader(file)
 
     def restore(self, records: Callable[[], Iterable[Record]]) -> None:
         for record in itertools.islice(records(), 1):
@@ -208,12 +183,6 @@ class JSONLinesLogger(FileLogger):
     def _replace(self, records: Callable[[], Iterable[Record]]) -> None:
         with replacing(self.path) as file:
             file.writelines(map(_line, records()))
-
-    def _keep(self, step: int) -> None:
-        with replacing(self.path) as file:
-            for line in self._whole_lines():
-                if (json.loads(line).get("step") or 0) <= step:
-                    file.write(line)
 
 
 def _line(record: Record) -> str:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import os
 import re
 import sys
@@ -21,8 +19,6 @@ from exogym.logger.services import ByStep, as_param, flat, in_one_line, need
 PAUSE_S = 1.0  # between two requests
 PATIENCE_S = 30.0  # wait for the server at the end of a run
 METRICS, PARAMS = 1000, 100  # MLflow's limits of a request
-SAME_RUN = "exogym.run"  # this tag's value is equal in a run and in the runs that resume it
-MAY_CHANGE = ("limits", "placement", "node", "chosen", "rounds", "resumed_step")  # when a run is resumed
 STATUS = {"done": "FINISHED", "stopped": "KILLED", "error": "FAILED"}
 OFFLINE = {"MLFLOW_DISABLE_TELEMETRY": "true"}
 SOON = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
@@ -83,10 +79,9 @@ class MLflowLogger(ByStep):
     """Log to MLflow: a run with parameters, metrics by step, and the run's end as its status.
 
     The values of single nodes have names such as `node_3/train_loss`. Values of the whole step (bytes, lr, seconds) are
-    logged once. A resumed run continues in the newest MLflow run with the same options and the same name. MLflow cannot
-    delete values: if a step is computed twice and a value differs, MLflow shows both values, the right one with the
-    later time. A thread sends at most one request a second. If the server fails during training, the logger prints one
-    message and training continues. The logger switches off MLflow's own usage reports, unless your script has imported
+    logged once. A resumed run becomes a new MLflow run with the same name, which gets the earlier records, too. A
+    thread sends at most one request a second. If the server fails during training, the logger prints one message and
+    training continues. The logger switches off MLflow's own usage reports, unless your script has imported
     mlflow before.
 
     Args:
@@ -114,22 +109,22 @@ class MLflowLogger(ByStep):
         self.run_id: str | None = None
         self._client: Any = None
         self._outbox: Outbox | None = None
-        self._logged: dict[tuple[str, int], float] = {}  # values that MLflow has from a run that is resumed
 
     def start(self, run: Mapping[str, Any]) -> None:
-        """Start an MLflow run, or continue the run that is resumed.
+        """Start an MLflow run.
 
         Raises:
             ArgumentError: MLflow refuses the project or the tracking_uri, or the server does not answer.
         """
         self.finish({})
+        self.ended = "done"
         params = {name: as_param(value) for name, value in flat({**run, **self.config})}
         with environment(OFFLINE if "mlflow" not in sys.modules else {}):
             from mlflow.tracking import MlflowClient
         try:
             with environment(SOON):
                 self._client = MlflowClient(self.tracking_uri)
-                self.run_id = self._found_or_new(params, self._key(run), "resumed_step" in run)
+                self.run_id = self._new_run(params)
         except Exception as error:
             raise ArgumentError(
                 f"project={self.project!r} with tracking_uri={self.tracking_uri!r} cannot be used "
@@ -137,50 +132,22 @@ class MLflowLogger(ByStep):
             ) from error
         self._outbox = Outbox(self._send, f"MLflow ({self._client.tracking_uri})")
 
-    def _key(self, run: Mapping[str, Any]) -> str:
-        same = {name: value for name, value in run.items() if name not in MAY_CHANGE}
-        text = json.dumps([self.experiment_name, same], sort_keys=True, default=str)
-        return hashlib.sha256(text.encode()).hexdigest()
+    def _new_run(self, params: dict[str, str]) -> str:
+        """Return the id of a new MLflow run with these parameters."""
+        from mlflow.entities import Param
 
-    def _found_or_new(self, params: dict[str, str], key: str, is_resumed: bool) -> str:
-        """Return the id of the MLflow run, with its parameters."""
-        from mlflow.entities import Param, RunTag
-
-        client = self._client
+        client, all_params = self._client, [Param(*item) for item in params.items()]
         experiment = client.get_experiment_by_name(self.project)
         number = client.create_experiment(self.project) if experiment is None else experiment.experiment_id
-        found = client.search_runs([number], f"tags.`{SAME_RUN}` = '{key}'", max_results=1) if is_resumed else []
-        if found:
-            client.update_run(found[0].info.run_id, "RUNNING")
-        mlflows = found[0] if found else client.create_run(number, tags={SAME_RUN: key}, run_name=self.experiment_name)
-        known, name = mlflows.data.params, mlflows.info.run_id
-        new = [Param(*item) for item in params.items() if item[0] not in known]
-        for first in range(0, len(new), PARAMS):
-            client.log_batch(name, params=new[first : first + PARAMS])
-        changed = [RunTag(*item) for item in params.items() if known.get(item[0], item[1]) != item[1]]
-        if changed:  # MLflow's parameters cannot change
-            client.log_batch(name, tags=changed)
-        return str(name)
+        run_id: str = client.create_run(number, run_name=self.experiment_name).info.run_id
+        for first in range(0, len(all_params), PARAMS):
+            client.log_batch(run_id, params=all_params[first : first + PARAMS])
+        return run_id
 
     def restore(self, records: Callable[[], Iterable[Record]]) -> None:
-        """Log the earlier records that MLflow lacks."""
-        if self._outbox is None or not self._emptied(self._outbox):
-            return
-        self._step, self._values, self._shared = None, {}, {}
-        try:
-            with environment(SOON):
-                for name in self._client.get_run(self.run_id).data.metrics:
-                    points = self._client.get_metric_history(self.run_id, name)
-                    self._logged |= {(name, point.step): point.value for point in points}
-        except Exception as error:
-            notice(f"MLflow does not say what it has: {in_one_line(error)}; the resumed run logs all records again")
-        for record in records():
+        """Log a resumed run's earlier records. A run that goes back after it lost a host has logged them."""
+        for record in records() if self._step is None else ():
             self.log(record)
-
-    def _emptied(self, outbox: Outbox) -> bool:
-        if is_sent := outbox.close():
-            self._outbox = Outbox(self._send, outbox._place)
-        return is_sent
 
     def _write(self, step: int, values: dict[str, Any]) -> None:
         if self._outbox is not None:
@@ -195,7 +162,7 @@ class MLflowLogger(ByStep):
                 name = re.sub(r"[^\w/.\- ]", "_", name)
                 if isinstance(value, str):
                     self._client.log_batch(self.run_id, tags=[RunTag(name, value)])
-                elif self._logged.get((name, step)) != value:
+                else:
                     metrics.append(Metric(name, float(value), at_ms, step))
         for first in range(0, len(metrics), METRICS):
             self._client.log_batch(self.run_id, metrics=metrics[first : first + METRICS])
@@ -212,7 +179,7 @@ class MLflowLogger(ByStep):
                     self._client.set_terminated(self.run_id, STATUS[self.ended])
             except Exception as error:
                 notice(f"MLflow does not know that the run has ended: {in_one_line(error)}")
-        self._client, self._logged = None, {}
+        self._client = None
 
 
 @contextlib.contextmanager

@@ -7,34 +7,44 @@ stop the run and needs all processes.
 from __future__ import annotations
 
 import contextlib
+import os
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from exogym.core.progress import Progress
 
-if TYPE_CHECKING:
-    from exogym.logger import Logger
-
 Fields = Mapping[str, Any]
+LOCAL_RANK, RESTARTS = "LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT"  # environment variables of torch's launcher
+STEP_S = 1.0  # between two writes of a step
 
 
 class Observer:
     """Base class of observers. A subclass overrides the methods that it needs. Only the main process calls them.
 
     Attributes:
-        reads_records: whether the observer needs records. If False, `record` is not called.
+        reads_records: whether the observer needs records. If False, `log` is not called.
     """
 
     reads_records = False
 
     def start(self, run: Fields) -> None:
-        """Called before training. `run` describes the run. `run["resumed_step"]` is a resumed run's first step."""
+        """Prepare before training.
 
-    def restore(self, rows: Callable[[], Iterable[Fields]]) -> None:
-        """Called after `start`, in a resumed run only. `rows()` yields the records up to step `resumed_step`."""
+        Args:
+            run: a description of the run. If the run is resumed, run["resumed_step"] is the checkpoint's step.
+        """
 
-    def record(self, row: Fields) -> None:
-        """Receive a record: a row of the history. Records come in the order of steps."""
+    def restore(self, records: Callable[[], Iterable[Fields]]) -> None:
+        """Replace all earlier records of this run by `records()`. The run continues after these records.
+
+        A resumed run calls this method after `start`, with the checkpoint's records up to `run["resumed_step"]`. A run
+        that lost a host and returns to a checkpoint calls this method, too.
+        """
+
+    def log(self, record: Fields) -> None:
+        """Receive one record, a row of the run's history. Records come in the order of steps."""
 
     def event(self, event: Fields) -> None:
         """Receive an event. The event's kind is in `event["kind"]`, and its step in `event["step"]`."""
@@ -47,7 +57,9 @@ class Observer:
         """
 
     def finish(self, summary: Fields) -> None:
-        """Called at the end of every run, after the event that says how the run ended.
+        """Finish after training, also if training failed or was interrupted.
+
+        The event that says how the run ended comes before.
 
         Args:
             summary: the averaged model's last record.
@@ -66,10 +78,6 @@ class Observers(Observer):
     def reads_records(self) -> bool:  # type: ignore[override]
         return any(observer.reads_records for observer in self.all)
 
-    def add(self, observer: Observer) -> None:
-        """Add an observer whose `start` was already called."""
-        self.all.append(observer)
-
     def start(self, run: Fields) -> None:
         with contextlib.ExitStack() as undo:
             for observer in self.all:
@@ -77,13 +85,13 @@ class Observers(Observer):
                 undo.callback(observer.finish, {})
             undo.pop_all()
 
-    def restore(self, rows: Callable[[], Iterable[Fields]]) -> None:
+    def restore(self, records: Callable[[], Iterable[Fields]]) -> None:
         for observer in self.all:
-            observer.restore(rows)
+            observer.restore(records)
 
-    def record(self, row: Fields) -> None:
+    def log(self, record: Fields) -> None:
         for observer in self.all:
-            observer.record(row)
+            observer.log(record)
 
     def event(self, event: Fields) -> None:
         for observer in self.all:
@@ -99,30 +107,6 @@ class Observers(Observer):
                 stack.callback(observer.finish, summary)
 
 
-class Logging(Observer):
-    """An observer that passes records to a `Logger`."""
-
-    def __init__(self, logger: Logger):
-        self.logger, self.reads_records = logger, not logger.is_silent
-
-    def start(self, run: Fields) -> None:
-        self.logger.ended = "done"
-        self.logger.start(run)
-
-    def restore(self, rows: Callable[[], Iterable[Fields]]) -> None:
-        self.logger.restore(rows)
-
-    def record(self, row: Fields) -> None:
-        self.logger.log(row)
-
-    def event(self, event: Fields) -> None:
-        if event["kind"] in ("done", "stopped", "error"):
-            self.logger.ended = event["kind"]
-
-    def finish(self, summary: Fields) -> None:
-        self.logger.finish(summary)
-
-
 class Showing(Observer):
     """An observer that updates a progress bar. The caller opens and closes the bar."""
 
@@ -131,3 +115,21 @@ class Showing(Observer):
 
     def beat(self, step: int, figures: Fields) -> None:
         self.progress.update(step, **figures)
+
+
+class StepFile(Observer):
+    """An observer that writes its process's last step and number of restarts into a file in `folder`.
+
+    `exogym.machines.remote.onhost.health` watches the host by this file.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]):
+        self.path = Path(folder) / os.environ.get(LOCAL_RANK, "0")
+        self.restarts = os.environ.get(RESTARTS, "0")
+        self._due = 0.0
+
+    def beat(self, step: int, figures: Fields) -> None:
+        if (now := time.monotonic()) >= self._due:
+            self._due = now + STEP_S
+            with contextlib.suppress(OSError):  # nobody watches any more
+                self.path.write_text(f"{step} {self.restarts}\n")

@@ -127,8 +127,8 @@ class RunFolder(Observer):
         if "resumed_step" not in run:
             self._check_nothing_is_lost()
         self._records.start(described)
+        cut_torn_line(self.folder / "events.jsonl")  # a killed run may have left one
         self._events = open(self.folder / "events.jsonl", "a", buffering=1, encoding="utf-8")  # noqa: SIM115
-        self._end_torn_line()
         (self.folder / "summary.json").unlink(missing_ok=True)  # from before the resume
         self._step = run.get("resumed_step") or 0
         about = {"description": described, "command": sys.argv, "folder": os.getcwd(), "versions": versions()}
@@ -151,12 +151,12 @@ class RunFolder(Observer):
                 + "\n  ".join(unlike)
             )
 
-    def restore(self, rows: Callable[[], Iterable[Fields]]) -> None:
-        self._records.restore(rows)
+    def restore(self, records: Callable[[], Iterable[Fields]]) -> None:
+        self._records.restore(records)
 
-    def record(self, row: Fields) -> None:
+    def log(self, record: Fields) -> None:
         if self._trouble is None:
-            self._records.log(row)
+            self._records.log(record)
 
     def event(self, event: Fields) -> None:
         self._state = ENDS.get(event["kind"], self._state)
@@ -221,13 +221,6 @@ class RunFolder(Observer):
         if self._lock is not None:
             self._lock.release()
             self._lock = None
-
-    def _end_torn_line(self) -> None:
-        """End an incomplete last line, which a killed run may have left."""
-        path = self.folder / "events.jsonl"
-        if path.stat().st_size and not path.read_bytes().endswith(b"\n"):
-            assert self._events is not None
-            self._events.write("\n")
 
 
 def read_status(folder: str | os.PathLike[str]) -> dict[str, Any]:

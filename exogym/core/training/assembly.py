@@ -17,7 +17,7 @@ from exogym.core.compute.worker import Worker
 from exogym.core.progress import Progress, notice, warn
 from exogym.core.record.history import History
 from exogym.core.record.metrics import Evaluator
-from exogym.core.record.observers import Logging, Observer, Observers, Showing
+from exogym.core.record.observers import Observer, Observers, Showing, StepFile
 from exogym.core.training.agenda import Agenda
 from exogym.core.training.describing import description_of, sum_of_shared
 from exogym.core.training.driver import Driver
@@ -84,8 +84,6 @@ def _assemble(
         total_steps = bar.total_steps = options.total_steps(_steps_per_epoch(options, stream))
         observers = _observers(options, bar, total_steps) if wire.is_main else Observers()
         if (folder := os.environ.get("EXOGYM_STEPS")) is not None:  # this host is watched
-            from exogym.core.record.steps import StepFile
-
             observers.all.append(StepFile(folder))
 
         description = description_of(options, fleet, stream, total_steps, device)
@@ -163,7 +161,7 @@ def _observers(options: FitOptions, bar: Progress, total_steps: int) -> Observer
     if options.logger is not None:
         from exogym.logger import combine
 
-        found.append(Logging(combine(options.logger)))
+        found.append(combine(options.logger))
     if bar.wanted is not False:
         found.append(Showing(bar))
     if options.run_dir is not None:

@@ -269,7 +269,7 @@ class TrainingLoop:
     def observe(self, observer: Observer, run: Fields, step: int) -> None:
         """Add an observer, which already has the run's records up to `step`."""
         observer.start({**run, "resumed_step": step})
-        self.observers.add(observer)
+        self.observers.all.append(observer)
         self.reports.logged = step
         self.reports.restore(self.history)
 

@@ -85,7 +85,7 @@ class Reports:
             for record in history.rows_after(self.logged):
                 if record["step"] > last:
                     break
-                self.observers.record(record)
+                self.observers.log(record)
         self.logged = last
 
     def restore(self, history: History) -> None:

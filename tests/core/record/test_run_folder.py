@@ -369,13 +369,13 @@ def test_a_killed_run_is_lost_and_its_lines_are_whole(tmp_path):
     assert len(lines(tmp_path / "run" / "records.jsonl")) > 3
 
 
-def test_a_torn_line_of_events_stays_one(tmp_path):
+def test_a_torn_line_of_events_is_cut(tmp_path):
     train(tmp_path, checkpoint_interval=6, max_steps=6)
     with open(tmp_path / "events.jsonl", "a") as file:
         file.write('{"kind": "evalu')
     train(tmp_path, checkpoint_interval=6, max_steps=12, resume=True)
     broken = [line for line in (tmp_path / "events.jsonl").read_text().splitlines() if not line.endswith("}")]
-    assert broken == ['{"kind": "evalu']
+    assert not broken
 
 
 def test_a_run_elsewhere_is_lost_after_a_minute_of_silence(tmp_path):

@@ -14,8 +14,8 @@ from processes import free_port, python
 
 from exogym import LocalTrainer
 from exogym.core.base.processes import described
+from exogym.core.record.observers import StepFile
 from exogym.core.record.run_folder import read_status
-from exogym.core.record.steps import StepFile
 from exogym.machines.remote import Host, SSHLauncher, health
 from exogym.machines.remote.health import Board, read_hosts
 from exogym.machines.remote.onhost.health import HostReports
