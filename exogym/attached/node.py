@@ -136,8 +136,8 @@ class Node:
             ArgumentError: the run has begun with other numbers, and a module weights nodes by their examples.
         """
         examples = stream.examples.tolist()
-        if stream.iterates:
-            self._read(stream.begin(self.fleet))
+        if stream.iterated is not None:
+            self._read(stream.iterated.begin(self.fleet))
         if not self.has_begun:
             self.stream = stream
         elif len({*examples}) > 1 and examples != self._examples and self._weighs_examples():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -97,20 +97,13 @@ def bulk_take(dataset: Any) -> Take | None:
     if isinstance(dataset, BulkDataset):
         return dataset.take
     if type(dataset) is TensorDataset and all(t.device.type == "cpu" for t in dataset.tensors):
-        return functools.partial(_take_tensors, dataset.tensors)
+        return lambda indices: [tensor.index_select(0, indices) for tensor in dataset.tensors]
     if type(dataset) is Subset:
         inner = bulk_take(dataset.dataset)
         if inner is not None:
-            return functools.partial(_take_subset, inner, torch.from_numpy(np.array(dataset.indices, dtype=np.int64)))
+            positions = torch.from_numpy(np.array(dataset.indices, dtype=np.int64))
+            return lambda indices: inner(positions.index_select(0, indices))
     return None
-
-
-def _take_tensors(tensors: Sequence[Tensor], indices: Tensor) -> list[Tensor]:
-    return [tensor.index_select(0, indices) for tensor in tensors]
-
-
-def _take_subset(inner: Take, positions: Tensor, indices: Tensor) -> Any:
-    return inner(positions.index_select(0, indices))
 
 
 def map_batch(function: Callable[[Tensor], Any], batch: Any) -> Any:
@@ -134,11 +127,7 @@ def split_batch(batch: Any, size: int) -> Sequence[Any]:
     if type(batch) is tuple:
         return list(zip(*[split_batch(part, size) for part in batch], strict=True))
     parts = [slice(first, first + size) for first in range(0, batch_examples(batch), size)]
-    return [map_batch(functools.partial(_cut, part), batch) for part in parts]
-
-
-def _cut(part: slice, leaf: Tensor) -> Tensor:
-    return leaf[part]
+    return [map_batch(operator.itemgetter(part), batch) for part in parts]
 
 
 def batch_bytes(batch: Any) -> int:

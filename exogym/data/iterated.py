@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import default_collate
 
 from exogym.core.base import rng
 from exogym.core.base.draws import stream_seed
 from exogym.core.fleet.fleet import Fleet
 from exogym.core.fleet.state import Stateful, Tensors
+from exogym.data.loading import joined
 from exogym.data.reading import AHEAD, Reader, bytes_of, described
 from exogym.errors import DataError
 
@@ -148,16 +148,20 @@ class Iterated:
         """Yield the batches of one epoch. The last may be short."""
         reader, step = self._dealer(node).reader, 0
         reader.seek(0)
-        while examples := reader.rest(self.sizes[node]):
+        while examples := reader.read(self.sizes[node], in_epoch=True):
             yield self._joined(examples, node, step)
             step += 1
         if not step:
             raise DataError(f"{reader.whose}: the iterable has no examples")
 
-    def keep(self, nodes: Sequence[int]) -> None:
-        """Read for these nodes from now on, from the start."""
+    def begin(self, fleet: Fleet) -> Place:
+        """Read for the fleet's nodes from now on, from the start. Return what checkpoints must save of the iterables.
+
+        Another node can still be asked for, at a cost.
+        """
         self.close()
-        self.here = list(nodes)
+        self.here = list(fleet.ranks)
+        return Place(self, fleet)
 
     @property
     def window(self) -> int:
@@ -221,21 +225,14 @@ class Iterated:
         return dealer
 
     def _joined(self, examples: list[Any], node: int, step: int) -> Any:
-        try:
-            if self.collate is None:
-                return default_collate(examples)
-            with rng.preserved_state(_CPU):
-                seed = stream_seed(self.seed, "collate", node, step)
-                rng.seed_python(seed)
-                rng.seed_torch(seed, _CPU)
-                return self.collate(examples)
-        except Exception as error:
-            remedy = "join them by a collate_fn in dataloader_kwargs" if self.collate is None else "correct collate_fn"
-            whose = f"node {node}" if self.is_train else "the validation data"
-            raise DataError(
-                f"the examples of {whose} at step {step} do not make a batch: {type(error).__name__}: {error}; give "
-                f"all examples the same form and size, or {remedy}"
-            ) from error
+        which = f"of {f'node {node}' if self.is_train else 'the validation data'} at step {step}"
+        if self.collate is None:
+            return joined(examples, None, which)
+        with rng.preserved_state(_CPU):
+            seed = stream_seed(self.seed, "collate", node, step)
+            rng.seed_python(seed)
+            rng.seed_torch(seed, _CPU)
+            return joined(examples, self.collate, which)
 
 
 class Place(Stateful):

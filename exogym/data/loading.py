@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler, default_collate, get_worker_info
+from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
 from exogym.core.base import draws, rng
 from exogym.core.base.torch_private import end_workers
@@ -60,17 +60,10 @@ def check_dataloader_kwargs(given: dict[str, Any] | None) -> dict[str, Any]:
     if not workers and kwargs.get("timeout"):
         raise ArgumentError(f"dataloader_kwargs: timeout={kwargs['timeout']!r} needs workers: give num_workers, too")
     try:
-        DataLoader(_NoData(), **kwargs)
+        DataLoader([0], **kwargs)  # type: ignore[arg-type]  # only checks
     except (ValueError, TypeError, AssertionError) as error:
         raise ArgumentError(f"dataloader_kwargs={kwargs!r}: torch's DataLoader rejects them: {error}") from error
     return kwargs
-
-
-class _NoData(Dataset[Any]):
-    """A data set for a DataLoader that only checks its arguments."""
-
-    def __len__(self) -> int:
-        return 1
 
 
 class Loading:
@@ -115,7 +108,7 @@ class Loading:
                 kwargs.setdefault("persistent_workers", True)
             # The DataLoader draws a seed at each iteration; it must not use the caller's generator.
             draws = rng.generator(self._seed, "dataloader")
-            self._loader = DataLoader(self._read, batch_sampler=self._requests, generator=draws, **kwargs)
+            self._loader = DataLoader(self._read, batch_size=None, sampler=self._requests, generator=draws, **kwargs)
         return self._loader
 
     def close(self) -> None:
@@ -125,17 +118,14 @@ class Loading:
             end_workers(source)
 
 
-class _Requests(Sampler[Any]):
-    """A batch sampler that yields the latest requests."""
+class _Requests:
+    """A sampler that yields the latest requests."""
 
     def __init__(self) -> None:
         self.requests: list[Request] = []
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.requests)
-
-    def __len__(self) -> int:
-        return len(self.requests)
 
 
 class _Batches(Dataset[Any]):
@@ -148,14 +138,11 @@ class _Batches(Dataset[Any]):
     def __init__(self, datasets: Sequence[Any], private: bool, seed: int, collate: Any) -> None:
         self.datasets, self.private, self.seed, self.collate = datasets, private, seed, collate
 
-    def __getitem__(self, request: Any) -> Any:
-        return self.__getitems__(request)
-
-    def __getitems__(self, request: Any) -> Any:
+    def __getitem__(self, request: Request) -> Any:
         home, epoch, indices, whose = request
         dataset = self.datasets[home]
         if self.collate is None and isinstance(dataset, (list, tuple, range, Tensor, np.ndarray)):
-            return self._joined([dataset[i] for i in indices.tolist()], whose, indices.tolist())
+            return self._batch([dataset[i] for i in indices.tolist()], whose, indices.tolist())
         if get_worker_info() is None:
             with rng.preserved_state(_CPU):
                 return self._read(dataset, home, epoch, indices.tolist(), whose)
@@ -178,18 +165,26 @@ class _Batches(Dataset[Any]):
                     f"the data set failed at index {i}, an example of {whose}: {type(error).__name__}: {error}; try "
                     f"dataset[{i}] by itself"
                 ) from error
-        return self._joined(examples, whose, indices)
+        return self._batch(examples, whose, indices)
 
-    def _joined(self, examples: list[Any], whose: str, indices: list[int]) -> Any:
-        try:
-            return default_collate(examples) if self.collate is None else self.collate(examples)
-        except Exception as error:
-            few = f"{indices[:8]}{' and more' if len(indices) > 8 else ''}"
-            remedy = "join them by a collate_fn in dataloader_kwargs" if self.collate is None else "correct collate_fn"
-            raise DataError(
-                f"the examples {few} of {whose} do not make a batch: {type(error).__name__}: {error}; give all "
-                f"examples the same form and size, or {remedy}"
-            ) from error
+    def _batch(self, examples: list[Any], whose: str, indices: list[int]) -> Any:
+        return joined(examples, self.collate, f"{indices[:8]}{' and more' if len(indices) > 8 else ''} of {whose}")
+
+
+def joined(examples: list[Any], collate: Any, which: str) -> Any:
+    """Make a batch of examples by the user's `collate`, or by torch's `default_collate`.
+
+    Raises:
+        DataError: the examples do not fit together. `which` says in the message which they are.
+    """
+    try:
+        return default_collate(examples) if collate is None else collate(examples)
+    except Exception as error:
+        remedy = "join them by a collate_fn in dataloader_kwargs" if collate is None else "correct collate_fn"
+        raise DataError(
+            f"the examples {which} do not make a batch: {type(error).__name__}: {error}; give all examples the same "
+            f"form and size, or {remedy}"
+        ) from error
 
 
 @dataclass(frozen=True)

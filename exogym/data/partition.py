@@ -107,7 +107,7 @@ class IID(Partitioner):
     def split(self, dataset: Any, num_nodes: int, seed: int) -> list[np.ndarray]:
         _check_enough(dataset, num_nodes)
         order = numpy_generator(seed, "partition").permutation(len(dataset))
-        return _shards(self, np.array_split(order, num_nodes))
+        return [np.sort(shard) for shard in np.array_split(order, num_nodes)]
 
 
 @dataclass(frozen=True)
@@ -142,11 +142,21 @@ class LabelShards(Partitioner):
             )
         pieces = np.array_split(np.argsort(labels_of(dataset), kind="stable"), count)
         dealt = numpy_generator(seed, "partition").permutation(count).reshape(num_nodes, self.shards_per_node)
-        return _shards(self, [np.concatenate([pieces[p] for p in row]) for row in dealt])
+        return [np.sort(np.concatenate([pieces[p] for p in row])) for row in dealt]
 
 
 @dataclass(frozen=True)
-class Dirichlet(Partitioner):
+class _Skewed(Partitioner):
+    alpha: float
+    min_examples: int = 1
+
+    def __post_init__(self) -> None:
+        check_number("alpha", self.alpha, over=0)
+        check_count("min_examples", self.min_examples, least=0)
+
+
+@dataclass(frozen=True)
+class Dirichlet(_Skewed):
     """Divide each label's examples among the N nodes in random proportions p_label ~ Dirichlet(alpha, ..., alpha).
 
     A large alpha gives nearly IID data. With alpha = 0.1 most nodes have one or two labels, and the numbers of examples
@@ -165,13 +175,6 @@ class Dirichlet(Partitioner):
     >>> sum(len(shard) for shard in shards), min(len(shard) for shard in shards) >= 1
     (90, True)
     """
-
-    alpha: float
-    min_examples: int = 1
-
-    def __post_init__(self) -> None:
-        check_number("alpha", self.alpha, over=0)
-        check_count("min_examples", self.min_examples, least=0)
 
     def split(self, dataset: Any, num_nodes: int, seed: int) -> list[np.ndarray]:
         _check_enough(dataset, num_nodes, self.min_examples)
@@ -200,7 +203,7 @@ class Dirichlet(Partitioner):
 
 
 @dataclass(frozen=True)
-class QuantitySkew(Partitioner):
+class QuantitySkew(_Skewed):
     """Give every node `min_examples` examples, and divide the rest among the nodes in random proportions q.
 
     q is drawn from Dirichlet(alpha, ..., alpha). Each node's labels stay mixed; only the numbers of examples differ
@@ -216,11 +219,6 @@ class QuantitySkew(Partitioner):
     """
 
     alpha: float = 1.0
-    min_examples: int = 1
-
-    def __post_init__(self) -> None:
-        check_number("alpha", self.alpha, over=0)
-        check_count("min_examples", self.min_examples, least=0)
 
     def split(self, dataset: Any, num_nodes: int, seed: int) -> list[np.ndarray]:
         _check_enough(dataset, num_nodes, self.min_examples)
@@ -229,7 +227,7 @@ class QuantitySkew(Partitioner):
         share = draws.dirichlet(np.full(num_nodes, float(self.alpha)))
         cuts = np.rint(np.cumsum(share)[:-1] * spare).astype(np.int64)
         cuts += self.min_examples * np.arange(1, num_nodes)
-        return _shards(self, np.split(draws.permutation(len(dataset)), cuts), self.min_examples == 0)
+        return [np.sort(shard) for shard in np.split(draws.permutation(len(dataset)), cuts)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -308,15 +306,10 @@ def _check_enough(dataset: Any, num_nodes: int, min_examples: int = 1) -> None:
         raise DataError(f"{len(dataset)} examples are too few for {num_nodes} nodes{each}: {remedy}")
 
 
-def _shards(partitioner: Partitioner, shards: Sequence[np.ndarray], may_be_empty: bool = False) -> list[np.ndarray]:
-    """Return the shards, each in ascending order. Raise DataError if a node has no examples and must have some."""
-    return _check_shards(partitioner, [np.sort(shard) for shard in shards], None, may_be_empty)
-
-
 def shards_of(
     partitioner: Partitioner, dataset: Any, num_nodes: int, seed: int, may_be_empty: bool = False
 ) -> list[np.ndarray]:
-    """Split `dataset` and return each node's shard. Raise DataError for missing or wrong shards.
+    """Split `dataset` and return each node's shard, int64. Raise DataError for missing or wrong shards.
 
     Args:
         may_be_empty: whether a shard may be empty. Otherwise an empty shard is an error, too.
@@ -324,13 +317,6 @@ def shards_of(
     shards = partitioner.split(dataset, num_nodes, seed)
     if len(shards) != num_nodes:
         raise DataError(f"{partitioner!r} made {len(shards)} shards for {num_nodes} nodes: return one shard per node")
-    return _check_shards(partitioner, shards, len(dataset), may_be_empty)
-
-
-def _check_shards(
-    partitioner: Partitioner, shards: Sequence[Any], num_examples: int | None, may_be_empty: bool
-) -> list[np.ndarray]:
-    """Return the shards as int64 arrays. Raise DataError for a wrong shard or an index out of range."""
     arrays = [np.asarray(shard) for shard in shards]
     if not any(map(len, arrays)):
         raise DataError(f"{partitioner!r} gave no node an example: return indices of examples")
@@ -348,8 +334,8 @@ def _check_shards(
                 f"{partitioner!r} gave node {node} numbers of type {shard.dtype} and shape "
                 f"{shard.shape}; wanted a list of indices"
             )
-        if num_examples is not None and not 0 <= shard.min() <= shard.max() < num_examples:
-            raise DataError(f"{partitioner!r} gave node {node} an index outside 0..{num_examples - 1}")
+        if not 0 <= shard.min() <= shard.max() < len(dataset):
+            raise DataError(f"{partitioner!r} gave node {node} an index outside 0..{len(dataset) - 1}")
     return [shard.astype(np.int64, copy=False) for shard in arrays]
 
 

@@ -133,22 +133,19 @@ class Reader:
         self._iterator: Any = None
         self._begin(0, 0, 0)
 
-    def read(self, count: int) -> list[Any]:
-        """Return the next `count` examples."""
+    def read(self, count: int, *, in_epoch: bool = False) -> list[Any]:
+        """Return the next `count` examples; with `in_epoch` those of this epoch, fewer at its end."""
         found: list[Any] = []
         while len(found) < count:
             if self.position == self.first + len(self.block):
-                self._next_block()
-            found += self._here(count - len(found))
-        return found
-
-    def rest(self, count: int) -> list[Any]:
-        """Return the next `count` examples of this epoch, fewer at its end."""
-        found: list[Any] = []
-        while len(found) < count:
-            if self.position == self.first + len(self.block) and not self._more():
-                break
-            found += self._here(count - len(found))
+                if not in_epoch:
+                    self._next_block()
+                elif not self._more():
+                    break
+            start = self.position - self.first
+            new = self._picked[start : start + count - len(found)]
+            self.position += len(new)
+            found += new
         return found
 
     def seek(self, position: int) -> None:
@@ -257,18 +254,14 @@ class Reader:
                     f"next {self.window}: {type(error).__name__}: {error}"
                 ) from error
         self._ended = len(self.block) < self.window
-        if self.length is not None and (
-            within + len(self.block) > self.length or (self._ended and self._short(within))
-        ):
-            found = f"{'at least ' * (not self._ended)}{within + len(self.block):,}"
+        seen = within + len(self.block)
+        if self.length is not None and (seen > self.length or (self._ended and seen < self.length)):
+            found = f"{'at least ' * (not self._ended)}{seen:,}"
             raise DataError(f"{self.whose}: an epoch has {found} examples and not {self.length:,}: correct the length")
         if not self.first and self.block:
             self._check_opening()
         self._picked = self._order(within)
         return bool(self.block)
-
-    def _short(self, within: int) -> bool:
-        return within + len(self.block) != self.length
 
     def _check_opening(self) -> None:
         found = sum_of(self.block[:COMPARED])
@@ -295,12 +288,6 @@ class Reader:
                 again = f" in epoch {self.epoch}: let __iter__ begin anew each time" if self.epoch else ""
                 raise DataError(f"{self.whose}: the iterable has no examples{again}")
             self._begin(self.epoch + 1, self.first, self.first)
-
-    def _here(self, count: int) -> list[Any]:
-        start = self.position - self.first
-        found = self._picked[start : start + count]
-        self.position += len(found)
-        return found
 
 
 def sum_of(value: Any) -> int:

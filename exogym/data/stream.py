@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +17,7 @@ from exogym.data.bulk import Take, batch_bytes, bulk_take, split_batch
 from exogym.errors import ArgumentError, DataError, check_count, checked
 
 if TYPE_CHECKING:
-    from exogym.core.fleet.fleet import Fleet
-    from exogym.data.iterated import Iterated, Place
+    from exogym.data.iterated import Iterated
     from exogym.data.loading import Loading
     from exogym.data.partition import Partitioner
 
@@ -78,6 +76,7 @@ class Stream:
 
     Attributes:
         iterates: whether the data are iterables.
+        iterated: the reading of iterables; None for other data.
         endless: whether an epoch's length is unknown, because an iterable has no length.
         examples: (N,) examples of each node in one own epoch; 0 if unknown. Iterables without a length have 2**40.
         empty: the nodes known to have no examples.
@@ -146,16 +145,11 @@ class Stream:
             if asks_all:
                 self.learn((node, self.length(node)) for node in range(num_nodes))
             self.total = int(self.examples.sum())
-        elif self.iterates:
-            self._datasets = [check_data(dataset)]
+        else:
+            self._datasets = [dataset if self.iterates else check_dataset(dataset)]
             self.total = self._length_of(dataset)
             self.examples = np.full(num_nodes, -(-self.total // num_nodes), dtype=np.int64)
-        else:
-            self._datasets = [check_data(dataset)]
-            self.total = len(dataset)
-            if partitioner is None:
-                self.examples = np.full(num_nodes, -(-self.total // num_nodes), dtype=np.int64)
-            else:
+            if partitioner is not None and not self.iterates:
                 self._shards = shards_of(partitioner, dataset, num_nodes, seed, may_be_empty)
                 self.examples = np.array([len(shard) for shard in self._shards], dtype=np.int64)
                 self.empty = set(np.flatnonzero(self.examples == 0).tolist())
@@ -166,7 +160,7 @@ class Stream:
         self._dealt = not self._private and self._shards is None and not self.iterates
         self.total = 0 if self.endless else self.total
         self.steps_per_epoch = self._batches_of(self.total, num_nodes * batch_size)
-        self._iterated: Iterated | None = None
+        self.iterated: Iterated | None = None
         self.share_out([batch_size] * num_nodes)
         self._orders: dict[int, tuple[int, Tensor]] = {}
         self._start()
@@ -198,12 +192,12 @@ class Stream:
         proportion to b.
         """
         self.batch_sizes = np.array(batch_sizes, dtype=np.int64)
-        if self._iterated is not None:
-            self._iterated.share_out(batch_sizes)
+        if self.iterated is not None:
+            self.iterated.share_out(batch_sizes)
         if self._dealt:
             self._parts = (self.batch_sizes // np.gcd.reduce(self.batch_sizes)).tolist()
             self.examples = -(-self.total // sum(self._parts)) * np.array(self._parts, dtype=np.int64)
-        self._deals: OrderedDict[int, tuple[Tensor, ...]] = OrderedDict()
+        self._deals: dict[int, tuple[Tensor, ...]] = {}
 
     def _start(self) -> None:
         """Build the parts that are not pickled: the access to the data sets."""
@@ -211,22 +205,22 @@ class Stream:
         self._take = None if whole else bulk_take(self._datasets[0])
         self._chunk_steps: dict[tuple[int, int], int] = {}  # by data set and batch size
         self._loading: Loading | None = None  # for data sets read one example at a time
-        self._iterated = None
+        self.iterated = None
         if self.iterates:
             from exogym.data.iterated import Iterated
 
-            self._iterated = Iterated(
+            self.iterated = Iterated(
                 self._datasets, self.num_nodes, self._private, self.batch_sizes, self.seed, self.shuffle,
                 self._loader_kwargs.get("collate_fn"), self._kept, self._is_train,
             )  # fmt: skip
 
     def __getstate__(self) -> dict[str, Any]:
-        dropped = ("_take", "_loading", "_deals", "_orders", "_iterated")
+        dropped = ("_take", "_loading", "_deals", "_orders", "iterated")
         return {name: value for name, value in self.__dict__.items() if name not in dropped}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._deals, self._orders = OrderedDict(), {}
+        self._deals, self._orders = {}, {}
         self._start()
 
     def indices(self, node: int, step: int) -> tuple[np.ndarray, int]:
@@ -246,8 +240,8 @@ class Stream:
         self._check(node, first_step)
         if not self.length(node):
             raise DataError(f"node {node} has no examples but needs a batch: {ONLY_SAMPLED}")
-        if self._iterated is not None:
-            return self._iterated.batches(node, first_step, count)
+        if self.iterated is not None:
+            return self.iterated.batches(node, first_step, count)
         take = self._take
         if self._private and not self._loader_kwargs:
             take = self._datasets.takes(node)
@@ -260,43 +254,16 @@ class Stream:
         """
         if not self.length(node):
             return iter(())
-        if self._iterated is not None:
-            return self._iterated.epoch(node)
+        if self.iterated is not None:
+            return self.iterated.epoch(node)
         return self.batches(node, 0, self.own_steps(node))
-
-    def begin(self, fleet: Fleet) -> Place:
-        """Read iterables for the fleet's nodes from now on. Return what checkpoints must save of the iterables."""
-        from exogym.data.iterated import Place
-
-        self.keep(fleet.ranks)
-        assert self._iterated is not None
-        return Place(self._iterated, fleet)
-
-    def keep(self, nodes: Sequence[int]) -> None:
-        """Read iterables for `nodes` only from now on. Another node can still be asked for, at a cost."""
-        if self._iterated is not None:
-            self._iterated.keep(nodes)
-
-    @property
-    def most_steps(self) -> int | None:
-        """How many steps a node may be ahead of another, or None for any number. Iterables keep the examples between.
-
-        Every process has the same number if it has read a batch.
-        """
-        return None if self._iterated is None else self._iterated.most_steps
-
-    @property
-    def window(self) -> int:
-        """The number of an iterable's examples that are shuffled together."""
-        assert self._iterated is not None
-        return self._iterated.window
 
     def close(self) -> None:
         """End the DataLoader's worker processes, and close iterables. A later `batches` starts anew."""
         if self._loading is not None:
             self._loading.close()
-        if self._iterated is not None:
-            self._iterated.close()
+        if self.iterated is not None:
+            self.iterated.close()
 
     def _taken(self, take: Take, node: int, step: int, count: int) -> Iterator[Any]:
         end, size, own_steps = step + count, int(self.batch_sizes[node]), self.own_steps(node)
@@ -341,12 +308,11 @@ class Stream:
     def _order(self, node: int, epoch: int) -> Tensor:
         """Return the examples of `node` in its own epoch's order, (n_i,) int64. Current orders are cached."""
         if self._dealt:
-            deal = self._deals.get(epoch)
-            if deal is None:
-                deal = self._deals[epoch] = self._deal(epoch)
+            if epoch not in self._deals:
+                self._deals[epoch] = self._deal(epoch)
                 while len(self._deals) > max(2, KEPT_ORDERS // self.total):
-                    self._deals.popitem(last=False)
-            return deal[node]
+                    self._deals.pop(next(iter(self._deals)))  # the oldest
+            return self._deals[epoch][node]
         kept = self._orders.get(node)
         if kept is None or kept[0] != epoch:
             self._orders.pop(node, None)
@@ -470,11 +436,6 @@ def check_made(made: Any, origin: str) -> Any:
         what = "is None" if made is None else f"({type(made).__name__}) is empty"
         raise DataError(f"{origin} {what}: {ONLY_SAMPLED}")
     return made
-
-
-def check_data(dataset: Any, origin: str = "the data set") -> Any:
-    """Return `dataset` if it is an iterable that begins anew each time, or what `check_dataset` accepts."""
-    return dataset if is_iterable(dataset) else check_dataset(dataset, origin)
 
 
 def is_iterable(dataset: Any) -> bool:

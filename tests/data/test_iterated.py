@@ -78,7 +78,7 @@ def test_windows_are_shuffled_by_themselves_and_by_the_epoch() -> None:
 def test_each_node_of_a_factory_reads_its_own() -> None:
     stream = stream_of(lambda rank, num_nodes, is_train: InOrder(5 * rank + 5, 5 * rank), nodes=2, batch=2)
     assert taken(stream, 1, 0, 5) == [5, 6, 7, 8, 9] * 2 and taken(stream, 0, 2, 2) == [4, 0, 1, 2]
-    assert stream.endless and not stream.is_shared and stream.most_steps is None
+    assert stream.endless and not stream.is_shared and stream.iterated.most_steps is None
     known = stream_of(lambda rank, num_nodes, is_train: IterableData(range(rank + 4)), nodes=2, batch=2)
     assert known.examples.tolist() == [4, 5] and known.total == 9 and not known.endless
     with pytest.raises(DataError, match="for some nodes"):
@@ -94,7 +94,7 @@ def marks_at(data: Any, step: int, processes: int, shuffle: bool, nodes: int = 3
     for ranks in np.array_split(np.arange(nodes), processes):
         stream = stream_of(data, nodes, 2, shuffle)
         taken(stream, 0, 0, 2)  # the trial steps before a run
-        place = stream.begin(type("Fleet", (), {"ranks": ranks.tolist()}))
+        place = stream.iterated.begin(type("Fleet", (), {"ranks": ranks.tolist()}))
         for start in range(0, step, 7):
             for node in ranks.tolist():
                 seen += taken(stream, node, start, min(7, step - start))
@@ -117,7 +117,7 @@ def test_every_example_once_an_epoch_wherever_a_run_is_killed(kind: type[InOrder
         for ranks in np.array_split(np.arange(nodes), 1 + stop % 2 + stop % 5 % 2):
             stream = stream_of(data, nodes, 2, shuffle)
             taken(stream, 0, 0, 2)
-            place = stream.begin(type("Fleet", (), {"ranks": ranks.tolist()}))
+            place = stream.iterated.begin(type("Fleet", (), {"ranks": ranks.tolist()}))
             place.load_shared(marks)
             for node in ranks.tolist():
                 rest[node] = taken(stream, node, stop, steps - stop)
@@ -132,7 +132,7 @@ def test_a_state_saves_reading_and_no_state_reads_one_epoch_at_most() -> None:
     marks, _ = marks_at(WithState(1000), 160, 1, shuffle=False)
     WithState.read = []
     stream = stream_of(WithState(1000))
-    stream.begin(type("Fleet", (), {"ranks": [0, 1, 2]})).load_shared(marks)
+    stream.iterated.begin(type("Fleet", (), {"ranks": [0, 1, 2]})).load_shared(marks)
     assert taken(stream, 0, 160, 1) == [960, 963] and min(WithState.read) == 959 // 64 * 64
     marks, _ = marks_at(InOrder(1000), 500, 1, shuffle=False)
     assert "state" not in marks and marks["place"][:3].tolist() == [2, 2000, 2960]
@@ -143,7 +143,7 @@ def test_other_data_are_found_when_a_run_goes_on() -> None:
     for kind in (InOrder, WithState):
         marks, _ = marks_at(kind(100, 0, before), 12, 1, shuffle=False)
         stream = stream_of(kind(100, 0, after))
-        stream.begin(type("Fleet", (), {"ranks": [0, 1, 2]})).load_shared(marks)
+        stream.iterated.begin(type("Fleet", (), {"ranks": [0, 1, 2]})).load_shared(marks)
         with pytest.raises(DataError, match="differs from the example before the interruption"):
             taken(stream, 0, 12, 1)
 
@@ -159,7 +159,7 @@ def test_a_state_that_loses_examples_is_not_used(capsys: pytest.CaptureFixture[s
     whole = taken(stream_of(Buffered(400)), 1, 0, 60)
     marks, _ = marks_at(Buffered(400), 30, 1, shuffle=False)
     stream = stream_of(Buffered(400))
-    stream.begin(type("Fleet", (), {"ranks": [0, 1, 2]})).load_shared(marks)
+    stream.iterated.begin(type("Fleet", (), {"ranks": [0, 1, 2]})).load_shared(marks)
     assert taken(stream, 1, 30, 30) == whole[60:]
     assert "does not bring back the next examples" in capsys.readouterr().err
 
@@ -167,7 +167,7 @@ def test_a_state_that_loses_examples_is_not_used(capsys: pytest.CaptureFixture[s
 def test_marks_of_another_node_are_left_out() -> None:
     """A node that returns after an absence copies the state of another."""
     stream = stream_of(lambda rank, num_nodes, is_train: WithState(100 * rank + 100, 100 * rank), nodes=2)
-    place = stream.begin(type("Fleet", (), {"ranks": [0, 1]}))
+    place = stream.iterated.begin(type("Fleet", (), {"ranks": [0, 1]}))
     taken(stream, 1, 0, 50)
     place.load_row(0, place.row(1))
     assert taken(stream, 0, 0, 1) == [0, 1] and place.shared() == {} and int(place.row(1)["node"]) == 1
@@ -178,13 +178,13 @@ def test_only_the_last_open_iterables_of_many_clients_stay() -> None:
         return WithState(rank * 100 + 100, rank * 100)
 
     stream = stream_of(factory, nodes=8, batch=2, kept=2, asks_all=False)
-    place = stream.begin(type("Fleet", (), {"ranks": list(range(8))}))
+    place = stream.iterated.begin(type("Fleet", (), {"ranks": list(range(8))}))
     WithState.read = []
     for step in (0, 40):
         for node in range(8):
             first = 100 * node + 2 * step % 100
             assert taken(stream, node, step, 1) == [first, first + 1]
-    assert len(stream._iterated._dealers) == 2
+    assert len(stream.iterated._dealers) == 2
     assert int(place.row(3)["place"][2]) == 64  # closed, but its place is known
 
 
@@ -195,12 +195,12 @@ def test_examples_for_absent_nodes_do_not_pile_up(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(iterated, "KEPT_BYTES", 8 * 6 * 10)
     stream = stream_of(InOrder(None))
     taken(stream, 0, 0, 1)
-    assert stream.most_steps == 10
-    stream.begin(type("Fleet", (), {"ranks": [0, 1, 2]}))
+    assert stream.iterated.most_steps == 10
+    stream.iterated.begin(type("Fleet", (), {"ranks": [0, 1, 2]}))
     for step in range(1000):
         for node in (0, 1):
             assert taken(stream, node, step, 1) == [6 * step + node, 6 * step + 3 + node]
-    (dealer,) = stream._iterated._dealers.values()
+    (dealer,) = stream.iterated._dealers.values()
     assert max(map(len, dealer.queues.values())) <= 200
     assert taken(stream, 2, 1000, 1) == [6002, 6005]  # it is back
     assert taken(stream, 2, 3, 1) == [20, 23]  # and may ask for what it missed
@@ -229,7 +229,7 @@ class Random(IterableDataset[Any]):
 def test_an_order_that_changes_is_refused() -> None:
     stream = stream_of(Unordered())
     taken(stream, 0, 0, 2)
-    stream.begin(type("Fleet", (), {"ranks": [0, 1, 2]}))
+    stream.iterated.begin(type("Fleet", (), {"ranks": [0, 1, 2]}))
     with pytest.raises(DataError, match="read a second time, the iterable begins with other examples"):
         taken(stream, 0, 0, 2)
 
@@ -481,7 +481,7 @@ def test_memory_stays_flat() -> None:
     import tracemalloc
 
     stream = stream_of(IterableData(InOrder(None)), nodes=4, batch=50, shuffle=True)
-    stream.begin(type("Fleet", (), {"ranks": [0, 1, 2, 3]}))
+    stream.iterated.begin(type("Fleet", (), {"ranks": [0, 1, 2, 3]}))
     tracemalloc.start()
     try:
         peaks = []

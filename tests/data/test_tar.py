@@ -63,7 +63,7 @@ def test_dealt_and_gone_on_with(folder: Path, monkeypatch: pytest.MonkeyPatch) -
 
     def stream() -> tuple[Stream, Any]:
         made = Stream(TarShards(folder, number), 2, batch_size=1, shuffle=False)
-        return made, made.begin(type("Fleet", (), {"ranks": [0, 1]}))  # type: ignore[arg-type]
+        return made, made.iterated.begin(type("Fleet", (), {"ranks": [0, 1]}))  # type: ignore
 
     for stop in range(1, 25):
         before, place = stream()

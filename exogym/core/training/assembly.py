@@ -101,7 +101,8 @@ def _assemble(
             _warn_of_few_examples(stream, len(driver.seated), options)
             if is_fresh and (text := few_rounds(options.strategy, total_steps)) is not None:
                 notice(text, about="few outer rounds", once=True)
-        stretches = [x for x in (max_stretch, stream.most_steps) if x is not None]
+        ahead = None if stream.iterated is None else stream.iterated.most_steps
+        stretches = [x for x in (max_stretch, ahead) if x is not None]
         agenda = _agenda(subject, options, stream, description, kept, min(stretches, default=None))
         evaluator = _evaluator(subject, options, worker, first_batch)
         endings = [stream.close] if evaluator is None else [stream.close, evaluator.stream.close]

@@ -23,7 +23,8 @@ def description_of(
     layouts = [block.layout.whole or block.layout for block in fleet.blocks]
     model = [[slot.name, list(slot.shape), str(layout.dtype)] for layout in layouts for slot in layout]
     shards = hashlib.sha256(np.ascontiguousarray(stream.examples).tobytes()).hexdigest()[:16] if stream.total else ""
-    data = {"examples": stream.total, "shards": shards} | ({"window": stream.window} if stream.iterates else {})
+    data = {"examples": stream.total, "shards": shards}
+    data |= {} if stream.iterated is None else {"window": stream.iterated.window}
     data |= {"drop_last": True} if stream.drops_last else {}
     by_process = options.sharing is not None and options.sharing.kind == "nodes" and options.sharing.speeds
     dealt = {"speeds": by_process} if by_process else {}

@@ -56,8 +56,8 @@ def make_driver(
     attendance = _attendance(options, strategy, step_shares)
     if options.samples_clients:
         fleet.state.register("empty clients", Shared(stream.state, stream.load_state))
-    if stream.iterates:
-        fleet.state.register("data", stream.begin(fleet))
+    if stream.iterated is not None:
+        fleet.state.register("data", stream.iterated.begin(fleet))
     setting = Setting(fleet, worker, stream, run, compute, attendance, timing, watch)
     if timing is not None and timing.is_measured:
         from exogym.core.training.clocking import Measured

@@ -21,7 +21,7 @@ def opening_of(train: Any) -> int:
     True
     """
     first = Reader(described(train), 0, shuffle=False)
-    first.rest(COMPARED)
+    first.read(COMPARED, in_epoch=True)
     again = Reader(described(train), 0, shuffle=False)
     again.opening = first.opening
     again.read(1)
@@ -50,6 +50,6 @@ def first_examples(val: Any, most: int) -> list[Any]:
     data = described(val)
     reader = Reader(IterableData(data.source, length=data.length), 0, shuffle=False, whose="the validation data")
     try:
-        return reader.rest(most)
+        return reader.read(most, in_epoch=True)
     finally:
         reader.close()
