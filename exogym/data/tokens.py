@@ -7,7 +7,7 @@ import os
 import reprlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -19,7 +19,6 @@ from exogym.errors import ArgumentError, DataError, check_choice, check_count, c
 
 DTYPES = ("uint16", "uint32")
 SUFFIXES = (".bin", ".npy")
-HEADER_BYTES = 128  # of the .npy files that `tokenize_folder` writes
 
 PathLike = str | os.PathLike[str]
 
@@ -148,13 +147,13 @@ def tokenize_folder(
     count = 0
     try:
         with open(part, "wb") as file:
-            file.write(_header(0, dtype))
+            _write_header(file, 0, dtype)
             for path in texts:
-                tokens = _tokens(path, encode, end, dtype)
-                file.write(tokens.tobytes())
+                tokens = encoded(encode, text_of(path), end, os.fspath(path), dtype)
+                file.write(tokens.astype(np.dtype(dtype).newbyteorder("<")).tobytes())
                 count += len(tokens)
             file.seek(0)
-            file.write(_header(count, dtype))
+            _write_header(file, count, dtype)  # as long as the first one: numpy leaves room for a longer array
         os.replace(part, target)
     except OSError as error:
         raise DataError(f"{target} cannot be written ({error}): give a file in an existing folder") from error
@@ -163,15 +162,17 @@ def tokenize_folder(
     return count
 
 
-def _tokens(path: Path, encode: Callable[[str], Any], end: int | None, dtype: str) -> np.ndarray:
-    """Return one text's tokens, little-endian."""
+def text_of(path: Path) -> str:
+    """Return the text of a file. Raise DataError if it cannot be read or is not UTF-8."""
     try:
-        text = path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 ({error}): convert it, or leave it out by pattern=") from None
+        raise DataError(
+            f"{path} is not UTF-8 (at byte {error.start}): convert the file, for example by iconv -f latin1 -t utf-8, "
+            "or leave it out"
+        ) from None
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error})") from None
-    return encoded(encode, text, end, os.fspath(path), dtype).astype(np.dtype(dtype).newbyteorder("<"))
 
 
 def encoded(encode: Callable[[str], Any], text: str, end: int | None, where: str, dtype: str) -> np.ndarray:
@@ -204,12 +205,9 @@ def encoded(encode: Callable[[str], Any], text: str, end: int | None, where: str
     return found
 
 
-def _header(count: int, dtype: str) -> bytes:
-    """Return the .npy header of `count` tokens. It always has the same size, so it can be written again at the end."""
+def _write_header(file: IO[bytes], count: int, dtype: str) -> None:
     kind = np.dtype(dtype).newbyteorder("<").str
-    text = f"{{'descr': '{kind}', 'fortran_order': False, 'shape': ({count},), }}"
-    magic = b"\x93NUMPY\x01\x00" + (HEADER_BYTES - 10).to_bytes(2, "little")
-    return magic + text.ljust(HEADER_BYTES - 11).encode("ascii") + b"\n"
+    np.lib.format.write_array_header_1_0(file, {"descr": kind, "fortran_order": False, "shape": (count,)})
 
 
 def _files(given: PathLike | Sequence[PathLike]) -> list[Path]:
