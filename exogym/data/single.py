@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -26,23 +26,10 @@ def single(stream: Stream, nodes: Sequence[int], steps: int = UNKNOWN, micro: in
     >>> str(single(stream, [0, 1], steps=3)).partition(":")[0]
     'nodes 0, 1 get 1 example at the end of an epoch (9 examples in batches of 4)'
     """
-    known = np.asarray(nodes, dtype=np.int64)
-    known = known[stream.examples[known] > 0]
-    return next(_found(stream, known, steps, micro), None)
-
-
-def check_single(stream: Stream, nodes: Sequence[int], steps: int = UNKNOWN, micro: int | None = None) -> None:
-    """Raise DataError if batch normalization would get a single example. `single` has the same arguments."""
-    if (said := single(stream, nodes, steps, micro)) is not None:
-        raise DataError(
-            f"batch normalization needs at least 2 examples at once, but {said}; or replace it, for example by "
-            "torch.nn.GroupNorm"
-        )
-
-
-def _found(stream: Stream, nodes: np.ndarray, steps: int, micro: int | None) -> Iterator[str]:
-    counts, sizes = stream.examples[nodes], stream.batch_sizes[nodes]
-    usual, last = np.minimum(counts, sizes), stream.last_batches[nodes]
+    ids = np.asarray(nodes, dtype=np.int64)
+    ids = ids[stream.examples[ids] > 0]
+    counts, sizes = stream.examples[ids], stream.batch_sizes[ids]
+    usual, last = np.minimum(counts, sizes), stream.last_batches[ids]
 
     def are_single(batches: np.ndarray) -> np.ndarray:
         """Return whether the smallest part of each batch is a single example."""
@@ -51,23 +38,33 @@ def _found(stream: Stream, nodes: np.ndarray, steps: int, micro: int | None) -> 
         rest = np.where(batches > micro, batches % micro, batches)
         return np.where(rest, rest, micro) == 1
 
-    if len(found := nodes[sizes == 1]):
-        yield f"{_named(found, 'take')} 1 example per step: give a larger batch_size"
-    if len(found := nodes[counts == 1]):
-        yield f"{_named(found, 'have')} 1 example in all: give more examples, or leave out such nodes"
+    if len(found := ids[sizes == 1]):
+        return f"{_named(found, 'take')} 1 example per step: give a larger batch_size"
+    if len(found := ids[counts == 1]):
+        return f"{_named(found, 'have')} 1 example in all: give more examples, or leave out such nodes"
     if (odd := are_single(usual)).any():
-        yield (
-            f"{_named(nodes[odd], 'compute')} 1 example at once ({usual[odd][0]} examples in parts of {micro}): give "
+        return (
+            f"{_named(ids[odd], 'compute')} 1 example at once ({usual[odd][0]} examples in parts of {micro}): give "
             "another minibatch_size or batch_size"
         )
     odd = are_single(last)
-    odd[odd] = [stream.own_steps(node) <= steps for node in nodes[odd].tolist()]
+    odd[odd] = [stream.own_steps(node) <= steps for node in ids[odd].tolist()]
     if odd.any():
         parts = "" if micro is None else f", in parts of {micro}"
-        yield (
-            f"{_named(nodes[odd], 'get')} 1 example at the end of an epoch ({counts[odd][0]} examples in batches of "
+        return (
+            f"{_named(ids[odd], 'get')} 1 example at the end of an epoch ({counts[odd][0]} examples in batches of "
             f'{sizes[odd][0]}{parts}): give dataloader_kwargs={{"drop_last": True}}, so that each node leaves out its '
             "short last batch"
+        )
+    return None
+
+
+def check_single(stream: Stream, nodes: Sequence[int], steps: int = UNKNOWN, micro: int | None = None) -> None:
+    """Raise DataError if batch normalization would get a single example. `single` has the same arguments."""
+    if (said := single(stream, nodes, steps, micro)) is not None:
+        raise DataError(
+            f"batch normalization needs at least 2 examples at once, but {said}; or replace it, for example by "
+            "torch.nn.GroupNorm"
         )
 
 
