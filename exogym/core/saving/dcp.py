@@ -181,7 +181,7 @@ def _newest(save_dir: str | Path) -> Snapshot:
     return found
 
 
-def _check_local(snapshot: Snapshot, strategy: Strategy, steps: int, shares: bool) -> None:
+def _check_local(snapshot: Snapshot, strategy: Any, steps: int, shares: bool) -> None:
     """Raise ArgumentError unless the `steps` steps after the checkpoint are local steps of a node."""
     name, first = type(strategy).__name__, snapshot.meta["step"]
     description = snapshot.meta["description"]
@@ -194,7 +194,13 @@ def _check_local(snapshot: Snapshot, strategy: Strategy, steps: int, shares: boo
     options = description["strategy"] | description
     if given := [option for option in CHANGED if options.get(option) is not None]:
         raise ArgumentError(f"the run has {given[0]}=, which changes the local steps: such a run cannot come back")
-    if _is_plain_ddp(strategy):
+    is_plain_ddp = (
+        strategy.bucket_bytes is not None
+        and len(strategy.gradient_modules) == 1
+        and not strategy.communication_modules
+        and not strategy.averaging.features()
+    )
+    if is_plain_ddp:
         if not shares:
             raise ArgumentError(f"under {name} all nodes have one model: give the folder of one DCP checkpoint")
         return
@@ -207,15 +213,6 @@ def _check_local(snapshot: Snapshot, strategy: Strategy, steps: int, shares: boo
             f"{name} synchronizes after step {end}, so after step {first} another trainer can take at most {most} "
             f"steps, but steps={steps}: let the run save at another step{', or take fewer steps' if most else ''}"
         )
-
-
-def _is_plain_ddp(strategy: Any) -> bool:
-    return (
-        strategy.bucket_bytes is not None
-        and len(strategy.gradient_modules) == 1
-        and not strategy.communication_modules
-        and not strategy.averaging.features()
-    )
 
 
 def next_synchronization(strategy: Any, step: int) -> int | None:
@@ -260,7 +257,7 @@ class _Subject:
         saved = snapshot.meta["description"]
         model = [[slot.name, list(slot.shape), str(layout.dtype)] for layout in self.layouts for slot in layout]
         if saved["model"] != model:
-            unlike = next((a or b for a, b in _paired(saved["model"], model) if a != b), None)
+            unlike = next((a or b for a, b in itertools.zip_longest(saved["model"], model) if a != b), None)
             raise ModelError(f"{snapshot.path} is of another model than this {type(self.model).__name__}: see {unlike}")
         if unlike := differences(saved["strategy"], describe(self.strategy), "strategy."):
             raise ArgumentError(f"{snapshot.path} is of another run:\n  " + "\n  ".join(unlike))
@@ -357,11 +354,6 @@ class _Subject:
                     )
 
 
-def _paired(a: list[Any], b: list[Any]) -> Iterator[tuple[Any, Any]]:
-    size = max(len(a), len(b))
-    yield from zip(a + [None] * (size - len(a)), b + [None] * (size - len(b)), strict=True)
-
-
 # DCP's files
 
 
@@ -452,12 +444,6 @@ def _sizes(reader: FileSystemReader, folder: Path) -> dict[str, tuple[tuple[int,
     def sizes() -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         every = reader.read_metadata().state_dict_metadata.items()
         tensors = {name: x for name, x in every if isinstance(x, TensorStorageMetadata)}
-        for name, x in tensors.items():
-            if not _is_covered(tuple(x.size), [(tuple(c.offsets), tuple(c.sizes)) for c in x.chunks]):
-                raise CheckpointError(
-                    f"{folder / INDEX}: the pieces of {name!r} do not cover its {x.size.numel()} elements once each: "
-                    "save the nodes again"
-                )
         return {name: (tuple(x.size), x.properties.dtype) for name, x in tensors.items()}
 
     return _guarded(folder / INDEX, sizes)
@@ -471,26 +457,29 @@ def _is_covered(size: tuple[int, ...], pieces: list[tuple[tuple[int, ...], tuple
         return False
     if sum(math.prod(here) for _, here in pieces) != math.prod(size):
         return False
-    filled = [x for x in pieces if math.prod(x[1])]
-    if not filled:
-        return True
-    cuts = [sorted({place[axis] for place, _ in filled}) for axis in range(len(size))]
-    nexts = [dict(zip(each, [*each[1:], end], strict=True)) for each, end in zip(cuts, size, strict=True)]
-    if all(a + n == after[a] for x in filled for a, n, after in zip(*x, nexts, strict=True)):
-        return len({place for place, _ in filled}) == len(filled)  # cells of a grid, as FSDP writes them
-    apart = (
-        any(x + n <= y or y + m <= x for x, n, y, m in zip(*one, *other, strict=True))
-        for one, other in itertools.combinations(filled, 2)
-    )
-    return all(apart)
+    seen = torch.zeros(size, dtype=torch.bool)
+    for piece in pieces:
+        seen[tuple(slice(a, a + n) for a, n in zip(*piece, strict=True))] = True
+    return bool(seen.all())  # and none twice, because the pieces have as many elements as the tensor
 
 
 def _check_pieces(reader: FileSystemReader, folder: Path, names: Collection[str]) -> None:
-    """Raise CheckpointError if the files of `names` are damaged, or if the index gives two pieces the same bytes."""
+    """Raise CheckpointError if the files of `names` are damaged, or if the index gives two pieces the same bytes.
+
+    The pieces of each of these tensors must cover it. The tensors have the sizes of the run's own.
+    """
 
     def check() -> None:
+        index = reader.read_metadata()
+        for name in names:
+            x: Any = index.state_dict_metadata[name]
+            if not _is_covered(tuple(x.size), [(tuple(c.offsets), tuple(c.sizes)) for c in x.chunks]):
+                raise CheckpointError(
+                    f"{folder / INDEX}: the pieces of {name!r} do not cover its {x.size.numel()} elements once each: "
+                    "save the nodes again"
+                )
         places = defaultdict(list)
-        for key, info in reader.read_metadata().storage_data.items():
+        for key, info in index.storage_data.items():
             places[info.relative_path].append((int(info.offset), int(info.length), key.fqn))
         for file, pieces in places.items():
             with opened_plain(folder / file) as opened:
