@@ -21,18 +21,23 @@ _encode = json.JSONEncoder(allow_nan=False, check_circular=False).encode  # made
 
 
 class OnDisk(Logger):
-    """A logger that writes files. If a write fails, it prints one message and stops; training continues."""
+    """A logger that writes files. If a write fails, it prints one message and stops; training continues.
 
-    _given_up = False
+    Attributes:
+        trouble: why the logger has stopped.
+    """
+
+    trouble: str | None = None
 
     @contextlib.contextmanager
-    def _writing(self, path: Path) -> Iterator[None]:
+    def writing(self, path: Path) -> Iterator[None]:
+        """A context in which the logger writes into `path`."""
         try:
             yield
         except OSError as error:
-            if not self._given_up:
+            if self.trouble is None:
                 notice(f"{path} is no longer written: {error}; training continues")
-            self._given_up = True
+                self.trouble = str(error)
             self._abandon()
 
     def _abandon(self) -> None:
@@ -60,7 +65,7 @@ class FileLogger(OnDisk):
     def start(self, run: Mapping[str, Any]) -> None:
         """Check that the file is writable."""
         self.finish({})
-        self._columns, self._begun, self._given_up = [], False, False
+        self._columns, self._begun, self.trouble = [], False, None
         check_writable(self.path.parent)
         try:
             with contextlib.suppress(FileNotFoundError):
@@ -81,9 +86,9 @@ class FileLogger(OnDisk):
 
         After a power cut, `records()` can return records that the file lacks.
         """
-        with self._writing(self.path):
+        with self.writing(self.path):
             self._close()  # it is open if the run went back
-            if not self._given_up:
+            if self.trouble is None:
                 self._replace(records)
                 self._begun = True
 
@@ -91,7 +96,7 @@ class FileLogger(OnDisk):
 
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Close the file."""
-        with self._writing(self.path):
+        with self.writing(self.path):
             self._close()
 
     def _close(self) -> None:
@@ -108,8 +113,8 @@ class FileLogger(OnDisk):
 
     def log(self, record: Record) -> None:
         """Write one record to the file."""
-        with self._writing(self.path):
-            if not self._given_up:
+        with self.writing(self.path):
+            if self.trouble is None:
                 self._add(record)
 
     _add: Any  # (record) -> None

@@ -228,7 +228,7 @@ class TensorBoardLogger(ByStep, OnDisk):
         from torch.utils.tensorboard import SummaryWriter
 
         self.finish({})
-        self._given_up = False
+        self.trouble = None
         check_writable(self.log_dir, "log_dir")
         step = run.get("resumed_step")
         numbers = [int(path.name[4:]) for path in self.log_dir.glob("run_*") if path.name[4:].isdecimal()]
@@ -237,7 +237,7 @@ class TensorBoardLogger(ByStep, OnDisk):
         self._writer.add_text("run", f"```\n{json.dumps(dict(run), indent=2, default=str)}\n```", step or 0)
 
     def _write(self, step: int, values: dict[str, Any]) -> None:
-        with self._writing(self.log_dir):
+        with self.writing(self.log_dir):
             if self._writer is None:
                 return
             for name, value in values.items():
@@ -255,7 +255,7 @@ class TensorBoardLogger(ByStep, OnDisk):
         """Write the remaining values and close the file."""
         if self._writer is not None:
             self._flush()
-        with self._writing(self.log_dir):
+        with self.writing(self.log_dir):
             if self._writer is not None:
                 self._writer.close()
                 self._writer = None

@@ -102,7 +102,6 @@ class History(Sequence[Row]):
         self._extra: list[str] = []
         self._last = 0  # the last step of the last stretch
         self._totals = [0.0, 0.0, 0.0, 0.0, math.nan]  # BYTES, wall_s and time_s after it
-        self._ends: np.ndarray | None = None  # number of rows up to each line's end, computed when needed
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -220,14 +219,13 @@ class History(Sequence[Row]):
             self._write(line, np.concatenate([new, self._buffer[line : self._size]]))
         self._extra += [name for name in clean if name not in COLUMNS and name not in self._extra]
         evaluated = self._evaluations.setdefault(step, {})
-        acted = self._buffer["block"][line] >= 0 if node is None else self._loss(line, node) is not None
+        acted = self._buffer["block"][line] >= 0 if node is None else node in self._losses(line, node)
         self._buffer["rows"][line] += node not in evaluated and not acted
         if node is None:  # values of the whole step stand in all its rows
             for name in (*BYTES, "wall_s", "time_s"):
                 if clean.get(name) is not None:
                     self._buffer[name][line] = clean.pop(name)
         evaluated.setdefault(node, {}).update(clean)
-        self._ends = None
 
     @staticmethod
     def _blank(count: int) -> np.ndarray:
@@ -243,21 +241,20 @@ class History(Sequence[Row]):
             larger[:start] = self._buffer[:start]
             self._buffer = larger
         self._buffer[start : self._size] = lines
-        self._ends = None
 
     # ---------------------------------------------------------------- reading
 
     def _line(self, step: int) -> int:
         return bisect_left(self._buffer["step"], step, 0, self._size)
 
-    def _losses(self, line: int) -> dict[int, float]:
-        """Return the losses by node, for nodes that acted."""
+    def _losses(self, line: int, node: int | None = None) -> dict[int, float]:
+        """Return the losses by node, for nodes that acted, or only for `node`."""
         block, position = int(self._buffer["block"][line]), int(self._buffer["position"][line])
         if block < 0:
             return {}
         ids, losses = self._blocks[block]
         here = losses[:, position]
-        acted = ~np.isnan(here)
+        acted = ~np.isnan(here) if node is None else (ids == node) & ~np.isnan(here)
         return dict(zip(ids[acted].tolist(), here[acted].tolist(), strict=True))
 
     def _nodes(self, line: int, losses: Mapping[int, float]) -> list[int | None]:
@@ -267,22 +264,13 @@ class History(Sequence[Row]):
         nodes: list[int | None] = [None] if averaged else []
         return nodes + sorted(losses.keys() | {node for node in evaluated if node is not None})
 
-    def _loss(self, line: int, node: int) -> float | None:
-        """Return a node's loss, or None if it did not act."""
-        block, position = int(self._buffer["block"][line]), int(self._buffer["position"][line])
-        ids, losses = self._blocks[block] if block >= 0 else (np.empty(0), np.empty((0, 1)))
-        here = losses[ids == node, position]
-        return None if not len(here) or math.isnan(here[0]) else float(here[0])
-
     def _rows(self, line: int, nodes: slice | int | None) -> Iterator[Row]:
         """Yield a line's rows: a slice of them, or one node's row."""
         record = dict(zip(NAMES, self._buffer[line].item(), strict=True))
         given = {name: None if math.isnan(value) else value for name, value in record.items()}
         shared = dict.fromkeys(self.columns)
         shared |= {name: given[name] for name in ("step", *OF_THE_STEP) if name in shared}
-        losses: dict[Any, Any] = self._losses(line) if isinstance(nodes, slice) else {}
-        if isinstance(nodes, int) and (own_loss := self._loss(line, nodes)) is not None:
-            losses[nodes] = own_loss
+        losses: dict[Any, Any] = {} if nodes is None else self._losses(line, nodes if isinstance(nodes, int) else None)
         evaluated = self._evaluations.get(record["step"], {})
         here = self._nodes(line, losses)
         for node in here[nodes] if isinstance(nodes, slice) else [nodes] if nodes in here else []:
@@ -316,13 +304,8 @@ class History(Sequence[Row]):
     def __iter__(self) -> Iterator[Row]:
         return self.rows_after(-1)
 
-    def _ends_of_lines(self) -> np.ndarray:
-        if self._ends is None:
-            self._ends = np.cumsum(self._buffer["rows"][: self._size])
-        return self._ends
-
     def __len__(self) -> int:
-        return int(self._ends_of_lines()[-1]) if self._size else 0
+        return int(self._buffer["rows"][: self._size].sum())
 
     @overload
     def __getitem__(self, index: int) -> Row: ...
@@ -332,7 +315,7 @@ class History(Sequence[Row]):
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         at = range(len(self))[index]  # a range has a sequence's index rules, and raises IndexError
-        ends = self._ends_of_lines()
+        ends = np.cumsum(self._buffer["rows"][: self._size])
         line = int(np.searchsorted(ends, at, side="right"))
         place = at - int(ends[line])  # counted from the end of the line's rows
         return next(self._rows(line, slice(place, place + 1 or None)))

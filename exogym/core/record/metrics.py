@@ -21,6 +21,7 @@ from exogym.data.stream import Stream
 from exogym.errors import TrainingError
 
 Metric = Callable[[Tensor, Tensor], Any]
+Value = tuple[str, float, float | dict[str, float]]  # name, value, weight (or weights, by what a batch counts)
 
 
 class Evaluator:
@@ -44,14 +45,14 @@ class Evaluator:
         holds (P,) per block. With `node`, the examples are the node's own validation set; otherwise they are all
         nodes' validation sets.
         """
-        found: list[tuple[str, float, float | dict[str, float]]] = []
+        found: list[Value] = []
         worker = self.worker
         with worker.evaluating(vectors, buffers):
             for batch in self._batches(node):
                 pulse.beat()
                 part, totals, examples = worker.evaluated(worker.to_device(batch))
                 worker.reseed(-1, 0)
-                self._part(part, totals, examples, lambda *values: found.append(values))
+                found += self._part(part, totals, examples)
         sums: dict[str, float] = {}
         weights: dict[str, float] = {}
         for name, value, by_kind in found:
@@ -60,26 +61,23 @@ class Evaluator:
             weights[name] = weights.get(name, 0.0) + weight
         return _means(sums, weights, worker.fleet.comm.wire.devices)
 
-    def _part(
-        self, part: Any, totals: dict[str, float], examples: int,
-        add: Callable[[str, float, float | dict[str, float]], None],
-    ) -> None:  # fmt: skip
-        """Add the values of a batch, or of this process's part of it, each with its weight in the mean."""
+    def _part(self, part: Any, totals: dict[str, float], examples: int) -> Iterator[Value]:
+        """Yield the values of a batch, or of this process's part of it, each with its weight in the mean."""
         worker = self.worker
         output = worker.loss.of(worker.model, part)
-        add("val_loss", float(output.loss), totals)
+        yield "val_loss", float(output.loss), totals
         right = accuracy(output, worker.weights.counting)
         if right is not None:
-            add("val_accuracy", right[0] / max(1, right[1]), right[1] if examples else 0)
+            yield "val_accuracy", right[0] / max(1, right[1]), right[1] if examples else 0
         for name, value in output.metrics.items():
-            add(f"val_{name}", float(value), totals)
+            yield f"val_{name}", float(value), totals
         for name, function in self.metrics.items():
             if output.predictions is None or output.targets is None:
                 raise TrainingError(
                     f"metric {name!r} needs predictions and targets, but the model's output has only a loss: return a "
                     "mapping with 'logits' beside 'loss', or use loss_fn="
                 )
-            add(f"val_{name}", float(function(output.predictions, output.targets)), examples)
+            yield f"val_{name}", float(function(output.predictions, output.targets)), examples
 
     def _batches(self, only: int | None) -> Iterator[Any]:
         left = self.limit

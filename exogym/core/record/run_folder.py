@@ -27,7 +27,7 @@ import platform
 import secrets
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -38,10 +38,11 @@ from exogym.core.base.locks import Lock, acquire
 from exogym.core.base.processes import described, is_alive
 from exogym.core.progress import notice
 from exogym.core.record import schema
-from exogym.core.record.observers import Fields, Observer
+from exogym.core.record.observers import Fields
 from exogym.core.record.schema import FILES
 from exogym.errors import ArgumentError
-from exogym.logger import JSONLinesLogger, in_json
+from exogym.logger.base import in_json
+from exogym.logger.files import JSONLinesLogger, OnDisk
 
 RESUME = "EXOGYM_RESUME"  # environment variable: run_dir of the run to resume
 BEAT_S = 1.0  # least seconds between two heartbeats
@@ -50,7 +51,7 @@ ENDS = {"done": "done", "stopped": "stopped", "error": "failed"}  # final events
 FREE = ("limits", "placement", "chosen", "rounds", "shared")  # description's fields that may differ in a resumed run
 
 
-class RunFolder(Observer):
+class RunFolder(OnDisk):
     """An observer that writes a run's folder.
 
     Args:
@@ -64,8 +65,6 @@ class RunFolder(Observer):
             to the folder; one of its files is not a plain file; or the folder cannot be written.
     """
 
-    reads_records = True
-
     def __init__(self, folder: str | os.PathLike[str], total_steps: int, resume: bool, more: Fields | None = None):
         self.folder, self.total_steps, self.more = Path(folder), total_steps, dict(more or {})
         self._process, self.resume = described(), resume
@@ -73,7 +72,6 @@ class RunFolder(Observer):
         self._records = JSONLinesLogger(self.folder / "records.jsonl")
         self._events: IO[str] | None = None
         self._lock: Lock | None = None
-        self._trouble: str | None = None
         self._state, self._step, self._beat, self._started = "running", 0, 0.0, time.time()
 
     def _check(self) -> None:
@@ -155,12 +153,12 @@ class RunFolder(Observer):
         self._records.restore(records)
 
     def log(self, record: Fields) -> None:
-        if self._trouble is None:
+        if self.trouble is None:
             self._records.log(record)
 
     def event(self, event: Fields) -> None:
         self._state = ENDS.get(event["kind"], self._state)
-        with self._going_on():
+        with self.writing(self.folder):
             if self._events is not None:
                 self._events.write(json.dumps(in_json({"at_s": round(time.time(), 3), **event})) + "\n")
 
@@ -175,10 +173,10 @@ class RunFolder(Observer):
             return
         if self._state == "running":  # no final event: the run failed before it started
             self._state = "failed"
-        with self._going_on():
+        with self.writing(self.folder):
             if self._events is not None:
                 self._events.close()
-        with self._going_on():
+        with self.writing(self.folder):
             self._lock.check()
             _write(self.folder / "summary.json", {"state": self._state, **summary})
         self._say()
@@ -191,24 +189,16 @@ class RunFolder(Observer):
             "state": self._state, "step": self._step, "total_steps": self.total_steps, "process": self._process,
             "started_s": self._started, "heartbeat_s": time.time(),
         }  # fmt: skip
-        with self._going_on():
+        with self.writing(self.folder):
             assert self._lock is not None
             self._lock.check()
             self._lock.beat()
-            _write(self.folder / "status.json", status | ({"trouble": self._trouble} if self._trouble else {}))
+            _write(self.folder / "status.json", status | ({"trouble": self.trouble} if self.trouble else {}))
 
-    @contextlib.contextmanager
-    def _going_on(self) -> Iterator[None]:
-        """Catch write errors: print a notice, and append no events from then on. The training continues."""
-        try:
-            yield
-        except OSError as error:
-            if self._trouble is None:
-                self._trouble = str(error)
-                notice(f"{self.folder} is no longer written: {error}. The training continues")
-            self._leave_events()
-            if self._lock is not None and self._lock.is_ours():
-                cut_torn_line(self.folder / "events.jsonl")
+    def _abandon(self) -> None:
+        self._leave_events()
+        if self._lock is not None and self._lock.is_ours():
+            cut_torn_line(self.folder / "events.jsonl")
 
     def _leave_events(self) -> None:
         if self._events is not None:

@@ -66,8 +66,10 @@ class Snapshot:
         shared = {name: plain(self.shared.pop(name)) for name in list(self.shared)}
         return replace(self, rows=rows, shared=shared, meta=copy.deepcopy(self.meta), is_copy=True)
 
-    def file_of(self, rank: int) -> str:
-        """Return the path of the file with node `rank`'s row, for error messages."""
+    def file_of(self, rank: int | None) -> str:
+        """Return the path of the file with node `rank`'s row, or with the shared state (None), for error messages."""
+        if rank is None:
+            return f"{self.path}/{SHARED}"
         for name in self.meta.get("sha256", ()):
             if name.startswith("rows-") and ".part-" not in name and rank in span_of(name):
                 return f"{self.path}/{name}"

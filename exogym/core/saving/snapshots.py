@@ -12,7 +12,6 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -24,7 +23,7 @@ from exogym.core.fleet import Fleet
 from exogym.core.fleet.layout import Cut
 from exogym.core.fleet.state import below
 from exogym.core.record.history import History
-from exogym.core.saving.checkpoint_files import SHARED, Snapshot, sum_of_tensor
+from exogym.core.saving.checkpoint_files import Snapshot, sum_of_tensor
 from exogym.core.saving.export import split_history
 from exogym.core.saving.parts import Parts
 from exogym.errors import CheckpointError, ExoGymError
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
     from exogym.core.fleet.seats import Seats
 
 MARK, EVALUATIONS = "mark", "evaluations"
-Part = tuple[Any, str, Mapping[str, Tensor]]  # file, owner, tensors
 # Tensors that may be missing or new: attributes of a user's own strategy, callbacks, and the empty clients of private
 # runs, which checkpoints before 0.1 lack
 FREE = ("program.", "callback ", "empty clients.")
@@ -186,7 +184,7 @@ def put_back(loop: Resumable, snapshot: Snapshot) -> None:
         loop.take_history(History.from_state(meta["history"] | arrays | {EVALUATIONS: evaluations}))
 
 
-@contextmanager
+@contextlib.contextmanager
 def _blamed_on(snapshot: Snapshot, rank: int | None) -> Iterator[None]:
     """Turn errors from a checkpoint's contents into a CheckpointError that names the file."""
     try:
@@ -194,9 +192,8 @@ def _blamed_on(snapshot: Snapshot, rank: int | None) -> Iterator[None]:
     except Exception as error:
         if snapshot.path is None or isinstance(error, MemoryError):
             raise
-        file = snapshot.path / SHARED if rank is None else snapshot.file_of(rank)
         why = error if isinstance(error, ExoGymError) else repr(error)
-        raise CheckpointError(f"{file} does not fit this run: {why}") from error
+        raise CheckpointError(f"{snapshot.file_of(rank)} does not fit this run: {why}") from error
 
 
 def restore(loop: Resumable, snapshot: Snapshot) -> None:
@@ -215,45 +212,44 @@ def restore(loop: Resumable, snapshot: Snapshot) -> None:
         wanted = [rank for rank in wanted if rank in snapshot.rows]  # nodes that were away may have no row
     if lacking := [rank for rank in wanted if rank not in snapshot.rows]:
         raise CheckpointError(f"{path} has no row of node {lacking[0]}")
-    parts: list[Part] = [(snapshot.file_of(rank), f"node {rank}'s", snapshot.rows[rank]) for rank in wanted]
-    whole_shared = snapshot.shared
-    parts.append((f"{path}/{SHARED}", "the", whole_shared))
-    for file, whose, tensors in parts:
-        mark = tensors.get(MARK)
-        if mark is None or mark.dtype != torch.uint8 or not torch.equal(mark, mark_of(tensors, meta)):
-            raise CheckpointError(
-                f"{file} was changed after it was saved at step {meta['step']}: {whose} names, shapes or dtypes differ"
-            )
+    _check_marks(snapshot, wanted)
     try:
         snapshot = _cut_down(loop.fleet, snapshot)
         put_back(loop, snapshot)
     except (KeyError, IndexError, TypeError, ValueError, RuntimeError, AttributeError, OverflowError) as error:
         raise CheckpointError(f"{path} does not fit this run: {error!r}") from error
-    parts = [
-        (file, whose, snapshot.shared if tensors is whole_shared else snapshot.rows[rank])
-        for (file, whose, tensors), rank in zip(parts, [*wanted, -1], strict=True)
-    ]
-    again = snapshot_of(loop)
-    saved: Sequence[Mapping[str, Tensor]]
-    if seats is None:
-        saved = [again.rows[rank] for rank in wanted] + [again.shared]
-    else:
-        parts, saved = _node_by_node(snapshot, parts[-1], again)
-    for (file, whose, tensors), now in zip(parts, saved, strict=True):
-        if unlike := _unlike(tensors, now):
-            raise CheckpointError(f"{file} does not fit this run: {whose} {unlike}")
+    _check_same(snapshot, snapshot_of(loop), wanted, seats is not None)
 
 
-def _node_by_node(snapshot: Snapshot, shared: Part, again: Snapshot) -> tuple[list[Part], list[Mapping[str, Tensor]]]:
-    """Return the saved and the current state of nodes that are present in both, with `shared` last."""
-    from exogym.core.fleet.seats import by_node
+def _check_marks(snapshot: Snapshot, ranks: Sequence[int]) -> None:
+    for rank in (*ranks, None):
+        tensors = snapshot.shared if rank is None else snapshot.rows[rank]
+        mark = tensors.get(MARK)
+        if mark is None or mark.dtype != torch.uint8 or not torch.equal(mark, mark_of(tensors, snapshot.meta)):
+            raise CheckpointError(
+                f"{snapshot.file_of(rank)} was changed after it was saved at step {snapshot.meta['step']}: "
+                f"{_whose(rank)} names, shapes or dtypes differ"
+            )
 
-    parts, saved = [], []
-    for before, now in zip(by_node(snapshot.rows), by_node(again.rows), strict=True):
-        for node in sorted(before.keys() & now.keys()):
-            parts.append((snapshot.path, f"node {node}'s", before[node]))
-            saved.append(now[node])
-    return [*parts, shared], [*saved, again.shared]
+
+def _check_same(saved: Snapshot, now: Snapshot, ranks: Sequence[int], is_seated: bool) -> None:
+    """Raise CheckpointError unless the run would save again what was saved, by names, shapes and dtypes."""
+    pairs = [({rank: saved.rows[rank] for rank in ranks}, now.rows)]
+    if is_seated:  # a client may have another row now
+        from exogym.core.fleet.seats import by_node
+
+        pairs = list(zip(by_node(saved.rows), by_node(now.rows), strict=True))
+    for before, after in pairs:
+        for rank in sorted(before.keys() & after.keys()):
+            if unlike := _unlike(before[rank], after[rank]):
+                file = saved.path if is_seated else saved.file_of(rank)
+                raise CheckpointError(f"{file} does not fit this run: {_whose(rank)} {unlike}")
+    if unlike := _unlike(saved.shared, now.shared):
+        raise CheckpointError(f"{saved.file_of(None)} does not fit this run: {_whose(None)} {unlike}")
+
+
+def _whose(rank: int | None) -> str:
+    return "the" if rank is None else f"node {rank}'s"
 
 
 def _unlike(saved: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> str:
