@@ -134,7 +134,7 @@ class Reader:
         self._begin(0, 0, 0)
 
     def read(self, count: int, *, in_epoch: bool = False) -> list[Any]:
-        """Return the next `count` examples; with `in_epoch` those of this epoch, fewer at its end."""
+        """Return the next `count` examples; with `in_epoch` only examples of this epoch, fewer at its end."""
         found: list[Any] = []
         while len(found) < count:
             if self.position == self.first + len(self.block):
