@@ -155,7 +155,7 @@ STRATEGIES: dict[str, Entry] = {  # of the core, and of users
         lambda: DiLoCoStrategy(lr=0.02, H=lambda r: r + 2, outer_lr_scheduler="cosine", outer_warmup_rounds=1)
     ),
     "diloco delayed": Entry(
-        lambda: DiLoCoStrategy(lr=0.02, H=5, delay=3, outer_momentum=0.6, outer_restarts=2),
+        lambda: DiLoCoStrategy(lr=0.02, H=5, delay=3, outer_momentum=0.6),
         lambda row, steps: row * math.ceil(steps / 5),
     ),
     "diloco a round late": Entry(
@@ -221,7 +221,6 @@ STRATEGIES: dict[str, Entry] = {  # of the core, and of users
         # chunks of weight (16, 6), bias, BatchNorm's two, weight (2, 16), bias; at most 4 of each, 4 + 1 bytes
         lambda row, steps: steps * 5 * (4 * 2 + 4 * 2 + 4 * 2 + 4 * 2 + 4 * 2 + 2),
     ),
-    "demo random": Entry(lambda: DeMoStrategy(lr=0.01, compression_method="random", compression_rate=0.2)),
     "demo clipped": Entry(lambda: DeMoStrategy(lr=0.01, max_norm=0.1, compression_topk=4, compression_chunk=8)),
     # compressed gradients
     "topk": Entry(lambda: TopKStrategy(lr=0.1, density=0.1), lambda row, steps: steps * 18 * 8),

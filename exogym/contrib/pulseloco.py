@@ -142,8 +142,7 @@ class PULSELoCoStrategy(CommunicateOptimizeStrategy):
         cast: the precision in which a change must be visible, "bf16" (the paper's) or "fp16". None means the
             parameters' own precision; then every changed entry is sent, and the strategy is DiLoCo. So keep the
             parameters in fp32, as `fit(precision="bf16")` does.
-        outer_lr, outer_lr_scheduler, outer_warmup_rounds, outer_momentum, outer_momentum_scheduler, outer_restarts: see
-            `OuterRule`.
+        outer_lr, outer_lr_scheduler, outer_warmup_rounds, outer_momentum, outer_momentum_scheduler: see `OuterRule`.
         lr, inner_lr, max_norm, lr_scheduler, warmup_steps: arguments of the inner optimizer; see `Strategy`.
 
     >>> strategy = PULSELoCoStrategy(inner_optim='adamw', H=10, lr=1e-6)

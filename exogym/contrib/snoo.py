@@ -85,8 +85,7 @@ class SNOOStrategy(CommunicateOptimizeStrategy):
             values.
         H: steps from one outer step to the next, as a number or a pure function of the round (from 0).
         outer_lr: eta, the outer learning rate.
-        outer_lr_scheduler, outer_warmup_rounds, outer_momentum, outer_momentum_scheduler, outer_restarts: see
-            `OuterRule`.
+        outer_lr_scheduler, outer_warmup_rounds, outer_momentum, outer_momentum_scheduler: see `OuterRule`.
 
     >>> strategy = SNOOStrategy("adamw", H=20, lr=1e-3, outer_lr=0.7)
     """

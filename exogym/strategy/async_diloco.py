@@ -184,8 +184,6 @@ class AsyncDiLoCoStrategy(ClockedStrategy):
             math.inf the server waits for all nodes.
         period: K, the number of arrivals that weigh as much as one outer step of DiLoCo. None means the number of
             nodes.
-        delay_compensation: lambda. The server applies Delta + lambda Delta * Delta * (theta - theta_pulled),
-            elementwise, instead of Delta (arXiv:1609.08326). With 0 there is no compensation.
         max_staleness: the server drops a Delta if theta was updated more than this number of times between the node's
             pull and its push. If None, the server drops no Delta.
         lookahead: a. Nodes pull theta - a eta beta m, the place to which the momentum alone would move theta. With 0
@@ -232,7 +230,6 @@ class AsyncDiLoCoStrategy(ClockedStrategy):
         shard_sampling: bool = False,
         grace_s: float = 0.0,
         period: int | None = None,
-        delay_compensation: float = 0.0,
         max_staleness: int | None = None,
         lookahead: float = 0.0,
         **options: Unpack[InnerOptions],
@@ -246,14 +243,13 @@ class AsyncDiLoCoStrategy(ClockedStrategy):
                 check_count(name, given, least=1 if name == "period" else 0)
         check_numbers(
             ("outer_lr", outer_lr, math.inf), ("outer_momentum", outer_momentum, 1), ("grace_s", grace_s, math.inf),
-            ("delay_compensation", delay_compensation, math.inf), ("lookahead", lookahead, math.inf),
+            ("lookahead", lookahead, math.inf),
         )  # fmt: skip
         super().__init__(inner_optim, **options)
         self.H, self.dylu, self.grace_s, self.max_staleness = H, dylu, grace_s, max_staleness
         self.shard_sampling = shard_sampling
         self.rule, self.outer_lr, self.outer_momentum = rule, outer_lr, outer_momentum
-        self.period, self.delay_compensation = period, delay_compensation
-        self.lookahead = lookahead
+        self.period, self.lookahead = period, lookahead
 
     def server(self, fleet: Fleet) -> RuleServer:
         """Return a new server whose theta is the fleet's initial parameters."""

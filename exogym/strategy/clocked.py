@@ -74,8 +74,6 @@ class ClockedStrategy(Strategy):
         max_staleness: the server drops a Delta if theta was updated more than this number of times between the node's
             pull and its push. If None, the server drops no Delta.
         shard_sampling: whether nodes draw a shard of the data for each round (`exogym.core.training.shards`).
-        delay_compensation: lambda. The server applies Delta + lambda Delta * Delta * (theta - theta_pulled),
-            elementwise, instead of Delta. With 0 there is no compensation.
         takes_parameters: whether the server gets theta minus the node's parameters, instead of Delta.
         island_size: the number of consecutive nodes in an island. Each island has its own server (`IslandServer`),
             below a global server. The last island may be smaller. None means that one server serves all nodes.
@@ -86,7 +84,6 @@ class ClockedStrategy(Strategy):
     dylu = False
     grace_s: float
     max_staleness: int | None = None
-    delay_compensation = 0.0
     shard_sampling = False
     takes_parameters = False
     island_size: int | None = None

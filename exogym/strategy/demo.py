@@ -15,14 +15,8 @@ Payload per node and step: (number of chunks) * k * (4-byte value + index), all-
 index takes 1 byte if a chunk has up to 256 coefficients, 2 bytes up to 32768, otherwise 4. (The published code sends
 8-byte indices: 12 bytes for each coefficient.)
 
-With compression_method="random" nodes send the momentum at random places instead, as the random replicator of
-DeToNATION does (From et al., arXiv:2502.06728, and schneiderkamplab/DeToNATION). All nodes know the index set J_t, a
-share p of the indices, which is drawn from (seed, step). So nodes send no indices, and an all-reduce takes the mean:
-
-    q[J_t] <- mean_i e_i[J_t],   e_i[J_t] <- 0,   theta[J_t] <- theta[J_t] - gamma sign(q[J_t])
-
-Payload: p P b bytes per node and step on average; ring all-reduce, tx = rx = 2 (N-1)/N p P b. FlexDeMo, of the same
-paper, is DeMo between nodes of several devices that share the model: `fit(DeMoStrategy(), node=NodeMesh(shard=4))`.
+FlexDeMo (From et al., arXiv:2502.06728) is DeMo between nodes of several devices that share the model:
+`fit(DeMoStrategy(), node=NodeMesh(shard=4))`.
 
 With absent nodes, only the n present nodes send and step: tx = rx = (n-1) payload. An absent node's momentum e_i does
 not change. A returning node starts with e_i = 0, because its momentum belongs to old parameters. A node that stayed
@@ -39,17 +33,14 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from exogym.core.base.rng import generator
 from exogym.core.compress import BlockDCT
 from exogym.core.compress.dct import Blocks
 from exogym.core.fleet import Block, Fleet
 from exogym.core.fleet.presence import rows_of, shared_row
-from exogym.errors import ArgumentError, check_choice, check_count, check_number
+from exogym.errors import check_count, check_number
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, GradientModule
-from exogym.strategy.compressed_gradients import mark_sent
 from exogym.strategy.optim import OptimSpec
 from exogym.strategy.simple_reduce import mark_used
-from exogym.strategy.sparta import random_indices
 from exogym.strategy.strategy import InnerOptions, Run
 from exogym.strategy.traffic import Traffic, shapes_of
 
@@ -134,53 +125,6 @@ class DCTMomentum(GradientModule):
         block.grads = update.expand_as(e)
 
 
-class RandomMomentum(GradientModule):
-    """Replace the gradients by the sign of the nodes' mean momentum at random indices, and by zero elsewhere.
-
-    Args:
-        decay: beta, the share of the momentum that a step keeps.
-        rate: p, the probability with which each index is drawn, anew in each step.
-
-    State: the residual momentum e of each node, (rows, P). Clipping acts on each node's own gradient, before the
-    momentum.
-    """
-
-    clip_first = weighted_means = right_in_mean = True
-
-    def __init__(self, decay: float, rate: float):
-        super().__init__()
-        check_number("compression_decay", decay, least=0, most=1)
-        check_number("compression_rate", rate, over=0, most=1)
-        self.decay, self.rate = decay, rate
-
-    def traffic(self, P: float, N: int, b: float) -> list[Traffic]:
-        return [Traffic("all_reduce", self.rate * P * b)]
-
-    def start(self, fleet: Fleet, run: Run) -> None:
-        super().start(fleet, run)
-        self.row_state = {f"residual.{b}": block.zeros() for b, block in enumerate(fleet.blocks)}
-
-    def rejoin(self, fleet: Fleet, nodes: Sequence[int], step: int) -> None:
-        for residual in self.row_state.values():
-            residual[rows_of(fleet, nodes)] = 0
-
-    def transform(self, fleet: Fleet, step: int, lr: float) -> None:
-        here = rows_of(fleet, fleet.comm.present)
-        for b, block in enumerate(fleet.blocks):
-            assert block.grads is not None
-            e = self.row_state[f"residual.{b}"]
-            e[here] = (self.decay * e[here]).add_(block.grads[here], alpha=lr)
-            drawn = random_indices(block.layout.total, self.rate, generator(self.run.seed, "demo", b, step))
-            chosen = block.layout.here(drawn).to(e.device)
-            update = e.new_zeros(1, e.shape[1])
-            if len(drawn):
-                update[:, chosen] = shared_row(fleet, fleet.comm.all_reduce(e[:, chosen], "mean")).sign()
-                e[torch.tensor(here, dtype=torch.long)[:, None], chosen] = 0
-            block.grads = update.expand_as(e)
-            mark_used(fleet, block)
-            mark_sent(block, update[0])
-
-
 def _index_dtype(size: int) -> torch.dtype:
     return torch.uint8 if size <= 256 else torch.int16 if size <= 32768 else torch.int32
 
@@ -208,9 +152,6 @@ class DeMoStrategy(CommunicateOptimizeStrategy):
         compression_decay: beta, the share of the residual momentum that a step keeps.
         compression_topk: k, the coefficients that a node sends of each chunk.
         compression_chunk: largest side of a chunk. A chunk has up to `compression_chunk`² coefficients.
-        compression_method: "dct" sends the largest coefficients. "random" sends the momentum at random indices, which
-            are the same on all nodes, by an all-reduce (DeToNATION).
-        compression_rate: p, the share of the indices with "random"; None means 0.1, DeToNATION's default.
         weight_decay: lambda, the decoupled weight decay.
         lr, inner_lr: gamma, the learning rate (default 1e-3).
         max_norm: largest 2-norm of a node's own gradient; a longer gradient is clipped.
@@ -224,11 +165,7 @@ class DeMoStrategy(CommunicateOptimizeStrategy):
     payload = "ceil(P / compression_chunk^2) compression_topk (b + 2)"
     equation = "e_i <- beta e_i + gamma g_i less the top k of DCT(e_i); theta <- theta - gamma sign(IDCT(mean sent))"
     needs = "all nodes at every step; received bytes grow with N"
-    identities = (
-        "all sent = the sign of the mean gradient",
-        "beta=1: sent + kept = all gradients",
-        "random, p=1 = all sent",
-    )
+    identities = ("all sent = the sign of the mean gradient", "beta=1: sent + kept = all gradients")
     own_rule = True
 
     def __init__(
@@ -237,28 +174,11 @@ class DeMoStrategy(CommunicateOptimizeStrategy):
         compression_decay: float = 0.999,
         compression_topk: int = 32,
         compression_chunk: int = 64,
-        compression_method: str = "dct",
-        compression_rate: float | None = None,
         weight_decay: float = 0.0,
         **options: Unpack[InnerOptions],
     ):
-        check_choice("compression_method", compression_method, ("dct", "random"))
-        is_random = compression_method == "random"
-        for name, given, idle in (
-            ("compression_topk", compression_topk, is_random and compression_topk != 32),
-            ("compression_chunk", compression_chunk, is_random and compression_chunk != 64),
-            ("compression_rate", compression_rate, not is_random and compression_rate is not None),
-        ):
-            if idle:
-                other = "dct" if is_random else "random"
-                raise ArgumentError(
-                    f"{name}={given!r} has no effect with compression_method={compression_method!r}: leave it out, or "
-                    f"take compression_method={other!r}"
-                )
         check_number("weight_decay", weight_decay, least=0)
         rate = options.get("lr", options.get("inner_lr"))
         inner = OptimSpec(torch.optim.SGD, lr=1e-3 if rate is None else rate, weight_decay=weight_decay)
-        momentum: GradientModule = DCTMomentum(compression_decay, compression_topk, compression_chunk)
-        if is_random:
-            momentum = RandomMomentum(compression_decay, 0.1 if compression_rate is None else compression_rate)
+        momentum = DCTMomentum(compression_decay, compression_topk, compression_chunk)
         super().__init__(inner, gradient_modules=[momentum], **options)

@@ -11,8 +11,8 @@ the outer optimizer. Every H inner steps:
 mu is the outer momentum and v its buffer. The outer learning rate is eta_r = eta, or eta s(r) with a schedule s over
 the outer rounds r = 0, ..., R - 1. The first W rounds warm up with the rate eta (r+1)/W. Later rounds have the rate
 eta shape((r-W)/(R-W)), where the schedule's name chooses the shape (`Schedule`, with rounds as steps). The outer
-momentum can have a schedule in the same way, mu_r = mu s(r), and can restart (v <- 0) every K rounds. H may be a
-function of the round: round r takes H(r) steps. R includes a last round that the end of training cuts short.
+momentum can have a schedule in the same way, mu_r = mu s(r). H may be a function of the round: round r takes H(r)
+steps. R includes a last round that the end of training cuts short.
 
 For averages that arrive late see `exogym.strategy.delayed_diloco` (`delay`) and `eager_diloco` (`eager`). Islands have
 s nodes each: (0, ..., s-1), (s, ..., 2s-1), .... Nodes also average their parameters inside their island after every
@@ -68,8 +68,8 @@ class DiLoCoCommunicator(PeriodicModule):
 
     Args:
         H: inner steps between two outer steps, as a number or a pure function of the round (from 0).
-        outer_optim, outer_lr, outer_lr_scheduler, outer_warmup_rounds, outer_momentum, outer_momentum_scheduler,
-            outer_restarts: see `OuterRule`.
+        outer_optim, outer_lr, outer_lr_scheduler, outer_warmup_rounds, outer_momentum, outer_momentum_scheduler: see
+            `OuterRule`.
         weighting: "uniform", or "examples" to weight outer gradients by each node's examples (non-IID, section 6.1).
 
     State: the outer parameters theta and the outer optimizer's state, one copy for all nodes. The module also keeps an
@@ -156,8 +156,8 @@ class DiLoCoStrategy(CommunicateOptimizeStrategy):
         H: inner steps between two outer steps, as a number or a pure function of the round (from 0).
         lr, inner_lr, max_norm, lr_scheduler, warmup_steps: arguments of the inner optimizer; see `Strategy`.
         outer_lr: eta, the outer learning rate. The best value grows with N and H (arXiv:2503.09799: 0.4 to 0.8).
-        outer_lr_scheduler, outer_warmup_rounds, outer_momentum, outer_momentum_scheduler, outer_restarts: see
-            `OuterRule`. By default the outer rate and momentum are constant, without restarts.
+        outer_lr_scheduler, outer_warmup_rounds, outer_momentum, outer_momentum_scheduler: see `OuterRule`. By default
+            the outer rate and momentum are constant.
         weighting: "uniform", or "examples" to weight outer gradients by each node's number of examples.
         delay: d, the number of steps by which the average arrives late, from 0 to H.
         eager: whether to use `EagerCommunicator`. The other nodes' share of the average then arrives a whole round

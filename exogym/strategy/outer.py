@@ -12,7 +12,7 @@ from exogym.core.fleet import Fleet
 from exogym.core.fleet.layout import Cut, Layout, Slot
 from exogym.core.fleet.presence import rows_of
 from exogym.core.fleet.state import Tensors
-from exogym.errors import ArgumentError, check_count
+from exogym.errors import ArgumentError
 from exogym.strategy.kernels import bare_step
 from exogym.strategy.optim import OptimSpec
 from exogym.strategy.options import defined
@@ -59,7 +59,6 @@ class OuterRule:
         outer_momentum: mu, the outer momentum. None means 0.9 for 'sgd', otherwise the optimizer's default.
         outer_momentum_scheduler: changes the outer momentum in the same way, by a factor on mu. If the optimizer has
             betas, the factor applies to the first beta.
-        outer_restarts: K. The outer optimizer's state is reset before the rounds K, 2 K, .... None means no resets.
     """
 
     def __init__(
@@ -70,15 +69,12 @@ class OuterRule:
         outer_warmup_rounds: int = 0,
         outer_momentum: float | None = None,
         outer_momentum_scheduler: Scheduler = None,
-        outer_restarts: int | None = None,
     ):
         check_schedule(outer_lr_scheduler, outer_warmup_rounds, ("outer_lr_scheduler", "outer_warmup_rounds"))
         check_schedule(outer_momentum_scheduler, 0, ("outer_momentum_scheduler", "outer_warmup_rounds"))
-        if outer_restarts is not None:
-            check_count("outer_restarts", outer_restarts)
         self.spec = outer_spec(outer_optim, outer_lr, outer_momentum)
         self.lr_scheduler, self.warmup_rounds = outer_lr_scheduler, outer_warmup_rounds
-        self.momentum_scheduler, self.restarts = outer_momentum_scheduler, outer_restarts
+        self.momentum_scheduler = outer_momentum_scheduler
 
 
 def few_rounds(strategy: Any, total_steps: int) -> str | None:
@@ -134,7 +130,6 @@ class OuterRuleOptions(OuterOptions, total=False):
     """All arguments of `OuterRule` except `outer_optim`."""
 
     outer_momentum_scheduler: Scheduler
-    outer_restarts: int | None
 
 
 defined(OuterRuleOptions, OuterRule)
@@ -170,8 +165,6 @@ class OuterOptimizer:
 
     def step(self, gradients: Sequence[Tensor], round_: int) -> None:
         """Take the outer step of round `round_` (from 0), with one gradient for each outer parameter tensor."""
-        if self.rule.restarts is not None and round_ > 0 and round_ % self.rule.restarts == 0:
-            load_optimizer_state(self.optimizer, {})
         for p, g in zip(self.parameters, gradients, strict=True):
             p.grad = g
         set_rates(self.optimizer, self.rates, round_)

@@ -147,11 +147,11 @@ def test_snoo_with_outer_rate_1_and_no_momentum_is_the_inner_optimizer() -> None
 
 
 def test_snoo_of_one_node_is_diloco_of_one_node() -> None:
-    diloco = train(DiLoCoStrategy(H=4, lr=0.02, outer_lr=0.5, outer_restarts=2), shards(1), 1)
-    snoo = train(SNOOStrategy(H=4, lr=0.02, outer_lr=0.5, outer_restarts=2), shards(1), 1)
+    diloco = train(DiLoCoStrategy(H=4, lr=0.02, outer_lr=0.5), shards(1), 1)
+    snoo = train(SNOOStrategy(H=4, lr=0.02, outer_lr=0.5), shards(1), 1)
     assert torch.equal(snoo.rows, diloco.rows)
-    many = train(SNOOStrategy(H=4, lr=0.02, outer_lr=0.5, outer_restarts=2), shards(2), 2)
-    unlike(train(DiLoCoStrategy(H=4, lr=0.02, outer_lr=0.5, outer_restarts=2), shards(2), 2).rows, many.rows)
+    many = train(SNOOStrategy(H=4, lr=0.02, outer_lr=0.5), shards(2), 2)
+    unlike(train(DiLoCoStrategy(H=4, lr=0.02, outer_lr=0.5), shards(2), 2).rows, many.rows)
 
 
 def test_snoo_takes_any_outer_optimizer() -> None:

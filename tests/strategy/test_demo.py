@@ -8,14 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from problems import MixedRegressor, Regressor, fleet_of, loss_of, plain, run_of, same, shards, train, unlike
+from problems import MixedRegressor, Regressor, fleet_of, loss_of, run_of, same, shards, train, unlike
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from exogym.core.base.rng import generator
 from exogym.errors import ArgumentError
 from exogym.strategy import DeMoStrategy
-from exogym.strategy.sparta import random_indices
 
 
 def divisor(n: int, target: int) -> int:
@@ -284,82 +282,3 @@ def test_state_is_saved(tmp_path: Any) -> None:
 def test_errors(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         DeMoStrategy(**arguments)
-
-
-# The random replicator of DeToNATION
-
-
-def random_reference(nodes: int, p: float, beta: float, weight_decay: float = 0.0) -> tuple[Tensor, int]:
-    """The rows after 12 steps at the rate 0.01, and how many values a node sent."""
-    e = torch.zeros(nodes, 57, dtype=torch.float64)
-    count = 0
-
-    def exchange(models: list[nn.Module], step: int) -> None:
-        nonlocal count
-        sent = random_indices(57, p, generator(0, "demo", 0, step)).tolist()
-        count += len(sent)
-        for i, m in enumerate(models):
-            e[i] = beta * e[i] + 0.01 * torch.cat([q.grad.flatten() for q in m.parameters()])
-        update = torch.zeros(57, dtype=torch.float64)
-        for j in sent:
-            update[j] = e[:, j].mean().sign()
-            e[:, j] = 0
-        for m in models:
-            put_gradients(m, update)
-
-    sgd = lambda ps: torch.optim.SGD(ps, lr=0.01, weight_decay=weight_decay, foreach=False)  # noqa: E731
-    return plain(shards(nodes), 12, sgd, before=exchange), count
-
-
-def put_gradients(model: nn.Module, values: Tensor) -> None:
-    parameters = list(model.parameters())
-    for q, part in zip(parameters, values.split([q.numel() for q in parameters]), strict=True):
-        q.grad = part.view_as(q).clone()
-
-
-@pytest.mark.parametrize("nodes", [1, 3])
-def test_random_places_are_those_of_the_replicator(nodes: int) -> None:
-    options: dict[str, Any] = {"compression_method": "random", "compression_rate": 0.2, "compression_decay": 0.9}
-    ours = train(DeMoStrategy(lr=0.01, weight_decay=0.1, **options), shards(nodes), nodes)
-    wanted, count = random_reference(nodes, 0.2, 0.9, 0.1)
-    same(ours.rows, wanted)
-    unlike(ours.rows, random_reference(nodes, 0.2, 0.5, 0.1)[0])
-    assert ours.payload.tolist() == [count * 8.0 if nodes > 1 else 0.0] * nodes
-
-
-def test_all_places_are_all_coefficients() -> None:
-    """Nothing is kept, so both are the sign of the mean gradient."""
-    everything = train(DeMoStrategy(lr=0.01, compression_topk=10**6), shards(3), 3).rows
-    places = {p: train(DeMoStrategy(lr=0.01, compression_method="random", compression_rate=p), shards(3), 3).rows
-              for p in (1.0, 0.5)}  # fmt: skip
-    same(places[1.0], everything, 1e-9)
-    unlike(places[0.5], everything)
-
-
-def test_a_node_that_is_away_keeps_its_momentum_until_it_returns() -> None:
-    fleet = fleet_of(torch.zeros(3, 57, dtype=torch.float64), model=Regressor())
-    acting = DeMoStrategy(compression_method="random", compression_rate=0.3).on(fleet, run_of(3))
-    (block,), (kept,) = fleet.blocks, acting.gradients[0].row_state.values()
-    for step in (1, 2):
-        block.own_grads().copy_(torch.randn(3, 57, generator=torch.Generator().manual_seed(step)))
-        if step == 2:
-            before, fleet.comm.present = kept.clone(), [0, 2]
-            block.own_grads()[1] = torch.nan  # nothing was computed there
-        acting.transform_gradients(step, 0.1)
-    assert torch.equal(kept[1], before[1]) and kept[1].any() and block.grads.isfinite().all()
-    assert not torch.equal(kept[[0, 2]], before[[0, 2]])
-    fleet.comm.present = [0, 1, 2]
-    acting.bring_back([1], 0, 3)
-    assert not kept[1].any() and kept[[0, 2]].any()
-
-
-def test_options_without_effect_are_refused() -> None:
-    wrong: list[dict[str, Any]] = [{"compression_topk": 8}, {"compression_chunk": 8}]
-    for option in wrong:
-        with pytest.raises(ArgumentError, match=f"{next(iter(option))}=8 has no effect"):
-            DeMoStrategy(compression_method="random", **option)
-    with pytest.raises(ArgumentError, match=r"compression_rate=0\.1 has no effect"):
-        DeMoStrategy(compression_rate=0.1)
-    for wrong_rate in (0.0, 1.5):
-        with pytest.raises(ArgumentError, match="compression_rate"):
-            DeMoStrategy(compression_method="random", compression_rate=wrong_rate)

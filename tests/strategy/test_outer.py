@@ -269,7 +269,7 @@ def test_islands_of_one_are_diloco() -> None:
 # The outer momentum
 
 
-def outer_loop(steps: int, H: int, mu: Callable[[int], float], restarts: int | None = None) -> Tensor:
+def outer_loop(steps: int, H: int, mu: Callable[[int], float]) -> Tensor:
     theta = vector(Regressor())
     v = torch.zeros_like(theta)
 
@@ -277,8 +277,6 @@ def outer_loop(steps: int, H: int, mu: Callable[[int], float], restarts: int | N
         nonlocal theta
         if step % H == 0:
             r = step // H - 1
-            if restarts and r % restarts == 0:
-                v.zero_()
             theta = nesterov(theta, v, theta - rows_of(models).mean(0), 0.7, mu(r))
             for m in models:
                 put(m, theta)
@@ -287,18 +285,13 @@ def outer_loop(steps: int, H: int, mu: Callable[[int], float], restarts: int | N
     return theta
 
 
-def test_the_outer_momentum_follows_the_rounds_and_restarts() -> None:
+def test_the_outer_momentum_follows_the_rounds() -> None:
     options: dict[str, Any] = {"H": 2, "lr": 0.02, "outer_momentum": 0.8}
     constant = train(DiLoCoStrategy(**options), shards(3), 3).model
     same(constant, outer_loop(12, 2, lambda r: 0.8))
     falling = train(DiLoCoStrategy(**options, outer_momentum_scheduler="linear"), shards(3), 3).model
     same(falling, outer_loop(12, 2, lambda r: 0.8 * (1 - r / 6)))
     unlike(falling, constant)
-    again = train(DiLoCoStrategy(**options, outer_restarts=2), shards(3), 3).model
-    same(again, outer_loop(12, 2, lambda r: 0.8, restarts=2))
-    unlike(again, constant)
-    every = train(DiLoCoStrategy(**options, outer_restarts=1), shards(3), 3).model
-    same(every, train(DiLoCoStrategy(H=2, lr=0.02, outer_optim=OptimSpec("sgd", lr=0.7 * 1.8)), shards(3), 3).model)
     adam = {"outer_optim": "adam", "outer_lr": 0.01, "H": 2, "lr": 0.02}
     scheduled = train(DiLoCoStrategy(**adam, outer_momentum_scheduler=lambda r: 1.0), shards(3), 3).model
     assert torch.equal(scheduled, train(DiLoCoStrategy(**adam), shards(3), 3).model)
@@ -310,8 +303,8 @@ def test_wrong_outer_momenta() -> None:
         DiLoCoStrategy(outer_momentum=1.5)
     with pytest.raises(ArgumentError, match="outer_momentum_scheduler='lineer' is unknown: did you mean 'linear'"):
         DiLoCoStrategy(outer_momentum_scheduler="lineer")
-    with pytest.raises(ArgumentError, match="outer_restarts=0"):
-        DiLoCoStrategy(outer_restarts=0)
+    with pytest.raises(ArgumentError, match="no argument 'outer_restarts': it is retired: give outer_momentum=0"):
+        DiLoCoStrategy(outer_restarts=2)
     with pytest.raises(ArgumentError, match="has no momentum"):
         train(DiLoCoStrategy(H=2, outer_optim="rprop", outer_momentum_scheduler="linear"))
 

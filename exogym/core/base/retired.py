@@ -58,6 +58,11 @@ RETIRED: dict[str, str] = {
         "exogym.contrib has it",
     ),
     "activation": "the momentum acts once in a period",
+    "delay_compensation": "lookahead= or max_staleness= weakens old updates",
+    "outer_restarts": "give outer_momentum=0 or outer_momentum_scheduler=, so that old rounds weigh less",
+    **dict.fromkeys(
+        ("DeMoStrategy.compression_method", "DeMoStrategy.compression_rate"), "SPARTA averages at random places"
+    ),
     **dict.fromkeys(("clusters.status_of", "clusters.log_of", "clusters.cancel"), "SLURM has squeue and scancel"),
     **dict.fromkeys(("Pods.kind", "kubernetes.kind"), "an indexed Job needs no operator"),
     **dict.fromkeys(("whisper_task.general", "whisper_task.replay"), "add running speech to the clips in data="),

@@ -234,11 +234,7 @@ class ByClock(Algorithm):
         for theta, pulled, block in zip(server.theta, self.pulled, self.fleet.blocks, strict=True):
             start = theta if strategy.takes_parameters or not rows else pulled[rows[0]]
             mine = start - block.params[rows[0]] if rows else theta
-            delta = wire.rows(mine.expand(len(self.fleet), -1), [node])[0].clone()
-            if strategy.delay_compensation:
-                moved = theta - wire.rows(pulled, [node])[0]
-                delta.add_(delta.square().mul_(moved), alpha=strategy.delay_compensation)
-            deltas.append(delta)
+            deltas.append(wire.rows(mine.expand(len(self.fleet), -1), [node])[0].clone())
         server.apply(deltas, staleness, int(self.order.done[node]), int(self.batch_sizes[node]))
 
     def _pull(self, nodes: Sequence[int]) -> None:
