@@ -54,7 +54,7 @@ from exogym.strategy.capabilities import ChoosesClients
 from exogym.strategy.communicate import all_reduce, exchange
 from exogym.strategy.federated_averaging import AveragingCommunicator
 from exogym.strategy.registry import STRATEGIES as KNOWN
-from exogym.strategy.registry import parse_strategy, table, table_of_identities
+from exogym.strategy.registry import parse_strategy
 from exogym.strategy.sparta import SparseCommunicator
 
 NODES, P = 4, 178
@@ -313,6 +313,30 @@ OF_EACH_KIND = (
     *("sparta", "fedavg sampling", "scaffold"),  # chosen indices, chosen nodes, corrections of local steps
     *("one node", "stacked"),  # a user's own
 )
+
+
+def table():
+    """Return a Markdown table of ExoGym's strategies, with payload, collectives and needs."""
+    heads = ("name", "payload of a node per step", "collectives", "needs")
+    lines = []
+    for name, kind in sorted(OURS.items()):
+        kinds = dict.fromkeys(traffic.kind for traffic in kind().plan(1e6, 4, 4).traffic)
+        lines.append((f"`{name}`", kind.payload, ", ".join(kinds), kind.needs))
+    return _markdown(heads, lines)
+
+
+def table_of_identities():
+    """Return a Markdown table of ExoGym's strategies, with class, paper, equation and identities."""
+    heads = ("name and class", "paper", "equation", "equal to")
+    lines = [
+        (f"`{name}`, `{kind.__name__}`", kind.paper, f"`{kind.equation}`", "; ".join(kind.identities))
+        for name, kind in sorted(OURS.items())
+    ]
+    return _markdown(heads, lines)
+
+
+def _markdown(heads, lines):
+    return "".join(f"| {' | '.join(line)} |\n" for line in [heads, ("---",) * len(heads), *lines])
 
 
 def table_of_the_page(head="| name | payload"):

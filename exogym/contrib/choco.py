@@ -2,7 +2,7 @@
 
 Koloskova, Stich, Jaggi, Decentralized stochastic optimization and gossip algorithms with compressed communication,
 arXiv:1902.00340, algorithm 2. theta_i are node i's parameters, and x_i is the copy of theta_i that its neighbors know.
-C is a contraction (`exogym.strategy.contractions`), W holds Metropolis's weights on the graph, and gamma is the
+C is a contraction (`exogym.contrib.contractions`), W holds Metropolis's weights on the graph, and gamma is the
 consensus step size. After every step divisible by H
 
     q_i = C(theta_i - x_i), which node i sends to its neighbors;   x_i <- x_i + q_i
@@ -28,12 +28,13 @@ from typing import Any, Unpack
 
 import torch
 
+from exogym.contrib.contractions import Contraction
 from exogym.core.compress import Compressor
 from exogym.core.fleet import Block, Fleet
 from exogym.core.fleet.presence import have_changed, where_present
 from exogym.errors import ArgumentError, check_number
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, PeriodicModule
-from exogym.strategy.contractions import Contraction, size_of
+from exogym.strategy.compressed_gradients import size_of
 from exogym.strategy.gossip import Neighbors
 from exogym.strategy.rounds import RoundLength
 from exogym.strategy.strategy import InnerOptions, Run
@@ -118,7 +119,7 @@ class CHOCOStrategy(CommunicateOptimizeStrategy):
         H: steps from one round to the next, as a number or a pure function of the round (from 0).
         gamma: the consensus step size, over 0 and at most 1. Stronger compression needs a smaller gamma: the authors
             take 0.04 for 1 % of the entries, and 0.34 for 4 bits per entry.
-        compressor: "topk" or "sign"; see `exogym.strategy.contractions.Contraction`.
+        compressor: "topk" or "sign"; see `exogym.contrib.contractions.Contraction`.
         density: the share of entries that "topk" sends; None means 0.01.
         inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`. Clipping acts on each node's
             own gradient.

@@ -2,7 +2,7 @@
 
 Richtarik, Sokolov, Fatkhullin, EF21: A new, simpler, theoretically better, and practically faster error feedback,
 arXiv:2106.05203, algorithm 2. Node i has the gradient G_i and its estimate g_i, which begins at 0, and C is a
-contraction (`exogym.strategy.contractions`). Opt is the inner optimizer:
+contraction (`exogym.contrib.contractions`). Opt is the inner optimizer:
 
     c_i = C(G_i - g_i), which node i sends;   g_i <- g_i + c_i
     g <- g + mean_i c_i = mean_i g_i;   theta <- Opt(theta, clip(g))
@@ -27,11 +27,11 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
+from exogym.contrib.contractions import Contraction
 from exogym.core.fleet import Block, Fleet
 from exogym.core.fleet.presence import have_changed, rows_of, shared_row, where_present
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, GradientModule
-from exogym.strategy.compressed_gradients import mark_sent, own_gradients
-from exogym.strategy.contractions import Contraction, size_of
+from exogym.strategy.compressed_gradients import mark_sent, own_gradients, size_of
 from exogym.strategy.simple_reduce import broadcast_buffers, mark_used
 from exogym.strategy.strategy import InnerOptions, Run
 from exogym.strategy.traffic import Traffic
@@ -103,7 +103,7 @@ class EF21Strategy(CommunicateOptimizeStrategy):
     Payload: density P (b + 4) bytes per node and step, for P parameters of b bytes. With density 1 the strategy is DDP.
 
     Args:
-        compressor: "topk" or "sign"; see `exogym.strategy.contractions.Contraction`.
+        compressor: "topk" or "sign"; see `exogym.contrib.contractions.Contraction`.
         density: the share of entries that "topk" sends; None means 0.01.
         inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`; clipping acts on g.
 

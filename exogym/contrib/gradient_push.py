@@ -34,15 +34,53 @@ from collections.abc import Sequence
 from typing import Any, Unpack
 
 import torch
+from torch import Tensor
 
 from exogym.core.fleet import Fleet
 from exogym.core.fleet.presence import rows_of
 from exogym.errors import check_choice
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, PeriodicModule
-from exogym.strategy.graphs import DIRECTED, pushing, takers_of
+from exogym.strategy.graphs import check_graph, hops_of
 from exogym.strategy.rounds import RoundLength
 from exogym.strategy.strategy import InnerOptions, Run
 from exogym.strategy.traffic import Traffic
+
+DIRECTED = ("exponential", "ring", "complete")
+
+
+def takers_of(graph: Any, num_nodes: int, turn: int = 0) -> list[list[int]]:
+    """Return each node's takers at exchange number `turn`: the nodes to which it sends on a directed graph.
+
+    Args:
+        graph: "exponential": node i has the one taker i + 2^(turn mod ceil(log2 N)). "ring": node i + 1. "complete":
+            all other nodes. Or a networkx graph of the nodes 0, 1, ...
+
+    >>> takers_of("exponential", 5, turn=1)
+    [[2], [3], [4], [0], [1]]
+    """
+    n = num_nodes
+    if graph == "complete":
+        return [[j for j in range(n) if j != i] for i in range(n)]
+    if isinstance(graph, str):
+        check_choice("graph", graph, DIRECTED)
+        hops = hops_of(n) if graph == "exponential" else [1]
+        return [[(i + hops[turn % len(hops)]) % n] if n > 1 else [] for i in range(n)]
+    check_graph(graph, n, directed=True)
+    near = graph.successors if graph.is_directed() else graph.neighbors
+    return [sorted(j for j in near(i) if j != i) for i in range(n)]
+
+
+def pushing(takers: Sequence[Sequence[int]], present: Sequence[int]) -> Tensor:
+    """Return the shares P, (N, N): `P[i, j]` is the share of node j's values that node i receives.
+
+    Each present node splits its values evenly among itself and its present takers, so columns sum to 1.
+    """
+    active, n = set(present), len(takers)
+    P = torch.zeros(n, n, dtype=torch.float64)
+    for i in range(n):
+        to = [i, *(j for j in takers[i] if j in active)] if i in active else [i]
+        P[to, i] = 1 / len(to)
+    return P
 
 
 class PushSum(PeriodicModule):

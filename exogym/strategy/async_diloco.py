@@ -18,10 +18,6 @@ buffer A start at 0.
 Every rule divides by K, so that K arrivals weigh as much as one outer step of DiLoCo, and eta means the same in every
 rule. `nesterov` with K = 1 takes DiLoCo's outer step at every arrival. If K = N and all nodes pulled the same
 theta, `delayed_nesterov` and `fedbuff` are DiLoCo.
-
-With `lookahead` = a, nodes pull theta - a eta beta m instead of theta, because theta will move along the momentum until
-their Delta arrive. Delta is then the difference from these parameters. The idea is the momentum look-ahead of Ajanthan
-et al. (OpenReview 4O8nzTkHPI). The formula is equation 5 of Asif et al. (HeLoCo, arXiv:2606.00271), with a = 1.
 """
 
 from __future__ import annotations
@@ -49,7 +45,6 @@ class RuleServer:
         theta: the initial outer parameters, (P,) per block; the server copies them.
         rule, K: the rule's name and the period; see `exogym.strategy.async_diloco`.
         eta, beta: outer learning rate and outer momentum.
-        ahead: a, how far ahead of theta the parameters lie that nodes pull.
 
     Attributes:
         theta, m, A: outer parameters, momentum, and the sum of the Delta that wait, (P,) per block.
@@ -63,12 +58,12 @@ class RuleServer:
     [tensor([-1.5000])]
     """
 
-    def __init__(self, theta: list[Tensor], rule: str, K: int, eta: float, beta: float, ahead: float = 0.0):
+    def __init__(self, theta: list[Tensor], rule: str, K: int, eta: float, beta: float):
         self.theta = [x.clone() for x in theta]
         self.m = [torch.zeros_like(x) for x in theta]
         self.A = [torch.zeros_like(x) if rule in BUFFERED else x.new_empty(0) for x in theta]
         self.rule, self.K, self.eta, self.beta = RULES[rule], K, eta, beta
-        self.t, self.version, self.ahead = 0, 0, ahead * eta * beta
+        self.t = self.version = 0
 
     def apply(self, delta: list[Tensor], staleness: int = 0, steps: int = 1, batch_size: int = 1) -> None:
         """Apply one node's `delta`, (P,) per block, by the server's rule, and count the arrival. May overwrite `delta`.
@@ -80,10 +75,8 @@ class RuleServer:
         self.version += any(changes)
 
     def given(self) -> list[Tensor]:
-        """Return theta - a eta beta m, (P,) per block."""
-        if not self.ahead:
-            return self.theta
-        return [theta.sub(m, alpha=self.ahead) for theta, m in zip(self.theta, self.m, strict=True)]
+        """Return theta, (P,) per block."""
+        return self.theta
 
     def release(self) -> None:
         """Do nothing, because this server applies each Delta on arrival."""
@@ -186,8 +179,6 @@ class AsyncDiLoCoStrategy(ClockedStrategy):
             nodes.
         max_staleness: the server drops a Delta if theta was updated more than this number of times between the node's
             pull and its push. If None, the server drops no Delta.
-        lookahead: a. Nodes pull theta - a eta beta m, the place to which the momentum alone would move theta. With 0
-            nodes pull theta.
         lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`. A learning rate schedule follows the fleet's
             step, so the schedule ends at the same time for fast and slow nodes. With `shard_sampling` each shard has
             its own schedule, which follows the steps taken on this shard.
@@ -211,12 +202,7 @@ class AsyncDiLoCoStrategy(ClockedStrategy):
     ranges = ("outer_lr=0.1..1.0", "outer_momentum=0.0..0.95")
     equation = "A <- A + Delta_i as each comes; every K-th: m <- beta m + A/K and a step along it"
     needs = "a server; no node waits"
-    identities = (
-        "equal speeds, K=N, infinite grace = diloco",
-        "N=1 = diloco",
-        "beta=0: theta - eta/K Delta",
-        "beta=0: lookahead changes nothing",
-    )
+    identities = ("equal speeds, K=N, infinite grace = diloco", "N=1 = diloco", "beta=0: theta - eta/K Delta")
 
     def __init__(
         self,
@@ -231,7 +217,6 @@ class AsyncDiLoCoStrategy(ClockedStrategy):
         grace_s: float = 0.0,
         period: int | None = None,
         max_staleness: int | None = None,
-        lookahead: float = 0.0,
         **options: Unpack[InnerOptions],
     ):
         if callable(H):
@@ -243,16 +228,14 @@ class AsyncDiLoCoStrategy(ClockedStrategy):
                 check_count(name, given, least=1 if name == "period" else 0)
         check_numbers(
             ("outer_lr", outer_lr, math.inf), ("outer_momentum", outer_momentum, 1), ("grace_s", grace_s, math.inf),
-            ("lookahead", lookahead, math.inf),
         )  # fmt: skip
         super().__init__(inner_optim, **options)
         self.H, self.dylu, self.grace_s, self.max_staleness = H, dylu, grace_s, max_staleness
         self.shard_sampling = shard_sampling
-        self.rule, self.outer_lr, self.outer_momentum = rule, outer_lr, outer_momentum
-        self.period, self.lookahead = period, lookahead
+        self.rule, self.outer_lr, self.outer_momentum, self.period = rule, outer_lr, outer_momentum, period
 
     def server(self, fleet: Fleet) -> RuleServer:
         """Return a new server whose theta is the fleet's initial parameters."""
         K = fleet.num_nodes if self.period is None else self.period
         theta = [block.params[0] for block in fleet.blocks]
-        return RuleServer(theta, self.rule, K, self.outer_lr, self.outer_momentum, self.lookahead)
+        return RuleServer(theta, self.rule, K, self.outer_lr, self.outer_momentum)

@@ -22,12 +22,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from exogym.core.compress import Compressor, noise_of, with_feedback
+from exogym.core.compress import Compressor, Quantized, noise_of, with_feedback
 from exogym.core.fleet import Block, Fleet
 from exogym.core.fleet.layout import Layout
 from exogym.core.fleet.presence import rows_of, shared_row, where_present
 from exogym.strategy.communicate_optimize import GradientModule
-from exogym.strategy.contractions import size_of
 from exogym.strategy.simple_reduce import broadcast_buffers, mark_used
 from exogym.strategy.strategy import Run
 from exogym.strategy.traffic import Traffic
@@ -105,6 +104,15 @@ class CompressedMean(GradientModule):
         compressor, wide = self.compressors[b], torch.promote_types(dtype, torch.float32)
         size = size_of(compressor, fleet.blocks[b].layout)
         return fleet.comm.sum_decoded(payload, lambda *parts: compressor.decode(*parts).to(wide), "mean", size=size)
+
+
+def size_of(compressor: Compressor, layout: Layout) -> float | None:
+    """Return the bytes of a message for one device's share of a node's row, or None if these are its tensors' bytes.
+
+    The number can be a fraction, because the codes of all devices are packed together.
+    """
+    is_share = layout.whole is not None and isinstance(compressor, Quantized)
+    return compressor.share_bytes if is_share else None  # type: ignore[attr-defined]
 
 
 def mark_sent(block: Block, mean: Tensor) -> None:

@@ -17,43 +17,32 @@ from typing import Any, Unpack
 
 from exogym.core.combinations import check
 from exogym.core.fleet import Fleet
-from exogym.errors import ArgumentError, check_choice, check_count
-from exogym.strategy.communicate_optimize import PeriodicModule, example_weights
+from exogym.errors import ArgumentError, check_count
+from exogym.strategy.communicate_optimize import PeriodicModule
 from exogym.strategy.options import taking
-from exogym.strategy.outer import OuterRule, OuterRuleOptions
+from exogym.strategy.outer import OuterSteps, OuterStepsOptions
 from exogym.strategy.outer_parameters import OuterModule, OuterParameters
 from exogym.strategy.rounds import RoundLength
 from exogym.strategy.strategy import Run
 from exogym.strategy.traffic import Traffic
 
 
-class DelayedCommunicator(OuterModule):
+class DelayedCommunicator(OuterModule, OuterSteps):
     """Take DiLoCo's outer step `delay` steps after every step divisible by H.
 
-    `DiLoCoCommunicator` describes the other arguments. State: DiLoCo's state, and the average that has not arrived yet.
+    `OuterSteps` describes the other arguments. State: DiLoCo's state, and the average that has not arrived yet.
     """
-
-    weighted_means = True
 
     @taking
     def __init__(
-        self,
-        H: RoundLength = 100,
-        outer_optim: Any = "sgd",
-        *,
-        delay: int,
-        weighting: str = "uniform",
-        **outer: Unpack[OuterRuleOptions],
+        self, H: RoundLength = 100, outer_optim: Any = "sgd", *, delay: int, **options: Unpack[OuterStepsOptions]
     ):
-        super().__init__()
-        self.take_rounds(H)
-        check_choice("weighting", weighting, ("uniform", "examples"))
+        super().__init__(H, outer_optim, **options)
         check_count("delay", delay)
         check(PeriodicModule.features(self) | {"delay": f"delay={delay}"})
         if delay > self.interval_steps:
             raise ArgumentError(f"delay={delay} is more than the H={H} steps of a round: take at most H")
-        self.rule = OuterRule(outer_optim, **outer)
-        self.weighting, self.delay = weighting, delay
+        self.delay = delay
         self.name = "DiLoCoCommunicator"  # checkpoints have always used this name
 
     def traffic(self, P: float, N: int, b: float) -> list[Traffic]:
@@ -64,8 +53,7 @@ class DelayedCommunicator(OuterModule):
 
     def start(self, fleet: Fleet, run: Run) -> None:
         super().start(fleet, run)
-        rounds, weights = self.round_of(run.total_steps) + 1, example_weights(run, self.weighting)
-        self.outer = OuterParameters(fleet, self.rule, rounds, delay=self.delay, weights=weights)
+        self.outer = OuterParameters(fleet, self.rule, self.outer_rounds, delay=self.delay, weights=self.weights)
         if self.delay == self.interval_steps:
             self.outer.expect_nothing(fleet)
 

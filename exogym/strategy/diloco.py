@@ -47,15 +47,15 @@ from exogym.core.fleet import Fleet
 from exogym.core.fleet.layout import Cut
 from exogym.core.fleet.presence import all_present, rows_of, shared_row
 from exogym.core.fleet.state import Tensors, below
-from exogym.errors import ArgumentError, check_choice, check_count
+from exogym.errors import ArgumentError, check_count
 from exogym.strategy.averaging import FLAT, Averaging, averaging_of
-from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, PeriodicModule, example_weights
+from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, PeriodicModule
 from exogym.strategy.delayed_diloco import DelayedCommunicator
 from exogym.strategy.eager_diloco import EagerCommunicator
 from exogym.strategy.island import IslandCommunicator
 from exogym.strategy.modules import views
-from exogym.strategy.options import split, taking
-from exogym.strategy.outer import OuterOptimizer, OuterRule, OuterRuleOptions, Received, outer_spec
+from exogym.strategy.options import split
+from exogym.strategy.outer import OuterOptimizer, OuterSteps, OuterStepsOptions, Received, outer_spec
 from exogym.strategy.rounds import RoundLength
 from exogym.strategy.strategy import InnerOptions, Run, Strategy
 from exogym.strategy.traffic import Traffic
@@ -63,47 +63,23 @@ from exogym.strategy.traffic import Traffic
 __all__ = ["DiLoCoCommunicator", "DiLoCoStrategy", "IslandCommunicator", "outer_spec"]
 
 
-class DiLoCoCommunicator(PeriodicModule):
-    """Take DiLoCo's outer step after every step divisible by H.
-
-    Args:
-        H: inner steps between two outer steps, as a number or a pure function of the round (from 0).
-        outer_optim, outer_lr, outer_lr_scheduler, outer_warmup_rounds, outer_momentum, outer_momentum_scheduler: see
-            `OuterRule`.
-        weighting: "uniform", or "examples" to weight outer gradients by each node's examples (non-IID, section 6.1).
+class DiLoCoCommunicator(OuterSteps):
+    """Take DiLoCo's outer step after every step divisible by H. `OuterSteps` describes the arguments.
 
     State: the outer parameters theta and the outer optimizer's state, one copy for all nodes. The module also keeps an
     older theta as long as a node has not received a newer theta.
     """
-
-    weighted_means = True
-
-    @taking
-    def __init__(
-        self,
-        H: RoundLength = 100,
-        outer_optim: Any = "sgd",
-        *,
-        weighting: str = "uniform",
-        **outer: Unpack[OuterRuleOptions],
-    ):
-        super().__init__()
-        self.take_rounds(H)
-        check_choice("weighting", weighting, ("uniform", "examples"))
-        self.rule = OuterRule(outer_optim, **outer)
-        self.weighting = weighting
 
     def traffic(self, P: float, N: int, b: float) -> list[Traffic]:
         return [Traffic("all_reduce", P * b, self.interval_steps)]
 
     def start(self, fleet: Fleet, run: Run) -> None:
         super().start(fleet, run)
-        self.weights = example_weights(run, self.weighting)
         self.theta = [block.params[:1].clone() for block in fleet.blocks]  # (1, P) per block
         self.received = Received(fleet.num_nodes, self.theta)
         self.slots = [(layout, slot) for layout in self.layouts for slot in layout]
         parameters = zip((slot.name for _, slot in self.slots), views(self.theta, self.layouts, 0), strict=True)
-        self.outer = OuterOptimizer(self.rule, dict(parameters), fleet.hidden, self.round_of(run.total_steps) + 1)
+        self.outer = OuterOptimizer(self.rule, dict(parameters), fleet.hidden, self.outer_rounds)
 
     def communicate(self, fleet: Fleet, step: int) -> None:
         present = fleet.comm.present
@@ -137,7 +113,7 @@ class DiLoCoCommunicator(PeriodicModule):
         return self.outer.cut(name.removeprefix("outer."), shape, self.slots) if is_outer else super().cut(name, shape)
 
 
-class DiLoCoOptions(OuterRuleOptions, InnerOptions, total=False):
+class DiLoCoOptions(OuterStepsOptions, InnerOptions, total=False):
     """Options that `DiLoCoStrategy` shares with other strategies."""
 
 
@@ -191,7 +167,6 @@ class DiLoCoStrategy(CommunicateOptimizeStrategy):
         outer_optim: Any = "sgd",
         H: RoundLength = 100,
         *,
-        weighting: str = "uniform",
         delay: int = 0,
         eager: bool = False,
         island_size: int | None = None,
@@ -199,16 +174,16 @@ class DiLoCoStrategy(CommunicateOptimizeStrategy):
         averaging: Averaging | None = None,
         **options: Unpack[DiLoCoOptions],
     ):
-        rule, others = split(options, OuterRule)
+        outer_options, others = split(options, OuterSteps)
         check(features_of(eager=eager, delay=delay or None, island_H=island_H))
         check_count("delay", delay, least=0)
-        outer: PeriodicModule
+        outer: OuterSteps
         if eager:
-            outer = EagerCommunicator(H, outer_optim, weighting=weighting, **rule)
+            outer = EagerCommunicator(H, outer_optim, **outer_options)
         elif delay:
-            outer = DelayedCommunicator(H, outer_optim, delay=delay, weighting=weighting, **rule)
+            outer = DelayedCommunicator(H, outer_optim, delay=delay, **outer_options)
         else:
-            outer = DiLoCoCommunicator(H, outer_optim, weighting=weighting, **rule)
+            outer = DiLoCoCommunicator(H, outer_optim, **outer_options)
         modules: list[PeriodicModule] = [outer]
         if (island_size is None) != (island_H is None):
             raise ArgumentError(

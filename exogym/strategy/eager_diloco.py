@@ -23,7 +23,6 @@ afresh.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -32,34 +31,13 @@ from exogym.core.fleet import Fleet
 from exogym.core.fleet.layout import Cut
 from exogym.core.fleet.presence import rows_of
 from exogym.core.fleet.state import Tensors, below
-from exogym.errors import check_choice
-from exogym.strategy.communicate_optimize import PeriodicModule, example_weights
-from exogym.strategy.options import taking
-from exogym.strategy.outer import OuterOptimizer, OuterRule, OuterRuleOptions
-from exogym.strategy.rounds import RoundLength
+from exogym.strategy.outer import OuterOptimizer, OuterSteps
 from exogym.strategy.strategy import Run
 from exogym.strategy.traffic import Traffic
 
 
-class EagerCommunicator(PeriodicModule):
-    """Take DiLoCo's eager outer step after every step divisible by H. `DiLoCoCommunicator` describes the arguments."""
-
-    weighted_means = True
-
-    @taking
-    def __init__(
-        self,
-        H: RoundLength = 100,
-        outer_optim: Any = "sgd",
-        *,
-        weighting: str = "uniform",
-        **outer: Unpack[OuterRuleOptions],
-    ):
-        super().__init__()
-        self.take_rounds(H)
-        check_choice("weighting", weighting, ("uniform", "examples"))
-        self.rule = OuterRule(outer_optim, **outer)
-        self.weighting = weighting
+class EagerCommunicator(OuterSteps):
+    """Take DiLoCo's eager outer step after every step divisible by H. `OuterSteps` describes the arguments."""
 
     def traffic(self, P: float, N: int, b: float) -> list[Traffic]:
         return [Traffic("all_reduce", P * b, self.interval_steps, overlap_steps=self.interval_steps)]
@@ -69,7 +47,6 @@ class EagerCommunicator(PeriodicModule):
 
     def start(self, fleet: Fleet, run: Run) -> None:
         super().start(fleet, run)
-        self.weights = example_weights(run, self.weighting)
         self.theta = [block.zeros().copy_(block.params) for block in fleet.blocks]
         self.others = [block.zeros() for block in fleet.blocks]  # the other nodes' part of the mean in flight
         self.row_state = {f"theta.{b}": x for b, x in enumerate(self.theta)}
@@ -85,7 +62,7 @@ class EagerCommunicator(PeriodicModule):
             for block, theta in zip(self.blocks, self.theta, strict=True)
             for slot, view in block.views(theta)
         }
-        return OuterOptimizer(self.rule, named, self.hidden, self.round_of(self.run.total_steps) + 1)
+        return OuterOptimizer(self.rule, named, self.hidden, self.outer_rounds)
 
     def communicate(self, fleet: Fleet, step: int) -> None:
         fleet.comm.arrive(self.flight)  # the last round's average

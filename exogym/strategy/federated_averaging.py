@@ -35,19 +35,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from exogym.core.combinations import check, features_of
+from exogym.core.combinations import check, features_of, refuse
 from exogym.core.fleet import Fleet
 from exogym.core.fleet.layout import Cut
 from exogym.core.fleet.presence import rows_of
 from exogym.errors import ArgumentError, check_choice, check_count, checked
 from exogym.strategy.averaging import FLAT, Averaging, averaging_of
 from exogym.strategy.capabilities import ChoosesClients
-from exogym.strategy.client_draws import ClientDraws
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, PeriodicModule, example_weights
 from exogym.strategy.federated_server import Server
 from exogym.strategy.fragments import Piece
 from exogym.strategy.options import defined, split
-from exogym.strategy.participation import Participation
+from exogym.strategy.participation import ClientDraws, Participation
 from exogym.strategy.personal import Chosen, Personal, check_personal
 from exogym.strategy.privacy import DifferentialPrivacy
 from exogym.strategy.rounds import RoundLength
@@ -161,7 +160,7 @@ class AveragingCommunicator(PeriodicModule, ChoosesClients):
             return None
         round_ = self.round_of(step)
         clients = self.clients(round_)
-        if self.participation is None or self.run.step_s is None or not is_end:
+        if self.participation is None or not is_end:
             return clients, 0.0
         return clients, self.participation.slack_s(round_, clients)
 
@@ -210,15 +209,15 @@ class AveragingCommunicator(PeriodicModule, ChoosesClients):
         if run.availability is None:
             return None
         if run.step_s is None:  # `fit` did not check this run
-            check({"no step_seconds": "no step_seconds"} | features_of(trace=run.availability))
+            refuse({"no step_seconds": "no step_seconds"} | features_of(trace=run.availability))
         self.counters = ("rounds_ended",)
 
         def work(round_: int) -> np.ndarray | int:
             steps = self.end_of(round_) - (self.end_of(round_ - 1) if round_ else 0)
             return steps if self.work is None else np.minimum(self.work, steps)
 
-        step_s, wanted = 1.0 if run.step_s is None else run.step_s, self.draws.sizes(run.num_nodes)[0]
-        return Participation(run.seed, run.num_nodes, wanted, work, step_s, run.availability)
+        wanted = self.draws.sizes(run.num_nodes)[0]
+        return Participation(run.seed, run.num_nodes, wanted, work, run.step_s, run.availability)
 
     def _check_private(self, fleet: Fleet) -> None:
         """Raise ArgumentError if clients would send anything that is neither clipped nor noised."""

@@ -1,11 +1,11 @@
-"""Graphs over the nodes: each node's neighbors or takers, and the weights with which nodes mix their rows."""
+"""Graphs over the nodes: each node's neighbors, and the weights with which neighbors mix their rows."""
 
 from __future__ import annotations
 
 import functools
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -15,7 +15,6 @@ from exogym.core.base.draws import numpy_generator
 from exogym.errors import ArgumentError, check_choice
 
 GRAPHS = ("ring", "torus", "exponential", "random", "complete", "matching")
-DIRECTED = ("exponential", "ring", "complete")
 Edges = frozenset[tuple[int, int]]
 
 
@@ -42,7 +41,7 @@ def edges_of(graph: Any, num_nodes: int, seed: int = 0, turn: int = 0) -> Edges:
     if isinstance(graph, str):
         check_choice("graph", graph, GRAPHS)
         return _named(graph, num_nodes, seed)
-    _check(graph, num_nodes, directed=False)
+    check_graph(graph, num_nodes, directed=False)
     return _undirected(graph.edges)
 
 
@@ -50,7 +49,8 @@ def _undirected(pairs: Iterable[tuple[int, int]]) -> Edges:
     return frozenset((min(i, j), max(i, j)) for i, j in pairs if i != j)
 
 
-def _check(graph: Any, num_nodes: int, directed: bool) -> None:
+def check_graph(graph: Any, num_nodes: int, directed: bool) -> None:
+    """Raise ArgumentError unless `graph` is a connected networkx graph of the nodes; `directed`: it may be directed."""
     import networkx as nx  # type: ignore[import-untyped]  # takes a while, and most runs need none
 
     if not isinstance(graph, nx.Graph) or graph.is_multigraph():
@@ -73,7 +73,7 @@ def _named(graph: str, n: int, seed: int) -> Edges:
         right = [(i, i // along * along + (i + 1) % along) for i in range(n)]
         return _undirected([*right, *((i, (i + along) % n) for i in range(n))])
     if graph == "exponential":
-        return _undirected((i, (i + hop) % n) for i in range(n) for hop in _hops(n))
+        return _undirected((i, (i + hop) % n) for i in range(n) for hop in hops_of(n))
     if graph == "complete":
         return _undirected((i, j) for i in range(n) for j in range(i))
     for attempt in range(1000):
@@ -99,7 +99,7 @@ def _reached(edges: Edges, n: int) -> set[int]:
     return seen
 
 
-def _hops(n: int) -> list[int]:
+def hops_of(n: int) -> list[int]:
     """Return 1, 2, 4, ... below n."""
     return [1 << k for k in range((n - 1).bit_length())]
 
@@ -122,38 +122,3 @@ def metropolis(edges: Edges, present: tuple[int, ...], num_nodes: int) -> Tensor
     for i, j in kept:
         W[i, j] = W[j, i] = 1 / (1 + max(degrees[i], degrees[j]))
     return W + torch.diag(1 - W.sum(1))
-
-
-def takers_of(graph: Any, num_nodes: int, turn: int = 0) -> list[list[int]]:
-    """Return each node's takers at exchange number `turn`: the nodes to which it sends on a directed graph.
-
-    Args:
-        graph: "exponential": node i has the one taker i + 2^(turn mod ceil(log2 N)). "ring": node i + 1. "complete":
-            all other nodes. Or a networkx graph of the nodes 0, 1, ...
-
-    >>> takers_of("exponential", 5, turn=1)
-    [[2], [3], [4], [0], [1]]
-    """
-    n = num_nodes
-    if graph == "complete":
-        return [[j for j in range(n) if j != i] for i in range(n)]
-    if isinstance(graph, str):
-        check_choice("graph", graph, DIRECTED)
-        hops = _hops(n) if graph == "exponential" else [1]
-        return [[(i + hops[turn % len(hops)]) % n] if n > 1 else [] for i in range(n)]
-    _check(graph, n, directed=True)
-    near = graph.successors if graph.is_directed() else graph.neighbors
-    return [sorted(j for j in near(i) if j != i) for i in range(n)]
-
-
-def pushing(takers: Sequence[Sequence[int]], present: Sequence[int]) -> Tensor:
-    """Return the shares P, (N, N): `P[i, j]` is the share of node j's values that node i receives.
-
-    Each present node splits its values evenly among itself and its present takers, so columns sum to 1.
-    """
-    active, n = set(present), len(takers)
-    P = torch.zeros(n, n, dtype=torch.float64)
-    for i in range(n):
-        to = [i, *(j for j in takers[i] if j in active)] if i in active else [i]
-        P[to, i] = 1 / len(to)
-    return P

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -12,12 +12,15 @@ from exogym.core.fleet import Fleet
 from exogym.core.fleet.layout import Cut, Layout, Slot
 from exogym.core.fleet.presence import rows_of
 from exogym.core.fleet.state import Tensors
-from exogym.errors import ArgumentError
+from exogym.errors import ArgumentError, check_choice
 from exogym.strategy.kernels import bare_step
+from exogym.strategy.modules import PeriodicModule, example_weights
 from exogym.strategy.optim import OptimSpec
-from exogym.strategy.options import defined
+from exogym.strategy.options import defined, taking
 from exogym.strategy.packing import load_optimizer_state, optimizer_cut, optimizer_state
+from exogym.strategy.rounds import RoundLength
 from exogym.strategy.schedule import Schedule, Scheduler, check_schedule, forget_rates, set_rates
+from exogym.strategy.strategy import Run
 
 
 def outer_spec(outer_optim: Any, outer_lr: float | None, outer_momentum: float | None = None) -> OptimSpec:
@@ -133,6 +136,47 @@ class OuterRuleOptions(OuterOptions, total=False):
 
 
 defined(OuterRuleOptions, OuterRule)
+
+
+class OuterSteps(PeriodicModule):
+    """Base class of DiLoCo's modules, which take an outer step after every step divisible by H.
+
+    Args:
+        H: inner steps between two outer steps, as a number or a pure function of the round (from 0).
+        outer_optim, outer_lr, outer_lr_scheduler, outer_warmup_rounds, outer_momentum, outer_momentum_scheduler: see
+            `OuterRule`.
+        weighting: "uniform", or "examples" to weight outer gradients by each node's examples (non-IID, section 6.1).
+    """
+
+    weighted_means = True
+
+    @taking
+    def __init__(
+        self,
+        H: RoundLength = 100,
+        outer_optim: Any = "sgd",
+        *,
+        weighting: str = "uniform",
+        **outer: Unpack[OuterRuleOptions],
+    ):
+        super().__init__()
+        self.take_rounds(H)
+        check_choice("weighting", weighting, ("uniform", "examples"))
+        self.rule, self.weighting = OuterRule(outer_optim, **outer), weighting
+
+    def start(self, fleet: Fleet, run: Run) -> None:
+        super().start(fleet, run)
+        self.weights = example_weights(run, self.weighting)
+        self.outer_rounds = self.round_of(run.total_steps) + 1
+
+
+class OuterStepsOptions(OuterRuleOptions, total=False):
+    """All arguments of `OuterSteps` except `H` and `outer_optim`."""
+
+    weighting: str
+
+
+defined(OuterStepsOptions, OuterSteps)
 
 
 class OuterOptimizer:

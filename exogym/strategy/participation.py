@@ -1,8 +1,10 @@
-"""Rounds of a server that asks the clients that are available: which clients it asks, and which report.
+"""Which clients take part in federated rounds: clients and islands drawn at random, or clients that a server asks.
 
-Bonawitz et al., `Towards Federated Learning at Scale`, arXiv:1902.01046. A server asks k clients for their reports (the
-updates). If no report comes, the server gives the round up. Client i takes t_i seconds for its local steps. Round r
-begins at T_r:
+All draws depend only on (seed, round). So every process computes the draws itself, and no node sends them.
+
+A server that asks only available clients (`Participation`) works as in Bonawitz et al., `Towards Federated Learning at
+Scale`, arXiv:1902.01046. It asks k clients for their reports (the updates). If no report comes, the server gives the
+round up. Client i takes t_i seconds for its local steps. Round r begins at T_r:
 
     asked      k of the clients available at T_r, drawn without replacement
     t_i        = (local steps) step_seconds / speed_i
@@ -15,15 +17,95 @@ and checkpoints need not save anything.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from exogym.core.base.draws import numpy_generator
+from exogym.core.combinations import features_of
 from exogym.core.fleet import Fleet
+from exogym.errors import check_count, check_number
 from exogym.faults import Availability
+from exogym.strategy.traffic import AskedRounds
+
+
+class ClientDraws:
+    """Draws a round's clients and islands. `AveragingCommunicator` describes the other arguments.
+
+    Args:
+        by_chance: whether each node is a client with probability `client_fraction`, independently. `privacy` needs
+            True.
+
+    Raises:
+        ArgumentError: a number is out of range.
+    """
+
+    def __init__(
+        self,
+        client_fraction: float = 1.0,
+        island_size: int | None = None,
+        by_chance: bool = False,
+    ):
+        if island_size is not None:
+            check_count("island_size", island_size)
+        check_number("client_fraction", client_fraction, over=0, most=1)
+        self.client_fraction, self.island_size, self.by_chance = client_fraction, island_size, by_chance
+        self.samples = client_fraction < 1 or by_chance
+
+    def features(self) -> dict[str, str]:
+        """Return the options that are set: a dict from names in `exogym.core.combinations.FEATURES` to texts."""
+        return features_of(island_size=self.island_size)
+
+    def sizes(self, N: int) -> tuple[int, int]:
+        """Return the number of clients in a round among N nodes, and the number of nodes in an island."""
+        clients = max(math.ceil(self.client_fraction * N - 1e-9), 1)
+        return clients, min(self.island_size or clients, clients)
+
+    def couples_every(self, H: float, N: int) -> float:
+        """Return the number of steps until N nodes have exchanged the whole model once, if a round has H steps."""
+        clients, island = self.sizes(N)
+        rounds = 1 if island == clients else math.ceil(math.log(clients, max(island, 2)))
+        return H * rounds * N / clients
+
+    def seats(self, N: int) -> int | None:
+        """Return the largest number of nodes that act in a round; None if all N nodes act or islands have no server."""
+        clients, island = self.sizes(N)
+        if island < clients:
+            return None
+        if self.by_chance:  # practically never exceeded
+            mean = self.client_fraction * N
+            return min(N, math.ceil(mean + 8 * math.sqrt(mean) + 8))
+        return clients if clients < N else None
+
+    def clients(self, N: int, seed: int, round_: int) -> list[int]:
+        """Return the sorted ids of the clients that are drawn for a round."""
+        if self.by_chance:
+            chance = numpy_generator(seed, "private clients", round_).random(N)
+            return np.flatnonzero(chance < self.client_fraction).tolist()
+        drawn = numpy_generator(seed, "clients", round_).choice(N, self.sizes(N)[0], replace=False)
+        return sorted(drawn.tolist())
+
+    def islands(self, clients: list[int], seed: int, round_: int) -> list[list[int]]:
+        """Divide a round's `clients` into islands: disjoint groups that average separately."""
+        if self.island_size is None or self.island_size >= len(clients):
+            return [clients]
+        order = numpy_generator(seed, "islands", round_).permutation(clients).tolist()
+        return [sorted(order[i : i + self.island_size]) for i in range(0, len(order), self.island_size)]
+
+    def rounds_among(self, N: int, H: int) -> AskedRounds | None:
+        """Return a function that yields each round's clients, for `Plan.rounds`, or None if all N nodes are clients."""
+        if self.client_fraction == 1 or N == 1:
+            return None
+
+        def rounds(step_s: np.ndarray) -> Iterator[tuple[list[list[int]], float | None]]:
+            for round_ in itertools.count():
+                groups = self.islands(self.clients(N, 0, round_), 0, round_)
+                yield groups, None if len(groups) > 1 else 0.0
+
+        return rounds
 
 
 @dataclass(frozen=True)
@@ -58,10 +140,10 @@ class Participation:
         work: a function from a round's number to the clients' local steps, as (N,) values or one number for all
             clients.
         step_s: seconds of a step at speed 1, as (N,) values or one number for all clients.
-        availability: when clients are available, and their speeds. None means that all clients are always available, at
-            speed 1.
+        availability: when clients are available, and their speeds.
 
-    >>> rounds = Participation(seed=0, num_nodes=10, wanted=2, work=lambda r: 5, step_s=0.1)
+    >>> from exogym.faults import Diurnal
+    >>> rounds = Participation(0, num_nodes=10, wanted=2, work=lambda r: 5, step_s=0.1, availability=Diurnal())
     >>> first = rounds.of(0)
     >>> len(first.asked), len(first.reported), first.end_s
     (2, 2, 0.5)
@@ -74,7 +156,7 @@ class Participation:
         wanted: int,
         work: Callable[[int], np.ndarray | int],
         step_s: np.ndarray | float,
-        availability: Availability | None = None,
+        availability: Availability,
     ):
         self.seed, self.num_nodes, self.wanted, self.work, self.step_s = seed, num_nodes, wanted, work, step_s
         self.availability = availability
@@ -118,13 +200,9 @@ class Participation:
     def _held(self, number: int) -> Round:
         begin_s = self._begins[number]
         draw = numpy_generator(self.seed, "clients", number)
-        if self.availability is None:
-            asked = np.sort(draw.choice(self.num_nodes, min(self.wanted, self.num_nodes), replace=False))
-            until_s, speed = np.full(len(asked), math.inf), np.ones(len(asked))
-        else:
-            available = self.availability.at(begin_s, self.num_nodes)
-            at = np.sort(draw.choice(len(available.ids), min(self.wanted, len(available.ids)), replace=False))
-            asked, until_s, speed = available.ids[at], available.until_s[at], available.speed[at]
+        available = self.availability.at(begin_s, self.num_nodes)
+        at = np.sort(draw.choice(len(available.ids), min(self.wanted, len(available.ids)), replace=False))
+        asked, until_s, speed = available.ids[at], available.until_s[at], available.speed[at]
         work = np.broadcast_to(np.asarray(self.work(number)), self.num_nodes)
         takes_s = work[asked] * np.broadcast_to(self.step_s, self.num_nodes)[asked] / speed
         came = np.flatnonzero(begin_s + takes_s <= until_s)

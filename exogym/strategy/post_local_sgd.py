@@ -24,33 +24,27 @@ from typing import Any, Unpack
 
 from exogym.core.fleet import Fleet
 from exogym.errors import check_count
-from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, GradientModule, PeriodicModule
+from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, PeriodicModule
 from exogym.strategy.rounds import RoundLength
 from exogym.strategy.simple_reduce import GradientAverage
-from exogym.strategy.strategy import InnerOptions, Run
+from exogym.strategy.strategy import InnerOptions
 from exogym.strategy.traffic import Traffic
 
 
-class EarlyGradientAverage(GradientModule):
+class EarlyGradientAverage(GradientAverage):
     """Average the nodes' gradients up to and including step `stop`. Later each node uses its own gradient."""
-
-    weighted_means = True
 
     def __init__(self, stop: int):
         super().__init__()
         check_count("start_step", stop, least=0)
-        self.stop, self.average = stop, GradientAverage()
+        self.stop, self.bucket_bytes = stop, None  # later gradients are not summed
 
     def traffic(self, P: float, N: int, b: float) -> list[Traffic]:
         return []  # the repeated collectives follow this phase
 
-    def start(self, fleet: Fleet, run: Run) -> None:
-        super().start(fleet, run)
-        self.average.start(fleet, run)
-
     def transform(self, fleet: Fleet, step: int, lr: float) -> None:
         if step <= self.stop:
-            self.average.transform(fleet, step, lr)
+            super().transform(fleet, step, lr)
 
 
 class LateAverage(PeriodicModule):

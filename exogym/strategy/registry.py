@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
-from collections.abc import Sequence
 from typing import Any
 
 from torch.optim import SGD
@@ -132,30 +131,6 @@ def unknown(name: str, *further: str) -> ArgumentError:
     return ArgumentError(f"unknown strategy {name!r}: {said}")
 
 
-def table() -> str:
-    """Return a Markdown table of this package's strategies, with payload, collectives and needs."""
-    heads = ("name", "payload of a node per step", "collectives", "needs")
-    lines = []
-    for name, kind in _ours():
-        kinds = dict.fromkeys(traffic.kind for traffic in kind().plan(1e6, 4, 4).traffic)
-        lines.append((f"`{name}`", kind.payload, ", ".join(kinds), kind.needs))
-    return _markdown(heads, lines)
-
-
-def table_of_identities() -> str:
-    """Return a Markdown table of this package's strategies, with class, paper, equation and identities."""
-    heads = ("name and class", "paper", "equation", "equal to")
-    lines = [
-        (f"`{name}`, `{kind.__name__}`", kind.paper, f"`{kind.equation}`", "; ".join(kind.identities))
-        for name, kind in _ours()
-    ]
-    return _markdown(heads, lines)
-
-
-def _ours() -> list[tuple[str, type[Strategy]]]:
-    return sorted((n, kind) for n, kind in STRATEGIES.items() if is_ours(kind))
-
-
 def is_ours(kind: type[Strategy]) -> bool:
     """Return whether a class belongs to ExoGym: to `exogym.strategy`, or to `exogym.contrib`."""
     return kind.__module__.startswith((f"{__package__}.", f"{CONTRIB}."))
@@ -165,7 +140,3 @@ def class_named(name: str) -> type[Strategy] | None:
     """Return ExoGym's class with this class name, or None."""
     short = short_names().get(name)
     return None if short is None else STRATEGIES[short]
-
-
-def _markdown(heads: tuple[str, ...], lines: Sequence[tuple[str, ...]]) -> str:
-    return "".join(f"| {' | '.join(line)} |\n" for line in [heads, ("---",) * len(heads), *lines])

@@ -157,7 +157,7 @@ class Strategy:
     Attributes:
         name: the strategy's name on the command line, in lower case. A class with a name enters `STRATEGIES`: `exogym
             compare` and `advise` know the class, and a comparison saves its runs. Subclasses do not inherit the name.
-        title, paper, equation: texts for tables (`exogym.strategy.registry.table`).
+        title, paper, equation: texts for tables.
         payload: a formula, for tables, of the bytes that a node hands over per step, such as "P b / H". The formula
             uses P, N and b as in `plan`, and the constructor's arguments.
         needs: text for tables about what the strategy needs from the network.

@@ -12,7 +12,7 @@ import torch
 from problems import Regressor, dyadic, examples, fleet_of, plain, put, run_of, same, shards, train, unlike, vector
 from torch import Tensor, nn
 
-from exogym.contrib.gradient_push import PushSum
+from exogym.contrib.gradient_push import PushSum, pushing, takers_of
 from exogym.core.clock import Clock
 from exogym.core.communicator import Communicator
 from exogym.errors import ArgumentError
@@ -27,7 +27,7 @@ from exogym.strategy import (
     SimpleReduceStrategy,
 )
 from exogym.strategy.diloco import DiLoCoCommunicator
-from exogym.strategy.graphs import GRAPHS, edges_of, metropolis, pushing, takers_of
+from exogym.strategy.graphs import GRAPHS, edges_of, metropolis
 from exogym.strategy.noloco import NoLoCoCommunicator
 from exogym.study.advise import advise
 

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from paths import TESTS
 from processes import python
-from strategies import OURS, PAGE, identities_of_the_page, table_of_the_page
+from strategies import OURS, PAGE, identities_of_the_page, table, table_of_identities, table_of_the_page
 
 import exogym
 from exogym.errors import StrategyError
 from exogym.strategy import DiLoCoStrategy, PeriodicModule, Strategy
-from exogym.strategy.registry import STRATEGIES, table, table_of_identities
+from exogym.strategy.registry import STRATEGIES
 
 HERE, PACKAGE = TESTS, Path(exogym.__path__[0])
 
@@ -71,11 +71,10 @@ sys.path[:0] = sys.argv[1:]
 EVERYTHING = """
 import exogym
 from battery import battery
-from strategies import STRATEGIES
+from strategies import STRATEGIES, table, table_of_identities
 
 from exogym import advise, compare
 from exogym.cli import main
-from exogym.strategy.registry import table, table_of_identities
 from exogym.testing import LAWS
 
 print(exogym.__file__)

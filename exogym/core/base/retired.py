@@ -58,7 +58,8 @@ RETIRED: dict[str, str] = {
         "exogym.contrib has it",
     ),
     "activation": "the momentum acts once in a period",
-    "delay_compensation": "lookahead= or max_staleness= weakens old updates",
+    "delay_compensation": "rule='discount' weakens old updates",
+    "AsyncDiLoCoStrategy.lookahead": "heloco takes it",
     "outer_restarts": "give outer_momentum=0 or outer_momentum_scheduler=, so that old rounds weigh less",
     **dict.fromkeys(
         ("DeMoStrategy.compression_method", "DeMoStrategy.compression_rate"), "SPARTA averages at random places"
@@ -85,6 +86,7 @@ MOVED: dict[str, str] = {
         "atlas", "benchmark", "reproduce",
     )},
     "exogym.strategy.tuning": "exogym.contrib.byte_budget",
+    "exogym.strategy.contractions": "exogym.contrib.contractions",
     "exogym.core.communicator.robust": "exogym.contrib.rules",
     "exogym.core.communicator.secure": "exogym.contrib.secure_sums",
     "exogym.machines.discovery": "exogym.home.discovery",
@@ -138,4 +140,5 @@ def is_default(name: str, value: Any) -> bool:
     >>> is_default("secure_aggregation", False), is_default("over_sampling", 0.3), is_default("lr", None)
     (True, False, False)
     """
-    return name in RETIRED and (value == 1 if name == "min_reports" else not value)
+    is_retired = any(key.rpartition(".")[2] == name for key in RETIRED)
+    return is_retired and (value == 1 if name == "min_reports" else not value)

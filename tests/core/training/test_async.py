@@ -429,12 +429,6 @@ CASES: dict[str, tuple[list[float], dict[str, Any], dict[str, Any]]] = {
     "discount": ([4.0, 2.0, 1.0, 3.0], {"rule": "discount", "outer_momentum": 0.5}, {"rule": "discount", "beta": 0.5}),
     "fedbuff": ([4.0, 2.0, 1.0, 3.0], {"rule": "fedbuff", "period": 2}, {"rule": "fedbuff", "K": 2}),
     "dropped": ([4.0, 2.0, 1.0, 3.0], {"max_staleness": 4}, {"most": 4}),
-    "ahead": ([4.0, 2.0, 1.0, 3.0], {"lookahead": 1.0}, {"ahead": 1.0}),
-    "naive ahead": (
-        [4.0, 2.0, 1.0, 3.0],
-        {"lookahead": 0.5, "rule": "nesterov", "outer_lr": 0.3},
-        {"ahead": 0.5, "rule": "nesterov", "eta": 0.3},
-    ),
 }
 
 
@@ -448,20 +442,6 @@ def test_as_a_loop_in_plain_torch(name: str) -> None:
     same(run.model, by_hand(seconds, [3] * 4, 13, **wanted), 1e-12)
     if wanted:
         unlike(run.model, by_hand(seconds, [3] * 4, 13))
-
-
-def test_without_momentum_there_is_nothing_to_look_ahead_along() -> None:
-    options = {"H": 3, "lr": 0.01, "rule": "nesterov", "outer_lr": 0.3}
-    speeds = {"network": FREE, "step_seconds": [4.0, 2.0, 1.0, 3.0]}
-    for beta in (0.0, 0.9):
-        runs = [
-            train(AsyncDiLoCoStrategy("adamw", outer_momentum=beta, lookahead=ahead, **options), **speeds).model
-            for ahead in (0.0, 1.0)
-        ]
-        if beta:
-            unlike(*runs)
-        else:
-            assert torch.equal(*runs)
 
 
 HELOCO: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # with the second options all three cases are met
@@ -650,7 +630,6 @@ STRATEGIES: dict[str, tuple[Callable[[], ClockedStrategy], Any]] = {
     "delayed": (lambda: AsyncDiLoCoStrategy(lr=0.02, H=5, lr_scheduler="cosine", max_norm=1.0, outer_lr=0.3), 5),
     "grace": (lambda: AsyncDiLoCoStrategy(lr=0.02, H=5, grace_s=math.inf), 5),
     "naive": (lambda: AsyncDiLoCoStrategy("sgd", lr=0.1, H=6, rule="nesterov", outer_lr=0.4), 6),
-    "ahead": (lambda: AsyncDiLoCoStrategy(lr=0.02, H=5, outer_lr=0.3, lookahead=0.7), 5),
 }
 
 
@@ -662,7 +641,7 @@ def test_the_laws_hold(name: str) -> None:
 
 def unequal(**options: Any) -> AsyncDiLoCoStrategy:
     given: dict[str, Any] = {"lr": 0.02, "H": 5, "dylu": True, "grace_s": 0.04, "warmup_steps": 4}
-    return AsyncDiLoCoStrategy(**given | {"lookahead": 0.1, "max_staleness": 6} | options)
+    return AsyncDiLoCoStrategy(**given | {"max_staleness": 6} | options)
 
 
 TIMED = ("wall_s", "memory_bytes", "device_use", "examples_per_s")

@@ -48,12 +48,3 @@ class Contraction:
 
     def _kept(self, P: float) -> int:
         return max(1, round(self.density * P))
-
-
-def size_of(compressor: Compressor, layout: Layout) -> float | None:
-    """Return the bytes of a message for one device's share of a node's row, or None if these are its tensors' bytes.
-
-    The number can be a fraction, because the codes of all devices are packed together.
-    """
-    is_share = layout.whole is not None and isinstance(compressor, Quantized)
-    return compressor.share_bytes if is_share else None  # type: ignore[attr-defined]
