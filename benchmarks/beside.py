@@ -37,7 +37,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from exogym import LocalTrainer
+from exogym import LocalTrainer, Placement
 from exogym.callbacks import Every
 from exogym.core.saving import behind, checkpoint
 from exogym.core.training.standing import Standing
@@ -98,9 +98,9 @@ def run(way: str, given: argparse.Namespace) -> list[dict[str, float]]:
     ):  # fmt: skip
         trainer.fit(
             DiLoCoStrategy("adamw", lr=1e-3, H=INTERVAL), num_nodes=NODES, max_steps=INTERVAL * (CHECKPOINTS + 2),
-            batch_size=given.batch_size, device="cpu", progress=False, overlap=WAYS[way],
+            batch_size=given.batch_size, device="cpu", progress=False,
             callbacks=[Every(1, lambda loop: ends.append(now()))],
-            save_dir=folder, checkpoint_interval=INTERVAL, keep_checkpoints=1,
+            save_dir=folder, checkpoint_interval=INTERVAL, placement=Placement(overlap=WAYS[way], keep_checkpoints=1),
         )  # fmt: skip
     during_of: list[list[float]] = []
     plain: list[float] = []

@@ -91,7 +91,7 @@ import json, os, sys
 from pathlib import Path
 sys.path.insert(0, {folder!r})
 from model import Model, data
-from exogym import NetworkTrainer
+from exogym import NetworkTrainer, Placement
 from exogym.core.engine import behind
 from exogym.strategy.registry import parse_strategy
 from exogym.testing import fingerprint
@@ -115,7 +115,8 @@ behind.Behind.start = marked
 trainer = NetworkTrainer({hosts!r}, Model({step_s}), data())
 trainer.fit(
     parse_strategy({method!r}, lr=0.01), num_nodes={nodes}, max_steps={steps}, batch_size=4, device="cpu",
-    hang_s={hang_s}, max_restarts={restarts}, save_dir={folder!r} + "/saved", checkpoint_interval=5, resume=True,
+    placement=Placement(hang_s={hang_s}, max_restarts={restarts}),
+    save_dir={folder!r} + "/saved", checkpoint_interval=5, resume=True,
 )
 if os.environ.get("RANK", "0") == "0":
     Path({folder!r}, "result").write_text(fingerprint(trainer.model))

@@ -45,7 +45,7 @@ from cells import AGAIN, Cells
 from namespaces import Hosts, enter, hosts, links, load, measured, memory_bytes_per_s
 from torch import Tensor, nn
 
-from exogym import LocalTrainer
+from exogym import LocalTrainer, Placement
 from exogym.callbacks import Every
 from exogym.network import Network
 from exogym.strategy.registry import parse_strategy
@@ -92,7 +92,7 @@ def train(job: dict[str, Any], mark: Callable[[Any], Any], **options: Any) -> Lo
     trainer.fit(
         strategy, num_nodes=job["hosts"], max_steps=job["steps"] * (job["segments"] + 1) + 1, batch_size=1,
         device="cpu",
-        reduction=job["reduction"], overlap=job["overlap"], final_sync=False, progress=False,
+        placement=Placement(reduction=job["reduction"], overlap=job["overlap"]), final_sync=False, progress=False,
         callbacks=[Every(job["steps"], mark, may_end=False)], **options,
     )  # fmt: skip
     return trainer

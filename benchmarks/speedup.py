@@ -37,7 +37,7 @@ import namespaces
 import torch
 from namespaces import Hosts, enter, hosts, load, measured
 
-from exogym import LocalTrainer
+from exogym import LocalTrainer, Placement
 from exogym.callbacks import Every
 from exogym.models import CharGPT
 from exogym.strategy.registry import parse_strategy
@@ -66,7 +66,7 @@ def train(job: dict[str, Any], mark: Callable[[Any], Any], **options: Any) -> Lo
     trainer.fit(
         parse_strategy(job["strategy"], inner_optim="adamw", lr=1e-3), num_nodes=job["hosts"],
         max_steps=job["steps"] * (job["segments"] + 1) + 1, batch_size=job["batch_size"], device="cpu",
-        reduction=job["reduction"], final_sync=False, progress=False,
+        placement=Placement(reduction=job["reduction"]), final_sync=False, progress=False,
         callbacks=[Every(job["steps"], mark, may_end=False)], **options,
     )  # fmt: skip
     return trainer

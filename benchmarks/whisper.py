@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch.utils.data import TensorDataset
 
-from exogym import LocalTrainer, load_model
+from exogym import LocalTrainer, Placement, load_model
 from exogym.core.progress import readable_bytes
 from exogym.core.record.history import History
 from exogym.core.record.run_folder import read_status
@@ -142,7 +142,7 @@ def on_hosts(task: Task, data: Path | None, steps: int, H: int, kills: bool) -> 
 def again(profile: RunProfile, away: dict[str, list[list[int]]]) -> torch.nn.Module:
     """Return the model that the profile trains in this process, with the same nodes away in the same steps."""
     model, train, val, task = profile.problem()
-    options = profile.fit_options(task, True) | {"num_nodes": 2, "max_restarts": 0}
+    options = profile.fit_options(task, True) | {"num_nodes": 2, "placement": Placement()}
     spans = {int(node): [(first, last) for first, last in own] for node, own in away.items()}
     faults = Faults(absent=spans, forget=True) if spans else None
     LocalTrainer(model, train, val).fit(profile.make_strategy(task), **options, faults=faults, progress=False)

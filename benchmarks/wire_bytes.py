@@ -39,7 +39,7 @@ from cells import AGAIN, Cells
 from namespaces import HEADER_BYTES, SUBNET, enter, hosts
 from torch import Tensor, nn
 
-from exogym import LocalTrainer
+from exogym import LocalTrainer, Placement
 from exogym.callbacks import Every
 from exogym.core.communicator import Communicator, Event
 from exogym.core.fleet import Fleet
@@ -140,7 +140,7 @@ def train(job: dict[str, Any], mark: Callable[[Any], Any], **options: Any) -> Lo
     trainer = LocalTrainer(model, small_problem()[1], loss_fn=small_loss)
     trainer.fit(
         strategy_of(job["strategy"]), num_nodes=job["hosts"], max_steps=LAST + 1, batch_size=8, device="cpu",
-        reduction="tree", progress=False, callbacks=[Every(FIRST, mark, may_end=False)], **options,
+        placement=Placement(reduction="tree"), progress=False, callbacks=[Every(FIRST, mark, may_end=False)], **options,
     )  # fmt: skip
     return trainer
 

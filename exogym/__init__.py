@@ -11,6 +11,7 @@ __all__ = [
     "NetworkTrainer",
     "NodeMesh",
     "PipelineParallel",
+    "Placement",
     "Stage",
     "TrainNode",
     "Trainer",
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from exogym.core.compute.loop import TrainNode
     from exogym.core.saving.dcp import export_dcp, import_dcp
     from exogym.core.saving.export import load_model, save_model
+    from exogym.core.training.options import Placement
     from exogym.machines.distributed_trainer import DistributedTrainer
     from exogym.machines.remote.network_trainer import NetworkTrainer
     from exogym.mesh import NodeMesh, PipelineParallel, Stage

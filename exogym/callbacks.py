@@ -87,7 +87,7 @@ class Running(Protocol):
         """Write a checkpoint if there is a save_dir, and return its folder."""
 
     def beat(self) -> None:
-        """Report that a long callback is still running. The time limit `hang_s` of `fit` starts anew."""
+        """Report that a long callback is still running. The time limit `hang_s` of the `Placement` starts anew."""
 
 
 class Callback:

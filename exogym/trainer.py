@@ -177,8 +177,8 @@ class LocalTrainer(Trainer):
 
         After an error, Ctrl-C or SIGTERM during training, the model holds the average of the nodes' parameters at that
         moment. After an error with several processes, it holds the average of only this process's nodes.
-        `trainer.history` holds the records so far. After an error with `engine="ray"`, model and history are as before
-        `fit`.
+        `trainer.history` holds the records so far. After an error with `Placement(engine="ray")`, model and history
+        are as before `fit`.
 
         Each submodule trains in the mode in which it comes, so a BatchNorm or dropout in evaluation mode stays in it,
         and a model in evaluation mode whose submodules are in training mode does too. Only if the model and all its
@@ -197,12 +197,13 @@ class LocalTrainer(Trainer):
         from exogym.core.engine.world import local_device
         from exogym.core.training.placement import run_placed
 
+        is_here = options.placement.engine is None
         # With an engine elsewhere no process runs here: each chooses its own machine's device.
-        device = resolve_device(local_device(options.device)) if options.engine is None else torch.device("cpu")
+        device = resolve_device(local_device(options.device)) if is_here else torch.device("cpu")
         with _turn.taken(self.model), preserved_state(device), one_thread(device):
             modes = modes_of(self.model)
             try:
-                if options.engine is None:
+                if is_here:
                     run_placed(self.subject, options, device, functools.partial(self._train, device), self.engine)
                 else:
                     from exogym.core.training.away import send

@@ -7,10 +7,11 @@ python run/nanogpt_diloco.py --num_nodes 4 --engine ray --checkpoints runs/gpt
 """
 
 import argparse
+from dataclasses import replace
 
 import torch
 
-from exogym import LocalTrainer, NetworkTrainer, save_model
+from exogym import LocalTrainer, NetworkTrainer, Placement, save_model
 from exogym.data import shakespeare
 from exogym.distributed import get_rank, is_initialized
 from exogym.errors import run_script
@@ -49,14 +50,13 @@ def main() -> None:
     )  # fmt: skip
     data = source.train, source.val
     trainer = NetworkTrainer(args.hosts, model, *data) if args.hosts else LocalTrainer(model, *data)
-    kept = {}
+    kept, placement = {}, Placement(engine=args.engine)
     if args.checkpoints:
-        kept = {
-            "save_dir": args.checkpoints, "checkpoint_interval": args.H, "resume": True, "max_restarts": args.restarts,
-        }  # fmt: skip
+        kept = {"save_dir": args.checkpoints, "checkpoint_interval": args.H, "resume": True}
+        placement = replace(placement, max_restarts=args.restarts)
     trainer.fit(
         strategy, num_nodes=args.num_nodes, max_steps=args.max_steps, batch_size=args.batch_size,
-        val_interval=max(1, args.max_steps // 10), engine=args.engine, **kept,
+        val_interval=max(1, args.max_steps // 10), placement=placement, **kept,
     )  # fmt: skip
 
     if is_initialized() and get_rank() > 0:  # torchrun starts several processes with the same model; one prints

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from exogym import LocalTrainer, NetworkTrainer
+from exogym import LocalTrainer, NetworkTrainer, Placement
 from exogym.callbacks import EvaluateNodes, Every
 from exogym.cli.compare import words_of
 from exogym.core.training.options import FitOptions
@@ -123,7 +123,7 @@ FIT = {
     "minibatch_size": ({"minibatch_size": -2}, ArgumentError, "minibatch_size=-2"),
     "val_batch_size": ({"val_batch_size": 0}, ArgumentError, "val_batch_size=0"),
     "log_interval": ({"log_interval": 0}, ArgumentError, "log_interval=0"),
-    "keep_checkpoints": ({"keep_checkpoints": 0}, ArgumentError, "keep_checkpoints=0"),
+    "placement": ({"placement": {"keep_checkpoints": 0}}, ArgumentError, "placement=.* must be a Placement"),
     "memory over 1": ({"max_memory_usage": 80}, ArgumentError, "max_memory_usage=80"),
     "memory 0": ({"max_memory_usage": 0}, ArgumentError, "max_memory_usage=0"),
     "memory text": ({"max_memory_usage": "80%"}, ArgumentError, "max_memory_usage='80%'"),
@@ -147,7 +147,6 @@ FIT = {
         "compute='fast' is not one of 'loop', 'vmap'",
     ),
     "vmap BatchNorm": ({"compute": "vmap"}, ModelError, "compute='vmap' cannot train this model"),
-    "reduction": ({"reduction": "sum"}, ArgumentError, "reduction='sum' is not one of"),
     "strategy class": ({"strategy": SimpleReduceStrategy}, ArgumentError, r"is not a Strategy: give an instance"),
     "strategy name": ({"strategy": "diloco"}, ArgumentError, "strategy='diloco' is not .*parse_strategy"),
     "callback": ({"callbacks": EvaluateNodes}, ArgumentError, "must be a list of functions"),
@@ -218,6 +217,7 @@ def test_refused_before_training(name):
         start(**options)
 
 
+OF_FIT, OF_PLACEMENT = ([field.name for field in dataclasses.fields(kind)] for kind in (FitOptions, Placement))
 STRANGE = [
     None, 0, -1, 1, 2.5, True, "x", "", "-1", "auto", [], [1], {}, {"a": 1}, (1, 2), b"x", object(), lambda: 1,
     float("nan"), float("inf"), 1e-300, 2**53, 10**30,
@@ -226,14 +226,15 @@ STRANGE = [
 
 @pytest.mark.filterwarnings("ignore:batch_size=")
 @pytest.mark.parametrize(
-    "name", [f.name for f in dataclasses.fields(FitOptions) if f.name not in ("max_steps", "save_dir", "run_dir")]
+    "name", [name for name in (*OF_FIT, *OF_PLACEMENT) if name not in ("max_steps", "save_dir", "run_dir")]
 )
 def test_a_strange_value_is_taken_or_refused_by_name(name):
     with torch.random.fork_rng():
         model = nn.Linear(6, 2)
     for value in STRANGE:
         try:
-            start(**{"model": model, "num_nodes": 2, "max_steps": 2, name: value})
+            given = {"placement": Placement(**{name: value})} if name in OF_PLACEMENT else {name: value}
+            start(**{"model": model, "num_nodes": 2, "max_steps": 2} | given)
         except ExoGymError as error:
             refused = str(error)
             assert name in refused or name in ("gradient_accumulation", "network", "strategy"), (value, refused)
@@ -349,7 +350,7 @@ def test_options_are_the_arguments_of_fit(trainer, other):
 
 
 def test_each_option_has_its_words():
-    assert all(words_of(field.name).endswith(".") for field in dataclasses.fields(FitOptions))
+    assert all(words_of(name).endswith(".") for name in (*OF_FIT, *OF_PLACEMENT))
 
 
 def test_success_leaves_the_callers_world_alone():

@@ -19,7 +19,7 @@ from processes import world
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from exogym import LocalTrainer
+from exogym import LocalTrainer, Placement
 from exogym.balance import Balance, share_out, speeds_of
 from exogym.callbacks import Every
 from exogym.core.base import rng
@@ -282,7 +282,7 @@ def test_placement_and_stretches_change_nothing(name: str, kind: str, monkeypatc
     for processes in (2, 3):
         assert fingerprint(fit(make(), balance=balance, processes=processes).model) == fingerprint(alone.model)
     tree, native = (nn.utils.parameters_to_vector(t.model.parameters()).detach() for t in (
-        alone, fit(make(), balance=balance, processes=2, reduction="native"),
+        alone, fit(make(), balance=balance, processes=2, placement=Placement(reduction="native")),
     ))  # fmt: skip
     assert torch.allclose(native, tree, rtol=1e-3, atol=1e-3 if name == "quantised" else 1e-4)
     monkeypatch.setattr(LocalTrainer, "max_stretch", 1)
@@ -351,7 +351,8 @@ torch.set_num_threads(1)
 seen = {}
 for name in ("DDP", "DiLoCo"):
     for reduction in ("tree", "native"):
-        trainer = t.fit(t.LAWFUL[name][0](), num_nodes=2, balance=t.Balance("batch", [1, 3]), reduction=reduction)
+        placement, balance = t.Placement(reduction=reduction), t.Balance("batch", [1, 3])
+        trainer = t.fit(t.LAWFUL[name][0](), num_nodes=2, balance=balance, placement=placement)
         weights = t.nn.utils.parameters_to_vector(trainer.model.parameters()).tolist()
         seen[f"{name} {reduction}"] = [t.fingerprint(trainer.model), weights]
 nodes = t.fit(t.DiLoCoStrategy(H=4, lr=0.01), num_nodes=5, balance="nodes")

@@ -18,7 +18,7 @@ from exogym.cli.live import print_table
 from exogym.cli.values import DATASETS, INTERRUPTED, Debug, check_dataset, numbers_of, processes_of
 from exogym.errors import ArgumentError
 from exogym.network import PRESETS
-from exogym.options import FitOptions, RunOptions, args_of, in_full
+from exogym.options import FitOptions, Placement, RunOptions, args_of, in_full, placed
 from exogym.progress import notice
 from exogym.strategy.registry import STRATEGIES
 from exogym.study.compare import DEFAULT_STRATEGIES, ComparisonInterrupted
@@ -43,7 +43,7 @@ def words_of(name: str) -> str:
     >>> words_of("num_nodes")
     'Number of nodes, N.'
     """
-    text = " " + " ".join(args_of(FitOptions).split())
+    text = " " + " ".join(f"{args_of(FitOptions)} {args_of(Placement)}".split())
     found = re.search(rf"(?<=[ ,]){name}(?:, \w+)*: (.*?\.)(?= |$)", text)
     assert found is not None, name
     return found[1]
@@ -83,10 +83,10 @@ def also_of_runs(command: Callable[..., None]) -> Callable[..., None]:
 
     The command reads the added options with `options_of_runs`.
     """
-    own = inspect.signature(command, eval_str=True).parameters
+    own, plain = inspect.signature(command, eval_str=True).parameters, RunOptions().values()
     further = [
         inspect.Parameter(
-            name, inspect.Parameter.KEYWORD_ONLY, default=getattr(RunOptions, name),
+            name, inspect.Parameter.KEYWORD_ONLY, default=plain[name],
             annotation=Annotated[kind if kind is bool else kind | None, typer.Option(help=words_of(name))],
         )
         for name, kind in PASSED_AS_TEXT.items()
@@ -173,7 +173,7 @@ def compare(
     Each finished run has its own folder. Ctrl-C or a crash loses only the current run; --resume continues. --dataset
     MODULE:FUNCTION names your function that returns an exogym.tasks.Task. The module may be in the current folder.
     """
-    known = {field.name for field in fields(ComparisonOptions)} - {"out", "resume"}
+    known = {*PASSED_AS_TEXT, *(field.name for field in fields(ComparisonOptions))} - {"out", "resume", "placement"}
     given = {name: value for name, value in context.params.items() if name in known}
     given |= {"problem": dataset, "processes": processes_of(processes), "speeds": numbers_of("--speeds", speeds)}
     if resume:
@@ -183,10 +183,10 @@ def compare(
             raise ArgumentError(f"--{name.replace('_', '-')} needs --network, for example --network wifi")
     check_dataset(given["problem"])
     if estimate:
-        print(estimate_of_comparison(**given))
+        print(estimate_of_comparison(**placed(given)))
         return
     try:
-        result = run_comparison(**given, out=out, resume=resume, progress=True)
+        result = run_comparison(**placed(given), out=out, resume=resume, progress=True)
     except ComparisonInterrupted as stopped:
         if stopped.result is not None:
             show(stopped.result)

@@ -25,7 +25,7 @@ from exogym.cli.compare import (
 )
 from exogym.cli.live import print_table
 from exogym.cli.values import DATASETS, INTERRUPTED, Debug, check_dataset, processes_of
-from exogym.options import LONG, FitOptions
+from exogym.options import LONG, FitOptions, placed
 from exogym.progress import notice
 from exogym.study.sweep import SweepInterrupted
 from exogym.study.sweep import sweep as run_sweep
@@ -88,7 +88,7 @@ def sweep(
         strategy=strategy, data=data, num_nodes=num_nodes, max_steps=max_steps, batch_size=batch_size, seeds=seeds,
         lr=lr, partitioner=partitioner, val_size=val_size, val_interval=val_interval,
         processes=processes_of(processes), engine=engine, device=device, network=network, step_seconds=step_seconds,
-        search=search, **options_of_runs(context),
+        search=search, **placed(options_of_runs(context)),
     )  # fmt: skip
     if estimate:
         print(estimate_of_sweep(dataset, _in_full(axes), **given))

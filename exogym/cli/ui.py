@@ -83,7 +83,7 @@ def forms_of(context: typer.Context) -> dict[str, list[dict[str, Any]]]:
 
     texts = [name for name, kind in PASSED_AS_TEXT.items() if kind is str]
     choices = {name: choices_of(name) for name in (*texts, "engine")} | {"dataset": list(DATASETS)}
-    kinds = {field.name: written_as(field.name) for field in fields(FitOptions) if field.name != "_"}
+    kinds = PASSED_AS_TEXT | {f.name: written_as(f.name) for f in fields(FitOptions) if f.name != "_"}
     examples = {"partitioner": list(FORMS), "network": list(PRESETS), "device": ["auto", "cpu", "cuda", "mps"]}
     offered = examples | choices
     commands: Any = context.find_root().command

@@ -1,4 +1,4 @@
-"""Job scripts for SLURM, and manifests for Kubernetes. (For Ray, use `fit(engine="ray")`.)
+"""Job scripts for SLURM, and manifests for Kubernetes. (For Ray, use `Placement(engine="ray")`.)
 
 You can write job scripts and manifests on any machine. To submit a job, you need a machine of the SLURM cluster:
 

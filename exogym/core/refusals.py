@@ -68,9 +68,9 @@ FEATURES: dict[str, str] = {
     'compute="vmap"': "`fit(compute='vmap')`",
     "processes": "`fit(processes=...)` except 1",
     "no forks": "a device other than the CPU, or a system other than Linux",
-    "engine": "`fit(engine=...)`",
+    "engine": "`Placement(engine=...)`",
     "no engine": "a run without `engine=`",
-    "cpus_per_process": "`fit(cpus_per_process=...)` except 1",
+    "cpus_per_process": "`Placement(cpus_per_process=...)` except 1",
     "processes of a launcher": "a script that torchrun, `python -m exogym.launch` or NetworkTrainer started",
     'precision="fp16"': "`fit(precision='fp16')`",
     'on_nonfinite="skip"': "`fit(on_nonfinite='skip')`",
@@ -103,8 +103,8 @@ FEATURES: dict[str, str] = {
     "speeds": "`compare(speeds=...)`",
     "checkpoint_interval": "`fit(checkpoint_interval=...)`",
     "resume": "`fit(resume=True)`",
-    "max_restarts": "`fit(max_restarts=...)`",
-    "client_state_memory": "`fit(client_state_memory=...)`",
+    "max_restarts": "`Placement(max_restarts=...)`",
+    "client_state_memory": "`Placement(client_state_memory=...)`",
     "no save_dir": "a run without `save_dir=` and without checkpoints in its `run_dir`",
     "save_dir of each host": "`fit(save_dir=...)` that is a different folder on each host",
     # a loop of the user
@@ -388,7 +388,7 @@ _COMPUTING: tuple[Refused, ...] = (
         "cpus_per_process",
         "no engine",
         "only processes that an engine starts use cpus_per_process",
-        "give engine='ray'",
+        "give Placement(engine='ray')",
     ),
 )
 _BALANCE: tuple[Refused, ...] = (

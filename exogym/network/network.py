@@ -43,8 +43,8 @@ class Network(Pricing):
             slowly, messages wait until their receivers are ready, and nodes agree before they communicate (see
             `exogym.network.overheads`).
         memory: a host's memory speed, such as "10GB/s". The exact reduction's copies and sums then take time, also from
-            steps that hide a transfer. If it is None, they take no time. torch's own reduction (`reduction="native"`)
-            copies less.
+            steps that hide a transfer. If it is None, they take no time. torch's own reduction
+            (`Placement(reduction="native")`) copies less.
 
     Raises:
         ArgumentError: an unknown unit; a bandwidth that is not over 0; a negative latency, jitter or loss.

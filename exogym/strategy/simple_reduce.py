@@ -86,9 +86,9 @@ class SimpleReduceStrategy(CommunicateOptimizeStrategy):
         inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`; clipping acts on the averaged
             gradient.
         bucket_size_mb: MiB per bucket of gradients, as torch's `bucket_cap_mb`. If each process holds one node and
-            `reduction="native"`, buckets are summed while backward still runs. Otherwise the argument has no effect.
-            Parameters without a gradient need no `find_unused_parameters`. Only the last micro-batch of a step sends,
-            as with torch's `no_sync`.
+            `Placement(reduction="native")`, buckets are summed while backward still runs. Otherwise the argument has no
+            effect. Parameters without a gradient need no `find_unused_parameters`. Only the last micro-batch of a step
+            sends, as with torch's `no_sync`.
         averaging: an `Averaging` with a `transport`.
 
     >>> strategy = SimpleReduceStrategy(inner_optim="sgd", lr=0.1)

@@ -20,7 +20,7 @@ from exogym.data import parse_partitioner
 from exogym.errors import ArgumentError, ExoGymError
 from exogym.logger import in_json
 from exogym.network import Network
-from exogym.options import LONG
+from exogym.options import LONG, placed
 from exogym.strategy.registry import parse_strategy
 from exogym.study.compare import DEFAULT_STRATEGIES
 from exogym.study.compare.asked import ComparisonOptions
@@ -194,7 +194,7 @@ def _session(task: Task, strategies: Any, options: Mapping[str, Any]) -> Session
     """Return a comparison's checked runs, with few seeds. It measures no time."""
     seeds = options.get("seeds", 3)
     few = min(seeds, MOST_SEEDS) if type(seeds) is int else seeds
-    return session_of(ComparisonOptions(task, strategies, **{**options, "seeds": few}), known_step_s=1.0)
+    return session_of(ComparisonOptions(task, strategies, **placed({**options, "seeds": few})), known_step_s=1.0)
 
 
 def _check_nodes(session: Session) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from exogym.errors import ArgumentError
-from exogym.options import RunOptions, in_full
+from exogym.options import RunOptions, in_full, placed
 from exogym.study.compare.asked import PASSED_AS_TEXT
 from exogym.study.compare.folder import Folder
 from exogym.study.runs import what_is
@@ -101,16 +101,18 @@ def _comparison(path: Path, kind: str, above: Row, given: Row) -> str:
     if kind == "sweep":
         strategy, own = arguments_of(in_full(entries[strategy]), str(given.get("strategy")))
     given = in_full(given)
-    plain = vars(RunOptions())  # options of runs with their defaults
+    plain = RunOptions().values()  # options of runs with their defaults
     objects = [n for n in plain if n not in PASSED_AS_TEXT or isinstance(given.get(n), dict)]
     if any(given.get(name) is not None for name in objects):
         return ""  # an object cannot be written as text, such as `faults`
     names = (*OF_A_COMPARISON, *PASSED_AS_TEXT)
     options: Row = {name: given[name] for name in names if given.get(name) not in (None, plain.get(name))} | own
+    options = placed(options)
     words = [repr(given["problem"]), repr(strategy), f"seeds=[{seed}]"]
     words += [f"{name}={pprint.pformat(value)}" for name, value in options.items()]
+    imported = "from exogym import Placement\n" if "placement" in options else ""
     return (
-        "from exogym.compare import compare\n\n"
+        f"{imported}from exogym.compare import compare\n\n"
         f"result = compare(\n    {', '.join(words[:2])},\n    {', '.join(words[2:])},\n)\n"
         "print(result.rows[0]['val_loss'])\n"
     )

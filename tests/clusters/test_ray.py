@@ -18,7 +18,7 @@ from paths import ROOT
 from raylets import raylets
 from torch.nn.functional import mse_loss
 
-from exogym import LocalTrainer, NetworkTrainer
+from exogym import LocalTrainer, NetworkTrainer, Placement
 from exogym.clusters.ray import Ray
 from exogym.clusters.ray.cluster import check_versions, looker
 from exogym.errors import ArgumentError
@@ -35,7 +35,7 @@ PROBLEM = """
 import os, signal, sys, threading
 from pathlib import Path
 import torch
-from exogym import LocalTrainer
+from exogym import LocalTrainer, Placement
 from exogym.callbacks import Every, WeightAverage
 from exogym.clusters.ray import Ray
 from exogym.errors import ArgumentError, ExoGymError
@@ -85,19 +85,23 @@ def test_a_cluster_started_here(tmp_path: Path) -> None:
     ("wrong", "said"),
     [
         ({"engine": "rai"}, "did you mean 'ray'"), ({"engine": 3}, "must be 'ray'"),
-        ({"cpus_per_process": 2}, "give engine='ray'"), ({"engine": "ray", "cpus_per_process": 0}, "at least 1"),
+        ({"cpus_per_process": 2}, "give Placement\(engine='ray'\)"),
+        ({"engine": "ray", "cpus_per_process": 0}, "at least 1"),
     ],
 )  # fmt: skip
 def test_options_that_are_refused(wrong: dict[str, Any], said: str) -> None:
     model, data = small_problem()
     with pytest.raises(ArgumentError, match=said):
-        LocalTrainer(model, data, loss_fn=mse_loss).fit(DiLoCoStrategy(H=4), num_nodes=2, max_steps=2, **wrong)
+        placement = Placement(**wrong)
+        LocalTrainer(model, data, loss_fn=mse_loss).fit(DiLoCoStrategy(H=4), num_nodes=2, placement=placement)
 
 
 def test_hosts_of_a_file_are_not_ray() -> None:
     model, data = small_problem()
     with pytest.raises(ArgumentError, match="leave processes and engine out, or train with LocalTrainer"):
-        NetworkTrainer({"master": "localhost"}, model, data).fit(DiLoCoStrategy(H=4), max_steps=2, engine="ray")
+        NetworkTrainer({"master": "localhost"}, model, data).fit(
+            DiLoCoStrategy(H=4), max_steps=2, placement=Placement(engine="ray")
+        )
 
 
 @pytest.mark.parametrize(
@@ -138,8 +142,8 @@ def torn(loop):
 
 expected, mean = (WeightAverage(decay=0.5) for _ in range(2))
 simulated = trained(callbacks=[expected])
-kept = dict(save_dir="kept", checkpoint_interval=4, max_restarts=1)
-away = trained(engine="ray", callbacks=[Every(4, Falls()), mean], **kept)
+kept = dict(save_dir="kept", checkpoint_interval=4)
+away = trained(placement=Placement(engine="ray", max_restarts=1), callbacks=[Every(4, Falls()), mean], **kept)
 assert Path("fell").exists()
 assert fingerprint(away.model) == fingerprint(simulated.model)
 assert away.traffic == simulated.traffic
@@ -154,13 +158,13 @@ listening = subprocess.run(["ss", "-Hltnp"], capture_output=True, text=True).std
 own = [line for line in listening.splitlines() if "ray" in line or "gcs_server" in line]
 assert own and all("127.0.0.1" in line.split()[3] for line in own), listening
 
-found = refused(engine="ray", processes=4, cpus_per_process=64)
+found = refused(placement=Placement(engine="ray", cpus_per_process=64), processes=4)
 assert "no room for 4 processes of 64 CPU each" in found, found
-found = refused(engine="ray", callbacks=[lambda loop, lock=threading.Lock(): None])
+found = refused(placement=Placement(engine="ray"), callbacks=[lambda loop, lock=threading.Lock(): None])
 assert "cannot be pickled" in found, found
-found = refused(engine="ray", callbacks=[Every(4, torn)])
+found = refused(placement=Placement(engine="ray"), callbacks=[Every(4, torn)])
 assert found == "ExoGymError: torn on purpose", found
-found = refused(engine=Ray("127.0.0.1:1"))
+found = refused(placement=Placement(engine=Ray("127.0.0.1:1")))
 assert "Ray is connected already" in found, found
 print("all is well")
 """
@@ -249,25 +253,28 @@ import csv
 import ray
 
 address = os.environ["RAY_ADDRESS"]
-found = refused(engine=Ray("127.0.0.1:1"))
+found = refused(placement=Placement(engine=Ray("127.0.0.1:1")))
 assert "no Ray cluster answers at address='127.0.0.1:1'" in found, found
-found = refused(engine=Ray("ray://127.0.0.1:1"))
+found = refused(placement=Placement(engine=Ray("ray://127.0.0.1:1")))
 assert "Ray's client" in found, found
-found = refused(engine=Ray("nonsense"))
+found = refused(placement=Placement(engine=Ray("nonsense")))
 assert "no Ray cluster answers at address='nonsense'" in found, found
-found = refused(engine=Ray(address, runtime_env={"env_vars": {"PYTHONPATH": os.path.abspath("other")}}))
+def at(path):
+    return Ray(address, runtime_env={"env_vars": {"PYTHONPATH": os.path.abspath(path)}})
+
+found = refused(placement=Placement(engine=at("other")))
 assert "versions on the Ray cluster differ" in found and "has exogym" in found, found
 ray.shutdown()
-found = refused(engine=Ray(address, runtime_env={"env_vars": {"PYTHONPATH": os.path.abspath("newer")}}))
+found = refused(placement=Placement(engine=at("newer")))
 assert "versions on the Ray cluster differ" in found and "has torch 9.9.9, here is " in found, found
 ray.shutdown()
-found = refused(engine="ray", processes=3)
+found = refused(placement=Placement(engine="ray"), processes=3)
 assert "no room for 3 processes of 1 CPU each" in found and "2 machines (1 CPU; 1 CPU)" in found, found
-found = refused(engine="ray", device="cuda")
+found = refused(placement=Placement(engine="ray"), device="cuda")
 assert "no room for 1 process of 1 CPU, 1 GPU each" in found, found
-found = refused(engine="ray", device="cpu", processes=5)
+found = refused(placement=Placement(engine="ray"), device="cpu", processes=5)
 assert "every process needs a node" in found, found
-assert fingerprint(trained(engine=Ray(placement="spread")).model) == fingerprint(trained().model)
+assert fingerprint(trained(placement=Placement(engine=Ray(placement="spread"))).model) == fingerprint(trained().model)
 
 from exogym.cli import main
 from exogym.study.sweep import sweep

@@ -13,6 +13,7 @@ import torch
 from problems import MixedRegressor, Regressor, plain, put, same, shards, train, unlike, vector
 from torch import Tensor, nn
 
+from exogym import Placement
 from exogym.errors import ArgumentError
 from exogym.faults import Faults
 from exogym.strategy import DiLoCoStrategy, EDiTStrategy
@@ -136,7 +137,7 @@ def test_a_stop_within_the_memory_of_norms_changes_no_bit(tmp_path: Path) -> Non
     given: dict[str, Any] = {"num_nodes": 3, "steps": 20, "final_sync": True}
     made = {"H": 2, "lr": 0.02, "memory": 3, "decay": 0.2, "reject": 1.0, "clip": 0.15}
     whole = train(EDiTStrategy(**made), **given)
-    saved = {"checkpoint_interval": 7, "save_dir": tmp_path / "all", "keep_checkpoints": 9}
+    saved = {"checkpoint_interval": 7, "save_dir": tmp_path / "all", "placement": Placement(keep_checkpoints=9)}
     assert torch.equal(train(EDiTStrategy(**made), **given, **saved).model, whole.model)
     shutil.copytree(tmp_path / "all/step_0000000014", tmp_path / "one/step_0000000014")
     assert torch.equal(train(EDiTStrategy(**made), save_dir=tmp_path / "one", resume=True, **given).model, whole.model)

@@ -20,7 +20,7 @@ from formulas import STEPS, B, Formula, check_bytes, degree, gather, once, ring,
 from problems import same, shards, train, unlike
 from strategies import CONTRIB, METHODS
 
-from exogym import NodeMesh
+from exogym import NodeMesh, Placement
 from exogym.callbacks import Every
 from exogym.core.combinations import UNTRIED, check
 from exogym.core.training.checking import checked_options
@@ -313,8 +313,8 @@ GIVEN: dict[str, dict[str, Any]] = {
     'precision="fp16"': {"precision": "fp16"},
     'on_nonfinite="skip"': {"on_nonfinite": "skip"},
     "node": {"node": NodeMesh(shard=2)},
-    "engine": {"engine": "ray"},
-    "client_state_memory": {"client_state_memory": 0, "save_dir": "kept"},
+    "engine": {"placement": Placement(engine="ray")},
+    "client_state_memory": {"placement": Placement(client_state_memory=0), "save_dir": "kept"},
 }
 ASKED = ("attach", "min_hosts", "node in several processes")  # no options of `fit`
 

@@ -14,7 +14,7 @@ from problems import BATCH, FEATURES, Regressor, examples, fleet_of, loss_of, pu
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from exogym import LocalTrainer, attach
+from exogym import LocalTrainer, Placement, attach
 from exogym.callbacks import Every
 from exogym.errors import ArgumentError, TrainingError
 from exogym.faults import Faults
@@ -78,7 +78,7 @@ def test_evaluations_and_stops_within_a_round_change_nothing(tmp_path: Any) -> N
     """The loss of a round's first step is in an earlier stretch, or in an earlier process."""
     given: dict[str, Any] = {"steps": 14, "final_sync": True}
     whole = train(QFedAvgStrategy(SGD, 2.0, H), PARTS, **given)
-    saved = {"checkpoint_interval": 3, "save_dir": tmp_path / "all", "keep_checkpoints": 9}
+    saved = {"checkpoint_interval": 3, "save_dir": tmp_path / "all", "placement": Placement(keep_checkpoints=9)}
     assert torch.equal(train(QFedAvgStrategy(SGD, 2.0, H), PARTS, **given, **saved).model, whole.model)
     shutil.copytree(tmp_path / "all/step_0000000006", tmp_path / "one/step_0000000006")
     on = train(QFedAvgStrategy(SGD, 2.0, H), PARTS, save_dir=tmp_path / "one", resume=True, **given)

@@ -23,7 +23,7 @@ pytestmark = [
 COUNT = 3
 TRAIN = """
 import os, time, torch
-from exogym import NetworkTrainer
+from exogym import NetworkTrainer, Placement
 from exogym.strategy import DiLoCoStrategy
 from exogym.testing import small_problem
 
@@ -37,7 +37,8 @@ class Slow(torch.utils.data.Dataset):
 
 model, data = small_problem()
 trainer = NetworkTrainer("hosts.json", model, Slow(data), data, loss_fn=torch.nn.functional.mse_loss, min_hosts=2)
-trainer.fit(DiLoCoStrategy(H=5, lr=0.01), max_steps=100_000, batch_size=8, max_restarts=2, val_interval=50)
+placement = Placement(max_restarts=2)
+trainer.fit(DiLoCoStrategy(H=5, lr=0.01), max_steps=100_000, batch_size=8, placement=placement, val_interval=50)
 """
 ROWS = """(() => {
   const bodies = [...document.querySelectorAll("tbody.hosts")];

@@ -27,7 +27,7 @@ from exogym.balance import Balance
 from exogym.core import combinations
 from exogym.core.combinations import REFUSED, Refused
 from exogym.core.training.checking import checked_options
-from exogym.core.training.options import FitOptions
+from exogym.core.training.options import FitOptions, placed
 from exogym.data import IterableData, Partitioner
 from exogym.errors import ArgumentError
 from exogym.faults import Diurnal, Faults
@@ -266,7 +266,7 @@ def trained(chosen: Chosen, folder: Path) -> Ran:
             raise Stop
 
     def fit(**more: Any) -> None:
-        trainer.fit(strategy, **arguments | {"callbacks": [look]} | more)
+        trainer.fit(strategy, **placed(arguments) | {"callbacks": [look]} | more)
 
     try:
         strategy = made(chosen)
@@ -387,7 +387,8 @@ def test_what_does_not_go_with_hosts_that_come_and_go(tmp_path: Path) -> None:
     for name in OPTIONS:
         if (strategy := made((name,))) is None or OPTIONS[name].model or OPTIONS[name].data:
             continue
-        options = checked_options(FitOptions(strategy, num_nodes=NODES, batch_size=8, **OPTIONS[name].fit(tmp_path)))
+        given = placed(OPTIONS[name].fit(tmp_path))
+        options = checked_options(FitOptions(strategy, num_nodes=NODES, batch_size=8, **given))
         try:
             check_hosts(options)
         except ArgumentError as error:

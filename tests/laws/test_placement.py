@@ -31,7 +31,7 @@ from strategies import OF_EACH_KIND, STRATEGIES, Broken
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
-from exogym import LocalTrainer
+from exogym import LocalTrainer, Placement
 from exogym.callbacks import EvaluateNodes, Every
 from exogym.core import engine
 from exogym.core.communicator import Wire
@@ -194,7 +194,7 @@ def test_native_sums_are_close_but_have_other_bits():
         return nn.utils.parameters_to_vector(trainer.model.parameters()).detach()
 
     tree = weights()
-    several = [weights(reduction="native", processes=p) for p in (1, 2, 3)]
+    several = [weights(placement=Placement(reduction="native"), processes=p) for p in (1, 2, 3)]
     for native in several:
         assert torch.allclose(native, tree, rtol=1e-5, atol=1e-6)
     assert any(not torch.equal(native, tree) for native in several)
@@ -297,7 +297,7 @@ def test_callbacks_see_the_run_from_the_caller(tmp_path):
             return loop.step == 9
 
         trainer = train(
-            **AVERAGES, processes=processes, save_dir=folder, keep_checkpoints=9,
+            **AVERAGES, processes=processes, save_dir=folder, placement=Placement(keep_checkpoints=9),
             callbacks=[Every(3, look), lambda loop: events.append(loop.step), EvaluateNodes()],
             logger=lambda record: events.append(record["step"]),
         )  # fmt: skip
@@ -421,8 +421,11 @@ WRONG = {
     "yes": ({"processes": True}, "processes=True must be a whole number"),
     "a half": ({"processes": 1.5}, "processes=1.5 must be a whole number"),
     "too many": ({"processes": 5}, "5 processes for num_nodes=4: every process needs a node; start at most 4"),
-    "restarts": ({"max_restarts": -1, "save_dir": "x"}, "max_restarts=-1 must be a whole number, 0 or more"),
-    "restarts, but no folder": ({"max_restarts": 2, "processes": 2}, "max_restarts=2 needs save_dir"),
+    "restarts": ({"placement": {"max_restarts": 1}}, "placement=.* must be a Placement, such as"),
+    "restarts, but no folder": (
+        {"placement": Placement(max_restarts=2), "processes": 2},
+        "max_restarts=2 needs save_dir",
+    ),
 }
 
 
@@ -441,6 +444,8 @@ def test_where_forking_is_not_safe_it_is_said(monkeypatch):
 
 # Starting again
 
+ONCE = Placement(max_restarts=1)
+
 
 @pytest.mark.parametrize("checkpoint_interval", [None, 3])
 def test_a_run_whose_process_dies_starts_again_from_the_last_checkpoint(checkpoint_interval, tmp_path, capfd):
@@ -453,7 +458,7 @@ def test_a_run_whose_process_dies_starts_again_from_the_last_checkpoint(checkpoi
 
     steps = []
     trainer = train(
-        **AVERAGES, model=Trouble(act), save_dir=tmp_path / "run", max_restarts=1, logger=CSVLogger(tmp_path / "log"),
+        **AVERAGES, model=Trouble(act), save_dir=tmp_path / "run", placement=ONCE, logger=CSVLogger(tmp_path / "log"),
         callbacks=[Every(1, lambda loop: steps.append(loop.step))], **options,
     )  # fmt: skip
     quiet = train(
@@ -476,7 +481,7 @@ def test_one_process_starts_again_from_the_last_checkpoint_too(tmp_path, capfd):
         if len(calls) == 20:
             raise OSError("the drive is gone")
 
-    options = {"save_dir": tmp_path / "run", "checkpoint_interval": 1, "max_restarts": 1}
+    options = {"save_dir": tmp_path / "run", "checkpoint_interval": 1, "placement": ONCE}
     trainer = train(**AVERAGES, model=Trouble(act, elsewhere=False), **options)
     assert fingerprint(trainer.model) == fingerprint(train(**AVERAGES, model=Trouble(lambda: None)).model)
     said = capfd.readouterr().err
@@ -486,13 +491,15 @@ def test_one_process_starts_again_from_the_last_checkpoint_too(tmp_path, capfd):
 
 def test_restarts_come_to_an_end(tmp_path):
     with pytest.raises(WorkerError, match="killed by SIGKILL"):
-        train(**AVERAGES, model=Trouble(kill_itself), processes=2, save_dir=tmp_path, max_restarts=2)
+        train(
+            **AVERAGES, model=Trouble(kill_itself), processes=2, save_dir=tmp_path, placement=Placement(max_restarts=2)
+        )
 
 
 def test_a_model_without_numbers_cannot_be_started_again_from(tmp_path):
     model = nn.Sequential(nn.LazyLinear(8), nn.Tanh(), nn.Linear(8, 2))
     with pytest.raises(ArgumentError, match=r"'0.weight', which is lazy: .* one batch before fit"):
-        train(**AVERAGES, model=model, processes=2, save_dir=tmp_path, max_restarts=1)
+        train(**AVERAGES, model=model, processes=2, save_dir=tmp_path, placement=ONCE)
 
 
 def test_what_a_new_start_cannot_cure_is_not_tried_again(tmp_path, capfd):
@@ -500,7 +507,7 @@ def test_what_a_new_start_cannot_cure_is_not_tried_again(tmp_path, capfd):
         raise ModelError("no")
 
     with pytest.raises(ModelError, match="no"):
-        train(**AVERAGES, model=Trouble(act), processes=2, save_dir=tmp_path, max_restarts=2)
+        train(**AVERAGES, model=Trouble(act), processes=2, save_dir=tmp_path, placement=Placement(max_restarts=2))
     assert "starting again" not in capfd.readouterr().err
 
 

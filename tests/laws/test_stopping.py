@@ -19,7 +19,7 @@ from strategies import OF_EACH_KIND, STRATEGIES
 from torch import nn
 
 import exogym.core.saving.checkpoint
-from exogym import LocalTrainer
+from exogym import LocalTrainer, Placement
 from exogym.callbacks import Every
 from exogym.core.communicator import Wire
 from exogym.core.saving.checkpoint import list_checkpoints, load
@@ -309,7 +309,13 @@ def test_a_signal_while_a_checkpoint_is_written(processes, tmp_path, monkeypatch
 
     monkeypatch.setattr(exogym.core.saving.checkpoint, "save_file", slowly)
     with pytest.raises(KeyboardInterrupt, match="SIGINT after step 3"):
-        train(**AVERAGES, processes=processes, save_dir=tmp_path / "run", checkpoint_interval=3, overlap=False)
+        train(
+            **AVERAGES,
+            processes=processes,
+            save_dir=tmp_path / "run",
+            checkpoint_interval=3,
+            placement=Placement(overlap=False),
+        )
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["step_0000000003", "step_0000000003_1"]
     resumed = train(**AVERAGES, save_dir=tmp_path / "run", checkpoint_interval=3, resume=True)
     assert outcome(resumed)[:2] == outcome(train(**AVERAGES))[:2]

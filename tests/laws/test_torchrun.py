@@ -33,6 +33,7 @@ sys.path.insert(0, tests)
 import torch
 import battery as b
 from strategies import STRATEGIES
+from exogym import Placement
 from exogym.callbacks import EvaluateNodes, Every
 from exogym.errors import ArgumentError
 
@@ -56,7 +57,7 @@ if world == 2:
 if world == 3:
     seen["callbacks"] = []
     b.train(**b.AVERAGES, callbacks=[lambda loop: seen["callbacks"].append([loop.step, loop.evaluate(3)])])
-    seen["native"] = b.outcome(b.train(STRATEGIES["ddp"].make(), max_steps=3, reduction="native"))
+    seen["native"] = b.outcome(b.train(STRATEGIES["ddp"].make(), max_steps=3, placement=Placement(reduction="native")))
 (folder / f"{rank}.part").write_text(json.dumps(seen))
 (folder / f"{rank}.part").rename(folder / f"{rank}.json")
 if world == 2:

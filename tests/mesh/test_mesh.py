@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from exogym import LocalTrainer, NodeMesh, PipelineParallel, Stage
+from exogym import LocalTrainer, NodeMesh, PipelineParallel, Placement, Stage
 from exogym.errors import ArgumentError
 from exogym.strategy import DiLoCoStrategy
 from exogym.testing import fingerprint
@@ -109,7 +109,7 @@ def test_what_cannot_be_is_refused(make, message):
         ({"node": [NodeMesh()]}, "1 NodeMeshes for 2 nodes"),
         ({"node": NodeMesh(shard=2), "compute": "vmap"}, "leave compute, processes and engine out"),
         ({"node": NodeMesh(shard=2), "processes": 2}, "leave compute, processes and engine out"),
-        ({"node": NodeMesh(shard=2), "engine": "ray"}, "leave compute, processes and engine out"),
+        ({"node": NodeMesh(shard=2), "placement": Placement(engine="ray")}, "leave compute, processes and engine out"),
         ({"node": NodeMesh(shard=9)}, "batch_size=8 is smaller than shard=9"),
         ({"node": NodeMesh(stages=2), "precision": "fp16"}, "fp16"),
         ({"node": NodeMesh(stages=5), "batch_size": 4}, "fewer than the 5 stages"),

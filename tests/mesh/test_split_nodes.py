@@ -52,7 +52,7 @@ for split in ("shard=2", "shard=2, zero=2", "shard=2, zero=1", "tensor=2", "stag
 found["lengths"] = PIPELINES["lengths"](lambda **given: {{"node": NodeMesh(**given)}})
 for name in {warily!r}:
     found[name] = wary(name, node=NodeMesh(shard=2))
-found["native"] = fit(trainer(), {DILOCO}, node=NodeMesh(shard=2), reduction="native", max_steps=4)
+found["native"] = fit(trainer(), {DILOCO}, node=NodeMesh(shard=2), placement=Placement(reduction="native"), max_steps=4)
 speeds = Balance("batch", speeds=[1, 3])
 found["speeds"] = fit(trainer(), {DILOCO}, node=NodeMesh(shard=2), balance=speeds, max_steps=4)
 for name, step_seconds in (("clock", "10ms"), ("measured", None)):
@@ -303,7 +303,7 @@ def test_a_lost_process_is_started_again_with_the_others(tmp_path):
 import os, signal, sys
 sys.path.insert(0, {str(TESTS)!r})
 from splits import *
-from exogym import NodeMesh
+from exogym import NodeMesh, Placement
 from exogym.mesh.devices import NodeDevices
 taken, gradient = [], NodeDevices.gradient
 def dying(self, worker, batch, row):
@@ -312,7 +312,7 @@ def dying(self, worker, batch, row):
         os.kill(os.getpid(), signal.SIGKILL)
     return gradient(self, worker, batch, row)
 NodeDevices.gradient = dying
-given = {{"save_dir": "kept", "checkpoint_interval": 2, "resume": True, "max_restarts": 1}}
+given = {{"save_dir": "kept", "checkpoint_interval": 2, "resume": True, "placement": Placement(max_restarts=1)}}
 keep(fit(text_trainer(), MADE["diloco clipped"][0](), node=NodeMesh(shard=2), **given))
 """
     )

@@ -8,7 +8,7 @@ import pytest
 import torch
 from paths import ROOT
 
-from exogym import LocalTrainer
+from exogym import LocalTrainer, Placement
 from exogym.core.clock import Clock
 from exogym.core.communicator import Communicator
 from exogym.errors import ArgumentError
@@ -105,7 +105,7 @@ def test_a_run_is_predicted_with_the_reduction_that_it_has(strategy, sums, agree
     data = torch.utils.data.TensorDataset(torch.ones(8, 2), torch.ones(8, 1))
     trainer = LocalTrainer(torch.nn.Linear(2, 1), data, loss_fn=torch.nn.functional.mse_loss)
     trainer.fit(
-        parse_strategy(strategy), num_nodes=2, batch_size=1, max_steps=6, reduction=reduction,
+        parse_strategy(strategy), num_nodes=2, batch_size=1, max_steps=6, placement=Placement(reduction=reduction),
         network=Network.of(BOTH), step_seconds=0.1,
     )  # fmt: skip
     assert trainer.clock.time_s[0] == pytest.approx(0.6 + first_s + sums * sum_s + agreements * 0.001)
@@ -123,7 +123,7 @@ def test_late_averages_overlap_unless_the_run_says_otherwise():
         trainer = LocalTrainer(model, data, loss_fn=lambda x, y: x.square().mean())
         trainer.fit(
             parse_strategy(strategy), num_nodes=2, batch_size=1, max_steps=12, network=network, step_seconds=10.0,
-            final_sync=False, overlap=overlap,
+            final_sync=False, placement=Placement(overlap=overlap),
         )  # fmt: skip
         ends.append(float(trainer.clock.time_s[0]))
         rows += advise(parameters=4, num_nodes=2, network=network, step_seconds=10.0, strategies=[strategy]).rows

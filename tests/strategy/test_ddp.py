@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
-from exogym import LocalTrainer
+from exogym import LocalTrainer, Placement
 from exogym.strategy import FedAvgStrategy, OptimSpec, SimpleReduceStrategy, Strategy
 
 RANKS, STEPS = 2, 8
@@ -161,7 +161,7 @@ def test_where_a_gradient_is_rounding_noise_adam_tells_two_sums_apart() -> None:
             x = torch.randn(120, 6, generator=torch.Generator().manual_seed(2))
             trainer = LocalTrainer(model, TensorDataset(x, x.sum(1, keepdim=True)), loss_fn=nn.functional.mse_loss)
             options: dict[str, Any] = {"num_nodes": 5, "max_steps": 10, "batch_size": 4, "device": "cpu"}
-            trainer.fit(SimpleReduceStrategy(name, lr=0.01), reduction=reduction, **options)
+            trainer.fit(SimpleReduceStrategy(name, lr=0.01), placement=Placement(reduction=reduction), **options)
             models.append(dict(model.named_parameters()))
         apart[name] = {key: float((p - models[1][key]).detach().abs().max()) for key, p in models[0].items()}
     noise = {name: values.pop("0.bias") for name, values in apart.items()}

@@ -8,31 +8,33 @@ from typing import Any
 
 import pytest
 
-from exogym import LocalTrainer, NodeMesh
+from exogym import LocalTrainer, NodeMesh, Placement
 from exogym.balance import Balance
 from exogym.cli import main
-from exogym.core.training.options import FitOptions, RunOptions
+from exogym.core.training.options import FitOptions, RunOptions, placed
 from exogym.errors import ArgumentError
 from exogym.faults import Faults
+from exogym.strategy import DiLoCoStrategy
 from exogym.study.compare import ComparisonInterrupted, compare
-from exogym.study.compare.asked import OF_NO_RESULT, PASSED_AS_TEXT, ComparisonOptions
+from exogym.study.compare.asked import FLAGS, OF_NO_RESULT, PASSED_AS_TEXT, ComparisonOptions
 from exogym.study.compare.entries import OF_SEVERAL_NODES
 from exogym.study.sweep import sweep
 from exogym.study.sweep.run import SweepOptions
+from exogym.testing import small_problem
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
 SMALL: dict[str, Any] = {"max_steps": 6, "num_nodes": 2, "device": "cpu", "seeds": 1}
 OF_FIT = [field.name for field in dataclasses.fields(FitOptions)]
-PASSED_ON = [field.name for field in dataclasses.fields(RunOptions)]
+PASSED_ON = [field.name for field in dataclasses.fields(RunOptions) if field.name != "placement"] + [*FLAGS]
 # A value that is not the default, for each; others that it needs.
 VALUES: dict[str, Any] = {
     "node": [NodeMesh(shard=2), NodeMesh(shard=4)], "gradient_accumulation": 2, "minibatch_size": 2,
     "max_memory_usage": 0.9, "val_batch_size": 16, "shuffle": False, "precision": "bf16", "compute": "vmap",
-    "reduction": "native",
-    "overlap": False, "balance": Balance("steps", speeds=[1.0, 0.5]), "faults": Faults(drop_rate=0.2),
-    "on_nonfinite": "skip", "final_sync": False, "log_interval": 2, "max_restarts": 1, "hang_s": 60.0,
-    "client_state_memory": 1e9, "dataloader_kwargs": {"timeout": 0},
+    "balance": Balance("steps", speeds=[1.0, 0.5]), "faults": Faults(drop_rate=0.2),
+    "on_nonfinite": "skip", "final_sync": False, "log_interval": 2, "reduction": "native",
+    "overlap": False, "max_restarts": 1, "hang_s": 60.0, "client_state_memory": 1e9,
+    "dataloader_kwargs": {"timeout": 0},
 }  # fmt: skip
 
 
@@ -49,8 +51,19 @@ def test_each_option_of_fit_is_taken_or_refused_by_name(name: str, study: Any, o
     assert f"has no argument {name!r}: {options.not_taken[name]}" in str(error.value)
 
 
+def test_an_option_of_a_placement_says_where_it_is_now() -> None:
+    fit = LocalTrainer(*small_problem()).fit
+    for name in (field.name for field in dataclasses.fields(Placement)):
+        for function in (fit, compare, sweep) if name in FLAGS else (fit,):
+            with pytest.raises(ArgumentError, match=rf"{name}'.* write placement=Placement\({name}=\.\.\.\)"):
+                function(DiLoCoStrategy(), **{name: 1})
+    for study in (compare, sweep):
+        with pytest.raises(ArgumentError, match=r"Placement\(engine='ray'\): .*sweep\(engine='ray'\)"):
+            study("digits", {"H": [2]}, placement=Placement(engine="ray"))
+
+
 def test_there_is_a_value_for_each_option_that_is_passed_on() -> None:
-    assert VALUES.keys() == set(PASSED_ON) and RunOptions(**VALUES).changed() == VALUES
+    assert VALUES.keys() == set(PASSED_ON) and RunOptions(**placed(VALUES)).changed() == VALUES
 
 
 @pytest.fixture
@@ -60,7 +73,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     fit = LocalTrainer.fit
 
     def noted(self: LocalTrainer, strategy: Any, **given: Any) -> Any:
-        found.append(given)
+        found.append(FitOptions(strategy, **given).values())
         return fit(self, strategy, **given)
 
     monkeypatch.setattr(LocalTrainer, "fit", noted)
@@ -70,7 +83,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("name", PASSED_ON)
 def test_what_is_passed_on_reaches_the_fit_of_each_run(name: str, seen: list[dict[str, Any]], tmp_path: Path) -> None:
     value = VALUES[name]
-    result = compare("digits", "single,diloco:H=2", out=tmp_path, **SMALL, **{name: value})
+    result = compare("digits", "single,diloco:H=2", out=tmp_path, **SMALL, **placed({name: value}))
     alone, fleet = seen
     assert fleet[name] == value and result.folder is not None
     assert alone[name] == (
@@ -82,7 +95,7 @@ def test_what_is_passed_on_reaches_the_fit_of_each_run(name: str, seen: list[dic
     assert (name in about.get("options", {})) is (name not in OF_NO_RESULT)
     assert f"{name}={value!r}" in result.heading
     del seen[:]
-    sweep("digits", {"H": [2]}, processes=1, out=tmp_path / "sweep", **SMALL, **{name: value})
+    sweep("digits", {"H": [2]}, processes=1, out=tmp_path / "sweep", **SMALL, **placed({name: value}))
     assert [given[name] for given in seen] == [value]
 
 
@@ -110,13 +123,15 @@ def test_they_can_be_swept(seen: list[dict[str, Any]]) -> None:
         ("fp32", True), ("fp32", False), ("bf16", True), ("bf16", False)
     ]  # fmt: skip
     assert len({row["val_loss"] for row in result.rows}) == 4
+    sweep("digits", ["overlap=true,false"], strategy="ddp", processes=1, placement=Placement(hang_s=9.0), **SMALL)
+    assert [(given["overlap"], given["hang_s"]) for given in seen[4:]] == [(True, 9.0), (False, 9.0)]
     with pytest.raises(ArgumentError, match="shuffle='no' should be true or false"):
         sweep("digits", ["shuffle=no"], **SMALL)
 
 
 def test_the_defaults_leave_no_trace(tmp_path: Path) -> None:
     """What decides results is, without new options, what it was: comparisons, sweeps and claims go on."""
-    folder = compare("digits", "ddp", out=tmp_path, hang_s=1.0, **SMALL).folder
+    folder = compare("digits", "ddp", out=tmp_path, placement=Placement(hang_s=1.0), **SMALL).folder
     assert folder is not None and "options" not in json.loads((folder / "run.json").read_text())
     assert compare("digits", "ddp", out=folder, resume=True, **SMALL).folder == folder
     swept = sweep("digits", {"H": [2]}, out=tmp_path / "sweep", processes=1, **SMALL)
@@ -130,7 +145,9 @@ def test_the_defaults_leave_no_trace(tmp_path: Path) -> None:
 def test_what_decides_the_result_must_be_the_same_to_go_on(study: Any, what: Any, tmp_path: Path) -> None:
     with_faults: dict[str, Any] = {"faults": Faults(drop_rate=0.2), "precision": "bf16"}
     first = study("digits", what, out=tmp_path / "out", **SMALL, **with_faults)
-    again = study("digits", what, out=first.folder, resume=True, hang_s=5.0, **SMALL, **with_faults)
+    again = study(
+        "digits", what, out=first.folder, resume=True, placement=Placement(hang_s=5.0), **SMALL, **with_faults
+    )
     assert again.rows == first.rows
     for others, message in (
         ({}, r"options: saved \{'precision': 'bf16', 'faults'"),
@@ -161,7 +178,7 @@ def test_a_sweep_goes_on_that_began_under_earlier_names(tmp_path: Path) -> None:
         ({"faults": "none"}, "faults='none' must be an exogym.faults.Faults"),
         ({"precision": "fp8"}, "precision='fp8'"),
         ({"faults": Faults(slow={1: 0.5})}, "ddp: faults with slow=.* all nodes take every step together"),
-        ({"max_restarts": 1}, "max_restarts needs a folder: give it as out"),
+        ({"placement": Placement(max_restarts=1)}, "max_restarts needs a folder: give it as out"),
         ({"val_size": 0}, "val_size=0"),
     ],
 )

@@ -11,6 +11,7 @@ import typer
 from exogym.cli import app
 from exogym.cli.ui import forms_of
 from exogym.errors import ArgumentError
+from exogym.options import placed
 from exogym.strategy.registry import STRATEGIES
 from exogym.study.compare import compare
 from exogym.study.sweep import sweep
@@ -42,7 +43,7 @@ def test_the_error_is_that_of_compare(given: dict[str, Any]) -> None:
     ((name, value),) = given.items()
     of_python = [1, 1] if name == "speeds" else value
     with pytest.raises(Exception) as caught:
-        compare("digits", "ddp", **{name: of_python})
+        compare("digits", "ddp", **placed({name: of_python}))
     (found,) = check("compare", {name: str(value), "strategies": "ddp"})["errors"]
     assert found == {"error": str(caught.value), "option": name}
 

@@ -31,7 +31,7 @@ BACK_S = 10.0  # seconds until this run's room is free again
 
 
 class Ray:
-    """Runs the training on a Ray cluster. `fit(engine="ray")` is the same as `fit(engine=Ray())`.
+    """Runs the training on a Ray cluster. `Placement(engine="ray")` is the same as `Placement(engine=Ray())`.
 
     ExoGym starts as many processes as the cluster has room for, but at most one per node; `processes=P` sets the
     number. Each process takes `cpus_per_process` CPUs, and one GPU if the run uses GPUs. Ray's own pickle carries

@@ -11,6 +11,10 @@ _MONEY = "multiply the hours and bytes of the table by your prices"
 _LIMITS = "compare the table's times and bytes with your limits"
 _FAULTS = "Faults(...) simulates nodes that go away"
 _STEP = "give the time of the whole node's step"
+_PLACED = (
+    *("engine", "cpus_per_process", "reduction", "overlap", "hang_s", "max_restarts", "client_state_memory"),
+    "keep_checkpoints",
+)
 _ASKED = "a server asks client_fraction of the clients, and Faults(trace=...) says which of them are available"
 
 # "where.name" or, if it was taken in many places, "name" -> what to do instead. An option of a command stands here by
@@ -57,6 +61,11 @@ RETIRED: dict[str, str] = {
         ],
         "exogym.contrib has it",
     ),
+    **{
+        f"{function}.{name}": f"write placement=Placement({name}=...)"
+        for function in ("fit", "compare", "sweep", "estimate")
+        for name in _PLACED
+    },
     "activation": "the momentum acts once in a period",
     "delay_compensation": "rule='discount' weakens old updates",
     "AsyncDiLoCoStrategy.lookahead": "heloco takes it",

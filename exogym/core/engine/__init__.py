@@ -1,8 +1,8 @@
 """The engines. An engine decides which processes hold a run's rows: for example, this process and its forks.
 
 A new engine is one more file here, with a class like `exogym.core.engine.protocol.Engine`, and an entry in `ENGINES`.
-If users choose it with `fit(engine=)`, its entry is in `NAMED` instead. A new engine also needs a wire between its
-processes. If the processes form a torch process group, use `ProcessWire`.
+If users choose it with `Placement(engine=)`, its entry is in `NAMED` instead. A new engine also needs a wire between
+its processes. If the processes form a torch process group, use `ProcessWire`.
 
 The run uses the engine that the user names, otherwise the first engine that applies:
 
@@ -37,14 +37,14 @@ __all__ = [
 ]
 
 ENGINES: list[Engine] = [Group(), Forked(), Alone()]  # the first that applies takes the run
-# The names for `fit(engine=)` -> an engine's module and class, imported when a run needs them.
+# The names for `Placement(engine=)` -> an engine's module and class, imported when a run needs them.
 NAMED = {"ray": ("exogym.clusters.ray", "Ray")}
 # Who takes an option `node` -> the module and class that make nodes of several devices of it.
 DEVICES = {"fit": ("exogym.mesh.nodes", "MeshNodes"), "attach": ("exogym.mesh.attached", "Shards")}
 
 
 def named_engine(name: str) -> type[Engine]:
-    """Return the class of the engine that `fit(engine=name)` runs on.
+    """Return the class of the engine that `Placement(engine=name)` runs on.
 
     >>> named_engine("ray").__name__
     'Ray'

@@ -170,8 +170,8 @@ def _ends_if_it_hangs(run: _Run) -> Iterator[None]:
         run.memory[MAIN_KNOWS] = 1
         stacks = os.pread(run.stacks, 1 << 16, 0).decode("utf-8", "replace").strip()
         raise WorkerError(
-            f"the main process hung (hang_s={run.hang_s:g}), and its worker processes have ended. hang_s=None sets no "
-            f"limit. Checkpoints are valid. The main process's stacks:\n{stacks}"
+            f"the main process hung (hang_s={run.hang_s:g}), and its worker processes have ended. "
+            f"Placement(hang_s=None) sets no limit. Checkpoints are valid. The main process's stacks:\n{stacks}"
         )
 
     if run.hang_s is None or threading.current_thread() is not threading.main_thread():

@@ -80,7 +80,7 @@ def _assemble(
     with contextlib.ExitStack() as undo:
         stream, worker, first_batch = workplace(subject, options, device, wire, undo)
         fleet = worker.fleet
-        fleet.comm.transfers.overlap = options.overlap and options.faults is None
+        fleet.comm.transfers.overlap = options.placement.overlap and options.faults is None
         total_steps = bar.total_steps = options.total_steps(_steps_per_epoch(options, stream))
         observers = _observers(options, bar, total_steps) if wire.is_main else Observers()
         if (folder := os.environ.get("EXOGYM_STEPS")) is not None:  # this host is watched
@@ -112,7 +112,7 @@ def _assemble(
             callback.load_state({})
         if kept is not None:
             kept.put_back(loop)
-            if options.overlap:
+            if options.placement.overlap:
                 loop.standing.write_behind()
         worker.begin(first_batch)
         observers.start(description | ({} if is_fresh else {"resumed_step": loop.reports.logged}))
@@ -200,7 +200,7 @@ def _run_and_clock(
         from exogym.core.training.timing import Timing
 
         given = (options.network, options.step_seconds, options.timeline)
-        timing = Timing(worker.fleet, *given, work, options.overlap)
+        timing = Timing(worker.fleet, *given, work, options.placement.overlap)
     availability = None if options.faults is None else options.faults.trace
     steps = options.total_steps(_steps_per_epoch(options, stream))
     run = Run(
@@ -223,7 +223,7 @@ def _agenda(
     return Agenda(
         options.total_steps(per_epoch), per_epoch, val_interval=options.val_interval,
         log_interval=options.log_interval, checkpoint_interval=options.checkpoint_interval,
-        save_dir=None if kept is None else kept.folder, keep_checkpoints=options.keep_checkpoints,
+        save_dir=None if kept is None else kept.folder, keep_checkpoints=options.placement.keep_checkpoints,
         final_sync=options.final_sync, max_stretch=max_stretch, description=description,
         examples_of=lambda nodes: stream.examples_of(nodes), keepers=None if kept is None else kept.keepers,
         evaluates=subject.val_dataset is not None, callbacks=callbacks,

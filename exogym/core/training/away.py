@@ -41,7 +41,7 @@ class Left:
 
 def send(trainer: Any, options: FitOptions, device: torch.device) -> None:
     """Train a `LocalTrainer`'s model in the engine's own processes, and store the results in the trainer."""
-    engine = None if isinstance(options.engine, str) else options.engine
+    engine = None if isinstance(options.placement.engine, str) else options.placement.engine
     body = functools.partial(_train, type(trainer), trainer.subject, trainer.max_stretch)
     try:
         _take(trainer, run_placed(trainer.subject, options, device, body, engine), options)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,23 +15,21 @@ from exogym.core.compute.spans import WAYS
 from exogym.core.compute.worker import AUTOCAST
 from exogym.core.engine import NAMED, named_engine, several_devices
 from exogym.core.training.options import FitOptions
-from exogym.errors import ArgumentError, check_choice, check_count, check_switch
+from exogym.errors import ArgumentError, check_choice, check_count, check_number, check_switch
 from exogym.faults import Faults
 from exogym.strategy.strategy import Strategy
 
 if TYPE_CHECKING:
     from exogym.network import Network
 
-COUNTS = (
-    *("num_nodes", "batch_size", "gradient_accumulation", "log_interval", "keep_checkpoints"),
-    "cpus_per_process",
-)
-SWITCHES = ("shuffle", "final_sync", "resume", "timeline")
-FOLDERS = ("save_dir", "run_dir")
+COUNTS = ("num_nodes", "batch_size", "gradient_accumulation", "log_interval")
 OPTIONAL_COUNTS = (
     *("num_epochs", "max_steps", "minibatch_size", "val_batch_size", "val_interval", "val_size"),
     "checkpoint_interval",
 )
+SWITCHES = ("shuffle", "final_sync", "resume", "timeline")
+FOLDERS = ("save_dir", "run_dir")
+CHOICES = {"compute": WAYS, "on_nonfinite": POLICIES, "precision": AUTOCAST}
 
 
 def checked_options(asked: FitOptions) -> FitOptions:
@@ -74,15 +71,13 @@ def _check_kinds(options: FitOptions) -> None:
         )
     if str(options.compute) not in WAYS and (instead := retired(str(options.compute), "compute")) is not None:
         raise ArgumentError(f"compute={options.compute!r}: {instead}")
-    check_choice("compute", options.compute, WAYS)
-    check_choice("reduction", options.reduction, ("tree", "native"))
-    check_choice("on_nonfinite", options.on_nonfinite, POLICIES)
-    check_choice("precision", options.precision, AUTOCAST)
-    if options.engine is not None:
-        if isinstance(options.engine, str):
-            check_choice("engine", options.engine, NAMED)
-        elif not isinstance(options.engine, tuple(map(named_engine, NAMED))):
-            raise ArgumentError(f"engine={options.engine!r} must be 'ray', or an exogym.engine.Ray with its options")
+    for name, choices in CHOICES.items():
+        check_choice(name, getattr(options, name), choices)
+    engine = options.placement.engine
+    if isinstance(engine, str):
+        check_choice("engine", engine, NAMED)
+    elif not (engine is None or isinstance(engine, tuple(map(named_engine, NAMED)))):
+        raise ArgumentError(f"{engine=} must be 'ray', or an exogym.engine.Ray with its options")
     if not isinstance(options.faults, Faults | None):
         raise ArgumentError(
             f"faults={options.faults!r} must be an exogym.faults.Faults, such as Faults(drop_rate=0.01)"
@@ -114,17 +109,10 @@ def _check_numbers(options: FitOptions) -> None:
             check_count(name, getattr(options, name))
     if options.processes != "auto":
         check_count("processes", options.processes)
-    if not is_whole(options.max_restarts) or options.max_restarts < 0:
-        raise ArgumentError(f"max_restarts={options.max_restarts!r} must be a whole number, 0 or more")
-    if not is_whole(options.seed):
+    if type(options.seed) is not int:
         raise ArgumentError(f"seed={options.seed!r} must be a whole number")
-    hang_s, usage, memory = options.hang_s, options.max_memory_usage, options.client_state_memory
-    if hang_s is not None and not (is_number(hang_s) and 0 < hang_s < math.inf):
-        raise ArgumentError(f"hang_s={hang_s!r} must be a number of seconds above 0, or None for no limit")
-    if usage is not None and not (is_number(usage) and 0 < usage <= 1):
-        raise ArgumentError(f"max_memory_usage={usage!r} must be a fraction over 0 and at most 1")
-    if memory is not None and not (is_number(memory) and 0 <= memory < math.inf):
-        raise ArgumentError(f"client_state_memory={memory!r} must be a number of bytes, at least 0, for example 2e9")
+    if options.max_memory_usage is not None:
+        check_number("max_memory_usage", options.max_memory_usage, over=0, most=1, more=", a share of the memory")
 
 
 def _check_counts(options: FitOptions) -> None:
@@ -141,12 +129,12 @@ def _check_counts(options: FitOptions) -> None:
 
 def _absolute(options: FitOptions, folder: str | Path | None) -> str | Path | None:
     """Return a folder's absolute path if processes elsewhere use it: their current folder may differ."""
-    return folder if folder is None or options.engine is None else Path(folder).absolute()
+    return folder if folder is None or options.placement.engine is None else Path(folder).absolute()
 
 
 def folder_of_checkpoints(options: FitOptions) -> str | Path | None:
     """Return the checkpoint folder (`save_dir` or a folder in `run_dir`), or None if no option asks for checkpoints."""
-    asked = options.checkpoint_interval or options.resume or options.max_restarts
+    asked = options.checkpoint_interval or options.resume or options.placement.max_restarts
     if options.save_dir is None and asked and isinstance(options.run_dir, str | os.PathLike):
         return Path(options.run_dir) / "checkpoints"
     return options.save_dir
@@ -160,11 +148,3 @@ def asked_to_go_on(options: FitOptions) -> bool:
 
     wanted = os.environ.get(RESUME)
     return options.resume or (wanted is not None and os.path.realpath(wanted) == os.path.realpath(options.run_dir))
-
-
-def is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -115,7 +115,7 @@ def _seats(options: FitOptions, worker: Worker, stream: Stream, steps: int) -> S
         if worker.fails_alone:
             check_single(stream, [node for told in found for node, _ in told], steps, worker.micro_batch_size)
 
-    return Seats(fleet, Store(options.client_state_memory, folder), arrived)
+    return Seats(fleet, Store(options.placement.client_state_memory, folder), arrived)
 
 
 def add_figures(loop: TrainingLoop) -> None:

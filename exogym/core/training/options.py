@@ -11,12 +11,12 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, fields
+from dataclasses import KW_ONLY, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 from exogym.balance import Balance
-from exogym.errors import checked
+from exogym.errors import ArgumentError, check_choice, check_count, check_number, check_switch, checked
 
 if TYPE_CHECKING:  # none of this is needed to know the options
     import torch
@@ -28,7 +28,9 @@ if TYPE_CHECKING:  # none of this is needed to know the options
     from exogym.strategy.strategy import Strategy
 
 # What tools use, as `exogym.options`.
-__all__ = ["LONG", "FitOptions", "RunOptions", "args_of", "describe", "in_full", "takes", "written_as"]
+__all__ = [
+    "LONG", "FitOptions", "Placement", "RunOptions", "args_of", "describe", "in_full", "placed", "takes", "written_as",
+]  # fmt: skip
 
 DECISIVE = (
     *("num_nodes", "batch_size", "gradient_accumulation", "minibatch_size", "max_memory_usage", "shuffle", "precision"),
@@ -51,6 +53,69 @@ def in_full(options: Mapping[str, Any]) -> dict[str, Any]:
     {'num_nodes': 4, 'H': 5}
     """
     return {LONG.get(name, name): value for name, value in options.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Where and how a run's processes compute, send and restart. Only `reduction` changes a result, by rounding.
+
+    Args:
+        engine: "ray" trains on a Ray cluster, or starts a cluster here, in as many processes as fit. For a cluster's
+            address give an `exogym.engine.Ray`. If `engine` is None, the run uses this machine, or the machines whose
+            processes run this script together.
+        cpus_per_process: Processors that Ray gives to each process.
+        reduction: "tree" (exact: the same bits on every layout) or "native" (torch's own all-reduce and sums).
+        overlap: On hosts, send averages that arrive late while nodes compute. On hosts and in one process, write
+            checkpoints while nodes compute. With False, nodes wait for such an average right after sending it, also in
+            a simulation's clock, and for each checkpoint. The results have the same bits.
+        hang_s: Seconds that a step may take before its process counts as hung. ExoGym kills such a process and handles
+            it like a crash (`max_restarts`). Only runs with several processes have this limit. If steps are split, the
+            limit holds for each micro-batch. The limit is six times as long for the start, the first step, each batch
+            of an evaluation, a checkpoint, and a callback (between two calls of `loop.beat()`). If `hang_s` is None,
+            there is no limit, for example for a process that a debugger holds.
+        max_restarts: Restarts allowed after errors and crashes. All processes start again from the last checkpoint.
+            Under torchrun use torchrun's --max-restarts, and give `fit` resume=True.
+        client_state_memory: Bytes of memory, per process, for the saved state of idle sampled clients. State
+            (optimizers, control variates) beyond this limit is in files under `save_dir`. If `client_state_memory` is
+            None, all of this state stays in memory. While ExoGym writes a checkpoint, all of this state is in memory.
+        keep_checkpoints: How many checkpoints to keep in `save_dir`.
+
+    Raises:
+        ArgumentError: a value has the wrong kind, or is out of range.
+
+    >>> Placement(reduction="native", max_restarts=3)
+    Placement(reduction='native', max_restarts=3)
+    """
+
+    engine: str | Engine | None = None
+    cpus_per_process: int = 1
+    reduction: str = "tree"
+    overlap: bool = True
+    hang_s: float | None = 600.0
+    max_restarts: int = 0
+    client_state_memory: float | None = None
+    keep_checkpoints: int = 2
+
+    def __post_init__(self) -> None:
+        check_choice("reduction", self.reduction, ("tree", "native"))
+        check_switch("overlap", self.overlap)
+        check_count("cpus_per_process", self.cpus_per_process)
+        check_count("keep_checkpoints", self.keep_checkpoints)
+        check_count("max_restarts", self.max_restarts, least=0)
+        if self.hang_s is not None:
+            check_number("hang_s", self.hang_s, over=0, more=", the limit in seconds, or None for no limit")
+        if self.client_state_memory is not None:
+            check_number("client_state_memory", self.client_state_memory, least=0, more=", in bytes, for example 2e9")
+
+    def __repr__(self) -> str:
+        return f"Placement({', '.join(f'{name}={value!r}' for name, value in changed(self.values()).items())})"
+
+    def values(self) -> dict[str, Any]:
+        """Return all options by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+Placement.__init__ = checked(Placement.__init__)  # type: ignore[method-assign]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,10 +146,6 @@ class RunOptions:
         shuffle: Deal the examples in random order.
         precision: "fp32", or autocast in "bf16" or "fp16". `autocast=True` means "bf16".
         compute: "loop" (one node after another, exact) or "vmap" (all rows at once; for accelerators).
-        reduction: "tree" (exact: the same bits on every layout) or "native" (torch's own all-reduce and sums).
-        overlap: On hosts, send averages that arrive late while nodes compute. On hosts and in one process, write
-            checkpoints while nodes compute. With False, nodes wait for such an average right after sending it, also in
-            a simulation's clock, and for each checkpoint. The results have the same bits.
         balance: Share the load by speed: with "nodes" fast processes get more nodes, with "batch" or "steps" fast nodes
             get larger batches or more local steps. A `Balance` also gives the speeds (see `exogym.balance`). If
             `balance` is None, all nodes do the same work, and each process gets about the same number of nodes.
@@ -96,16 +157,7 @@ class RunOptions:
             ExoGym checks only losses. Infs that fp16's scaling handles are not errors.
         final_sync: Synchronize at the end if some steps are not synchronized yet, and count the bytes.
         log_interval: Steps between records.
-        max_restarts: Restarts allowed after errors and crashes. All processes start again from the last checkpoint.
-            Under torchrun use torchrun's --max-restarts, and give `fit` resume=True.
-        hang_s: Seconds that a step may take before its process counts as hung. ExoGym kills such a process and handles
-            it like a crash (`max_restarts`). Only runs with several processes have this limit. If steps are split, the
-            limit holds for each micro-batch. The limit is six times as long for the start, the first step, each batch
-            of an evaluation, a checkpoint, and a callback (between two calls of `loop.beat()`). If `hang_s` is None,
-            there is no limit, for example for a process that a debugger holds.
-        client_state_memory: Bytes of memory, per process, for the saved state of idle sampled clients. State
-            (optimizers, control variates) beyond this limit is in files under `save_dir`. If `client_state_memory` is
-            None, all of this state stays in memory. While ExoGym writes a checkpoint, all of this state is in memory.
+        placement: Where and how the run's processes compute, send and restart (see `exogym.Placement`).
         dataloader_kwargs: Arguments for torch's DataLoader (num_workers, collate_fn, ...). With {"drop_last": True} a
             node leaves out the short last batch of its epochs in training; a node with less than a batch keeps it.
     """
@@ -118,26 +170,30 @@ class RunOptions:
     shuffle: bool = True
     precision: str = "fp32"
     compute: str = "loop"
-    reduction: str = "tree"
-    overlap: bool = True
     balance: Balance | str | None = None
     faults: Faults | None = None
     on_nonfinite: str = "raise"
     final_sync: bool = True
     log_interval: int = 1
-    max_restarts: int = 0
-    hang_s: float | None = 600.0
-    client_state_memory: float | None = None
+    placement: Placement = Placement()
     dataloader_kwargs: dict[str, Any] | None = None
 
-    def changed(self) -> dict[str, Any]:
-        """Return the options that differ from their defaults.
+    def __post_init__(self) -> None:
+        if not isinstance(self.placement, Placement):
+            raise ArgumentError(f"placement={self.placement!r} must be a Placement, such as Placement(max_restarts=3)")
 
-        >>> RunOptions(precision="bf16", shuffle=True).changed()
-        {'precision': 'bf16'}
+    def values(self, of: Any = None) -> dict[str, Any]:
+        """Return all options by name, also the options in `placement`. `of` is a base class, to leave others out."""
+        own = {field.name: getattr(self, field.name) for field in fields(of or self) if field.name != "placement"}
+        return self.placement.values() | own
+
+    def changed(self) -> dict[str, Any]:
+        """Return the options that differ from their defaults, by name, also the options in `placement`.
+
+        >>> RunOptions(precision="bf16", shuffle=True, placement=Placement(max_restarts=3)).changed()
+        {'max_restarts': 3, 'precision': 'bf16'}
         """
-        given = {field.name: getattr(self, field.name) for field in fields(RunOptions)}
-        return {name: value for name, value in given.items() if value != getattr(RunOptions, name)}
+        return changed(self.values(RunOptions))
 
 
 @dataclass(frozen=True)
@@ -164,10 +220,6 @@ class FitOptions(RunOptions):
             result has the same bits for every number of processes. "auto" runs a short trial, uses the machine's cores
             if that is faster, and prints its choice. Do not give this option under `python -m exogym.launch` or
             torchrun, where the launched processes share the nodes.
-        engine: "ray" trains on a Ray cluster, or starts a cluster here, in as many processes as fit. For a cluster's
-            address give an `exogym.engine.Ray`. If `engine` is None, the run uses this machine, or the machines whose
-            processes run this script together.
-        cpus_per_process: Processors that Ray gives to each process.
         network: Predict the time on this network. Give text ("wifi", "100Mbps,20ms") or a `Network` (see
             `exogym.network`). `time_s` in the history and `trainer.clock` hold the predicted time.
         step_seconds: Seconds of a node's step, for the predicted time: a number, text ("80ms"), a value per node, or a
@@ -178,13 +230,13 @@ class FitOptions(RunOptions):
         logger: A logger or a function, or a list of them (see `exogym.logger`).
         progress: Show a progress bar. If `progress` is None, show it only if stderr is a terminal.
         callbacks: Functions that the training loop calls (see `exogym.callbacks`).
-        save_dir, checkpoint_interval, keep_checkpoints: Folder for checkpoints, steps between two checkpoints (the run
-            also writes one at its end), and how many checkpoints to keep.
+        save_dir, checkpoint_interval: Folder for checkpoints, and steps between two checkpoints. The run also writes a
+            checkpoint at its end.
         resume: Continue from the newest good checkpoint in `save_dir`; without a checkpoint, start a new run. The
             number of processes may differ.
         run_dir: Write the run's options, records, events and result into this folder (see `core.record.run_folder`).
             The folder must be new, or with `resume` the resumed run's folder. Without `save_dir`, this folder also gets
-            the checkpoints if `checkpoint_interval`, `resume` or `max_restarts` is given.
+            the checkpoints if `checkpoint_interval`, `resume` or `Placement(max_restarts=)` is given.
     """
 
     strategy: Strategy
@@ -199,8 +251,6 @@ class FitOptions(RunOptions):
     seed: int = 0
     device: str | torch.device = "auto"
     processes: int | str = 1
-    engine: str | Engine | None = None
-    cpus_per_process: int = 1
     network: Network | str | None = None
     step_seconds: Any = None
     timeline: bool = False
@@ -209,15 +259,15 @@ class FitOptions(RunOptions):
     callbacks: Sequence[Callable[..., Any]] = ()
     save_dir: str | Path | None = None
     checkpoint_interval: int | None = None
-    keep_checkpoints: int = 2
     resume: bool = False
     run_dir: str | Path | None = None
 
     def features(self) -> dict[str, str]:
         """Return the features that the run and its strategy use. Keys are names in `exogym.core.refusals.FEATURES`."""
-        given = {name: getattr(self, name) for name in SAID if getattr(self, name) != getattr(FitOptions, name)}
+        values = self.values()
+        given = changed({name: values[name] for name in SAID})
         found = self.strategy.features() | {name: f"{name}={value!r}" for name, value in given.items()}
-        found |= {f"no {name}": f"no {name}" for name in LEFT_OUT if getattr(self, name) is None}
+        found |= {f"no {name}": f"no {name}" for name in LEFT_OUT if values[name] is None}
         chosen = given.keys() & {"compute", "precision", "on_nonfinite"}
         found |= {f'{name}="{given[name]}"': found[name] for name in chosen}
         if self.num_epochs is not None:
@@ -230,7 +280,9 @@ class FitOptions(RunOptions):
             found["step_seconds"] = f"step_seconds={self.step_seconds!r}"
         if self.nodes is not None:
             found |= self.nodes.features()
-        if self.strategy.driven_by == "programs" and (self.engine is not None or self.processes not in (1, "auto")):
+        if self.strategy.driven_by == "programs" and (
+            values["engine"] is not None or self.processes not in (1, "auto")
+        ):
             found["one node's strategy in processes"] = f"{type(self.strategy).__name__} in several processes"
         if self.sharing is not None:
             what = found["balance"] = f"balance={self.sharing.kind!r}"
@@ -289,7 +341,8 @@ class FitOptions(RunOptions):
 
     def description(self) -> dict[str, Any]:
         """Return everything that decides the run's result, as JSON."""
-        given = {name: getattr(self, name) for name in DECISIVE}
+        values = self.values()
+        given = {name: values[name] for name in DECISIVE}
         given |= {"strategy": describe(self.strategy), "partitioner": describe(self.partitioner)}
         if self.network is not None:
             network = self.network if isinstance(self.network, str) else self.network.describe()
@@ -300,6 +353,25 @@ class FitOptions(RunOptions):
         given |= {"balance": self.weighing.kind} if self.weighing is not None else {}
         given |= {} if self.on_nonfinite == "raise" else {"on_nonfinite": self.on_nonfinite}
         return given | ({} if self.faults is None else {"faults": describe(self.faults)})
+
+
+_DEFAULTS = {field.name: field.default for kind in (Placement, FitOptions) for field in fields(kind)}
+
+
+def changed(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that differ from the defaults of `FitOptions` and `Placement`."""
+    return {name: value for name, value in options.items() if value != _DEFAULTS[name]}
+
+
+def placed(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options in which those that belong to a `Placement` are in `placement`, as `fit` takes them.
+
+    >>> placed({"num_nodes": 4, "max_restarts": 3})
+    {'num_nodes': 4, 'placement': Placement(max_restarts=3)}
+    """
+    own = {field.name: options[field.name] for field in fields(Placement) if field.name in options}
+    rest = {name: value for name, value in options.items() if name not in own}
+    return rest | ({"placement": replace(rest.get("placement", Placement()), **own)} if own else {})
 
 
 P = ParamSpec("P")
@@ -383,7 +455,7 @@ def written_as(name: str) -> type | None:
     >>> written_as("max_restarts"), written_as("hang_s"), written_as("balance"), written_as("faults")
     (<class 'int'>, <class 'float'>, <class 'str'>, None)
     """
-    (annotation,) = (field.type for field in fields(FitOptions) if field.name == name)
+    (annotation,) = (f.type for kind in (FitOptions, Placement) for f in fields(kind) if f.name == name)
     parts = str(annotation).split(" | ")
     return next((kind for kind in (int, float, bool, str) if kind.__name__ in parts), None)
 

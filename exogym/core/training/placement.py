@@ -35,10 +35,11 @@ def run_placed(
         WorkerError, or a process's own error: the run still failed after `max_restarts` restarts from the last
             checkpoint.
     """
+    asked = options.placement
     engine_options = EngineOptions(
-        options.num_nodes, options.processes, device, options.reduction == "native", options.hang_s,
-        engine=options.engine if isinstance(options.engine, str) else None, wanted=options.device,
-        cpus_per_process=options.cpus_per_process, may_move=options.save_dir is not None,
+        options.num_nodes, options.processes, device, asked.reduction == "native", asked.hang_s,
+        engine=asked.engine if isinstance(asked.engine, str) else None, wanted=options.device,
+        cpus_per_process=asked.cpus_per_process, may_move=options.save_dir is not None,
         nodes=_in_processes(options),
     )  # fmt: skip
     found = engine or engine_for(engine_options)
@@ -57,8 +58,8 @@ def run_placed(
     assert found is not None
     dealt, weighed = _dealt(found, engine_options, options, subject)
     if not found.runs_again:
-        _say_who_restarts(options.max_restarts)
-    if not found.runs_again or (found.is_here and not options.max_restarts):
+        _say_who_restarts(asked.max_restarts)
+    if not found.runs_again or (found.is_here and not asked.max_restarts):
         return found.run(dealt, functools.partial(body, weighed))
     tries = itertools.count()
 

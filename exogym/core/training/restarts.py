@@ -21,16 +21,17 @@ NOT_CURED = (ArgumentError, CheckpointError, DataError, ModelError, StrategyErro
 
 def restarted(model: nn.Module, options: FitOptions, train: Callable[[FitOptions], Result]) -> Result:
     """Train. After an error that a restart may cure, restart from the last checkpoint, at most `max_restarts` times."""
-    for attempt, given in enumerate(_attempts(model, options)):
+    most = options.placement.max_restarts
+    for attempt, given in enumerate(_attempts(model, options, most)):
         try:
             return _followed(given, train)
         except NOT_CURED:
             raise
         except Exception as error:
-            if attempt == options.max_restarts:
+            if attempt == most:
                 raise
             what = f"{type(error).__name__}: {error}"
-            notice(f"{what}; starting again from the last checkpoint, if any ({attempt + 1} of {options.max_restarts})")
+            notice(f"{what}; starting again from the last checkpoint, if any ({attempt + 1} of {most})")
     raise AssertionError
 
 
@@ -44,21 +45,21 @@ def _followed(options: FitOptions, train: Callable[[FitOptions], Result]) -> Res
             options = replace(options, resume=options.resume or moved.begun)
 
 
-def _attempts(model: nn.Module, options: FitOptions) -> Iterator[FitOptions]:
+def _attempts(model: nn.Module, options: FitOptions, most: int) -> Iterator[FitOptions]:
     """Yield the options for the first try and for each restart. Before a restart, give the model its initial values.
 
     Raises:
         ArgumentError: `max_restarts` with a lazy model, which has no initial values yet.
     """
-    if not options.max_restarts:
+    if not most:
         yield options
         return
     tensors = [*model.named_parameters(), *model.named_buffers()]
     if lazy := [name for name, x in tensors if nn.parameter.is_lazy(x)]:
-        check(features_of(max_restarts=options.max_restarts) | {"lazy modules": f"{lazy[0]!r}, which is lazy"})
+        check(features_of(max_restarts=most) | {"lazy modules": f"{lazy[0]!r}, which is lazy"})
     kept = {name: x.detach().clone() for name, x in tensors}
     yield options
-    for _ in range(options.max_restarts):
+    for _ in range(most):
         with torch.no_grad():
             for name, x in [*model.named_parameters(), *model.named_buffers()]:
                 if name in kept:

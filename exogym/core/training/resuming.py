@@ -17,7 +17,6 @@ from exogym.core.saving.checkpoint import differences, load_newest, remove_lefto
 from exogym.core.saving.checkpoint_files import Snapshot, list_checkpoints
 from exogym.core.saving.keepers import Keepers, check_folder, everywhere, find_keepers, holding
 from exogym.core.saving.snapshots import check_counters, restore
-from exogym.core.training.checking import is_number
 from exogym.core.training.loop import TrainingLoop
 from exogym.core.training.options import FitOptions
 from exogym.errors import ArgumentError, CheckpointError
@@ -193,7 +192,7 @@ def _check_chosen(snapshot: Snapshot, options: FitOptions) -> None:
         if options.max_memory_usage is not None and options.minibatch_size is None
         else micro == options.micro_batch_size,
         "speeds": speeds is None or (isinstance(speeds, list) and len(speeds) == options.num_nodes
-        and all(is_number(x) and 0 < x < np.inf for x in speeds)),
+        and all(type(x) in (int, float) and 0 < x < np.inf for x in speeds)),
     }  # fmt: skip
     right["speeds"] = right["speeds"] and (speeds is not None) == (options.weighing is not None)
     for name, is_right in right.items():

@@ -67,7 +67,7 @@ def _trial(wire: Wire, subject: Subject, options: FitOptions, device: torch.devi
         sys.stdout = sys.stderr = io.StringIO()
         quiet = replace(
             options, processes=1, logger=None, progress=False, callbacks=(), save_dir=None, checkpoint_interval=None,
-            resume=False, max_restarts=0, run_dir=None,
+            resume=False, run_dir=None, placement=replace(options.placement, max_restarts=0, client_state_memory=None),
         )  # fmt: skip
         loop = assemble(subject, quiet, device, None, Wire(range(rows)))
         total, first_event = loop.agenda.total_steps, min(loop.driver.next_event(0), loop.agenda.total_steps)

@@ -66,7 +66,7 @@ def workplace(
         second = lambda: trial(next(iter(stream.batches(stream.first, 1, 1))))  # noqa: E731
         look(worker, trial(first_batch), second, _alone(options, stream) if normalizes(model) else None)
     if buffers := sum(model.get_buffer(name).nbytes for name in worker.changing):
-        forked = options.engine is None and options.processes != 1  # which share the memory of the machine
+        forked = options.placement.engine is None and options.processes != 1  # which share the memory of the machine
         check_rows(
             model, options.strategy, device, num_nodes=options.num_nodes, buffer_bytes=buffers,
             rows=rows if forked else len(wire.ranks), processes=wire.devices.parts, is_cut=is_split,

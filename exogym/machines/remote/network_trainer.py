@@ -6,6 +6,7 @@ import itertools
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -110,15 +111,15 @@ class NetworkTrainer(Trainer):
                 gives a node several devices, each such group of slots has one node. More nodes are divided over the
                 slots as evenly as possible.
             device: "auto" means each host's device in the hosts file.
-            processes, engine, cpus_per_process: leave these out; the slots in the hosts file set the number of
-                processes.
+            processes: leave it out; the slots in the hosts file set the number of processes.
             logger, callbacks: run in rank 0, on the master. Files that they write stay on the master.
             save_dir: folder for checkpoints. The hosts may share this folder, or each host has its own folder at this
                 path. A relative path starts in the project's folder.
             run_dir: the run folder. Rank 0 writes it on the master. A relative path starts in the project's folder. If
                 `run_dir` is None, the run uses a folder that is copied to the controller with the results (see
                 `exogym.core.record.run_folder`).
-            max_restarts: how often all processes may be restarted after a failure, from the last checkpoint.
+            placement: leave `engine` and `cpus_per_process` out. `max_restarts` says how often all processes may be
+                restarted after a failure, from the last checkpoint.
             strategy and the other arguments: as for `LocalTrainer.fit`.
 
         Raises:
@@ -128,8 +129,8 @@ class NetworkTrainer(Trainer):
             WorkerError: a host failed. The output of its processes is in `folder`.
             KeyboardInterrupt: after Ctrl-C, when the processes on all hosts have ended.
         """
-        if asked.engine is not None:
-            check({"engine": f"engine={asked.engine!r}", "NetworkTrainer": "NetworkTrainer"})
+        if (engine := asked.placement.engine) is not None:
+            check({"engine": f"{engine=}", "NetworkTrainer": "NetworkTrainer"})
         given = vars(asked) | {"save_dir": folder_of_checkpoints(asked)}
         number, part = next(_fits), LaunchedPart.of_this_process()
         if part is not None:
@@ -229,7 +230,7 @@ class NetworkTrainer(Trainer):
 
     def _as_a_member(self, part: LaunchedPart, number: int, given: dict[str, Any]) -> nn.Module:
         """Train with the hosts that are present."""
-        size, given["max_restarts"] = sum(part.slots), 0
+        size, given["placement"] = sum(part.slots), replace(given["placement"], max_restarts=0)
         assert part.membership is not None
         given["num_nodes"] = given["num_nodes"] or size
         with membership(*part.membership, part.rank, os.environ[SECRET]) as member:
@@ -263,9 +264,9 @@ class NetworkTrainer(Trainer):
         assert self.hosts is not None
         slots = self.hosts.slots
         self._share_slots([host.slots for host in self.hosts.hosts], given)
-        restarts = given["max_restarts"]
-        if self.min_hosts is not None:
-            given["max_restarts"] = 0  # a host that starts again takes the others' state, and needs no checkpoint
+        restarts = given["placement"].max_restarts
+        if self.min_hosts is not None:  # a host that starts again takes the others' state, and needs no checkpoint
+            given["placement"] = replace(given["placement"], max_restarts=0)
         options = checked_options(FitOptions(**given))
         if options.nodes is None and options.num_nodes < slots:
             raise ArgumentError(

@@ -30,6 +30,7 @@ from exogym.core.base import draws, rng
 from exogym.core.base.files import short_text
 from exogym.core.combinations import check, features_of
 from exogym.core.progress import notice
+from exogym.core.training.options import Placement
 from exogym.errors import ArgumentError, check_count, nearest
 from exogym.network.units import value_of
 from exogym.strategy.registry import STRATEGIES, parse_strategy
@@ -59,7 +60,8 @@ class RunProfile:
         nodes: number of nodes. If `nodes` is None, each slot has one node.
         steps, batch_size, lr: number of steps, batch size and learning rate. A value that is None means the task's
             value.
-        save_dir, checkpoint_interval, max_restarts, seed, resume: as for `NetworkTrainer.fit`.
+        save_dir, checkpoint_interval, seed, resume: as for `NetworkTrainer.fit`.
+        max_restarts: as for `exogym.Placement`.
         min_hosts, retries: as for `NetworkTrainer`.
     """
 
@@ -171,7 +173,8 @@ class RunProfile:
             "batch_size": self.batch_size or (task.batch_size if task else DEFAULT_BATCH), "seed": self.seed,
             "balance": self.balance, "partitioner": task.partitioner if task else None,
             "val_interval": val_interval(steps) if evaluates else None, "save_dir": self.save_dir,
-            "checkpoint_interval": self.checkpoint_interval, "max_restarts": self.max_restarts, "resume": self.resume,
+            "checkpoint_interval": self.checkpoint_interval, "resume": self.resume,
+            "placement": Placement(max_restarts=self.max_restarts),
         }  # fmt: skip
 
     def as_dict(self) -> dict[str, Any]:

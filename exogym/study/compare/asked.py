@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from exogym.errors import ArgumentError
 from exogym.options import FitOptions, RunOptions, written_as
 from exogym.study.compare.summary import SINGLE
 
@@ -24,13 +25,17 @@ if TYPE_CHECKING:
 DEFAULT_STRATEGIES = (SINGLE, "ddp", "diloco", "sparta", "fedavg", "demo")  # the default of `compare`
 
 
+FLAGS = ("reduction", "overlap", "hang_s", "max_restarts", "client_state_memory")  # commands' options of a `Placement`
 # Options, and their types, that text can express and that go to each run.
-PASSED_AS_TEXT = {f.name: kind for f in fields(RunOptions) if (kind := written_as(f.name)) is not None}
+PASSED_AS_TEXT = {
+    name: kind for name in (*(f.name for f in fields(RunOptions)), *FLAGS) if (kind := written_as(name)) is not None
+}
 OF_A_STEP = ("gradient_accumulation", "minibatch_size", "max_memory_usage", "precision", "dataloader_kwargs")
 # These don't change a result: a comparison or sweep may resume with other values.
-OF_NO_RESULT = ("log_interval", "max_restarts", "hang_s", "client_state_memory", "val_batch_size")
+OF_NO_RESULT = ("log_interval", "max_restarts", "hang_s", "client_state_memory", "keep_checkpoints", "val_batch_size")
 IN_A_FOLDER = ("max_restarts", "client_state_memory")  # these need a folder
 _SAVED = "give out: each run has a folder there and is saved once a minute; resume=True continues"
+_HERE = "the nodes of a run are on this machine; sweep(engine='ray') has its runs on a Ray cluster"
 NOT_TAKEN = {
     "num_epochs": "all runs take as many steps: give max_steps",
     "seed": "give seeds, a number or a list",
@@ -87,6 +92,11 @@ class StudyOptions(RunOptions):
     loss_fn: Callable[..., Tensor] | None = None
     metrics: dict[str, Metric] | None = None
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.placement.engine is not None:
+            raise ArgumentError(f"placement={self.placement}: {_HERE}")
+
 
 @dataclass(frozen=True)
 class ComparisonOptions(StudyOptions):
@@ -116,7 +126,7 @@ class ComparisonOptions(StudyOptions):
 
     not_taken: ClassVar = NOT_TAKEN | {
         "strategy": "give strategies",
-        "engine": "the nodes of a comparison are on this machine; sweep(engine='ray') has its runs on a Ray cluster",
+        "engine": _HERE,
     }
 
     strategies: str | Sequence[str] | Mapping[str, str | Strategy] = DEFAULT_STRATEGIES

@@ -15,7 +15,7 @@ from typing import Any
 
 from exogym.core.training.checking import checked_options
 from exogym.errors import ALIASES, ArgumentError
-from exogym.options import FitOptions, args_of
+from exogym.options import FitOptions, args_of, placed
 from exogym.strategy import Averaging
 from exogym.strategy.registry import STRATEGIES, averages_of, parse_strategy, written_options
 from exogym.strategy.strategy import InnerOptions
@@ -49,9 +49,8 @@ def choices_of(option: str) -> list[str]:
     >>> choices_of("reduction"), choices_of("max_restarts")
     (['tree', 'native'], [])
     """
-    given: dict[str, Any] = {option: NO_CHOICE}
     try:
-        checked_options(FitOptions(parse_strategy("ddp"), **given))
+        checked_options(FitOptions(parse_strategy("ddp"), **placed({option: NO_CHOICE})))
     except ArgumentError as error:
         return _choices(option, error)
     return []

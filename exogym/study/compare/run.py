@@ -43,6 +43,10 @@ from exogym.study.compare.session import Session
 from exogym.study.compare.summary import summary_of, target_of
 from exogym.study.tasks import Task, load_task
 
+NOT_SAVED = (
+    *("out", "resume", "watch", "progress"),
+    *("engine", "cpus_per_process", "keep_checkpoints"),  # of a placement; the command line does not have them
+)
 VAL_EXAMPLES = 500  # the default for the most validation examples
 
 
@@ -221,7 +225,7 @@ def all_arguments(value: Any) -> Any:
 def decisive_of(options: RunOptions) -> dict[str, Any]:
     """Return {"options": ...} with the options that change results and are not at their defaults. {} if there are none.
 
-    >>> decisive_of(RunOptions(precision="bf16", hang_s=1.0)), decisive_of(RunOptions())
+    >>> decisive_of(RunOptions(precision="bf16", log_interval=5)), decisive_of(RunOptions())
     ({'options': {'precision': 'bf16'}}, {})
     """
     given = {name: describe(value) for name, value in options.changed().items() if name not in OF_NO_RESULT}
@@ -230,7 +234,7 @@ def decisive_of(options: RunOptions) -> dict[str, Any]:
 
 def _arguments(asked: ComparisonOptions) -> dict[str, Any]:
     """Return the arguments of `compare` for JSON, without the places for files and the watcher."""
-    plain = {name: value for name, value in vars(asked).items() if name not in ("out", "resume", "watch", "progress")}
+    plain = {name: value for name, value in asked.values().items() if name not in NOT_SAVED}
     plain["seeds"] = asked.seeds if isinstance(asked.seeds, int) else list(asked.seeds)
     plain["problem"] = asked.problem if isinstance(asked.problem, str) else type(asked.problem).__name__
     return {name: os.fspath(x) if isinstance(x, os.PathLike) else describe(x) for name, x in plain.items()}

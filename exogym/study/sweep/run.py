@@ -19,7 +19,7 @@ from exogym.core.record import schema
 from exogym.errors import ArgumentError, TrainingError, check_choice, check_count
 from exogym.files import temporary_folder, write_json
 from exogym.logger import check_writable
-from exogym.options import FitOptions, RunOptions, describe, in_full, takes
+from exogym.options import FitOptions, RunOptions, describe, in_full, placed, takes
 from exogym.progress import notice
 from exogym.record import read_object, versions
 from exogym.study.cells import Cell, Outcome, processes_that_pay, train
@@ -91,7 +91,7 @@ class SweepOptions(StudyOptions):
     _: KW_ONLY
     strategy: str = "diloco"
     processes: int | str = "auto"
-    engine: str | None = FitOptions.engine  # type: ignore[assignment]
+    engine: str | None = None
     search: int | None = None
     progress: bool | None = FitOptions.progress
     watch: Callable[[Ended], object] | None = None
@@ -265,7 +265,7 @@ class _Sweep:
             forecasts = [session.forecast for session in self.sessions.values() if session.forecast is not None]
             known_s = forecasts[0].measured_step_s if forecasts else self.measured_s
             try:
-                session = session_of(ComparisonOptions(self.task, {label: text}, **(shared | own)), known_s)
+                session = session_of(ComparisonOptions(self.task, {label: text}, **placed(shared | own)), known_s)
             except ArgumentError as error:
                 raise ArgumentError(f"cell {label}: {error}") from error
             self.cells[label], self.sessions[label] = cell, session

@@ -12,6 +12,7 @@ import traceback
 import pytest
 from checkpoints import RUNS, fit, rows, trainer_of
 
+from exogym import Placement
 from exogym.callbacks import Every
 from exogym.core.base import locks
 from exogym.core.base.locks import LOCK, STALE_S, Holder, acquire, identity, started
@@ -257,7 +258,15 @@ def test_a_run_that_lost_its_folder_ends_before_it_writes(tmp_path):
 
     trainer = trainer_of()
     with pytest.raises(CheckpointError, match=r"step 6 could not be written.*this run has lost its folder"):
-        fit(MAKE(), tmp_path, trainer, checkpoint_interval=3, overlap=False, callbacks=[Every(3, lose)], **OPTIONS)
+        fit(
+            MAKE(),
+            tmp_path,
+            trainer,
+            checkpoint_interval=3,
+            placement=Placement(overlap=False),
+            callbacks=[Every(3, lose)],
+            **OPTIONS,
+        )
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step_0000000003"]
     assert json.loads((tmp_path / LOCK).read_text())["run"] == "another"
     assert trainer.history[-1]["step"] == 6
@@ -320,11 +329,11 @@ def test_a_checkpoint_that_cannot_be_removed_is_a_warning(tmp_path, monkeypatch)
 
     monkeypatch.setattr(os, "rename", refuse)
     with pytest.warns(UserWarning, match="could not be removed .*Permission denied") as seen:
-        trainer = fit(MAKE(), tmp_path, checkpoint_interval=4, keep_checkpoints=1, **OPTIONS)
+        trainer = fit(MAKE(), tmp_path, checkpoint_interval=4, placement=Placement(keep_checkpoints=1), **OPTIONS)
     assert {str(one.message).split()[0][-2:] for one in seen} == {"04", "08"}
     assert trainer.history[-1]["step"] == 12
     assert [path.name[-2:] for path in list_checkpoints(tmp_path)] == ["04", "08", "12"]
     monkeypatch.undo()
-    longer = fit(MAKE(), tmp_path, resume=True, max_steps=13, keep_checkpoints=1, **OPTIONS)
+    longer = fit(MAKE(), tmp_path, resume=True, max_steps=13, placement=Placement(keep_checkpoints=1), **OPTIONS)
     assert [path.name[-2:] for path in list_checkpoints(tmp_path)] == ["13"]
     assert longer.history[-1]["step"] == 13

@@ -11,7 +11,7 @@ from exogym.strategy import SimpleReduceStrategy
 SCRIPT = """
 import json, os, torch
 from torch import nn
-from exogym import LocalTrainer
+from exogym import LocalTrainer, Placement
 from exogym.core.compute.buckets import Buckets
 from exogym.strategy import SimpleReduceStrategy
 from exogym.testing import small_problem
@@ -35,12 +35,12 @@ def counted(self, until):
 Buckets._send = counted
 found = {}
 for name, model, given, fit in [
-    ("tree", "uneven", {}, {"reduction": "tree"}),
+    ("tree", "uneven", {}, {"placement": Placement(reduction="tree")}),
     ("whole", "uneven", {"bucket_size_mb": 25}, {}),
     ("small", "uneven", {"bucket_size_mb": 1e-6}, {}),
     ("micro", "uneven", {"bucket_size_mb": 1e-6}, {"minibatch_size": 4}),
     ("clipped", "net", {"bucket_size_mb": 1e-4, "max_norm": 0.1}, {}),
-    ("clipped tree", "net", {"max_norm": 0.1}, {"reduction": "tree"}),
+    ("clipped tree", "net", {"max_norm": 0.1}, {"placement": Placement(reduction="tree")}),
     ("fp16", "net", {"bucket_size_mb": 1e-4}, {"precision": "fp16"}),
 ]:
     torch.manual_seed(0)
@@ -49,7 +49,7 @@ for name, model, given, fit in [
     before = torch.nn.utils.parameters_to_vector(net.parameters()).detach().clone()
     counts.clear()
     trainer = LocalTrainer(net, data, loss_fn=nn.functional.mse_loss)
-    options = {"reduction": "native", "max_steps": 6, "batch_size": 8, "device": "cpu"} | fit
+    options = {"placement": Placement(reduction="native"), "max_steps": 6, "batch_size": 8, "device": "cpu"} | fit
     trainer.fit(SimpleReduceStrategy(lr=0.02, **given), num_nodes=int(os.environ["WORLD_SIZE"]), **options)
     after = torch.nn.utils.parameters_to_vector(net.parameters()).detach()
     found[name] = {"at": after.tolist(), "moved": float((after - before).abs().max()), "counts": dict(counts),

@@ -59,7 +59,7 @@ SCRIPT = f"""
 import json, os, signal
 from exogym.core.engine import behind
 import torch
-from exogym import LocalTrainer
+from exogym import LocalTrainer, Placement
 from exogym.callbacks import Every
 from exogym.strategy.registry import parse_strategy
 from exogym.testing import fingerprint, small_problem
@@ -80,7 +80,7 @@ for text in TEXTS:
     plain = trained(text)
     assert carried, text
     started = len(carried)
-    assert trained(text, overlap=False) == plain and len(carried) == started
+    assert trained(text, placement=Placement(overlap=False)) == plain and len(carried) == started
     try:
         trained(text, save_dir=text, callbacks=[Every(13, interrupt)])  # saves while an average is in flight
         raise AssertionError("it went on")
@@ -88,7 +88,7 @@ for text in TEXTS:
         pass
     assert trained(text, save_dir=text, resume=True) == plain, text
     found[text] = [*plain, skipped(text)]
-    assert skipped(text, overlap=False) == found[text][-1], text
+    assert skipped(text, placement=Placement(overlap=False)) == found[text][-1], text
 if os.environ["RANK"] == "0":
     open("found.json", "w").write(json.dumps(found))
 """
@@ -136,7 +136,7 @@ def test_a_process_that_fails_in_mid_flight_ends_with_its_own_error(times, tmp_p
 
 STOPS = """
 import os, signal
-from exogym import LocalTrainer
+from exogym import LocalTrainer, Placement
 from exogym.core.engine import behind
 from exogym.strategy import DiLoCoStrategy
 from exogym.testing import small_problem
@@ -154,7 +154,8 @@ def stopping(self, call, like, around):
 behind.Behind.start = stopping
 model, data = small_problem()
 LocalTrainer(model, data, loss_fn=lambda x, y: (x - y).square().mean()).fit(
-    DiLoCoStrategy(H=4, delay=3), num_nodes=2, batch_size=4, max_steps=40, device="cpu", progress=False, hang_s=1.5
+    DiLoCoStrategy(H=4, delay=3), num_nodes=2, batch_size=4, max_steps=40, device="cpu", progress=False,
+    placement=Placement(hang_s=1.5),
 )
 """
 

@@ -14,13 +14,14 @@ from paths import TESTS
 from processes import descriptors, family, python, start, world
 from torch import nn
 
-from exogym import NodeMesh
+from exogym import NodeMesh, Placement
 from exogym.callbacks import Every
 from exogym.core.engine import hangs
 from exogym.core.saving import checkpoint
 from exogym.errors import ArgumentError, WorkerError
 
 HANG_S = 2.0
+LIMITED = Placement(hang_s=HANG_S)
 LIMIT_S = 240  # for what must not wait for ever; a busy machine starts torch in half a minute
 
 
@@ -84,7 +85,7 @@ def test_a_worker_that_hangs_is_named_with_where_it_stands(name):
     before, handler = family(), signal.getsignal(hangs.SIGNAL)
     pipes = descriptors()
     with pytest.raises(WorkerError, match=r"worker process 1 \(nodes 2 to 3\) hangs: no progress") as caught:
-        train(**AVERAGES, model=Trouble(HANGS[name]), processes=2, hang_s=HANG_S)
+        train(**AVERAGES, model=Trouble(HANGS[name]), processes=2, placement=LIMITED)
     text = str(caught.value)
     assert f"for 2 s in a training step{', stopped by a signal (SIGSTOP)' * (name == 'stopped')} (hang_s=2" in text
     assert (f"in {HANGS[name].__name__}" in text and "in forward" in text) is (name != "stopped")
@@ -108,7 +109,7 @@ def test_a_disk_that_does_not_answer_is_a_hang(main, tmp_path, monkeypatch):
         else r"worker process 1 \(nodes 2 to 3\) hangs: no progress for 2 s"
     )
     with pytest.raises(WorkerError, match=who) as caught:
-        train(**AVERAGES, processes=2, hang_s=2.0, save_dir=tmp_path, checkpoint_interval=4)
+        train(**AVERAGES, processes=2, placement=LIMITED, save_dir=tmp_path, checkpoint_interval=4)
     over.set()
     assert "in stall" in str(caught.value) and (main or "s outside a step (start, data," in str(caught.value))
 
@@ -130,7 +131,7 @@ def test_without_a_limit_it_is_waited_for(tmp_path):
     signal.signal(signal.SIGALRM, give_up)
     signal.alarm(3)
     with pytest.raises(Impatient):
-        train(**AVERAGES, model=Trouble(act), processes=2, hang_s=None)
+        train(**AVERAGES, model=Trouble(act), processes=2, placement=Placement(hang_s=None))
 
 
 def test_a_run_whose_process_hangs_starts_again_from_the_last_checkpoint(tmp_path, capfd):
@@ -139,8 +140,9 @@ def test_a_run_whose_process_hangs_starts_again_from_the_last_checkpoint(tmp_pat
             (tmp_path / "once").touch()
             stop_itself()
 
-    options = {"processes": 2, "hang_s": HANG_S, "checkpoint_interval": 3}
-    trainer = train(**AVERAGES, model=Trouble(act), save_dir=tmp_path / "run", max_restarts=1, **options)
+    placement = Placement(hang_s=HANG_S, max_restarts=1)
+    options = {"processes": 2, "placement": placement, "checkpoint_interval": 3}
+    trainer = train(**AVERAGES, model=Trouble(act), save_dir=tmp_path / "run", **options)
     quiet = train(**AVERAGES, model=Trouble(lambda: None), save_dir=tmp_path / "quiet", **options)
     assert outcome(trainer) == outcome(quiet)
     assert (
@@ -166,7 +168,10 @@ SLOW = {  # each takes longer than the limit in all, and no part of it does
 def test_what_is_slow_but_honest_is_left_alone(name):
     make, options = SLOW[name]
     trainer = train(
-        **AVERAGES | {"max_steps": 11, "val_interval": 11} | options, model=make(), processes=2, hang_s=HANG_S
+        **AVERAGES | {"max_steps": 11, "val_interval": 11} | options,
+        model=make(),
+        processes=2,
+        placement=LIMITED,
     )
     assert trainer.history.column("train_loss")[0][-1] == 11
 
@@ -179,7 +184,7 @@ def test_a_run_that_is_stopped_as_a_whole_goes_on(tmp_path):
         try:
             os.setsid()
             callbacks = [Every(3, lambda loop: (tmp_path / "begun").touch())]
-            train(**AVERAGES, model=Late(step_s=0.1), processes=2, hang_s=HANG_S, callbacks=callbacks)
+            train(**AVERAGES, model=Late(step_s=0.1), processes=2, placement=LIMITED, callbacks=callbacks)
             code = 0
         finally:
             os._exit(code)
@@ -198,7 +203,7 @@ from core.engine import test_hang as t
 
 for act in (t.spin_for_ever, t.once(t.stop_itself)):
     try:
-        t.train(**t.AVERAGES, model=t.Trouble(act, elsewhere=False), processes=3, hang_s=t.HANG_S)
+        t.train(**t.AVERAGES, model=t.Trouble(act, elsewhere=False), processes=3, placement=t.LIMITED)
     except t.WorkerError as error:
         print(error, flush=True)
 """
@@ -235,7 +240,7 @@ def children_of(parent):
 @pytest.mark.parametrize("hang_s", [0, -1, "10", float("inf"), True])
 def test_limits_that_cannot_be(hang_s):
     with pytest.raises(ArgumentError, match="hang_s="):
-        train(**AVERAGES, hang_s=hang_s)
+        train(**AVERAGES, placement=Placement(hang_s=hang_s))
 
 
 # Worlds that torchrun, or the launcher, starts
@@ -258,7 +263,8 @@ def act():
         t.HANGS[name]()
 
 options = {"save_dir": "saved", "checkpoint_interval": 3, "resume": True} if sys.argv[3:] else {}
-trainer = t.train(**t.AVERAGES, model=t.Trouble(act, elsewhere=False), hang_s=t.HANG_S, callbacks=t.SLEEPY, **options)
+trouble = t.Trouble(act, elsewhere=False)
+trainer = t.train(**t.AVERAGES, model=trouble, placement=t.LIMITED, callbacks=t.SLEEPY, **options)
 if os.environ["RANK"] == "0":
     print("ended in", t.fingerprint(trainer.model))
 """

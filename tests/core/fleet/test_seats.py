@@ -16,7 +16,7 @@ from processes import everywhere
 from torch.utils.data import TensorDataset
 from wrapped import made
 
-from exogym import LocalTrainer
+from exogym import LocalTrainer, Placement
 from exogym.core.fleet.seats import Packs, Seats, Store, rows_for, unpacked
 from exogym.core.saving.checkpoint import save
 from exogym.core.saving.checkpoint_files import Snapshot, load
@@ -49,7 +49,9 @@ def test_stopped_and_resumed_on_other_layouts(name: str, step: int, tmp_path: Pa
     wanted = trained(make())
     for before, afters in ((1, [3]), (3, [1, 2])):
         folder = tmp_path / str(before)
-        trained(make(), save_dir=folder, checkpoint_interval=1, keep_checkpoints=100, processes=before)
+        trained(
+            make(), save_dir=folder, checkpoint_interval=1, placement=Placement(keep_checkpoints=100), processes=before
+        )
         for after in afters:
             there = tmp_path / f"{before} {after}"
             shutil.copytree(folder / f"step_{step:010d}", there / f"step_{step:010d}")
@@ -68,7 +70,7 @@ def test_a_store_that_is_full_goes_to_files(tmp_path: Path) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Store, "_write", seen)
-        assert same(trained(make(), save_dir=tmp_path, client_state_memory=0), wanted)
+        assert same(trained(make(), save_dir=tmp_path, placement=Placement(client_state_memory=0)), wanted)
     assert written
     assert not list(tmp_path.glob(".clients*"))  # they are in the checkpoints, where there are any
 
@@ -138,11 +140,11 @@ def test_a_disk_that_is_full_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr("exogym.core.fleet.seats.save_file", full)
     with pytest.raises(TrainingError, match=r"the state of node \d+ could not be written .*No space left.*free space"):
-        trained(WITH_A_SERVER["scaffold"](), save_dir=tmp_path, client_state_memory=0)
+        trained(WITH_A_SERVER["scaffold"](), save_dir=tmp_path, placement=Placement(client_state_memory=0))
     with pytest.raises(ArgumentError, match=r"client_state_memory=.* needs save_dir"):
-        trained(WITH_A_SERVER["scaffold"](), client_state_memory=0)
-    with pytest.raises(ArgumentError, match="client_state_memory=-1 must be a number of bytes"):
-        trained(WITH_A_SERVER["scaffold"](), client_state_memory=-1)
+        trained(WITH_A_SERVER["scaffold"](), placement=Placement(client_state_memory=0))
+    with pytest.raises(ArgumentError, match="client_state_memory=-1 must be a number of at least 0, in bytes"):
+        trained(WITH_A_SERVER["scaffold"](), placement=Placement(client_state_memory=-1))
 
 
 @pytest.mark.parametrize("name", ["fedavg, momentum kept", "scaffold"])

@@ -19,7 +19,7 @@ from paths import TESTS
 from processes import python, start
 from torch import nn
 
-from exogym import LocalTrainer
+from exogym import LocalTrainer, Placement
 from exogym.callbacks import EvaluateNodes, Every
 from exogym.core.saving.checkpoint import Snapshot, list_checkpoints, load, load_newest, save
 from exogym.data.partition import Partitioner
@@ -44,14 +44,13 @@ class Killed(Exception):
 def test_stopped_anywhere_and_resumed_nothing_differs(name, ats, tmp_path):
     """Weights, statistics, and every row of the history, from the checkpoint of every step."""
     make, options = RUNS[name]
-    whole = fit(make(), tmp_path / "whole", callbacks=[EvaluateNodes()], checkpoint_interval=1, keep_checkpoints=99,
-                **options)  # fmt: skip
+    every = {"checkpoint_interval": 1, "placement": Placement(keep_checkpoints=99)}
+    whole = fit(make(), tmp_path / "whole", callbacks=[EvaluateNodes()], **every, **options)
     assert len(list_checkpoints(tmp_path / "whole")) == STEPS
     for step in ats:
         folder = tmp_path / str(step)
         shutil.copytree(tmp_path / "whole" / f"step_{step:010d}", folder / f"step_{step:010d}")
-        interval = {"checkpoint_interval": 1, "keep_checkpoints": 99}
-        resumed = fit(make(), folder, callbacks=[EvaluateNodes()], resume=True, **interval, **options)
+        resumed = fit(make(), folder, callbacks=[EvaluateNodes()], resume=True, **every, **options)
         assert fingerprint(resumed.model) == fingerprint(whole.model), step
         assert rows(resumed) == rows(whole), step
     free = fit(make(), callbacks=[EvaluateNodes()], **options)
@@ -261,7 +260,13 @@ def test_checkpoints_are_not_written_over(tmp_path):
 
 @pytest.mark.parametrize("keep", [1, 3])
 def test_so_many_are_kept(tmp_path, keep):
-    fit(SimpleReduceStrategy(SGD), tmp_path, checkpoint_interval=2, keep_checkpoints=keep, max_steps=9)
+    fit(
+        SimpleReduceStrategy(SGD),
+        tmp_path,
+        checkpoint_interval=2,
+        placement=Placement(keep_checkpoints=keep),
+        max_steps=9,
+    )
     steps = [int(p.name[5:]) for p in list_checkpoints(tmp_path)]
     assert steps == [4, 6, 8, 9][-keep:] and len(list(tmp_path.iterdir())) == keep
 
@@ -448,7 +453,7 @@ def test_a_disk_that_fills_up_ends_the_run_but_keeps_model_and_history(overlap, 
     start = fingerprint(trainer.model)
     with pytest.raises(CheckpointError, match=r"step 8 could not be written.*No space left"):
         fit(SimpleReduceStrategy(SGD), tmp_path, trainer, checkpoint_interval=4, callbacks=[Every(6, fill)],
-            overlap=overlap)  # fmt: skip
+            placement=Placement(overlap=overlap))  # fmt: skip
     monkeypatch.undo()
     assert [p.name for p in tmp_path.iterdir()] == ["step_0000000004"]
     assert fingerprint(trainer.model) != start

@@ -12,13 +12,13 @@ import torch
 from checkpoints import RUNS, examples, fit, network, sign
 from safetensors.torch import load_file, save_file
 
-from exogym import LocalTrainer
+from exogym import LocalTrainer, Placement
 from exogym.core.saving.checkpoint import list_checkpoints, load
 from exogym.errors import CheckpointError
 from exogym.strategy import FedAvgStrategy, OptimSpec
 from exogym.testing import fingerprint
 
-OPTIONS = {"checkpoint_interval": 6, "keep_checkpoints": 2, "max_steps": 9}
+OPTIONS = {"checkpoint_interval": 6, "placement": Placement(keep_checkpoints=2), "max_steps": 9}
 
 
 def make():

@@ -37,6 +37,7 @@ import torch
 import battery as b
 torch.set_num_threads(1)
 from exogym.callbacks import EvaluateNodes
+from exogym import Placement
 from exogym.errors import ExoGymError
 
 NEWEST = "step_0000000009"
@@ -65,7 +66,7 @@ def go(name, folder, **options):
         seen[name] = f"{type(error).__name__}: {error}"
 
 for name in ("resumed", "torn"):
-    go(name, own(name), resume=True, keep_checkpoints=9)
+    go(name, own(name), resume=True, placement=Placement(keep_checkpoints=9))
 go("swapped", own("swapped", other=True), resume=True)
 go("brought together", own("brought together", other=True), resume=True)
 go("one empty", own("one empty"), resume=True)

@@ -7,6 +7,7 @@ import shutil
 import pytest
 from checkpoints import RUNS, fit, rows, sign, trainer_of
 
+from exogym import Placement
 from exogym.callbacks import Every
 from exogym.core.record.history import History
 from exogym.core.saving.checkpoint import list_checkpoints, load
@@ -27,7 +28,7 @@ def read(path):
 def test_from_an_earlier_checkpoint_later_records_are_dropped(name, tmp_path):
     """Two runs go on from one checkpoint in copies of a folder, one of them made of hard links, with other steps."""
     make, options = RUNS[name]
-    options = options | {"checkpoint_interval": 2, "keep_checkpoints": 9}
+    options = options | {"checkpoint_interval": 2, "placement": Placement(keep_checkpoints=9)}
     whole = fit(make(), tmp_path / "whole", **options)
     for fork, copy in (("one", shutil.copy2), ("other", os.link)):
         shutil.copytree(tmp_path / "whole", tmp_path / fork, copy_function=copy)
@@ -49,7 +50,11 @@ def test_a_history_that_a_callback_changes_is_saved_as_it_is(tmp_path):
     def note(loop):
         loop.history.add_evaluation(1, 0, {"seen": float(loop.step)})
 
-    options = OPTIONS | {"checkpoint_interval": 1, "keep_checkpoints": 99, "callbacks": [Every(1, note)]}
+    options = OPTIONS | {
+        "checkpoint_interval": 1,
+        "placement": Placement(keep_checkpoints=99),
+        "callbacks": [Every(1, note)],
+    }
     fit(MAKE(), tmp_path, **options)
     for path in list_checkpoints(tmp_path):
         (row,) = (row for row in read(path) if row["step"] == 1 and row["node"] is None)

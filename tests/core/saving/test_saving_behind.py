@@ -18,7 +18,7 @@ from checkpoints import RUNS, SGD, STEPS, examples, fit, rows, small_disk
 from processes import apart, over_gloo
 from torch import nn
 
-from exogym import LocalTrainer
+from exogym import LocalTrainer, Placement
 from exogym.callbacks import EvaluateNodes, Every
 from exogym.core.base import pulse
 from exogym.core.communicator import Wire
@@ -29,7 +29,7 @@ from exogym.strategy import DiLoCoStrategy, FedAvgStrategy, OptimSpec, SimpleRed
 from exogym.testing import fingerprint
 
 THREAD = "exogym checkpoint"
-SAVED = {"checkpoint_interval": 4, "keep_checkpoints": 9}
+SAVED = {"checkpoint_interval": 4, "placement": Placement(keep_checkpoints=9)}
 
 
 def under_way():
@@ -93,7 +93,8 @@ def test_its_files_have_the_bytes_of_a_checkpoint_that_is_waited_for(name, tmp_p
     assert gate.wrote_in.count(THREAD) == 4  # rows and shared state of steps 4 and 8
     assert files(tmp_path / "behind") == files(tmp_path / "waited for")
     monkeypatch.undo()
-    waits = fit(make(), tmp_path / "waits", callbacks=[EvaluateNodes()], **SAVED, **options, overlap=False)
+    waiting = SAVED | {"placement": Placement(keep_checkpoints=9, overlap=False)}
+    waits = fit(make(), tmp_path / "waits", callbacks=[EvaluateNodes()], **waiting, **options)
     assert fingerprint(waits.model) == fingerprint(run.model) and rows(waits) == rows(run)
 
 
@@ -127,7 +128,13 @@ def test_one_at_a_time_and_the_oldest_go(tmp_path, monkeypatch):
 
     monkeypatch.setattr(checkpoint, "save_file", slow)
     strategy = SimpleReduceStrategy(SGD)
-    fit(strategy, tmp_path / "run" / "saved", checkpoint_interval=1, keep_checkpoints=2, run_dir=tmp_path / "run")
+    fit(
+        strategy,
+        tmp_path / "run" / "saved",
+        checkpoint_interval=1,
+        placement=Placement(keep_checkpoints=2),
+        run_dir=tmp_path / "run",
+    )
     assert seen == [1] * 2 * (STEPS - 1) + [0, 0]  # nodes wait for the last one
     assert [path.name for path in list_checkpoints(tmp_path / "run" / "saved")] == [
         "step_0000000011",
@@ -141,7 +148,7 @@ def test_one_at_a_time_and_the_oldest_go(tmp_path, monkeypatch):
 def test_when_nodes_wait(way, tmp_path, monkeypatch):
     gate, options = Gate(monkeypatch), {"checkpoint_interval": 4}
     if way == "overlap=False":
-        options["overlap"] = False
+        options["placement"] = Placement(overlap=False)
     elif way == "processes":
         options["processes"] = 2
     elif way == "memory":
@@ -226,8 +233,8 @@ def test_a_full_disk_ends_the_run_with_its_reason(processes, tmp_path):
     with small_disk(tmp_path / "disk", 760_000):
         trainer = LocalTrainer(Wide(1000), examples(), loss_fn=F.cross_entropy)
         with pytest.raises(CheckpointError, match=r"step 6 could not be written .* Earlier checkpoints\s+remain"):
-            fit(DiLoCoStrategy(SGD, H=3), tmp_path / "disk", trainer, checkpoint_interval=2, keep_checkpoints=9,
-                processes=processes)  # fmt: skip
+            saved = SAVED | {"checkpoint_interval": 2}
+            fit(DiLoCoStrategy(SGD, H=3), tmp_path / "disk", trainer, **saved, processes=processes)
         assert trainer.history.last["step"] <= 8  # at the next checkpoint at the latest
         assert {path.name for path in (tmp_path / "disk").iterdir()} == {"step_0000000002", "step_0000000004"}
         assert not under_way()

@@ -55,7 +55,7 @@ DATA: dict[str, Any] = {
 }
 TRAIN = """
 import os, sys, time, torch
-from exogym import NetworkTrainer
+from exogym import NetworkTrainer, Placement
 from exogym.callbacks import Every
 from exogym.machines.remote.elastic import recovery
 from exogym.core.training.loop import TrainingLoop
@@ -103,7 +103,8 @@ trainer = NetworkTrainer(
     "hosts.json", model, train, data, loss_fn=torch.nn.functional.mse_loss, min_hosts=int(sys.argv[3])
 )
 trainer.fit(
-    STRATEGIES[sys.argv[2]](), max_steps=int(sys.argv[4]), batch_size=8, max_restarts=int(sys.argv[5]), hang_s=10,
+    STRATEGIES[sys.argv[2]](), max_steps=int(sys.argv[4]), batch_size=8,
+    placement=Placement(max_restarts=int(sys.argv[5]), hang_s=10),
     callbacks=[Every(50 if sys.argv[9:10] == ["rare"] else 8, note)], save_dir=sys.argv[6] or None,
     checkpoint_interval=100 if sys.argv[6] else None, resume=sys.argv[8:9] == ["resume"],
     val_interval=1000 if sys.argv[9:10] == ["rare"] else None,

@@ -18,7 +18,7 @@ from processes import free_port
 from processes import world as in_a_world
 from torch import nn
 
-from exogym import LocalTrainer, NodeMesh
+from exogym import LocalTrainer, NodeMesh, Placement
 from exogym.cli import main
 from exogym.core.record.history import History
 from exogym.core.record.run_folder import FILES, read_status
@@ -194,7 +194,7 @@ def test_what_cannot_be_is_refused_before_anything_starts(monkeypatch: pytest.Mo
     for given, message in (
         ({"num_nodes": 1}, "num_nodes=1, but the hosts file has 2 slots"),
         ({"processes": 4}, "processes=4 with a hosts file of 2 slots"),
-        ({"max_restarts": 1}, "max_restarts=1 needs save_dir"),
+        ({"placement": Placement(max_restarts=1)}, "max_restarts=1 needs save_dir"),
         ({"max_step": 1}, "did you mean 'max_steps'"),
     ):
         with pytest.raises(ArgumentError, match=message):
@@ -596,7 +596,7 @@ def test_bad_input_is_one_line(
 
 TWICE = """
 import sys, torch
-from exogym import NetworkTrainer
+from exogym import NetworkTrainer, Placement
 from exogym.callbacks import Every
 from exogym.strategy import DiLoCoStrategy
 from exogym.testing import small_problem
@@ -612,7 +612,7 @@ hosts = {"master": {"address": "localhost", "device": "cpu"}}
 trainer = NetworkTrainer(hosts, model, data, loss_fn=torch.nn.functional.mse_loss)
 trainer.fit(
     DiLoCoStrategy(H=3, lr=0.01), max_steps=steps, batch_size=8, save_dir="checkpoints", checkpoint_interval=3,
-    max_restarts=1, callbacks=[Every(6, die)],
+    placement=Placement(max_restarts=1), callbacks=[Every(6, die)],
 )
 print("done", len(trainer.history.column("train_loss")[0]))
 """

@@ -112,7 +112,8 @@ class Assembly:
     def _join(self, options: FitOptions, make: Callable[..., TrainingLoop], wire: ElasticWire) -> Recovery:
         """Assemble this process's part alone, and join the training members."""
         alone = dataclasses.replace(
-            options, save_dir=None, checkpoint_interval=None, resume=False, max_restarts=0, run_dir=None,
+            options, save_dir=None, checkpoint_interval=None, resume=False, run_dir=None,
+            placement=dataclasses.replace(options.placement, max_restarts=0),
             logger=options.logger if self.member.rank == 0 else None,
             progress=options.progress if self.member.rank == 0 else False,
         )  # fmt: skip
