@@ -217,7 +217,7 @@ class Tuning(Stateful):
         self._sent = 0.0
 
     def features(self) -> dict[str, str]:
-        """Return the feature "tuner" of `exogym.core.combinations.FEATURES`, with its text."""
+        """Return the feature "tuner" of `exogym.core.refusals`, with its text."""
         return {"tuner": f"tuner={self.budget!r}"}
 
     def start(self, composition: Composition, run: Run) -> None:

@@ -10,10 +10,9 @@ features is checked as soon as it is known.
 A method of `exogym.contrib` promises less. With a feature in `UNTRIED` that its class does not list in `tried`, it is
 refused by one rule, so no row names such a method.
 
-To refuse another pair, add a row to its group in `GROUPS`. Several features that are refused for one reason share a
-row. If its feature is new, add a line to `FEATURES` and to the
-`features()` of the class that has it. A limit between two numbers is not a pair of features: check it in the code that
-uses the numbers.
+To refuse another pair, add a row to `REFUSED`. Several features that are refused for one reason share a row. A new
+feature is returned by the `features()` of the class that has it. If it is not named like an option, add a line
+to `PROPERTIES`. A limit between two numbers is not a pair of features: check it in the code that uses the numbers.
 
 >>> check({"privacy": "privacy", "robust": "robust='krum'"})
 Traceback (most recent call last):
@@ -26,10 +25,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from exogym.core.refusals import FEATURES, GROUPS, REFUSED, UNTRIED, Refused
+from exogym.core.refusals import REFUSED, UNTRIED
 from exogym.errors import ArgumentError
-
-__all__ = ["FEATURES", "GROUPS", "REFUSED", "UNTRIED", "Refused", "check", "features_of", "refuse"]
 
 
 def features_of(**options: Any) -> dict[str, str]:
@@ -45,7 +42,7 @@ def check(features: Mapping[str, str]) -> None:
     """Raise an error if two of a run's features cannot be combined.
 
     Args:
-        features: for each of the run's features, its name in `FEATURES` and the text that the user wrote, as
+        features: for each of the run's features, its name in the table and the text that the user wrote, as
             `{"robust": "robust='krum'"}`.
 
     Raises:

@@ -4,35 +4,19 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-# every feature in the table, and the code or setting that has it
-FEATURES: dict[str, str] = {
-    # options of strategies
-    "privacy": "federated averaging with `Averaging(privacy=...)`",
-    "robust": "`Robust(strategy, ...)` with a rule, such as a median, a trimmed mean or Krum",
-    'robust="norm_cap"': "`Robust(strategy, ...)` with a cap on norms",
-    "secure_aggregation": "`Secure(strategy)`",
+# What the features mean that are not named like an option ("delay"), a value (`compute="vmap"`) or a missing option
+# ("no network").
+PROPERTIES: dict[str, str] = {
+    # of strategies
     'transport="ring" or "tree"': "`Averaging(transport=...)` with a route that sums values on the way",
-    "tuner": "`ByteBudget(strategy, ...)`",
     "tuner of p_sparta": "a budget that chooses SPARTA's share",
     "nothing to tune": "a strategy without the argument that a budget chooses",
     'compression_method="indices" or "topk"': "SPARTA's `compression_method=` other than `'random'`",
-    'rounding="stochastic"': "SPARTA's `rounding='stochastic'`",
-    "no quantization_bits": "SPARTA without `quantization_bits=`, or with 32",
-    "client_fraction": "`client_fraction=` under 1",
-    "island_size": "`island_size=` of an averaging strategy",
-    "personal": "personal parameters, as with `Averaging(personal=...)`",
     "two kinds of steps": "a strategy that divides a round's steps between two models, or two parts of a model",
-    "local_steps": "`local_steps=`",
-    "local_epochs": "`local_epochs=`",
     "H as a function": "`H=` as a function of the round",
     "rounds of one length": "a strategy that plans its round in advance, such as Streaming DiLoCo or gossip",
     "rounds of different lengths": "`H=` as a function of the round, or chosen by a budget",
-    'weighting="examples"': "`weighting='examples'` of an averaging strategy",
     "weights by examples": "`weighting='examples'` if nodes have unequal numbers of examples",
-    "delay": "DiLoCo's `delay=`",
-    "eager": "DiLoCo's `eager=True`",
-    "island_H": "DiLoCo's `island_H=`",
-    # properties of strategies
     "gradient_modules": "modules that act on the gradients of all nodes at every step",
     "corrections": "a module that corrects each node's own gradients",
     "nodes that rest": "clients that are sampled, or take fewer steps in a round than others",
@@ -42,76 +26,36 @@ FEATURES: dict[str, str] = {
     "has error feedback (`right_in_mean`)",
     "acts_on left unsaid": "your own module without `acts_on`",
     "an outer optimizer of whole tensors": "`outer_optim=` that needs whole tensors, such as Muon",
-    "shard_sampling": "`shard_sampling=True` of asynchronous DiLoCo",
     "its own clock": "a strategy whose nodes do not wait for each other",
     "gradients at every step": "a strategy whose nodes meet at every step",
     "no modules": "a strategy without modules: written for one node, or with its own clock",
     "a server that asks nobody": "a strategy without a server that samples clients",
     "stacked": "a strategy for one node with `stacked = True`",
     "one node's strategy in processes": "a strategy for one node in a run of several processes",
-    # the model and the data
+    # of the model and the data
     "buffers that change": "a model whose buffers change in training, such as BatchNorm's",
     "lazy modules": "a model with lazy modules that have no parameters yet",
     "data factory": "a factory instead of a data set",
     "factory of sampled clients": "a factory that makes sampled clients' data when they act",
-    "no val_dataset": "a trainer without `val_dataset`",
     "iterable data": "training data that are an iterable, or a factory of iterables",
     "one iterable for all nodes": "an iterable as training data",
     "iterable without a length": "training data that are an iterable without a length",
     "iterables of unknown lengths": "a factory of iterables without a length",
     "validation iterable without a length": "a `val_dataset` that is an iterable without a length",
-    # options of fit
-    "node": "`fit(node=NodeMesh(...))`",
+    # of the run
     "node in several processes": "`fit(node=NodeMesh(...))` with a process for each device, or `attach(node=...)`",
     "stages": "`fit(node=NodeMesh(stages=...))`",
-    "compute": "`fit(compute=...)` except `compute='loop'`",
-    'compute="vmap"': "`fit(compute='vmap')`",
-    "processes": "`fit(processes=...)` except 1",
     "no forks": "a device other than the CPU, or a system other than Linux",
-    "engine": "`Placement(engine=...)`",
-    "no engine": "a run without `engine=`",
-    "cpus_per_process": "`Placement(cpus_per_process=...)` except 1",
     "processes of a launcher": "a script that torchrun, `python -m exogym.launch` or NetworkTrainer started",
-    'precision="fp16"': "`fit(precision='fp16')`",
-    'on_nonfinite="skip"': "`fit(on_nonfinite='skip')`",
-    "minibatch_size": "`fit(minibatch_size=...)`",
-    "gradient_accumulation": "`fit(gradient_accumulation=...)` over 1",
-    "max_memory_usage": "`fit(max_memory_usage=...)`",
-    "partitioner": "`fit(partitioner=...)`",
     "dataloader_kwargs except collate_fn": "`fit(dataloader_kwargs=...)` with more than `collate_fn`",
-    "num_epochs": "`fit(num_epochs=...)`",
-    "no val_size": "a fit without `val_size`",
-    "val_size": "`fit(val_size=...)`",
-    "val_interval": "`fit(val_interval=...)`",
     "no num_epochs or max_steps": "a fit without `num_epochs` and `max_steps`",
-    "balance": "`fit(balance=...)` of any kind",
-    'balance="nodes"': "`fit(balance='nodes')`",
     'balance="batch" or "steps"': "`fit(balance=...)` that weights nodes by their work",
-    'balance="steps"': "`fit(balance='steps')`",
     "balance without speeds": "`fit(balance=...)` that measures speeds",
-    "faults": "`fit(faults=...)` of any kind",
-    "trace": "`faults=Faults(trace=...)`",
     "planned faults": "`Faults` with absent, lost, slow, bad_nodes, drop_rate, lost_rate or forget",
-    "slow": "`faults=Faults(slow=...)`",
-    "bad_nodes": "`faults=Faults(bad_nodes=...)`",
-    "network": "`fit(network=...)`",
-    "no network": "a run without `network=`",
     "network without step_seconds": "`fit(network=...)` that measures step times",
-    "step_seconds": "`fit(step_seconds=...)` without client sampling, so that only the clock uses it",
-    "no step_seconds": "a run without `step_seconds=`",
-    "timeline": "`fit(timeline=True)`",
-    "speeds": "`compare(speeds=...)`",
-    "checkpoint_interval": "`fit(checkpoint_interval=...)`",
-    "resume": "`fit(resume=True)`",
-    "max_restarts": "`Placement(max_restarts=...)`",
-    "client_state_memory": "`Placement(client_state_memory=...)`",
-    "no save_dir": "a run without `save_dir=` and without checkpoints in its `run_dir`",
     "save_dir of each host": "`fit(save_dir=...)` that is a different folder on each host",
-    # a loop of the user
     "attach": "`exogym.attach`, in a training loop of the user",
-    # hosts
     "NetworkTrainer": "a run on the hosts of a hosts file",
-    "min_hosts": "`NetworkTrainer(min_hosts=...)`",
     "a second fit": "a script that calls `fit` a second time",
 }
 
@@ -124,7 +68,7 @@ UNTRIED: tuple[str, ...] = (
 
 
 class Refused(NamedTuple):
-    """Two names in `FEATURES` that cannot be combined, the reason, and what to do instead.
+    """Two features that cannot be combined, the reason, and what to do instead.
 
     `one` and `other` may be several names: none of `one` can be combined with any of `other`.
 
@@ -149,16 +93,13 @@ _ONE_CHANGES_ALL = (
     "round. A rule takes the values of one or a few clients, so one client changes the result by about C, and the "
     "reported epsilon would be false"
 )
-_NEEDS_MEAN = "a rule replaces a mean, and this strategy has no mean that a rule could replace"
 _PARTS = (
     "a split node computes step by step, in one process or in one process per device (under python -m exogym.launch)"
 )
-_OWN_MEANS = "nodes would be weighted by their work, and only the communicator's means (op='mean') apply those weights"
-
-_CHOSEN_ANEW = "a host that joins later would choose this setting again, perhaps differently"
 
 # Checked from the top: the first row whose two features a run has makes the error.
-_MEANS: tuple[Refused, ...] = (
+REFUSED: tuple[Refused, ...] = (
+    # How means are taken
     Refused("privacy", "robust", _ONE_CHANGES_ALL, "leave one of them out"),
     Refused(
         "privacy",
@@ -182,16 +123,11 @@ _MEANS: tuple[Refused, ...] = (
         "privacy", "island_size", "privacy needs a server's mean, and islands have no server", "leave island_size out"
     ),
     Refused(
-        "robust",
+        ("robust", "secure_aggregation", "client_fraction", "privacy"),
         'transport="ring" or "tree"',
-        "a rule needs each node's values, and this transport sums them on the way",
+        "a server must see each node's values (rules, masks) or send the parameters to the next round's clients, which "
+        "may not have averaged. This transport has no server, and sums values on the way",
         "leave transport out, or take 'server'",
-    ),
-    Refused(
-        "secure_aggregation",
-        'transport="ring" or "tree"',
-        "masked values go through a server",
-        "leave transport out",
     ),
     Refused(
         "secure_aggregation",
@@ -199,7 +135,12 @@ _MEANS: tuple[Refused, ...] = (
         "the server sees sums only, so it cannot pass on one node's values to others",
         "leave secure_aggregation out",
     ),
-    Refused("robust", "its own mean", _NEEDS_MEAN, "leave robust out, or take 'norm_cap'"),
+    Refused(
+        "robust",
+        "its own mean",
+        "a rule replaces a mean, and this strategy has no mean that a rule could replace",
+        "leave robust out, or take 'norm_cap'",
+    ),
     Refused(
         "robust",
         "values right in the mean only",
@@ -208,22 +149,11 @@ _MEANS: tuple[Refused, ...] = (
         "unchanged",
         "leave robust out, or take 'norm_cap'",
     ),
-    *(
-        Refused(
-            feature,
-            'transport="ring" or "tree"',
-            "the next round's clients may not have averaged in this round, so they need a server that sends them the "
-            "parameters",
-            f"leave transport out, or {feature}",
-        )
-        for feature in ("client_fraction", "privacy")
-    ),
-    *(
-        Refused(feature, "weights by examples", reason, "give weighting='uniform'")
-        for feature, reason in (
-            ("robust", "a rule weights all nodes equally"),
-            ("privacy", "privacy bounds each client's influence, and weights by examples would exceed the bound"),
-        )
+    Refused(
+        ("robust", "privacy"),
+        ("weights by examples", 'balance="batch" or "steps"'),
+        "a rule counts each node once, and privacy bounds each client's influence, so all weights must be equal",
+        "give weighting='uniform', or balance='nodes'",
     ),
     Refused(
         "privacy",
@@ -231,32 +161,19 @@ _MEANS: tuple[Refused, ...] = (
         "the buffers would be averaged without noise",
         "take a model without such buffers, for example with LayerNorm or GroupNorm instead of BatchNorm",
     ),
-)
-_OPTIONS: tuple[Refused, ...] = (
+    # Options of strategies
     Refused(
         "gradient_modules",
-        "corrections",
-        "gradient modules replace all nodes' gradients at every step, and a correction needs each node's own gradient",
+        ("corrections", "nodes that rest"),
+        "gradient modules take all nodes' gradients at every step and replace them. A correction needs each node's own "
+        "gradient, and clients that are sampled or take fewer steps have none",
         "leave one of them out",
     ),
     Refused(
-        "gradient_modules",
-        "nodes that rest",
-        "gradient modules need all nodes' gradients at every step, and here some nodes rest (client_fraction, "
-        "privacy, local_steps, local_epochs)",
-        "leave one of them out",
-    ),
-    Refused(
-        "personal",
-        "privacy",
-        "clipping would count the movement of parameters that are never sent",
-        "leave one of them out",
-    ),
-    Refused(
-        "personal",
-        'robust="norm_cap"',
-        "the cap would count and shorten the movement of parameters that are never sent",
-        "take another rule, such as 'median'",
+        ("personal", "two kinds of steps"),
+        ("privacy", 'robust="norm_cap"'),
+        "clipping and caps would count the movement of personal parameters, which are never sent",
+        "leave one of them out, or take another rule, such as 'median'",
     ),
     Refused(
         "personal",
@@ -269,12 +186,6 @@ _OPTIONS: tuple[Refused, ...] = (
         "two kinds of steps",
         "the strategy divides the H steps of a round",
         "leave it out, and give H",
-    ),
-    Refused(
-        'robust="norm_cap"',
-        "two kinds of steps",
-        "the cap would compare a node's shared model with its personal model",
-        "take another rule, such as 'median'",
     ),
     Refused("local_steps", "local_epochs", "both set a client's number of steps", "give one of them"),
     Refused(
@@ -309,8 +220,7 @@ _OPTIONS: tuple[Refused, ...] = (
         "this method orders the indices for one fixed share, and the budget changes the share",
         "take compression_method='random'",
     ),
-)
-_SPLIT: tuple[Refused, ...] = (
+    # A node of several devices
     Refused("node", ("compute", "processes", "engine"), _PARTS, "leave compute, processes and engine out"),
     Refused(
         "stages",
@@ -325,9 +235,9 @@ _SPLIT: tuple[Refused, ...] = (
         "leave secure_aggregation out, or train in one process",
     ),
     Refused(
-        "node in several processes",
+        ("node in several processes", "min_hosts"),
         "max_memory_usage",
-        "a step's memory is not known before the model is split",
+        "ExoGym measures a step's memory once, before a model is split and before another host joins",
         "give minibatch_size instead",
     ),
     Refused(
@@ -361,22 +271,18 @@ _SPLIT: tuple[Refused, ...] = (
         "each process holds a part of its node's rows",
         "give a folder that all hosts share",
     ),
-)
-_COMPUTING: tuple[Refused, ...] = (
+    # Computing, and processes
     Refused(
         'compute="vmap"',
-        ("minibatch_size", "gradient_accumulation", "max_memory_usage", "its own clock"),
-        "vmap computes all rows at once, each with its whole batch",
+        ("minibatch_size", "gradient_accumulation", "max_memory_usage", "its own clock", 'precision="fp16"'),
+        "vmap computes all rows at once, each with its whole batch and an unscaled loss",
         "use compute='loop'",
     ),
     Refused(
-        'compute="vmap"', 'precision="fp16"', "fp16 scales each node's loss separately", "use compute='loop', or 'bf16'"
-    ),
-    Refused(
         ("processes", "engine"),
-        "processes of a launcher",
-        "the launched processes share the nodes already",
-        "leave processes and engine out",
+        ("processes of a launcher", "NetworkTrainer"),
+        "the launcher or the hosts file decides where processes start, and how many",
+        "leave processes and engine out, or train with LocalTrainer in one script",
     ),
     Refused(
         "processes",
@@ -390,42 +296,7 @@ _COMPUTING: tuple[Refused, ...] = (
         "only processes that an engine starts use cpus_per_process",
         "give Placement(engine='ray')",
     ),
-)
-_BALANCE: tuple[Refused, ...] = (
-    Refused(
-        'balance="batch" or "steps"',
-        "its own clock",
-        "in such a strategy no node waits for another",
-        "leave balance out; dylu=True gives slow nodes fewer steps",
-    ),
-    Refused(
-        'balance="steps"',
-        "gradients at every step",
-        "in such a strategy all nodes take every step together",
-        "use balance='batch' or 'nodes', or a strategy with local steps (DiLoCo, FedAvg, SPARTA)",
-    ),
-    Refused(
-        'balance="batch" or "steps"',
-        "privacy",
-        "epsilon counts each client equally, and a client with more weight changes the mean by more than C/(qN), for "
-        "clip=C and qN clients in a round",
-        "use balance='nodes', or leave privacy out",
-    ),
-    Refused(
-        'balance="batch" or "steps"',
-        "robust",
-        "a rule counts each node once, and balance weights nodes by their work",
-        "use balance='nodes', or leave robust out",
-    ),
-    Refused(
-        'balance="batch" or "steps"',
-        "its own mean",
-        _OWN_MEANS,
-        "use balance='nodes', or SimpleReduce, DiLoCo, FedAvg, SPARTA or SPARTADiLoCo. If your own class averages only "
-        "by the communicator's means, set weighted_means = True in it",
-    ),
-)
-_FAULTS: tuple[Refused, ...] = (
+    # Faults
     Refused(
         "bad_nodes",
         "no modules",
@@ -433,22 +304,16 @@ _FAULTS: tuple[Refused, ...] = (
         "take a strategy that acts on rows (DDP, DiLoCo, FedAvg, SPARTA, ...), or leave bad_nodes out",
     ),
     Refused(
+        ('balance="batch" or "steps"', "faults"),
         "its own clock",
-        "faults",
-        "such a strategy takes no planned faults; its clock makes nodes slow",
-        "leave faults out",
+        "in such a strategy no node waits for another, and its clock makes nodes slow",
+        "leave it out; dylu=True gives slow nodes fewer steps",
     ),
     Refused(
         ("stacked", "one node's strategy in processes"),
         "faults",
         "a strategy written for one node handles absent nodes only in one process and without stacked = True",
         "leave one of them out, or write the strategy as a CommunicationModule",
-    ),
-    Refused(
-        "slow",
-        "gradients at every step",
-        "slow nodes take fewer local steps, and here all nodes take every step together",
-        "leave slow out, or take a strategy with local steps (DiLoCo, FedAvg, SPARTA)",
     ),
     Refused("trace", "planned faults", "both decide which nodes are absent", "give one of them"),
     Refused(
@@ -458,8 +323,21 @@ _FAULTS: tuple[Refused, ...] = (
         "take a federated strategy such as FedAvg with client_fraction under 1, or plan faults with absent= or "
         "drop_rate=",
     ),
-)
-_TIME: tuple[Refused, ...] = (
+    # Nodes weighted by their work
+    Refused(
+        ('balance="steps"', "slow"),
+        "gradients at every step",
+        "in such a strategy all nodes take every step together",
+        "leave it out, use balance='batch' or 'nodes', or take a strategy with local steps (DiLoCo, FedAvg, SPARTA)",
+    ),
+    Refused(
+        'balance="batch" or "steps"',
+        "its own mean",
+        "nodes would be weighted by their work, and only the communicator's means (op='mean') apply those weights",
+        "use balance='nodes', or SimpleReduce, DiLoCo, FedAvg, SPARTA or SPARTADiLoCo. If your own class averages only "
+        "by the communicator's means, set weighted_means = True in it",
+    ),
+    # Time
     Refused(
         "trace",
         "no step_seconds",
@@ -478,8 +356,7 @@ _TIME: tuple[Refused, ...] = (
         "step times decide the order of events, and measured times would change it in every run",
         "give step_seconds, for example step_seconds=0.1, or a list with each node's seconds",
     ),
-)
-_DATA: tuple[Refused, ...] = (
+    # Data
     Refused(
         "partitioner",
         "data factory",
@@ -511,18 +388,11 @@ _DATA: tuple[Refused, ...] = (
         "nodes take different numbers of steps, so the examples of slow nodes would fill the memory",
         "give a factory, (rank, num_nodes, is_train) -> iterable, so that each node reads its own",
     ),
-    *(
-        Refused(
-            "iterable without a length",
-            features,
-            "an epoch's length is unknown",
-            f"{instead}, or give the length: exogym.data.IterableData(dataset, length=...)",
-        )
-        for features, instead in (
-            (("num_epochs", "no num_epochs or max_steps"), "give max_steps"),
-            ("local_epochs", "give H or local_steps instead"),
-            ("shard_sampling", "leave it out"),
-        )
+    Refused(
+        "iterable without a length",
+        ("num_epochs", "no num_epochs or max_steps", "local_epochs", "shard_sampling"),
+        "an epoch's length is unknown",
+        "give max_steps, H or local_steps instead, or the length: exogym.data.IterableData(dataset, length=...)",
     ),
     Refused(
         "iterables of unknown lengths",
@@ -542,23 +412,20 @@ _DATA: tuple[Refused, ...] = (
         "evaluations need a val_dataset",
         "give the trainer a val_dataset",
     ),
-)
-_SAVING: tuple[Refused, ...] = (
+    # Checkpoints
     Refused(
-        ("checkpoint_interval", "resume", "max_restarts"),
+        ("checkpoint_interval", "resume", "max_restarts", "client_state_memory"),
         "no save_dir",
-        "checkpoints need a folder",
-        "give save_dir, or run_dir",
+        "checkpoints and the state of idle clients need a folder",
+        "give save_dir, or for checkpoints run_dir",
     ),
-    Refused("client_state_memory", "no save_dir", "state beyond the limit goes to a folder", "give save_dir"),
     Refused(
         "max_restarts",
         "lazy modules",
         "the model has no parameters yet with which a restart could begin",
         "run the model on one batch before fit, or leave max_restarts out",
     ),
-)
-_ATTACHED: tuple[Refused, ...] = (
+    # Attached loops
     Refused(
         "attach",
         "its own clock",
@@ -571,14 +438,7 @@ _ATTACHED: tuple[Refused, ...] = (
         "your loop takes every step on every node, and could not rest",
         "take a strategy in which all nodes take all steps, or train with LocalTrainer or NetworkTrainer",
     ),
-)
-_HOSTS: tuple[Refused, ...] = (
-    Refused(
-        ("processes", "engine"),
-        "NetworkTrainer",
-        "the hosts file says where processes start, and how many",
-        "leave processes and engine out, or train with LocalTrainer",
-    ),
+    # Hosts
     Refused(
         "min_hosts",
         "node",
@@ -598,7 +458,6 @@ _HOSTS: tuple[Refused, ...] = (
         "nobody can plan faults, times and speeds where hosts come and go",
         "leave one of them out",
     ),
-    Refused("min_hosts", "max_memory_usage", _CHOSEN_ANEW, "give minibatch_size instead"),
     Refused(
         "min_hosts",
         "a second fit",
@@ -606,17 +465,3 @@ _HOSTS: tuple[Refused, ...] = (
         "put each fit into its own script",
     ),
 )
-GROUPS = {
-    "How means are taken": _MEANS,
-    "Options of strategies": _OPTIONS,
-    "A node of several devices": _SPLIT,
-    "Computing, and processes": _COMPUTING,
-    "Nodes weighted by their work": _BALANCE,
-    "Faults": _FAULTS,
-    "Time": _TIME,
-    "Data": _DATA,
-    "Checkpoints": _SAVING,
-    "Attached loops": _ATTACHED,
-    "Hosts": _HOSTS,
-}
-REFUSED: tuple[Refused, ...] = tuple(row for rows in GROUPS.values() for row in rows)

@@ -167,7 +167,7 @@ class Stream:
         self._start()
 
     def features(self) -> dict[str, str]:
-        """Return the features of iterables. Keys are names in `exogym.core.refusals.FEATURES`."""
+        """Return the features of iterables. Keys are names in `exogym.core.refusals`."""
         if not self.iterates:
             return {}
         if self._private:

@@ -81,7 +81,7 @@ class Averaging:
         return {field.name: values[field.name] for field in fields(self) if values[field.name] != field.default}
 
     def features(self) -> dict[str, str]:
-        """Return the features of these averages: a dict from names in `exogym.core.combinations.FEATURES` to texts.
+        """Return the features of these averages: a dict from names in `exogym.core.refusals` to texts.
 
         `privacy` and `personal` are features of the strategy's module.
         """

@@ -94,7 +94,7 @@ class Module(Stateful, ABC):
     def features(self) -> dict[str, str]:
         """Return further features of this module, with which ExoGym checks whether options can be combined.
 
-        The dict maps names in `exogym.core.combinations.FEATURES` to texts for messages.
+        The dict maps names in `exogym.core.refusals` to texts for messages.
         """
         return {}
 

@@ -56,7 +56,7 @@ class ClientDraws:
         self.samples = client_fraction < 1 or by_chance
 
     def features(self) -> dict[str, str]:
-        """Return the options that are set: a dict from names in `exogym.core.combinations.FEATURES` to texts."""
+        """Return the options that are set: a dict from names in `exogym.core.refusals` to texts."""
         return features_of(island_size=self.island_size)
 
     def sizes(self, N: int) -> tuple[int, int]:

@@ -272,7 +272,7 @@ class Strategy:
         return self
 
     def features(self) -> dict[str, str]:
-        """Return this strategy's features: a dict from names in `exogym.core.combinations.FEATURES` to texts."""
+        """Return this strategy's features: a dict from names in `exogym.core.refusals` to texts."""
         name = type(self).__name__
         found = {"its own clock": name} if self.driven_by == "clock" else {}
         found |= {"no modules": f"{name}, which has no modules"} if self.driven_by != "rounds" else {}

@@ -85,7 +85,7 @@ def test_a_cluster_started_here(tmp_path: Path) -> None:
     ("wrong", "said"),
     [
         ({"engine": "rai"}, "did you mean 'ray'"), ({"engine": 3}, "must be 'ray'"),
-        ({"cpus_per_process": 2}, "give Placement\(engine='ray'\)"),
+        ({"cpus_per_process": 2}, "cpus_per_process=2 needs engine"),
         ({"engine": "ray", "cpus_per_process": 0}, "at least 1"),
     ],
 )  # fmt: skip

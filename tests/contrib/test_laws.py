@@ -22,7 +22,8 @@ from strategies import CONTRIB, METHODS
 
 from exogym import NodeMesh, Placement
 from exogym.callbacks import Every
-from exogym.core.combinations import UNTRIED, check
+from exogym.core.combinations import check
+from exogym.core.refusals import UNTRIED
 from exogym.core.training.checking import checked_options
 from exogym.core.training.options import FitOptions
 from exogym.errors import ArgumentError

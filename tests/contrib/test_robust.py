@@ -401,7 +401,7 @@ def test_a_rule_with_arguments_is_saved_with_the_run(robust: Any, tmp_path: Any)
         (lambda: train(parse_strategy("async_diloco"), faults=Faults(bad_nodes=[1])), "leave bad_nodes out"),
         (lambda: made(DiLoCoStrategy, robust="medain"), "did you mean 'median'"),
         (lambda: made(DiLoCoStrategy, robust=3), "must be a name, such as 'median', or a rule"),
-        (lambda: made(DiLoCoStrategy, robust="krum", transport="ring"), "sums them on the way"),
+        (lambda: made(DiLoCoStrategy, robust="krum", transport="ring"), "sums values on the way"),
         (lambda: parsed("demo:robust=median"), r"averages in its own way \(DCTMomentum\)"),
         *(
             (
@@ -428,7 +428,7 @@ def test_a_rule_with_arguments_is_saved_with_the_run(robust: Any, tmp_path: Any)
         (lambda: Bulyan(0.5), "share=0.5 of bad nodes must be over 0 and under 0.5"),
         (
             lambda: train(made(DiLoCoStrategy, robust="krum"), balance="batch"),
-            r"balance='batch' with robust='krum': a rule counts each node once",
+            r"robust='krum' with balance='batch': a rule counts each node once",
         ),
     ],
 )

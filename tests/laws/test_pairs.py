@@ -17,8 +17,8 @@ from torch.utils.data import TensorDataset
 from wrapped import made
 
 from exogym import LocalTrainer, NodeMesh
-from exogym.core.combinations import REFUSED
 from exogym.core.compress import ChunkTopK
+from exogym.core.refusals import REFUSED
 from exogym.data import Partitioner
 from exogym.errors import ArgumentError
 from exogym.strategy import (

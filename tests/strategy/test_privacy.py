@@ -176,7 +176,7 @@ def test_no_layout_and_no_stop_changes_anything(secure: bool, tmp_path: Any) -> 
         ({"delta": 1}, "delta=1 must be a number over 0 and under 1"),
         ({"island_size": 2}, "leave island_size out"),
         ({"privacy": 3}, "privacy=3 must be a DifferentialPrivacy"),
-        ({"transport": "ring"}, "next round's clients may not have averaged"),
+        ({"transport": "ring"}, "next round's clients, which may not have averaged"),
     ],
 )
 def test_what_cannot_be_is_refused(options: dict[str, Any], words: str) -> None:
@@ -204,7 +204,7 @@ def test_what_epsilon_does_not_count_is_refused(make: Any, options: dict[str, An
 
 
 def test_clients_that_weigh_more_are_refused() -> None:
-    with pytest.raises(ArgumentError, match=r"balance='batch' with privacy=.* changes the mean by more than C"):
+    with pytest.raises(ArgumentError, match=r"privacy=.* with balance='batch': .* bounds each client's influence"):
         train(private(), model=plain_model(), balance=Balance("batch", [1, 1, 1, 5]))
 
 

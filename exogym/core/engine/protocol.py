@@ -61,7 +61,7 @@ class Nodes(Protocol):
     sizes: tuple[int, ...]
 
     def features(self) -> dict[str, str]:
-        """Return the features for the table of refusals (`exogym.core.refusals.FEATURES`)."""
+        """Return the features for the table of refusals (`exogym.core.refusals`)."""
 
     def describe(self) -> Any:
         """Return what decides a run's result, as JSON."""

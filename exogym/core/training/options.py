@@ -263,7 +263,7 @@ class FitOptions(RunOptions):
     run_dir: str | Path | None = None
 
     def features(self) -> dict[str, str]:
-        """Return the features that the run and its strategy use. Keys are names in `exogym.core.refusals.FEATURES`."""
+        """Return the features that the run and its strategy use. Keys are names in `exogym.core.refusals`."""
         values = self.values()
         given = changed({name: values[name] for name in SAID})
         found = self.strategy.features() | {name: f"{name}={value!r}" for name, value in given.items()}

@@ -180,7 +180,7 @@ REFUSED = {
     "BatchNorm": (lambda: with_layer(nn.BatchNorm1d(6)), {}, r"changes its buffers \(1.running_mean"),
     "micro-batches": (network, {"minibatch_size": 2}, "each with its whole batch"),
     "accumulation": (network, {"gradient_accumulation": 2}, "each with its whole batch"),
-    "fp16": (network, {"precision": "fp16"}, "fp16 scales"),
+    "fp16": (network, {"precision": "fp16"}, "an unscaled loss"),
     "closure over a parameter": (Closure, {}, "gradient of 'a.weight' differs"),
     "unused parameter": (Unused, {}, "gives 'unused.weight' no gradient"),
     "branch on data": (Branching, {}, "use compute='loop'"),

@@ -741,7 +741,7 @@ def test_bad_arguments(options: dict[str, Any], words: str) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"faults": Faults(drop_rate=0.1)}, "takes no planned faults"),
+        ({"faults": Faults(drop_rate=0.1)}, "no node waits for another, and its clock makes nodes slow"),
         ({"compute": "vmap"}, "use compute='loop'"),
         ({"step_seconds": None}, "give step_seconds"),
         ({"step_seconds": [1.0, 1.0, 1.0, 0.0]}, "node 3 takes 0 s"),
