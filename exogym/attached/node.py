@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import hashlib
 import importlib
 import math
-import time
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,16 +19,17 @@ from exogym.attached.checking import modules_of
 from exogym.attached.optimizer import UsersOptimizer
 from exogym.core.base.modes import evaluation_mode
 from exogym.core.base.rng import preserved_state
-from exogym.core.base.torch_private import in_this_process, strided_parts, version
-from exogym.core.communicator import Wire, gather, ship
+from exogym.core.base.torch_private import version
+from exogym.core.communicator import Wire, gather
 from exogym.core.compute.finite import Watch
 from exogym.core.compute.first_step import check_dense, same
 from exogym.core.compute.loop import Loop
 from exogym.core.compute.outputs import Loss
 from exogym.core.compute.worker import Worker
 from exogym.core.engine import several_devices
+from exogym.core.engine.equal_start import start_equal
 from exogym.core.engine.world import join_world, world_size
-from exogym.core.fleet import Fleet, Stateful
+from exogym.core.fleet import Fleet
 from exogym.core.fleet.state import Tensors, below
 from exogym.core.progress import notice
 from exogym.core.record.history import History
@@ -51,9 +50,6 @@ from exogym.errors import ArgumentError, CheckpointError, ExoGymError, ModelErro
 from exogym.strategy.outer import few_rounds
 from exogym.strategy.strategy import Run, Strategy
 
-if TYPE_CHECKING:
-    from exogym.core.training.timing import Timing
-
 LONGEST = 1024  # most steps of a stretch
 _open: weakref.WeakSet[Node] = weakref.WeakSet()  # the nodes of this process whose runs are not finished
 ENDLESS = 2**53  # the length of a run without `total_steps`
@@ -67,16 +63,17 @@ class Node:
     step (`_begin`): only then it is known which buffers training changes, and how many examples each node has.
 
     Attributes:
+        rank, part: the node's number, and the number of this process in it.
         users: the user's optimizer, or None if the strategy's inner optimizer takes the steps.
         has_begun: whether the node's first step has begun. Before it there are no `driver`, `compute` and `standing`.
     """
 
     def __init__(
         self, model: nn.Module, optimizer: Optimizer | None, strategy: Strategy, device: torch.device,
-        total_steps: int | None, seed: int, network: Any, step_seconds: Any, node: Any = None,
+        total_steps: int | None, seed: int, node: Any = None,
     ):  # fmt: skip
         self.model, self.strategy, self.device, self.seed = model, strategy, device, seed
-        self.total_steps, self.network, self.step_seconds = total_steps, network, step_seconds
+        self.total_steps = total_steps
         self.shards: Any = None
         if node is None:
             self.wire = wire_of_world(device)
@@ -84,13 +81,13 @@ class Node:
             kind = several_devices("attach")
             self.wire = kind.wire_between(node, device)
             self.shards = kind(model, self.wire)
-        _start_equal(model, self.wire)
+        start_equal(model, self.wire)
         self.worker = Worker(model, Loss(model, None), device, "fp32", seed, None)
         self.worker.devices = self.shards
         parts = None if self.shards is None else self.shards.parts
         self.worker.bind(Fleet(model, self.wire.ranks, len(self.wire.placement), device, self.wire, parts))
         self.worker.point(0)
-        self.fleet, self.rank = self.worker.fleet, self.wire.ranks[0]
+        self.fleet, self.rank, self.part = self.worker.fleet, self.wire.ranks[0], self.wire.devices.part
         self.watch = Watch("raise", self.worker)
         self.frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
         self.stream: Stream | None = None
@@ -106,18 +103,11 @@ class Node:
         self.models: Models
         self.standing: Standing
         self.has_begun = self.is_abandoned = False
-        self.timing: Timing | None = None
         self._buffers = {name: (b, version(b), b.detach().clone()) for name, b in model.named_buffers()}
         self._rates: dict[int, float] = {}  # of the current stretch's steps
         self._examples: list[int] = []
         self._values: Tensor  # all nodes' losses in the current stretch
         self._place: tuple[Tensors, Tensors] = {}, {}  # where a loaded state's loader was, until there is a loader
-        self._began = 0.0
-
-    @property
-    def part(self) -> int:
-        """The number of this process in its node."""
-        return self.wire.devices.part
 
     @property
     def step(self) -> int:
@@ -137,29 +127,23 @@ class Node:
         """
         examples = stream.examples.tolist()
         if stream.iterated is not None:
-            self._read(stream.iterated.begin(self.fleet))
+            place, is_first = stream.iterated.begin(self.fleet), "data" not in self.fleet.state.parts
+            self.fleet.state.parts["data"] = place  # a new loader takes an old loader's place
+            row, shared = self._place
+            if is_first and (row or shared):  # a state was loaded before: go to its place
+                place.load_row(0, row)
+                place.load_shared(shared)
         if not self.has_begun:
             self.stream = stream
-        elif len({*examples}) > 1 and examples != self._examples and self._weighs_examples():
+        elif (
+            len({*examples}) > 1
+            and examples != self._examples
+            and any(getattr(module, "weighting", None) == "examples" for module in modules_of(self.strategy))
+        ):
             raise ArgumentError(
                 f"{type(self.strategy).__name__} weights nodes by their examples, and training has begun with other "
                 f"numbers than {examples[:8]}: call nodes.loader before the first step, or give weighting='uniform'"
             )
-
-    def _read(self, place: Stateful) -> None:
-        """Save the reading's place from now on, and go to the place of a state that was loaded before."""
-        is_first = "data" not in self.fleet.state.parts
-        self.fleet.state.parts["data"] = place  # a new loader takes an old loader's place
-        row, shared = self._place
-        if is_first and (row or shared):
-            place.load_row(0, row)
-            place.load_shared(shared)
-
-    def _weighs_examples(self) -> bool:
-        return any(getattr(module, "weighting", None) == "examples" for module in modules_of(self.strategy))
-
-    def reseed(self) -> None:
-        self.worker.reseed(self.rank, self.step)
 
     def _begin(self, changing: Mapping[str, Tensor], examples: list[int]) -> None:
         """Make the strategy's adapter and the records.
@@ -181,22 +165,14 @@ class Node:
         fleet.comm.transfers.overlap = True
         run = Run(num_nodes, self.seed, steps, np.array(examples), size)
         strategy = copy.deepcopy(self.strategy)
-        if self.network is not None:
-            from exogym.core.training.timing import Timing
-
-            self.timing = Timing(fleet, self.network, self.step_seconds)
         stream: Any = self.stream  # the user's loop takes the batches
-        setting = Setting(fleet, worker, stream, run, "loop", None, self.timing, self.watch, optimizer=self.users)
+        setting = Setting(fleet, worker, stream, run, "loop", None, None, self.watch, optimizer=self.users)
         home, name = ALGORITHMS[strategy.driven_by]
         algorithm: Algorithm = getattr(importlib.import_module(home), name)(strategy, setting)
         assert isinstance(algorithm.compute, Loop)
         self.compute = algorithm.compute
         if self.users is not None:
             algorithm.schedule = self.users  # type: ignore[assignment]
-        if self.timing is not None:
-            from exogym.core.training.clocking import Charged
-
-            algorithm = Charged(algorithm, self.timing)
         self.driver = Driver(algorithm, setting)
         for name, rows in now.items():
             fleet.buffers[name].copy_(rows)
@@ -212,7 +188,6 @@ class Node:
         self.models = Models(None, self.driver, fleet)
         for p, grad in zip(worker.parameters, grads, strict=True):
             p.grad = grad
-        self._began = time.perf_counter()
 
     def _description(self) -> dict[str, Any]:
         """Return what must be equal for a state to fit this run, as JSON values."""
@@ -285,11 +260,9 @@ class Node:
         for block in self.fleet.blocks:
             block.own_grads()
         self.compute.keep_gradients(0)
-        self._took()
         self._values = self._meet(step + 1)
         with torch.no_grad():
             moving = algorithm.on_gradients(step + 1, [0], False)
-        self._began = time.perf_counter()
         if moving:
             self.compute.point_gradients(0)
 
@@ -300,11 +273,6 @@ class Node:
             value = value if self.shards is None else self.shards.mean(value)
             self.watch.losses(self.rank, 0, value, step)
         losses.add(0, range(column, column + 1), value)
-
-    def prepare(self) -> None:
-        """Correct and clip the gradients, if somebody else calls the user's optimizer."""
-        assert self.users is not None
-        self.users.prepare(0, clip=not self.driver.algorithm.needs_gradients)
 
     def optimizer_step(self) -> None:
         inner = self.compute.inner
@@ -317,10 +285,8 @@ class Node:
         step = self.step + 1
         if self.compute.inner is not None:
             self.compute.taken[0] = step
-        self._took()
         if step == self.driver.losses.last:
             self._end_stretch()
-        self._began = time.perf_counter()
 
     def _meet(self, step: int) -> Tensor:
         """Return all nodes' losses in the current stretch, (N, steps), once all nodes have come to `step`.
@@ -387,7 +353,7 @@ class Node:
         rate = self._rates.__getitem__
         self.standing.reports.stretch(
             self.history, (first, last), driver.algorithm.nodes, self._values, rate, self._totals, self._now(),
-            self.timing is not None,
+            has_clock=False,
         )  # fmt: skip
         self._rates = {}
 
@@ -396,13 +362,8 @@ class Node:
         is_program = self.compute.inner is None
         return preserved_state(self.device) if is_program else contextlib.nullcontext()
 
-    def _took(self) -> None:
-        if self.timing is not None and self.timing.is_measured:
-            self.timing.took([(0, 1)], self._began)
-
     def _now(self) -> Totals:
-        time_s = 0.0 if self.timing is None else self.timing.time_s
-        return Totals.of(self.fleet.comm, time_s, self.standing.wall_s())
+        return Totals.of(self.fleet.comm, 0.0, self.standing.wall_s())
 
     # Results
 
@@ -457,8 +418,7 @@ class Node:
             values: dict[str, Any] = dict(
                 zip(("payload_bytes", "tx_bytes", "rx_bytes"), now.payload_tx_rx, strict=True)
             )
-            values |= {"wall_s": now.wall_s} | ({} if self.timing is None else self.timing.values())
-            self.history.add_evaluation(self.step, self.standing.epoch, values)
+            self.history.add_evaluation(self.step, self.standing.epoch, values | {"wall_s": now.wall_s})
             with torch.no_grad():
                 worker.set_home(*self.models.of(None))
             self.driver.close()
@@ -516,7 +476,10 @@ class Node:
             changing = {name.removeprefix(BUFFER): x for name, x in every if name.startswith(BUFFER)}
             with preserved_state(self.device):
                 self._begin(changing, meta["examples"])
-        self._check_fits(meta["description"])
+        for name, value in self.standing.description.items():
+            if (had := meta["description"].get(name)) != value:
+                what = "another model" if name in ("model", "shared") else f"{name}={had!r}, not {value!r}"
+                raise CheckpointError(f"the state is from a run with {what}: attach with the arguments of that run")
         self._rates = {int(step): rate for step, rate in meta.pop("rates")}
         meta.pop("examples")
         try:
@@ -527,20 +490,6 @@ class Node:
         self._place = below("data.", state["row"]), below("data.", state["shared"])
         self.worker.point(0)
         self._totals = self._now()
-        self._began = time.perf_counter()
-
-    def _check_fits(self, saved: Mapping[str, Any]) -> None:
-        own = self.standing.description
-        for name, value in own.items():
-            if saved.get(name) != value:
-                what = "another model" if name in ("model", "shared") else f"{name}={saved.get(name)!r}, not {value!r}"
-                raise CheckpointError(f"the state is from a run with {what}: attach with the arguments of that run")
-
-    @contextlib.contextmanager
-    def untouched(self) -> Iterator[None]:
-        """A context that keeps the loop's random state."""
-        with preserved_state(self.device):
-            yield
 
 
 def abandon_others(model: nn.Module, optimizer: Optimizer | None) -> None:
@@ -563,49 +512,6 @@ def wire_of_world(device: torch.device, gpus: int | None = None) -> Wire:
     from exogym.core.engine.wire import ProcessWire
 
     return ProcessWire([[rank] for rank in range(count)])
-
-
-def _start_equal(model: nn.Module, wire: Wire) -> None:
-    """Give each node the parameters and buffers of node 0, if they differ.
-
-    Raises:
-        ModelError: the nodes' models have other names, shapes, dtypes or frozen parameters.
-    """
-    if not wire.is_shared:
-        return
-    trained = {name: p.requires_grad for name, p in model.named_parameters()}
-    given = {name: x.detach() for name, x in [*model.named_parameters(), *model.named_buffers()]}
-    tensors, parts = {name: in_this_process(x) for name, x in given.items()}, wire.devices.parts
-    kinds = [[name, str(x.dtype), list(x.shape), trained.get(name)] for name, x in given.items()]
-    whole = [x for name, x in tensors.items() if x is given[name]]
-    told = gather(wire, [hashlib.sha256(repr(kinds).encode()).hexdigest(), _sum(tensors.values()), _sum(whole)])
-    if unlike := [k // parts for k, (kind, _, _) in enumerate(told) if kind != told[0][0]]:
-        raise ModelError(
-            f"the model of node {unlike[0]} has other names, shapes, dtypes or frozen parameters than the model of "
-            "node 0: make the same model in every process"
-        )
-    if any(values != told[0][2] for _, _, values in told[:parts]):
-        raise ModelError(
-            "node 0's processes have different values of buffers or frozen parameters: make the same model in every "
-            "process"
-        )
-    if any(values != told[k % parts][1] for k, (_, values, _) in enumerate(told)):
-        if sparse := [name for name, x in tensors.items() if x.layout != torch.strided]:
-            raise ModelError(
-                f"the nodes start with different models, and sparse buffers such as {sparse[0]!r} cannot be sent: make "
-                "the same model in every process, for example after torch.manual_seed(0)"
-            )
-        with torch.no_grad():
-            for name, x in ship(wire, tensors, source=0).items():
-                tensors[name].copy_(x)
-
-
-def _sum(tensors: Iterable[Tensor]) -> str:
-    """Return a checksum of the tensors' values."""
-    digest = hashlib.sha256()
-    for part in (part for x in tensors for part in strided_parts(x)):
-        digest.update(part.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
 
 
 def _is_state(state: Any) -> bool:

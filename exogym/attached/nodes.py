@@ -14,6 +14,7 @@ from exogym.attached.checking import check_model, check_optimizer, check_strateg
 from exogym.attached.loading import NodeLoader, stream_of_node
 from exogym.attached.node import Node, abandon_others
 from exogym.core.base.modes import normalizes
+from exogym.core.base.rng import preserved_state
 from exogym.core.progress import warn
 from exogym.core.record.history import History
 from exogym.data.single import single
@@ -29,8 +30,6 @@ def attach(
     *,
     total_steps: int | None = None,
     seed: int = 0,
-    network: Any = None,
-    step_seconds: Any = None,
     node: Any = None,
 ) -> Nodes:
     """Make this process a node that trains with `strategy`, in a training loop of the user.
@@ -53,7 +52,6 @@ def attach(
             apply to it, and other descriptions of the inner optimizer must agree with it.
         total_steps: the run's length in optimizer steps. Only schedules over the run and some strategies need it.
         seed: seed of everything random that the strategy, `Nodes.loader` and `Nodes.reseed` draw.
-        network, step_seconds: as for `fit`: predict the time on this network.
         node: this node's processes, if several processes are one node and `fully_shard` divides the model over them:
             the torch device mesh that `fully_shard` got, or its process group. Nodes have equally many consecutive
             processes. The bits equal the bits of `fit(strategy, node=NodeMesh(shard=k))` in the same processes.
@@ -80,12 +78,10 @@ def attach(
     check_strategy(strategy, total_steps, node is not None)
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise ArgumentError(f"seed={seed!r} must be a whole number")
-    if step_seconds is not None and network is None:
-        raise ArgumentError("step_seconds needs network: virtual time needs a network; give network='1Gbps,0.5ms'")
     if optimizer is not None:
         check_optimizer(optimizer, strategy, model, node is not None)
     abandon_others(model, optimizer)
-    return Nodes(Node(model, optimizer, strategy, device, total_steps, seed, network, step_seconds, node))
+    return Nodes(Node(model, optimizer, strategy, device, total_steps, seed, node))
 
 
 class Nodes:
@@ -128,7 +124,7 @@ class Nodes:
 
     @property
     def history(self) -> History:
-        """The records so far: bytes, learning rates, losses that `step` got, and `time_s` with a network.
+        """The records so far: bytes, learning rates, and losses that `step` got.
 
         Records come at the end of each stretch, so they end at the last synchronization.
         """
@@ -180,7 +176,7 @@ class Nodes:
         Call it before the forward pass of a step, or of its first micro-batch, if the model draws random numbers and
         the bits must equal `fit`'s. Without it, the loop's own random state is used.
         """
-        self._node.reseed()
+        self._node.worker.reseed(self.rank, self.step_count)
 
     # Steps
 
@@ -229,7 +225,7 @@ class Nodes:
         def before() -> None:
             self._check_open()
             self._node.before_step()
-            self._node.prepare()
+            users.prepare(0, clip=not self._node.driver.algorithm.needs_gradients)
 
         def after() -> None:
             users.clear()
@@ -253,7 +249,7 @@ class Nodes:
                 "model_of: torch cannot copy a model that fully_shard has divided. Use `with nodes.evaluating():`, in "
                 "which your own model has the averaged parameters"
             )
-        with self._node.untouched():
+        with preserved_state(self._node.device):  # the loop's random state
             copied = copy.deepcopy(self._node.model)
             if not self.is_over:
                 self._node.put_into(copied, node)

@@ -23,14 +23,13 @@ from torch import nn
 from exogym.attached.nodes import Nodes
 from exogym.core.base.files import check_regular
 from exogym.errors import ArgumentError, checked
-from exogym.integrations.dealing import GradientWeight, MicroBatches
-from exogym.integrations.joining import Joined
-from exogym.integrations.optimizer import StrategyOptimizer
+from exogym.integrations.dealing import MicroBatches
+from exogym.integrations.joining import Adapter
 
 __all__ = ["ExoGymNode"]
 
 
-class ExoGymNode:
+class ExoGymNode(Adapter):
     """This process as a node of a loop of Accelerate.
 
     Make the node before the `Accelerator`. The loop stays the user's. Each `optimizer.step()` takes the node's step, by
@@ -38,30 +37,12 @@ class ExoGymNode:
 
     Args:
         strategy: as for `exogym.attach`. With an optimizer of the loop's, it describes no inner optimizer.
-        total_steps, seed, network, step_seconds: as for `exogym.attach`.
+        total_steps, seed: as for `exogym.attach`.
 
     Attributes:
         rank, num_nodes: the node's number, and the number of nodes.
         nodes: the attached `Nodes`, from `attach` on.
     """
-
-    def __init__(
-        self, strategy: Any, *, total_steps: int | None = None, seed: int = 0, network: Any = None,
-        step_seconds: Any = None,
-    ):  # fmt: skip
-        self.strategy, self.seed = strategy, seed
-        options = {"total_steps": total_steps, "seed": seed, "network": network, "step_seconds": step_seconds}
-        self._joined = Joined(strategy, **options)
-        self.rank, self.num_nodes = self._joined.rank, self._joined.num_nodes
-        self.nodes: Nodes | None = None
-        self._parts, self._weight = 1, GradientWeight()
-
-    def optimizer(self, model: Any) -> StrategyOptimizer:
-        """Return an optimizer for `accelerator.prepare` that lets the strategy's own optimizer take the steps.
-
-        Strategies with their own update rule (DeMo) need it.
-        """
-        return StrategyOptimizer(model)
 
     def attach(self, accelerator: Any, model: Any, optimizer: Any) -> Nodes:
         """Attach the strategy to the prepared model and optimizer.
@@ -84,7 +65,7 @@ class ExoGymNode:
                 "nodes; give 'bf16'"
             )
         self._parts = accelerator.gradient_accumulation_steps
-        self.nodes = nodes = self._joined.follow(model, getattr(optimizer, "optimizer", optimizer))
+        nodes = self._follow(model, getattr(optimizer, "optimizer", optimizer))
         accelerator.register_for_checkpointing(nodes)
         accelerator.register_save_state_pre_hook(self._claim)
         accelerator.register_load_state_pre_hook(partial(_load, model))

@@ -15,7 +15,8 @@ from exogym.attached.node import wire_of_world
 from exogym.attached.nodes import Nodes, attach
 from exogym.core.communicator import gather
 from exogym.core.progress import notice
-from exogym.errors import ArgumentError
+from exogym.errors import ArgumentError, checked
+from exogym.integrations.dealing import GradientWeight
 from exogym.integrations.optimizer import StrategyOptimizer
 from exogym.strategy.outer import few_rounds
 
@@ -26,57 +27,86 @@ LAUNCHED = (
 )  # fmt: skip
 
 
-class Joined:
-    """This process among the nodes of a launch.
+class Adapter:
+    """This process as a node in another library's trainer: what all adapters have. A base class.
 
     Args:
-        options: `seed` and the other options for `exogym.attach`.
+        strategy, total_steps, seed: as for `exogym.attach`.
 
     Attributes:
-        rank: the node's number.
-        num_nodes: N, the number of nodes.
+        rank, num_nodes: the node's number, and the number of nodes.
+        nodes: the attached `Nodes`, from the start of training on.
 
     Raises:
         ArgumentError: the process sees several GPUs, and CUDA has begun to use them.
     """
 
-    def __init__(self, strategy: Any, **options: Any) -> None:
-        self.strategy, self.options = strategy, options
+    @checked
+    def __init__(self, strategy: Any, *, total_steps: int | None = None, seed: int = 0):
+        super().__init__()  # the library's own base class
+        self.strategy, self.total_steps, self.seed = strategy, total_steps, seed
+        self.nodes: Nodes | None = None
+        self._weight = GradientWeight()
         gpus = _see_own_gpu()  # first: CUDA reads CUDA_VISIBLE_DEVICES when it starts, and is_available() starts CUDA
         device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-        self.wire = wire_of_world(device, gpus)
-        self.rank, self.num_nodes = self.wire.ranks[0], len(self.wire.placement)
+        self._wire = wire_of_world(device, gpus)
+        self.rank, self.num_nodes = self._wire.ranks[0], len(self._wire.placement)
         for name in LAUNCHED:
             os.environ.pop(name, None)
 
-    def follow(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Nodes:
+    def optimizer(self, model: Any) -> StrategyOptimizer:
+        """Return an optimizer for the trainer, with which the strategy's own optimizer takes the steps.
+
+        Strategies with their own update rule (DeMo) need it.
+        """
+        return StrategyOptimizer(model)
+
+    def _follow(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Nodes:
         """Attach the strategy to a trainer that calls `optimizer.step()`; see `Nodes.follow_optimizer`."""
+        own = None if isinstance(optimizer, StrategyOptimizer) else optimizer
+        self.nodes = nodes = attach(model, own, self.strategy, total_steps=self.total_steps, seed=self.seed)
         if isinstance(optimizer, StrategyOptimizer):
-            nodes = attach(model, None, self.strategy, **self.options)
             optimizer.nodes = nodes
         else:
-            nodes = attach(model, optimizer, self.strategy, **self.options)
             nodes.follow_optimizer()
         return nodes
 
-    def look_at_length(self, total_steps: int) -> None:
+    def _look_at_length(self, total_steps: int) -> None:
         """Say if a run of `total_steps` steps is too short for the strategy's default outer momentum."""
-        if self.wire.is_main and (text := few_rounds(self.strategy, total_steps)) is not None:
+        if self._wire.is_main and (text := few_rounds(self.strategy, total_steps)) is not None:
             notice(text, about="few outer rounds", once=True)
 
-    def check_own(self, own: list[tuple[str, str]]) -> None:
+    def _check_own(self, own: list[tuple[str, str]]) -> None:
         """Raise ArgumentError if another node has an equal path. All nodes make this call together.
 
         Args:
             own: (option, path) pairs. The option decides the path.
         """
-        others = [told for rank, told in enumerate(gather(self.wire, [path for _, path in own])) if rank != self.rank]
+        others = [told for rank, told in enumerate(gather(self._wire, [path for _, path in own])) if rank != self.rank]
         for option, path in own:
             if any(path in told for told in others):
                 raise ArgumentError(
                     f"{option}={path!r} is the same for several nodes, which would overwrite each other's files: give "
                     f"each node its own, such as {option}=f'{path}/node-{{callback.rank}}'"
                 )
+
+
+def has_schedule(strategy: Any) -> bool:
+    """Return whether the strategy describes a learning-rate schedule."""
+    return bool({"lr_scheduler", "warmup_steps"} & vars(strategy).get("given_arguments", {}).keys())
+
+
+def refuse(options: Any, wrong: list[tuple[bool, str, str, str]]) -> None:
+    """Raise ArgumentError for the first wrong option of a trainer.
+
+    Args:
+        options: the object whose attributes are the options.
+        wrong: (whether the option is wrong, the option's name, why, what to do instead) of each option.
+    """
+    for is_wrong, name, why, instead in wrong:
+        if is_wrong:
+            given = f"={getattr(options, name)!r}" if hasattr(options, name) else ""
+            raise ArgumentError(f"{name}{given} with ExoGymCallback: {why}; {instead}")
 
 
 def _see_own_gpu() -> int:

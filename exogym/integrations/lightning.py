@@ -16,12 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from exogym.attached.loading import NodeLoader, stream_of_node
-from exogym.attached.nodes import Nodes
 from exogym.data.stream import Stream
 from exogym.errors import ArgumentError, CheckpointError, checked
-from exogym.integrations.dealing import GradientWeight, MicroBatches
-from exogym.integrations.joining import Joined
-from exogym.integrations.optimizer import StrategyOptimizer
+from exogym.integrations.dealing import MicroBatches
+from exogym.integrations.joining import Adapter, has_schedule, refuse
 
 __all__ = ["ExoGymCallback"]
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")  # the same library under two names, each with classes of its own
@@ -58,7 +56,7 @@ def _installed() -> list[Any]:
 _LIGHTNING = _installed()
 
 
-class ExoGymCallback(*(package.Callback for package in _LIGHTNING)):  # type: ignore[misc]
+class ExoGymCallback(Adapter, *(package.Callback for package in _LIGHTNING)):  # type: ignore[misc]
     """Train with a strategy inside Lightning's `Trainer`. Each process is a node.
 
     Make the callback before the `Trainer`. The `Trainer` keeps its loop, optimizer, schedule, logs and checkpoints.
@@ -69,7 +67,7 @@ class ExoGymCallback(*(package.Callback for package in _LIGHTNING)):  # type: ig
 
     Args:
         strategy: as for `exogym.attach`. With an optimizer of the module's, it describes no inner optimizer.
-        total_steps, seed, network, step_seconds: as for `exogym.attach`.
+        total_steps, seed: as for `exogym.attach`.
 
     Attributes:
         rank, num_nodes: the node's number, and the number of nodes.
@@ -80,27 +78,18 @@ class ExoGymCallback(*(package.Callback for package in _LIGHTNING)):  # type: ig
         CheckpointError: the `Trainer` resumed from a checkpoint without the node's state.
     """
 
-    def __init__(
-        self, strategy: Any, *, total_steps: int | None = None, seed: int = 0, network: Any = None,
-        step_seconds: Any = None,
-    ):  # fmt: skip
-        super().__init__()
+    def __init__(self, strategy: Any, *, total_steps: int | None = None, seed: int = 0):
         if "LOCAL_RANK" in os.environ and "RANK" not in os.environ:  # so Lightning starts processes of its own
             raise ArgumentError(
                 "Lightning's Trainer has started this process, because it has more than one device: give the Trainer "
                 "devices=1, and start a process per node with torchrun or python -m exogym.launch"
             )
-        self.strategy, self.seed = strategy, seed
-        options = {"total_steps": total_steps, "seed": seed, "network": network, "step_seconds": step_seconds}
-        self._joined = Joined(strategy, **options)
-        self.rank, self.num_nodes = self._joined.rank, self._joined.num_nodes
+        super().__init__(strategy, total_steps=total_steps, seed=seed)
         for package in _LIGHTNING:  # it read the launch when it was imported
             package.utilities.rank_zero_only.rank = 0
-        self.nodes: Nodes | None = None
         self._state: dict[str, Any] = {}
         self._stream: Stream | None = None
         self._begun = -1  # the step that was seeded last
-        self._weight = GradientWeight()
 
     @checked
     def loader(
@@ -125,13 +114,6 @@ class ExoGymCallback(*(package.Callback for package in _LIGHTNING)):  # type: ig
             self.nodes._node.take_stream(stream)
         return MicroBatches(NodeLoader(stream, self.rank, gradient_accumulation, self._step))
 
-    def optimizer(self, module: Any) -> StrategyOptimizer:
-        """Return what the module's `configure_optimizers` returns to let the strategy's own optimizer take the steps.
-
-        Strategies with their own update rule (DeMo) need it.
-        """
-        return StrategyOptimizer(module)
-
     def _step(self) -> int:
         if self.nodes is None:
             raise ArgumentError(
@@ -153,15 +135,15 @@ class ExoGymCallback(*(package.Callback for package in _LIGHTNING)):  # type: ig
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         self._check(trainer)
-        self._joined.check_own(_paths(trainer))
-        self.nodes = self._joined.follow(pl_module, trainer.optimizers[0])
+        self._check_own(_paths(trainer))
+        nodes = self._follow(pl_module, trainer.optimizers[0])
         if self._stream is not None:
-            self.nodes._node.take_stream(self._stream)
+            nodes._node.take_stream(self._stream)
         for module in pl_module.modules():
             if hasattr(module, "distributed_available_fn"):  # a metric of torchmetrics would join the nodes' numbers
                 module.distributed_available_fn = _never
         if self._state:
-            self.nodes.load_state_dict(self._state)
+            nodes.load_state_dict(self._state)
             self._state = {}
         self._begun = -1
 
@@ -176,7 +158,7 @@ class ExoGymCallback(*(package.Callback for package in _LIGHTNING)):  # type: ig
             )
         steps = trainer.estimated_stepping_batches
         if not trainer.global_step and pl_module.automatic_optimization and math.isfinite(steps):
-            self._joined.look_at_length(int(steps))
+            self._look_at_length(int(steps))
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         assert self.nodes is not None
@@ -211,15 +193,14 @@ class ExoGymCallback(*(package.Callback for package in _LIGHTNING)):  # type: ig
         for callback in trainer.callbacks:
             for name in CALLBACKS.keys() & {cls.__name__ for cls in type(callback).__mro__}:
                 raise ArgumentError(f"{name} with ExoGymCallback: {CALLBACKS[name]}; leave it out")
-        has_schedule = bool({"lr_scheduler", "warmup_steps"} & vars(self.strategy).get("given_arguments", {}).keys())
         clips = trainer.gradient_clip_val is not None and trainer.gradient_clip_val > 0
-        wrong = [
+        refuse(trainer, [
             (trainer.precision not in PRECISIONS, "precision",
              "a loss scale skips steps of single nodes, and others are not tested", "give 'bf16-mixed'"),
             (len(trainer.optimizers) != 1, "configure_optimizers",
              f"it returns {len(trainer.optimizers)} optimizers, but a node has one",
              "return one optimizer with parameter groups"),
-            (bool(trainer.lr_scheduler_configs) and has_schedule, "lr_scheduler",
+            (bool(trainer.lr_scheduler_configs) and has_schedule(self.strategy), "lr_scheduler",
              "the strategy and the module both describe a schedule", "leave one out"),
             (clips and self.strategy.needs_gradients, "gradient_clip_val",
              "the Trainer clips each node's gradients before the strategy averages them",
@@ -229,14 +210,13 @@ class ExoGymCallback(*(package.Callback for package in _LIGHTNING)):  # type: ig
              "leave it out, and give max_norm to the strategy"),
             (bool(trainer.overfit_batches), "overfit_batches", "each epoch takes other batches",
              "give callback.loader a small data set"),
-        ]  # fmt: skip
-        _refuse(trainer, wrong)
+        ])  # fmt: skip
 
     def _check_loader(self, trainer: Any, loader: Any, counts: bool) -> None:
         """Raise ArgumentError if the Trainer's batches are not the node's, or, if it `counts`, not those of a step."""
         ours = isinstance(loader, MicroBatches)
         parts = trainer.accumulate_grad_batches if counts or not ours else loader.loader.batches_per_step
-        _refuse(trainer, [
+        refuse(trainer, [
             (not ours and self.num_nodes > 1, "train_dataloaders", "every node would train on all examples",
              "give fit callback.loader(dataset, batch_size)"),
             (ours and loader.loader.batches_per_step != parts, "accumulate_grad_batches",
@@ -251,13 +231,6 @@ class ExoGymCallback(*(package.Callback for package in _LIGHTNING)):  # type: ig
 
 def _never() -> bool:
     return False
-
-
-def _refuse(trainer: Any, wrong: list[tuple[bool, str, str, str]]) -> None:
-    for is_wrong, name, why, instead in wrong:
-        if is_wrong:
-            given = f"={getattr(trainer, name)!r}" if hasattr(trainer, name) else ""
-            raise ArgumentError(f"{name}{given} with ExoGymCallback: {why}; {instead}")
 
 
 def _cuts(batches: float, parts: int) -> bool:

@@ -18,17 +18,16 @@ import torch
 from torch import nn
 from transformers import TrainerCallback
 
-from exogym.attached.nodes import Nodes
 from exogym.errors import ArgumentError, CheckpointError
-from exogym.integrations.dealing import Dealt, GradientWeight
-from exogym.integrations.joining import Joined
+from exogym.integrations.dealing import Dealt
+from exogym.integrations.joining import Adapter, has_schedule, refuse
 from exogym.integrations.optimizer import StrategyOptimizer
 
 __all__ = ["ExoGymCallback"]
 STATE = "nodes.pt"  # in each checkpoint of the Trainer
 
 
-class ExoGymCallback(TrainerCallback):
+class ExoGymCallback(Adapter, TrainerCallback):
     """Train with a strategy inside Hugging Face's `Trainer`. Each process is a node.
 
     Make the callback before `TrainingArguments`. The `Trainer` keeps its loop, optimizer, schedule, logs and
@@ -40,7 +39,7 @@ class ExoGymCallback(TrainerCallback):
 
     Args:
         strategy: as for `exogym.attach`. With the `Trainer`'s optimizer, it describes no inner optimizer.
-        total_steps, seed, network, step_seconds: as for `exogym.attach`.
+        total_steps, seed: as for `exogym.attach`.
 
     Attributes:
         rank, num_nodes: the node's number, and the number of nodes.
@@ -51,16 +50,8 @@ class ExoGymCallback(TrainerCallback):
         CheckpointError: the `Trainer` resumed from a checkpoint without the node's state.
     """
 
-    def __init__(
-        self, strategy: Any, *, total_steps: int | None = None, seed: int = 0, network: Any = None,
-        step_seconds: Any = None,
-    ):  # fmt: skip
-        self.strategy, self.seed = strategy, seed
-        options = {"total_steps": total_steps, "seed": seed, "network": network, "step_seconds": step_seconds}
-        self._joined = Joined(strategy, **options)
-        self.rank, self.num_nodes = self._joined.rank, self._joined.num_nodes
-        self.nodes: Nodes | None = None
-        self._weight = GradientWeight()
+    def __init__(self, strategy: Any, *, total_steps: int | None = None, seed: int = 0):
+        super().__init__(strategy, total_steps=total_steps, seed=seed)
         self._sizes: list[int] = []  # the batches of an epoch's last step, if the last of them is shorter
         self._batch = 0  # the number of the batch in its step
         self._steps_of_epoch = 0
@@ -76,13 +67,6 @@ class ExoGymCallback(TrainerCallback):
         """
         return Dealt(dataset, self.num_nodes, self.rank, self.seed)
 
-    def optimizer(self, model: Any) -> StrategyOptimizer:
-        """Return the optimizer for `Trainer(optimizers=(callback.optimizer(model), None))`.
-
-        With it, the strategy's own optimizer takes the steps. Strategies with their own update rule (DeMo) need it.
-        """
-        return StrategyOptimizer(model)
-
     # The Trainer's hooks
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -96,10 +80,10 @@ class ExoGymCallback(TrainerCallback):
         model, optimizer, loader = kwargs["model"], kwargs["optimizer"], kwargs["train_dataloader"]
         optimizer = optimizer.optimizer
         self._check(args, state, loader, isinstance(optimizer, StrategyOptimizer))
-        self._joined.check_own([("output_dir", str(Path(args.output_dir)))])
-        self.nodes = self._joined.follow(model, optimizer)
+        self._check_own([("output_dir", str(Path(args.output_dir)))])
+        self._follow(model, optimizer)
         if not state.global_step:
-            self._joined.look_at_length(state.max_steps)
+            self._look_at_length(state.max_steps)
         else:
             self._resume(Path(args.output_dir) / f"checkpoint-{state.global_step}" / STATE, state.global_step)
         self._look_at_last_step(model, args, loader)
@@ -164,8 +148,7 @@ class ExoGymCallback(TrainerCallback):
     def _check(self, args: Any, state: Any, loader: Any, is_strategys: bool) -> None:
         """Raise ArgumentError if the Trainer's options cannot be right with the strategy."""
         dataset = getattr(loader, "dataset", None)
-        has_schedule = bool({"lr_scheduler", "warmup_steps"} & vars(self.strategy).get("given_arguments", {}).keys())
-        wrong = [
+        refuse(args, [
             (bool(args.fsdp), "fsdp", "each process is a whole node", "leave it out"),
             (args.deepspeed is not None, "deepspeed", "each process is a whole node", "leave it out"),
             (args.fp16, "fp16", "its loss scale skips steps of single nodes", "give bf16=True"),
@@ -181,7 +164,7 @@ class ExoGymCallback(TrainerCallback):
              "give max_grad_norm=0.0, and max_norm to the strategy"),
             ("EarlyStoppingCallback" in state.stateful_callbacks, "EarlyStoppingCallback",
              "it would stop one node before the others", "leave it out"),
-            (has_schedule and not is_strategys, "lr_scheduler_type",
+            (has_schedule(self.strategy) and not is_strategys, "lr_scheduler_type",
              "the strategy describes a schedule, too, and the Trainer sets the rate at every step",
              "leave lr_scheduler and warmup_steps out of the strategy"),
             (args.dataloader_persistent_workers and isinstance(dataset, Dealt), "dataloader_persistent_workers",
@@ -189,8 +172,4 @@ class ExoGymCallback(TrainerCallback):
             (is_strategys and args.lr_scheduler_type != "constant", "lr_scheduler_type",
              "the strategy's own optimizer takes the steps",
              "give lr_scheduler_type='constant', and lr_scheduler to the strategy"),
-        ]  # fmt: skip
-        for is_wrong, name, why, instead in wrong:
-            if is_wrong:
-                given = f"={getattr(args, name)!r}" if hasattr(args, name) else ""
-                raise ArgumentError(f"{name}{given} with ExoGymCallback: {why}; {instead}")
+        ])  # fmt: skip

@@ -311,14 +311,13 @@ class Counted(IterableDataset):
 
 
 @pytest.mark.slow
-def test_a_sharded_node_reads_iterables_in_bf16_and_predicts_its_time(tmp_path):
-    """The node's processes read the same examples, and each takes its part; the clock is the simulation's."""
-    options = {"network": "100Mbps,10ms", "step_seconds": 0.05}
+def test_a_sharded_node_reads_iterables_in_bf16(tmp_path):
+    """The node's processes read the same examples, and each takes its part."""
 
     def body(rank, mesh):
         torch.manual_seed(3)
         model = fully_shard(line(), mesh=mesh["shard"], mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-        nodes = attach(model, None, DiLoCoStrategy(H=2, lr=1e-3), node=mesh["shard"], **options)
+        nodes = attach(model, None, DiLoCoStrategy(H=2, lr=1e-3), node=mesh["shard"])
         seen = []
         for x, y in nodes.loader(Counted(), 8, shuffle=False):
             loss = mse_loss(model(x).float(), y)
@@ -329,17 +328,13 @@ def test_a_sharded_node_reads_iterables_in_bf16_and_predicts_its_time(tmp_path):
                 break
         assert any(name.startswith("data.") for name in nodes.state_dict()["shared"])
         nodes.finish()
-        return [seen, numbers(model.parameters()), nodes.history.last["time_s"]]
+        return [seen, numbers(model.parameters())]
 
     ranks = in_world(tmp_path, body)
     read = [own[0] for own in ranks]
     for k in range(3):
         assert sorted(number for own in read for number in own[k]) == [16.0 * k + j for j in range(16)]
     assert all(own[1:] == ranks[0][1:] for own in ranks)
-    model = line()
-    trainer = LocalTrainer(model, Counted(), loss_fn=mse_loss)
-    trainer.fit(DiLoCoStrategy(H=2, lr=1e-3), num_nodes=2, max_steps=3, batch_size=8, shuffle=False, **options)
-    assert ranks[0][2] == trainer.history.last["time_s"]
 
 
 @pytest.mark.slow

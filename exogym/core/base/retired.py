@@ -10,6 +10,7 @@ _PILOT = "it cost more than it saved; exogym compare --network trains the candid
 _MONEY = "multiply the hours and bytes of the table by your prices"
 _LIMITS = "compare the table's times and bytes with your limits"
 _FAULTS = "Faults(...) simulates nodes that go away"
+_SIMULATE = "LocalTrainer.fit(network=..., step_seconds=...) predicts the time, in simulation"
 _STEP = "give the time of the whole node's step"
 _PLACED = (
     *("engine", "cpus_per_process", "reduction", "overlap", "hang_s", "max_restarts", "client_state_memory"),
@@ -76,6 +77,8 @@ RETIRED: dict[str, str] = {
     **dict.fromkeys(("clusters.status_of", "clusters.log_of", "clusters.cancel"), "SLURM has squeue and scancel"),
     **dict.fromkeys(("Pods.kind", "kubernetes.kind"), "an indexed Job needs no operator"),
     **dict.fromkeys(("whisper_task.general", "whisper_task.replay"), "add running speech to the clips in data="),
+    **dict.fromkeys(("attach.network", "attach.step_seconds", "Adapter.network", "Adapter.step_seconds"), _SIMULATE),
+    "distributed-train.dry_run": "exogym doctor checks the hosts and starts nothing",
     "distributed-train.network": "exogym doctor --measure and exogym advise --network predict the time of a step",
     "capabilities.HasOuterModel": "every communication module may define consensus(fleet)",
     **dict.fromkeys(("capabilities.Tunable", "module.tune"), "a ByteBudget sets H, or SPARTA's share"),

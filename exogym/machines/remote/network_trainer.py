@@ -17,6 +17,7 @@ from exogym.core.base.files import new_folder
 from exogym.core.base.streams import STDERR
 from exogym.core.combinations import check
 from exogym.core.engine import several_devices
+from exogym.core.engine.equal_start import start_equal
 from exogym.core.engine.world import join_world, local_device, world_size
 from exogym.core.progress import notice
 from exogym.core.record.metrics import Metric
@@ -32,7 +33,7 @@ from exogym.machines.remote.elastic.recovery import Assembly
 from exogym.machines.remote.hosts import HostsConfig
 from exogym.machines.remote.launcher import SSHLauncher, from_here
 from exogym.machines.remote.orders import RUNS
-from exogym.machines.remote.world import LaunchedPart, same_start
+from exogym.machines.remote.world import LaunchedPart, own_wire
 from exogym.trainer import LocalTrainer, Trainer
 
 _fits = itertools.count(1)  # numbers the calls of `fit`, equally here and on the hosts
@@ -206,7 +207,7 @@ class NetworkTrainer(Trainer):
         if part.fit is not None and part.folder is not None and number < part.fit:
             self._take(results.replay(part.folder, number, self.model))
             return self.model
-        same_start(self.model)
+        start_equal(self.model, own_wire())
         if given["save_dir"] is not None and part.owns(given["save_dir"]) and part.restarts:
             given["resume"] = True
         self._write_run(part, number, given)

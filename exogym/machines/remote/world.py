@@ -1,28 +1,23 @@
-"""A process that `SSHLauncher` has started: its settings from the environment, and equal weights at the start."""
+"""A process that `SSHLauncher` has started: its settings from the environment, and messages between such processes."""
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch import Tensor
 
 from exogym.core import communicator
 from exogym.core.base.files import replacing
-from exogym.core.base.torch_private import strided_parts
 from exogym.core.communicator import Wire, ship
 from exogym.core.engine.protocol import place
 from exogym.core.engine.wire import ProcessWire
 from exogym.core.engine.world import world_size
 from exogym.core.saving.checkpoint_files import list_checkpoints
-from exogym.errors import ModelError
 from exogym.machines.remote.orders import (
     DEVICE,
     FIRST_RANK,
@@ -108,62 +103,17 @@ class LaunchedPart:
         return False
 
 
-def same_start(model: nn.Module) -> None:
-    """Give every process's model the weights of rank 0's model.
-
-    Only tensors whose checksums differ are sent, so pretrained weights that each host has read itself are not sent.
-    Lazy parameters are not sent either; each process draws them from the seed later.
-
-    Raises:
-        ModelError: the script has built another model in this process than on rank 0.
-    """
-    lazy = (UninitializedParameter, UninitializedBuffer)
-    tensors = {name: x for name, x in _tensors(model) if not isinstance(x, lazy)}
-    if world_size() == 1:
-        return
-    here = [[name, list(x.shape), str(x.dtype)] for name, x in tensors.items()]
-    there = tell(here)
-    if here != there:
-        unlike = next((a, b) for a, b in zip([*here, None], [*there, None], strict=False) if a != b)
-        raise ModelError(
-            f"the script builds another model here than on rank 0: {unlike[0]} here, {unlike[1]} there; give all "
-            "hosts the same data and arguments"
-        )
-    own = [sum_of(x) for x in tensors.values()]
-    differs = torch.tensor([[a != b for a, b in zip(own, tell(own), strict=True)]], dtype=torch.uint8)
-    anywhere = _wire().rows(differs, range(world_size())).any(0).tolist()
-    sent = {name: x for (name, x), far in zip(tensors.items(), anywhere, strict=True) if far}
-    if sparse := [name for name, x in sent.items() if x.layout != torch.strided]:
-        raise ModelError(f"the sparse buffer {sparse[0]!r} differs between hosts: make the same values on every host")
-    with torch.no_grad():
-        for name, x in send(sent).items():
-            tensors[name].copy_(x)
-
-
-def sum_of(x: Tensor) -> str:
-    """Return a checksum of the tensor's values."""
-    digest = hashlib.blake2b(digest_size=16)
-    for part in strided_parts(x.detach()):
-        digest.update(part.cpu().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
-
-
-def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()
-
-
 def send(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Send rank 0's named `tensors` to all processes, and return them in every process."""
-    return ship(_wire(), {name: x.detach() for name, x in tensors.items()}, 0)
+    return ship(own_wire(), {name: x.detach() for name, x in tensors.items()}, 0)
 
 
 def tell(value: Any) -> Any:
     """Send rank 0's `value`, which JSON can represent, to all processes, and return it in every process."""
-    return communicator.tell(_wire(), value)
+    return communicator.tell(own_wire(), value)
 
 
-def _wire() -> Wire:
+def own_wire() -> Wire:
     """Return a wire between all processes, each with one row."""
     world = world_size()
     return ProcessWire(place(world, world)) if world > 1 else Wire([0])

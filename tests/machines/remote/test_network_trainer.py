@@ -20,6 +20,7 @@ from torch import nn
 
 from exogym import LocalTrainer, NodeMesh, Placement
 from exogym.cli import main
+from exogym.core.engine.equal_start import sum_of
 from exogym.core.record.history import History
 from exogym.core.record.run_folder import FILES, read_status
 from exogym.errors import ArgumentError, ExoGymError
@@ -27,7 +28,7 @@ from exogym.machines.remote import NetworkTrainer, SSHLauncher, check_hosts, job
 from exogym.machines.remote.channel import Logs
 from exogym.machines.remote.onhost import probe
 from exogym.machines.remote.profile import RunProfile, load_profile
-from exogym.machines.remote.world import LaunchedPart, sum_of
+from exogym.machines.remote.world import LaunchedPart
 from exogym.strategy import DiLoCoStrategy, SimpleReduceStrategy
 from exogym.testing import fingerprint, small_problem
 
@@ -647,11 +648,12 @@ sys.path[:0] = sys.argv[1:]
 import torch
 from torch import nn
 from exogym.machines.distributed import destroy_process_group, get_rank, init_process_group
-from exogym.machines.remote import world
+from exogym.core.engine import equal_start
+from exogym.machines.remote.world import own_wire
 
 sent = []
-ship = world.ship
-world.ship = lambda wire, tensors, source: sent.extend(tensors) or ship(wire, tensors, source)
+ship = equal_start.ship
+equal_start.ship = lambda wire, tensors, source: sent.extend(tensors) or ship(wire, tensors, source)
 init_process_group("gloo")
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.BatchNorm1d(3))
@@ -659,7 +661,7 @@ with torch.no_grad():
     if get_rank() == 1:
         model[1].bias += 1
         model[2].num_batches_tracked += 2
-world.same_start(model)
+equal_start.start_equal(model, own_wire())
 numbers = [float(x.double().sum()) for x in (*model.parameters(), *model.buffers())]
 print(f"rank {get_rank()} sent {sent} has {numbers}", flush=True)
 destroy_process_group()

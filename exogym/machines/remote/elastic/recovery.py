@@ -20,6 +20,7 @@ from torch import Tensor
 
 from exogym.core import combinations
 from exogym.core.communicator import Wire, barrier, gather, ship, tell
+from exogym.core.engine.equal_start import start_equal, sum_of
 from exogym.core.fleet.state import Tensors
 from exogym.core.record.run_folder import RunFolder
 from exogym.core.saving.checkpoint import differences
@@ -35,7 +36,7 @@ from exogym.errors import CheckpointError, ModelError, WorkerError
 from exogym.faults import Outages
 from exogym.machines.remote.elastic.member import Generation, Member
 from exogym.machines.remote.elastic.wire import ElasticWire, MemberLost
-from exogym.machines.remote.world import same_start, sum_of
+from exogym.machines.remote.world import own_wire
 
 if TYPE_CHECKING:
     from exogym.core.training.subject import Subject
@@ -96,7 +97,7 @@ class Assembly:
         """Assemble the run together with the other first members. If one is lost, all assemble it again."""
         while True:
             try:
-                wire.or_lost(lambda: same_start(subject.model))
+                wire.or_lost(lambda: start_equal(subject.model, own_wire()))
                 recovery = Recovery(make(), wire)
                 break
             except MemberLost:
