@@ -121,7 +121,7 @@ def made(reader: str, folder: Path) -> tuple[Path, list[list[str]]]:
     if reader in ("hosts", "config"):
         (folder / "hosts.json").write_text(json.dumps(HOSTS))
         (folder / "config.ini").write_text(CONFIG)
-        words = ["distributed-train", "mine", "--hosts", "hosts.json", "--dry-run"]
+        words = ["distributed-train", "mine", "--hosts", "hosts.json"]
         return folder / {"hosts": "hosts.json", "config": "config.ini"}[reader], [words]
     if reader == "run.json":
         with contextlib.redirect_stdout(io.StringIO()):
@@ -146,6 +146,7 @@ def ended(path: Path) -> Path:
 def never_train() -> None:
     """Replace what begins to train, or starts a command for the page, by `Accepted`."""
     from exogym import cli
+    from exogym.cli import distributed
     from exogym.study.compare.folder import Folder
     from exogym.study.sweep.run import _Sweep
     from exogym.ui import starting
@@ -160,6 +161,7 @@ def never_train() -> None:
 
     Folder.describe = accept  # type: ignore[method-assign]
     _Sweep.train = accept  # type: ignore[method-assign]
+    distributed.train = accept  # type: ignore[assignment]
     _Sweep.describe = lambda *_, **__: None  # type: ignore[method-assign]
 
 

@@ -35,7 +35,6 @@ def distributed_train(
     sync: Annotated[
         bool, typer.Option("--sync", help="First copy the current folder to the hosts, with rsync.")
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print every command and run nothing.")] = False,
     debug: Debug = False,
 ) -> None:
     """Train on several hosts over SSH.
@@ -52,18 +51,7 @@ def distributed_train(
         raise ArgumentError(
             f"nodes = {run.nodes} for {known.slots} slots in the hosts file: give each slot at least one node"
         )
-    if dry_run:
-        launcher_of(run, known, sync).launch(
-            JOB, json.dumps(run.as_dict()), module=True, save_dir=run.save_dir, dry_run=True
-        )
-        return
     train(profile, run, known, sync)
-
-
-def launcher_of(run: RunProfile, hosts: HostsConfig, sync: bool, echo: bool = True) -> SSHLauncher:
-    return SSHLauncher(
-        hosts, sync=sync, max_restarts=run.max_restarts, min_hosts=run.min_hosts, retries=run.retries, echo=echo
-    )
 
 
 def train(
@@ -85,7 +73,10 @@ def train(
     Raises:
         typer.Exit: a host failed. The exit status is the host's.
     """
-    launcher = launcher_of(run, hosts, sync, echo=watching is None)
+    launcher = SSHLauncher(
+        hosts, sync=sync, max_restarts=run.max_restarts, min_hosts=run.min_hosts, retries=run.retries,
+        echo=watching is None,
+    )  # fmt: skip
     folder = new_folder(Path(RUNS).absolute(), name.replace("/", "-"))
     (folder / "profile.json").write_text(json.dumps(run.as_dict(), indent=1))
     with contextlib.nullcontext() if watching is None else watching(folder):

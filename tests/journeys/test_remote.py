@@ -423,18 +423,3 @@ def test_hosts_that_are_not_ready_start_nothing(hosts: Hosts, project: Path) -> 
     with hosts.controller.inside(), pytest.raises(ExoGymError, match="the hosts are not ready") as caught:
         launcher.launch("train.py")
     assert f"{hosts[1].address}: python: /nowhere/python" in str(caught.value) and not (project / "runs").exists()
-
-
-def test_a_dry_run_starts_nothing_and_shows_every_command(
-    hosts: Hosts, project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (project / "config.ini").write_text(CONFIG)
-    hosts.file(project / "hosts.json", count=2, project_path="/far/away")
-    monkeypatch.chdir(project)
-    assert main(["distributed-train", "small", "--sync", "--dry-run"]) == 0
-    printed = capsys.readouterr()
-    lines = printed.out.splitlines()
-    for address in (hosts[0].address, hosts[1].address):
-        assert sum(f"-- {address} " in line and line.startswith("ssh ") for line in lines) == 2
-        assert any(line.startswith("rsync ") and f"{address}:/far/away/" in line for line in lines)
-    assert "cd /far/away" in printed.out and "--max_restarts 1" in printed.out and not (project / "runs").exists()

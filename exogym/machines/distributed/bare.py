@@ -1,4 +1,4 @@
-"""Torch's collectives without checks. The module `collectives` checks the tensors, then calls these functions.
+"""What several collectives and measurements call of torch, without checks.
 
 Collectives that only move data treat tensors as bytes, so every dtype works with every backend. Tensors must be
 contiguous and on the backend's device.
@@ -40,22 +40,10 @@ def as_bytes(x: Tensor) -> Tensor:
     return x.view(-1).view(torch.uint8)
 
 
-def broadcast_(x: Tensor, src: int) -> Tensor:
-    """Overwrite `x` on every process with the `x` of rank `src`."""
-    dist.broadcast(as_bytes(x), src)
-    return x
-
-
 def all_reduce_(x: Tensor, op: ReduceOp) -> Tensor:
     """Overwrite `x` on every process with the reduction of all processes' `x`."""
     dist.all_reduce(x, SENT_AS[op])
-    return _averaged(x, op)
-
-
-def reduce_(x: Tensor, dst: int, op: ReduceOp) -> Tensor:
-    """Overwrite `x` on rank `dst` with the reduction of all processes' `x`. On other ranks `x` becomes undefined."""
-    dist.reduce(x, dst, SENT_AS[op])
-    return _averaged(x, op)
+    return averaged(x, op)
 
 
 def all_gather_(x: Tensor) -> list[Tensor]:
@@ -63,18 +51,6 @@ def all_gather_(x: Tensor) -> list[Tensor]:
     parts = alike(x)
     dist.all_gather([as_bytes(part) for part in parts], as_bytes(x))
     return parts
-
-
-def gather_(parts: list[Tensor] | None, x: Tensor, dst: int) -> list[Tensor] | None:
-    """Overwrite `parts` on rank `dst` with all processes' `x`, in rank order. Other ranks give `parts=None`."""
-    dist.gather(as_bytes(x), None if parts is None else [as_bytes(part) for part in parts], dst)
-    return parts
-
-
-def scatter_(out: Tensor, parts: list[Tensor] | None, src: int) -> Tensor:
-    """Overwrite `out` on each rank with this rank's tensor from the list `parts` on rank `src`."""
-    dist.scatter(as_bytes(out), None if parts is None else [as_bytes(part) for part in parts], src)
-    return out
 
 
 def reduce_scatter_(x: Tensor, op: ReduceOp) -> Tensor:
@@ -91,7 +67,7 @@ def reduce_scatter_(x: Tensor, op: ReduceOp) -> Tensor:
         received = torch.empty_like(x)
         dist.all_to_all_single(as_bytes(received), as_bytes(x))
         out = IN_ROWS[op](received.view(size, *out.shape))
-    return _averaged(out, op)
+    return averaged(out, op)
 
 
 def send(x: Tensor, dst: int) -> None:
@@ -110,5 +86,5 @@ def alike(x: Tensor) -> list[Tensor]:
     return [torch.empty_like(x) for _ in range(dist.get_world_size())]
 
 
-def _averaged(x: Tensor, op: ReduceOp) -> Tensor:
+def averaged(x: Tensor, op: ReduceOp) -> Tensor:
     return x.div_(dist.get_world_size()) if op == ReduceOp.AVERAGE else x

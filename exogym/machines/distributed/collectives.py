@@ -43,7 +43,9 @@ def broadcast(tensor: Tensor, src: int = 0) -> Tensor:
     >>> destroy_process_group()
     """
     with _call("broadcast", tensor, src) as note:
-        return note.result(bare.broadcast_(note.copy(), src))
+        x = note.copy()
+        dist.broadcast(bare.as_bytes(x), src)
+        return note.result(x)
 
 
 def all_reduce(tensor: Tensor, op: ReduceOp | str = ReduceOp.SUM) -> Tensor:
@@ -58,8 +60,9 @@ def all_reduce(tensor: Tensor, op: ReduceOp | str = ReduceOp.SUM) -> Tensor:
 def reduce(tensor: Tensor, dst: int = 0, op: ReduceOp | str = ReduceOp.SUM) -> Tensor | None:
     """Return the reduction of all processes' tensors by `op` on process `dst`, and None on the other processes."""
     with _call("reduce", tensor, dst, op=op) as note:
-        reduced = bare.reduce_(note.copy(), dst, note.operation)
-        return note.result(reduced) if note.rank == dst else None
+        x = note.copy()
+        dist.reduce(x, dst, bare.SENT_AS[note.operation])
+        return note.result(bare.averaged(x, note.operation)) if note.rank == dst else None
 
 
 def all_gather(tensor: Tensor) -> list[Tensor]:
@@ -75,8 +78,9 @@ def gather(tensor: Tensor, dst: int = 0) -> list[Tensor] | None:
     """Return the list of all processes' tensors, in rank order, on process `dst`, and None on the other processes."""
     with _call("gather", tensor, dst) as note:
         x = note.copy()
-        parts = bare.gather_(bare.alike(x) if note.rank == dst else None, x, dst)
-        return None if parts is None else [note.result(part) for part in parts]
+        parts = bare.alike(x) if note.rank == dst else []
+        dist.gather(bare.as_bytes(x), [bare.as_bytes(part) for part in parts] or None, dst)
+        return [note.result(part) for part in parts] or None
 
 
 def scatter(tensors: Sequence[Tensor] | None = None, src: int = 0) -> Tensor:
@@ -94,7 +98,8 @@ def scatter(tensors: Sequence[Tensor] | None = None, src: int = 0) -> Tensor:
     with _call("scatter", parts[0] if here else None, src) as note:
         shape, dtype = note.compare_with_source()
         out = torch.empty(shape, dtype=dtype, device=bare.device())
-        return note.result(bare.scatter_(out, [_ready(part) for part in parts] if here else None, src))
+        dist.scatter(bare.as_bytes(out), [bare.as_bytes(_ready(part)) for part in parts] if here else None, src)
+        return note.result(out)
 
 
 def reduce_scatter(tensor: Tensor, op: ReduceOp | str = ReduceOp.SUM) -> Tensor:

@@ -13,6 +13,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+RUNNING = "running"  # subfolder of a launch's folder, where each rank has a mark while it runs
+
 
 class Interrupted(BaseException):
     """Raised when a signal asks this process to end."""
@@ -73,7 +75,7 @@ def ended_by(signals: Sequence[signal.Signals]) -> Iterator[Stop]:
 
 def kill_what_is_left(folder: Path) -> None:
     """Kill the process groups of ranks that have not ended normally. These ranks' child processes may still run."""
-    for mark in (folder / "running").iterdir():
+    for mark in (folder / RUNNING).iterdir():
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(int(mark.name), signal.SIGKILL)
         mark.unlink(missing_ok=True)

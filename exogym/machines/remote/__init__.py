@@ -8,9 +8,8 @@ __all__ = ["Check", "Host", "HostsConfig", "NetworkTrainer", "SSHLauncher", "che
 
 if TYPE_CHECKING:
     from exogym.machines.remote.hosts import Host, HostsConfig
-    from exogym.machines.remote.inspection import Check
+    from exogym.machines.remote.inspection import Check, check_hosts
     from exogym.machines.remote.launcher import SSHLauncher
     from exogym.machines.remote.network_trainer import NetworkTrainer
-    from exogym.machines.remote.preflight import check_hosts
 else:
     __getattr__, __dir__ = lazily(__name__)

@@ -6,10 +6,9 @@ import contextlib
 import json
 import os
 import secrets
-import shlex
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +16,15 @@ from exogym.core.base.files import new_folder
 from exogym.core.progress import notice
 from exogym.errors import ArgumentError, check_count, checked
 from exogym.machines.launch.stopping import ended_by
-from exogym.machines.remote import ssh
 from exogym.machines.remote.budget import Budget
 from exogym.machines.remote.channel import Logs
 from exogym.machines.remote.fetching import fetch
 from exogym.machines.remote.health import Board
 from exogym.machines.remote.hosts import Host, HostsConfig
 from exogym.machines.remote.inquiry import ANSWER_S
-from exogym.machines.remote.inspection import Check
+from exogym.machines.remote.inspection import Check, check_hosts, require
 from exogym.machines.remote.orders import LAUNCH, NETWORK, RETRY, RUNS, HostOrder, inside, orders
-from exogym.machines.remote.preflight import check_hosts, require
-from exogym.machines.remote.sync import copies, sync_project, sync_words
+from exogym.machines.remote.sync import sync_project
 from exogym.machines.remote.watch import RunWatch, pause_s
 
 
@@ -104,7 +101,6 @@ class SSHLauncher:
         module: bool = False,
         environment: Mapping[str, str] | None = None,
         save_dir: str | None = None,
-        dry_run: bool = False,
         folder: Path | None = None,
         mirror: Path | None = None,
     ) -> int:
@@ -120,7 +116,6 @@ class SSHLauncher:
             environment: variables to add to the environment on all hosts.
             save_dir: folder in which the script saves checkpoints. The hosts may share this folder, or each host has
                 its own folder at this path.
-            dry_run: True to print every command and run nothing.
             folder: folder for the logs. If `folder` is None, the logs go to a new folder in `out`.
             mirror: path, at or below `folder`, for a copy of the run folder. Rank 0 writes the run folder on the master
                 (`runs/...` in the project's folder). New records are copied while the run trains. If `mirror` is None,
@@ -147,9 +142,6 @@ class SSHLauncher:
                 min_hosts=self.min_hosts,
             )  # fmt: skip
 
-        if dry_run:
-            print("\n".join(self.shown(parts())))
-            return 0
         with ended_by((signal.SIGTERM, signal.SIGHUP)):
             self._prepare(save_dir, folder)
             self.folder = folder or new_folder(self.out, Path(target).stem)
@@ -183,20 +175,6 @@ class SSHLauncher:
         host = host or self.config.master
         budget = self._budgets.setdefault(host, Budget.of_disk(target.parent))
         fetch(host, host.path or self.project, path, target, budget)
-
-    def shown(self, parts: Sequence[HostOrder]) -> list[str]:
-        """Return, as text, every command that this machine would start for a run. `parts` has the hosts' commands."""
-        lines = []
-        for host in self.config.hosts:
-            lines += [f"# {host.address}: onhost/probe.py on stdin, to check the host"]
-            lines += [ssh.shown(host)]
-        for host in self.config.hosts if self.sync else ():
-            if copies(host, self.project):
-                lines += [
-                    f"# {host.address}: copy the project",
-                    shlex.join(sync_words(host, self.project, is_run=False)),
-                ]
-        return [*lines, *(part.shown() for part in parts)]
 
     # Inside
 

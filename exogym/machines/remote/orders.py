@@ -1,10 +1,9 @@
-"""The command that each host of a run gets, as a value that `--dry-run` can also print."""
+"""The command that each host of a run gets."""
 
 from __future__ import annotations
 
 import os
 import secrets
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any
 
 from exogym.errors import ArgumentError
 from exogym.machines.launch.door import SECRET
-from exogym.machines.remote import ssh
 from exogym.machines.remote.hosts import Host, HostsConfig
 
 # Environment variables of a process on a host.
@@ -60,25 +58,6 @@ class HostOrder:
             "is_loopback": self.host.is_loopback, "silence_s": SILENCE_S, "stop_s": STOP_S,
             "reports": reports,
         }  # fmt: skip
-
-    def shown(self) -> str:
-        """Return, as text, the command that this machine starts, and below it the command that the host then runs."""
-        if not self.ranks:
-            who = "the membership server"
-        else:
-            who = f"rank {self.ranks[0]}" + ("" if len(self.ranks) == 1 else f" to {self.ranks[-1]}")
-        shown = {name: "..." if name == SECRET else shlex.quote(value) for name, value in self.environment.items()}
-        variables = [f"{name}={value}" for name, value in shown.items()]
-        if not self.alone:
-            variables.append(f"GLOO_SOCKET_IFNAME=INTERFACE_OF_{self.host.address}")
-        return "\n".join(
-            [
-                f"# {self.host.address}, {who}: onhost/guard.py on stdin, which runs:",
-                ssh.shown(self.host),
-                f"    cd {shlex.quote(self.folder)}",
-                f"    {' '.join(variables)} {shlex.join([self.host.interpreter, *self.words])}",
-            ]
-        )
 
 
 def orders(

@@ -48,8 +48,8 @@ NEEDS = {
 }
 
 
-def command(host: Host, words: Sequence[str], is_run: bool = True) -> list[str]:
-    """Return the command with which this machine runs the command `words` on `host`. For `is_run` see `client`.
+def command(host: Host, words: Sequence[str]) -> list[str]:
+    """Return the command with which this machine runs the command `words` on `host`.
 
     ssh sends the command as one text, which the host's login shell splits into words. So each word is quoted.
 
@@ -62,15 +62,14 @@ def command(host: Host, words: Sequence[str], is_run: bool = True) -> list[str]:
             raise ArgumentError(f"{word!r} contains a zero byte, which commands cannot carry: leave it out")
     if host.is_local:
         return list(words)
-    return [*client(host, is_run), "--", host.ssh_host, shlex.join(words)]
+    return [*client(host), "--", host.ssh_host, shlex.join(words)]
 
 
-def client(host: Host, is_run: bool = True) -> list[str]:
+def client(host: Host) -> list[str]:
     """Return the start of an ssh command for `host`: ssh and its options, without the host's name.
 
     ssh uses the user's own config, agent, known hosts and jump hosts. ssh always checks host keys, as strictly as the
-    user's config says. If the command is only printed (`is_run` is False), ssh is not asked what the config says,
-    because a config may hold commands (Match exec), which ssh then runs.
+    user's config says.
 
     Raises:
         ArgumentError: this machine has no ssh client.
@@ -78,7 +77,7 @@ def client(host: Host, is_run: bool = True) -> list[str]:
     words = ["ssh", *identity(host)]
     for name, value in OPTIONS.items():
         words += ["-o", f"{name}={value}"]
-    if is_run and not _checks_host_keys(host):
+    if not _checks_host_keys(host):
         words += ["-o", "StrictHostKeyChecking=yes"]
     return words if host.user is None else [*words, "-l", host.user]
 
@@ -110,11 +109,6 @@ def python_words(host: Host) -> list[str]:
     return [python, "-u", "-c", BOOT]
 
 
-def shown(host: Host) -> str:
-    """Return the command that `start` runs on this machine, as one line of text."""
-    return shlex.join(command(host, python_words(host), is_run=False))
-
-
 def start(host: Host, program: str, given: dict[str, Any]) -> subprocess.Popen[bytes]:
     """Start a program of the folder `onhost` on `host`, and return the process that runs it (ssh, or Python here).
 
@@ -142,10 +136,10 @@ def start(host: Host, program: str, given: dict[str, Any]) -> subprocess.Popen[b
     return process
 
 
-def remote_shell(host: Host, is_run: bool = True) -> str:
+def remote_shell(host: Host) -> str:
     """Return the start of an ssh command for `host` as one text, quoted for rsync's option `--rsh`. See `client`.
 
     >>> remote_shell(Host("h", "h", user="ann"))[-15:]
     "'-l' 'ann' '--'"
     """
-    return " ".join("'" + word.replace("'", "''") + "'" for word in [*client(host, is_run), "--"])
+    return " ".join("'" + word.replace("'", "''") + "'" for word in [*client(host), "--"])

@@ -17,23 +17,12 @@ EXCLUDED = (
     *(f"step_{'[0-9]' * 10}*/", ".step_*.tmp/"),  # checkpoints: each host's own stay apart
 )
 
-STATUSES = {  # rsync's exit statuses, with the usual cause
-    1: "an option is unknown to one of the two rsyncs: install the same version on both",
-    2: "the two rsyncs are incompatible: install the same version on both",
-    3: "a folder is missing or cannot be opened, on this machine or the host",
+STATUSES = {  # rsync's exit statuses whose cause rsync itself does not say, or does not know
     5: "the two rsyncs could not start; does the login on the host print text?",
-    10: "the connection was lost",
     11: "a file could not be read or written, usually because the host's disk is full",
     12: "the connection ended early: rsync is missing on the host or was killed, the disk is full, or the login "
     "prints text",
-    13: "one of the two rsyncs had an internal error",
-    14: "one of the two rsyncs could not start a process, or lost it",
-    20: "it was interrupted",
-    22: "this machine or the host has too little memory",
     23: "some files were not copied: usually files that cannot be read here or written on the host",
-    24: "files disappeared during the copy: leave the folder alone and try again",
-    30: "the other side was silent for too long",
-    35: "the other side did not answer in time",
     127: "the host has no rsync: install it",
     255: "ssh could not connect, or lost the connection",
 }
@@ -44,10 +33,8 @@ def copies(host: Host, project: str) -> bool:
     return not (host.is_local and os.path.realpath(os.path.expanduser(host.path or project)) == project)
 
 
-def sync_words(host: Host, project: str, is_run: bool = True) -> list[str]:
+def sync_words(host: Host, project: str) -> list[str]:
     """Return the rsync command that copies the project's folder to `host`. The command deletes no files on the host.
-
-    If the command is only printed, `is_run` is False (`ssh.client`).
 
     >>> sync_words(Host("10.0.0.2", "10.0.0.2", path="~/whisper"), "/home/ann/whisper")[-3:]
     ['--', '/home/ann/whisper/', '10.0.0.2:whisper/']
@@ -59,7 +46,7 @@ def sync_words(host: Host, project: str, is_run: bool = True) -> list[str]:
         return [*words, "--", f"{project}/", os.path.expanduser(target)]
     name = f"[{host.ssh_host}]" if ":" in host.ssh_host else host.ssh_host
     there = target.removeprefix("~/") or "./"  # commands over ssh start in the home folder
-    return [*words, "--rsh", ssh.remote_shell(host, is_run), "--", f"{project}/", f"{name}:{there}"]
+    return [*words, "--rsh", ssh.remote_shell(host), "--", f"{project}/", f"{name}:{there}"]
 
 
 def sync_project(config: HostsConfig, project: str, answer_s: float) -> None:

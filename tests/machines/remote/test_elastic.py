@@ -17,9 +17,8 @@ from typing import Any
 import pytest
 import torch
 from hosts import Hosts, fixtures
-from hosts.fixtures import said, wait_for
+from hosts.fixtures import wait_for
 from paths import TESTS
-from processes import python
 
 from exogym import LocalTrainer, load_model
 from exogym.core.record.run_folder import read_status
@@ -316,14 +315,3 @@ def test_a_host_that_is_cut_off_for_minutes_is_done_without_and_comes_back(
 
 def said_by(project: Path) -> str:
     return (project / "said").read_text()
-
-
-def test_a_dry_run_shows_the_membership_server_without_its_secret(hosts: Hosts, project: Path) -> None:
-    (project / "config.ini").write_text("[distributed:a]\ntask = digits\nmin_hosts = 2\n")
-    hosts.file(project / "hosts.json")
-    with hosts.controller.inside():
-        done = python("-m", "exogym", "distributed-train", "a", "--hosts", "hosts.json", "--dry-run", cwd=project)
-    assert done.returncode == 0, said(done)
-    assert (
-        "the membership server" in done.stdout and "--min_hosts 2" in done.stdout and "EXOGYM_SECRET=..." in done.stdout
-    )
