@@ -65,15 +65,12 @@ class Pricing:
         """Whether nodes may have different lines. If so, a cost depends on which nodes send."""
         return self.num_nodes is not None or not isinstance(self.links, UniformLinks)
 
-    def seconds(
-        self, event: Event, draw: int | None = None, algorithm: str | None = None, idle_s: float = math.inf
-    ) -> float:
+    def seconds(self, event: Event, draw: int | None = None, idle_s: float = math.inf) -> float:
         """Return how many seconds a communicator's event takes once its last member is ready.
 
         Args:
             draw: the event's number, which picks its jitter. Event 0 also sets connections up. None means the mean
                 jitter, without setting connections up.
-            algorithm: an algorithm to use instead of the event's own.
             idle_s: seconds that the members' lines were idle before; used if connections start slowly.
         """
         members: Sequence[int] = event.members
@@ -85,7 +82,7 @@ class Pricing:
                 options["root"] = event.givers[0]
             elif event.kind in ("gather", "reduce"):
                 options["root"] = members[int(np.argmin(event.tx_bytes))]
-        way = event.algorithm if algorithm is None else algorithm
+        way = event.algorithm
         cost = self.cost(event.kind, event.payload_bytes, members, way, **options)
         ramp_s = self.ramp_s(event.kind, event.payload_bytes, members, idle_s, way)
         return self.duration_s(cost, draw) + ramp_s + (self.set_up_s(event.kind, way) if draw == 0 else 0.0)

@@ -27,9 +27,9 @@ QUANTILES, WORST = {"low": 0.1, "median": 0.5, "high": 0.9}, 10
 MOST_COLUMNS = 300  # columns of the nodes' picture
 MOST_HELD = 2 * MOST_COLUMNS
 MOST_SPANS = 4000
-EVENT_S = 5e-6  # events round the four parts of a clock to microseconds
+EVENT_S = 5e-6  # events round the parts of a clock to microseconds
 MOST_RUNS = 100_000  # in a grid
-SHARES = ("computing", "sending", "waiting", "down")
+SHARES = ("computing", "sending", "waiting")
 Row = dict[str, Any]
 
 
@@ -41,8 +41,8 @@ def nodes_of(records: Iterable[Row], events: Iterable[Row]) -> Row:
         nodes: the shown nodes.
         of: the number of all nodes.
         loss: for each shown node, its loss in each column, or None where the node has no loss.
-        share_steps, shares: the time of a run with predicted times. For each of "computing", "sending", "waiting" and
-            "down", `shares` has each node's share of the time since the previous step in `share_steps`.
+        share_steps, shares: the time of a run with predicted times. For each of "computing", "sending" and
+            "waiting", `shares` has each node's share of the time since the previous step in `share_steps`.
         stood: lists [node, predicted seconds]. At this time the node's clock stood still while other nodes computed.
         band, worst: quantiles of all nodes' losses in each column, and the nodes with the largest losses. Both fields
             exist only with more than 64 nodes.

@@ -6,6 +6,7 @@ at max(sender's time, receiver's time + alpha) + alpha. Bytes take no time. Each
 
 import threading
 from collections import defaultdict
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -101,8 +102,8 @@ def waited(call: Any, n: int, monkeypatch: pytest.MonkeyPatch) -> tuple[float, f
 
 def told_s(event: Any) -> float:
     """The predicted seconds, on connections that were just used. Runs on hosts have the exact reduction."""
-    way = "exact" if event.kind == "all_reduce" else None
-    return NETWORK.seconds(event, algorithm=way, idle_s=0.0)
+    way = "exact" if event.kind == "all_reduce" else event.algorithm
+    return NETWORK.seconds(replace(event, algorithm=way), idle_s=0.0)
 
 
 def rows(elements: int) -> torch.Tensor:

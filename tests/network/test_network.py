@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from exogym.core.communicator import Communicator, Event
+from exogym.core.communicator import Communicator
 from exogym.errors import ArgumentError
 from exogym.network import NAMES, PRESETS, Network, algorithms_of, parse_bandwidth, parse_seconds
 from exogym.network.costs import ALGORITHMS
@@ -372,11 +372,6 @@ def test_an_event_finds_its_root():
     comm.present = [0, 1, 2, 3]
     comm.gather(torch.zeros(4, 10), dst=2)
     assert [network.seconds(e) > 1 for e in events] == [False, True]
-
-
-def test_another_algorithm_can_be_asked_for():
-    event = Event("all_reduce", "ring", (0, 1, 2, 3), S, np.zeros(4), np.zeros(4), "parameters", (0, 1, 2, 3))
-    assert LINE.seconds(event, algorithm="tree") == seconds("all_reduce", "tree", 4) != LINE.seconds(event)
 
 
 # Names, text and files

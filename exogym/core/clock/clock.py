@@ -3,16 +3,15 @@
 Time is counted in whole nanoseconds, so that sums do not depend on their order. Ten calls of one step end at the same
 time as one call of ten steps. For each node
 
-    time = computing + waiting + sending + down
+    time = computing + waiting + sending
 
-Here "waiting" is the time in which the node waits for other nodes. "sending" is its time in collectives, and "down" is
-the time of its outages.
+Here "waiting" is the time in which the node waits for other nodes, and "sending" is its time in collectives.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,14 +22,13 @@ from torch import Tensor
 from exogym.core.clock.steps import TICKS_PER_S, StepTime
 from exogym.core.clock.timeline import Span, Timeline
 from exogym.core.communicator import Event
-from exogym.errors import ArgumentError, check_choice, check_count, checked, nearest
-from exogym.network import NAMES, Network, algorithms_of, parse_seconds
+from exogym.errors import ArgumentError, check_count, checked, nearest
+from exogym.network import Network
 
-PARTS = ("computing", "waiting", "sending", "down")
+PARTS = ("computing", "waiting", "sending")
 ROWS = ("_ticks", "_line_free", "steps", "tx_bytes", "rx_bytes")
 KINDS = ("push", "pull")  # of messages between a node and a server
 ALL = slice(None)
-Outage = tuple[int, Any, Any]  # node, start and end in seconds or text
 
 
 @dataclass(frozen=True)
@@ -62,12 +60,7 @@ class Clock:
         num_nodes: the number of nodes, N.
         network: a `Network`, or text for `Network.parse`.
         step_seconds: a `StepTime`, or the `seconds` of a `StepTime` (a number, text, or one of these per node).
-        algorithms: "cheapest", or an algorithm for each kind of collective, such as {"all_reduce": "halving_doubling"}.
-            These algorithms replace the events' own algorithms, except in collectives through a server.
-        outages: a list of (node, start, end), with times in seconds or as text. During an outage the node does nothing,
-            and collectives with this node start after it.
-        timeline: whether to keep `spans` (when each node computed, sent and waited) for `save_trace` and
-            `draw_timeline`.
+        timeline: whether to keep `spans` (when each node computed, sent and waited) for `save_trace`.
 
     Attributes:
         steps: (N,) steps of each node so far.
@@ -76,8 +69,7 @@ class Clock:
         island_size: nodes that share an island's server, below the server for all; None without islands.
 
     Raises:
-        ArgumentError: the network or the step times are for another number of nodes; an algorithm is unknown; an
-            outage ends before it starts.
+        ArgumentError: the network or the step times are for another number of nodes.
 
     >>> clock = Clock(4, "1Gbps,0.5ms", 0.01)
     >>> clock.advance(10)
@@ -101,8 +93,6 @@ class Clock:
         network: Network | str,
         step_seconds: StepTime | Any = 0.0,
         *,
-        algorithms: str | Mapping[str, str] | None = None,
-        outages: Sequence[Outage] = (),
         timeline: bool = False,
     ):
         check_count("num_nodes", num_nodes)
@@ -113,8 +103,6 @@ class Clock:
                 raise ArgumentError(
                     f"{name} is for {given} nodes, but the clock is for {num_nodes}: give {name} for {num_nodes} nodes"
                 )
-        self.algorithms = _checked_algorithms(algorithms)
-        self._outages = _checked_outages(outages, num_nodes)
         self._timeline = Timeline() if timeline else None
         self._ticks = np.zeros(num_nodes, dtype=np.int64)
         self._parts = {name: np.zeros(num_nodes, dtype=np.int64) for name in PARTS}
@@ -126,7 +114,6 @@ class Clock:
         self.events = 0
         self._flights: dict[int, _Flight] = {}
         self._on_their_way: dict[int, list[int]] = {}  # number of an event's flight to handles
-        self._cheapest: dict[Any, str] = {}
 
     # Moving the clock
 
@@ -157,12 +144,8 @@ class Clock:
                 raise ArgumentError(f"measured_s={measured_s!r} must be seconds, at least 0")
             work = np.where(counts > 0, np.rint(seconds * TICKS_PER_S).astype(np.int64), 0)
         end = self._ticks + work
-        for node, outages in self._outages.items():
-            pause = _pause(int(self._ticks[node]), int(work[node]), outages)
-            self._parts["down"][node] += pause
-            end[node] += pause
         if self._timeline is not None:
-            self._timeline.computing(self._ticks, end, self._outages)
+            self._timeline.computing(self._ticks, end)
         self._parts["computing"] += work
         self._ticks = end
         self.steps = self.steps + counts
@@ -180,8 +163,7 @@ class Clock:
             self.wait(self.begin(event))
         elif event.kind != "arrive":
             self._on_their_way.setdefault(event.flight, []).append(self.begin(event))
-            way = self._algorithm(event) or event.algorithm
-            busy_s = self.network.processor_s(event.kind, event.payload_bytes, len(event.members), way)
+            busy_s = self.network.processor_s(event.kind, event.payload_bytes, len(event.members), event.algorithm)
             if busy := round(busy_s * TICKS_PER_S):
                 members = self._members(event.members)
                 self._arrive(_Flight(members, busy, self._ticks[members] + busy, "copies and sums"))
@@ -196,7 +178,7 @@ class Clock:
         """
         members = list(event.members)
         start = self._served(event, start)
-        cost = round(self._seconds(event, None, start, members) * TICKS_PER_S)
+        cost = round(self._seconds(event, start, members) * TICKS_PER_S)
         self.tx_bytes[members] += event.tx_bytes
         self.rx_bytes[members] += event.rx_bytes
         self.events += 1
@@ -205,7 +187,7 @@ class Clock:
     def begin(self, event: Event) -> int:
         """Start a collective while its members keep computing, and return a handle for `wait`.
 
-        The collective starts when all members have made this call, no member has an outage, and their lines are free.
+        The collective starts when all members have made this call, and their lines are free.
         """
         members = self._members(event.members)
         start: Any
@@ -213,18 +195,15 @@ class Clock:
             start = self._starts(event, np.maximum(self._ticks, self._line_free))
         else:  # few members among many nodes: touch only these
             start = int(np.maximum(self._ticks[members], self._line_free[members]).max())
-        if self._outages and not event.links:
-            start = self._all_up(event.members, start)
         if event.kind in KINDS:
             start = self._served(event, start)
-        algorithm = self._algorithm(event)
-        cost = round(self._seconds(event, algorithm, start, members) * TICKS_PER_S)
+        cost = round(self._seconds(event, start, members) * TICKS_PER_S)
         if cost:
             self._line_free[members] = start + cost
         self.tx_bytes[members] += event.tx_bytes
         self.rx_bytes[members] += event.rx_bytes
         handle, self.events = self.events, self.events + 1
-        self._flights[handle] = _Flight(members, cost, start + cost, f"{algorithm or event.algorithm} {event.kind}")
+        self._flights[handle] = _Flight(members, cost, start + cost, f"{event.algorithm} {event.kind}")
         return handle
 
     def agree(self, times: int = 1) -> None:
@@ -292,10 +271,10 @@ class Clock:
     def share(self, part: str, of: Any = ALL) -> np.ndarray:
         """Return the share of each node's time that it spent on `part`, (N,).
 
-        A node's shares of the four parts sum to 1. At time 0 all shares are 0.
+        A node's shares of the three parts sum to 1. At time 0 all shares are 0.
 
         Args:
-            part: "computing", "waiting" (for other nodes), "sending" or "down".
+            part: "computing", "waiting" (for other nodes) or "sending".
             of: the nodes, as a number, a slice or an array of numbers. Default: all nodes.
         """
         if part not in PARTS:
@@ -327,7 +306,7 @@ class Clock:
 
     @property
     def spans(self) -> list[Span]:
-        """The spans in which each node computed, sent, waited or was down. The clock needs `timeline=True`.
+        """The spans in which each node computed, sent or waited. The clock needs `timeline=True`.
 
         Raises:
             ArgumentError: the clock keeps no timeline.
@@ -342,6 +321,7 @@ class Clock:
         """Return the clock's state as tensors, without the timeline."""
         tensors = {name.strip("_"): torch.from_numpy(getattr(self, name).copy()) for name in ROWS}
         tensors |= {f"part.{name}": torch.from_numpy(part.copy()) for name, part in self._parts.items()}
+        tensors["part.down"] = torch.zeros(self.num_nodes, dtype=torch.int64)  # in the checkpoints of earlier versions
         members = np.zeros((len(self._flights), self.num_nodes), dtype=bool)
         for row, flight in zip(members, self._flights.values(), strict=True):
             row[flight.members] = True
@@ -396,30 +376,14 @@ class Clock:
             raise ArgumentError(f"node {ids.max()} takes part, but the clock is for {self.num_nodes} nodes")
         return ids
 
-    def _algorithm(self, event: Event) -> str | None:
-        """Return the algorithm that replaces the event's own, or None."""
-        if self.algorithms is None or event.algorithm in ("server", "island"):
-            return None
-        if not isinstance(self.algorithms, str):
-            return self.algorithms.get(event.kind)
-        if len(algorithms_of(event.kind)) == 1:
-            return None
-        among = len(event.members) if self.network.num_nodes is None else event.members
-        key = (event.kind, event.payload_bytes, among)
-        if key not in self._cheapest:
-            self._cheapest[key] = self.network.cheapest(event.kind, event.payload_bytes, event.members)[0]
-        return self._cheapest[key]
-
-    def _seconds(self, event: Event, algorithm: str | None, start: Any, members: Any) -> float:
+    def _seconds(self, event: Event, start: Any, members: Any) -> float:
         """Return a collective's seconds. Its `start` in ticks matters if connections start slowly."""
         used = int(self._line_free[members].max()) if self.network.tcp else 0
         idle_s = float(np.max(start)) / TICKS_PER_S - used / TICKS_PER_S if used else math.inf
-        return self.network.seconds(event, self.events, algorithm, idle_s)
+        return self.network.seconds(event, self.events, idle_s)
 
     def _starts(self, event: Event, ready: np.ndarray) -> np.ndarray:
         """Return (members,) when each member of a mix can start: when all its own senders are ready."""
-        if self._outages:
-            ready = np.array([self._all_up([node], int(tick)) for node, tick in enumerate(ready)])
         starts = ready.copy()
         for giver, taker in event.links:
             starts[taker] = max(starts[taker], ready[giver])
@@ -437,59 +401,3 @@ class Clock:
         busy_s = self.network.server_s(payload_bytes, nodes, near)
         self._server_free[island, event.kind] = start + round(busy_s * TICKS_PER_S)
         return start
-
-    def _all_up(self, members: Sequence[int], start: int) -> int:
-        """Return the first moment from `start` at which no member is down."""
-        away: Iterable[int] = self._outages
-        if len(members) < self.num_nodes:
-            away = self._outages.keys() & set(members)
-        for begin, end in sorted(one for node in away for one in self._outages[node]):
-            if begin <= start < end:
-                start = end
-        return start
-
-
-def _pause(start: int, work: int, outages: Sequence[tuple[int, int]]) -> int:
-    """Return how long outages interrupt `work` that begins at `start`. Work continues after each outage."""
-    pause = 0
-    if work:
-        for begin, end in outages:
-            if start < end and start + work + pause > begin:
-                pause += end - max(begin, start)
-    return pause
-
-
-def _checked_outages(outages: Sequence[Outage], num_nodes: int) -> dict[int, list[tuple[int, int]]]:
-    """Return each node's outages in ticks, in order. Outages that touch are merged."""
-    table: dict[int, list[tuple[int, int]]] = {}
-    for outage in outages:
-        if not isinstance(outage, Sequence) or isinstance(outage, str) or len(outage) != 3:
-            raise ArgumentError(f"outage {outage!r} must be (node, start, end), for example (3, '10s', '60s')")
-        node = outage[0]
-        if isinstance(node, bool) or not isinstance(node, int) or not 0 <= node < num_nodes:
-            raise ArgumentError(f"outage {outage!r} names node {node!r}; there are nodes 0 to {num_nodes - 1}")
-        begin, end = (round(parse_seconds(moment, "outage") * TICKS_PER_S) for moment in outage[1:])
-        if end <= begin:
-            raise ArgumentError(f"outage {outage!r} must end after it starts")
-        table.setdefault(node, []).append((begin, end))
-    for node, intervals in table.items():
-        merged: list[tuple[int, int]] = []
-        for begin, end in sorted(intervals):
-            if merged and begin <= merged[-1][1]:
-                merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
-            else:
-                merged.append((begin, end))
-        table[node] = merged
-    return table
-
-
-def _checked_algorithms(given: str | Mapping[str, str] | None) -> str | Mapping[str, str] | None:
-    if isinstance(given, str) and given != "cheapest":
-        raise ArgumentError(
-            f"algorithms={given!r} must be 'cheapest', or map kinds to algorithms, as {{'all_reduce': 'tree'}}"
-        )
-    if isinstance(given, Mapping):
-        for kind, algorithm in given.items():
-            names = algorithms_of(kind)
-            check_choice(f"algorithms[{kind!r}]", NAMES.get(algorithm, algorithm), names)
-    return given

@@ -1,10 +1,10 @@
-"""Record when each node computed, waited and sent, and show it as a trace for a browser or as a picture."""
+"""Record when each node computed, waited and sent, and write it as a trace for a browser or as JSON."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,13 +12,9 @@ import numpy as np
 
 from exogym.core.base.files import write_json
 from exogym.core.clock.steps import TICKS_PER_S
-from exogym.errors import ArgumentError, needs
 
-# Okabe & Ito 2008: colors that people with any common color blindness can distinguish.
-COLOURS = {"compute": "#0072B2", "send": "#D55E00", "wait": "#E6E6E6", "down": "#000000"}
-MOST_NODES = 64  # in a picture
 TIMELINE = "timeline.json"  # in the folder of a run
-PARTS = {"compute": "computing", "send": "sending", "wait": "waiting", "down": "down"}  # a clock's part by span kind
+PARTS = {"compute": "computing", "send": "sending", "wait": "waiting"}  # a clock's part by span kind
 
 
 @dataclass(frozen=True)
@@ -26,7 +22,7 @@ class Span:
     """A period of a node's virtual time in which the node did one thing.
 
     Attributes:
-        kind: "compute", "wait" (for other nodes), "send" (in a collective) or "down" (an outage).
+        kind: "compute", "wait" (for other nodes) or "send" (in a collective).
         start_s, end_s: virtual seconds.
         name: the collective, for example "ring all_reduce".
     """
@@ -45,16 +41,10 @@ class Timeline:
         self.spans: list[Span] = []
         self._last: dict[int, int] = {}  # node -> index of its last span
 
-    def computing(self, start: np.ndarray, end: np.ndarray, outages: Mapping[int, Sequence[tuple[int, int]]]) -> None:
-        """Add the spans in which each node i computes from nanosecond `start[i]` to `end[i]`, except in its outages."""
+    def computing(self, start: np.ndarray, end: np.ndarray) -> None:
+        """Add the spans in which each node i computes from nanosecond `start[i]` to `end[i]`."""
         for node in np.flatnonzero(end > start).tolist():
-            here, last = int(start[node]), int(end[node])
-            for begin, back in outages.get(node, ()):
-                if here < back and begin < last:
-                    self._add(node, "compute", here, max(begin, here))
-                    self._add(node, "down", max(begin, here), back)
-                    here = back
-            self._add(node, "compute", here, last)
+            self._add(node, "compute", int(start[node]), int(end[node]))
 
     def collective(
         self, nodes: np.ndarray, start: np.ndarray, waiting: np.ndarray, sending: np.ndarray, name: str
@@ -98,40 +88,3 @@ def save_spans(clock: Any, path: str | os.PathLike[str]) -> None:
     spans = [[span.node, span.kind, span.start_s, span.end_s, span.name] for span in clock.spans]
     shares = {kind: float(clock.share(part).mean()) for kind, part in PARTS.items()}
     write_json(path, {"title": "", "spans": spans, "shares": shares}, indent=None)
-
-
-def draw_timeline(spans: Sequence[Span], path: str | os.PathLike[str], heading: str = "") -> None:
-    """Draw a bar for each of the first 64 nodes into a PNG file, with a color for each kind of span.
-
-    Raises:
-        ArgumentError: `spans` is empty.
-        ExoGymError: matplotlib is not installed.
-    """
-    if not spans:
-        raise ArgumentError("no spans to draw: make the clock with timeline=True, and let it run")
-    needs("matplotlib", "demo")
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    nodes = sorted({span.node for span in spans})
-    shown = nodes[:MOST_NODES]
-    row = {node: k for k, node in enumerate(shown)}
-    figure = Figure(figsize=(7.2, 1.2 + 0.22 * len(shown)), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    for kind, colour in COLOURS.items():
-        for node in shown:
-            bars = [(s.start_s, s.end_s - s.start_s) for s in spans if s.node == node and s.kind == kind]
-            if bars:
-                axes.broken_barh(bars, (row[node] - 0.4, 0.8), facecolors=colour)
-        if any(span.kind == kind for span in spans):
-            axes.barh([0], [0], color=colour, label=kind)
-    axes.set_yticks(range(len(shown)), [f"node {node}" for node in shown])
-    axes.set_ylim(len(shown) - 0.5, -0.5)
-    axes.set_xlim(0, max(span.end_s for span in spans))
-    axes.set_xlabel("virtual seconds")
-    note = "" if len(shown) == len(nodes) else f" (first {len(shown)} of {len(nodes)} nodes)"
-    axes.set_title(heading + note, loc="left", fontsize=11)
-    figure.legend(loc="outside lower center", ncols=len(COLOURS), frameon=False, fontsize=9)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, format="png", metadata={"Software": None})

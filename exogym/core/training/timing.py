@@ -16,10 +16,11 @@ import torch
 
 from exogym.core.clock import Clock, StepTime
 from exogym.core.clock.clock import PARTS
-from exogym.core.clock.timeline import MOST_NODES
 from exogym.core.communicator import Event
 from exogym.core.fleet import Fleet
 from exogym.core.fleet.state import Shared
+
+MOST_NODES = 64  # in an event
 
 
 class Timing:
@@ -103,7 +104,7 @@ class Timing:
         return self.clock.last_s
 
     def parts(self) -> dict[str, list[float]]:
-        """Return the seconds so far of computing, waiting, sending and outages, for each of the first 64 nodes."""
+        """Return the seconds so far of computing, waiting and sending, for each of the first 64 nodes."""
         return {part: self.clock.seconds(part, slice(MOST_NODES)).round(6).tolist() for part in PARTS}
 
     def values(self, node: int | None = None) -> dict[str, float]:

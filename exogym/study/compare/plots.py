@@ -34,7 +34,6 @@ UNITS_AT_LEAST, MOST_TICKS = 3, 8  # the fewest units on an axis, and the most m
 FAR_APART = 8  # time has a logarithmic axis from this ratio of the runs' lengths on
 DOING = {
     "compute": ("#0072B2", "computing"), "send": ("#D55E00", "sending"), "wait": ("#DDDDDD", "waiting for others"),
-    "down": ("#000000", "down"),
 }  # fmt: skip
 ROUNDS, MOST_SPANS, MOST_NODES = 2, 60, 8  # of a timeline: rounds, and the most spans per node and nodes
 LABEL_POINTS, LETTER_POINTS, LINE_SPACING = 9.0, 5.4, 1.2
@@ -90,7 +89,7 @@ class Strip:
     @classmethod
     def of(cls, title: str, clock: Clock) -> Strip:
         """Return the timeline that a virtual clock recorded."""
-        parts = {"compute": "computing", "send": "sending", "wait": "waiting", "down": "down"}
+        parts = {"compute": "computing", "send": "sending", "wait": "waiting"}
         return cls(title, clock.spans, {kind: float(clock.share(part).mean()) for kind, part in parts.items()})
 
     def until(self, end_s: float) -> list[Span]:

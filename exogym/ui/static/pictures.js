@@ -4,8 +4,8 @@ import { figure, get, isNumber, look, make, seconds, share } from "./base.js";
 import { draw, places } from "./curves.js";
 
 const ABSENT = "#7a3e9d";
-const KINDS = { compute: "#0072b2", send: "#d55e00", wait: "#b8b8b8", absent: ABSENT, down: "#cc79a7" };
-const WORDS = { compute: "computing", send: "sending", wait: "waiting", absent: "absent", down: "down" };
+const KINDS = { compute: "#0072b2", send: "#d55e00", wait: "#b8b8b8", absent: ABSENT };
+const WORDS = { compute: "computing", send: "sending", wait: "waiting", absent: "absent" };
 const CROWD = "training loss of all nodes";
 const LEFT = 64, BELOW = 20;
 const VIEWS = { loss: "training loss", computing: "share of time computing", sending: "share of time sending",

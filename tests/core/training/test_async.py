@@ -163,14 +163,6 @@ def test_a_full_line_sets_the_pace() -> None:
         assert rounds(nodes, "1Gbps") == pytest.approx(8.0 / 0.026, rel=0.02)
 
 
-def test_an_outage_delays_a_round() -> None:
-    plain, _ = play(Clock(2, FREE, 1.0), [3, 3], 10.0)
-    away, _ = play(Clock(2, FREE, 1.0, outages=[(1, 1.5, 3.5)]), [3, 3], 10.0)
-    assert [at for at, node in plain if node == 1] == [3.0, 6.0, 9.0]
-    assert [at for at, node in away if node == 1] == [5.0, 8.0]
-    assert [at for at, node in away if node == 0] == [3.0, 6.0, 9.0]
-
-
 def test_a_schedule_goes_on_from_its_state() -> None:
     """At every moment, with random step times, jitter, and pushes and a grace period under way."""
 

@@ -289,15 +289,16 @@ def test_the_first_rounds_show_every_strategy_twice_or_stay_readable() -> None:
 
 
 def test_strips_of_a_clock_say_its_shares() -> None:
-    clock = Clock(2, "1Gbps", [1.0, 3.0], outages=[(1, 0, 1)], timeline=True)
+    clock = Clock(2, "1Gbps", [1.0, 3.0], timeline=True)
     clock.advance(1)
+    clock.meet()
     strip = Strip.of("mine", clock)
-    assert strip.says() == "computing 88%, down 12%" and len(strip.spans) == 3
+    assert strip.says() == "computing 67%, waiting for others 33%" and len(strip.spans) == 3
 
 
 def test_odd_timelines_are_drawn(tmp_path: Path) -> None:
     many = Strip("x" * 60, [span for node in range(40) for span in spans(node, 1, 1, 4)], {"compute": 0.5, "send": 0.5})
-    alone = Strip("alone", [Span(0, "down", 0, 3)], {"down": 1.0})
+    alone = Strip("alone", [Span(0, "wait", 0, 3)], {"wait": 1.0})
     draw_strips([many, alone], tmp_path / "two.png", 5.0, "two\nlines")
     draw_strips([many], tmp_path / "one.png", 5.0)
     two, one = ((tmp_path / f"{name}.png").stat().st_size for name in ("two", "one"))
