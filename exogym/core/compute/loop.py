@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -132,49 +132,27 @@ class TrainNode:
         return self.watch.losses(self.rank, self.row, loss.reshape(1), first)[0]
 
 
-class Together(Protocol):
-    """Compute several rows of a `Loop` at once. The methods get this loop as `plain`."""
-
-    def steps(self, plain: Loop, spans: Sequence[Span], losses: Losses, may_stop: bool) -> Sequence[Span]:
-        """Take steps of `spans`. Return spans with the remaining steps, which the loop then takes row by row."""
-
-    def gradients(self, plain: Loop, rows: Sequence[int]) -> Tensor | None:
-        """Write the gradients of the next step of `rows` into the blocks, and return the losses.
-
-        Return None if the loop must compute the gradients.
-        """
-
-
 class Loop:
     """Compute row by row. Each row takes all steps of a stretch before the next row begins, which uses the cache well.
 
-    The loop registers the inner optimizers and the numbers of steps with the fleet's state. The other values of
-    `compute` use this class with another `node`, or compute rows together (`at_once`).
+    The loop registers the inner optimizers and the numbers of steps with the fleet's state.
 
     Args:
         worker: the process's worker. It must be bound to its fleet.
         inner: the rows' inner optimizers. Without `inner`, the strategy's own `step` method steps the optimizers.
         bucket_bytes: the size of buckets that are sent during the backward pass. Such buckets need one row in the
             process and a wire that can overlap. Without `bucket_bytes`, gradients are sent after the backward pass.
-        node: a function that makes an object to train one row, such as `TrainNode`.
-        at_once: computes several rows at once. The loop takes the steps that `at_once` leaves. Without `at_once`, the
-            loop takes all steps.
     """
 
+    together = False
+
     def __init__(
-        self,
-        worker: Worker,
-        stream: Stream,
-        inner: InnerOptimizer | None,
-        watch: Watch,
+        self, worker: Worker, stream: Stream, inner: InnerOptimizer | None, watch: Watch,
         bucket_bytes: int | None = None,
-        node: Callable[..., Any] = TrainNode,
-        at_once: Together | None = None,
-    ):
-        self.at_once, self.together = at_once, at_once is not None
+    ):  # fmt: skip
         self.worker, self.inner, self.watch, self.fleet = worker, inner, watch, worker.fleet
         self.taken = np.zeros(len(self.fleet), dtype=np.int64)
-        self.nodes = [node(row, worker, stream, inner, watch, self.taken) for row in range(len(self.fleet))]
+        self.nodes = [TrainNode(row, worker, stream, inner, watch, self.taken) for row in range(len(self.fleet))]
         self.overflowed, self.spoilt = False, list[int]()
         if inner is not None:
             self.fleet.state.register("optimizer", inner)
@@ -187,7 +165,7 @@ class Loop:
             worker.before_last_backward = self.buckets.arm
 
     def steps(self, spans: Sequence[Span], losses: Losses, may_stop: bool = True) -> None:
-        for span in spans if self.at_once is None else self.at_once.steps(self, spans, losses, may_stop):
+        for span in spans:
             if may_stop and self.worker.should_stop():
                 return
             taken = self.nodes[span.row].train(len(span.columns), span.at, may_stop, span.source)
@@ -197,10 +175,6 @@ class Loop:
         for block in self.fleet.blocks:
             block.own_grads()
         self.overflowed, self.spoilt = False, []
-        if self.at_once is not None and (found := self.at_once.gradients(self, rows)) is not None:
-            for row in rows:
-                self._look_at_gradient(row)
-            return found
         losses = []
         for row in rows:
             node = self.nodes[row]
@@ -238,11 +212,6 @@ class Loop:
         if self.buckets is not None:
             self.buckets.close()
 
-    def keep_gradients(self, row: int) -> None:
-        """Move the gradients in `.grad` into `row` of the blocks, and note whether they are finite."""
-        self._copy_gradients(row)
-        self._look_at_gradient(row)
-
     def _look_at_gradient(self, row: int) -> None:
         """Note whether the row's gradient is finite. The loss scale handles overflows in fp16."""
         if self.worker.scaled and self.worker.scaling.overflowed:
@@ -250,7 +219,8 @@ class Loop:
         if not self.watch.gradient(self.nodes[row].rank, row, int(self.taken[row]) + 1):
             self.spoilt.append(row)
 
-    def _copy_gradients(self, row: int) -> None:
+    def keep_gradients(self, row: int) -> None:
+        """Move the gradients in `.grad` into `row` of the blocks, and note whether they are finite."""
         parameters = iter(self.worker.parameters)
         for block in self.fleet.blocks:
             assert block.grads is not None
@@ -266,6 +236,7 @@ class Loop:
             if targets:
                 copy_(targets, sources)
         self.worker.clear_grads()
+        self._look_at_gradient(row)
 
     def point_gradients(self, row: int) -> None:
         """Set each parameter's `.grad` to the row's gradient in the blocks."""

@@ -14,8 +14,8 @@ from torch import Tensor
 from exogym.core.fleet import Fleet, Stateful
 from exogym.core.fleet.state import Tensors
 
-# `fit(compute=)`'s names -> the factory in this folder's module of the same name.
-WAYS = {"loop": "Loop", "vmap": "way"}
+# `fit(compute=)`'s names -> the class in this folder's module of the same name.
+WAYS = {"loop": "Loop", "vmap": "Vmap"}
 
 
 @dataclass(frozen=True)
@@ -170,9 +170,9 @@ class Compute(Protocol):
 
 
 def way_of(name: str) -> Callable[..., Compute]:
-    """Return the function that makes the way of computing with this name.
+    """Return the class of the way of computing with this name.
 
-    The function takes (worker, stream, inner, watch, bucket_bytes=None) and returns a `Compute`.
+    The class takes (worker, stream, inner, watch, bucket_bytes=None) and is a `Compute`.
 
     >>> way_of("loop").__name__
     'Loop'

@@ -25,15 +25,20 @@ from exogym.errors import ModelError
 CHUNK_ROWS = 10
 
 
-class Vmap:
-    """Compute the gradients of `chunk_rows` rows at a time with vmap. Each row's own optimizer then takes the step.
+class Vmap(Loop):
+    """Compute the gradients of up to 10 rows at a time with vmap. Each row's own optimizer then takes the step.
 
     Raises:
         ModelError: a training step draws random numbers or changes buffers, the run uses micro-batches or fp16, or
             vmap does not support one of the model's operations.
     """
 
-    def __init__(self, worker: Worker, chunk_rows: int = CHUNK_ROWS):
+    together = True
+
+    def __init__(
+        self, worker: Worker, stream: Stream, inner: InnerOptimizer | None, watch: Watch,
+        bucket_bytes: int | None = None,
+    ):  # fmt: skip
         reasons = [
             (worker.draws_torch or worker.draws_python, "its training step draws random numbers (dropout)"),
             (bool(worker.changing), f"a training step changes its buffers ({', '.join(worker.changing[:3])})"),
@@ -43,7 +48,7 @@ class Vmap:
         for refused, why in reasons:
             if refused:
                 raise ModelError(f"compute='vmap' cannot train this model: {why}; use compute='loop'")
-        self.worker, self.chunk_rows = worker, chunk_rows
+        super().__init__(worker, stream, inner, watch)
         self._compared = False
 
         def loss_of(parameters: dict[str, Tensor], batch: Any) -> tuple[Tensor, Tensor]:
@@ -55,44 +60,49 @@ class Vmap:
 
         self._gradient = torch.func.vmap(torch.func.grad(loss_of, has_aux=True))
 
-    def steps(self, plain: Loop, spans: Sequence[Span], losses: Losses, may_stop: bool) -> Sequence[Span]:
-        """Take the steps of `spans`: the first step of all spans, then the second, and so on.
-
-        Return an empty sequence, because no step is left for the loop.
-        """
-        inner = plain.inner
+    def steps(self, spans: Sequence[Span], losses: Losses, may_stop: bool = True) -> None:
+        """Take the steps of `spans`: the first step of all spans, then the second, and so on."""
+        inner = self.inner
         assert inner is not None
         for k in range(max((len(span.columns) for span in spans), default=0)):
             if self.worker.should_stop() and may_stop:
                 break
             now = [span for span in spans if k < len(span.columns)]
-            for span, loss in zip(now, self.gradients(plain, [span.row for span in now]), strict=True):
-                row, step = span.row, int(plain.taken[span.row])
+            for span, loss in zip(now, self._losses([span.row for span in now]), strict=True):
+                row, step = span.row, int(self.taken[span.row])
                 losses.add(row, span.columns[k : k + 1], loss.reshape(1))
                 self.worker.point(row)
                 inner.enter(row)
-                plain.point_gradients(row)
+                self.point_gradients(row)
                 inner.step(row, step if span.at is None else int(span.at[k]))
-                plain.taken[row] += 1
+                self.taken[row] += 1
                 if k + 1 == len(span.columns):
-                    plain.watch.row(plain.nodes[row].rank, row, step + 1)
-        return ()
+                    self.watch.row(self.nodes[row].rank, row, step + 1)
 
-    def gradients(self, plain: Loop, rows: Sequence[int]) -> Tensor:
+    def gradients(self, rows: Sequence[int]) -> Tensor:
+        for block in self.fleet.blocks:
+            block.own_grads()
+        self.spoilt = []
+        losses = self._losses(rows)
+        for row in rows:
+            self._look_at_gradient(row)
+        return losses
+
+    def _losses(self, rows: Sequence[int]) -> Tensor:
         """Write the gradients of the next step of `rows` into the blocks; return the losses, (len(rows),).
 
         Under on_nonfinite="skip", inf replaces a loss that is not finite.
         """
         if not rows:
             return torch.empty(0, device=self.worker.device)
-        found = self.losses(rows, [plain.nodes[row].next_batch() for row in rows])
+        found = self._computed(rows, [self.nodes[row].next_batch() for row in rows])
         looked = [
-            plain.watch.losses(plain.nodes[row].rank, row, found[k : k + 1], int(plain.taken[row]))
+            self.watch.losses(self.nodes[row].rank, row, found[k : k + 1], int(self.taken[row]))
             for k, row in enumerate(rows)
         ]
         return torch.cat(looked)
 
-    def losses(self, rows: Sequence[int], batches: Sequence[Any]) -> Tensor:
+    def _computed(self, rows: Sequence[int], batches: Sequence[Any]) -> Tensor:
         """Write the gradients of `rows` into the blocks' `grads`, given a batch for each row.
 
         Return the losses, (len(rows),). The first call compares one row's gradient with `compute="loop"`.
@@ -107,8 +117,8 @@ class Vmap:
         sizes = [batch_examples(batch) for batch in batches]
         for size in sorted(set(sizes)):
             alike = [k for k, s in enumerate(sizes) if s == size]
-            for start in range(0, len(alike), self.chunk_rows):
-                part = alike[start : start + self.chunk_rows]
+            for start in range(0, len(alike), CHUNK_ROWS):
+                part = alike[start : start + CHUNK_ROWS]
                 losses[part] = self._chunk([rows[k] for k in part], [batches[k] for k in part])
         return losses
 
@@ -160,9 +170,3 @@ class Vmap:
                 slot.of(block.grads)[rows] = grads[slot.name].detach().to(block.grads.dtype)
         pulse.step_taken()
         return losses.to(torch.float32)
-
-
-def way(
-    worker: Worker, stream: Stream, inner: InnerOptimizer | None, watch: Watch, bucket_bytes: int | None = None
-) -> Loop:
-    return Loop(worker, stream, inner, watch, at_once=Vmap(worker))
