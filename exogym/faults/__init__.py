@@ -23,7 +23,6 @@ __all__ = [
     "Attendance",
     "Availability",
     "Devices",
-    "Diurnal",
     "Faults",
     "Outages",
     "Profile",
@@ -31,7 +30,7 @@ __all__ = [
 ]  # fmt: skip
 
 if TYPE_CHECKING:
-    from exogym.faults.availability import Availability, Devices, Diurnal, Profile, Trace
+    from exogym.faults.availability import Availability, Devices, Profile, Trace
     from exogym.faults.planned import ATTACKS, NEVER, Attendance, Faults, Outages
 else:
     __getattr__, __dir__ = lazily(__name__)

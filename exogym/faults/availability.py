@@ -1,7 +1,6 @@
 """When each client is available, so that a server can choose it for a round, and how fast each client is.
 
     Trace       intervals from a file: client, from, to, speed
-    Diurnal     each client is available for a part of each day, most clients at night
     Devices     kinds of devices. Each kind has a speed and a share of the time in which its clients are available.
 
 Times are seconds since the start of the run. A speed is relative: at speed 0.5 a step takes twice `step_seconds`.
@@ -23,7 +22,6 @@ import numpy as np
 from exogym.core.base.draws import numpy_generator
 from exogym.errors import ArgumentError, DataError, check_number, checked
 
-DAY_S = 86400.0
 COLUMNS = ("client", "from", "to", "speed")
 
 
@@ -53,7 +51,7 @@ class Availability:
 
 
 class Trace(Availability):
-    """Read clients' intervals from a CSV or Parquet file with the columns client, from, to, speed.
+    """Read clients' intervals from a CSV file with the columns client, from, to, speed.
 
     Args:
         file: the file's path. A row is an interval in which a client is available, with `from` and `to` in seconds, and
@@ -72,18 +70,14 @@ class Trace(Availability):
         self.file, self.repeat_s = os.fspath(file), repeat_s
         path = Path(file)
         if not path.is_file():
-            raise DataError(f"there is no trace {self.file!r}: wanted a CSV or Parquet file with {', '.join(COLUMNS)}")
+            raise DataError(f"there is no trace {self.file!r}: wanted a CSV file with {', '.join(COLUMNS)}")
         self.sha256 = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-        table = _parquet(path) if path.suffix == ".parquet" else _csv(path)
-        client = np.array(_numbers(self.file, "client", table["client"]))
+        client, self.begin, self.end, self.speed = map(np.array, _columns(path))
         if wrong := [k for k, x in enumerate(client) if not 0 <= x < 1 << 53 or x != int(x)]:
             raise DataError(
                 f"{_row(self.file, wrong[0])}: client {client[wrong[0]]:g} is not a whole number of at least 0"
             )
         self.client = client.astype(np.int64)
-        self.begin, self.end, self.speed = (
-            np.array(_numbers(self.file, name, table[name])) for name in ("from", "to", "speed")
-        )
         for k in np.flatnonzero(~((self.begin >= 0) & (self.end > self.begin)))[:1]:
             raise DataError(
                 f"{_row(self.file, k)}: from={self.begin[k]:g}, to={self.end[k]:g}: wanted a `from` of at least 0 and "
@@ -118,50 +112,6 @@ class Trace(Availability):
         return There(self.client[now], base + self.end[now], self.speed[now])
 
 
-class _Windows(Availability):
-    """Each client is available for a window that repeats with its own period."""
-
-    def windows(self, num_nodes: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Return four arrays (N,) with each client's first start, window length, period (in seconds) and speed."""
-        raise NotImplementedError
-
-    def at(self, time_s: float, num_nodes: int) -> There:
-        if getattr(self, "_made", (None, None))[0] != num_nodes:
-            self._made = num_nodes, self.windows(num_nodes)
-        begin, length, period, speed = self._made[1]
-        since = (time_s - begin) % period
-        ids = np.flatnonzero(since < length)
-        return There(ids, time_s + (length - since)[ids], speed[ids])
-
-
-class Diurnal(_Windows):
-    """Each client is available for a share of each day, at about the same time, like phones that charge at night.
-
-    Args:
-        share: the share of a day for which a client is available, over 0 and at most 1.
-        peak_s: the time of day, in seconds, around which most clients are available.
-        spread_s: standard deviation of this time between clients (time zones and habits), in seconds.
-        day_s: length of a day in seconds.
-        seed: seed of the clients' times.
-    """
-
-    @checked
-    def __init__(
-        self, share: float = 0.3, *, peak_s: float = 3 * 3600.0, spread_s: float = 2 * 3600.0, day_s: float = DAY_S,
-        seed: int = 0,
-    ):  # fmt: skip
-        check_number("share", share, over=0, most=1)
-        check_number("day_s", day_s, over=0)
-        check_number("spread_s", spread_s, least=0)
-        check_number("peak_s", peak_s, more=": seconds of a day")
-        self.share, self.peak_s, self.spread_s, self.day_s, self.seed = share, peak_s, spread_s, day_s, seed
-
-    def windows(self, num_nodes: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        middle = numpy_generator(self.seed, "diurnal").normal(self.peak_s, self.spread_s, num_nodes)
-        length, one = np.full(num_nodes, self.share * self.day_s), np.ones(num_nodes)
-        return middle - length / 2, length, self.day_s * one, one
-
-
 @dataclass(frozen=True)
 class Profile:
     """A kind of device.
@@ -191,7 +141,7 @@ PROFILES = {  # assumed, not measured
 }
 
 
-class Devices(_Windows):
+class Devices(Availability):
     """A fleet of several kinds of devices. Each kind is available for its share of the time, at its own speed.
 
     Args:
@@ -213,8 +163,18 @@ class Devices(_Windows):
                 f"kinds={kinds!r} must map names to profiles, such as {{'phone': Profile(1.0, 0.2, 0.1, 7200)}}"
             )
         self.seed = seed
+        self._windows: tuple[np.ndarray, ...] | None = None
 
-    def windows(self, num_nodes: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    def at(self, time_s: float, num_nodes: int) -> There:
+        if self._windows is None or len(self._windows[0]) != num_nodes:
+            self._windows = self._drawn(num_nodes)
+        begin, length, period, speed = self._windows
+        since = (time_s - begin) % period
+        ids = np.flatnonzero(since < length)
+        return There(ids, time_s + (length - since)[ids], speed[ids])
+
+    def _drawn(self, num_nodes: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Return four arrays (N,) with each client's first start, session, period (in seconds) and speed."""
         draw, kinds = numpy_generator(self.seed, "devices"), list(self.kinds.values())
         shares = np.array([kind.clients for kind in kinds])
         which = draw.choice(len(kinds), num_nodes, p=shares / shares.sum())
@@ -223,48 +183,33 @@ class Devices(_Windows):
         return draw.random(num_nodes) * period, length, period, np.array([kind.speed for kind in kinds])[which]
 
 
-def _csv(path: Path) -> Mapping[str, Any]:
+def _columns(path: Path) -> list[list[float]]:
+    """Return the numbers of a CSV file's columns client, from, to and speed. Without a column speed, all are 1."""
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:  # spreadsheets write a byte order mark
             rows = list(csv.DictReader(file))
     except (UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"{str(path)!r} is not a CSV file: {error}") from error
-    return _columns(path, {name: [row.get(name) for row in rows] for name in (rows[0] if rows else {})})
-
-
-def _parquet(path: Path) -> Mapping[str, Any]:
-    try:
-        import pandas
-    except ImportError as error:
-        raise DataError(f"reading {str(path)!r} needs pandas: pip install 'exogym[parquet]', or give a CSV") from error
-    try:
-        frame = pandas.read_parquet(path)
-    except (ValueError, OSError) as error:
-        raise DataError(f"{str(path)!r} is not a Parquet file: {error}") from error
-    return _columns(path, {name: frame[name].tolist() for name in frame.columns})
-
-
-def _columns(path: Path, table: dict[str, Any]) -> Mapping[str, Any]:
-    lacking = [name for name in COLUMNS[:3] if name not in table]
+    lacking = [name for name in COLUMNS[:3] if not rows or name not in rows[0]]
     if lacking:
         raise DataError(
             f"{str(path)!r} has no column {', '.join(lacking)}: wanted a header with {', '.join(COLUMNS)} and one row "
             "for each interval in which a client is available"
         )
-    return {"speed": [1.0] * len(table["client"])} | table
+    return [
+        [_number(path, k, name, row.get(name, "1" if name == "speed" else None)) for k, row in enumerate(rows)]
+        for name in COLUMNS
+    ]
 
 
-def _numbers(file: str, name: str, values: Any) -> list[float]:
-    found = []
-    for k, value in enumerate(values):
-        try:
-            number = float(value)
-        except (TypeError, ValueError):
-            number = math.nan
-        if math.isnan(number):
-            raise DataError(f"{_row(file, k)}: {name} is {value!r}: wanted a number")
-        found.append(number)
-    return found
+def _number(path: Path, index: int, name: str, value: Any) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if math.isnan(number):
+        raise DataError(f"{_row(str(path), index)}: {name} is {value!r}: wanted a number")
+    return number
 
 
 def _row(file: str, index: int) -> str:

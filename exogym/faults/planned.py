@@ -52,8 +52,8 @@ class Faults:
         bad_nodes: a list of the nodes that send wrong updates, or the share of all nodes that do so, a number below 1.
             ExoGym rounds the share to whole nodes and draws these nodes with the seed.
         attack: the kind of wrong updates, "sign_flip", "noise" or "scale".
-        trace: a file, or a `Trace`, `Diurnal` or `Devices` (`exogym.faults.availability`), which says when each client
-            is available and how fast it is. A trace needs a strategy that samples clients, and excludes planned faults.
+        trace: a file, or a `Trace` or `Devices` (`exogym.faults.availability`), which says when each client is
+            available and how fast it is. A trace needs a strategy that samples clients, and excludes planned faults.
         attack_factor: a factor c over 0. The wrong update is the correct update times -c ("sign_flip"), noise with c
             times the correct update's norm ("noise"), or the correct update times c ("scale"). Default: 1 for
             "sign_flip", 10 for "noise" and "scale".
@@ -120,9 +120,7 @@ class Faults:
         self.trace = Trace(trace) if isinstance(trace, str | os.PathLike) else trace
         if self.trace is not None:
             if not isinstance(self.trace, Availability):
-                raise ArgumentError(
-                    f"trace={trace!r} must be a CSV or Parquet file, or a Trace, Diurnal or Devices of exogym.faults"
-                )
+                raise ArgumentError(f"trace={trace!r} must be a CSV file, or a Trace or Devices of exogym.faults")
             others: dict[str, Any] = {"absent": absent, "lost": lost, "slow": slow, "bad_nodes": bad_nodes}
             others |= {"drop_rate": drop_rate, "lost_rate": lost_rate, "forget": forget}
             planned = ", ".join(f"{name}={value!r}" for name, value in others.items() if value)

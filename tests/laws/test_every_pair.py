@@ -30,7 +30,7 @@ from exogym.core.training.checking import checked_options
 from exogym.core.training.options import FitOptions, placed
 from exogym.data import IterableData, Partitioner
 from exogym.errors import ArgumentError
-from exogym.faults import Diurnal, Faults
+from exogym.faults import Devices, Faults, Profile
 from exogym.machines.remote.elastic.recovery import check as check_hosts
 from exogym.strategy import (
     AsyncDiLoCoStrategy,
@@ -142,6 +142,7 @@ def linear(*further: nn.Module) -> nn.Module:
 
 
 SAMPLED = {"H": 2, "client_fraction": 0.25}
+THERE = Devices({"kind": Profile(1.0, speed=1.0, online=1.0, session_s=3600)})  # all clients, always
 OPTIONS: dict[str, Option] = {
     # strategies of each kind; without one it is DiLoCo
     "ddp": strategy(SimpleReduceStrategy),
@@ -195,7 +196,7 @@ OPTIONS: dict[str, Option] = {
     "slow": given("faults", faults=Faults(slow={1: 0.5})),
     "bad nodes": given("faults", faults=Faults(bad_nodes=[1])),
     "trace": Option(
-        "strategy", lambda folder: {"faults": Faults(trace=Diurnal(1.0)), "step_seconds": 1}, SAMPLED, FedAvgStrategy
+        "strategy", lambda folder: {"faults": Faults(trace=THERE), "step_seconds": 1}, SAMPLED, FedAvgStrategy
     ),
     "skip": given("on_nonfinite", "nothing", on_nonfinite="skip"),
     "ignore": given("on_nonfinite", "nothing", on_nonfinite="ignore"),

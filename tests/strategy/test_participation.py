@@ -13,7 +13,7 @@ from clients import ALL_ROWS, CLIENTS, SAMPLED, WITH_A_SERVER, client, same, tra
 from exogym import LocalTrainer
 from exogym.callbacks import EvaluateClients
 from exogym.errors import ArgumentError, DataError
-from exogym.faults import Devices, Diurnal, Faults, Profile, Trace
+from exogym.faults import Devices, Faults, Profile, Trace
 from exogym.strategy import (
     Averaging,
     DifferentialPrivacy,
@@ -47,14 +47,6 @@ def test_a_file_of_a_spreadsheet(tmp_path: Path) -> None:
     assert Trace(tmp_path / "trace.csv").at(5, 4).ids.tolist() == [3]
 
 
-def test_parquet_is_read_alike(tmp_path: Path) -> None:
-    pandas = pytest.importorskip("pandas")
-    one = trace(tmp_path, "3,0,10,1\n1,5,20,0.5\n")
-    pandas.read_csv(one.file).to_parquet(tmp_path / "trace.parquet")
-    other = Trace(tmp_path / "trace.parquet")
-    assert all(np.array_equal(a, b) for a, b in zip(one.at(6, 4), other.at(6, 4), strict=True))
-
-
 @pytest.mark.parametrize(
     ("text", "why"),
     [
@@ -83,25 +75,14 @@ def test_what_else_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no column client, from, to"):
         Faults(trace=tmp_path / "other.csv")
     with pytest.raises(ArgumentError, match=r"trace=.* with drop_rate=0.1: both decide which nodes are absent"):
-        Faults(trace=Diurnal(), drop_rate=0.1)
+        Faults(trace=Devices(), drop_rate=0.1)
     unknown = trace(tmp_path, f"{CLIENTS},0,10,1\n")
     with pytest.raises(DataError, match=f"row 2: client {CLIENTS} does not exist with num_nodes={CLIENTS}"):
         trained(WITH_A_SERVER["fedavg"](), faults=Faults(trace=unknown), step_seconds=1)
-    with pytest.raises(ArgumentError, match="peak_s=nan must be a number that is finite: seconds of a day"):
-        Diurnal(peak_s=float("nan"))
     with pytest.raises(ArgumentError, match="DiLoCoStrategy, which as it is asks nobody"):
-        trained(DiLoCoStrategy(H=4), faults=Faults(trace=Diurnal()))
+        trained(DiLoCoStrategy(H=4), faults=Faults(trace=Devices()))
     with pytest.raises(ArgumentError, match="give fit the step time"):
-        trained(FedAvgStrategy("sgd", **SAMPLED), faults=Faults(trace=Diurnal()))
-
-
-def test_a_day_of_phones() -> None:
-    """As many are there as their share of the day says; at night more than at noon."""
-    night, noon = (len(Diurnal(0.3).at(hour * 3600, 20_000).ids) / 20_000 for hour in (3, 15))
-    mean = np.mean([len(Diurnal(0.3).at(hour * 3600, 20_000).ids) / 20_000 for hour in range(24)])
-    assert mean == pytest.approx(0.3, abs=0.01) and night > 0.8 and noon < 0.02
-    late = Diurnal(0.3, peak_s=15 * 3600).at(15 * 3600, 20_000)
-    assert len(late.ids) / 20_000 == night and (late.until_s > 15 * 3600).all()
+        trained(FedAvgStrategy("sgd", **SAMPLED), faults=Faults(trace=Devices()))
 
 
 def test_devices_are_there_for_their_share() -> None:

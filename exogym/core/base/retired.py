@@ -39,6 +39,7 @@ RETIRED: dict[str, str] = {
     "Clock.algorithms": "an event names its algorithm; Network.cost and Network.cheapest compare them",
     "Clock.outages": "Faults(absent=...) makes nodes absent in a run",
     "clock.draw_timeline": "save_trace writes a file for ui.perfetto.dev; exogym compare --timeline draws",
+    "faults.Diurnal": "Devices(...) and Trace(FILE, repeat_s=86400) say when clients are available",
     "Network.trace": "links stay the same during a run; predict it on the slowest and on the fastest network",
     "NodeMesh.network": "give fit(step_seconds=) the time of the whole node's step",
     **dict.fromkeys(("over_sampling", "deadline_s", "min_reports"), _ASKED),
