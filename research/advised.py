@@ -56,9 +56,9 @@ from exogym.core.training.loop import TrainingLoop
 from exogym.machines.distributed import probing
 from exogym.network import Network
 from exogym.network.links import UniformLinks
+from exogym.network.measured import never_falling
 from exogym.network.overheads import PAYLOAD_SHARE
 from exogym.network.pricing import AGREEMENTS
-from exogym.network.probes import never_falling
 from exogym.study.advise import advise
 from exogym.study.advise.beliefs import h_of
 from exogym.study.compare.session import Session

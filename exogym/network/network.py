@@ -11,8 +11,7 @@ from exogym.core.base.retired import retired
 from exogym.errors import ArgumentError, check_choice, check_count, check_number, checked, nearest
 from exogym.network.links import GroupLinks, LineLinks, Links, MatrixLinks, UniformLinks, without_diagonal
 from exogym.network.measured import Measurement
-from exogym.network.parse import settings_of
-from exogym.network.presets import PRESETS
+from exogym.network.presets import PRESETS, settings_of
 from exogym.network.pricing import Pricing
 from exogym.network.units import parse_bandwidth, parse_seconds, readable_bandwidth, readable_seconds
 

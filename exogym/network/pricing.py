@@ -13,9 +13,8 @@ from exogym.core.base.turns import turns_of
 from exogym.errors import ArgumentError, check_choice, check_count
 from exogym.network.costs import NAMES, Cost, MessageRound, algorithms_of, cost_among, line_of_server, price
 from exogym.network.links import GroupLinks, Links, UniformLinks
-from exogym.network.measured import Measurement
+from exogym.network.measured import Measurement, Probes
 from exogym.network.overheads import PAYLOAD_SHARE, messages_of, moved_in_memory, rounds_of_gloo, slow_start_s
-from exogym.network.probes import Probes
 
 if TYPE_CHECKING:
     from exogym.core.communicator import Event

@@ -1,4 +1,4 @@
-"""Bandwidths, bytes and times as people write them: "1Gbps", "10 MB/s", "1TB", "0.5ms"."""
+"""Bandwidths and times as people write them: "1Gbps", "10 MB/s", "0.5ms"."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 from exogym.errors import ArgumentError
 
 PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
-SIZES = PREFIXES | {"p": 1e15}
 BITS, BYTES = ("bps", "bit/s", "b/s"), ("Bps", "B/s", "byte/s")
 SECONDS = {"d": 86400.0, "h": 3600.0, "min": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
 PER_SECOND = {"ms": 1e3, "us": 1e6, "µs": 1e6, "ns": 1e9}  # dividing by these rounds as the decimal text does
@@ -84,34 +83,6 @@ def parse_seconds(given: Any, name: str = "latency", least: float = 0.0) -> floa
     if not least <= seconds < math.inf:
         raise ArgumentError(f"{name}={given!r} must be at least {least:g} and finite, in seconds or as '0.5ms'")
     return seconds
-
-
-def parse_bytes(given: Any, name: str = "bytes") -> float:
-    """Return bytes, over 0, from a number or from text in B, kB, MB, GB, TB or PB (powers of 1000).
-
-    Text needs a unit. The prefix may be small or capital.
-
-    Raises:
-        ArgumentError: not a number, no unit, an unknown unit, or not over 0.
-
-    >>> parse_bytes("1TB"), parse_bytes("268 MB"), parse_bytes(1e9)
-    (1000000000000.0, 268000000.0, 1000000000.0)
-    >>> parse_bytes("100")
-    Traceback (most recent call last):
-    ...
-    exogym.errors.ArgumentError: bytes='100' has no unit: write '100MB', '100GB' or '100TB'
-    """
-    value, unit = _split(given, name, "'1TB'")
-    prefix = unit[:-1].lower()
-    if isinstance(given, str) and not unit:
-        n = given.strip()
-        raise ArgumentError(f"{name}={given!r} has no unit: write '{n}MB', '{n}GB' or '{n}TB'")
-    if unit and (unit[-1] != "B" or prefix not in SIZES):
-        raise ArgumentError(f"{name}={given!r} has no known unit: wanted B, kB, MB, GB, TB or PB, as in '1TB'")
-    size = value * SIZES[prefix]
-    if not 0 < size < math.inf:
-        raise ArgumentError(f"{name}={given!r} must be over 0 and finite, in bytes or as '1TB'")
-    return size
 
 
 def _split(given: Any, name: str, example: str) -> tuple[float, str]:

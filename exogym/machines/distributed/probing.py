@@ -31,7 +31,7 @@ from exogym.machines.distributed import bare
 from exogym.machines.distributed.group import require_group
 from exogym.machines.distributed.measure import ITEM_BYTES, Row, finish, seconds_of, self_test, slowest
 from exogym.machines.distributed.operation import ReduceOp
-from exogym.network.probes import never_falling
+from exogym.network.measured import never_falling
 
 NAME_BYTES = 256  # longest host name
 PAIR_BYTES = 1 << 20  # message that measures a pair's bandwidth
