@@ -329,9 +329,9 @@ class Mistaken(Strategy):
 @pytest.mark.parametrize(
     "mistake, error, words",
     [
-        ("shape", StrategyError, r"node 0 calls all_reduce.*\(3,\).* but node 2 calls all_reduce.*\(4,\)"),
-        ("kind", StrategyError, "node 0 calls all_reduce.*node 1 calls barrier"),
-        ("root", StrategyError, "node 0 calls broadcast.*src=0.* but node 1 calls broadcast.*src=1"),
+        ("shape", StrategyError, r"node 0 waits at all_reduce.*\(3,\).* node 2 waits at all_reduce.*\(4,\)"),
+        ("kind", StrategyError, "node 0 waits at all_reduce.*node 1 waits at barrier"),
+        ("root", StrategyError, "node 0 waits at broadcast.*src=0.* node 1 waits at broadcast.*src=1"),
         ("alone", StrategyError, "node 0 waits at all_reduce.*node 1 has ended"),
         ("all_but_one", StrategyError, "node 0 waits at all_reduce.*node 3 has ended"),
         ("none", StrategyError, "got a NoneType, wanted a tensor"),

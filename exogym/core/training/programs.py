@@ -24,13 +24,14 @@ from exogym.core.fleet.presence import take_rows, take_state
 from exogym.core.fleet.state import Tensors
 from exogym.core.training.algorithm import Algorithm, Setting
 from exogym.core.training.meeting import Meeting
-from exogym.core.training.object_state import load_object_state, object_state
 from exogym.errors import ArgumentError, StrategyError
 from exogym.strategy.optim import OptimSpec
-from exogym.strategy.packing import SKELETON
-from exogym.strategy.strategy import Strategy
+from exogym.strategy.packing import KEEP, SKELETON, as_text, from_text, pack, unpack
+from exogym.strategy.schedule import Schedule
+from exogym.strategy.strategy import Inner, Strategy
 
 TRIAL_STEPS = 3
+CONSTANT = (OptimSpec, Schedule, Inner)  # attributes that do not change, and are not saved
 
 
 class RowModel(nn.Module):
@@ -373,3 +374,34 @@ class _ProgramState(Stateful):
             by_row = not name.endswith(SKELETON) and x.dim() > 0 and len(x) == len(programs.fleet)
             (rows if by_row else shared)[name] = x
         return rows, shared
+
+
+def object_state(strategy: Any, model: nn.Module) -> dict[str, Tensor]:
+    """Return the state of `strategy` as named tensors, without the model's tensors, which are saved as rows.
+
+    The state is all attributes that `exogym.strategy.packing` can pack, so the strategy needs no code for saving. For
+    other attributes it must define `state_dict()` and `load_state_dict(state)`.
+
+    Raises:
+        StrategyError: ExoGym cannot save an attribute.
+    """
+    tensors: dict[str, Tensor] = {}
+    own = {id(p): index for index, p in enumerate(model.parameters())}
+    source = strategy.state_dict() if hasattr(strategy, "state_dict") else vars(strategy)
+    tensors[SKELETON] = as_text(
+        {key: pack(value, key, tensors, own, CONSTANT) for key, value in source.items() if key != "given_arguments"}
+    )
+    return tensors
+
+
+def load_object_state(strategy: Any, model: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """Set the attributes of `strategy` from a result of `object_state`."""
+    own = list(model.parameters())
+    skeleton = from_text(tensors[SKELETON])
+    if hasattr(strategy, "load_state_dict"):
+        strategy.load_state_dict({k: unpack(v, None, tensors, own) for k, v in skeleton.items()})
+        return
+    for key, packed in skeleton.items():
+        value = unpack(packed, vars(strategy).get(key), tensors, own)
+        if value is not KEEP:
+            setattr(strategy, key, value)
