@@ -16,7 +16,7 @@ from exogym.cli import main
 from exogym.clusters import Pods, SlurmJob, dockerfile, job_script, manifests
 from exogym.clusters.kubernetes import document
 from exogym.core.communicator import Wire
-from exogym.core.training.interrupt import ONCE, Interrupt
+from exogym.core.training.loop import ONCE, Interrupt
 from exogym.errors import ArgumentError
 
 HOSTILE = [

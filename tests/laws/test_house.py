@@ -77,7 +77,7 @@ def asked_for_their_class(found: Sources) -> list[str]:
 
 def test_who_is_present_is_said_in_one_place() -> None:
     (place,) = who_is_present(sources())
-    assert place.startswith("core/training/algorithm.py")
+    assert place.startswith("core/training/driver.py")
 
 
 def test_the_loop_writes_its_own_attributes() -> None:

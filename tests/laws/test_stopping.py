@@ -23,7 +23,7 @@ from exogym import LocalTrainer, Placement
 from exogym.callbacks import Every
 from exogym.core.communicator import Wire
 from exogym.core.saving.checkpoint import list_checkpoints, load
-from exogym.core.training.interrupt import Interrupt
+from exogym.core.training.loop import Interrupt
 from exogym.errors import CheckpointError, Stopped
 from exogym.faults import Faults
 from exogym.logger import CSVLogger

@@ -1,9 +1,15 @@
-"""Take a trial step before training, and undo it, to learn which buffers and random numbers the model uses."""
+"""Take a trial step before training, and undo it, to learn which buffers and random numbers the model uses.
+
+The trial also finds state that a model stores in plain attributes, which all nodes of a process would share. ExoGym
+compares the attributes of all submodules before and after a trial step: numbers, text, tensors, arrays, containers of
+these, and objects of the user's own classes. It ignores functions, modules and torch's own objects.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import random
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -11,14 +17,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from exogym.core.base.batches import slice_batch
+from exogym.core.base.batches import map_tensors, slice_batch
 from exogym.core.base.modes import evaluation_mode, normalizes, start_training
 from exogym.core.base.rng import seed_python, seed_torch
 from exogym.core.base.torch_private import own_buffers, strided_parts, version
-from exogym.core.compute.attributes import Attributes, refuse_carried
 from exogym.core.compute.pointer import owner_of
 from exogym.core.compute.worker import Worker
 from exogym.errors import ModelError
+
+ALLOWED = "shared_attributes"
+_OWN = frozenset(vars(nn.Module())) | {ALLOWED}  # every module's own attributes
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)
+_DEEPEST = 4
 
 
 def look(
@@ -201,3 +211,197 @@ def same(a: Tensor, b: Tensor) -> bool:
         return False
     pairs = zip(strided_parts(a), strided_parts(b), strict=True)
     return all(torch.equal(*(x.nan_to_num() if x.is_floating_point() else x for x in pair)) for pair in pairs)
+
+
+class Attributes:
+    """Copy the current attributes of `model` and its submodules.
+
+    A module's `shared_attributes` may name harmless attributes of this module, and of its submodules by their paths.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.modules = dict(model.named_modules())
+        self.kept = {
+            f"{name}.{key}" if name else key: _Value(value, set(), 0)
+            for name, module in self.modules.items()
+            for key, value in vars(module).items()
+            if key not in _OWN
+        }
+
+    def allowed(self) -> set[str]:
+        """Return the paths of the attributes that modules list as harmless, in `shared_attributes`.
+
+        Raises:
+            ModelError: a module's `shared_attributes` is not a list of names.
+        """
+        named = [(name, getattr(module, ALLOWED, ())) for name, module in self.modules.items()]
+        for name, keys in named:
+            if not isinstance(keys, list | tuple | set | frozenset) or not all(isinstance(key, str) for key in keys):
+                raise ModelError(
+                    f"{ALLOWED} of {type(self.modules[name]).__name__} is {keys!r}: wanted a tuple of names, as in "
+                    f"{ALLOWED} = ('cache',)"
+                )
+        return {f"{name}.{key}" if name else key for name, keys in named for key in keys}
+
+    def differing(self, other: Attributes, tolerance: float) -> list[str]:
+        """Return the paths of the attributes whose values differ between this copy and the copy `other`.
+
+        Floats differ if their relative difference is above `tolerance`.
+        """
+        paths = dict.fromkeys([*self.kept, *other.kept])
+        pairs = {path: (self.kept.get(path), other.kept.get(path)) for path in paths}
+        return [path for path, (a, b) in pairs.items() if a is None or b is None or not a.same(b, tolerance)]
+
+    @torch.no_grad()
+    def put_back(self, paths: Iterable[str]) -> None:
+        """Set the attributes at `paths` back to their copied values.
+
+        Objects that changed in place are restored in place.
+        """
+        for path in paths:
+            name, _, key = path.rpartition(".")
+            if path in self.kept:
+                self.modules[name].__dict__[key] = self.kept[path].restored()
+            else:
+                self.modules[name].__dict__.pop(key, None)
+
+
+def refuse_carried(
+    model: nn.Module, before: Attributes, trial: Callable[[Any], Tensor], batch: Any, another: Callable[[], Any],
+    tolerance: float,
+) -> None:  # fmt: skip
+    """Refuse a model if a training step changes an attribute that later steps use.
+
+    The test takes a step on `batch` twice. The first step starts with the attribute's first value. Then a step on
+    another batch, with other parameters, may change the attribute, and the second step starts with the changed value.
+    If both steps on `batch` give the same loss and leave the same attribute, the attribute is harmless: the model
+    writes the attribute before reading it, or makes a value that never changes.
+
+    Args:
+        before: a copy of the attributes from before the first step. One step was taken after the copy.
+        trial: takes a training step on a batch, undoes everything except changes of attributes, and returns the loss.
+        another: returns another batch. If its tensors have other shapes, the test uses `batch` again.
+        tolerance: relative tolerance for floats; 0 if computing twice gives the same bits.
+
+    Raises:
+        ModelError: an attribute changes later steps. The message names the attribute and the remedy.
+    """
+    allowed = before.allowed()
+    changed = [path for path in before.differing(Attributes(model), 0.0) if path not in allowed]
+    if changed:
+        before.put_back(changed)
+        loss, after = trial(batch), Attributes(model)
+        before.put_back(changed)
+        other = another()
+        with _other_parameters(model):
+            trial(other if _shapes(other) == _shapes(batch) else batch)
+        again = trial(batch)
+        unlike = after.differing(Attributes(model), tolerance)
+        same = torch.allclose(loss, again, rtol=tolerance, atol=tolerance, equal_nan=True)
+        carried = [path for path in changed if path in unlike] or ([] if same else changed)
+        if carried:
+            before.put_back(changed)
+            name, _, key = carried[0].rpartition(".")
+            raise ModelError(
+                f"a training step changes the attribute {carried[0]!r} of the model, and later steps use it. All nodes "
+                "would share this attribute, because it is neither a parameter nor a buffer. Make it a buffer with "
+                f"self.register_buffer({key!r}, torch.tensor(...)) and change it in place: then every node has its "
+                f"own. If training does not depend on the attribute, allow it: {ALLOWED} = ({key!r},) in class "
+                f"{type(before.modules[name]).__name__}"
+            )
+    before.put_back(path for path in allowed if path in before.kept)
+
+
+@contextlib.contextmanager
+def _other_parameters(model: nn.Module) -> Iterator[None]:
+    """Change the trainable parameters within this context."""
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    kept = [p.detach().clone() for p in trainable]
+    try:
+        with torch.no_grad():
+            for p in trainable:
+                p.mul_(1.02).add_(1e-3)
+        yield
+    finally:
+        with torch.no_grad():
+            for p, value in zip(trainable, kept, strict=True):
+                p.copy_(value)
+
+
+def _shapes(batch: Any) -> list[torch.Size]:
+    found: list[torch.Size] = []
+    map_tensors(batch, lambda x: found.append(x.shape))
+    return found
+
+
+class _Value:
+    """A value and a copy of its contents, `held`; None if the contents are ignored."""
+
+    def __init__(self, value: Any, seen: set[int], depth: int):
+        self.value, self.held = value, None  # type: Any, Any
+        if isinstance(value, _PLAIN):
+            self.held = (value,)
+        elif isinstance(value, nn.Parameter | nn.Module) or id(value) in seen or depth > _DEEPEST:
+            return
+        elif isinstance(value, Tensor):
+            self.held = value.detach().clone() if value.layout == torch.strided and not value.is_meta else None
+        elif isinstance(value, np.ndarray):
+            self.held = value.copy()
+        elif isinstance(value, set | frozenset):
+            self.held = (set(value),)
+        else:
+            seen.add(id(value))
+            if isinstance(value, list | tuple | deque):
+                self.held = [_Value(item, seen, depth + 1) for item in value]
+            elif isinstance(value, dict) or _is_users_own(value):
+                items = value if isinstance(value, dict) else vars(value)
+                self.held = {key: _Value(item, seen, depth + 1) for key, item in items.items()}
+
+    def same(self, other: _Value, tolerance: float) -> bool:
+        a, b = self.held, other.held
+        if type(a) is not type(b):
+            return False
+        if isinstance(a, Tensor):
+            if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
+                return False
+            exact = not (a.is_floating_point() or a.is_complex())
+            return torch.equal(a, b) if exact else torch.allclose(a, b, rtol=tolerance, atol=tolerance, equal_nan=True)
+        if isinstance(a, np.ndarray):
+            return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+        if isinstance(a, list):
+            return len(a) == len(b) and all(x.same(y, tolerance) for x, y in zip(a, b, strict=True))
+        if isinstance(a, dict):
+            return a.keys() == b.keys() and all(x.same(b[key], tolerance) for key, x in a.items())
+        if isinstance(a, tuple) and isinstance(a[0], float) and isinstance(b[0], float):
+            (x,), (y,) = a, b
+            return x == y or (x != x and y != y) or abs(x - y) <= tolerance * abs(x)
+        return bool(a == b)
+
+    def restored(self) -> Any:
+        """Set the value's contents back to the copy, in place, and return the value."""
+        value, held = self.value, self.held
+        if isinstance(held, Tensor):
+            if value.is_leaf and not torch.equal(value.detach(), held):
+                value.detach().copy_(held)
+        elif isinstance(held, np.ndarray):
+            value[...] = held
+        elif isinstance(held, list):
+            items = [kept.restored() for kept in held]
+            if not isinstance(value, tuple):
+                value.clear()
+                value.extend(items)
+        elif isinstance(held, dict):
+            items_by_key = {key: kept.restored() for key, kept in held.items()}
+            now = value if isinstance(value, dict) else vars(value)
+            now.clear()
+            now.update(items_by_key)
+        elif isinstance(value, set):
+            value.clear()
+            value.update(held[0])
+        return value
+
+
+def _is_users_own(value: Any) -> bool:
+    """Return whether `value` is an object with attributes, of a class outside torch and builtins."""
+    package = type(value).__module__.partition(".")[0]
+    return hasattr(value, "__dict__") and not callable(value) and package not in ("torch", "builtins", "functools")

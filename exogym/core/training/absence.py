@@ -10,8 +10,8 @@ from torch import Tensor
 
 from exogym.core.compute.finite import Watch
 from exogym.core.compute.spans import Losses
-from exogym.core.training.algorithm import Algorithm, meet
 from exogym.core.training.around import Around
+from exogym.core.training.driver import Algorithm, meet
 from exogym.errors import TrainingError
 from exogym.faults import Attendance
 

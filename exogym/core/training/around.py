@@ -8,7 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from exogym.core.compute.spans import Losses, Span
-from exogym.core.training.algorithm import Algorithm
+from exogym.core.training.driver import Algorithm
 
 
 class Around(Algorithm):

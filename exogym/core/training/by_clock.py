@@ -23,7 +23,7 @@ from exogym.core.compute.spans import Losses, Span
 from exogym.core.fleet import Stateful
 from exogym.core.fleet.presence import rows_of
 from exogym.core.fleet.state import Shared, Tensors
-from exogym.core.training.algorithm import Algorithm, Setting, meet
+from exogym.core.training.driver import Algorithm, Setting, meet
 from exogym.core.training.order import ARRIVAL, RELAY, STEP, Order, seconds_of_steps
 from exogym.core.training.relays import Relays
 from exogym.core.training.shards import Shards

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from exogym.core.compute.spans import Compute, Losses, Span
-from exogym.core.training.algorithm import Algorithm
 from exogym.core.training.around import Around
+from exogym.core.training.driver import Algorithm
 from exogym.core.training.timing import Timing
 from exogym.network.pricing import AGREEMENTS
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from exogym.core.compute.spans import Losses
 from exogym.core.fleet.presence import rows_of, take_state
-from exogym.core.training.algorithm import Algorithm, Setting, meet
+from exogym.core.training.driver import Algorithm, Setting, meet
 from exogym.strategy.capabilities import Corrects
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy
 

@@ -1,24 +1,203 @@
-"""The driver, which trains the fleet with any strategy, stretch by stretch.
+"""The driver trains the fleet with any strategy, stretch by stretch. `Algorithm` is its interface to a strategy.
 
 Between two events the nodes are independent. So one node takes all local steps of a stretch, then the next node does.
-The driver has no code for absent nodes, seats and timing: these features are wrappers around its `Algorithm`.
+The driver has no code for absent nodes, seats and timing. A feature that changes which nodes act, or when, is a wrapper
+around an `Algorithm` (see the module `around`). The modules `absence`, `seating` and `clocking` define such wrappers. A
+run gets only the wrappers that its options need.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from exogym.core.compute.finite import is_finite
-from exogym.core.compute.spans import Losses
+from exogym.core.compute.finite import Watch, is_finite
+from exogym.core.compute.inner import InnerOptimizer
+from exogym.core.compute.spans import Compute, Losses, Span, way_of
+from exogym.core.compute.worker import Worker
+from exogym.core.fleet import Fleet
 from exogym.core.fleet.presence import rows_of
-from exogym.core.training.algorithm import Algorithm, Setting, meet
+from exogym.data.stream import Stream
+from exogym.strategy.capabilities import Corrects
+from exogym.strategy.strategy import Inner, Run, Strategy
 
 if TYPE_CHECKING:
     from exogym.core.fleet.seats import Seats
+    from exogym.core.training.timing import Timing
+    from exogym.faults import Attendance
+
+
+@dataclass
+class Setting:
+    """Everything that an `Algorithm` works with: this process's rows, the data, the clock, and the present nodes.
+
+    Attributes:
+        how: the way of computing, one of the values of `fit(compute=)`.
+        attendance: the nodes present at each step, or None if all nodes are present at every step.
+        timing: the virtual clock, if the run has a network.
+        watch: finds numbers that are not finite, and reacts as `on_nonfinite` says.
+        around: a function that wraps the way of computing, if a feature needs a wrapper.
+        optimizer: the user's own optimizer (`exogym.attached.optimizer`), in the place of the inner optimizers.
+    """
+
+    fleet: Fleet
+    worker: Worker
+    stream: Stream
+    run: Run
+    how: str
+    attendance: Attendance | None
+    timing: Timing | None
+    watch: Watch
+    around: Callable[[Compute], Compute] = lambda compute: compute
+    optimizer: Any = None
+
+    def compute(
+        self, inner: Inner | None, bucket_bytes: int | None = None, corrections: Sequence[Corrects] = ()
+    ) -> Compute:
+        """Return the object that computes local steps, with `inner` as each row's optimizer.
+
+        Args:
+            inner: the inner optimizer, or None if the caller applies the gradients itself.
+            bucket_bytes: size of gradient buckets. A bucket is sent while the other gradients are computed.
+            corrections: modules that rewrite a row's own gradients before each inner step.
+
+        Raises:
+            ModelError: the model does not work with the chosen way of computing.
+        """
+        optimizer = self.optimizer
+        if optimizer is None and inner is not None:
+            optimizer = InnerOptimizer(inner, self.worker, self.run.total_steps)
+        if optimizer is not None:
+            optimizer.corrections += corrections
+        overlapping = bucket_bytes if self.attendance is None else None
+        return self.around(way_of(self.how)(self.worker, self.stream, optimizer, self.watch, overlapping))
+
+
+def meet(fleet: Fleet, nodes: Sequence[int]) -> None:
+    """Let only `nodes` take part in communication from now on. No other function may set `fleet.comm.present`."""
+    fleet.comm.present = list(nodes)
+
+
+class Algorithm:
+    """Base class of the adapters between the driver and a strategy. Each kind of strategy has its own subclass.
+
+    Attributes:
+        compute: the object that takes the local steps.
+        needs_gradients: whether all nodes take every step together. If so, the driver computes all gradients, calls
+            `on_gradients`, and then takes the inner steps.
+        leaves_out: whether a synchronization can leave out a node whose numbers are not finite. If False, all nodes
+            skip that step.
+        keeps_time: whether the algorithm advances the clock itself.
+    """
+
+    needs_gradients = False
+    leaves_out = False
+    keeps_time = False
+    compute: Compute
+
+    def __init__(self, strategy: Strategy, setting: Setting):
+        self.fleet = setting.fleet
+        self.schedule = strategy.inner.schedule(setting.run.total_steps)
+
+    def lr(self, step: int) -> float:
+        """Return the learning rate of step `step + 1`."""
+        return self.schedule.lr(step)
+
+    @property
+    def nodes(self) -> Sequence[int]:
+        """The ids of the nodes that train now. These are all nodes, unless there are fewer rows than nodes."""
+        return range(self.fleet.num_nodes)
+
+    def next_event(self, step: int) -> int:
+        """Return the first step after `step` at which the algorithm must act."""
+        raise NotImplementedError
+
+    def begin(self, step: int) -> None:
+        """Prepare the stretch that begins after `step`."""
+
+    def work(self, first: int, last: int) -> np.ndarray | None:
+        """Return (N,) each node's number of local steps from the fleet's step `first` to `last`.
+
+        The result is None if each node takes `last - first` steps. Additive: work(a, b) + work(b, c) == work(a, c).
+        """
+        return None
+
+    def server_round(self, step: int) -> tuple[list[int], float] | None:
+        """Return the clients in the server's round that ends with `step`, and the seconds for which the server waits.
+
+        Return None if no round ends with `step`, or if the round left out no node. A round ends for all nodes at the
+        same time.
+        """
+        return None
+
+    def seated(self, step: int) -> tuple[Sequence[int], Sequence[int]]:
+        """Return two lists: clients that need a row from `step` on, and clients that have a row until `step`."""
+        raise NotImplementedError
+
+    def spans(self, losses: Losses, counts: Sequence[int]) -> list[Span]:
+        """Return the local steps of the current stretch that must be computed before `act` is called.
+
+        Args:
+            counts: number of local steps in the stretch for each of this process's rows.
+        """
+        left = ((row, losses.done(row), count) for row, count in enumerate(counts))
+        return [Span(row, range(done, count)) for row, done, count in left if done < count]
+
+    def on_gradients(self, step: int, rows: Sequence[int], skip: bool) -> Sequence[int]:
+        """Read or rewrite the gradients of `rows` in the fleet's blocks, and return the rows that take the step.
+
+        Args:
+            skip: whether to ignore the gradients. If True, a gradient overflowed in fp16, or is not finite and all
+                nodes skip the step.
+        """
+        raise NotImplementedError
+
+    def act(self, step: int, losses: Losses, before_mixing: Callable[[], None]) -> bool:
+        """Let the nodes `fleet.comm.present` communicate, as due after `step`. Return whether nodes have synchronized.
+
+        Args:
+            losses: the losses of the stretch that ends with `step`. Local steps during `act` add their losses.
+            before_mixing: a function that `act` calls once, before communication changes the nodes' parameters.
+
+        Raises:
+            TrainingError: the shared state has numbers that are not finite.
+        """
+        raise NotImplementedError
+
+    def rejoin(self, nodes: Sequence[int], source: int, step: int, forget: bool, as_fleet: bool) -> None:
+        """Let `nodes`, which were absent at `step`, copy state from node `source`.
+
+        `fleet.comm.present` already includes `nodes`.
+
+        Args:
+            forget: the nodes copy the whole state, and keep nothing.
+            as_fleet: the copied step counts become the fleet's step count.
+        """
+        raise NotImplementedError
+
+    def end_stretch(self, losses: Losses) -> tuple[Sequence[int], Tensor]:
+        """End the stretch of `losses`. Return node ids, and each node's mean loss in each step: (nodes, steps)."""
+        return self.nodes, self.fleet.comm.wire.rows(losses.end(), self.nodes)
+
+    def finish(self, step: int) -> None:
+        """Do the final synchronization, at the end of training."""
+
+    def consensus(self) -> list[Tensor] | None:
+        """Return the P outer parameters, (P,) per block, or None if the strategy has no outer parameters."""
+        return None
+
+    def consensus_buffers(self) -> dict[str, Tensor] | None:
+        """Return the outer model's buffers by name, or None if the model takes the mean of all rows' buffers."""
+        return None
+
+    def close(self) -> None:
+        """Free the memory, threads and files that the training used."""
+        self.compute.close()
 
 
 class Driver:

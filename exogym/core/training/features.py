@@ -20,8 +20,7 @@ from exogym.core.compute.finite import Watch
 from exogym.core.compute.worker import Worker
 from exogym.core.fleet import Fleet
 from exogym.core.fleet.state import Shared
-from exogym.core.training.algorithm import Algorithm, Setting
-from exogym.core.training.driver import Driver
+from exogym.core.training.driver import Algorithm, Driver, Setting
 from exogym.core.training.loop import TrainingLoop
 from exogym.core.training.options import FitOptions
 from exogym.data.single import check_single

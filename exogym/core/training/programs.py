@@ -22,7 +22,7 @@ from exogym.core.compute.spans import Losses
 from exogym.core.fleet import Stateful
 from exogym.core.fleet.presence import take_rows, take_state
 from exogym.core.fleet.state import Tensors
-from exogym.core.training.algorithm import Algorithm, Setting
+from exogym.core.training.driver import Algorithm, Setting
 from exogym.core.training.meeting import Meeting
 from exogym.errors import ArgumentError, StrategyError
 from exogym.strategy.optim import OptimSpec

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from exogym.core.compute.spans import Losses
 from exogym.core.fleet.seats import Seats
-from exogym.core.training.algorithm import Algorithm, meet
 from exogym.core.training.around import Around
+from exogym.core.training.driver import Algorithm, meet
 
 
 class Seating(Around):

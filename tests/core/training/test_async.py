@@ -37,7 +37,7 @@ from exogym import LocalTrainer
 from exogym.callbacks import Every
 from exogym.core.clock import Clock, StepTime
 from exogym.core.communicator import Communicator
-from exogym.core.training.interrupt import Interrupt
+from exogym.core.training.loop import Interrupt
 from exogym.core.training.order import ARRIVAL, CLOSE, STEP, Order, seconds_of_steps
 from exogym.errors import ArgumentError, StrategyError, TrainingError
 from exogym.faults import Faults
