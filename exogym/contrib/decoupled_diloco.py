@@ -25,21 +25,19 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from exogym.core.combinations import refuse
 from exogym.core.fleet import Fleet
 from exogym.errors import ArgumentError, check_count
-from exogym.strategy.clocked import ClockedStrategy, check_numbers
+from exogym.strategy.clocked import ClockedStrategy, ParameterServer, check_numbers, check_rounds
 from exogym.strategy.strategy import InnerOptions
 
 
-class QuorumServer:
+class QuorumServer(ParameterServer):
     """Decoupled DiLoCo's server. It holds the outer parameters theta and the Delta that wait for theta's next update.
 
     Attributes:
-        theta, m: outer parameters and momentum, (P,) per block.
+        m: the momentum, (P,) per block.
         total: the weighted sum of the waiting Delta, (P,) per block.
         weight: the sum of the waiting Delta's weights.
-        version: number of updates of theta.
 
     >>> server = QuorumServer([torch.zeros(1)], eta=1.0, beta=0.0)
     >>> server.apply([torch.ones(1)], staleness=0, steps=10, batch_size=8)
@@ -49,21 +47,19 @@ class QuorumServer:
     [tensor([-2.])]
     """
 
-    def __init__(self, theta: list[Tensor], eta: float, beta: float):
-        self.theta = [x.clone() for x in theta]
-        self.m, self.total = ([torch.zeros_like(x) for x in theta] for _ in range(2))
-        self.eta, self.beta = eta, beta
-        self.weight, self.version = 0.0, 0
+    kept, counted = ("theta", "m", "total"), ("weight", "version")
 
-    def apply(self, delta: list[Tensor], staleness: int, steps: int, batch_size: int) -> None:
+    def __init__(self, theta: list[Tensor], eta: float, beta: float):
+        super().__init__(theta)
+        self.m, self.total = ([torch.zeros_like(x) for x in theta] for _ in range(2))
+        self.eta, self.beta, self.weight = eta, beta, 0.0
+
+    def apply(self, delta: list[Tensor], staleness: int = 0, steps: int = 1, batch_size: int = 1) -> None:
         tokens = steps * batch_size  # up to a factor that all nodes share
         weight = tokens * tokens / steps
         for total, x in zip(self.total, delta, strict=True):
             total.add_(x, alpha=weight)
         self.weight += weight
-
-    def given(self) -> list[Tensor]:
-        return self.theta
 
     def release(self) -> None:
         if not self.weight:
@@ -74,18 +70,6 @@ class QuorumServer:
             theta.sub_(g.add(m, alpha=self.beta), alpha=self.eta)
             total.zero_()
         self.weight, self.version = 0.0, self.version + 1
-
-    flush = release
-
-    def state(self) -> dict[str, Tensor]:
-        named = {"theta": self.theta, "m": self.m, "total": self.total}
-        tensors = {f"{name}.{b}": x for name, blocks in named.items() for b, x in enumerate(blocks)}
-        return tensors | {"counts": torch.tensor([self.weight, self.version], dtype=torch.float64)}
-
-    def load_state(self, tensors: dict[str, Tensor]) -> None:
-        for name, x in self.state().items():
-            x.copy_(tensors[name])
-        self.weight, self.version = float(tensors["counts"][0]), int(tensors["counts"][1])
 
 
 class DecoupledDiLoCoStrategy(ClockedStrategy):
@@ -140,9 +124,7 @@ class DecoupledDiLoCoStrategy(ClockedStrategy):
         outer_momentum: float = 0.9,
         **options: Unpack[InnerOptions],
     ):
-        if callable(H):
-            refuse({"its own clock": type(self).__name__, "H as a function": f"H={H!r}"})
-        check_count("H", H)
+        check_rounds(H, type(self).__name__)
         if quorum is not None:
             check_count("quorum", quorum)
         check_numbers(

@@ -28,55 +28,34 @@ from __future__ import annotations
 import math
 from typing import Any, Unpack
 
-import torch
 from torch import Tensor
 
-from exogym.core.combinations import refuse
 from exogym.core.fleet import Fleet
 from exogym.errors import ArgumentError, check_choice, check_count, check_number
-from exogym.strategy.clocked import ClockedStrategy, check_numbers
+from exogym.strategy.clocked import ClockedStrategy, ParameterServer, check_numbers, check_rounds
 from exogym.strategy.strategy import InnerOptions
 
 DISCOUNTS = {"constant": (), "polynomial": ("a",), "hinge": ("a", "b")}  # and the arguments that each one has
 DEFAULTS = {"polynomial": (0.5, 0), "hinge": (10.0, 4)}  # a and b
 
 
-class MixingServer:
+class MixingServer(ParameterServer):
     """FedAsync's server, which holds theta and mixes each node's parameters into it on arrival.
 
     Args:
         theta: the initial parameters, (P,) per block; the server copies them.
         rule: the strategy, whose `weight` the server reads.
-
-    Attributes:
-        theta: the outer parameters, (P,) per block.
-        version: number of updates of theta.
     """
 
     def __init__(self, theta: list[Tensor], rule: FedAsyncStrategy):
-        self.theta, self.rule, self.version = [x.clone() for x in theta], rule, 0
+        super().__init__(theta)
+        self.rule = rule
 
-    def apply(self, delta: list[Tensor], staleness: int, steps: int, batch_size: int) -> None:
+    def apply(self, delta: list[Tensor], staleness: int = 0, steps: int = 1, batch_size: int = 1) -> None:
         """Mix one node's parameters into theta. `delta` is theta - theta_w, (P,) per block."""
         for theta, d in zip(self.theta, delta, strict=True):
             theta.sub_(d, alpha=self.rule.weight(staleness))
         self.version += 1
-
-    def given(self) -> list[Tensor]:
-        return self.theta
-
-    def release(self) -> None:
-        """Do nothing, because this server mixes on arrival."""
-
-    flush = release
-
-    def state(self) -> dict[str, Tensor]:
-        return {f"theta.{b}": x for b, x in enumerate(self.theta)} | {"version": torch.tensor(self.version)}
-
-    def load_state(self, tensors: dict[str, Tensor]) -> None:
-        for name, x in self.state().items():
-            x.copy_(tensors[name])
-        self.version = int(tensors["version"])
 
 
 class FedAsyncStrategy(ClockedStrategy):
@@ -129,9 +108,7 @@ class FedAsyncStrategy(ClockedStrategy):
         max_staleness: int | None = None,
         **options: Unpack[InnerOptions],
     ):
-        if callable(H):
-            refuse({"its own clock": type(self).__name__, "H as a function": f"H={H!r}"})
-        check_count("H", H)
+        check_rounds(H, type(self).__name__)
         check_number("alpha", alpha, over=0, most=1)
         check_choice("discount", discount, DISCOUNTS)
         for option, given in (("a", a), ("b", b)):

@@ -31,46 +31,31 @@ from __future__ import annotations
 import math
 from typing import Any, Unpack
 
-import torch
 from torch import Tensor
 
-from exogym.core.combinations import refuse
 from exogym.core.fleet import Fleet
 from exogym.errors import check_count
 from exogym.strategy.async_diloco import RuleServer
-from exogym.strategy.clocked import ClockedStrategy, check_numbers
+from exogym.strategy.clocked import ClockedStrategy, IslandServer, check_numbers, check_rounds
 from exogym.strategy.strategy import InnerOptions
 from exogym.strategy.traffic import Plan, Traffic
 
 
-def delayed_nesterov(theta: list[Tensor], d: int, eta: float, beta: float) -> RuleServer:
-    """Return a server that changes `theta` by -eta Delta on arrival, and by -eta d beta m after every d arrivals.
-
-    >>> server = delayed_nesterov([torch.zeros(1)], d=2, eta=0.1, beta=0.5)
-    >>> for _ in range(2):
-    ...     server.apply([torch.ones(1)])
-    >>> server.theta  # -0.1, -0.1, and then -0.1 * 2 * 0.5 m with m = (1 + 1)/2
-    [tensor([-0.3000])]
-    """
-    return RuleServer(theta, "delayed_nesterov", K=d, eta=eta * d, beta=beta)
-
-
-class MergingServer:
-    """An island's server. It applies its nodes' Delta, and merges the global server's parameters into its own.
+class MergingServer(RuleServer, IslandServer):
+    """An island's server. It applies its nodes' Delta by delayed Nesterov, and merges the global server's parameters.
 
     Args:
-        rule: applies Delta to theta_r.
-        K: arrivals from a merge until the next D is due.
+        d, eta, beta: d_l, eta_l and beta_l.
+        accumulation: arrivals from a merge until the next D is due (K of the module's text).
         alpha: the weight of Theta in a merge.
 
     Attributes:
-        theta: theta_r, (P,) per block.
         merged: theta_r at the last merge, (P,) per block.
         arrivals: arrivals since the last merge.
 
-    >>> server = MergingServer(delayed_nesterov([torch.zeros(1)], d=9, eta=0.1, beta=0.5), K=2, alpha=0.5)
+    >>> server = MergingServer([torch.zeros(1)], d=9, eta=0.1, beta=0.5, accumulation=2, alpha=0.5)
     >>> for _ in range(2):
-    ...     server.apply([torch.ones(1)], 0, 1, 1)
+    ...     server.apply([torch.ones(1)])
     >>> server.update()
     [tensor([0.2000])]
     >>> server.merge([torch.ones(1)])
@@ -78,18 +63,20 @@ class MergingServer:
     ([tensor([0.4000])], None)
     """
 
-    def __init__(self, rule: RuleServer, K: int, alpha: float):
-        self.rule, self.K, self.alpha = rule, K, alpha
-        self.theta, self.merged = rule.theta, [x.clone() for x in rule.theta]
-        self.arrivals = self.version = 0
+    kept, counted = (*RuleServer.kept, "merged"), (*RuleServer.counted, "arrivals")
 
-    def apply(self, delta: list[Tensor], staleness: int, steps: int, batch_size: int) -> None:
-        self.rule.apply(delta)
-        self.arrivals, self.version = self.arrivals + 1, self.version + 1
+    def __init__(self, theta: list[Tensor], d: int, eta: float, beta: float, accumulation: int, alpha: float):
+        super().__init__(theta, "delayed_nesterov", K=d, eta=eta * d, beta=beta)
+        self.accumulation, self.alpha = accumulation, alpha
+        self.merged, self.arrivals = [x.clone() for x in theta], 0
+
+    def apply(self, delta: list[Tensor], staleness: int = 0, steps: int = 1, batch_size: int = 1) -> None:
+        super().apply(delta)
+        self.arrivals += 1
 
     def update(self, last: bool = False) -> list[Tensor] | None:
         """Return D if K arrivals wait; with `last`, if any arrival waits."""
-        if self.arrivals < (1 if last else self.K):
+        if self.arrivals < (1 if last else self.accumulation):
             return None
         return [old - new for old, new in zip(self.merged, self.theta, strict=True)]
 
@@ -97,24 +84,6 @@ class MergingServer:
         for mine, merged, new in zip(self.theta, self.merged, theta, strict=True):
             merged.copy_(mine.lerp_(new, self.alpha))
         self.arrivals, self.version = 0, self.version + 1
-
-    def given(self) -> list[Tensor]:
-        return self.theta
-
-    def release(self) -> None:
-        """Do nothing, because this server applies each Delta on arrival."""
-
-    flush = release
-
-    def state(self) -> dict[str, Tensor]:
-        merged = {f"merged.{b}": x for b, x in enumerate(self.merged)}
-        return self.rule.state() | merged | {"arrivals": torch.tensor([self.arrivals, self.version])}
-
-    def load_state(self, tensors: dict[str, Tensor]) -> None:
-        self.rule.load_state(tensors)
-        for b, x in enumerate(self.merged):
-            x.copy_(tensors[f"merged.{b}"])
-        self.arrivals, self.version = tensors["arrivals"].tolist()
 
 
 class HALoSStrategy(ClockedStrategy):
@@ -187,9 +156,7 @@ class HALoSStrategy(ClockedStrategy):
         dylu: bool = False,
         **options: Unpack[InnerOptions],
     ):
-        if callable(H):
-            refuse({"its own clock": type(self).__name__, "H as a function": f"H={H!r}"})
-        check_count("H", H)
+        check_rounds(H, type(self).__name__)
         check_count("island_size", island_size)
         self.island_delay = 4 * island_size if island_delay is None else island_delay
         self.accumulation = 8 * island_size if accumulation is None else accumulation
@@ -208,13 +175,15 @@ class HALoSStrategy(ClockedStrategy):
     def server(self, fleet: Fleet) -> MergingServer:
         """Return a new server of one island, whose theta_r is the fleet's initial parameters."""
         theta = [block.params[0] for block in fleet.blocks]
-        rule = delayed_nesterov(theta, self.island_delay, self.island_lr, self.island_momentum)
-        return MergingServer(rule, self.accumulation, self.merge)
+        return MergingServer(
+            theta, self.island_delay, self.island_lr, self.island_momentum, self.accumulation, self.merge
+        )
 
     def global_server(self, fleet: Fleet) -> RuleServer:
         """Return a new global server, whose Theta is the fleet's initial parameters."""
         theta = [block.params[0] for block in fleet.blocks]
-        return delayed_nesterov(theta, self.outer_delay, self.outer_lr, self.outer_momentum)
+        d = self.outer_delay
+        return RuleServer(theta, "delayed_nesterov", K=d, eta=self.outer_lr * d, beta=self.outer_momentum)
 
     def plan(self, P: float, N: int, b: float) -> Plan:
         n, K = min(self.island_size or N, N), self.accumulation

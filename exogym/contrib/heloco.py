@@ -31,17 +31,16 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from exogym.core.combinations import refuse
 from exogym.core.fleet import Fleet
 from exogym.core.fleet.layout import Layout
-from exogym.errors import check_count, check_number
-from exogym.strategy.clocked import ClockedStrategy, check_numbers
+from exogym.errors import check_number
+from exogym.strategy.clocked import ClockedStrategy, ParameterServer, check_numbers, check_rounds
 from exogym.strategy.strategy import InnerOptions
 
 EPSILON = 1e-8  # norms below count as zero
 
 
-class CorrectingServer:
+class CorrectingServer(ParameterServer):
     """HeLoCo's server: it corrects each arriving Delta and takes an outer step with it.
 
     Args:
@@ -51,16 +50,17 @@ class CorrectingServer:
         rho: the weight of an arrival.
 
     Attributes:
-        theta, m: outer parameters and momentum, (P,) per block.
-        version: number of updates of theta.
+        m: the momentum, (P,) per block.
     """
 
-    def __init__(self, theta: list[Tensor], layouts: list[Layout], strategy: HeLoCoStrategy, rho: float):
-        self.theta, self.layouts = [x.clone() for x in theta], layouts
-        self.m = [torch.zeros_like(x) for x in theta]
-        self.rule, self.rho, self.version = strategy, rho, 0
+    kept = ("theta", "m")
 
-    def apply(self, delta: list[Tensor], staleness: int, steps: int, batch_size: int) -> None:
+    def __init__(self, theta: list[Tensor], layouts: list[Layout], strategy: HeLoCoStrategy, rho: float):
+        super().__init__(theta)
+        self.m = [torch.zeros_like(x) for x in theta]
+        self.layouts, self.rule, self.rho = layouts, strategy, rho
+
+    def apply(self, delta: list[Tensor], staleness: int = 0, steps: int = 1, batch_size: int = 1) -> None:
         eta, mu = self.rule.outer_lr, self.rule.outer_momentum
         for theta, m, d, layout in zip(self.theta, self.m, delta, self.layouts, strict=True):
             for slot in layout:
@@ -91,20 +91,6 @@ class CorrectingServer:
         """Return theta - a eta mu m, (P,) per block."""
         ahead = self.rule.lookahead * self.rule.outer_lr * self.rule.outer_momentum
         return [theta.sub(m, alpha=ahead) for theta, m in zip(self.theta, self.m, strict=True)]
-
-    def release(self) -> None:
-        """Do nothing, because this server applies each Delta on arrival."""
-
-    flush = release
-
-    def state(self) -> dict[str, Tensor]:
-        tensors = {f"{name}.{b}": x for name in ("theta", "m") for b, x in enumerate(getattr(self, name))}
-        return tensors | {"version": torch.tensor(self.version)}
-
-    def load_state(self, tensors: dict[str, Tensor]) -> None:
-        for name, x in self.state().items():
-            x.copy_(tensors[name])
-        self.version = int(tensors["version"])
 
 
 class HeLoCoStrategy(ClockedStrategy):
@@ -160,9 +146,7 @@ class HeLoCoStrategy(ClockedStrategy):
         dylu: bool = False,
         **options: Unpack[InnerOptions],
     ):
-        if callable(H):
-            refuse({"its own clock": type(self).__name__, "H as a function": f"H={H!r}"})
-        check_count("H", H)
+        check_rounds(H, type(self).__name__)
         check_number("c_ok", c_ok, least=-1, most=1)
         check_numbers(
             ("outer_lr", outer_lr, math.inf), ("outer_momentum", outer_momentum, 1), ("lookahead", lookahead, math.inf),

@@ -29,14 +29,13 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from exogym.core.combinations import refuse
 from exogym.core.fleet import Fleet
 from exogym.errors import check_choice, check_count
-from exogym.strategy.clocked import ClockedStrategy, check_numbers
+from exogym.strategy.clocked import ClockedStrategy, ParameterServer, check_numbers, check_rounds
 from exogym.strategy.strategy import InnerOptions
 
 
-class RuleServer:
+class RuleServer(ParameterServer):
     """Asynchronous DiLoCo's server, which holds the outer parameters theta and applies each node's Delta on arrival.
 
     A node's Delta is the theta that it pulled, minus its parameters after its round.
@@ -58,28 +57,21 @@ class RuleServer:
     [tensor([-1.5000])]
     """
 
+    kept: tuple[str, ...] = ("theta", "m", "A")
+    counted: tuple[str, ...] = ("t", "version")
+
     def __init__(self, theta: list[Tensor], rule: str, K: int, eta: float, beta: float):
-        self.theta = [x.clone() for x in theta]
+        super().__init__(theta)
         self.m = [torch.zeros_like(x) for x in theta]
         self.A = [torch.zeros_like(x) if rule in BUFFERED else x.new_empty(0) for x in theta]
         self.rule, self.K, self.eta, self.beta = RULES[rule], K, eta, beta
-        self.t = self.version = 0
+        self.t = 0
 
     def apply(self, delta: list[Tensor], staleness: int = 0, steps: int = 1, batch_size: int = 1) -> None:
-        """Apply one node's `delta`, (P,) per block, by the server's rule, and count the arrival. May overwrite `delta`.
-
-        `staleness` is the number of updates of theta since the node pulled theta; the other arguments have no effect.
-        """
+        """Apply one node's `delta` by the server's rule, and count the arrival."""
         changes = [self.rule(self, b, x, staleness) for b, x in enumerate(delta)]
         self.t += 1
         self.version += any(changes)
-
-    def given(self) -> list[Tensor]:
-        """Return theta, (P,) per block."""
-        return self.theta
-
-    def release(self) -> None:
-        """Do nothing, because this server applies each Delta on arrival."""
 
     def flush(self) -> None:
         """Update theta with the Delta that still wait under the rule "fedbuff", each with the weight 1 / period."""
@@ -99,16 +91,6 @@ class RuleServer:
         theta, m = self.theta[b], self.m[b]
         m.mul_(self.beta).add_(g)
         theta.sub_(g.add(m, alpha=self.beta), alpha=self.eta)
-
-    def state(self) -> dict[str, Tensor]:
-        named = {"theta": self.theta, "m": self.m, "A": self.A}
-        tensors = {f"{name}.{b}": x for name, blocks in named.items() for b, x in enumerate(blocks)}
-        return tensors | {"counts": torch.tensor([self.t, self.version])}
-
-    def load_state(self, tensors: dict[str, Tensor]) -> None:
-        for name, x in self.state().items():
-            x.copy_(tensors[name])
-        self.t, self.version = tensors["counts"].tolist()
 
 
 def _delayed_nesterov(server: RuleServer, b: int, delta: Tensor, s: int) -> bool:
@@ -219,9 +201,7 @@ class AsyncDiLoCoStrategy(ClockedStrategy):
         max_staleness: int | None = None,
         **options: Unpack[InnerOptions],
     ):
-        if callable(H):
-            refuse({"its own clock": type(self).__name__, "H as a function": f"H={H!r}"})
-        check_count("H", H)
+        check_rounds(H, type(self).__name__)
         check_choice("rule", rule, RULES)
         for name, given in (("period", period), ("max_staleness", max_staleness)):
             if given is not None:

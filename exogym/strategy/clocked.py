@@ -3,31 +3,40 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
+from exogym.core.combinations import refuse
 from exogym.core.fleet import Fleet
-from exogym.errors import ArgumentError, StrategyError
+from exogym.errors import ArgumentError, StrategyError, check_count
 from exogym.strategy.strategy import Strategy
 from exogym.strategy.traffic import Plan, Traffic
 
 
-class ParameterServer(Protocol):
+class ParameterServer:
     """A server that holds the outer parameters theta and updates them with the nodes' Delta.
 
     A node's Delta is the parameters that it pulled, minus its parameters after its round.
 
+    Args:
+        theta: the initial outer parameters, (P,) per block; the server copies them.
+
     Attributes:
         theta: the outer parameters, (P,) per block.
         version: number of updates of theta.
+        kept, counted: names of the attributes that checkpoints save: tensors per block, and numbers.
     """
 
-    theta: list[Tensor]
-    version: int
+    kept: tuple[str, ...] = ("theta",)
+    counted: tuple[str, ...] = ("version",)
 
-    def apply(self, delta: list[Tensor], staleness: int, steps: int, batch_size: int) -> None:
+    def __init__(self, theta: list[Tensor]):
+        self.theta, self.version = [x.clone() for x in theta], 0
+
+    def apply(self, delta: list[Tensor], staleness: int = 0, steps: int = 1, batch_size: int = 1) -> None:
         """Receive a node's Delta and apply it to theta, or let it wait at the server.
 
         Args:
@@ -36,21 +45,32 @@ class ParameterServer(Protocol):
             steps: local steps of the node's round.
             batch_size: examples per step.
         """
+        raise NotImplementedError
 
     def given(self) -> list[Tensor]:
         """Return the parameters that nodes pull, (P,) per block: theta, or parameters ahead of theta."""
+        return self.theta
 
     def release(self) -> None:
         """Update theta with all Delta that wait at the server. Called before nodes pull theta."""
 
     def flush(self) -> None:
         """Update theta with all Delta that still wait at the server. Called at the end of training."""
+        self.release()
 
-    def state(self) -> dict[str, Tensor]: ...
-    def load_state(self, tensors: dict[str, Tensor]) -> None: ...
+    def state(self) -> dict[str, Tensor]:
+        tensors = {f"{name}.{b}": x for name in self.kept for b, x in enumerate(getattr(self, name))}
+        counts = [getattr(self, name) for name in self.counted]
+        return tensors | {"counts": torch.tensor(counts, dtype=torch.float64)}
+
+    def load_state(self, tensors: dict[str, Tensor]) -> None:
+        for name, x in self.state().items():
+            x.copy_(tensors[name])
+        for name, count in zip(self.counted, tensors["counts"].tolist(), strict=True):
+            setattr(self, name, type(getattr(self, name))(count))
 
 
-class IslandServer(ParameterServer, Protocol):
+class IslandServer(ParameterServer):
     """The server of an island, below a global server. Its theta is the island's own."""
 
     def update(self, last: bool = False) -> list[Tensor] | None:
@@ -58,9 +78,11 @@ class IslandServer(ParameterServer, Protocol):
 
         `last` says that training ends, so that an update is due whenever the island's theta changed.
         """
+        raise NotImplementedError
 
     def merge(self, theta: list[Tensor]) -> None:
         """Merge the global server's `theta`, (P,) per block, into the island's theta."""
+        raise NotImplementedError
 
 
 class ClockedStrategy(Strategy):
@@ -139,3 +161,13 @@ def check_numbers(*given: tuple[str, Any, float]) -> None:
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
             limit = "" if math.isinf(most) else f" to {most:g}"
             raise ArgumentError(f"{name}={value!r} must be a number from 0{limit}")
+
+
+def check_rounds(H: Any, name: str) -> None:
+    """Raise ArgumentError if H is not a whole number of at least 1, for the strategy `name`.
+
+    H cannot be a function, because each node has its own rounds.
+    """
+    if callable(H):
+        refuse({"its own clock": name, "H as a function": f"H={H!r}"})
+    check_count("H", H)
