@@ -83,7 +83,7 @@ class DistributedTrainer:
         if num_gpus is not None and num_gpus != self.node.size:
             raise ArgumentError(f"num_gpus={num_gpus}, but node= has {self.node.size} devices: leave num_gpus out")
         if world > 1:
-            self.node.groups(world, 1)
+            kind.of(self.node, 1).processes(world)
             _check_backend(backend)
 
     @checked

@@ -19,7 +19,7 @@ from exogym.mesh import NodeMesh
 from exogym.mesh.recut import Recut
 from exogym.mesh.replicated import Replicated
 from exogym.mesh.split import Split, as_told, refuse_ways
-from exogym.mesh.traffic import Facts, InsideCost, watched
+from exogym.mesh.traffic import InsideTraffic
 from exogym.mesh.value import even
 
 Part = tuple[Any, float]  # a part of a batch, and its share of the batch
@@ -54,8 +54,7 @@ class NodeDevices:
         from exogym.mesh.staged import Staged
 
         self.mesh, self.inside = meshes[wire.ranks[0]], wire.devices
-        self._facts: Facts | None = None
-        self._cost: InsideCost | None = None
+        self._traffic: InsideTraffic | None = None
         kind: Any = Staged if self.mesh.depth > 1 else Sharded if self.mesh.zero == 3 else Replicated
         self.within: Split = kind(model, self.mesh, wire.devices, device)
         self.split = self.within if len(set(meshes)) == 1 else Recut(self.within, wire.columns)
@@ -82,7 +81,8 @@ class NodeDevices:
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Return a context that records the sizes of the model's activations. Run a training step inside it."""
-        with watched(self.within.model, self.mesh) as self._facts:
+        self._traffic = InsideTraffic(self.within.model, self.mesh)
+        with self._traffic.watching():
             yield
 
     # The row
@@ -94,7 +94,7 @@ class NodeDevices:
         return self
 
     def begin(self, worker: Worker, batch: Any) -> None:
-        """Split the model, and count inside bytes from now on. Afterward this process holds only its own columns.
+        """Split the model. Afterward this process holds only its own columns.
 
         Raises:
             ModelError: the split model's gradients differ from the whole model's.
@@ -108,8 +108,6 @@ class NodeDevices:
             if isinstance(probe, nn.Module):
                 check_on(probe, worker.loss, batch, self._passes(worker, batch), self.within, self.mesh)
             self.within.split()
-        if self._facts is not None:
-            self._cost = InsideCost(self.mesh, self._facts, worker.micro_batch_size)
         self.is_split, self.pointer.owners, self.pointer.homes = True, [], []
         self.split.let_go()
 
@@ -172,9 +170,9 @@ class NodeDevices:
         """
         scaling = worker.scaling
         scale = scaling.of(row)
-        if self._cost is not None:
-            cost = self._cost.tx_bytes(batch_examples(batch))
-            self.fleet.comm.ledger.inside_bytes[self.fleet.ranks[row]] += cost
+        if self._traffic is not None:
+            sent = self._traffic.tx_bytes(batch_examples(batch), worker.micro_batch_size)
+            self.fleet.comm.ledger.inside_bytes[self.fleet.ranks[row]] += sent
         passes = self._passes(worker, batch)
         self.split.refresh()
         total = torch.zeros((), dtype=torch.float64)

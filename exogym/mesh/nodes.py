@@ -12,7 +12,7 @@ from exogym.communicator import Wire
 from exogym.errors import ArgumentError
 from exogym.mesh.pipeline import PipelineParallel
 from exogym.mesh.splits import check_split
-from exogym.mesh.value import NodeMesh, groups_of
+from exogym.mesh.value import NodeMesh
 
 if TYPE_CHECKING:
     from exogym.mesh.devices import NodeDevices
@@ -82,10 +82,32 @@ class MeshNodes:
     def processes(self, world: int) -> int:
         """Return how many groups of processes share the nodes, if `world` processes run the script.
 
+        If all splits are the same, nodes may take turns in a group of processes. If splits differ, each node has its
+        own group.
+
         Raises:
             ArgumentError: `world` processes do not make whole groups, or make more groups than nodes.
+
+        >>> MeshNodes([NodeMesh(shard=2)] * 4).processes(4), MeshNodes([NodeMesh(), NodeMesh(shard=4)]).processes(5)
+        (2, 2)
         """
-        return groups_of(self.meshes, world)
+        (mesh, *others), nodes = dict.fromkeys(self.meshes), len(self.meshes)
+        if others:
+            if world != (wanted := sum(self.sizes)):
+                raise ArgumentError(
+                    f"{world} processes run this script, but nodes of {', '.join(map(str, self.sizes))} devices need "
+                    f"{wanted}, one per device: start {wanted}"
+                )
+            return nodes
+        groups, over = divmod(world, mesh.size)
+        if over or not 1 <= groups <= nodes:
+            fit = ", ".join(str(mesh.size * n) for n in range(1, min(nodes, 8) + 1))
+            more = f" and so on up to {mesh.size * nodes}" if nodes > 8 else ""
+            raise ArgumentError(
+                f"{world} processes run this script, and a node of {mesh} needs {mesh.size}: to train {nodes} nodes "
+                f"start {fit}{more}"
+            )
+        return groups
 
     def wire(self, placement: Sequence[Sequence[int]], native: bool) -> Wire:
         """Return the wire between the processes, each a device. `placement` has each group's nodes."""

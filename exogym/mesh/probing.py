@@ -1,19 +1,24 @@
-"""Split a model over a node's processes, and compare its gradients for one batch with the whole model's gradients."""
+"""Split a model over a node's processes, and compare its gradients for one batch with the whole model's gradients.
+
+For some splits torch computes wrong gradients, and the loss does not show this. The errors are then as large as the
+gradients themselves, far above rounding.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from exogym.core.base.batches import batch_examples, take_examples
 from exogym.core.base.modes import evaluation_mode
 from exogym.core.compute.outputs import Loss
+from exogym.core.compute.parts import unlike
 from exogym.errors import ModelError
-from exogym.mesh.probe import refuse_others, squares
 from exogym.mesh.split import Split, check_ways, other_ways
 
 FEW = 8  # examples, tried one at a time
@@ -81,14 +86,51 @@ def _check(split: Split, loss: Loss, passes: Passes, wanted: dict[str, Tensor | 
     refuse_others(list(wanted), split.inside.sum(squares(wanted, found)), what)
 
 
-def check_on(
-    model: nn.Module,
-    loss: Loss,
-    batch: Any,
-    passes: Passes,
-    like: Split,
-    what: object,
-) -> None:
+def squares(dense: Mapping[str, Tensor | None], split: Mapping[str, Tensor | None]) -> Tensor:
+    """Return a tensor (len(dense), 2): for each parameter's gradient, |split - dense|^2 and |dense|^2.
+
+    The parameters are in the order of `dense`.
+
+    `dense` has the whole model's gradients by name, `split` has the split model's gradients. Each process of a node may
+    pass only its own parts of the gradients; the results of all processes then add up. A gradient that is None counts
+    as 0.
+    """
+    found = torch.zeros(len(dense), 2, dtype=torch.float64)
+    for row, (name, whole) in zip(found, dense.items(), strict=True):
+        part = split.get(name)
+        known = [x.detach().double() for x in (whole, part) if x is not None]
+        if known:
+            off = known[0] - known[1] if len(known) == 2 else known[0]
+            row[0], row[1] = off.square().sum(), torch.zeros(()) if whole is None else known[0].square().sum()
+    return found
+
+
+def refuse_others(names: list[str], sums: Tensor, what: object) -> None:
+    """Refuse a split whose gradients differ from the whole model's.
+
+    A parameter's gradient passes if |split - dense| is at most 1 % of |dense|, or at most 1e-5 of the norm of all
+    gradients together.
+
+    Args:
+        sums: (parameters, 2), the results of `squares`, summed over the processes of a node.
+        what: a text or object that names the split, for the message.
+
+    Raises:
+        ModelError: the gradients differ. The message names the worst parameter.
+    """
+    if not bool((whole := sums[:, 1]).isfinite().all()):
+        name = names[int((~whole.isfinite()).nonzero()[0])]
+        raise ModelError(
+            f"the gradient of {name!r} is not finite, even without the split: check the first batch and the loss"
+        )
+    if found := unlike(names, sums):
+        raise ModelError(
+            f"split by {what}, the model has wrong gradients: {found}. Choose another split for this model; "
+            "NodeMesh(probe=False) skips this check"
+        )
+
+
+def check_on(model: nn.Module, loss: Loss, batch: Any, passes: Passes, like: Split, what: object) -> None:
     """Run `check_split` on a copy of the small model `model`, split in the same way as `like`."""
     other = copy.deepcopy(model).to(like.device)
     split = type(like)(other, like.mesh, like.inside, like.device)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import nn
 
@@ -90,7 +90,7 @@ def cuts(model: nn.Module, stages: int) -> list[str]:
     if len(places) < stages:
         raise ModelError(
             f"{type(model).__name__} can be cut after {', '.join(places) or 'no module'}: that makes fewer than "
-            f"{stages} stages. Lower stages, give NodeMesh schedule='1f1b', or correct the model's cut_points"
+            f"{stages} stages. Lower stages, or correct the model's cut_points"
         )
     sizes = [sum(p.numel() for p in model.get_submodule(name).parameters()) for name in places]
     return [places[k - 1] for k in _even_cuts(sizes, stages)]
@@ -110,6 +110,48 @@ def _even_cuts(sizes: Sequence[int], parts: int) -> list[int]:
             largest, at = min(ways)
             least[count, end] = largest, [*least[count - 1, -at][1], -at]
     return least[parts, len(sizes)][1]
+
+
+def stages_of(model: nn.Module, mesh: NodeMesh) -> tuple[Callable[[str], int], list[str]]:
+    """Return (device_of, cuts). `device_of(name)` is the pipeline device of a parameter or buffer.
+
+    `cuts` has the names of the modules after which the model is cut, in order.
+    """
+    if mesh.depth == 1:
+        return lambda name: 0, []
+    if mesh.pipeline is None:
+        found = cuts(model, mesh.depth)
+        order = {name: k for k, (name, _) in enumerate(model.named_modules())}
+        last = [max(k for name, k in order.items() if f"{name}.".startswith(f"{cut}.")) for cut in found]
+        return lambda name: sum(order[name.rpartition(".")[0]] > end for end in last), found
+    modules = {id(module): name for name, module in model.named_modules()}
+    owner = {
+        id(p): device
+        for device, stage in enumerate(mesh.pipeline.stages)
+        for p in (*stage.module.parameters(), *stage.module.buffers())
+    }
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    by_name = {name: owner[id(x)] for name, x in named if id(x) in owner}
+    ends = []
+    for stage in mesh.pipeline.stages[:-1]:
+        end = stage.layers[-1]
+        while id(end) not in modules and isinstance(end, nn.Sequential) and len(end):
+            end = end[-1]
+        if id(end) not in modules:
+            raise ModelError(
+                f"the last layer of a stage is a {type(end).__name__} that is not in the model: end the stage with a "
+                "module of the model"
+            )
+        ends.append(modules[id(end)])
+    return lambda name: by_name.get(name, 0), ends
+
+
+def stages_holding(model: nn.Module, device_of: Callable[[str], int]) -> dict[str, list[int]]:
+    """Return, by a parameter's name, the pipeline devices that hold it, ascending. A tied parameter has several."""
+    found: dict[int, set[int]] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        found.setdefault(id(p), set()).add(device_of(name))
+    return {name: sorted(found[id(p)]) for name, p in model.named_parameters()}
 
 
 def check_split(model: nn.Module, mesh: NodeMesh) -> None:

@@ -38,16 +38,16 @@ from exogym.core.compute.outputs import Loss
 from exogym.errors import ModelError
 from exogym.mesh import NodeMesh
 from exogym.mesh.replicated import Replicated
-from exogym.mesh.split import Context, Part, Split
-from exogym.mesh.traffic import stages_of
+from exogym.mesh.split import Context, Part
+from exogym.mesh.splits import stages_holding, stages_of
 from exogym.mesh.wire import NodeColumns
 
 SCHEDULES: dict[str, Any] = {"gpipe": pipelining.ScheduleGPipe, "1f1b": pipelining.Schedule1F1B}
 MOST_SCHEDULES = 8  # schedules to keep, one for each set of batch shapes
 
 
-class Staged(Split):
-    """A `Split` in which each process of the node computes some layers. `Replicated` manages their parameters.
+class Staged(Replicated):
+    """A `Split` in which each process of the node computes some layers.
 
     Raises:
         ModelError: a parameter has no axis; a cut's output is not one tensor with an example per row, or later layers
@@ -55,36 +55,10 @@ class Staged(Split):
     """
 
     def __init__(self, model: nn.Module, mesh: NodeMesh, inside: NodeColumns, device: torch.device):
-        super().__init__(model, mesh, inside, device)
-        device_of, cuts = stages_of(model, mesh)
-        self.cuts = list(cuts)
+        device_of, self.cuts = stages_of(model, mesh)
         self._schedules: dict[tuple[Any, ...], Any] = {}
-        found: dict[int, set[int]] = {}
-        for name, p in model.named_parameters(remove_duplicate=False):
-            found.setdefault(id(p), set()).add(device_of(name))
         self._buffers = {name: device_of(name) for name, _ in model.named_buffers()}
-        stages = {name: sorted(found[id(p)]) for name, p in model.named_parameters()}
-        self.held = Replicated(model, mesh, inside, device, stages)
-        self.parts = self.held.parts
-
-    @property
-    def evaluated(self) -> tuple[int, int]:
-        return self.held.evaluated
-
-    def split(self) -> None:
-        self.held.split()
-
-    def let_go(self) -> None:
-        self.held.let_go()
-
-    def plain(self) -> None:
-        self.held.plain()
-
-    def point(self, views: Sequence[Tensor]) -> None:
-        self.held.point(views)
-
-    def refresh(self) -> None:
-        self.held.refresh()
+        super().__init__(model, mesh, inside, device, stages_holding(model, device_of))
 
     def keepers(self, buffer: str) -> range:
         each = self.size // self.mesh.depth
@@ -93,29 +67,28 @@ class Staged(Split):
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:
         """Return a context with the whole model in each process. Each process then needs memory for all parameters."""
-        held = self.held
-        held.refresh()
-        kept = {k: in_this_process(handle).detach() for k, handle in enumerate(held.handles)}
+        self.refresh()
+        kept = {k: in_this_process(handle).detach() for k, handle in enumerate(self.handles)}
         stages = range(self.mesh.depth)
         try:
-            for these in held.kinds:
-                of = [[k for k in these if held.first[k] == stage] for stage in stages]
-                for k, told in held.hand_on("stages", kept, [of[held.at["stages"]] for _ in stages], of, these):
-                    hold_local(held.handles[k], told)
+            for these in self.kinds:
+                of = [[k for k in these if self.first[k] == stage] for stage in stages]
+                for k, told in self.hand_on("stages", kept, [of[self.at["stages"]] for _ in stages], of, these):
+                    hold_local(self.handles[k], told)
             yield
         finally:
             for k, local in kept.items():
-                hold_local(held.handles[k], local)
+                hold_local(self.handles[k], local)
             self._let_go_of_gathered()
 
     def gradients(self) -> list[Tensor | None]:
-        found = self.held.gradients()
+        found = super().gradients()
         self._let_go_of_gathered()
         return found
 
     def _let_go_of_gathered(self) -> None:
         if self.mesh.shard > 1 and self.mesh.zero == 3:
-            self.held.lose(self.held.here)
+            self.lose(self.here)
 
     def compute(self, loss: Loss, parts: Sequence[Part], scale: float, context: Context) -> Tensor:
         schedule, stage = self._schedule(loss, parts, context)
@@ -147,8 +120,8 @@ class Staged(Split):
         if len(self._schedules) == MOST_SCHEDULES:  # each holds memory for what it sends and receives
             del self._schedules[next(iter(self._schedules))]
         between = self._between(loss, largest, max(sizes), context)
-        k, last = self.held.at["stages"], len(self.cuts)
-        group, held = self.held.devices["stages"].get_group(), [self.held.handles[k] for k in self.held.here]
+        k, last = self.at["stages"], len(self.cuts)
+        group, held = self.devices["stages"].get_group(), [self.handles[k] for k in self.here]
         stage = pipelining.PipelineStage(
             _Stage(self, k, held), k, last + 1, self.device, group=group,
             input_args=between[k - 1] if k else torch.zeros(1, 1, device=self.device),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -179,14 +179,6 @@ class NodeMesh:
                 "more, or a smaller micro_batch_size"
             )
 
-    def groups(self, world_size: int, num_nodes: int) -> int:
-        """Return how many groups of `size` processes share `num_nodes` nodes, if `world_size` processes run the script.
-
-        Raises:
-            ArgumentError: `world_size` does not make whole groups, or makes more groups than nodes.
-        """
-        return groups_of([self] * num_nodes, world_size)
-
     def describe(self) -> dict[str, Any]:
         """Return the options that decide a run's result, as a JSON object.
 
@@ -207,38 +199,6 @@ class NodeMesh:
 
 
 NodeMesh.__init__ = checked(NodeMesh.__init__)  # type: ignore[method-assign]
-
-
-def groups_of(meshes: Sequence[NodeMesh], world_size: int) -> int:
-    """Return how many groups of processes share the nodes of these splits, if `world_size` processes run the script.
-
-    If all splits are the same, nodes may take turns in a group of processes. If splits differ, each node has its own
-    group.
-
-    Raises:
-        ArgumentError: the processes do not make whole groups, or make more groups than nodes.
-
-    >>> groups_of([NodeMesh(shard=2)] * 4, 4), groups_of([NodeMesh(shard=2), NodeMesh(shard=4)], 6)
-    (2, 2)
-    """
-    (mesh, *others), nodes = dict.fromkeys(meshes), len(meshes)
-    if others:
-        if world_size != (wanted := sum(one.size for one in meshes)):
-            sizes = ", ".join(str(one.size) for one in meshes)
-            raise ArgumentError(
-                f"{world_size} processes run this script, but nodes of {sizes} devices need {wanted}, one per device: "
-                f"start {wanted}"
-            )
-        return nodes
-    groups, over = divmod(world_size, mesh.size)
-    if over or not 1 <= groups <= nodes:
-        fit = ", ".join(str(mesh.size * n) for n in range(1, min(nodes, 8) + 1))
-        more = f" and so on up to {mesh.size * nodes}" if nodes > 8 else ""
-        raise ArgumentError(
-            f"{world_size} processes run this script, and a node of {mesh} needs {mesh.size}: to train {nodes} "
-            f"nodes start {fit}{more}"
-        )
-    return groups
 
 
 def even(total: int, parts: int) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ from torch import nn
 
 from exogym import LocalTrainer, NodeMesh, PipelineParallel, Placement, Stage
 from exogym.errors import ArgumentError
+from exogym.mesh.nodes import MeshNodes
 from exogym.strategy import DiLoCoStrategy
 from exogym.testing import fingerprint
 
@@ -66,11 +67,11 @@ def test_stages_may_say_their_device():
 
 
 def test_a_world_is_told_which_ones_fit():
-    mesh = NodeMesh(shard=2, tensor=2)
-    assert [mesh.groups(world, 3) for world in (4, 8, 12)] == [1, 2, 3]
+    nodes = MeshNodes.of(NodeMesh(shard=2, tensor=2), 3)
+    assert [nodes.processes(world) for world in (4, 8, 12)] == [1, 2, 3]
     for world in (6, 16):
         with pytest.raises(ArgumentError, match=f"{world} processes .* shard=2 x tensor=2 needs 4.* start 4, 8, 12$"):
-            mesh.groups(world, 3)
+            nodes.processes(world)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from exogym import NodeMesh
 from exogym.errors import ModelError
-from exogym.mesh.probe import refuse_others, squares
+from exogym.mesh.probing import refuse_others, squares
 from exogym.mesh.splits import blocks_of
 from exogym.models import CharGPT
 
@@ -23,7 +23,7 @@ EXAMPLES = 8
 
 
 def check_gradients(dense, split, what):
-    return refuse_others(list(dense), squares(dense, split), what)
+    refuse_others(list(dense), squares(dense, split), what)
 
 
 def problem():
@@ -58,7 +58,7 @@ def test_a_batch_that_does_not_divide(tmp_path, weighs):
         (loss * (3 * shares[rank] / EXAMPLES if weighs else 1)).backward()
         found = together(model)
         if weighs:
-            assert check_gradients(dense, found, "shard=3") < 1e-5
+            check_gradients(dense, found, "shard=3")
         else:
             with pytest.raises(ModelError, match="split by shard=3, the model has wrong gradients"):
                 check_gradients(dense, found, "shard=3")
@@ -79,7 +79,7 @@ def test_queries_keys_and_values_in_one_layer(tmp_path, gathers):
         model(batch)["loss"].backward()
         found = together(model)
         if gathers:
-            assert check_gradients(dense, found, "tensor=2") < 1e-5
+            check_gradients(dense, found, "tensor=2")
         else:
             with pytest.raises(ModelError, match=r"the gradient of 'blocks\.\d\.attend\.(qkv|out)\.weight' is off by"):
                 check_gradients(dense, found, "tensor=2")
@@ -129,7 +129,7 @@ def test_a_head_that_is_the_embedding_too(tmp_path, sums):
         here = squares({name: dense[name] if name in found else None for name in names}, found)
         dist.all_reduce(here)
         if sums:
-            assert refuse_others(names, here, "stages=2") < 1e-5
+            refuse_others(names, here, "stages=2")
         else:
             with pytest.raises(
                 ModelError, match=r"the gradient of 'tokens\.weight' is off by .* NodeMesh\(probe=False"
@@ -141,7 +141,7 @@ def test_a_head_that_is_the_embedding_too(tmp_path, sums):
 
 def test_what_is_zero_may_differ_by_rounding_only():
     dense = {"a": torch.ones(100), "b": torch.zeros(3), "c": None}
-    assert check_gradients(dense, {"a": torch.ones(100), "b": torch.full((3,), 1e-6), "c": None}, "") == 0.0
+    check_gradients(dense, {"a": torch.ones(100), "b": torch.full((3,), 1e-6), "c": None}, "")
     for name, found in (("b", torch.full((3,), 1e-3)), ("c", torch.ones(1)), ("a", torch.full((100,), torch.nan))):
         with pytest.raises(ModelError, match=f"'{name}' is off"):
             check_gradients(dense, dense | {name: found}, "")
@@ -155,10 +155,3 @@ def test_the_split_is_not_blamed_for_a_gradient_that_the_whole_model_cannot_comp
     finite = {"a": torch.ones(2), "b": torch.ones(2)}
     with pytest.raises(ModelError, match="split by shard=2, the model has wrong gradients: the gradient of 'b'"):
         check_gradients(finite, whole, "shard=2")
-
-
-def test_a_gradient_of_another_parameter_or_shape_is_refused():
-    with pytest.raises(ModelError, match="parameter 'b' that the whole model lacks"):
-        squares({"a": None}, {"b": torch.ones(1)})
-    with pytest.raises(ModelError, match=r"shape \(2,\) for 'a', wanted \(3,\)"):
-        squares({"a": torch.ones(3)}, {"a": torch.ones(2)})
