@@ -15,17 +15,12 @@ ones.)
 
 Payload: P b bytes per node and step, for P parameters of b bytes, as in DDP: ring all-reduce, tx = rx = 2 (N-1)/N P b.
 The next step hides the all-reduce. Averages with a delay overlap with computing. On hosts, this overlap needs gloo and
-whole nodes in each process, without `faults` or `min_hosts`. Otherwise nodes wait for each average right after they
-send it. The evaluation model is theta.
-
-With absent nodes, means are over the present nodes. A node that was absent in a round's first step sends h_i in its
-second. A returning node takes theta, buffers and Opt's state from a node that stayed, by a broadcast. If no node
-stayed, it takes them from the last node to leave, among the nodes that return.
+whole nodes in each process. Otherwise nodes wait for each average right after they send it. The evaluation model is
+theta.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Unpack
 
 import torch
@@ -33,8 +28,6 @@ from torch import Tensor
 
 from exogym.contrib.onebit_adam import spread
 from exogym.core.fleet import Block, Fleet
-from exogym.core.fleet.layout import Cut
-from exogym.core.fleet.presence import rows_of, shared_row, take_state
 from exogym.core.fleet.state import Tensors, below
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, GradientModule, PeriodicModule
 from exogym.strategy.compressed_gradients import own_gradients
@@ -52,11 +45,9 @@ class GradientsUnderWay(GradientModule):
         inner: the strategy's inner optimizer, whose state this module takes back after an estimate.
 
     State: theta, the mean that has not arrived yet and which of its entries some node used, one copy for all nodes; g_i
-    of each node, Opt's state before an estimate that the node has not taken back, and the number of the node's last
-    step (`marks`).
+    of each node, and Opt's state before an estimate that the node has not taken back.
     """
 
-    weighted_means = True
     counters, inner_copies = ("taken",), 1
 
     def __init__(self, inner: Inner):
@@ -71,44 +62,40 @@ class GradientsUnderWay(GradientModule):
         super().start(fleet, run)
         self.comm, self.state, self.way = fleet.comm, fleet.state, fleet.comm.new_flight()
         self.row_state = {f"first.{b}": block.zeros() for b, block in enumerate(fleet.blocks)}
-        self.row_state["gave"] = torch.zeros(len(fleet), 1, device=fleet.blocks[0].params.device)
         self.shared_state = {f"theta.{b}": block.params[:1].clone() for b, block in enumerate(fleet.blocks)}
         self.shared_state |= {f"mean.{b}": torch.zeros_like(block.params[:1]) for b, block in enumerate(fleet.blocks)}
         self.shared_state |= {
             f"used.{b}": torch.zeros_like(block.params[:1], dtype=torch.bool) for b, block in enumerate(fleet.blocks)
         }
         self.kept: list[Tensors] = [{} for _ in fleet.ranks]
-        self.marks = torch.zeros(len(fleet), 2, dtype=torch.int64)  # last step; whether `kept` holds a state
 
     def transform(self, fleet: Fleet, step: int, lr: float) -> None:
         fleet.comm.arrive(self.way)
-        here, is_first, gave = rows_of(fleet, fleet.comm.present), self.taken % 2 == 0, self.row_state["gave"]
+        is_first = self.taken % 2 == 0
         for b, block in enumerate(fleet.blocks):
             g = self.row_state[f"first.{b}"]
             own = own_gradients(fleet, block)
             arrived = self.shared_state[f"mean.{b}"].clone()
             arrives = self._used(fleet, block, b, is_first)
             if is_first:
-                g[here] = own[here]
-                block.params[here] = self.shared_state[f"theta.{b}"]
+                g.copy_(own)
+                block.params.copy_(self.shared_state[f"theta.{b}"].expand_as(g))
                 sent = g
             else:
-                sent = ((gave * g + own) / (1 + gave)).to(g)
+                wide = torch.promote_types(g.dtype, torch.float32)
+                sent = ((g.to(wide) + own) / 2).to(g)
             with fleet.comm.on_its_way(self.way):
                 mean = fleet.comm.all_reduce(sent, "mean")
-            self.shared_state[f"mean.{b}"] = shared_row(fleet, mean)
+            self.shared_state[f"mean.{b}"] = mean[:1]
             block.grads = arrived.expand_as(own)
             block.has_grad[:] = arrives
-        if is_first:
-            gave[here] = 1
         opt = [OPTIMIZER] if OPTIMIZER in self.state.parts else []
-        self.taken += 1
-        for row in here:
-            if self.marks[row, 1]:
+        for row in range(len(fleet)):
+            if is_first and self.taken:
                 self.state.load_row(row, self.kept[row], opt)
             before = {} if is_first else self.state.row(row, opt)
             self.kept[row] = {name: x.clone() for name, x in before.items()}
-            self.marks[row, 0], self.marks[row, 1] = self.taken, not is_first
+        self.taken += 1
         broadcast_buffers(fleet)
 
     def _used(self, fleet: Fleet, block: Block, b: int, is_first: bool) -> Tensor:
@@ -120,36 +107,18 @@ class GradientsUnderWay(GradientModule):
         used.copy_(spread(sent, [slot.numel for slot in block.layout]))
         return arrives & (self.taken > 0)
 
-    def rejoin(self, fleet: Fleet, nodes: Sequence[int], step: int) -> None:
-        rows, present = rows_of(fleet, nodes), fleet.comm.present
-        self.row_state["gave"][rows] = 0
-        marks = fleet.comm.wire.rows(self.marks, present).tolist()
-        last = max(range(len(present)), key=lambda k: marks[k][0])  # if no node stayed, the last one to leave
-        source, holds = present[last], marks[last][1]
-        here = self.kept[fleet.ranks.index(source)] if source in fleet.ranks else None
-        found = take_state(fleet, here, source, nodes, fleet.blocks[0].params.device) if holds else {}
-        for row in rows:
-            self.kept[row] = {name: x.clone() for name, x in found.items()}
-            self.marks[row, 1] = holds
-
     # The state in a checkpoint
 
     def row(self, row: int) -> Tensors:
-        kept = {f"kept.{name}": x for name, x in self.kept[row].items()}
-        return super().row(row) | {"marks": self.marks[row]} | kept
+        return super().row(row) | {f"kept.{name}": x for name, x in self.kept[row].items()}
 
     def load_row(self, row: int, tensors: Tensors) -> None:
         super().load_row(row, tensors)
         self.kept[row] = {name: x.clone() for name, x in below("kept.", tensors).items()}
-        self.marks[row] = tensors["marks"]
 
     def save_state(self) -> Tensors:
         self.comm.transfers.settle(self.way)
         return super().save_state()
-
-    def cut(self, name: str, shape: Sequence[int]) -> Cut | None:
-        kept = name.removeprefix("kept.")
-        return super().cut(name, shape) if kept == name else self.state.cut(kept, shape)
 
 
 class Committed(PeriodicModule):
@@ -158,8 +127,6 @@ class Committed(PeriodicModule):
     Args:
         gradients: the strategy's gradient module, which has theta.
     """
-
-    weighted_means = True
 
     def __init__(self, gradients: GradientsUnderWay):
         super().__init__()
@@ -171,10 +138,7 @@ class Committed(PeriodicModule):
     def communicate(self, fleet: Fleet, step: int) -> None:
         if self.gradients.taken % 2:
             for b, block in enumerate(fleet.blocks):
-                self.gradients.shared_state[f"theta.{b}"].copy_(shared_row(fleet, block.params))
-
-    def sends_parameters(self, step: int) -> bool:
-        return False
+                self.gradients.shared_state[f"theta.{b}"].copy_(block.params[:1])
 
     def consensus(self, fleet: Fleet) -> list[Tensor]:
         return [self.gradients.shared_state[f"theta.{b}"][0] for b in range(len(fleet.blocks))]
@@ -197,7 +161,7 @@ class ACCOStrategy(CommunicateOptimizeStrategy):
     """
 
     name, title, paper, payload = "acco", "ACCO", "arXiv:2406.02613", "P b"
-    tried = ("faults",)
+    tried = ()
     ranges = ()
     equation = (
         "g_i at theta~, theta <- Opt(theta, mean_i (g_i + h_i) / 2); h_i at theta, theta~ <- Opt(theta, mean_i g_i)"

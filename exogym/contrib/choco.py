@@ -15,15 +15,10 @@ evaluation model is the mean of all nodes; mixing does not change this mean.
 
 Payload deg S every H steps for a node with deg neighbors and messages of S bytes: tx = rx = deg S. Buffers are mixed
 uncompressed, as in D-PSGD, and count apart.
-
-With absent nodes, W is computed on the graph between the present nodes. If other nodes are present than at the last
-round, or a node has returned, nodes first send x_i uncompressed to their neighbors: deg P b' bytes more in this round,
-for P parameters of b' bytes (4 for half precision). A returning node keeps its x_i.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Unpack
 
 import torch
@@ -31,10 +26,8 @@ import torch
 from exogym.contrib.contractions import Contraction
 from exogym.core.compress import Compressor
 from exogym.core.fleet import Block, Fleet
-from exogym.core.fleet.presence import have_changed, where_present
 from exogym.errors import ArgumentError, check_number
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, PeriodicModule
-from exogym.strategy.compressed_gradients import size_of
 from exogym.strategy.gossip import Neighbors
 from exogym.strategy.rounds import RoundLength
 from exogym.strategy.strategy import InnerOptions, Run
@@ -48,7 +41,7 @@ class CompressedGossip(PeriodicModule):
         graph, gamma, H: see `CHOCOStrategy`.
         contraction: C.
 
-    State: x_i and s_i of each node, (rows, P) each, in fp32 or wider; the nodes of the graph that gives s_i.
+    State: x_i and s_i of each node, (rows, P) each, in fp32 or wider.
     """
 
     def __init__(self, graph: Any, contraction: Contraction, gamma: float, H: RoundLength):
@@ -58,7 +51,6 @@ class CompressedGossip(PeriodicModule):
             raise ArgumentError("graph='matching' draws new neighbors each round, who know no copies: take a graph")
         check_number("gamma", gamma, over=0, most=1, more=": the consensus step size")
         self.neighbors, self.contraction, self.gamma = Neighbors(graph), contraction, gamma
-        self.acts_on = contraction.acts_on
 
     def traffic(self, P: float, N: int, b: float) -> list[Traffic]:
         return self.neighbors.traffic(1.0, N, self.contraction.payload_bytes(P, b), self.interval_steps)
@@ -74,19 +66,9 @@ class CompressedGossip(PeriodicModule):
             wide = torch.promote_types(block.params.dtype, torch.float32)
             for name in ("copy", "sum"):
                 self.row_state[f"{name}.{b}"] = block.params.to(wide, copy=True)
-        # the nodes of the graph that gives s_i; -1 while all copies are equal, because then any graph gives s_i
-        self.shared_state["members"] = torch.full((fleet.num_nodes,), -1)
-
-    def rejoin(self, fleet: Fleet, nodes: Sequence[int], step: int) -> None:
-        self.shared_state["members"].zero_()  # s_i of the returning nodes is old
 
     def communicate(self, fleet: Fleet, step: int) -> None:
         W = self.neighbors.weights(fleet, self.round_of(step))
-        if have_changed(fleet, self.shared_state["members"]):
-            copies = [self.row_state[f"copy.{b}"] for b in range(len(fleet.blocks))]
-            for b, sums in enumerate(fleet.comm.mix_all(copies, W)):
-                s = self.row_state[f"sum.{b}"]
-                s.copy_(where_present(fleet, sums, s))
         for b, block in enumerate(fleet.blocks):
             self._mix(fleet, block, b, W)
         self.neighbors.mix_buffers(fleet, W)
@@ -98,11 +80,9 @@ class CompressedGossip(PeriodicModule):
         def decode(*parts: torch.Tensor) -> torch.Tensor:
             return compressor.decode(*parts).to(x.dtype)
 
-        mixed = fleet.comm.mix_decoded(payload, decode, W, size_of(compressor, block.layout))
-        x.copy_(where_present(fleet, x + decode(*payload), x))
-        s.copy_(where_present(fleet, s + mixed, s))
-        theta = block.params + self.gamma * (s - x)
-        block.params.copy_(where_present(fleet, theta.to(block.params.dtype), block.params))
+        s.add_(fleet.comm.mix_decoded(payload, decode, W))
+        x.add_(decode(*payload))
+        block.params.copy_(block.params + self.gamma * (s - x))
 
 
 class CHOCOStrategy(CommunicateOptimizeStrategy):
@@ -128,7 +108,7 @@ class CHOCOStrategy(CommunicateOptimizeStrategy):
     """
 
     name, title, paper, payload = "choco", "CHOCO-SGD", "arXiv:1902.00340", "2 density P (b + 4) / H"
-    tried = ("faults",)
+    tried = ()
     ranges = ("gamma=0.02..1.0",)
     equation = "q_i = C(theta_i - x_i); x_i <- x_i + q_i; theta_i <- theta_i + gamma sum_j W_ij (x_j - x_i)"
     needs = "each node its neighbors (two on a ring) every H steps, with few bytes"

@@ -16,16 +16,13 @@ evaluation model is theta.
 
 Payload per step, with w = ceil(P / N), m = round(p w), k = floor(topk m) and
 S = ceil(m / 8) + ceil(k bits / 8) + 4 ceil(k / bucket): N S bytes in an all-to-all, and S bytes in an all-gather; tx =
-rx = 2 (N-1) S. Buffers are averaged at every step and count apart.
-
-With absent nodes, the present nodes divide the shards. A node keeps the s of entries that it does not serve now. A
-returning node begins with theta_i = theta and s = 0. A single present node sends nothing and takes theta <- theta_i.
+rx = 2 (N-1) S. Buffers are averaged at every step and count apart. A single node sends nothing and takes theta <-
+theta_i.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any, Unpack
 
 import torch
@@ -38,7 +35,6 @@ from exogym.core.compress import Absmax, Compressor, Quantized, buckets
 from exogym.core.compress.compressor import Payload, through_shards
 from exogym.core.compress.quantize import pack, unpack
 from exogym.core.fleet import Block, Fleet
-from exogym.core.fleet.presence import rows_of, shared_row, where_present
 from exogym.errors import check_count, check_number
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, PeriodicModule
 from exogym.strategy.strategy import InnerOptions, Run
@@ -78,9 +74,6 @@ class CocktailCommunicator(PeriodicModule):
     State: theta, (P,); s of each node for the entries that it has served, (rows, P).
     """
 
-    acts_on = "row"
-    weighted_means = right_in_mean = True
-
     def __init__(self, p: float, topk: float, bits: int | None, bucket: int):
         super().__init__()
         check_number("p", p, over=0, most=1, more=": the share of the entries that are drawn")
@@ -106,21 +99,17 @@ class CocktailCommunicator(PeriodicModule):
             self.shared_state[f"theta.{b}"] = block.params[0].to(wide, copy=True)
             self.row_state[f"server.{b}"] = torch.zeros_like(block.params, dtype=wide)
 
-    def rejoin(self, fleet: Fleet, nodes: Sequence[int], step: int) -> None:
-        for error in self.row_state.values():
-            error[rows_of(fleet, nodes)] = 0
-
     def communicate(self, fleet: Fleet, step: int) -> None:
         for b, block in enumerate(fleet.blocks):
             theta = self.shared_state[f"theta.{b}"]
-            if len(fleet.comm.present) == 1:
-                theta.copy_(shared_row(fleet, block.params)[0])
+            if fleet.num_nodes == 1:
+                theta.copy_(block.params[0])
             else:
                 self._exchange(fleet, block, b, theta, step)
         fleet.synchronise_buffers()
 
     def _exchange(self, fleet: Fleet, block: Block, b: int, theta: Tensor, step: int) -> None:
-        P, n, servers = len(theta), len(fleet.comm.present), self.row_state[f"server.{b}"]
+        P, n, servers = len(theta), fleet.num_nodes, self.row_state[f"server.{b}"]
         w = -(-P // n)
         C = self._compressor(w)
         drawn = numpy_generator(self.run.seed, "cocktail", b, step).choice(w, C.count, replace=False, shuffle=False)
@@ -143,8 +132,7 @@ class CocktailCommunicator(PeriodicModule):
         sent, d = pad(torch.zeros_like(x), (0, 1)), pad(torch.zeros_like(theta), (0, 1))
         sent[:, at.flatten()] = decode(messages).view(len(x), -1)
         d[at.flatten()] = decode(answers).flatten()
-        new = (x - sent[:, :P] + d[:P]).to(block.params.dtype)
-        block.params.copy_(where_present(fleet, new, block.params))
+        block.params.copy_(x - sent[:, :P] + d[:P])
         theta.add_(d[:P])
 
     def consensus(self, fleet: Fleet) -> list[Tensor]:
@@ -174,7 +162,7 @@ class CocktailSGDStrategy(CommunicateOptimizeStrategy):
     """
 
     name, title, paper, ranges = "cocktail", "CocktailSGD", "ICML 2023", ()
-    tried = ("faults",)
+    tried = ()
     payload = "(N + 1) (ceil(p P / N / 8) + ceil(topk P p / N bits / 8) + 4 ceil(topk P p / N / bucket))"
     equation = "q_i = Q(theta_i - theta); d = Q(mean_i q_i + s); theta_i <- theta_i - q_i + d; theta <- theta + d"
     needs = "all nodes at every step; by default a 160th of DDP's bytes"

@@ -35,7 +35,6 @@ class Contraction:
             raise ArgumentError(f"compressor='sign' sends all entries: leave density={density!r} out")
         self.kind, self.density = kind, 0.01 if density is None else density
         check_number("density", self.density, over=0, most=1, more=": the share of entries to send")
-        self.acts_on = "row" if kind == "topk" else "tensors"
 
     def of(self, layout: Layout) -> Compressor:
         """Return the compressor of rows with this layout."""

@@ -20,8 +20,6 @@ squares is not the square of the mean.
 Payload P b (1/H + 1/H_u + 1/H_v) bytes per node and step, for P parameters of b bytes; ring all-reduces, tx = rx = 2
 (N-1)/N times the payload. Nodes send moments in the precision of their parameters. At the end of training,
 unsynchronized parameters are averaged once more; moments are not.
-
-With absent nodes, means are over the present nodes. A returning node takes parameters and keeps its moments.
 """
 
 from __future__ import annotations
@@ -40,8 +38,6 @@ from exogym.strategy.traffic import Traffic
 
 class MomentAverage(PeriodicModule):
     """Average one kind of moment of the inner optimizers (`kind`) after every step that `every` divides."""
-
-    weighted_means = True
 
     def __init__(self, moments: Moments, kind: Kind, every: int):
         super().__init__()
@@ -79,7 +75,7 @@ class DESLOCStrategy(CommunicateOptimizeStrategy):
     """
 
     name, title, paper = "desloc", "DES-LOC", "arXiv:2505.22549"
-    tried = ("faults",)
+    tried = ()
     ranges = ()
     payload = "P b / H + 2 P b / (3 H)"
     equation = "theta_i, u_i, v_i <- their means, every H, H_u and H_v steps; u, v the moments of Adam"

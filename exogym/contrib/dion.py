@@ -23,16 +23,11 @@ are defined as for Muon (`exogym.strategy.muon`).
 
 Payload per step, in two all-reduces, with b bytes per element: r (m + n) b bytes for each compressed matrix, and b
 bytes for each other element. `advise` assumes that all parameters are in hidden matrices of 1024 x 1024.
-
-With absent nodes, means are over the present nodes. An absent node's M_i stays as it is, and becomes zero when the node
-returns. The returning node continues at the fleet's step. It receives parameters, buffers, AdamW's state, Q and the
-shared M from a node that stayed, by a broadcast.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any, Unpack
 
 import torch
@@ -41,7 +36,6 @@ from torch.optim import Optimizer
 
 from exogym.core.base.rng import generator
 from exogym.core.fleet import Block, Fleet
-from exogym.core.fleet.presence import give_shared, rows_of
 from exogym.errors import check_number
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, GradientModule
 from exogym.strategy.compressed_gradients import own_gradients
@@ -96,8 +90,7 @@ class OrthonormalMomentum(GradientModule):
     before the momentum.
     """
 
-    acts_on = "tensors"
-    clip_first = weighted_means = right_in_mean = True
+    clip_first = True
 
     def __init__(self, rank_fraction: float, mu: float):
         super().__init__()
@@ -121,25 +114,12 @@ class OrthonormalMomentum(GradientModule):
         super().start(fleet, run)
         self.row_state = {f"momentum.{b}": block.zeros() for b, block in enumerate(fleet.blocks)}
         self.shared_state = {}
-        count = 0  # numbers the matrices of all processes of a node
-        for block in fleet.blocks:
-            here = {slot.name for slot in block.layout}
-            for slot in block.layout.whole or block.layout:
-                if slot.name not in fleet.hidden:
-                    continue
-                if slot.name in here:
-                    drawn = torch.randn(
-                        min(slot.shape), self.rank(*slot.shape), generator=generator(run.seed, "dion", count)
-                    )
-                    self.shared_state[f"Q.{slot.name}"] = drawn.to(block.params)
-                    if not self.is_compressed(*slot.shape):
-                        self.shared_state[f"M.{slot.name}"] = block.params.new_zeros(slot.shape)
-                count += 1
-
-    def rejoin(self, fleet: Fleet, nodes: Sequence[int], step: int) -> None:
-        for momentum in self.row_state.values():
-            momentum[rows_of(fleet, nodes)] = 0
-        give_shared(fleet, self.shared_state.values(), nodes)
+        hidden = [(block, slot) for block in fleet.blocks for slot in block.layout if slot.name in fleet.hidden]
+        for k, (block, slot) in enumerate(hidden):
+            drawn = torch.randn(min(slot.shape), self.rank(*slot.shape), generator=generator(run.seed, "dion", k))
+            self.shared_state[f"Q.{slot.name}"] = drawn.to(block.params)
+            if not self.is_compressed(*slot.shape):
+                self.shared_state[f"M.{slot.name}"] = block.params.new_zeros(slot.shape)
 
     def transform(self, fleet: Fleet, step: int, lr: float) -> None:
         for b, block in enumerate(fleet.blocks):
@@ -150,13 +130,12 @@ class OrthonormalMomentum(GradientModule):
 
     def _directions(self, fleet: Fleet, block: Block, G: Tensor, M: Tensor) -> Tensor:
         """Return (1, P): the directions of the hidden matrices, and the mean gradients of the rest."""
-        here = rows_of(fleet, fleet.comm.present)
         hidden = [slot for slot in block.layout if slot.name in fleet.hidden]
         thin = [slot for slot in hidden if self.is_compressed(*slot.shape)]
         rest = [slot for slot in block.layout if slot not in thin]
         Qs = {slot: self.shared_state[f"Q.{slot.name}"] for slot in hidden}
         for slot in thin:
-            M[here, slot.start : slot.stop] += G[here, slot.start : slot.stop]
+            M[:, slot.start : slot.stop] += G[:, slot.start : slot.stop]
         Ms = {slot: _tall(slot.of(M)) for slot in thin}  # (nodes, m, n); (1, m, n) if all nodes share M
         sent = [products(Ms[slot], Qs[slot]).flatten(1) for slot in thin]
         first = mean_parts(fleet, [*(G[:, slot.start : slot.stop] for slot in rest), *sent])
@@ -177,7 +156,7 @@ class OrthonormalMomentum(GradientModule):
             elif used and found[slot].any():
                 P, Q = Ps[slot], Qs[slot]
                 R = Rs[slot] if slot in Rs else Ms[slot][0].mT @ P
-                Ms[slot][here if slot in Rs else [0]] -= (1 - self.mu) * (P @ R.mT)
+                Ms[slot].sub_((1 - self.mu) * (P @ R.mT))
                 wide = R if R.dtype == torch.float64 else R.float()
                 Q.copy_(wide / (wide.norm(dim=0, keepdim=True) + EPS))
                 _tall(out).copy_(P @ Q.mT)
@@ -220,7 +199,7 @@ class DionStrategy(CommunicateOptimizeStrategy):
     """
 
     name, title, paper, payload = "dion", "Dion", "arXiv:2504.05295", "2 rank_fraction P b"
-    tried = ("faults",)
+    tried = ()
     equation = "P <- orth(mean_i M_i Q); R <- mean_i M_i^T P; M_i <- M_i - (1 - mu) P R^T; W <- W - gamma_W s P Q^T"
     needs = "all nodes twice at every step, with r (m + n) of m n elements"
     identities = (

@@ -15,23 +15,15 @@ client's row holds v_i, its own model. Buffers belong to both models, and are av
 
 Payload P b bytes per client every H steps, for P parameters of b bytes, as in FedAvg. Each client also keeps theta, and
 the model that it does not train now. Every client keeps its row, also if clients are sampled.
-
-Absent nodes are handled as in FedAvg. A node that cannot be reached after the personal steps trains v_i until the
-round's end, and its theta_i is theta. A node that was down returns with the mean of the theta_i of the nodes that
-stayed, and trains the model that the round's other nodes train. If its row held v_i when it went down, v_i is lost and
-starts again from that mean.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, ClassVar, Unpack
 
-import torch
 from torch import Tensor
 
 from exogym.core.fleet import Fleet
-from exogym.core.fleet.presence import rows_of
 from exogym.errors import ArgumentError, check_count, check_number
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy
 from exogym.strategy.federated_averaging import AveragingCommunicator, FederatedOptions
@@ -48,10 +40,11 @@ class SharedModels(RoundModule):
 
     In the list of modules, this module stands before the averaging.
 
-    State: the model that is not in the row, theta_i or v_i, (rows, P); whether the row holds v_i, (rows, 1).
+    State: the model that is not in the row, theta_i or v_i, (rows, P); whether the rows hold v_i.
     """
 
     fresh_inner_state = True
+    counters = ("is_personal",)
 
     def __init__(self, average: AveragingCommunicator, steps: int):
         super().__init__(average)
@@ -62,16 +55,9 @@ class SharedModels(RoundModule):
         return {"rounds of one length": said, "two kinds of steps": said}
 
     def next_event(self, step: int) -> int:
-        switch = self._switch(step)
-        return switch if step < switch else self.average.next_event(step)
-
-    def _switch(self, step: int) -> int:
-        """Return the last step that trains v_i, in the round of the step after `step`."""
-        return self.average.next_event(step) - self.average.interval_steps + self.steps
-
-    def trains_personal(self, step: int) -> bool:
-        """Return whether step number `step` (from 1) trains v_i."""
-        return step <= self._switch(step - 1)
+        end = self.average.next_event(step)
+        switch = end - self.average.interval_steps + self.steps  # the last step that trains v_i
+        return switch if step < switch else end
 
     def seats(self, num_nodes: int) -> int | None:
         return None
@@ -79,38 +65,29 @@ class SharedModels(RoundModule):
     def start(self, fleet: Fleet, run: Run) -> None:
         super().start(fleet, run)
         self.row_state = {f"other.{b}": block.params.clone() for b, block in enumerate(fleet.blocks)}
-        self.is_personal = self.row_state["is_personal"] = torch.ones(len(fleet), 1, dtype=torch.bool)
+        self.is_personal = True
 
-    def holds_personal(self, row: int) -> bool:
-        return bool(self.is_personal[row])
+    def holds_personal(self) -> bool:
+        return self.is_personal
 
-    def swap(self, fleet: Fleet, nodes: Sequence[int], to_personal: bool) -> None:
-        """Let the rows of `nodes` hold v_i (`to_personal`) or theta_i. Rows that do already stay as they are."""
-        rows = [row for row in rows_of(fleet, nodes) if self.holds_personal(row) != to_personal]
-        for b, block in enumerate(fleet.blocks):
-            other = self.row_state[f"other.{b}"]
-            block.params[rows], other[rows] = other[rows], block.params[rows]
-        self.is_personal[rows] = to_personal
+    def swap(self, fleet: Fleet, to_personal: bool) -> None:
+        """Let the rows hold v_i (`to_personal`) or theta_i. Do nothing if they do already."""
+        if self.is_personal == to_personal:
+            return
+        for block, other in zip(fleet.blocks, self.row_state.values(), strict=True):
+            kept = block.params.clone()
+            block.params.copy_(other)
+            other.copy_(kept)
+        self.is_personal = to_personal
 
     def communicate(self, fleet: Fleet, step: int) -> None:
-        self.swap(fleet, fleet.comm.present, False)
-
-    def finish(self, fleet: Fleet, step: int, since: int) -> None:
-        self.communicate(fleet, step)
-
-    def rejoin(self, fleet: Fleet, nodes: Sequence[int], step: int) -> None:
-        """Take the rows of `nodes` as theta_i. `PersonalModels` swaps them if `step` trains v_i."""
-        rows = [row for row in rows_of(fleet, nodes) if self.holds_personal(row)]
-        for b, block in enumerate(fleet.blocks):
-            self.row_state[f"other.{b}"][rows] = block.params[rows]
-        self.is_personal[rows_of(fleet, nodes)] = False
+        self.swap(fleet, False)
 
     def consensus(self, fleet: Fleet) -> list[Tensor] | None:
         """Return the mean of all theta_i, which rows need not hold now."""
         wire, everyone = fleet.comm.wire, fleet.there
         share = fleet.comm.share(everyone)
-        pairs = ((block.params, self.row_state[f"other.{b}"]) for b, block in enumerate(fleet.blocks))
-        shared = [torch.where(self.is_personal.to(x.device), other, x) for x, other in pairs]
+        shared = self.row_state.values() if self.is_personal else [block.params for block in fleet.blocks]
         return [wire.reduce(x, everyone, "mean", share) for x in shared]
 
 
@@ -121,18 +98,8 @@ class PersonalModels(RoundModule):
         super().__init__(average)
         self.models = models
 
-    def seats(self, num_nodes: int) -> int | None:
-        return None
-
     def communicate(self, fleet: Fleet, step: int) -> None:
-        self.models.swap(fleet, fleet.comm.present, True)
-
-    def rejoin(self, fleet: Fleet, nodes: Sequence[int], step: int) -> None:
-        if self.models.trains_personal(step):
-            self.models.swap(fleet, nodes, True)
-
-    def finish(self, fleet: Fleet, step: int, since: int) -> None:
-        self.communicate(fleet, step)
+        self.models.swap(fleet, True)
 
 
 class DittoStrategy(CommunicateOptimizeStrategy):
@@ -156,7 +123,7 @@ class DittoStrategy(CommunicateOptimizeStrategy):
     """
 
     name, title, paper, payload = "ditto", "Ditto", "arXiv:2012.04221", "P b / H"
-    tried = ("faults",)
+    tried = ()
     ranges = ("lam=0.01..2.0",)
     equation = "v_i <- v_i - eta (grad F_i(v_i) + lambda (v_i - theta)); theta as in fedavg"
     needs = "all nodes every H steps; with client_fraction a server and the sampled clients"
@@ -183,5 +150,5 @@ class DittoStrategy(CommunicateOptimizeStrategy):
         if not callable(H) and steps >= average.interval_steps:  # the table refuses H as a function
             raise ArgumentError(f"personal_steps={steps} leaves no step of the H={H} steps for theta: raise H")
         models = SharedModels(average, steps)
-        near = ProximalTerm(average, lam, models.holds_personal)
+        near = ProximalTerm(average, lam, models.holds_personal)  # copied with `models`
         super().__init__(inner_optim, [models, average, near, PersonalModels(average, models)], **others)

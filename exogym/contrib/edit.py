@@ -24,14 +24,12 @@ generalized task arithmetic of the published code are not implemented.
 
 Payload: P b + 8 L bytes per node every H steps, for P parameters of b bytes in L layers; ring all-reduce, tx = rx = 2
 (N-1)/N P b, and N - 1 times 8 L bytes. Without rejection and weights nodes do not send the 8 L bytes. Without
-rejection, weights and clipping EDiT is DiLoCo. Absent nodes are handled as in DiLoCo. A returning node's running mean
-and variance begin again.
+rejection, weights and clipping EDiT is DiLoCo.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any, Unpack
 
 import torch
@@ -39,21 +37,18 @@ from torch import Tensor
 
 from exogym.contrib.outliers import Outliers
 from exogym.core.fleet import Fleet
-from exogym.core.fleet.layout import Cut
-from exogym.core.fleet.presence import rows_of
-from exogym.core.fleet.state import Tensors, below
 from exogym.errors import check_count, check_number
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, PeriodicModule
 from exogym.strategy.fragments import fragments, layers_of
 from exogym.strategy.options import split
 from exogym.strategy.outer import OuterOptions, OuterRule
-from exogym.strategy.outer_parameters import OuterParameters
+from exogym.strategy.outer_parameters import OuterFragments, OuterParameters
 from exogym.strategy.rounds import RoundLength
 from exogym.strategy.strategy import InnerOptions, Run
 from exogym.strategy.traffic import Traffic
 
 
-class LayerwisePenalty(PeriodicModule):
+class LayerwisePenalty(OuterFragments, PeriodicModule):
     """Take EDiT's outer step, layer by layer, at the end of each round of H steps.
 
     Args:
@@ -67,9 +62,6 @@ class LayerwisePenalty(PeriodicModule):
 
     State: theta and the outer optimizer's state per layer, and each node's running figures per layer.
     """
-
-    acts_on = "row"
-    right_in_mean = True
 
     def __init__(
         self, H: RoundLength, rule: OuterRule, reject: float | None, temperature: float | None, clip: float | None,
@@ -110,7 +102,6 @@ class LayerwisePenalty(PeriodicModule):
         for k, outer in enumerate(self.outer):
             outer.weights = None if weights is None else weights[:, k]
             if outer.weights is not None and not outer.weights.any():
-                outer.rejoin(fleet.comm.present)
                 outer.give(fleet, fleet.comm.present)
                 continue
             flight = outer.send(fleet, step, self.round_of(step))
@@ -122,50 +113,22 @@ class LayerwisePenalty(PeriodicModule):
         fleet.synchronise_buffers()
 
     def _weights(self, fleet: Fleet) -> Tensor | None:
-        """Return w, (N, L), zero for rejected and absent nodes. Return None without rejection and weights."""
+        """Return w, (N, L), zero for rejected nodes. Return None without rejection and weights."""
         if self.reject is None and self.temperature is None:
             return None
-        present, rows = fleet.comm.present, rows_of(fleet, fleet.comm.present)
-        G = torch.full((len(fleet), len(self.outer)), math.inf, dtype=torch.float64)
+        G = torch.zeros(len(fleet), len(self.outer), dtype=torch.float64)
         for k, outer in enumerate(self.outer):
-            taken = [piece.take(piece.block.params) for piece in outer.fragment]
-            moved = [outer.received.differences(fleet, j, x, torch.zeros_like(x)) for j, x in enumerate(taken)]
-            for row in rows:
+            pieces = zip(outer.fragment, outer.theta, strict=True)
+            moved = [theta - piece.take(piece.block.params) for piece, theta in pieces]
+            for row in range(len(fleet)):
                 G[row, k] = math.sqrt(sum(float(d[row].double().square().sum()) for d in moved))
-        for row in rows:
-            if self.outliers is not None:
-                G[row] = torch.where(self.outliers.see(row, G[row]), math.inf, G[row])
+        if self.outliers is not None:
+            for row, norms in enumerate(G):
+                norms[self.outliers.see(row, norms)] = math.inf
         G = fleet.comm.all_gather(G)[0]
         kept = G.isfinite()
         shares = kept.double() if self.temperature is None else torch.exp((G.amin(0) - G) / self.temperature)
-        weights = torch.zeros(fleet.num_nodes, G.shape[1], dtype=torch.float64)
-        weights[list(present)] = torch.where(kept, shares, 0.0)
-        return weights
-
-    def rejoin(self, fleet: Fleet, nodes: Sequence[int], step: int) -> None:
-        for outer in self.outer:
-            outer.rejoin(nodes)
-        if self.outliers is not None:
-            self.outliers.forget(rows_of(fleet, nodes))
-
-    def consensus(self, fleet: Fleet) -> list[Tensor]:
-        """Return the outer parameters of all layers, as one (P,) tensor per block."""
-        result = {id(block): block.params.new_empty(1, block.layout.numel) for block in fleet.blocks}
-        for outer in self.outer:
-            for piece, theta in zip(outer.fragment, outer.theta, strict=True):
-                piece.put(result[id(piece.block)], theta)
-        return [result[id(block)][0] for block in fleet.blocks]
-
-    def save_state(self) -> Tensors:
-        return {f"{k}.{name}": x for k, outer in enumerate(self.outer) for name, x in outer.state().items()}
-
-    def load_state(self, tensors: Tensors) -> None:
-        for k, outer in enumerate(self.outer):
-            outer.load_state(below(f"{k}.", tensors))
-
-    def cut(self, name: str, shape: Sequence[int]) -> Cut | None:
-        k, _, rest = name.partition(".")
-        return self.outer[int(k)].cut(rest, shape) if k.isdigit() else super().cut(name, shape)
+        return torch.where(kept, shares, 0.0)
 
 
 class EDiTOptions(OuterOptions, InnerOptions, total=False):
@@ -191,7 +154,7 @@ class EDiTStrategy(CommunicateOptimizeStrategy):
     """  # noqa: E501
 
     name, title, paper, payload = "edit", "EDiT", "arXiv:2412.07210", "(P b + 8) / H"
-    tried = ("faults",)
+    tried = ()
     equation = (
         "by layer: Delta = sum_i w_i (theta - theta_i), w_i ~ exp(-G_i / T); theta <- OuterOpt(theta, clip(Delta))"
     )

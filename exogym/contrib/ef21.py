@@ -13,15 +13,10 @@ the same, g goes to their mean. Estimates and g are in fp32 or wider.
 
 Payload as with error feedback: k (b + 4) bytes per step for k sent entries of b bytes, or one bit per entry;
 all-gather, tx = rx = (N-1) payload with N nodes.
-
-With absent nodes, the mean is over the present nodes. If other nodes are present than at the last step, or a node has
-returned, the present nodes first average their g_i uncompressed: an all-reduce of P b' bytes more in this step, for P
-parameters of b' bytes (4 for half precision). A returning node begins with g_i = 0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Unpack
 
 import torch
@@ -29,9 +24,8 @@ from torch import Tensor
 
 from exogym.contrib.contractions import Contraction
 from exogym.core.fleet import Block, Fleet
-from exogym.core.fleet.presence import have_changed, rows_of, shared_row, where_present
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, GradientModule
-from exogym.strategy.compressed_gradients import mark_sent, own_gradients, size_of
+from exogym.strategy.compressed_gradients import mark_sent, own_gradients
 from exogym.strategy.simple_reduce import broadcast_buffers, mark_used
 from exogym.strategy.strategy import InnerOptions, Run
 from exogym.strategy.traffic import Traffic
@@ -40,14 +34,12 @@ from exogym.strategy.traffic import Traffic
 class EstimatedMean(GradientModule):
     """Replace every node's gradient by the mean of the nodes' estimates.
 
-    State: each node's g_i, (rows, P) for P parameters; g, (P,), and the nodes whose mean g is.
+    State: each node's g_i, (rows, P) for P parameters; g, (P,).
     """
-
-    right_in_mean = True
 
     def __init__(self, contraction: Contraction):
         super().__init__()
-        self.contraction, self.acts_on = contraction, contraction.acts_on
+        self.contraction = contraction
 
     def traffic(self, P: float, N: int, b: float) -> list[Traffic]:
         return [Traffic("all_gather", self.contraction.payload_bytes(P, b))]
@@ -59,18 +51,8 @@ class EstimatedMean(GradientModule):
             wide = torch.promote_types(block.params.dtype, torch.float32)
             self.row_state[f"estimate.{b}"] = torch.zeros_like(block.params, dtype=wide)
             self.shared_state[f"mean.{b}"] = torch.zeros_like(block.params[0], dtype=wide)
-        self.shared_state["members"] = torch.full((fleet.num_nodes,), -1)  # -1 while all estimates are 0
-
-    def rejoin(self, fleet: Fleet, nodes: Sequence[int], step: int) -> None:
-        for estimate in self.row_state.values():
-            estimate[rows_of(fleet, nodes)] = 0
-        self.shared_state["members"].zero_()  # so the nodes average their estimates again
 
     def transform(self, fleet: Fleet, step: int, lr: float) -> None:
-        if have_changed(fleet, self.shared_state["members"]):
-            for b in range(len(fleet.blocks)):
-                mean = fleet.comm.all_reduce(self.row_state[f"estimate.{b}"], "mean")
-                self.shared_state[f"mean.{b}"].copy_(shared_row(fleet, mean)[0])
         for b, block in enumerate(fleet.blocks):
             g = self._estimate(fleet, block, b)
             mark_used(fleet, block)
@@ -88,9 +70,8 @@ class EstimatedMean(GradientModule):
         def decode(*parts: Tensor) -> Tensor:
             return C.decode(*parts).to(own.dtype)
 
-        change = fleet.comm.sum_decoded(payload, decode, "mean", size=size_of(C, block.layout))
-        own.copy_(where_present(fleet, own + decode(*payload), own))
-        return g.add_(shared_row(fleet, change)[0])
+        own.add_(decode(*payload))
+        return g.add_(fleet.comm.sum_decoded(payload, decode, "mean")[0])
 
 
 class EF21Strategy(CommunicateOptimizeStrategy):
@@ -111,7 +92,7 @@ class EF21Strategy(CommunicateOptimizeStrategy):
     """
 
     name, title, paper, payload = "ef21", "EF21", "arXiv:2106.05203", "density P (b + 4)"
-    tried = ("faults",)
+    tried = ()
     ranges = ()
     equation = "c_i = C(G_i - g_i); g_i <- g_i + c_i; g = mean_i g_i; theta <- Opt(theta, clip(g))"
     needs = "all nodes at every step; received bytes grow with N"

@@ -9,8 +9,8 @@ client i's batch normalization layers, theta are all other parameters. Round r, 
 No client sends its u_i. In the paper all clients have equal weights (`weighting="uniform"`). A layer counts as batch
 normalization if training changes its `running_mean`. Without such layers the strategy is FedAvg, and ExoGym says so.
 
-Payload P_s b bytes per client every H steps, for P_s other parameters of b bytes. Absent nodes are handled as in
-FedAvg. `exogym.strategy.personal` describes personal parameters, their evaluation, and the options that they exclude.
+Payload P_s b bytes per client every H steps, for P_s other parameters of b bytes.
+`exogym.strategy.personal` describes personal parameters, their evaluation, and the options that they exclude.
 """
 
 from __future__ import annotations

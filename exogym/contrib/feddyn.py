@@ -13,9 +13,7 @@ here. If a client minimizes its changed loss exactly, a_i is its gradient at the
 H local steps instead. The terms are part of the gradient, so Adam's moments contain them.
 
 Payload P b bytes per client every H steps, for P parameters of b bytes, as in FedAvg. Only the server needs h. Without
-sampling every node computes the server's step itself. Absent nodes are handled as in FedAvg: S counts only the present
-clients. A node that missed a synchronization stays near the theta that it last received, and a_i counts from that
-theta. A node that was down keeps its a_i.
+sampling every node computes the server's step itself.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from torch import Tensor
 
 from exogym.core.base.torch_private import add_
 from exogym.core.fleet import Fleet
-from exogym.core.fleet.presence import rows_of, shared_row
+from exogym.core.fleet.presence import rows_of
 from exogym.errors import check_number
 from exogym.strategy.capabilities import Corrects
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy
@@ -89,12 +87,11 @@ class DynamicServer(RoundModule):
         members = self.members(fleet, step)
         if not members:
             return
-        following = self.average.clients(self.average.round_of(step) + 1)
-        receivers = rows_of(fleet, [i for i in following if i in fleet.comm.present])
+        receivers = rows_of(fleet, self.average.clients(self.average.round_of(step) + 1))
         for b, block in enumerate(fleet.blocks):
             theta, h = self.shared_state[f"theta.{b}"], self.shared_state[f"h.{b}"]
             server = self.average.shared_state[f"theta.{b}"] if self.average.has_server else None
-            mean = shared_row(fleet, block.params) if server is None else server
+            mean = block.params[:1] if server is None else server
             h.sub_(mean - theta, alpha=len(members) / fleet.num_nodes)
             theta.copy_(mean - h)
             if server is not None:

@@ -22,8 +22,7 @@ The sums cover one round's gradients, so momentum begins each round at zero (`ke
 published code. The paper gives no a_i for other optimizers, for dampening, and for momentum with a proximal term.
 Clipping would also cut a proximal term. ExoGym refuses all these combinations.
 
-Payload P b + 8 bytes per client every H steps, for P parameters of b bytes; 8 bytes are for a_i. Absent nodes are
-handled as in FedAvg. If a node missed a synchronization, a_i counts all of its steps since its last synchronization.
+Payload P b + 8 bytes per client every H steps, for P parameters of b bytes; 8 bytes are for a_i.
 """
 
 from __future__ import annotations
@@ -35,7 +34,6 @@ from typing import Any, ClassVar, Unpack
 import torch
 from torch import Tensor
 
-from exogym.core.base.torch_private import copy_
 from exogym.core.fleet import Fleet
 from exogym.core.fleet.presence import rows_of
 from exogym.errors import ArgumentError
@@ -44,7 +42,6 @@ from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy
 from exogym.strategy.federated_averaging import AveragingCommunicator, FederatedOptions
 from exogym.strategy.federated_rounds import RoundModule
 from exogym.strategy.fedprox import ProximalTerm
-from exogym.strategy.modules import views
 from exogym.strategy.options import split
 from exogym.strategy.rounds import RoundLength
 from exogym.strategy.strategy import Inner, Run
@@ -59,19 +56,18 @@ class EqualisedWork(RoundModule, Corrects):
 
     Args:
         inner: the strategy's inner optimizer.
-        mu: weight of the proximal term.
+        near: the proximal term, which knows the theta that each client received.
 
-    State: each client's parameters at the round's beginning, (rows, P), and a_i, (rows, 1). With momentum also the
-    number c from which the next gradient's weight follows; with a schedule also the client's steps since the run began;
-    (rows, 1) each.
+    State: a_i, (rows, 1). With momentum also the number c from which the next gradient's weight follows; with a
+    schedule also the client's steps since the run began; (rows, 1) each.
 
     Raises:
         ArgumentError: the paper gives no a_i for the clients' optimizer.
     """
 
-    def __init__(self, average: AveragingCommunicator, inner: Inner, mu: float):
+    def __init__(self, average: AveragingCommunicator, inner: Inner, near: ProximalTerm):
         super().__init__(average)
-        self.inner, self.mu = inner, mu
+        self.inner, self.near, self.mu = inner, near, near.mu
         given = inner.spec.kwargs
         self.momentum, self.nesterov = float(given.get("momentum", 0)), bool(given.get("nesterov"))
         if (unknown := self._unknown()) is not None:
@@ -100,20 +96,15 @@ class EqualisedWork(RoundModule, Corrects):
 
     def start(self, fleet: Fleet, run: Run) -> None:
         super().start(fleet, run)
-        self.layouts = [block.layout for block in fleet.blocks]
         self.schedule = self.inner.schedule(run.total_steps)
-        self.began = [block.params.clone() for block in fleet.blocks]
         self.a, self.velocity, self.steps = (torch.zeros(len(fleet), 1, dtype=torch.float64) for _ in range(3))
-        self.row_state = {f"began.{b}": began for b, began in enumerate(self.began)} | {"a": self.a}
+        self.row_state = {"a": self.a}
         if self.momentum:
             self.row_state["velocity"] = self.velocity
         if not self.schedule.is_constant:
             self.row_state["steps"] = self.steps
 
-    @torch.no_grad()
     def correct(self, row: int, parameters: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
-        if not self.a[row]:
-            copy_(views(self.began, self.layouts, row), list(parameters))
         base, rate = self.inner.base_lr, 1.0
         if not self.schedule.is_constant:
             rate = self.schedule.lr(int(self.steps[row])) / base if base else 1.0
@@ -124,23 +115,17 @@ class EqualisedWork(RoundModule, Corrects):
             one = float(1 + self.momentum * self.velocity[row] if self.nesterov else self.velocity[row])
         self.a[row] = abs(1 - rate * base * self.mu) * self.a[row] + rate * one
 
-    def skipped(self, row: int) -> None:
-        self.steps[row] += 1
-
     def communicate(self, fleet: Fleet, step: int) -> None:
-        self.velocity.zero_()  # like every client's momentum, also after a lost synchronization
+        self.velocity.zero_()  # like every client's momentum
         members = self.members(fleet, step)
         if not members:
             return
         tau = float(self.all_reduce(fleet, self.a[:, 0], "mean", members, self.average.weights_among(members)))
         rows = [row for row in rows_of(fleet, members) if self.a[row]]
-        for block, began in zip(fleet.blocks, self.began, strict=True):
+        for block, began in zip(fleet.blocks, self.near.row_state.values(), strict=True):
             scale = (tau / self.a[rows]).to(began)
             block.params[rows] = began[rows] - scale * (began[rows] - block.params[rows])
         self.a[rows] = 0
-
-    def rejoin(self, fleet: Fleet, nodes: Sequence[int], step: int) -> None:
-        self.a[rows_of(fleet, nodes)] = 0
 
 
 class FedNovaStrategy(CommunicateOptimizeStrategy):
@@ -154,8 +139,7 @@ class FedNovaStrategy(CommunicateOptimizeStrategy):
 
     Args:
         H, client_fraction, weighting, local_steps, local_epochs, keep_inner_state: see `AveragingCommunicator`. Without
-            `local_steps`, `local_epochs` or slow nodes all clients take the same number of steps, and FedNova is
-            FedAvg.
+            `local_steps` or `local_epochs` all clients take the same number of steps, and FedNova is FedAvg.
         mu: weight of a proximal term mu (theta_i - theta) in every local gradient, as in FedProx. With 0 there is no
             such term.
         inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: options of the clients' steps; see `Strategy`.
@@ -169,7 +153,7 @@ class FedNovaStrategy(CommunicateOptimizeStrategy):
     """
 
     name, title, paper, payload = "fednova", "FedNova", "arXiv:2007.07481", "(P b + 8) / H"
-    tried = ('compute="vmap"', 'precision="fp16"')
+    tried = ('compute="vmap"',)
     ranges = ()
     equation = (
         "theta <- theta - (sum_i w_i a_i) sum_i w_i (theta - theta_i) / a_i, a_i: the sum of the weights of client i's "
@@ -195,7 +179,6 @@ class FedNovaStrategy(CommunicateOptimizeStrategy):
     ):
         clients, others = split(options, AveragingCommunicator)
         average = AveragingCommunicator(H, weighting=weighting, **clients)
-        proximal = ProximalTerm(average, mu)
-        inner = Inner.of(inner_optim, others)
-        modules = [EqualisedWork(average, inner, proximal.mu), average, *([proximal] if mu else [])]
-        super().__init__(inner_optim, modules, **others)
+        near = ProximalTerm(average, mu)
+        work = EqualisedWork(average, Inner.of(inner_optim, others), near)
+        super().__init__(inner_optim, [work, average, near], **others)

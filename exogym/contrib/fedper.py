@@ -10,7 +10,7 @@ n_i is client i's number of examples. u_i changes only in client i's own steps, 
 equal at first. Clients take steps in all layers together. The paper has no sampling; with `client_fraction` a client
 keeps its u_i until its next round.
 
-Payload P_s b bytes per client every H steps, for P_s base parameters of b bytes. Absent nodes are handled as in FedAvg.
+Payload P_s b bytes per client every H steps, for P_s base parameters of b bytes.
 `exogym.strategy.personal` describes personal parameters, their evaluation, and the options that they exclude.
 """
 

@@ -13,9 +13,8 @@ inner optimizer leaves the fixed part alone: it applies no momentum and no weigh
 u_i are equal at first, and a client keeps its u_i until its next round. Buffers change in both lines.
 
 Payload P_s b bytes per client every H steps, for P_s body parameters of b bytes. Every client keeps its row, also if
-clients are sampled. Absent nodes are handled as in FedAvg. A node that misses a synchronization changes between head
-and body with the others. `exogym.strategy.personal` describes personal parameters, their evaluation, and the options
-that they exclude.
+clients are sampled. `exogym.strategy.personal` describes personal parameters, their evaluation, and the options that
+they exclude.
 """
 
 from __future__ import annotations
@@ -23,13 +22,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Unpack
 
-import torch
 from torch import Tensor
 
 from exogym.core.fleet import Fleet
-from exogym.core.fleet.presence import rows_of
 from exogym.errors import ArgumentError, check_count
-from exogym.strategy.capabilities import Corrects, SeesLosses
+from exogym.strategy.capabilities import Corrects
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy
 from exogym.strategy.federated_averaging import AveragingCommunicator, FederatedOptions
 from exogym.strategy.federated_rounds import RoundModule
@@ -39,11 +36,13 @@ from exogym.strategy.rounds import RoundLength
 from exogym.strategy.strategy import Run
 
 
-class HeadThenBody(RoundModule, Corrects, SeesLosses):
+class HeadThenBody(RoundModule, Corrects):
     """Train only the personal parameters, and in the last `body_steps` steps of a round only the others.
 
-    State: whether each node trains the body now, (rows, 1).
+    State: whether nodes train the body now.
     """
+
+    counters = ("trains_body",)
 
     def __init__(self, average: AveragingCommunicator, body_steps: int):
         super().__init__(average)
@@ -63,8 +62,7 @@ class HeadThenBody(RoundModule, Corrects, SeesLosses):
 
     def start(self, fleet: Fleet, run: Run) -> None:
         super().start(fleet, run)
-        self.trains_body = torch.full((len(fleet), 1), self.is_of_body(1))
-        self.row_state = {"trains_body": self.trains_body}
+        self.trains_body = self.is_of_body(1)
 
     def is_of_body(self, step: int) -> bool:
         """Return whether step number `step` (from 1) trains the body."""
@@ -73,17 +71,11 @@ class HeadThenBody(RoundModule, Corrects, SeesLosses):
     def correct(self, row: int, parameters: Sequence[Tensor], grads: list[Tensor | None]) -> None:
         assert self.average.personal is not None
         for k, is_head in enumerate(self.average.personal.is_personal):
-            if is_head == bool(self.trains_body[row]):
+            if is_head == self.trains_body:
                 grads[k] = None
 
-    def see_losses(self, fleet: Fleet, first: int, losses: Tensor) -> None:
-        self.trains_body.fill_(self.is_of_body(first + losses.shape[1] + 1))  # also if no node can be reached
-
     def communicate(self, fleet: Fleet, step: int) -> None:
-        """Do nothing: nodes count steps, and need no message to change between head and body."""
-
-    def rejoin(self, fleet: Fleet, nodes: Sequence[int], step: int) -> None:
-        self.trains_body[rows_of(fleet, nodes)] = self.is_of_body(step)
+        self.trains_body = self.is_of_body(step + 1)  # nodes count steps, and need no message
 
 
 class FedRepStrategy(CommunicateOptimizeStrategy):
@@ -108,7 +100,7 @@ class FedRepStrategy(CommunicateOptimizeStrategy):
     """
 
     name, title, paper, payload = "fedrep", "FedRep", "arXiv:2102.07078", "P_s b / H"
-    tried = ("faults",)
+    tried = ()
     equation = "u_i <- H - s local steps on the head; phi_i <- s local steps on the body; phi as theta in fedavg"
     needs = "all nodes every H steps; with client_fraction a server and the sampled clients"
     not_taken = NO_PRIVACY

@@ -12,19 +12,15 @@ are y. Opt is the inner optimizer. At every step, with the averaging factors mu_
 Weight decay acts on z, as in the authors' default. Payload: P b bytes per node and step, for P parameters of b bytes,
 as in DDP; ring all-reduce, tx = rx = 2 (N-1)/N P b. With mu_x = 0 GPA is DDP. With SGD and mu_x = mu_y = mu the
 sequence y is DDP with Nesterov SGD at (1 - mu) times the rate. The evaluation model is x.
-
-Absent nodes are handled as in DDP. A returning node takes y.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Unpack
 
 from torch import Tensor
 
 from exogym.core.fleet import Fleet
-from exogym.core.fleet.presence import rows_of, shared_row
 from exogym.errors import check_number
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, GradientModule, PeriodicModule
 from exogym.strategy.simple_reduce import GradientAverage
@@ -42,14 +38,11 @@ class PrimalAverage(PeriodicModule):
     State: x and z, one copy each for all nodes.
     """
 
-    weighted_means = True
-
     def __init__(self, mu_x: float, mu_y: float):
         super().__init__()
         check_number("mu_x", mu_x, least=0, under=1)
         check_number("mu_y", mu_y, least=0, most=1)
         self.mu_x, self.mu_y = mu_x, mu_y
-        self._rows_have_z = False  # from the averaged gradient to the end of the step
 
     def traffic(self, P: float, N: int, b: float) -> list[Traffic]:
         return []
@@ -60,31 +53,15 @@ class PrimalAverage(PeriodicModule):
         self.shared_state = {f"{name}.{b}": t for name in "xz" for b, t in enumerate(getattr(self, name))}
 
     def give_z(self, fleet: Fleet) -> None:
-        """Give the present nodes z, on which the inner optimizer then steps."""
-        rows = rows_of(fleet, fleet.comm.present)
+        """Give the nodes z, on which the inner optimizer then steps."""
         for block, z in zip(fleet.blocks, self.z, strict=True):
-            block.params[rows] = z
-        self._rows_have_z = True
+            block.params.copy_(z.expand_as(block.params))
 
     def communicate(self, fleet: Fleet, step: int) -> None:
-        if not self._rows_have_z:
-            return  # the nodes skipped the step, so the rows still have y
-        self._rows_have_z = False
         for block, x, z in zip(fleet.blocks, self.x, self.z, strict=True):
-            z.copy_(shared_row(fleet, block.params))
+            z.copy_(block.params[:1])
             x.mul_(self.mu_x).add_(z, alpha=1 - self.mu_x)
-        self._give_y(fleet, fleet.comm.present)
-
-    def _give_y(self, fleet: Fleet, nodes: Sequence[int]) -> None:
-        rows = rows_of(fleet, nodes)
-        for block, x, z in zip(fleet.blocks, self.x, self.z, strict=True):
-            block.params[rows] = (self.mu_y * x).add_(z, alpha=1 - self.mu_y)
-
-    def sends_parameters(self, step: int) -> bool:
-        return False
-
-    def rejoin(self, fleet: Fleet, nodes: Sequence[int], step: int) -> None:
-        self._give_y(fleet, nodes)
+            block.params.copy_((self.mu_y * x).add_(z, alpha=1 - self.mu_y).expand_as(block.params))
 
     def consensus(self, fleet: Fleet) -> list[Tensor]:
         return [x[0] for x in self.x]
@@ -92,8 +69,6 @@ class PrimalAverage(PeriodicModule):
 
 class GradientAtY(GradientModule):
     """Average the nodes' gradients, which they took at y, and give the nodes z for the inner step."""
-
-    weighted_means = True
 
     def __init__(self, primal: PrimalAverage):
         super().__init__()
@@ -125,7 +100,7 @@ class GPAStrategy(CommunicateOptimizeStrategy):
     """
 
     name, title, paper, payload = "gpa", "GPA", "arXiv:2512.17131", "P b"
-    tried = ("faults", 'precision="fp16"')
+    tried = ()
     ranges = ("mu_x=0.98..0.999", "mu_y=0.5..0.95")
     equation = "g at y as ddp; z <- Opt(z, g); x <- mu_x x + (1 - mu_x) z; y <- mu_y x + (1 - mu_y) z"
     needs = "all nodes at every step, and a fast network"

@@ -13,7 +13,7 @@ model is the mean of the z_i.
 
 With H > 1 a node takes local steps on z_i between two exchanges, at the full learning rate. At the exchange x_i takes
 the sum of these steps. If w_i is not 1, z_i continues from x_i / w_i, not from the end of its local steps. w_i is not 1
-if a node gives more or less than it receives, or if nodes are absent. The paper has H = 1, where no gradient is
+if a node gives more or less than it receives. The paper has H = 1, where no gradient is
 computed between the change of x_i and the exchange. A different algorithm would add every local step to x_i at once, so
 that z_i moves at 1 / w_i of the learning rate. With quadratic losses and an uneven graph, that algorithm ended further
 from the optimum and diverged at lower learning rates.
@@ -22,9 +22,6 @@ Payload P b + 8 bytes per node and taker every H steps, where P is the number of
 the payload, and rx the same number for each giver, a node that sends to this node. By default node i has one taker at
 exchange t = 0, 1, ..., the node i + 2^(t mod ceil(log2 N)). After ceil(log2 N) exchanges without training all N = 2^k
 nodes hold the exact mean. A node waits only for its givers. The paper's overlap of several steps is not implemented.
-
-Absent nodes keep x_i and w_i, and no node sends to absent nodes. A returning node takes z from a node that stayed, and
-keeps its own weight. A node that starts anew (`forget`) also takes the other node's weight.
 """
 
 from __future__ import annotations
@@ -37,7 +34,6 @@ import torch
 from torch import Tensor
 
 from exogym.core.fleet import Fleet
-from exogym.core.fleet.presence import rows_of
 from exogym.errors import check_choice
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, PeriodicModule
 from exogym.strategy.graphs import check_graph, hops_of
@@ -70,16 +66,14 @@ def takers_of(graph: Any, num_nodes: int, turn: int = 0) -> list[list[int]]:
     return [sorted(j for j in near(i) if j != i) for i in range(n)]
 
 
-def pushing(takers: Sequence[Sequence[int]], present: Sequence[int]) -> Tensor:
+def pushing(takers: Sequence[Sequence[int]]) -> Tensor:
     """Return the shares P, (N, N): `P[i, j]` is the share of node j's values that node i receives.
 
-    Each present node splits its values evenly among itself and its present takers, so columns sum to 1.
+    Each node splits its values evenly among itself and its takers, so columns sum to 1.
     """
-    active, n = set(present), len(takers)
-    P = torch.zeros(n, n, dtype=torch.float64)
-    for i in range(n):
-        to = [i, *(j for j in takers[i] if j in active)] if i in active else [i]
-        P[to, i] = 1 / len(to)
+    P = torch.zeros(len(takers), len(takers), dtype=torch.float64)
+    for i, others in enumerate(takers):
+        P[[i, *others], i] = 1 / (1 + len(others))
     return P
 
 
@@ -113,7 +107,7 @@ class PushSum(PeriodicModule):
 
     def communicate(self, fleet: Fleet, step: int) -> None:
         takers = takers_of(self.graph, fleet.num_nodes, self.round_of(step)) if self.takers is None else self.takers
-        P = pushing(takers, fleet.comm.present)
+        P = pushing(takers)
         for block, x in zip(fleet.blocks, self.x, strict=True):
             x.add_(block.params - x / self.w.to(x))  # add the change of z since the last exchange
         *mixed, w = fleet.comm.mix_all([*self.x, self.w[:, 0]], P)
@@ -121,11 +115,6 @@ class PushSum(PeriodicModule):
         for block, x, new in zip(fleet.blocks, self.x, mixed, strict=True):
             x.copy_(new)
             block.params.copy_(x / self.w.to(x))
-
-    def rejoin(self, fleet: Fleet, nodes: Sequence[int], step: int) -> None:
-        rows = rows_of(fleet, nodes)
-        for block, x in zip(fleet.blocks, self.x, strict=True):
-            x[rows] = self.w[rows].to(x) * block.params[rows]
 
 
 class GradientPushStrategy(CommunicateOptimizeStrategy):
@@ -148,7 +137,7 @@ class GradientPushStrategy(CommunicateOptimizeStrategy):
     """
 
     name, title, paper, payload = "sgp", "Stochastic gradient push", "arXiv:1811.10792", "(P b + 8) / H"
-    tried = ("faults",)
+    tried = ()
     ranges = ()
     equation = "x_i <- sum_j P_ij x_j; w_i <- sum_j P_ij w_j; z_i <- x_i / w_i, which is trained"
     needs = "each node sends to one node and waits for one, every H steps"

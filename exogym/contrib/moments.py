@@ -10,7 +10,6 @@ from torch.optim import Optimizer
 
 from exogym.core.base.torch_private import bare_step
 from exogym.core.fleet import Block, Fleet
-from exogym.core.fleet.presence import rows_of
 from exogym.errors import ArgumentError
 from exogym.strategy.optim import OptimSpec
 
@@ -46,7 +45,7 @@ class Moments:
         self.kinds: list[Kind] = [*(kind for kind in (FIRST, SECOND) if {*kind} & {*names}), *own]
 
     def average(self, fleet: Fleet, kind: Kind) -> None:
-        """Average the moments of `kind` over the present nodes. The payload is P b bytes.
+        """Average the moments of `kind` over the nodes. The payload is P b bytes.
 
         A node's moment does not exist yet if its parameter has never had a gradient. Such a moment counts as zeros in
         the mean, and is not created.
@@ -58,10 +57,8 @@ class Moments:
             for row, (start, moment) in places:
                 x[row, start : start + moment.numel()] = moment.flatten()
             mean = fleet.comm.all_reduce(x, "mean")
-            present = set(rows_of(fleet, fleet.comm.present))
             for row, (start, moment) in places:
-                if row in present:
-                    moment.copy_(mean[row, start : start + moment.numel()].view_as(moment))
+                moment.copy_(mean[row, start : start + moment.numel()].view_as(moment))
 
 
 def _places(optimizer: Optimizer, block: Block, kind: Kind) -> Iterator[tuple[int, Tensor]]:

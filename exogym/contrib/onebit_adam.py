@@ -8,9 +8,8 @@ first W steps are the warm-up:
     t >  W:  m_i = beta1 m + (1 - beta1) g_i;   m <- the compressed mean of m_i;   v stays
     theta <- theta - gamma (m / (sqrt(v) + eps) + lambda theta)
 
-There is no bias correction. A step that overflows in fp16 does not count in t. The compressed mean has two errors,
-which begin at 0: e_i of each worker i, and s of the node that serves the entry. C(x) = sign(x) |x|_2 / sqrt(d) for the
-d entries of a tensor, or of a chunk:
+There is no bias correction. The compressed mean has two errors, which begin at 0: e_i of each worker i, and s of the
+node that serves the entry. C(x) = sign(x) |x|_2 / sqrt(d) for the d entries of a tensor, or of a chunk:
 
     q_i = C(m_i + e_i);   e_i <- m_i + e_i - q_i;   m <- C(mean_i q_i + s);   s <- mean_i q_i + s - m
 
@@ -20,11 +19,8 @@ so entries with v = 0 keep m = 0 (the published code has a mask for such entries
 
 Payload in the warm-up: P b bytes per step, all-reduce, for P parameters of b bytes. Then, with S = ceil(sum_t
 ceil(d_t / N) / 8) + 4 T bytes for T tensors of d_t entries: N S bytes per step in the all-to-all, and S in the
-all-gather; tx = rx = 2 (N-1) S, a 32nd of DDP's bytes.
-
-With absent nodes, the present nodes divide the chunks. A node keeps the errors of entries that it does not serve now. A
-returning node begins without errors, and gets m and v from a node that stayed. A single present node compresses
-nothing.
+all-gather; tx = rx = 2 (N-1) S, a 32nd of DDP's bytes. A single
+node compresses nothing.
 """
 
 from __future__ import annotations
@@ -41,7 +37,6 @@ from exogym.core.compress.compressor import through_shards
 from exogym.core.compress.quantize import pack, unpack
 from exogym.core.fleet import Fleet
 from exogym.core.fleet.layout import Layout
-from exogym.core.fleet.presence import give_shared, rows_of, shared_row
 from exogym.errors import check_number
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, GradientModule
 from exogym.strategy.compressed_gradients import own_gradients
@@ -95,13 +90,10 @@ def scales_of(row: Tensor, widths: Sequence[int], counts: Sequence[int]) -> Tens
 class FrozenAdam(GradientModule):
     """Replace the gradients by m / (sqrt(v) + eps).
 
-    State: the errors of each node, as a worker and as a server, (rows, P) each; m and v, (P,); the steps of the warm-up
-    so far.
+    State: the errors of each node, as a worker and as a server, (rows, P) each; m and v, (P,).
     """
 
-    acts_on = "row"
-    counters = ("warm",)
-    clip_first = weighted_means = right_in_mean = needs_length = True
+    clip_first = True
 
     def __init__(self, warmup: float, beta1: float, beta2: float, eps: float):
         super().__init__()
@@ -110,7 +102,6 @@ class FrozenAdam(GradientModule):
         check_number("beta2", beta2, least=0, under=1)
         check_number("eps", eps, over=0)
         self.warmup, self.beta1, self.beta2, self.eps = warmup, beta1, beta2, eps
-        self.warm = 0  # not the run's step: an overflow leaves the gradients out, and v must not stay 0
 
     def traffic(self, P: float, N: int, b: float) -> list[Traffic]:
         late, chunk = 1 / max(1 - self.warmup, 1e-9), math.ceil(P / N) / 8
@@ -119,8 +110,8 @@ class FrozenAdam(GradientModule):
 
     def start(self, fleet: Fleet, run: Run) -> None:
         super().start(fleet, run)
-        self.cuts: dict[tuple[int, int], Chunks] = {}
         self.last_warm = math.ceil(self.warmup * run.total_steps)
+        self.cuts = [Chunks(block.layout, fleet.num_nodes, block.params.device) for block in fleet.blocks]
         for b, block in enumerate(fleet.blocks):
             wide = torch.promote_types(block.params.dtype, torch.float32)
             for name in ("worker", "server"):
@@ -128,20 +119,13 @@ class FrozenAdam(GradientModule):
             for name in ("m", "v"):
                 self.shared_state[f"{name}.{b}"] = torch.zeros_like(block.params[0], dtype=wide)
 
-    def rejoin(self, fleet: Fleet, nodes: Sequence[int], step: int) -> None:
-        for error in self.row_state.values():
-            error[rows_of(fleet, nodes)] = 0
-        give_shared(fleet, self.shared_state.values(), nodes)
-
     def transform(self, fleet: Fleet, step: int, lr: float) -> None:
-        is_warm_up = self.warm < self.last_warm
-        self.warm += is_warm_up
         for b, block in enumerate(fleet.blocks):
             grads, m, v = own_gradients(fleet, block), self.shared_state[f"m.{b}"], self.shared_state[f"v.{b}"]
             mark_used(fleet, block)
             used = spread(block.has_grad[0], [slot.numel for slot in block.layout]).to(m.device)
-            if is_warm_up:
-                g = shared_row(fleet, fleet.comm.all_reduce(grads, "mean"))[0].to(m.dtype)
+            if step <= self.last_warm:
+                g = fleet.comm.all_reduce(grads, "mean")[0].to(m.dtype)
                 v.copy_(torch.where(used, self.beta2 * v + (1 - self.beta2) * g.square(), v))
                 new = self.beta1 * m + (1 - self.beta1) * g
             else:
@@ -151,20 +135,16 @@ class FrozenAdam(GradientModule):
         broadcast_buffers(fleet)
 
     def _mean(self, fleet: Fleet, b: int, x: Tensor) -> Tensor:
-        """Return (P,), the compressed mean of `x` (rows, P) over the present nodes."""
-        members, sizes = fleet.comm.present, [slot.numel for slot in fleet.blocks[b].layout]
-        if len(members) == 1:
-            return shared_row(fleet, x)[0]
-        chunks = self.cuts.get((b, len(members)))
-        if chunks is None:
-            chunks = self.cuts[b, len(members)] = Chunks(fleet.blocks[b].layout, len(members), x.device)
+        """Return (P,), the compressed mean of `x` (rows, P)."""
+        if fleet.num_nodes == 1:
+            return x[0]
+        chunks, sizes = self.cuts[b], [slot.numel for slot in fleet.blocks[b].layout]
         workers, servers = self.row_state[f"worker.{b}"], self.row_state[f"server.{b}"]
         messages = []
-        for total, error, rank in zip(x + workers, workers, fleet.ranks, strict=True):
+        for total, error in zip(x + workers, workers, strict=True):
             scales = scales_of(total, sizes, sizes)
-            messages.append(chunks.packed(pad(total, (0, 1))[chunks.at], scales.expand(len(members), -1)))
-            if rank in members:
-                error.copy_(total - torch.where(total >= 0, 1, -1) * spread(scales, sizes))
+            messages.append(chunks.packed(pad(total, (0, 1))[chunks.at], scales.expand(fleet.num_nodes, -1)))
+            error.copy_(total - torch.where(total >= 0, 1, -1) * spread(scales, sizes))
 
         def serve(row: int, k: int, mean: Tensor) -> Tensor:
             at, real = chunks.at[k], chunks.at[k] < x.shape[1]
@@ -204,7 +184,7 @@ class OneBitAdamStrategy(CommunicateOptimizeStrategy):
     """
 
     name, title, paper = "onebit_adam", "1-bit Adam", "arXiv:2102.02888"
-    tried = ("faults", 'precision="fp16"')
+    tried = ()
     ranges = ("lr=3e-4..3e-2", "beta1=0.8..0.95")
     payload = "P b warmup + (N + 1) ceil(P / N) / 8 (1 - warmup)"
     equation = "t <= W: Adam as ddp; later m <- C(mean_i C(beta1 m + (1 - beta1) g_i + e_i) + s), and v stays"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -47,11 +45,6 @@ class Outliers:
         at = ((count - 1) % self.memory).long()[:, None]
         window.scatter_(1, at, torch.where(count >= self.memory, _z(G, m, s), 0.0)[:, None])
         return unusual
-
-    def forget(self, rows: Sequence[int]) -> None:
-        """Begin the histories of `rows` again."""
-        for x in self.state().values():
-            x[rows] = 0.0
 
 
 def _z(G: Tensor, m: Tensor, s: Tensor) -> Tensor:

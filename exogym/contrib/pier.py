@@ -15,8 +15,7 @@ paper's 0.99, 0.95 and 0.9. The rate eta_t rises linearly from 0 to eta during 1
 mu_t and eta_t by cosines, which ExoGym does not have.
 
 Payload: P b bytes per node and step up to W, then P b every H steps, for P parameters of b bytes; ring all-reduce, tx =
-rx = 2 (N-1)/N P b. Without warm-up and decay, Pier is DiLoCo. Absent nodes are handled as in DDP up to W, and as in
-DiLoCo later.
+rx = 2 (N-1)/N P b. Without warm-up and decay, Pier is DiLoCo.
 """
 
 from __future__ import annotations
@@ -46,7 +45,6 @@ class PierCommunicator(OuterModule):
         decay: whether eta_t and mu_t change. If False they are eta and mu after the warm-up.
     """
 
-    weighted_means = needs_length = True
     counters = ("t",)
 
     def __init__(self, H: RoundLength, outer_lr: float, outer_momentum: float, warmup: float, decay: bool):
@@ -92,19 +90,14 @@ class PierCommunicator(OuterModule):
         self.W, self.outer = W, OuterParameters(fleet, rule, self.round_of(T) + 1)
 
     def communicate(self, fleet: Fleet, step: int) -> None:
-        self.t = max(self.t, min(step, self.W))  # also if an overflow or absent nodes left the gradients out
         if step > self.W:
             super().communicate(fleet, step)
             return
         outer = self.outer
         x = outer.equal_parameters(fleet)
-        outer.received.renew(fleet.comm.present)
         outer.optimizer.step(outer.views([t - x_k for t, x_k in zip(outer.theta, x, strict=True)]), self.round_of(step))
         for theta, x_k in zip(outer.theta, x, strict=True):  # the rate was 0: the step has changed v alone
             theta.copy_(x_k)
-
-    def sends_parameters(self, step: int) -> bool:
-        return step > self.W
 
     def finish(self, fleet: Fleet, step: int, since: int) -> None:
         if step > self.W:
@@ -116,8 +109,6 @@ class PierCommunicator(OuterModule):
 
 class WarmUp(GradientModule):
     """Average the nodes' gradients up to the step that `outer` gives. Later each node uses its own gradient."""
-
-    weighted_means = True
 
     def __init__(self, outer: PierCommunicator):
         super().__init__()
@@ -157,7 +148,7 @@ class PierStrategy(CommunicateOptimizeStrategy):
     """
 
     name, title, paper, payload = "pier", "Pier", "arXiv:2511.17849", "P b (warmup + (1 - warmup) / H)"
-    tried = ("faults", 'precision="fp16"')
+    tried = ()
     ranges = ("outer_lr=0.3..1.5", "outer_momentum=0.0..0.95")
     equation = "t <= W: as ddp, v <- mu v + theta - theta_i; later as diloco with mu_t and eta_t"
     needs = "all nodes at every step up to W, then every H steps"

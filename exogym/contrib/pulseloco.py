@@ -18,9 +18,6 @@ Payload per round: nodes gather their numbers of entries, 8 bytes each. K is the
 Then each node sends K (b + 4) bytes, for values of b bytes (4 or more) with 4-byte indices; all-gather, tx = rx = (N-1)
 payload. Parameters of several dtypes have a K for each dtype. `advise` cannot know K, and reckons with K / P =
 `VISIBLE`.
-
-With absent nodes, Delta is the mean over the present nodes. A node that missed the synchronization keeps theta_i and
-e_i and continues. Its next s_i has the theta that it last received. A returning node begins with e_i = 0.
 """
 
 from __future__ import annotations
@@ -32,7 +29,6 @@ import torch
 from torch import Tensor
 
 from exogym.core.fleet import Fleet
-from exogym.core.fleet.presence import rows_of, where_present
 from exogym.errors import check_choice
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy
 from exogym.strategy.options import split
@@ -60,9 +56,8 @@ class VisibleEntries:
         self.fleet, self.error, self.theta, self.dtype = fleet, error, theta, dtype
 
     def encode(self, x: Tensor) -> Sequence[Tensor]:
-        s = self.error.add_(x)  # x is 0 for absent nodes
+        s = self.error.add_(x)
         M = self.theta.to(self.dtype) != (self.theta - s).to(self.dtype)
-        M = where_present(self.fleet, M, torch.zeros_like(M))
         K = max(1, int(self.fleet.comm.all_gather(M.sum(1, keepdim=True)).max()))
         indices = torch.full((len(s), K), s.shape[1], dtype=torch.int32, device=s.device)  # P stands for no entry
         values = s.new_zeros(len(s), K)
@@ -88,9 +83,6 @@ class VisibleOuterStep(OuterModule):
     State: theta and the outer optimizer's state, one copy for all nodes; e_i of each node, (rows, P), in fp32 or wider.
     """
 
-    acts_on = "row"
-    weighted_means = right_in_mean = True
-
     def __init__(self, H: RoundLength, rule: OuterRule, cast: str | None):
         super().__init__()
         self.take_rounds(H)
@@ -111,11 +103,6 @@ class VisibleOuterStep(OuterModule):
             VisibleEntries(fleet, self.row_state[f"error.{b}"], theta, CASTS[self.cast] if self.cast else theta.dtype)
             for b, theta in enumerate(self.outer.theta)
         ]
-
-    def rejoin(self, fleet: Fleet, nodes: Sequence[int], step: int) -> None:
-        super().rejoin(fleet, nodes, step)
-        for error in self.row_state.values():
-            error[rows_of(fleet, nodes)] = 0
 
 
 class PULSELoCoOptions(OuterRuleOptions, InnerOptions, total=False):
@@ -149,7 +136,7 @@ class PULSELoCoStrategy(CommunicateOptimizeStrategy):
     """
 
     name, title, paper = "pulseloco", "PULSELoCo", "arXiv:2602.03839"
-    tried = ("faults",)
+    tried = ()
     ranges = ("outer_lr=0.1..1.5", "outer_momentum=0.0..0.95")
     payload = f"({VISIBLE} P (b + 4) + 8) / H"
     equation = (

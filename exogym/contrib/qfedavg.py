@@ -12,10 +12,7 @@ F_i is taken at theta. The authors compute it over all of the client's examples.
 first local step of the round, so no further pass over the data is needed; for full batches it is the same number. As
 in the authors' code, 1e-10 is added to F_i. Clients have equal weights, as in the paper.
 
-Payload P b + 8 bytes per client every H steps, for P parameters of b bytes. Absent nodes are handled as in FedAvg. A
-client that took no step in the round has Delta_i = h_i = 0. A node that missed a synchronization continues from its
-theta_i, and its next Delta_i counts from the theta that it last received. Its part of the mean is that theta if it
-takes no step in the next round.
+Payload P b + 8 bytes per client every H steps, for P parameters of b bytes.
 """
 
 from __future__ import annotations
@@ -53,8 +50,7 @@ class FairShares(RoundModule, SeesLosses):
         q: the exponent.
         L: the constant of the server's step.
 
-    State: each client's F_i, (rows, 1), infinite until its first step of the round, and negative then if the client
-    missed the last synchronization.
+    State: each client's F_i, (rows, 1), infinite until its first step of the round.
     """
 
     def __init__(self, average: AveragingCommunicator, near: ProximalTerm, q: float, L: float):
@@ -70,10 +66,6 @@ class FairShares(RoundModule, SeesLosses):
         self.row_state = {"F": self.F}
 
     def see_losses(self, fleet: Fleet, first: int, losses: Tensor) -> None:
-        if first == 0 or self.average.next_event(first - 1) == first:
-            unsent = self.F.isfinite() | self.F.isneginf()
-            self.F.fill_(torch.inf)
-            self.F[unsent] = -torch.inf
         for row, seen in enumerate(losses.cpu().double()):
             if self.F[row].isinf() and len(finite := seen[seen.isfinite()]):
                 self.F[row] = finite[0]
@@ -85,21 +77,19 @@ class FairShares(RoundModule, SeesLosses):
         share, h = torch.zeros(len(fleet), dtype=torch.float64), torch.zeros(len(fleet), dtype=torch.float64)
         received, changed = list(self.near.row_state.values()), False
         for row in rows_of(fleet, members):
-            moved = sum(_square(theta[row] - b.params[row]) for b, theta in zip(fleet.blocks, received, strict=True))
-            square = float(fleet.comm.wire.columns.sum(torch.as_tensor(moved)))
+            moved = [theta[row] - block.params[row] for block, theta in zip(fleet.blocks, received, strict=True)]
+            square = sum(float(x.double().square().sum()) for x in moved)
             F = float(self.F[row]) + LEAST
-            changed = changed or (square > 0 and -math.inf < F)
-            if -math.inf < F <= 0 and square:
+            changed = changed or square > 0
+            if F <= 0 and square:
                 raise TrainingError(
                     f"q-FedAvg needs a positive loss, but node {fleet.ranks[row]} had {F - LEAST:g} in this round: "
                     "take a loss that is positive"
                 )
-            if 0 < F < math.inf:  # otherwise the node took no step
+            if 0 < F < math.inf:  # otherwise no loss of the node was finite
                 share[row] = _power(F, self.q)
                 h[row] = share[row] + self.q * _power(F, self.q - 1) * self.L * square
         mean = float(self.all_reduce(fleet, h, "mean", members))
-        if changed and self.F.isinf().all() and not mean:
-            raise TrainingError("q-FedAvg needs each client's loss: in your own loop call nodes.step(loss)")
         if math.isinf(mean) or share.isinf().any() or (changed and not mean):
             raise TrainingError(
                 f"q-FedAvg divides by the sum of h_i, which is {mean:g} with q={self.q:g} and losses from "
@@ -116,10 +106,6 @@ def _power(x: float, y: float) -> float:
         return float(x**y)
     except OverflowError:
         return math.inf
-
-
-def _square(x: Tensor) -> Tensor:
-    return x.double().square().sum().cpu()
 
 
 class QFedAvgStrategy(CommunicateOptimizeStrategy):
@@ -145,7 +131,7 @@ class QFedAvgStrategy(CommunicateOptimizeStrategy):
     """  # noqa: E501
 
     name, title, paper, payload = "qfedavg", "q-FedAvg", "arXiv:1905.10497", "(P b + 8) / H"
-    tried = ("faults", "attach")
+    tried = ()
     equation = "theta <- theta - sum_i F_i^q L (theta - theta_i) / sum_i h_i, F_i: client i's loss at theta"
     needs = "all nodes every H steps; with client_fraction a server and the sampled clients"
     ranges = ("q=0.001..5.0",)

@@ -9,9 +9,9 @@ is x, encoded and decoded. The gradient g_i of node i is cut into N shards, and 
 
 Each entry is rounded twice, whatever N is (a ring would round N times). All nodes end with the same bits.
 
-Payload for P parameters in codes of `bits` bits, with a scale for each `bucket` entries and w = ceil(P / N): S = N
-(ceil(w bits / 8) + 4 ceil(w / bucket)) bytes in an all-to-all, then S / N bytes in an all-gather; tx = rx = 2 (N-1)/N
-S. Absent nodes are handled as in DDP, and each present node has one shard.
+Payload for P parameters in codes of `bits` bits, with a scale for each `bucket` entries and w = ceil(P / N):
+S = N (ceil(w bits / 8) + 4 ceil(w / bucket)) bytes in an all-to-all, then S / N bytes in an all-gather;
+tx = rx = 2 (N-1)/N S.
 """
 
 from __future__ import annotations
@@ -31,9 +31,6 @@ from exogym.strategy.traffic import Traffic
 
 class QuantizedAverage(GradientModule):
     """Replace each node's gradient by the quantized mean over the nodes."""
-
-    weighted_means = right_in_mean = True
-    acts_on = "row"
 
     def __init__(self, bits: int, bucket: int):
         super().__init__()

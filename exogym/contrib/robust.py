@@ -78,12 +78,17 @@ def modular(strategy: Any) -> CommunicateOptimizeStrategy:
     """Return a strategy that a wrapper of this package can change.
 
     Raises:
-        ArgumentError: the strategy is not made of modules.
+        ArgumentError: the strategy is not made of modules, or is a method of this package.
     """
     if getattr(strategy, "driven_by", None) != "rounds":
         raise ArgumentError(
             f"strategy={strategy!r} is not made of modules: wrap a strategy of modules, such as DiLoCoStrategy() or "
             "FedAvgStrategy()"
+        )
+    if strategy.tried is not None:
+        raise ArgumentError(
+            f"{type(strategy).__name__} with a wrapper of exogym.contrib: not tried together; wrap a strategy of the "
+            "core (docs/promises.md)"
         )
     return strategy
 

@@ -13,8 +13,7 @@ The option `buffers` keeps, resets or averages the inner optimizers' states (the
 Payload: P b bytes per node every H steps, for P parameters of b bytes; ring all-reduce, tx = rx = 2 (N-1)/N P b. Each
 averaged inner optimizer state adds the same number of bytes. With beta = 0 and alpha = 1 SlowMo is local SGD. With a
 constant gamma SlowMo is DiLoCo whose outer optimizer is SGD with heavy-ball momentum, at the rate eta = alpha and the
-momentum mu = beta. With a changing gamma SlowMo is not DiLoCo, because u has the unit of a gradient. Absent nodes are
-handled as in DiLoCo.
+momentum mu = beta. With a changing gamma SlowMo is not DiLoCo, because u has the unit of a gradient.
 """
 
 from __future__ import annotations
@@ -80,8 +79,6 @@ class SlowMoCommunicator(OuterModule):
             over nodes at each outer step.
     """
 
-    weighted_means = True
-
     def __init__(self, inner: Inner, H: RoundLength, slow_lr: float, slow_momentum: float, buffers: str):
         super().__init__()
         self.take_rounds(H)
@@ -134,7 +131,7 @@ class SlowMoStrategy(CommunicateOptimizeStrategy):
     """
 
     name, title, paper, payload = "slowmo", "SlowMo", "arXiv:1910.00643", "P b / H"
-    tried = ("faults",)
+    tried = ()
     ranges = ("slow_lr=0.5..1.5", "slow_momentum=0.0..0.95")
     equation = "u <- beta u + (theta - mean_i theta_i) / gamma; theta <- theta - alpha gamma u; theta_i <- theta"
     needs = "all nodes every H steps"

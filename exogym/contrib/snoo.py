@@ -11,7 +11,7 @@ mu the momentum's decay. Each step is a step of DDP. After every H steps (the pa
 Payload: P b bytes per node and step, for P parameters of b bytes, as in DDP; the outer step sends nothing. ring
 all-reduce, tx = rx = 2 (N-1)/N P b. SNOO on one node is DiLoCo on one node. With mu = 0 SNOO is Lookahead. The
 evaluation model has the fast weights, which are the slow weights right after an outer step. Steps after the last whole
-round take no outer step. Absent nodes are handled as in DDP.
+round take no outer step.
 """
 
 from __future__ import annotations
@@ -37,8 +37,6 @@ class OuterStepOfEqualNodes(OuterModule):
         rule: the outer optimizer and its schedules.
     """
 
-    weighted_means = True
-
     def __init__(self, H: RoundLength, rule: OuterRule):
         super().__init__()
         self.take_rounds(H)
@@ -55,9 +53,6 @@ class OuterStepOfEqualNodes(OuterModule):
         s = [w - x for w, x in zip(self.outer.theta, self.outer.equal_parameters(fleet), strict=True)]
         present = list(fleet.comm.present)
         self.outer.arrive(fleet, Flight(s, present, self.round_of(step), step), present)
-
-    def sends_parameters(self, step: int) -> bool:
-        return False
 
     def finish(self, fleet: Fleet, step: int, since: int) -> None:
         """Do nothing: the nodes are equal."""

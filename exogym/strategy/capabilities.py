@@ -31,9 +31,6 @@ class Corrects(ABC):
         into `grads`, the inner optimizer leaves that parameter and its optimizer state alone in this step.
         """
 
-    def skipped(self, row: int) -> None:  # noqa: B027
-        """Count a local step that the node in `row` skipped, because a gradient overflowed in fp16."""
-
 
 class SeesLosses(ABC):
     """Capability to see each node's own training losses."""

@@ -44,12 +44,12 @@ class ProximalTerm(RoundModule, Corrects):
     """Add the proximal term mu (w - theta) to every local gradient.
 
     w are the node's parameters, and theta the parameters that the node last received. In the list of modules, this
-    module stands after the averaging. `when(row)` says whether the node in a row has the term now (None: always).
+    module stands after the averaging. `when` says whether nodes have the term now (None: always).
 
     State: the theta that each node last received, (rows, P).
     """
 
-    def __init__(self, average: AveragingCommunicator, mu: float, when: Callable[[int], bool] | None = None):
+    def __init__(self, average: AveragingCommunicator, mu: float, when: Callable[[], bool] | None = None):
         super().__init__(average)
         check_number("mu", mu, least=0)
         self.mu, self.when = float(mu), when
@@ -72,7 +72,7 @@ class ProximalTerm(RoundModule, Corrects):
 
     @torch.no_grad()
     def correct(self, row: int, parameters: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
-        if self.mu and (self.when is None or self.when(row)):
+        if self.mu and (self.when is None or self.when()):
             received = views(list(self.row_state.values()), self.layouts, row)
             trained, w, theta = with_gradient(self.average.shared_only(grads), parameters, received)
             if trained:

@@ -25,7 +25,7 @@ from exogym.core.fleet import Fleet
 from exogym.core.fleet.layout import Cut, cut_of
 from exogym.core.fleet.presence import all_present, rows_of, shared_row
 from exogym.core.fleet.state import Tensors, below
-from exogym.strategy.communicate_optimize import PeriodicModule
+from exogym.strategy.communicate_optimize import CommunicationModule, PeriodicModule
 from exogym.strategy.fragments import Fragment, Piece, whole
 from exogym.strategy.outer import OuterOptimizer, OuterRule, Received
 
@@ -251,3 +251,35 @@ class OuterModule(PeriodicModule):
 
     def cut(self, name: str, shape: Sequence[int]) -> Cut | None:
         return super().cut(name, shape) if name in self.row_state else self.outer.cut(name, shape)
+
+
+class OuterFragments(CommunicationModule):
+    """Base class of modules that synchronize the outer parameters of the model's fragments.
+
+    Subclasses set `outer` in `start`, with one element per fragment.
+    """
+
+    outer: list[OuterParameters]
+
+    def rejoin(self, fleet: Fleet, nodes: Sequence[int], step: int) -> None:
+        for outer in self.outer:
+            outer.rejoin(nodes)
+
+    def consensus(self, fleet: Fleet) -> list[Tensor]:
+        """Return the outer parameters of all fragments, as one (P,) tensor per block."""
+        result = {id(block): block.params.new_empty(1, block.layout.numel) for block in fleet.blocks}
+        for outer in self.outer:
+            for piece, theta in zip(outer.fragment, outer.theta, strict=True):
+                piece.put(result[id(piece.block)], theta)
+        return [result[id(block)][0] for block in fleet.blocks]
+
+    def save_state(self) -> Tensors:
+        return {f"{p}.{name}": x for p, outer in enumerate(self.outer) for name, x in outer.state().items()}
+
+    def load_state(self, tensors: Tensors) -> None:
+        for p, outer in enumerate(self.outer):
+            outer.load_state(below(f"{p}.", tensors))
+
+    def cut(self, name: str, shape: Sequence[int]) -> Cut | None:
+        p, _, rest = name.partition(".")
+        return self.outer[int(p)].cut(rest, shape) if p.isdigit() else super().cut(name, shape)

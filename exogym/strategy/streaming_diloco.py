@@ -31,18 +31,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Unpack
 
-from torch import Tensor
-
 from exogym.core.compress import E3M0, Absmax, Quantized
 from exogym.core.fleet import Fleet
-from exogym.core.fleet.layout import Cut
-from exogym.core.fleet.state import Tensors, below
 from exogym.errors import ArgumentError, check_choice, check_count, check_number, checked
-from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, CommunicationModule
+from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy
 from exogym.strategy.fragments import Piece, fragments
 from exogym.strategy.options import split
 from exogym.strategy.outer import OuterOptions, OuterRule
-from exogym.strategy.outer_parameters import OuterParameters
+from exogym.strategy.outer_parameters import OuterFragments, OuterParameters
 from exogym.strategy.rounds import check_one_length
 from exogym.strategy.strategy import InnerOptions, Run
 from exogym.strategy.traffic import Traffic
@@ -50,7 +46,7 @@ from exogym.strategy.traffic import Traffic
 QUANTIZERS = {4: E3M0, 8: lambda: Absmax(8)}
 
 
-class StreamingCommunicator(CommunicationModule):
+class StreamingCommunicator(OuterFragments):
     """Take the outer steps of Streaming DiLoCo. `StreamingDiLoCoStrategy` describes the arguments."""
 
     weighted_means = True
@@ -141,29 +137,6 @@ class StreamingCommunicator(CommunicationModule):
                 outer.finish(fleet, step, (step - 1) // self.H if left else None)
                 if p == 0:
                     fleet.synchronise_buffers()
-
-    def rejoin(self, fleet: Fleet, nodes: Sequence[int], step: int) -> None:
-        for outer in self.outer:
-            outer.rejoin(nodes)
-
-    def consensus(self, fleet: Fleet) -> list[Tensor]:
-        """Return the outer parameters of all fragments, as one (P,) tensor per block."""
-        result = {id(block): block.params.new_empty(1, block.layout.numel) for block in fleet.blocks}
-        for outer in self.outer:
-            for piece, theta in zip(outer.fragment, outer.theta, strict=True):
-                piece.put(result[id(piece.block)], theta)
-        return [result[id(block)][0] for block in fleet.blocks]
-
-    def save_state(self) -> Tensors:
-        return {f"{p}.{name}": x for p, outer in enumerate(self.outer) for name, x in outer.state().items()}
-
-    def cut(self, name: str, shape: Sequence[int]) -> Cut | None:
-        p, _, rest = name.partition(".")
-        return self.outer[int(p)].cut(rest, shape) if p.isdigit() else None
-
-    def load_state(self, tensors: Tensors) -> None:
-        for p, outer in enumerate(self.outer):
-            outer.load_state(below(f"{p}.", tensors))
 
 
 class StreamingOptions(OuterOptions, InnerOptions, total=False):

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from exogym import LocalTrainer
-from exogym.faults import Faults
 from exogym.strategy import ACCOStrategy, FedAvgStrategy, OptimSpec, SimpleReduceStrategy
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -133,36 +132,3 @@ def test_of_gradients_that_do_not_change_it_is_ddp_with_half_the_steps() -> None
     for steps in (9, 10):
         same(end(ACCOStrategy(lr=0.02), steps), ddp)
     unlike(end(ACCOStrategy(lr=0.02), 8), ddp)
-
-
-@pytest.mark.parametrize("away", [(3, 5), (4, 6), (4, 7), (5, 8)])
-def test_a_node_that_was_away_is_like_the_others(away: tuple[int, int]) -> None:
-    """It leaves and returns in either step of a round."""
-    ours = train(ACCOStrategy(lr=0.02), shards(3), 3, faults=Faults(absent={1: [away]}))
-    assert torch.equal(ours.rows, ours.rows[:1].expand_as(ours.rows))
-    unlike(ours.rows, train(ACCOStrategy(lr=0.02), shards(3), 3).rows)
-
-
-@pytest.mark.parametrize(
-    ("absent", "steps"),
-    [
-        ({0: [(4, 7)], 1: [(5, 7)]}, 4),
-        ({0: [(5, 7)], 1: [(3, 7)]}, 4),
-        ({0: [(4, 8)], 1: [(5, 8)]}, 4),  # the last of them an estimate's
-        ({0: [(4, 7)], 1: [(5, None)]}, 4),
-        ({0: [(5, 8)], 1: [(6, None)]}, 3),
-    ],
-)
-def test_nodes_go_on_with_the_state_of_the_last_one_to_leave(absent: Any, steps: int) -> None:
-    """Before, a node that left earlier began with a new optimizer, or kept an old estimate's step, if none stayed."""
-    states: list[dict[str, Tensor]] = []
-
-    def look(loop: Any) -> None:
-        there = [0] if absent[1][0][1] is None else [0, 1]
-        states[:] = [loop.fleet.state.row(row, ["optimizer"]) for row in there]
-
-    ours = train(ACCOStrategy(lr=0.02), shards(2), 2, steps=11, faults=Faults(absent=absent), callbacks=[look])
-    assert float(states[0]["optimizer.0.step"]) == steps
-    for state in states[1:]:
-        assert torch.equal(ours.rows[0], ours.rows[1]) and state.keys() == states[0].keys()
-        assert all(torch.equal(state[name], x) for name, x in states[0].items())

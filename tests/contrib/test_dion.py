@@ -24,7 +24,6 @@ from torch import Tensor, nn
 
 from exogym.core.base.rng import generator
 from exogym.errors import ArgumentError
-from exogym.faults import Faults
 from exogym.strategy import DionStrategy, FedAvgStrategy
 
 Models = list[nn.Module]
@@ -182,26 +181,6 @@ def test_under_a_constant_gradient_the_direction_becomes_orthonormal() -> None:
 
 
 # Absent nodes, no gradients, several dtypes
-
-
-@pytest.mark.parametrize("fraction", [0.3, 1.0])
-def test_a_node_that_was_away_is_like_the_others_and_keeps_nothing(fraction: float) -> None:
-    ours = train(DionStrategy(fraction, **RATES), shards(3), 3, faults=Faults(absent={1: [(4, 7)]}))
-    assert torch.equal(ours.rows, ours.rows[:1].expand_as(ours.rows))
-    unlike(ours.rows, train(DionStrategy(fraction, **RATES), shards(3), 3).rows)
-    fleet, acting = begun(3, fraction)
-    (block,), (kept,) = fleet.blocks, acting.gradients[0].row_state.values()
-    for step in (1, 2):
-        block.own_grads().copy_(torch.randn(3, 57, generator=torch.Generator().manual_seed(step)))
-        if step == 2:
-            before, fleet.comm.present = kept.clone(), [0, 2]
-            block.own_grads()[1] = torch.nan  # nothing was computed there
-        acting.transform_gradients(step, 0.1)
-    assert torch.equal(kept[1], before[1]) and block.grads.isfinite().all()
-    assert kept[1].any() == (fraction < 1) and torch.equal(kept[[0, 2]], before[[0, 2]]) == (fraction == 1)
-    fleet.comm.present = [0, 1, 2]
-    acting.bring_back([1], 0, 3)
-    assert not kept[1].any() and kept[[0, 2]].any() == (fraction < 1)
 
 
 @pytest.mark.parametrize("fraction", [0.3, 1.0])

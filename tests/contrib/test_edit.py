@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from exogym import Placement
 from exogym.errors import ArgumentError
-from exogym.faults import Faults
 from exogym.strategy import DiLoCoStrategy, EDiTStrategy
 
 OFF: dict[str, Any] = {"reject": None, "temperature": None, "clip": None}
@@ -118,13 +117,6 @@ def test_a_layer_that_all_reject_stays_and_is_not_sent() -> None:
     whole = train(EDiTStrategy(H=1, lr=0.02, reject=None), shards(2, same=True), 2, steps=12)
     assert (alone.payload < whole.payload).all()
     assert torch.equal(alone.rows, alone.model.expand_as(alone.rows))
-
-
-def test_absent_nodes_have_no_weight() -> None:
-    away = Faults(absent={1: [(3, None)]})
-    ours = train(EDiTStrategy(H=2, lr=0.02, temperature=0.1), shards(3), 3, steps=8, faults=away)
-    assert torch.equal(ours.rows[0], ours.rows[2]) and ours.model.isfinite().all()
-    unlike(ours.model, train(EDiTStrategy(H=2, lr=0.02, temperature=0.1), shards(3), 3, steps=8).model)
 
 
 def test_edit_refuses_numbers_that_are_none() -> None:

@@ -10,8 +10,6 @@ import torch
 from problems import Regressor, fleet_of, plain, put, run_of, same, shards, train, unlike, vector
 from torch import Tensor, nn
 
-from exogym import LocalTrainer
-from exogym.callbacks import Every
 from exogym.core.base.draws import numpy_generator
 from exogym.errors import ArgumentError
 from exogym.strategy import (
@@ -25,7 +23,6 @@ from exogym.strategy import (
     SimpleReduceStrategy,
 )
 from exogym.strategy.graphs import edges_of, metropolis
-from exogym.testing import small_problem
 
 Models = list[nn.Module]
 P = 57
@@ -142,38 +139,6 @@ def test_choco_keeps_the_mean_and_brings_nodes_together() -> None:
     unlike(copies, before)
 
 
-def test_choco_sends_its_copies_whole_when_other_nodes_are_there() -> None:
-    """And then mixes on the graph of the nodes that are there."""
-    fleet, acting = begun(CHOCOStrategy("sgd", density=0.1, gamma=0.5), vector(Regressor()).expand(4, P))
-    (block,), module = fleet.blocks, acting.strategy.modules[0]
-    g = torch.Generator().manual_seed(1)
-    sent = []
-    for step in range(1, 7):
-        there = [0, 2, 3] if step in (3, 4) else [0, 1, 2, 3]
-        if step == 5:
-            fleet.comm.present = there
-            acting.bring_back([1], 0, step)
-        fleet.comm.present = there
-        block.params[there] += torch.randn(4, P, generator=g).double()[there]
-        copies, theta = module.row_state["copy.0"].clone(), block.params.clone()
-        before = fleet.comm.ledger.payload_bytes.copy()
-        acting.communicate(step)
-        sent.append((fleet.comm.ledger.payload_bytes - before).tolist())
-        W = metropolis(edges_of("ring", 4), tuple(there), 4)
-        new = copies.clone()
-        new[there] = (copies + largest(theta - copies, 6))[there]
-        same(module.row_state["copy.0"], new, 1e-12)
-        wanted = theta.clone()
-        wanted[there] = (theta + 0.5 * (W @ new - new))[there]
-        same(block.params, wanted, 1e-12)
-        unlike(block.params, theta)
-    message, whole = 6 * (8 + 4.0), P * 8.0
-    # two neighbors each; without node 1, 2 and 0 have node 3 alone
-    away = [[message, 0, message, 2 * message]]
-    first = [[message + whole, 0, message + whole, 2 * (message + whole)]]
-    assert sent == [[2 * message] * 4] * 2 + first + away + [[2 * (message + whole)] * 4] + [[2 * message] * 4]
-
-
 def test_choco_in_half_precision_keeps_sums_exact() -> None:
     """Copies are in fp32, so that the sum of neighbors' copies does not drift from them."""
     strategy = CHOCOStrategy("sgd", density=0.1, gamma=0.3)
@@ -261,33 +226,17 @@ def test_ef21_of_constant_gradients_finds_their_mean(compressor: str, density: f
     assert (block.grads[0] - g.mean(0)).norm() <= rate * g.mean(0).norm()
 
 
-def test_ef21_averages_estimates_whole_when_other_nodes_are_there() -> None:
-    """So g stays the mean of the estimates of the nodes that are there; one that returns begins anew."""
+def test_ef21_steps_along_the_mean_of_the_estimates() -> None:
     fleet, acting = begun(EF21Strategy("sgd", density=0.1), vector(Regressor()).expand(3, P))
     (block,), module = fleet.blocks, acting.strategy.gradient_modules[0]
-    own, gen, sent = module.row_state["estimate.0"], torch.Generator().manual_seed(2), []
+    own, gen = module.row_state["estimate.0"], torch.Generator().manual_seed(2)
     for step in range(1, 7):
-        there = [0, 2] if step in (3, 4) else [0, 1, 2]
-        fleet.comm.present = there
-        if step == 5:
-            acting.bring_back([1], 0, step, forget=True)
-            assert not own[1].any()
-        g = torch.randn(3, P, generator=gen).double()
+        g, old = torch.randn(3, P, generator=gen).double(), own.clone()
         block.own_grads().copy_(g)
-        if len(there) < 3:
-            block.own_grads()[1] = torch.nan  # nothing was computed there
-        before, old = fleet.comm.ledger.payload_bytes.copy(), own.clone()
         acting.transform_gradients(step, LR)
-        sent.append((fleet.comm.ledger.payload_bytes - before).tolist())
-        wanted = old.clone()
-        wanted[there] = (old + largest(g - old, 6))[there]
-        same(own, wanted, 1e-12)
-        same(block.grads[0], own[there].mean(0), 1e-12)
-        if len(there) < 3:
-            unlike(block.grads[0], own.mean(0))
-    message, whole = 6 * (8 + 4.0), P * 8.0
-    both = message + whole
-    assert sent == [[message] * 3] * 2 + [[both, 0, both], [message, 0, message], [both] * 3, [message] * 3]
+        same(own, old + largest(g - old, 6), 1e-12)
+        same(block.grads[0], own.mean(0), 1e-12)
+        unlike(block.grads[0], g.mean(0))
 
 
 def test_ef21_in_half_precision_keeps_the_mean_of_the_estimates() -> None:
@@ -399,8 +348,6 @@ def test_onebit_adam_sends_in_all_what_it_keeps_the_rest_of() -> None:
     m, gen = module.shared_state["m.0"], torch.Generator().manual_seed(3)
     given, sent = torch.zeros(P).double(), torch.zeros(P).double()
     for step in range(1, 10):
-        there = [0, 2] if step in (5, 6) else [0, 1, 2]
-        fleet.comm.present = there
         g, old = torch.randn(3, P, generator=gen).double(), m.clone()
         block.own_grads().copy_(g)
         acting.transform_gradients(step, LR)
@@ -408,21 +355,16 @@ def test_onebit_adam_sends_in_all_what_it_keeps_the_rest_of() -> None:
             same(m, BETA1 * old + (1 - BETA1) * g.mean(0))
             continue
         workers, servers = module.row_state["worker.0"], module.row_state["server.0"]
-        if len(there) == 3:  # with others the worker errors have other weights
-            given += BETA1 * old + (1 - BETA1) * g.mean(0)
-            sent += m
+        given += BETA1 * old + (1 - BETA1) * g.mean(0)
+        sent += m
+        same(sent + workers.mean(0) + servers.sum(0), given, 1e-6)
+        unlike(sent + workers.mean(0), given)
+        unlike(sent + servers.sum(0), given)
         if step == 4:
-            same(sent + workers.mean(0) + servers.sum(0), given, 1e-6)
-            unlike(sent + workers.mean(0), given)
-            unlike(sent + servers.sum(0), given)
             assert [int((row != 0).sum()) for row in servers] == [
                 sum(len(range(k * w, min((k + 1) * w, d))) for d, w in ((42, 14), (7, 3), (7, 3), (1, 1)))
                 for k in range(3)
             ]
-    fleet.comm.present, before = [0, 1, 2], fleet.comm.ledger.payload_bytes.copy()
-    acting.bring_back([1], 0, 10)
-    assert (fleet.comm.ledger.payload_bytes - before).tolist() == [3 * P * 8.0, 0, 0]  # parameters, m and v
-    assert all(not state[1].any() and state[0].any() for state in (workers, servers))
 
 
 @pytest.mark.parametrize(("n", "widths"), [(2, (21, 4, 4, 1)), (3, (14, 3, 3, 1)), (5, (9, 2, 2, 1))])
@@ -449,27 +391,6 @@ def test_onebit_adam_leaves_entries_without_variance_alone() -> None:
         now = acting.strategy.gradient_modules[0].shared_state["m.0"]
         assert torch.equal(now[42:49], m[42:49]) == (step > 1) and not torch.equal(now[:42], m[:42])
         assert block.has_grad[0].tolist() == [True, step == 1, True, True]
-
-
-def test_onebit_adam_warms_up_though_its_first_steps_overflow() -> None:
-    """Before, v stayed 0 after such a warm-up, and no parameter moved for the rest of the run."""
-    seen = []
-
-    def look(loop: Any) -> None:
-        v = loop.driver.algorithm.composition.gradients[0].shared_state["v.0"]
-        seen.append((float(loop.worker.scaling.scales[0]), v.clone()))
-
-    model, data = small_problem()
-    before = vector(model)
-    LocalTrainer(model, data, loss_fn=lambda out, y: 100 * nn.functional.mse_loss(out, y)).fit(
-        OneBitAdamStrategy(lr=0.01, warmup=0.2), num_nodes=2, batch_size=8, max_steps=16, device="cpu",
-        precision="fp16", progress=False, callbacks=[Every(1, look)],
-    )  # fmt: skip
-    assert seen[3][0] == 65536 / 2**4, "the warm-up has four steps, and all overflow"
-    late = [v for scale, v in seen if scale == seen[-1][0]]
-    assert not late[0].any() and late[4].any() and not torch.equal(late[4], late[3])
-    assert torch.equal(late[-1], late[4])  # frozen after the four steps that count
-    unlike(vector(model), before)
 
 
 @pytest.mark.parametrize(
@@ -565,22 +486,15 @@ def test_cocktail_of_one_node_is_the_inner_optimizer() -> None:
 
 
 def test_cocktail_keeps_the_mean_and_what_servers_hold_back() -> None:
-    """Also while a node is away: then in the mean over the others. One that returns begins at theta."""
     fleet, acting = begun(CocktailSGDStrategy("sgd", p=0.5, topk=0.3, bucket=4), vector(Regressor()).expand(4, P))
     (block,), module = fleet.blocks, acting.strategy.modules[0]
     servers, theta, gen = module.row_state["server.0"], module.shared_state["theta.0"], torch.Generator().manual_seed(4)
     for step in range(1, 9):
-        there = [0, 2, 3] if step in (4, 5) else [0, 1, 2, 3]
-        fleet.comm.present = there
-        if step == 6:
-            acting.bring_back([1], 0, step)
-            assert torch.equal(block.params[1], theta) and not servers[1].any() and servers[[0, 2, 3]].any()
-        block.params[there] += torch.randn(4, P, generator=gen).double()[there]
-        before, held, away = block.params[there].mean(0), servers.sum(0), block.params[1].clone()
+        block.params += torch.randn(4, P, generator=gen).double()
+        before, held = block.params.mean(0), servers.sum(0)
         acting.communicate(step)
-        same(block.params[there].mean(0) + servers.sum(0), before + held, 1e-12)
-        unlike(block.params[there].mean(0), before)
-        assert torch.equal(block.params[1], away) == (step in (4, 5))
+        same(block.params.mean(0) + servers.sum(0), before + held, 1e-12)
+        unlike(block.params.mean(0), before)
         assert torch.equal(acting.consensus()[0], theta)
 
 

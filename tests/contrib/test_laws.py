@@ -105,7 +105,7 @@ IDENTITIES: dict[str, list[str]] = {
     "ef21": [
         "test_error_memory::test_ef21_that_sends_all_is_ddp",
         "test_error_memory::test_ef21_of_constant_gradients_finds_their_mean",
-        "test_error_memory::test_ef21_averages_estimates_whole_when_other_nodes_are_there",
+        "test_error_memory::test_ef21_steps_along_the_mean_of_the_estimates",
     ],
     "onebit_adam": [
         "test_error_memory::test_onebit_adam_that_warms_up_to_the_end_is_ddp_with_adam",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,12 +9,8 @@ import torch
 from problems import Regressor, plain, put, same, shards, train, unlike, vector
 from torch import Tensor, nn
 
-from exogym import LocalTrainer
-from exogym.callbacks import Every
 from exogym.errors import ArgumentError
-from exogym.faults import Faults
 from exogym.strategy import DiLoCoStrategy, GPAStrategy, OptimSpec, PierStrategy, SimpleReduceStrategy, SNOOStrategy
-from exogym.testing import small_problem
 
 Models = list[nn.Module]
 
@@ -95,14 +90,6 @@ def test_pier_that_warms_up_to_the_end_is_ddp() -> None:
         assert torch.equal(pier.rows, ddp.rows) and torch.equal(pier.model, ddp.model)
         assert pier.payload.tolist() == ddp.payload.tolist()
     unlike(train(PierStrategy(H=5, lr=0.02, warmup=0.2)).rows, ddp.rows)
-
-
-def test_a_node_that_returns_while_pier_warms_up_is_like_the_others() -> None:
-    away = Faults(absent={1: [(3, 5)]})
-    ours = train(PierStrategy(H=4, lr=0.02, warmup=0.6), shards(3), 3, steps=8, faults=away)
-    ddp = train(SimpleReduceStrategy(lr=0.02), shards(3), 3, steps=8, faults=away)
-    assert torch.equal(ours.rows, ddp.rows)
-    unlike(train(SimpleReduceStrategy(lr=0.02), shards(3), 3, steps=8).rows, ddp.rows)
 
 
 def test_pier_refuses_shares_that_are_none() -> None:
@@ -208,63 +195,6 @@ def test_gpa_of_sgd_with_equal_shares_is_nesterovs_method() -> None:
     wanted = train(nesterov, shards(3), 3).rows
     same(train(GPAStrategy("sgd", lr=lr, mu_x=mu, mu_y=mu), shards(3), 3).rows, wanted, 1e-11)
     unlike(train(GPAStrategy("sgd", lr=lr, mu_x=mu, mu_y=0.7), shards(3), 3).rows, wanted)
-
-
-def test_a_returning_node_of_gpa_is_like_the_others() -> None:
-    """Also in its first step: its gradient is taken at y, as everybody's."""
-    away = Faults(absent={1: [(3, 5)]})
-    ours = train(GPAStrategy(lr=0.02, mu_x=0.9), shards(3), 3, steps=7, faults=away)
-    assert torch.equal(ours.rows, ours.rows[:1].expand_as(ours.rows))
-    x = y = z = vector(Regressor())
-    for step in range(1, 8):
-        grads, at = [], (step - 1) % 5 * 4  # a returned node goes on at the fleet's step
-        for i in (0, 1, 2) if step not in (3, 4) else (0, 2):
-            model = Regressor()
-            put(model, y)
-            inputs, targets = shards(3)[i].tensors
-            nn.functional.mse_loss(model(inputs[at : at + 4]), targets[at : at + 4]).backward()
-            grads.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
-        z = z - 0.02 * torch.stack(grads).mean(0)
-        x = 0.9 * x + 0.1 * z
-        y = 0.7 * x + 0.3 * z
-    sgd = train(GPAStrategy("sgd", lr=0.02, mu_x=0.9), shards(3), 3, steps=7, faults=away)
-    same(sgd.rows[0], y)
-    unlike(ours.rows[0], y)
-
-
-def seen_with_overflow(strategy: Any, bad: int, look: Callable[[Any], Any]) -> dict[int, Any]:
-    """What `look` sees in the strategy's first communication module after each of 8 steps; step `bad` overflows."""
-    model, data = small_problem()
-    step, seen = 0, dict[int, Any]()
-
-    def loss(x: Tensor, y: Tensor) -> Tensor:
-        plain = nn.functional.mse_loss(x.float(), y.float())
-        return plain * 1e6 if step == bad - 1 and torch.is_grad_enabled() else plain
-
-    def note(loop: Any) -> None:
-        nonlocal step
-        step = loop.step
-        seen[step] = look(loop.standing.driver.algorithm.composition.communications[0])
-
-    LocalTrainer(model, data, loss_fn=loss).fit(
-        strategy, num_nodes=2, batch_size=8, max_steps=8, device="cpu", precision="fp16", progress=False,
-        callbacks=[Every(1, note)],
-    )  # fmt: skip
-    return seen
-
-
-def test_a_step_that_overflows_changes_nothing_of_gpa() -> None:
-    """Before, the rows, which had y, were taken for z, and x moved towards y."""
-    look = lambda primal: [x[0].clone() for x in (*primal.x, *primal.z)]  # noqa: E731
-    seen = seen_with_overflow(GPAStrategy("sgd", lr=0.5, mu_x=0.9), 5, look)
-    assert all(map(torch.equal, seen[5], seen[4])) and not any(map(torch.equal, seen[6], seen[5]))
-
-
-def test_pier_knows_its_outer_parameters_if_the_last_step_of_warm_up_overflows() -> None:
-    """Before, the evaluation model stayed the mean of the nodes for the rest of the run."""
-    look = lambda pier: (pier.t, pier.W)  # noqa: E731
-    seen = seen_with_overflow(PierStrategy("sgd", H=2, lr=0.1, warmup=0.5), 4, look)
-    assert seen[3] == (3, 4) and seen[4] == seen[8] == (4, 4)
 
 
 def test_gpa_refuses_shares_that_are_none() -> None:

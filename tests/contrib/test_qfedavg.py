@@ -14,10 +14,8 @@ from problems import BATCH, FEATURES, Regressor, examples, fleet_of, loss_of, pu
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from exogym import LocalTrainer, Placement, attach
-from exogym.callbacks import Every
+from exogym import LocalTrainer, Placement
 from exogym.errors import ArgumentError, TrainingError
-from exogym.faults import Faults
 from exogym.strategy import FedAvgStrategy, OptimSpec, QFedAvgStrategy
 
 H, LR = 4, 0.05
@@ -114,43 +112,6 @@ def test_quadratic_clients_go_to_the_fair_minimum() -> None:
         assert float(ours[-1]) == pytest.approx(1 / (1 + 3 ** (1 / (2 * q + 1))), rel=1e-4)
 
 
-def test_absent_nodes_and_lost_rounds_do_not_count() -> None:
-    faults = Faults(absent={1: [(3, 8)]}, lost={2: [4]})
-    ours = train(QFedAvgStrategy(SGD, 1.0, H), PARTS, faults=faults)
-    assert ours.model.isfinite().all() and torch.equal(ours.rows[0], ours.rows[3])
-    zero = train(QFedAvgStrategy(SGD, 0.0, H), PARTS, faults=faults)
-    same(zero.rows, train(FedAvgStrategy(SGD, H=H, weighting="uniform"), PARTS, faults=faults).rows)
-    unlike(ours.rows, zero.rows)
-
-
-def test_a_node_that_rests_after_a_lost_synchronization_has_no_share() -> None:
-    """Its part of the mean is the theta that it received last, after step 2; node 0's is a step from its own theta."""
-    seen: dict[int, Tensor] = {}
-    look = Every(2, lambda loop: seen.update({loop.step: loop.rows()[0].clone()}))
-    faults = Faults(lost={1: [4]}, slow={1: 0.3})
-    ours = train(QFedAvgStrategy(SGD, 1.0, 2), WHOLE[:2], 2, 6, faults=faults, callbacks=[look])
-    assert np.isfinite(ours.losses[1, 2]) and np.isnan(ours.losses[1, 3:]).all()  # in the last round it took no step
-    theta, own = seen[4][0], WHOLE[0]
-    model = Regressor()
-    put(model, theta)
-    F = float(loss_of(model, *own.tensors).detach())
-    x = train(FedAvgStrategy(SGD, H=2), [own], 1, 2, model=model).rows[0]
-    share = F / (F / LR + float(((theta - x) / LR).square().sum())) / LR
-    same(ours.rows, ((seen[2][1] + theta) / 2 - share * (theta - x)).expand(2, -1), 1e-7)
-    unlike(seen[4][1], seen[2][1])
-
-
-@pytest.mark.parametrize("processes", [1, 2])
-def test_a_node_that_rests_and_is_alone_in_a_round_returns_to_the_theta_that_it_received(processes: int) -> None:
-    seen: dict[int, Tensor] = {}
-    look = Every(2, lambda loop: seen.update({loop.step: loop.rows()[0].clone()}))
-    faults = Faults(lost={1: [4], 0: [6]}, slow={1: 0.3})
-    ours = train(QFedAvgStrategy(SGD, 1.0, 2), WHOLE[:2], 2, 6, faults=faults, processes=processes, callbacks=[look])
-    assert np.isnan(ours.losses[1, 3:]).all()
-    same(ours.rows[-1] if processes == 1 else ours.model * 2 - ours.rows[0], seen[2][0], 1e-7)
-    unlike(seen[4][0], seen[2][0])
-
-
 def test_powers_of_losses_that_no_number_holds_are_refused() -> None:
     x = WHOLE[0].tensors[0]
     near = Regressor()(x).detach() + 1e-6
@@ -166,20 +127,3 @@ def test_losses_that_are_not_positive_are_refused() -> None:
     for wrong in ({"q": -1}, {"L": 0.0}, {"weighting": "examples"}, {"personal": "second.*"}):
         with pytest.raises(ArgumentError, match=next(iter(wrong))):
             QFedAvgStrategy(**wrong)
-
-
-def test_a_loop_of_the_user_must_give_the_losses() -> None:
-    x, y = WHOLE[0].tensors
-    for given in (True, False):
-        model = Regressor()
-        nodes = attach(model, None, QFedAvgStrategy(SGD, 1.0, 2))
-        loss = loss_of(model, x, y)
-        loss.backward()
-        nodes.step(loss if given else None)
-        loss_of(model, x, y).backward()
-        if given:
-            nodes.step()
-            same(nodes.finish().first.weight.detach(), model.first.weight.detach())
-        else:
-            with pytest.raises(TrainingError, match=r"call nodes\.step\(loss\)"):
-                nodes.step()

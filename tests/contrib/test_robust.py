@@ -12,7 +12,7 @@ import pytest
 import torch
 from battery import each, in_turn, outcome, train
 from problems import Regressor, dyadic, fleet_of, run_of
-from strategies import CONTRIB, STRATEGIES
+from strategies import STRATEGIES
 from wrapped import made, parsed
 
 from exogym.contrib import ByteBudget, NormCap, Robust, Secure
@@ -415,7 +415,6 @@ def test_a_rule_with_arguments_is_saved_with_the_run(robust: Any, tmp_path: Any)
                 ("signsgd:error_feedback=true", "CompressedMean"),
                 ("qsgd", "CompressedMean"),
                 ("sparseloco", "SparseOuterStep"),
-                ("pulseloco", "VisibleOuterStep"),
             )
         ),
         (lambda: TrimmedMean(0.5), "share=0.5 of bad nodes must be over 0 and under 0.5"),
@@ -499,7 +498,7 @@ def test_who_takes_a_median_brings_no_sparse_values(name: str, monkeypatch: pyte
 
 def test_modules_with_error_feedback_say_so() -> None:
     seen = set()
-    for entry in (STRATEGIES | CONTRIB).values():
+    for entry in STRATEGIES.values():
         strategy = entry.make()
         for module in strategy.modules if isinstance(strategy, CommunicateOptimizeStrategy) else ():
             fleet = fleet_of(torch.zeros(4, WIDTH), model=Regressor())
@@ -511,7 +510,6 @@ def test_modules_with_error_feedback_say_so() -> None:
     assert seen == {
         "CompressedMean",
         "SparseOuterStep",
-        "VisibleOuterStep",
         "LowRankMean",
         "DCTMomentum",
         "RandomMomentum",

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from battery import each
 from strategies import CONTRIB, CORE, STRATEGIES
 from torch import Tensor
 from torch.utils.data import TensorDataset
@@ -22,14 +21,12 @@ from exogym import LocalTrainer
 from exogym.callbacks import Every
 from exogym.core.fleet.presence import rows_of
 from exogym.faults import Faults
-from exogym.strategy import DittoStrategy, FedAvgStrategy, FedOptStrategy, Strategy, communicate_optimize
+from exogym.strategy import FedAvgStrategy, FedOptStrategy, Strategy, communicate_optimize
 from exogym.strategy.registry import parse_strategy
 from exogym.testing import small_problem
 
 NODES, STEPS, BATCH, BAD = 4, 12, 4, 2
 FURTHER: dict[str, Callable[[], Strategy]] = {
-    "ditto of longer rounds": lambda: DittoStrategy(lr=0.02, H=6, personal_steps=2),
-    "ditto sampling": lambda: DittoStrategy(lr=0.02, H=4, client_fraction=0.75),
     "fedavg personal": lambda: made(FedAvgStrategy, lr=0.02, H=4, personal=1),
     "fedopt personal": lambda: made(FedOptStrategy, lr=0.02, H=4, personal=1),
 }
@@ -86,8 +83,7 @@ def _keep(rows: list[Tensor], loop: Any) -> None:
     rows[:] = loop.rows()
 
 
-# Methods of contrib have tests of their own with absent nodes, so they are slow here.
-@pytest.mark.parametrize("name", each([name for name in ABSENT if name not in ALONE], fast=[*STRATEGIES, *FURTHER]))
+@pytest.mark.parametrize("name", [name for name in ABSENT if name not in ALONE])
 def test_what_a_node_receives_when_it_returns_does_not_depend_on_its_old_parameters(name: str) -> None:
     for back in (6, 7, 9):  # in both halves of a round, and at its beginning
         undisturbed, disturbed = (returned(ABSENT[name](), back, shift) for shift in (0.0, 100.0))
@@ -96,7 +92,7 @@ def test_what_a_node_receives_when_it_returns_does_not_depend_on_its_old_paramet
 
 def test_old_parameters_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(communicate_optimize, "take_rows", lambda *given: None)
-    undisturbed, disturbed = (returned(ABSENT["ditto"](), 7, shift) for shift in (0.0, 100.0))
+    undisturbed, disturbed = (returned(ABSENT["diloco"](), 7, shift) for shift in (0.0, 100.0))
     assert not all(map(torch.equal, undisturbed, disturbed))
 
 

@@ -209,7 +209,7 @@ def test_a_node_waits_for_its_neighbours_only() -> None:
     other, push = Clock(n, "1Gbps,1ms", [0.1, 0.1, 0.1, 1.0, 0.1, 0.1]), Communicator(range(n), n)
     push.ledger.listeners.append(other.event)
     other.advance(1)
-    push.mix(torch.zeros(n, 125_000), pushing(takers_of("ring", n), range(n)))  # node 4 waits for node 3; nobody else
+    push.mix(torch.zeros(n, 125_000), pushing(takers_of("ring", n)))  # node 4 waits for node 3; nobody else
     assert other.time_s.tolist() == pytest.approx([0.105, 0.105, 0.105, 1.005, 1.005, 0.105])
 
 
@@ -261,7 +261,7 @@ def by_push(
                 x = x + rows_of(models) - x / w
                 put_rows(models, x / w)
             return
-        P = pushing(takers(step // H - 1), range(n))
+        P = pushing(takers(step // H - 1))
         x = P @ (x + rows_of(models) - x / w)
         w = torch.ones_like(w) if forget else P @ w
         put_rows(models, x / w)
@@ -299,7 +299,7 @@ def test_steps_at_the_full_rate_between_exchanges_bear_rates_at_which_steps_by_w
     data = [examples(24, i, 0.2 * i) for i in range(5)]
     A = torch.stack([2 * x.T @ x / 24 for x, _ in (d.tensors for d in data)])
     b = torch.stack([2 * x.T @ y[:, 0] / 24 for x, y in (d.tensors for d in data)])
-    best, P = torch.linalg.solve(A.mean(0), b.mean(0)), pushing(takers_of(UNEVEN, 5), range(5))
+    best, P = torch.linalg.solve(A.mean(0), b.mean(0)), pushing(takers_of(UNEVEN, 5))
     line = nn.Linear(6, 1, bias=False).double()
     nn.init.zeros_(line.weight)
     ours = train(GradientPushStrategy("sgd", UNEVEN, 8, lr=0.1), data, 5, 240, line, batch_size=24)

@@ -277,15 +277,15 @@ def test_a_buffer_alone_can_stay() -> None:
         (lambda: DittoStrategy(lam=-1), "lam=-1 must be a number of at least 0"),
         (lambda: DittoStrategy(H=1), "personal_steps=1 leaves no step of the H=1 steps"),
         (lambda: DittoStrategy(local_epochs=1), "leave it out, and give H"),
-        (lambda: made(DittoStrategy, tuner=1e6), "without a ByteBudget"),
-        (lambda: made(DittoStrategy, robust="norm_cap"), "take another rule, such as 'median'"),
+        (lambda: made(DittoStrategy, tuner=1e6), "not tried together"),
+        (lambda: made(DittoStrategy, robust="norm_cap"), "not tried together"),
         (lambda: train(DittoStrategy(), faults=Faults(bad_nodes=[1])), "not tried together"),
         (lambda: FedRepStrategy(personal=None), "leaves no head to train: name the head, or take fedavg"),
         (lambda: FedRepStrategy(H=3, body_steps=4), "body_steps=4 is more than the H=3 steps"),
         (lambda: FedRepStrategy(H=3, body_steps=0), "body_steps=0"),
         (lambda: FedRepStrategy(H=lambda r: 4), "rounds of different lengths"),
         (lambda: FedRepStrategy(local_steps=[1, 2]), "leave it out, and give H"),
-        (lambda: made(FedRepStrategy, robust="norm_cap"), "take another rule, such as 'median'"),
+        (lambda: made(FedRepStrategy, robust="norm_cap"), "not tried together"),
         (lambda: train(FedRepStrategy(), faults=Faults(bad_nodes=[1])), "not tried together"),
         (lambda: made(ScaffoldStrategy, personal="second.*"), "a client's control variate covers all parameters"),
         (lambda: made(FedNovaStrategy, personal="second.*"), "the change of all parameters is scaled"),
@@ -369,16 +369,10 @@ def test_dittos_theta_does_not_know_lambda() -> None:
     assert (more.rows - more.model).norm() < (some.rows - some.model).norm()  # it holds v_i nearer
 
 
-def test_ditto_beside_absent_nodes_and_at_its_end_keeps_models_apart(tmp_path: Any) -> None:
+def test_ditto_at_its_end_keeps_models_apart() -> None:
     """theta is the same whatever lambda is, so no v_i has come into it."""
-    faults = Faults(absent={1: [(2, 3)], 2: [(4, 9)]}, lost={0: [2], 3: [4]})
     for steps in (12, 13, 15):
-        thetas = [
-            train(DittoStrategy(SGD, lam, H), UNEQUAL, steps=steps, faults=faults, final_sync=True).model
-            for lam in (0.0, 2.0)
-        ]
-        same(*thetas)
-    unlike(train(DittoStrategy(SGD, 0.0, H), UNEQUAL, steps=15, final_sync=True).model, thetas[0])
+        same(*(train(DittoStrategy(SGD, lam, H), UNEQUAL, steps=steps, final_sync=True).model for lam in (0.0, 2.0)))
 
 
 # FedRep
@@ -446,38 +440,6 @@ def test_fedrep_without_head_steps_is_fedavg_of_a_frozen_head() -> None:
         assert torch.equal(ours.rows[:, :-HEAD], fedavg.rows) and ours.tx.tolist() == fedavg.tx.tolist()
         assert torch.equal(ours.rows[:, -HEAD:], vector(Regressor())[-HEAD:].expand(4, HEAD))
         unlike(train(FedRepStrategy(inner, 1, H, body_steps=H - 1), UNEQUAL).rows[:, :-HEAD], fedavg.rows)
-
-
-def parts_of(losing: Faults) -> tuple[dict[int, list[int]], dict[int, Tensor]]:
-    """Train FedRep for 8 steps. Return after each step whether each node trains the body next, and node 0's body."""
-    seen: dict[int, list[int]] = {}
-    bodies: dict[int, Tensor] = {}
-
-    def look(loop: Any) -> None:
-        acting = loop.driver.algorithm
-        while hasattr(acting, "within"):
-            acting = acting.within
-        bodies[loop.step] = loop.rows()[0][0, :-HEAD].clone()
-        seen[loop.step] = acting.composition.communications[1].trains_body[:, 0].int().tolist()
-
-    train(FedRepStrategy(SGD, 1, H, body_steps=2), UNEQUAL, faults=losing, callbacks=[Every(1, look)])
-    return seen, bodies
-
-
-def test_a_node_that_comes_back_trains_the_part_of_its_step() -> None:
-    """Nodes 1 and 2 are away at a switch. Node 3 cannot be reached then, and node 0 cannot at the round's end."""
-    seen, bodies = parts_of(Faults(absent={1: [(1, 3)], 2: [(2, 3)]}, lost={3: [2], 0: [4]}))
-    assert [seen[step] for step in (1, 3)] == [[0, 0, 0, 0], [1, 1, 1, 1]] and seen[2][::3] == [1, 1]
-    assert [seen[step] for step in (4, 5, 6)] == [[0, 0, 0, 0], [0, 0, 0, 0], [1, 1, 1, 1]]
-    assert torch.equal(bodies[4], bodies[6]) and not torch.equal(bodies[6], bodies[7])
-
-
-@pytest.mark.parametrize("step", [2, 4])
-def test_nodes_change_between_head_and_body_also_if_none_is_reached(step: int) -> None:
-    all_lost = Faults(lost={node: [step] for node in range(4)})
-    (lost, lost_bodies), (seen, bodies) = parts_of(all_lost), parts_of(Faults())
-    assert lost == seen and torch.equal(lost_bodies[3], bodies[3])
-    unlike(lost_bodies[8], bodies[8]) if step == 4 else same(lost_bodies[8], bodies[8])  # an average was lost at step 4
 
 
 # Evaluation of each client

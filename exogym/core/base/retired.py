@@ -87,6 +87,7 @@ RETIRED: dict[str, str] = {
     "capabilities.HasOuterModel": "every communication module may define consensus(fleet)",
     **dict.fromkeys(("capabilities.Tunable", "module.tune"), "a ByteBudget sets H, or SPARTA's share"),
     "module.only_means": "set right_in_mean = True",
+    "module.skipped": "correct() is called for each step that a node takes",
     **dict.fromkeys(("exogym.reproduce", "exogym.benchmark"), "a clone of the project has python -m research"),
 }
 

@@ -109,8 +109,6 @@ class InnerOptimizer(Stateful):
                 self._take_step()
             else:
                 self._whole.step(row, self.parameters, self._take_step if self._named else None)
-        for module in self.corrections if skip else ():
-            module.skipped(row)
         for p in self.parameters:
             p.grad = None
 

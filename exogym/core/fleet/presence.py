@@ -20,17 +20,6 @@ def all_present(fleet: Fleet) -> bool:
     return len(fleet.comm.present) == fleet.num_nodes
 
 
-def have_changed(fleet: Fleet, members: Tensor) -> bool:
-    """Write the present nodes into `members`, (N,): 1 for present, 0 for absent nodes. Return whether they were others.
-
-    If `members` is -1, no nodes were present before, and the result is False.
-    """
-    now = torch.tensor([int(node in fleet.comm.present) for node in range(fleet.num_nodes)])
-    changed = bool((members >= 0).all()) and not torch.equal(now, members)
-    members.copy_(now)
-    return changed
-
-
 def rows_of(fleet: Fleet, nodes: Sequence[int]) -> list[int]:
     """Return the numbers of this process's rows that belong to `nodes`."""
     wanted = set(nodes)
