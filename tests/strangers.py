@@ -213,9 +213,9 @@ def run(reader: str, seed: int, count: int, folder: Path) -> dict[str, Any]:
     from mutations import mutations
 
     from exogym.cli import main
-    from exogym.study.compare import plots
+    from exogym.study.compare import comparison
 
-    plots._draw = lambda paths, *_: [Path(path).touch() for path in paths]  # drawing takes as long as all the rest
+    comparison.draw = lambda paths, *_: [Path(path).touch() for path in paths]  # drawing takes as long as all the rest
     os.chdir(folder)
     (folder / "trap.py").write_text("open('sprung', 'w').close()\n")
     sys.path.insert(0, str(folder))

@@ -146,11 +146,6 @@ def compare(
             metavar="L", help="Loss to reach; shows bytes and time until then. [default: 95 % of DDP's quality]"
         ),
     ] = None,
-    log_x: Annotated[bool, typer.Option("--log-x", help="Draw steps, bytes and time on a logarithmic axis.")] = False,
-    timeline: Annotated[
-        bool,
-        typer.Option("--timeline", help="Draw which node computes, sends or waits in the first rounds; write traces."),
-    ] = False,
     out: Annotated[
         Path, typer.Option(metavar="DIR", help="Parent of the new folder NAME-TIME with the results.")
     ] = Path("runs"),
@@ -178,8 +173,8 @@ def compare(
     given |= {"problem": dataset, "processes": processes_of(processes), "speeds": numbers_of("--speeds", speeds)}
     if resume:
         given |= _as_before(context, out, given)
-    for name in ("step_seconds", "speeds", "timeline"):
-        if given[name] not in (None, False) and given["network"] is None:
+    for name in ("step_seconds", "speeds"):
+        if given[name] is not None and given["network"] is None:
             raise ArgumentError(f"--{name.replace('_', '-')} needs --network, for example --network wifi")
     check_dataset(given["problem"])
     if estimate:

@@ -43,7 +43,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Protocol
@@ -53,7 +53,6 @@ import torch
 from torch import Tensor
 
 from exogym import LocalTrainer
-from exogym.clock import Span
 from exogym.core.base import streams
 from exogym.core.base.devices import free_memory_bytes, resolve_device
 from exogym.core.base.locks import Lock, acquire
@@ -67,8 +66,7 @@ from exogym.options import FitOptions
 from exogym.progress import GOING_ON, without_notices
 from exogym.record import History, read_status
 from exogym.strategy import Strategy
-from exogym.study.compare.folder import CHECKPOINTS, HISTORY, OUTCOME, STATUS, TIMELINE, read
-from exogym.study.compare.plots import Strip
+from exogym.study.compare.folder import CHECKPOINTS, HISTORY, OUTCOME, STATUS, read
 from exogym.study.tasks import Task
 
 __all__ = ["Cell", "Outcome", "train"]
@@ -89,14 +87,12 @@ class Outcome:
         error: the reason why the training failed, or None.
         wall_s: seconds of the training.
         description: the run's description, as in its run.json.
-        strip: the nodes' timeline, if the cell has the option `timeline`.
     """
 
     history: History | None
     error: str | None
     wall_s: float
     description: dict[str, Any]
-    strip: Strip | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,7 +105,6 @@ class Cell:
         folder: the cell's run folder. If it is None, the results are only returned.
         options: options of `LocalTrainer.fit`. Default: the task's nodes, steps, batch size and partitioner.
         label: the strategy's name in messages and results. Default: the call that makes the strategy.
-        title: the name in a picture of the timeline. Default: the label.
         loss_fn, metrics: as in `LocalTrainer`.
     """
 
@@ -119,7 +114,6 @@ class Cell:
     folder: Path | None = None
     options: dict[str, Any] = field(default_factory=dict)
     label: str = ""
-    title: str = ""
     loss_fn: Callable[..., Tensor] | None = None
     metrics: dict[str, Metric] | None = None
 
@@ -155,13 +149,10 @@ class Cell:
         """Return this cell's outcome from its folder, or None if the cell has no folder or has not ended."""
         if self.folder is None or not (self.folder / OUTCOME).exists():
             return None
-        facts, strip = read(self.folder / OUTCOME), None
+        facts = read(self.folder / OUTCOME)
         history = None if facts.get("error") else load_history(self.folder / HISTORY)
         try:
-            if (self.folder / TIMELINE).exists():
-                saved = read(self.folder / TIMELINE)
-                strip = Strip(saved["title"], [Span(*span) for span in saved["spans"]], saved["shares"])
-            return Outcome(history, facts.get("error"), facts["wall_s"], facts["description"], strip)
+            return Outcome(history, facts.get("error"), facts["wall_s"], facts["description"])
         except (KeyError, TypeError) as error:
             raise ArgumentError(
                 f"{self.folder} has an incomplete result ({error}): remove this folder, and train again"
@@ -173,9 +164,8 @@ class Cell:
         Args:
             callbacks: functions that receive the training loop at each evaluation.
         """
-        timed = bool(self.options.get("timeline"))
         # No checkpoint holds a timeline, and a user's class may have state that no checkpoint can hold.
-        saved = self.folder is not None and not timed and self.strategy.registered
+        saved = self.folder is not None and self.strategy.registered and not self.options.get("timeline")
         options = self.options | self._saving(saved)
         options["callbacks"] = [*(options.get("callbacks") or ()), *callbacks, *([_saver(self.steps)] if saved else ())]
         trainer, start, error = self.trainer(), time.perf_counter(), None
@@ -186,12 +176,7 @@ class Cell:
             except TrainingError as failure:
                 error = str(failure)
         wall_s = max(time.perf_counter() - start, *trainer.history.column("wall_s")[1][-1:], 0.0)
-        strip = (
-            Strip.of(self.title or self.label, trainer.clock)
-            if timed and trainer.clock is not None and not error
-            else None
-        )
-        outcome = Outcome(None if error else trainer.history, error, wall_s, trainer.description, strip)
+        outcome = Outcome(None if error else trainer.history, error, wall_s, trainer.description)
         if self.folder is not None:
             self._keep(self.folder, outcome)
         return outcome
@@ -214,10 +199,6 @@ class Cell:
         folder.mkdir(exist_ok=True)
         if outcome.history is not None:
             save_history(outcome.history, folder / HISTORY)
-        if outcome.strip is not None:
-            strip = asdict(outcome.strip)
-            strip["spans"] = [list(span.values()) for span in strip["spans"]]
-            write_json(folder / TIMELINE, strip, indent=None)
         facts = {"strategy": self.label, "seed": self.seed, "state": "failed" if outcome.error else "finished"}
         facts |= {"error": outcome.error, "wall_s": outcome.wall_s, "description": outcome.description}
         write_json(folder / OUTCOME, facts)

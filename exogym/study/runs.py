@@ -39,7 +39,7 @@ from __future__ import annotations
 import builtins
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,15 +55,10 @@ from exogym.files import beside, end_of
 from exogym.logger import NOT_IN_JSON, in_json
 from exogym.record import read_object
 from exogym.strategy.names import short_names
-from exogym.study.compare.comparison import plain_name, write_csv
+from exogym.study.compare.comparison import OF_PICTURE, plain_name, write_csv
 from exogym.study.compare.folder import OUTCOME, Folder
-from exogym.study.compare.plots import (
-    Curve,
-    check_matplotlib,
-    plot_against_bytes,
-    plot_against_steps,
-    plot_against_time,
-)
+from exogym.study.compare.plots import Curve, check_matplotlib
+from exogym.study.compare.plots import draw as draw_curves
 from exogym.study.compare.summary import SINGLE, Summary, Track, name_of, summary_of, target_of, target_of_best
 from exogym.study.notes import read_notes
 
@@ -347,15 +342,11 @@ def draw(
     curves = [_curve(run, title) for run, title in zip(runs, titles or [run.path.name for run in runs], strict=True)]
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    plots: dict[str, Callable[..., None]] = {
-        "loss_vs_steps.png": plot_against_steps,
-        "loss_vs_bytes.png": plot_against_bytes,
-    }
-    if all(curve.time_s is not None for curve in curves):
-        plots["loss_vs_time.png"] = plot_against_time
-    for name, plot in plots.items():
-        plot(curves, folder / name, heading)
-    return [folder / name for name in plots]
+    is_timed = all(curve.time_s is not None for curve in curves)
+    axes = {name: x for name, x in OF_PICTURE.items() if is_timed or x != "time"}
+    for name, x in axes.items():
+        draw_curves([folder / name], curves, x, None, heading)
+    return [folder / name for name in axes]
 
 
 def _curve(run: Run, title: str) -> Curve:

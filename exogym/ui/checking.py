@@ -37,7 +37,7 @@ MOST_CELLS, MOST_SEEDS = 16, 2  # checked
 FIRST = ("num_nodes", "network")  # other options are checked beside these
 PARAMETERS = 1e6  # any number
 TEXTS = ("network", "step_seconds", "partitioner", "device")  # options that stay text, even "8"
-NOT_OF_RUNS = ("dataset", "data", "strategies", "strategy", "axes", "log_x", "search", "engine")
+NOT_OF_RUNS = ("dataset", "data", "strategies", "strategy", "axes", "search", "engine")
 Trouble = dict[str, str]  # an error, and the option or strategy that it is about
 
 

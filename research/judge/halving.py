@@ -37,11 +37,11 @@ import numpy as np
 
 from exogym.core.base.draws import numpy_generator
 from exogym.errors import check_count
-from exogym.study.advise.beliefs import NEAR, REFERENCE, WORST, Belief, Choice, chosen
+from exogym.study.advise.beliefs import NEAR, REFERENCE, WORST, Belief, Choice, chosen, losses_of
 from exogym.study.compare.summary import Track
 
 HOPELESS, SURE = 0.02, 0.95
-Z = 1.645  # 90 % of a normal distribution lie within this many standard deviations
+LEAST_SURE = 0.5  # with a smaller probability of being right, the safe choice is advised
 NOISE, DRIFT = 0.12, 0.28  # sd of a measured log ratio: at the target, and for each log of the distance to the target
 SLOWER = 0.7  # log ratio by which methods that never reach the target are slower in a pilot
 FORESEEN = 4000  # draws
@@ -108,9 +108,9 @@ def halve(
     check_count("steps", steps)
     check_count("budget", budget, least=0)
     every = {method: (periods or {}).get(method, 1) for method in seconds_per_step}
-    before = chosen(seconds_per_step, beliefs, steps)
+    before = safely_chosen(seconds_per_step, beliefs)
     if_reached = {method: replace(beliefs[method], never=0.0) for method in seconds_per_step}
-    by_time = chosen(seconds_per_step, if_reached, steps).odds
+    by_time = chosen(seconds_per_step, if_reached).odds
     able = [method for method in before.odds if by_time[method] >= HOPELESS and beliefs[method].never < 1]
     race = _Race(train, seconds_per_step, beliefs, steps, budget, every, before)
     if budget and before.sure < SURE:
@@ -120,6 +120,17 @@ def halve(
     more = race.more(able) if race.choice.sure < SURE else {}
     hopeless = [method for method in before.odds if method not in able]
     return Found(race.choice, before, race.now, race.curves, race.trained, hopeless, race.failed, more)
+
+
+def safely_chosen(seconds_per_step: Mapping[str, float], beliefs: Mapping[str, Belief]) -> Choice:
+    """Choose as `chosen`; or, if that choice is unsure, the method that loses least in the worst 5 % of cases."""
+    likely = chosen(seconds_per_step, beliefs)
+    if likely.sure >= LEAST_SURE:
+        return likely
+    losses, odds = losses_of(seconds_per_step, beliefs)
+    rank = [(round(float(np.quantile(own, 0.95)), 6), float(own.mean())) for own in losses.T]
+    safe = min(zip(rank, seconds_per_step, strict=True))[1]
+    return replace(likely, method=safe, sure=odds[safe])
 
 
 @dataclass
@@ -177,10 +188,7 @@ class _Race:
         found = measured(self.beliefs, sound, self.steps)
         failed = {method: replace(self.beliefs[method], never=1.0) for method in self.failed}
         self.now, self.apart = found.beliefs | failed, found.apart | failed
-        choice = chosen(self.seconds, self.apart, self.steps)
-        belief, typical_s = self.now[choice.method], self.seconds[choice.method] * self.steps
-        low, middle, high = (typical_s * math.exp(belief.mean + z * belief.sd) for z in (-Z, 0.0, Z))
-        self.choice = replace(choice, seconds=middle, low=low, high=high)
+        self.choice = safely_chosen(self.seconds, self.apart)
 
     def more(self, able: Sequence[str]) -> dict[int, float]:
         """Return the foreseen probability of a right choice for larger pilots, by their steps."""

@@ -292,7 +292,7 @@ def _believing(question: Question, earlier: Earlier) -> Advised:
     beliefs = beliefs_of(question.periods, question.steps, earlier, question.alike)
     seconds = question.seconds_per_step
     able = {method: s for method, s in seconds.items() if method != REFERENCE or s <= question.alone_s}
-    choice = chosen(able or seconds, beliefs, question.steps, least_sure=0.0)
+    choice = chosen(able or seconds, beliefs)
     return Advised(choice.method, sure=choice.sure)
 
 

@@ -20,10 +20,12 @@ from exogym.errors import ArgumentError
 from exogym.models import MLP
 from exogym.network import Network
 from exogym.strategy.registry import parse_strategy
+from exogym.study.advise.beliefs import Belief
 from exogym.study.advise.prediction import advise
 from research.__main__ import main
 from research.atlas import Table
 from research.judge import judging
+from research.judge.halving import safely_chosen
 from research.judge.judging import (
     Advised,
     Case,
@@ -175,6 +177,14 @@ def test_after_training_everything_only_the_seeds_can_mislead(tmp_path: Path) ->
     found = judging.by_one_seed(first)
     assert (found.method, judging.by_one_seed(second).method) == ("ddp", "diloco:H=10")  # sorted: cars, digits
     assert found.cost_s == pytest.approx(3 * 20 * 4 * 0.01)
+
+
+def test_an_unsure_pilot_falls_back_to_the_safe_choice() -> None:
+    """One of `a` and `b` is often the best, but `safe` is never far from it."""
+    beliefs = {"a": Belief(0.0, 0.4, 0.0), "b": Belief(0.0, 0.4, 0.0), "safe": Belief(0.01, 0.0, 0.0)}
+    unsure = safely_chosen(dict.fromkeys(beliefs, 1.0), beliefs)
+    assert unsure.method == "safe" and unsure.sure == unsure.odds["safe"] < 0.5
+    assert safely_chosen({"a": 1.0, "safe": 9.0}, beliefs).method == "a"
 
 
 @pytest.mark.usefixtures("one_network")

@@ -52,12 +52,11 @@ def test_a_comparison_without_a_terminal(folder: Path, capsys: pytest.CaptureFix
 
 
 def test_a_comparison_on_a_network(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--nodes", "2", "--network", "1Mbps,20ms", "--step-seconds", "10ms", "--speeds", "1,0.5", "--timeline"]
+    options = ["--nodes", "2", "--network", "1Mbps,20ms", "--step-seconds", "10ms", "--speeds", "1,0.5"]
     assert main([*SHORT, "--strategies", "ddp,diloco:H=5", "--processes", "2", "--target-loss", "2.5", *options]) == 0
     printed = capsys.readouterr()
     (made,) = (folder / "runs").iterdir()
-    names = [*FILES, "loss_vs_time.png", "timeline.png", "trace-ddp.json", "trace-diloco-H-5.json"]
-    names += [*SVG_FILES, "loss_vs_time.svg"]
+    names = [*FILES, "loss_vs_time.png", *SVG_FILES, "loss_vs_time.svg"]
     assert printed.out.splitlines()[-1] == f"written to runs/{made.name}/: {', '.join(names)}"
     assert sorted(path.name for path in made.iterdir() if path.is_file()) == sorted(names)
     assert "Time predicted on 1Mbps,20ms, 10 ms to 20 ms a step" in printed.out and " to loss 2.5 |" in printed.out
@@ -165,7 +164,7 @@ BAD = {
     "step": (["--network", "wifi", "--step-seconds", "soon"], "step_seconds='soon'"),
     "no step": (["--network", "wifi", "--step-seconds", "0"], "a step must take time"),
     "step without network": (["--step-seconds", "1"], "--step-seconds needs --network"),
-    "timeline without network": (["--timeline"], "--timeline needs --network"),
+    "timeline is retired": (["--timeline"], "exogym ui draws what the nodes did"),
     "speeds without network": (["--speeds", "1,1"], "--speeds needs --network"),
     "words for speeds": (["--network", "wifi", "--speeds", "1,fast"], "--speeds='1,fast' must be numbers"),
     "no speed": (["--network", "wifi", "--nodes", "2", "--step-seconds", "1", "--speeds", "1,0"], "over 0 per node"),
@@ -354,7 +353,7 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", "--help"]) == 0
     text = capsys.readouterr().out
     options = ("dataset", "data", "strategies", "nodes", "steps", "batch-size", "seeds", "lr", "partition", "processes")
-    timed = ("network", "step-seconds", "speeds", "target-loss", "timeline")
+    timed = ("network", "step-seconds", "speeds", "target-loss")
     assert all(f"--{option}" in text for option in (*options, *timed, "device", "out", "debug", "help"))
     assert "[default: the task's]" in text
     assert main(["advise", "--help"]) == 0

@@ -218,7 +218,6 @@ def test_relays_count_for_the_first_node_of_their_island() -> None:
         strategies=[made(accumulation=2, H=2)],
     ).rows[0]  # fmt: skip
     assert row.tx_bytes_per_step == pytest.approx(run.payload.mean() / 12)
-    assert row.line_bytes_per_step == pytest.approx((run.tx + run.rx).max() / 12)
 
 
 def test_the_last_steps_reach_the_global_server() -> None:

@@ -21,7 +21,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 SHORT = ["--steps", "4", "--seeds", "1", "--batch-size", "4"]
 LONG = (  # a shorter one of the same kind runs among the fast tests
     "exogym compare --dataset shakespeare --strategies single,ddp,diloco,fedavg,sparta:p_sparta=0.05,demo --nodes 4"
-    " --network wifi --step-seconds 20ms --timeline",
+    " --network wifi --step-seconds 20ms",
     "python -m exogym.launch --nproc_per_node 4 run/islands.py --steps 20",
     "python -m exogym.launch --nproc_per_node 4 run/sharded.py --steps 20",
     "exogym compare --dataset shakespeare --strategies single,ddp,diloco,fedavg,sparta:p_sparta=0.05,demo --nodes 4",

@@ -126,8 +126,8 @@ def test_of_checks_at_the_same_time_the_newest_wins(starter: Starter) -> None:
 
 def test_a_switch_is_checked_as_the_command_takes_it(starter: Starter) -> None:
     assert starter.check("compare", {"strategies": "ddp", "shuffle": True})["errors"] == []
-    (found,) = starter.check("compare", {"strategies": "ddp", "timeline": True})["errors"]
-    assert found["option"] == "timeline" and "network" in found["error"]
+    (found,) = starter.check("compare", {"strategies": "ddp", "step_seconds": "20ms"})["errors"]
+    assert found["option"] == "step_seconds" and "network" in found["error"]
 
 
 def test_forms_have_the_choices_of_python(starter: Starter) -> None:

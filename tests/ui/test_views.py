@@ -230,7 +230,7 @@ def test_the_page_goes_on_with_the_options_that_a_study_had(tmp_path: Path, monk
     monkeypatch.setattr(Starter, "_begin", lambda self, name, words: begun.append(words[2:]) or 1)
     monkeypatch.setattr("exogym.ui.starting._is_running", lambda path: False)  # their process is this one
     forms = forms_of(typer.main.get_command(app).make_context("exogym", [], resilient_parsing=True))
-    assert {"--no-shuffle", "--precision", "--timeline"} <= {option["flag"] for option in forms["compare"]}
+    assert {"--no-shuffle", "--precision"} <= {option["flag"] for option in forms["compare"]}
     given: dict[str, Any] = {"shuffle": False, "gradient_accumulation": 2, "max_steps": 3, "num_nodes": 2, "seeds": 1}
     compared = compare("digits", "ddp", out=tmp_path, device="cpu", **given).folder
     swept = sweep("digits", {"H": [2]}, out=tmp_path / "sweep", device="cpu", processes=1, **given).folder

@@ -22,8 +22,6 @@ class Row:
         seconds_per_step: seconds of the fleet's step. If nodes wait for each other, this is at least the time of the
             slowest node's step.
         tx_bytes_per_step: bytes that a node sends per step, mean over nodes.
-        line_bytes_per_step: bytes that the busiest node's line sends and receives per step of the fleet. Sampled
-            clients count as equally busy.
         waiting_share: share of a node's time in which it waits for other nodes or for bytes, mean over nodes.
         utilisation: share of a node's time in which it computes; `waiting_share` and `utilisation` sum to 1.
         speedup: the fleet's examples per second, divided by the fastest node's examples per second alone.
@@ -48,7 +46,6 @@ class Row:
     keeps_up: bool
     can_train: bool = True
     speedup_range: tuple[float, float] | None = None
-    line_bytes_per_step: float = 0.0
     ddp_steps: float = math.nan
     steps: int = 0
 

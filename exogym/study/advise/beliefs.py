@@ -25,8 +25,8 @@ R_i / R) if the method never arrived there, because more synchronizations may be
 R / R_i).
 
 `beliefs_of` computes beliefs from the steps of earlier runs (`research.atlas.steps.steps_of` reads these from the
-atlas's table, and `known` returns those that ExoGym ships). `Belief.updated` adds a measurement. `chosen`
-combines beliefs with the seconds of a step on a network:
+atlas's table, and `known` returns those that ExoGym ships). `chosen` combines beliefs with the seconds of a step on a
+network:
 
     seconds to the target = seconds per step * DDP's steps * exp(mean + sd z),   z normal
 
@@ -34,9 +34,9 @@ combines beliefs with the seconds of a step on a network:
 >>> beliefs: dict[str, Belief] = beliefs_of({"ddp": 1, "diloco:H=10": 10}, 300, earlier)
 >>> round(beliefs["diloco:H=10"].steps, 2), beliefs["ddp"].steps
 (1.41, 1.0)
->>> choice: Choice = chosen({"ddp": 0.5, "diloco:H=10": 0.1}, beliefs, ddp_steps=300)
->>> choice.method, round(choice.seconds), choice.is_safe
-('diloco:H=10', 43, False)
+>>> choice: Choice = chosen({"ddp": 0.5, "diloco:H=10": 0.1}, beliefs)
+>>> choice.method, round(choice.sure, 2)
+('diloco:H=10', 0.92)
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -60,9 +60,8 @@ MORE_STEPS, MORE_PER_LOG, SPREAD = 0.1, 0.12, 0.5  # the rule of thumb: m_0, and
 LEAST_NEVER, MOST_NEVER, ROUNDS = 0.1, 0.9, 2  # the rule of thumb: p_0
 WORTH = 2  # places that the rule counts for
 NEAR = 0.05  # a method counts as right if it takes at most this share longer than the best
-LEAST_SURE = 0.5  # with a smaller probability of being right, the safe choice is advised
 WORST = 10.0  # a method that never reaches the target counts as this many times slower than the best
-DRAWS, INTERVAL = 4000, 0.9
+DRAWS = 4000
 ALIKE = 0.3  # difference in label skew at which a place counts e times less
 UNKNOWN = 0.5  # weight of a place with unknown skew
 SAME_TASK = {  # the same data, divided otherwise or with another model
@@ -99,24 +98,6 @@ class Belief:
     def steps(self) -> float:
         """The median multiple of DDP's steps, if the method reaches the target."""
         return math.exp(self.mean)
-
-    def updated(self, mean: float, sd: float, never: float | None = None) -> Belief:
-        """Return this belief after a measurement with a normal error: both count by 1 / sd^2.
-
-        Args:
-            mean, sd: of the logarithm of the measured multiple of DDP's steps.
-            never: the new probability that the method never reaches the target; by default the old one.
-
-        >>> Belief(0.0, 1.0, 0.1).updated(0.5, 1.0)
-        Belief(mean=0.25, sd=0.7071067811865476, never=0.1, places=0)
-        """
-        check_number("sd", sd, least=0)
-        never = self.never if never is None else never
-        if not self.sd or not sd:
-            return replace(self, mean=mean if self.sd else self.mean, sd=0.0, never=never)
-        ours, theirs = self.sd**-2, sd**-2
-        both = ours + theirs
-        return replace(self, mean=(ours * self.mean + theirs * mean) / both, sd=both**-0.5, never=never)
 
 
 SAME = Belief(0.0, 0.0, 0.0)  # DDP takes as many steps as DDP
@@ -261,36 +242,17 @@ class Choice:
     """The advised method.
 
     Attributes:
-        method: the advised method: `likely` if it is probable enough to be right, otherwise the safe choice.
-        is_safe: whether `likely` was not probable enough to be right, so that the safe choice is advised.
-        likely: the method with the smallest expected logarithm of its time.
-        safe: the safe choice: the method that loses least in the worst 5 % of cases.
-        seconds: the advised method's median seconds to the target, if it reaches the target.
-        low, high: ends of the interval with 90 % of these seconds.
-        sure: probability that the advised method takes at most 5 % longer than the best candidate.
-        never: probability that the advised method never reaches the target.
+        method: the method with the smallest expected logarithm of its time.
+        sure: probability that this method takes at most 5 % longer than the best candidate.
         odds: dict from each candidate to its probability of taking at most 5 % longer than the best, best first.
     """
 
     method: str
-    is_safe: bool
-    likely: str
-    safe: str
-    seconds: float
-    low: float
-    high: float
     sure: float
-    never: float
     odds: Mapping[str, float]
 
 
-def chosen(
-    seconds_per_step: Mapping[str, float],
-    beliefs: Mapping[str, Belief],
-    ddp_steps: float = 1.0,
-    *,
-    least_sure: float = LEAST_SURE,
-) -> Choice:
+def chosen(seconds_per_step: Mapping[str, float], beliefs: Mapping[str, Belief]) -> Choice:
     """Choose the method that probably reaches the target first on a network.
 
     The choice is the same in every call: its random draws depend only on the arguments.
@@ -298,55 +260,44 @@ def chosen(
     Args:
         seconds_per_step: dict from each candidate to its seconds per step on the network.
         beliefs: dict that has a belief for each candidate.
-        ddp_steps: DDP's steps to the target. They scale all seconds, and change no choice.
-        least_sure: the smallest probability of being right with which `likely` is advised. 0 never falls back.
 
     Raises:
         ArgumentError: there is no candidate, a candidate has no belief, or a number is out of range.
     """
-    check_number("ddp_steps", ddp_steps, over=0)
-    check_number("least_sure", least_sure, least=0, most=1)
-    methods = list(seconds_per_step)
-    if not methods:
+    losses, odds = losses_of(seconds_per_step, beliefs)
+    method = list(seconds_per_step)[int(np.argmin(losses.mean(0)))]
+    return Choice(method, odds[method], dict(sorted(odds.items(), key=lambda each: -each[1])))
+
+
+def losses_of(
+    seconds_per_step: Mapping[str, float], beliefs: Mapping[str, Belief]
+) -> tuple[np.ndarray, dict[str, float]]:
+    """Return (draws, candidates) logarithms of the time over the best time, and each candidate's odds (`Choice`).
+
+    Raises:
+        ArgumentError: as in `chosen`.
+    """
+    if not seconds_per_step:
         raise ArgumentError("seconds_per_step is empty: give at least one candidate")
-    for method in methods:
-        check_number(f"seconds_per_step[{method!r}]", seconds_per_step[method], over=0)
+    for method, seconds in seconds_per_step.items():
+        check_number(f"seconds_per_step[{method!r}]", seconds, over=0)
         if method not in beliefs:
             raise ArgumentError(f"there is no belief about {method!r}: give one for each candidate, see beliefs_of()")
-    seconds, reached = _drawn(methods, seconds_per_step, beliefs, ddp_steps)
-    times = np.where(reached, seconds, np.inf)
+    times = np.stack([_drawn(name, seconds, beliefs[name]) for name, seconds in seconds_per_step.items()], 1)
     best = times.min(1)
     decided = np.isfinite(best)
-    losses = np.full_like(times, math.log(WORST))  # log of the time over the best time
     ratio = times[decided] / best[decided, None]
+    losses, right = np.full_like(times, math.log(WORST)), np.zeros(times.shape, dtype=bool)
     losses[decided] = np.log(np.minimum(ratio, WORST))
-    right = np.zeros_like(reached)
     right[decided] = ratio <= 1 + NEAR
-    odds = right.mean(0)
-    likely = int(np.argmin(losses.mean(0)))
-    worst = np.quantile(losses, 0.95, axis=0)
-    safe = min(range(len(methods)), key=lambda k: (round(float(worst[k]), 6), float(losses[:, k].mean())))
-    index = likely if odds[likely] >= least_sure else safe
-    low, middle, high = np.quantile(seconds[:, index], [(1 - INTERVAL) / 2, 0.5, (1 + INTERVAL) / 2])
-    order = sorted(range(len(methods)), key=lambda k: -odds[k])
-    return Choice(
-        methods[index], bool(odds[likely] < least_sure), methods[likely], methods[safe],
-        float(middle), float(low), float(high), float(odds[index]), beliefs[methods[index]].never,
-        {methods[k]: float(odds[k]) for k in order},
-    )  # fmt: skip
+    return losses, dict(zip(seconds_per_step, right.mean(0).tolist(), strict=True))
 
 
-def _drawn(
-    methods: list[str], seconds_per_step: Mapping[str, float], beliefs: Mapping[str, Belief], ddp_steps: float
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return (draws, methods) seconds to the target, and whether the method reaches it.
+def _drawn(method: str, seconds_per_step: float, belief: Belief) -> np.ndarray:
+    """Return (draws,) seconds to the target for one step of DDP; infinite where the method does not reach the target.
 
     A method's draws do not depend on the other candidates.
     """
-    seconds, reached = [], []
-    for method in methods:
-        belief, rng = beliefs[method], numpy_generator(0, f"belief {method}")
-        multiples = np.exp(belief.mean + belief.sd * rng.standard_normal(DRAWS))
-        seconds.append(seconds_per_step[method] * ddp_steps * multiples)
-        reached.append(rng.random(DRAWS) >= belief.never)
-    return np.stack(seconds, 1), np.stack(reached, 1)
+    rng = numpy_generator(0, f"belief {method}")
+    seconds: np.ndarray = seconds_per_step * np.exp(belief.mean + belief.sd * rng.standard_normal(DRAWS))
+    return np.where(rng.random(DRAWS) >= belief.never, seconds, np.inf)

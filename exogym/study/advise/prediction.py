@@ -309,7 +309,7 @@ def _first_to_arrive(
     Strategies in `rare` are chosen only if there are no others.
     """
     each = {row.strategy: max(row.seconds_per_step, LEAST) for row in rows}
-    choice: Choice = chosen({name: s for name, s in each.items() if name not in rare} or each, beliefs, least_sure=0.0)
+    choice: Choice = chosen({name: s for name, s in each.items() if name not in rare} or each, beliefs)
     best = next(row for row in rows if row.strategy == choice.method)
     return best, (
         f"it has the smallest expected time to the loss that DDP reaches after {steps} steps; with a probability of "
@@ -373,7 +373,7 @@ def _row(plan: Plan, num_nodes: int, network: Network, time: StepTime, algorithm
 
 
 def _row_of_fleet(plan: Plan, num_nodes: int, network: Network, time: StepTime, algorithm: str, scale: float) -> Row:
-    stalls, sent, line, names = 0.0, 0.0, 0.0, []
+    stalls, sent, names = 0.0, 0.0, list[str]()
     mean_s = time.mean_s(num_nodes)
     every = min((t.every_steps for t in plan.traffic if not t.overlap_steps), default=math.inf)
     agreeing_s = scale * (AGREEMENTS + plan.needs_gradients) * network.message_s if num_nodes > 1 else 0.0
@@ -396,7 +396,6 @@ def _row_of_fleet(plan: Plan, num_nodes: int, network: Network, time: StepTime, 
         of_all = float(busy.mean()) if traffic in asked else 1.0
         handed = times * traffic.payload_bytes * of_all / traffic.every_steps
         sent += handed * _tx_factor(traffic.kind, way, count)
-        line += handed * _line_factor(traffic.kind, way, count)
         names += [f"{way or 'ring'} {traffic.kind}"] * times
     stalls += agreeing_s * _stretches(plan)
     seconds = step_s + stalls
@@ -404,7 +403,7 @@ def _row_of_fleet(plan: Plan, num_nodes: int, network: Network, time: StepTime, 
     busiest = float(busy[mean_s == mean_s.max()].mean() * mean_s.max()) / seconds
     return Row(
         plan.name, seconds, sent, 1 - computing, computing, float(busy.sum()) * float(mean_s.min()) / seconds,
-        plan.couples_every, tuple(names), busiest >= UTILISATION, plan.can_train, line_bytes_per_step=line,
+        plan.couples_every, tuple(names), busiest >= UTILISATION, plan.can_train,
     )  # fmt: skip
 
 
@@ -497,22 +496,19 @@ def _way(traffic: Traffic, network: Network, members: Members, algorithm: str) -
 def _row_of_rounds(plan: Plan, num_nodes: int, network: Network, time: StepTime, algorithm: str, scale: float) -> Row:
     """Return the row of a strategy whose nodes have their own pace: they push to a server and pull from it."""
     T = time.mean_s(num_nodes)
-    push, pull, *relays = plan.traffic  # no node waits for relays between servers
+    push, _, *relays = plan.traffic  # no node waits for relays between servers
     H, own_s, round_s, _ = _own_rounds(plan, num_nodes, network, time, scale)
     seconds = num_nodes / float((H / round_s).sum())
     computing = H * T / round_s
     sent = float((push.payload_bytes / round_s).mean()) * seconds if num_nodes > 1 else 0.0
-    both = push.payload_bytes + pull.payload_bytes
-    line = float((both / round_s).max()) * seconds if num_nodes > 1 else 0.0  # the fastest node's line
-    for relay in relays if num_nodes > 1 else []:  # an island's first node carries the relays of all its nodes
+    for relay in relays if num_nodes > 1 else []:
         sent += relay.payload_bytes / relay.every_steps if relay.kind == "push" else 0.0
-        line += relay.payload_bytes / relay.every_steps * (relay.members or num_nodes)
     utilisation = min(1.0, float(computing.mean()))
     slowest = int(np.argmax(own_s / H))
     return Row(
         plan.name, seconds, sent, 1 - utilisation, utilisation, num_nodes * float(T.min()) / seconds,
         plan.couples_every, tuple(f"{t.algorithm} {t.kind}" for t in plan.traffic),
-        float(computing[slowest]) >= UTILISATION, plan.can_train, line_bytes_per_step=line,
+        float(computing[slowest]) >= UTILISATION, plan.can_train,
     )  # fmt: skip
 
 
@@ -657,10 +653,3 @@ def _tx_factor(kind: str, algorithm: str | None, n: int) -> float:
         return 1.0
     ways = {way: factor for (known, way), factor in FACTORS.items() if known == kind}  # the usual algorithm first
     return ways.get(algorithm or "", next(iter(ways.values())))(n) if ways else 1.0
-
-
-def _line_factor(kind: str, algorithm: str | None, n: int) -> float:
-    """Return the bytes that the busiest member sends and receives, as a multiple of its payload."""
-    if kind == "broadcast" or (kind, algorithm) == ("all_reduce", "tree"):  # the root of a binomial tree
-        return float((n - 1).bit_length()) * (1 if kind == "broadcast" else 2)
-    return 2 * _tx_factor(kind, algorithm, n)

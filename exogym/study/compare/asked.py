@@ -42,6 +42,7 @@ NOT_TAKEN = {
     "logger": "give out: each run's records are in its folder there, and exogym.runs reads them",
     "callbacks": "one object would see all runs: give metrics, or train with LocalTrainer.fit",
     **dict.fromkeys(("save_dir", "run_dir", "checkpoint_interval", "keep_checkpoints"), _SAVED),
+    "timeline": "train with fit(timeline=True, run_dir=...): exogym ui draws what the nodes did",
     "cpus_per_process": "a run on Ray, sweep(engine='ray'), has one processor",
 }
 
@@ -111,15 +112,12 @@ class ComparisonOptions(StudyOptions):
         target_loss: The validation loss to reach. The rows show the bytes that a node sends until then and, with a
             network, the seconds. By default, this is DDP's final validation loss / 0.95 (95 % of DDP's quality), or
             without DDP the highest final loss of any run.
-        log_x: Use a logarithmic x axis in every picture, also for steps and time.
-        timeline: Also draw when each node works and waits in the first rounds of each strategy, and write trace files.
         out: Folder in which to make `<task>-<time>`. This folder gets run.json, summary.csv, metrics.csv (each
-            evaluation), loss_vs_steps and loss_vs_bytes (.png, .svg). With `network` the folder also gets loss_vs_time,
-            and with `timeline` also timeline.png and a trace-<strategy>.json per strategy (for ui.perfetto.dev). Each
-            run has its own folder inside. If `out` is None, no files are written.
+            evaluation), loss_vs_steps and loss_vs_bytes (.png, .svg). With `network` the folder also gets loss_vs_time.
+            Each run has its own folder inside. If `out` is None, no files are written.
         resume: Resume an interrupted comparison with the same arguments in the folder `out` itself. The result is the
             same as without the interruption. An unfinished run continues from its checkpoint, or starts again if there
-            is no checkpoint. Built-in strategies without a timeline write a checkpoint each minute, and one at Ctrl-C.
+            is no checkpoint. Built-in strategies write a checkpoint each minute, and one at Ctrl-C.
         progress: Show progress and the time left. If `progress` is None, show them only in a terminal or a notebook.
         watch: Function that receives a `Standing` after each evaluation.
     """
@@ -134,7 +132,5 @@ class ComparisonOptions(StudyOptions):
     processes: int | str = FitOptions.processes
     speeds: Sequence[float] | None = None
     target_loss: float | None = None
-    timeline: bool = FitOptions.timeline
-    log_x: bool = False
     progress: bool | None = FitOptions.progress
     watch: Callable[[Standing], object] | None = None

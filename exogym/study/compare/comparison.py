@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from exogym.clock import save_trace
 from exogym.errors import needs
 from exogym.files import replacing
 from exogym.network import readable_seconds
@@ -21,11 +20,8 @@ from exogym.progress import readable_bytes
 from exogym.record import History
 from exogym.study.compare.plots import (
     Curve,
-    Strip,
     draw,
-    draw_strips,
     figure_of,
-    first_rounds_s,
 )
 from exogym.study.compare.summary import Row, Track, spread_text
 
@@ -56,7 +52,6 @@ class Comparison:
         description: the options and the machine, as JSON values; enough to repeat the comparison.
         folder, paths: the comparison's folder and its files; None and () without `out`.
         target_loss: the target validation loss. The rows have the bytes and, with a network, the seconds to reach it.
-        strips: with `timeline`, a dict from each strategy to its nodes' timelines in the first rounds.
     """
 
     heading: str
@@ -67,7 +62,6 @@ class Comparison:
     folder: Path | None = None
     paths: tuple[Path, ...] = ()
     target_loss: float | None = None
-    strips: Mapping[str, Strip] = field(default_factory=dict, repr=False)
 
     def __str__(self) -> str:
         return self.to_markdown()
@@ -207,11 +201,10 @@ def _timed_cells(row: Mapping[str, Any]) -> list[str]:
     return [time_s, spread_text(row, "waiting_share", "{:.1%}"), reached]
 
 
-def write(result: Comparison, folder: Path, log_x: bool = False) -> list[str]:
+def write(result: Comparison, folder: Path) -> list[str]:
     """Write a comparison's files, except run.json, into `folder`. Return the names of all files.
 
-    metrics.csv has the averaged model's row for each evaluation, with strategy and seed. With `log_x` every picture has
-    a logarithmic x axis.
+    metrics.csv has the averaged model's row for each evaluation, with strategy and seed.
     """
     write_csv(folder / "summary.csv", list(result.rows[0]), result.rows)
     columns = list(dict.fromkeys(name for history in result.histories.values() for name in history.columns))
@@ -226,9 +219,9 @@ def write(result: Comparison, folder: Path, log_x: bool = False) -> list[str]:
     names = [*FILES, *(TIMED_FILES if result.is_timed else ())]
     for name in names[len(OTHER_FILES) :]:
         heading = result.description["description"]
-        draw([folder / name, folder / _as_svg(name)], *_asked(result, OF_PICTURE[name], log_x or None, heading))
+        draw([folder / name, folder / _as_svg(name)], *_asked(result, OF_PICTURE[name], None, heading))
     svgs = [_as_svg(name) for name in names[len(OTHER_FILES) :]]
-    return [*names, *_write_strips(result, folder), *svgs]
+    return [*names, *svgs]
 
 
 def _as_svg(name: str) -> str:
@@ -251,23 +244,6 @@ def plain_name(label: str) -> str:
     'diloco-H-20'
     """
     return re.sub(r"[^A-Za-z0-9_.]+", "-", label)[:MOST_LETTERS].strip("-.") or "strategy"
-
-
-def _write_strips(result: Comparison, folder: Path) -> list[str]:
-    """Draw the timelines and write the traces of the first rounds. Return the files' names."""
-    if not result.strips:
-        return []
-    until_s = first_rounds_s(result.strips.values())
-    heading = f"{result.description['description']}\n{result.description['forecast']['title']}"
-    draw_strips(list(result.strips.values()), folder / "timeline.png", until_s, heading)
-    names = ["timeline.png"]
-    for label, strip in result.strips.items():
-        name = f"trace-{plain_name(label)}.json"
-        if name in names:
-            name = f"trace-{plain_name(label)}-{len(names)}.json"
-        save_trace(strip.until(until_s), folder / name)
-        names.append(name)
-    return names
 
 
 def _curve(label: str, title: str, histories: Histories) -> Curve:

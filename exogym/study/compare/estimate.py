@@ -137,7 +137,7 @@ class _Marks(Callback):
 def _parts(cell: Cell, length: int, steps: int) -> Trial:
     """Train two parts of `length` steps, each with an evaluation after it, and measure the second part."""
     trainer, marks = cell.trainer(), _Marks(length)
-    of_parts = {"max_steps": steps, "val_interval": steps, "timeline": False, "callbacks": [marks]}
+    of_parts = {"max_steps": steps, "val_interval": steps, "callbacks": [marks]}
     begun = time.perf_counter()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a run as short as a trial

@@ -3,7 +3,6 @@
 run.json                   the options, written at the start, and the results, written at the end
 diloco-H-20-seed-0/        a run folder (`core.record.run_folder`) for each strategy and seed, with
     history.safetensors    the run's history
-    timeline.json          when each node computed, sent and waited; only with `timeline`
     outcome.json           the run's state or error, seconds and description; written last, so it marks a complete run
     checkpoints/           only while the run trains
 """
@@ -27,7 +26,7 @@ from exogym.errors import ArgumentError
 from exogym.files import new_folder, write_json
 from exogym.study.compare.comparison import plain_name
 
-RUN, HISTORY, TIMELINE = "run.json", "history.safetensors", "timeline.json"
+RUN, HISTORY = "run.json", "history.safetensors"
 OUTCOME, CHECKPOINTS = "outcome.json", "checkpoints"
 STATUS = "status.json"  # only in the folder of a single run
 ALL_ARGUMENTS = "all_arguments"  # in run.json: each strategy's arguments, also those with default values

@@ -49,16 +49,16 @@ class Forecast:
     def is_measured(self) -> bool:
         return self.measured_step_s is not None
 
-    def fit_options(self, alone: bool, timeline: bool) -> dict[str, Any]:
+    def fit_options(self, alone: bool) -> dict[str, Any]:
         """Return the options of `fit` for a virtual clock. If `alone`, node 0 trains without other nodes."""
         if not alone:
-            return {"network": self.network, "step_seconds": self.step_time, "timeline": timeline}
+            return {"network": self.network, "step_seconds": self.step_time}
         fleet = self.step_time
         first = StepTime(
             float(fleet.seconds[0]), sigma=fleet.sigma, straggler_share=fleet.straggler_share,
             straggler_factor=fleet.straggler_factor, seed=fleet.seed,
         )  # fmt: skip
-        return {"network": NO_TRAFFIC, "step_seconds": first, "timeline": timeline}
+        return {"network": NO_TRAFFIC, "step_seconds": first}
 
     def describe(self) -> dict[str, Any]:
         """Return a description as JSON values, which is enough to predict the same times again."""
@@ -118,15 +118,14 @@ def _count(steps: StepTime, speeds: Sequence[float] | None) -> int | None:
     return steps.num_nodes if speeds is None else len(speeds)
 
 
-def check_timed(network: Any, step_seconds: Any, speeds: Any, target_loss: Any, timeline: Any) -> None:
+def check_timed(network: Any, step_seconds: Any, speeds: Any, target_loss: Any) -> None:
     """Check that the target loss is a finite number, and that options for a network are given only with a network.
 
     Raises:
         ArgumentError: one of these checks fails.
     """
     if network is None:
-        given = features_of(step_seconds=step_seconds, speeds=speeds, timeline=timeline or None)
-        check({"no network": "no network"} | given)
+        check({"no network": "no network"} | features_of(step_seconds=step_seconds, speeds=speeds))
     number = isinstance(target_loss, int | float) and not isinstance(target_loss, bool)
     if target_loss is not None and not (number and math.isfinite(target_loss)):
         raise ArgumentError(f"target_loss={target_loss!r} must be a number: the validation loss to reach")

@@ -1,11 +1,11 @@
-"""A comparison's pictures: validation loss against steps, bytes and time, and the nodes' timelines."""
+"""A comparison's pictures: validation loss against steps, bytes and time."""
 
 from __future__ import annotations
 
 import io
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +18,6 @@ from exogym.progress import readable_bytes
 from exogym.study.compare.colors import COLORS, GRAYED, MOST_COLORED, ON_DARK, each_look
 
 if TYPE_CHECKING:
-    from exogym.clock import Clock, Span
-
-if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
@@ -30,12 +27,8 @@ SIZE_INCHES, DOTS_PER_INCH = (7.2, 4.4), 120
 # Marks in each decade of the loss, depending on its range.
 FEW_TICKS, SOME_TICKS, MANY_TICKS = [1, 2, 5], [1, 1.5, 2, 3, 4, 5, 7], [i / 10 for i in range(10, 100, 2)]
 UNITS = (("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.0), ("milliseconds", 1e-3), ("microseconds", 1e-6))
-UNITS_AT_LEAST, MOST_TICKS = 3, 8  # the fewest units on an axis, and the most marks
+UNITS_AT_LEAST = 3  # the fewest units on an axis
 FAR_APART = 8  # time has a logarithmic axis from this ratio of the runs' lengths on
-DOING = {
-    "compute": ("#0072B2", "computing"), "send": ("#D55E00", "sending"), "wait": ("#DDDDDD", "waiting for others"),
-}  # fmt: skip
-ROUNDS, MOST_SPANS, MOST_NODES = 2, 60, 8  # of a timeline: rounds, and the most spans per node and nodes
 LABEL_POINTS, LETTER_POINTS, LINE_SPACING = 9.0, 5.4, 1.2
 End = tuple["Line2D", float | None, float]  # a curve and its end on the axes; None for a level line
 WIDEST_LABEL = 0.6  # share of the picture
@@ -72,88 +65,12 @@ class Curve:
         return not self.tx_bytes.any()
 
 
-@dataclass(frozen=True)
-class Strip:
-    """A strategy's timeline: when each node computed, sent and waited.
-
-    Attributes:
-        title: the strategy's name in the picture.
-        spans: the nodes' spans in the order of time.
-        shares: a dict from each kind of span to its share of the whole run, mean over nodes.
-    """
-
-    title: str
-    spans: Sequence[Span]
-    shares: Mapping[str, float]
-
-    @classmethod
-    def of(cls, title: str, clock: Clock) -> Strip:
-        """Return the timeline that a virtual clock recorded."""
-        parts = {"compute": "computing", "send": "sending", "wait": "waiting"}
-        return cls(title, clock.spans, {kind: float(clock.share(part).mean()) for kind, part in parts.items()})
-
-    def until(self, end_s: float) -> list[Span]:
-        """Return the spans that begin before `end_s` (seconds). A span that lasts longer ends at `end_s`."""
-        return [replace(span, end_s=min(span.end_s, end_s)) for span in self.spans if span.start_s < end_s]
-
-    def says(self) -> str:
-        """Return the shares of all kinds of span as text. Shares of zero are left out."""
-        return ", ".join(f"{DOING[kind][1]} {share:.0%}" for kind, share in self.shares.items() if share >= 0.005)
-
-
-def first_rounds_s(strips: Iterable[Strip]) -> float:
-    """Return the seconds up to which to draw timelines: until each strategy that communicates has communicated twice.
-
-    The result is smaller if a node would otherwise have more than 60 spans, which are too many to see. If no strategy
-    communicates, the result is the end of the longest timeline.
-    """
-    rounds, ends_of_all, crowded = [], [0.0], [math.inf]
-    for strip in strips:
-        sent = sorted({span.end_s for span in strip.spans if span.kind == "send"})
-        ends: dict[int, list[float]] = {}
-        for span in strip.spans:
-            ends.setdefault(span.node, []).append(span.end_s)
-        if sent:
-            rounds.append(sent[min(ROUNDS, len(sent)) - 1])
-        ends_of_all += [max(own) for own in ends.values()]
-        crowded += [own[MOST_SPANS - 1] for own in ends.values() if len(own) >= MOST_SPANS]
-    return min(max(rounds or ends_of_all), *crowded)
-
-
 def check_matplotlib() -> None:
     """Raise ExoGymError if matplotlib, which draws the pictures, cannot be imported."""
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
         raise ExoGymError(f"the pictures need matplotlib ({error}): pip install 'exogym[demo]'") from None
-
-
-def plot_against_steps(
-    curves: Sequence[Curve], path: str | os.PathLike[str], heading: str = "", log: bool | None = None
-) -> None:
-    """Draw mean validation loss against steps, with a band from the lowest to the highest seed, into a PNG file."""
-    draw([path], curves, "step", log, heading)
-
-
-def plot_against_bytes(
-    curves: Sequence[Curve], path: str | os.PathLike[str], heading: str = "", log: bool | None = None
-) -> None:
-    """Draw mean validation loss against the bytes each node has sent (logarithmic by default), into a PNG file.
-
-    A logarithmic axis cannot show a strategy that sends nothing. A dashed line marks this strategy's final loss.
-    """
-    draw([path], curves, "bytes", log, heading)
-
-
-def plot_against_time(
-    curves: Sequence[Curve], path: str | os.PathLike[str], heading: str = "", network: str = "",
-    target_loss: float | None = None, log: bool | None = None,
-) -> None:  # fmt: skip
-    """Draw mean validation loss against predicted seconds on `network`. A dotted line marks the target loss.
-
-    By default the time axis is logarithmic if the longest run takes at least eight times as long as the shortest.
-    """
-    draw([path], curves, "time", log, heading, network, target_loss)
 
 
 def figure_of(
@@ -201,11 +118,7 @@ def draw(
     network: str = "", target_loss: float | None = None,
 ) -> None:  # fmt: skip
     """Write the figure that `figure_of` returns into files. Each file's name decides its format, PNG or SVG."""
-    _draw(paths, curves, x, log, heading, network, target_loss)
-
-
-def _draw(paths: Sequence[str | os.PathLike[str]], *asked: Any) -> None:
-    figure = figure_of(*asked)
+    figure = figure_of(curves, x, log, heading, network, target_loss)
     for path in paths:
         save(figure, path)
 
@@ -368,55 +281,6 @@ def _scale(
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: readable(value)))
 
 
-def draw_strips(strips: Sequence[Strip], path: str | os.PathLike[str], until_s: float, heading: str = "") -> None:
-    """Draw each node's timeline until `until_s` into a PNG file, with one panel per strategy.
-
-    A panel shows the first eight nodes' spans as bars. A text gives the shares of each kind of span in the whole run.
-    """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
-    from matplotlib.ticker import FuncFormatter, MultipleLocator
-
-    nodes = [sorted({span.node for span in strip.spans}) for strip in strips]
-    rows = [min(max(len(there), 1), MOST_NODES) for there in nodes]
-    figure = Figure((SIZE_INCHES[0], 1.2 + sum(0.34 + 0.17 * n for n in rows)), DOTS_PER_INCH, layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(len(strips), sharex=True, squeeze=False, height_ratios=[0.3 + 0.17 * n for n in rows])[
-        :, 0
-    ]
-    seen = set()
-    for axes, strip, there in zip(panels, strips, nodes, strict=True):
-        spans, shown = strip.until(until_s), there[:MOST_NODES]
-        for row, node in enumerate(shown):
-            for kind, (colour, _) in DOING.items():
-                own = [(s.start_s, s.end_s - s.start_s) for s in spans if s.node == node and s.kind == kind]
-                if own:
-                    axes.broken_barh(own, (row - 0.42, 0.84), facecolors=colour)
-                    seen.add(kind)
-        axes.set_ylim(len(shown) - 0.5, -0.5)
-        axes.set_yticks(range(len(shown)), [f"node {node}" for node in shown], fontsize=8)
-        axes.tick_params(length=0)
-        note = "" if len(shown) == len(there) else f" ({len(shown)} of {len(there)} nodes)"
-        axes.set_title(strip.title + note, loc="left", fontsize=LABEL_POINTS, pad=3)
-        axes.set_title(strip.says(), loc="right", fontsize=8, color="#555555", pad=3)
-        axes.spines[:].set_visible(False)
-    last = panels[-1]
-    last.set_xlim(0, until_s)
-    unit, unit_s = _unit_of(until_s)
-    last.xaxis.set_major_locator(MultipleLocator(unit_s * _round_step(until_s / unit_s / MOST_TICKS)))
-    last.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value / unit_s:g}"))
-    last.tick_params(axis="x", length=3)
-    last.spines["bottom"].set_visible(True)
-    last.set_xlabel(f"predicted {unit}; shares are of the whole run", fontsize=LABEL_POINTS)
-    figure.suptitle(heading, x=0.01, ha="left", fontsize=10)
-    figure.legend(
-        handles=[Patch(color=colour, label=name) for kind, (colour, name) in DOING.items() if kind in seen],
-        loc="outside lower center", ncols=len(DOING), frameon=False, fontsize=LABEL_POINTS,
-    )  # fmt: skip
-    figure.savefig(path, format="png", metadata={"Software": None}, pil_kwargs={"optimize": True})
-
-
 def _unit_of(longest_s: float) -> tuple[str, float]:
     """Return the unit for an axis of so many seconds, and the unit's seconds.
 
@@ -424,16 +288,6 @@ def _unit_of(longest_s: float) -> tuple[str, float]:
     (('seconds', 1.0), ('minutes', 60.0))
     """
     return next(((name, size) for name, size in UNITS if longest_s >= UNITS_AT_LEAST * size), UNITS[-1])
-
-
-def _round_step(least: float) -> float:
-    """Return the smallest of ..., 0.5, 1, 2, 5, 10, ... that is at least `least` (over 0).
-
-    >>> _round_step(3.0), _round_step(66.0)
-    (5.0, 100.0)
-    """
-    power = 10.0 ** math.floor(math.log10(least))
-    return next(k * power for k in (1, 2, 5, 10) if k * power >= least)
 
 
 def _label(axes: Axes, lines: Mapping[str, End]) -> bool:

@@ -141,7 +141,7 @@ def session_of(asked: ComparisonOptions, known_step_s: float | None = None) -> S
     if asked.processes != "auto":
         check_count("processes", asked.processes)
         place_rows(setting.nodes, int(asked.processes))
-    check_timed(asked.network, asked.step_seconds, asked.speeds, asked.target_loss, asked.timeline)
+    check_timed(asked.network, asked.step_seconds, asked.speeds, asked.target_loss)
     passed = {field.name: getattr(asked, field.name) for field in fields(RunOptions)}
     forecast = None
     if asked.network is not None:
@@ -152,12 +152,12 @@ def session_of(asked: ComparisonOptions, known_step_s: float | None = None) -> S
         )  # fmt: skip
     val_interval = asked.val_interval or setting.val_interval(len(val))
     session = Session(
-        task, setting, entries, split, val, val_interval, place, asked.processes, forecast, asked.timeline,
+        task, setting, entries, split, val, val_interval, place, asked.processes, forecast,
         asked.loss_fn, asked.metrics, None, passed, opening=opening,
     )  # fmt: skip
     for label, entry in entries.items():
         try:
-            given = session.fit_options(entry, asked.timeline)
+            given = session.fit_options(entry)
             options = checked_options(FitOptions(entry.strategy, **given, save_dir="."))
             if stream is not None:
                 check_entry(options.features(), stream)
@@ -174,8 +174,8 @@ def asked_of(session: Session, target_loss: float | None = None) -> dict[str, An
     """
     task, forecast, timing = session.task, session.forecast, None
     data: Any = task.train
-    if forecast is not None:
-        timing = forecast.describe() | {"wanted_loss": target_loss, "timeline": session.timeline}
+    if forecast is not None:  # older folders have a timeline too, which is retired
+        timing = forecast.describe() | {"wanted_loss": target_loss, "timeline": False}
     wanted = {} if forecast is not None or target_loss is None else {"wanted_loss": target_loss}
     if session.split is None:
         examples = {"train_examples": session.in_order.length, "opening": session.opening}
@@ -298,14 +298,11 @@ def _result(session: Session, description: dict[str, Any], asked: ComparisonOpti
     ]
     description = {**description, "state": state, "heading": heading, "finding": finding, **timed}
     description |= summary.to_json() | {"runs": runs}
-    result = Comparison(
-        heading, finding, summary.rows, session.histories, description, target_loss=summary.target_loss,
-        strips=session.strips,
-    )  # fmt: skip
+    result = Comparison(heading, finding, summary.rows, session.histories, description, target_loss=summary.target_loss)
     if session.folder is None:
         return result
     path = session.folder.path
-    names = write(result, path, asked.log_x)
+    names = write(result, path)
     session.folder.describe(description)
     return replace(result, folder=path, paths=tuple(path / name for name in names))
 

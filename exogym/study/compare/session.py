@@ -20,7 +20,6 @@ from exogym.study.cells import Cell, Outcome, Standing, train
 from exogym.study.compare.entries import OF_SEVERAL_NODES, Entry, Setting
 from exogym.study.compare.folder import Folder
 from exogym.study.compare.forecast import Forecast
-from exogym.study.compare.plots import Strip
 from exogym.study.compare.summary import Track
 from exogym.study.tasks import Task
 
@@ -58,7 +57,6 @@ class Session:
     place: torch.device
     processes: int | str
     forecast: Forecast | None
-    timeline: bool
     loss_fn: Callable[..., Tensor] | None
     metrics: dict[str, Metric] | None
     folder: Folder | None
@@ -72,14 +70,14 @@ class Session:
         return [self.cell(label, seed) for label in self.entries for seed in self.setting.seeds]
 
     def cell(self, label: str, seed: int) -> Cell:
-        """Return the cell of one run. Only the first seed's cell has a timeline."""
+        """Return the cell of one run."""
         entry, task = self.entries[label], replace(self.task, val=self.val)
         if entry.alone and self.split is None:
             task = replace(task, train=FirstShare(task.train, self.setting.nodes))  # type: ignore[arg-type]
-        options = self.fit_options(entry, self.timeline and seed == self.setting.seeds[0])
+        options = self.fit_options(entry)
         return Cell(
             task, entry.strategy, seed, None if self.folder is None else self.folder.child(label, seed),
-            options | {"callbacks": self.callbacks}, label, entry.title, self.loss_fn, self.metrics,
+            options | {"callbacks": self.callbacks}, label, self.loss_fn, self.metrics,
         )  # fmt: skip
 
     def train_all(self, watch: Callable[[Standing], object] | None = None) -> None:
@@ -101,10 +99,6 @@ class Session:
         return {key: track for key, track in found.items() if track is not None}
 
     @property
-    def strips(self) -> dict[str, Strip]:
-        return {label: found.strip for (label, _), found in self.outcomes.items() if found.strip is not None}
-
-    @property
     def in_order(self) -> IterableData:
         """The iterable that all runs read, with its length and window."""
         return described_data(self.task.train)
@@ -116,8 +110,8 @@ class Session:
             return repr(self.split)
         return f"read in order, window {self.in_order.window}" if self.passed["shuffle"] else "read in order"
 
-    def fit_options(self, entry: Entry, timed: bool = False) -> dict[str, Any]:
-        """Return the options with which `fit` trains a strategy, for all seeds. If `timed`, runs record a timeline."""
+    def fit_options(self, entry: Entry) -> dict[str, Any]:
+        """Return the options with which `fit` trains a strategy, for all seeds."""
         nodes = self.setting.nodes
         given: dict[str, Any] = {
             **self.passed, "num_nodes": nodes, "max_steps": self.setting.steps, "batch_size": self.setting.batch_size,
@@ -125,7 +119,7 @@ class Session:
             "processes": self.processes, "progress": False,
         }  # fmt: skip
         if self.forecast is not None:
-            given |= self.forecast.fit_options(entry.alone, timed)
+            given |= self.forecast.fit_options(entry.alone)
         if entry.alone:
             given |= {name: getattr(RunOptions, name) for name in OF_SEVERAL_NODES}
             given |= {"num_nodes": 1, "processes": 1}

@@ -84,7 +84,6 @@ class SweepOptions(StudyOptions):
 
     not_taken: ClassVar = NOT_TAKEN | {
         "strategies": "give strategy, or sweep it: axes={'strategy': ['ddp', 'diloco']}",
-        "timeline": "compare(timeline=True) draws what nodes do when",
     }
 
     axes: Mapping[str, Any] | Sequence[str]

@@ -9,13 +9,7 @@ import sys
 
 import numpy as np
 import pytest
-import torch
-import torch.nn.functional as F
-from torch import nn
-from torch.utils.data import TensorDataset
 
-from exogym import LocalTrainer
-from exogym.callbacks import Every
 from exogym.cli import main
 from exogym.errors import ArgumentError
 from exogym.network import Network
@@ -45,44 +39,6 @@ def test_a_run_ends_at_ddps_loss():
     assert rows["diloco:H=500"].steps > rows["diloco:H=10"].steps > STEPS
     best = advice.recommended
     assert f"for {best.steps} steps" in advice.answer.takes and f"after {STEPS} steps" in advice.because
-
-
-@pytest.mark.parametrize("text", ["ddp", "diloco:H=5", "fedavg:H=5:transport=server", "diloco:H=5:transport=tree",
-                                  "async_diloco:H=5"])  # fmt: skip
-def test_the_busiest_line_carries_what_the_run_counts(text):
-    """Sent and received together, of the node whose line carries most; nodes of different speeds take part."""
-    steps, speeds = 100, [1.0, 1.0, 0.5]
-    network = Network("1Mbps", "1ms")
-    trainer = LocalTrainer(
-        nn.Linear(32, 32, bias=False), TensorDataset(torch.randn(64, 32), torch.randint(0, 32, (64,))),
-        loss_fn=F.cross_entropy,
-    )  # fmt: skip
-    given = {"network": network, "step_seconds": [0.1 / speed for speed in speeds]}
-    counted = []
-
-    def count(loop):
-        counted.append(loop.fleet.comm.ledger.tx_bytes + loop.fleet.comm.ledger.rx_bytes)
-
-    trainer.fit(
-        parse_strategy(text), num_nodes=3, max_steps=steps, batch_size=1, device="cpu", final_sync=False,
-        callbacks=[Every(steps, count)], **given,
-    )  # fmt: skip
-    (row,) = advise(parameters=1024, num_nodes=3, strategies=[text], algorithm="recorded", **given).rows
-    rough = 0.1 if text.startswith("async") else 1e-9  # the end of training cuts the last round short
-    assert row.line_bytes_per_step * steps == pytest.approx(counted[-1].max(), rel=rough)
-    assert counted[-1].max() > counted[-1].min() or text in ("ddp", "diloco:H=5", "fedavg:H=5:transport=server")
-
-
-def test_the_fastest_asynchronous_node_fills_its_line_first():
-    unlike = {"step_seconds": [0.2, 0.8, 0.8, 0.8], "strategies": ["async_diloco:H=100"]}
-    (row,) = rows_of(STEPS, **unlike)[1].values()
-    assert row.line_bytes_per_step > 1.3 * 2 * row.tx_bytes_per_step
-
-
-# What limits do to the choice
-
-
-# Units
 
 
 # The answer in three lines
@@ -215,7 +171,7 @@ def test_every_strategy_has_a_number_or_a_stated_reason(case):
     assert rows.keys() | advice.left_out.keys() == set(texts) and not rows.keys() & advice.left_out.keys()
     for row in rows.values():
         assert np.isfinite([row.seconds_per_step, row.seconds]).all()
-        assert row.line_bytes_per_step >= row.tx_bytes_per_step > 0
+        assert row.tx_bytes_per_step > 0
     assert set(advice.left_out) == {"async_diloco:grace_s=1", "fedavg:local_epochs=2"}
     assert "- not ranked: fedavg:local_epochs=2: " in str(advice) and "give H instead" in str(advice)
     with pytest.raises(ArgumentError, match="did you mean 'diloco'"):
