@@ -3,7 +3,7 @@
 `run_forked` forks one process for each block of rows. The caller's process is the main process and holds the first
 block. A fork takes a millisecond and gives each process the current model and data. So nothing is pickled: models,
 functions and data sets from a notebook cell work. The processes wait for each other over pairs of sockets, without any
-port. Each process notices if another process dies or hangs. If the caller's process ends, the system ends the others.
+port. The main process notices if another process dies or hangs. If it ends itself, the system ends the others.
 """
 
 from __future__ import annotations
@@ -18,42 +18,21 @@ import pickle
 import signal
 import socket
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from types import FrameType
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 
 from exogym.core.base import pulse, streams
-from exogym.core.engine.hangs import SIGNAL, shows_stacks, stacks_of
+from exogym.core.engine.hangs import shows_stacks, stacks_of
 from exogym.core.engine.reports import held, packed, unpacked
-from exogym.core.engine.shared import MAIN_HANGS, MAIN_KNOWS, STOP, Hung, Lost, SharedWire, memory_bytes, pulse_byte
+from exogym.core.engine.shared import STOP, Hung, Lost, SharedWire, memory_bytes, pulse_byte
 from exogym.errors import WorkerError
 
 Result = TypeVar("Result")
 PATIENCE_S, POLL_S = 2.0, 0.001  # seconds: to end after a stop; between two checks of a process
 DIE_WITH_PARENT = 1  # Linux's PR_SET_PDEATHSIG
-
-
-@dataclass
-class _Run:
-    """The settings that a run's processes share.
-
-    `memory` carries rows and pulses. `stacks` is a file for the stacks of a hung process.
-    """
-
-    placement: Sequence[Sequence[int]]
-    body: Callable[[SharedWire], Any]
-    native: bool
-    hang_s: float | None
-    memory: mmap.mmap
-    stacks: int
-
-    def wire(self, process: int, lines: Sequence[socket.socket]) -> SharedWire:
-        return SharedWire(self.placement, process, self.memory, lines, self.native, self.hang_s)
 
 
 def can_fork() -> bool:
@@ -67,32 +46,39 @@ def run_forked(
 ) -> Result:  # fmt: skip
     """Run `body(wire)` here and in a forked process for each other block of rows. Return the result of this process.
 
-    A process hangs if its pulse stands still for `hang_s` seconds (see `exogym.core.base.pulse`). None means no limit.
+    A forked process hangs if its pulse stands still for `hang_s` seconds (see `exogym.core.engine.hangs`). None means
+    no limit. This process, which the user has started, has no limit, as if it ran alone.
 
     Raises:
         WorkerError: a process was killed or hung. The message names the process, its nodes, and the signal or stacks.
         Exception: any error that `body` raised. An error from another process has that process's traceback as a note.
     """
     memory = mmap.mmap(-1, memory_bytes(len(placement)))
-    run = _Run(placement, body, native, hang_s, memory, os.memfd_create("stacks"))
     children: list[_Child] = []
+
+    def wire_of(process: int, lines: Sequence[socket.socket]) -> SharedWire:
+        return SharedWire(placement, process, memory, lines, native, hang_s)
+
+    def work(child: _Child) -> None:
+        with pulse.kept_in(memory, pulse_byte(child.process)), shows_stacks(child.report.fileno()):
+            body(wire_of(child.process, [child.own_line]))
+
     streams.flush()
     try:
         for process in range(1, len(placement)):
             children.append(_Child(process))
-            _fork(run, children)
-        wire = run.wire(0, [child.line for child in children])
+            _fork(children, work)
+        wire = wire_of(0, [child.line for child in children])
         try:
-            with pulse.kept_in(memory, pulse_byte(0)), _ends_if_it_hangs(run):
-                result = body(wire)
-                wire.close()
-                for child in children:
-                    wire.wait_for(child.process, child.has_ended)
-                    if child.status:
-                        raise Lost(child.process)
+            result = body(wire)
+            wire.close()
+            for child in children:
+                wire.wait_for(child.process, child.has_ended)
+                if child.status:
+                    raise Lost(child.process)
             return result
         except Hung as hung:
-            error: BaseException = children[hung.process - 1].hangs(placement[hung.process], hung, run.stacks)
+            error: BaseException = children[hung.process - 1].hangs(placement[hung.process], hung)
         except Lost as lost:
             error = children[lost.process - 1].why(placement[lost.process])
         raise error
@@ -102,7 +88,6 @@ def run_forked(
             child.line.close()
         for child in children:
             child.end(patience_s)
-        os.close(run.stacks)
 
 
 def fork() -> int:
@@ -121,8 +106,8 @@ def fork() -> int:
     return pid
 
 
-def _fork(run: _Run, children: Sequence[_Child]) -> None:
-    """Fork the last of `children`."""
+def _fork(children: Sequence[_Child], work: Callable[[_Child], None]) -> None:
+    """Fork the last of `children`, which calls `work`."""
     child, parent, pid = children[-1], os.getpid(), fork()
     if pid:
         child.pid, child.status = pid, None
@@ -136,11 +121,8 @@ def _fork(run: _Run, children: Sequence[_Child]) -> None:
         signal.set_wakeup_fd(-1)
         for ignored in (signal.SIGINT, signal.SIGTERM):  # the main process handles them
             signal.signal(ignored, signal.SIG_IGN)
-        with pulse.kept_in(run.memory, pulse_byte(child.process)), shows_stacks(run.stacks):
-            run.body(run.wire(child.process, [child.own_line]))
+        work(child)
         code = 0
-    except Hung as hung:
-        child.write_report(WorkerError(_tell_main(run, parent, hung)))
     except Lost:
         pass  # the main process is gone or ending
     except BaseException as error:
@@ -149,41 +131,6 @@ def _fork(run: _Run, children: Sequence[_Child]) -> None:
         with contextlib.suppress(BaseException):
             streams.flush()
         os._exit(code)
-
-
-def _tell_main(run: _Run, parent: int, hung: Hung) -> str:
-    """In a forked process: ask the hung main process to end. Return the error's text."""
-    text = f"the main process {hung.patience.complaint(parent)}; its worker processes have ended. Checkpoints are valid"
-    if not run.memory[MAIN_HANGS]:
-        run.memory[MAIN_HANGS] = 1
-        stacks = stacks_of(parent, run.stacks)
-        if not run.memory[MAIN_KNOWS]:  # it no longer runs Python
-            print(f"exogym: {text}" + (f". Its stacks:\n{stacks}" if stacks else ""), file=streams.STDERR, flush=True)
-    return text
-
-
-@contextlib.contextmanager
-def _ends_if_it_hangs(run: _Run) -> Iterator[None]:
-    """Within this context the main process ends if others find it hung. It must still run Python for this."""
-
-    def end(number: int, frame: FrameType | None) -> None:
-        run.memory[MAIN_KNOWS] = 1
-        stacks = os.pread(run.stacks, 1 << 16, 0).decode("utf-8", "replace").strip()
-        raise WorkerError(
-            f"the main process hung (hang_s={run.hang_s:g}), and its worker processes have ended. "
-            f"Placement(hang_s=None) sets no limit. Checkpoints are valid. The main process's stacks:\n{stacks}"
-        )
-
-    if run.hang_s is None or threading.current_thread() is not threading.main_thread():
-        with shows_stacks(run.stacks):
-            yield
-        return
-    before = signal.signal(SIGNAL, end)
-    try:
-        with shows_stacks(run.stacks, chain=True):
-            yield
-    finally:
-        signal.signal(SIGNAL, before)
 
 
 def die_with(parent: int) -> None:
@@ -199,7 +146,7 @@ class _Child:
 
     Attributes:
         line: the main process's end of the line to this process, whose own end is `own_line`.
-        report: a file in memory, for the error with which this process fails.
+        report: a file in memory, for the error with which this process fails, or its stacks if it hangs.
         status: the process's exit status, or None while it runs.
     """
 
@@ -229,10 +176,10 @@ class _Child:
         self.wait(within_s)
         return self.status is not None
 
-    def hangs(self, nodes: Sequence[int], hung: Hung, stacks: int) -> WorkerError:
+    def hangs(self, nodes: Sequence[int], hung: Hung) -> WorkerError:
         """Return the error that reports this hung process. `end` kills the process."""
         text = f"{self.who(nodes)} {hung.patience.complaint(self.pid)}; it was killed. Earlier checkpoints are valid"
-        found = stacks_of(self.pid, stacks)
+        found = stacks_of(self.pid, self.report.fileno())
         return WorkerError(text + (f". Its stacks:\n{found}" if found else ""))
 
     def who(self, nodes: Sequence[int]) -> str:

@@ -6,7 +6,7 @@ A process's pulse (`exogym.core.base.pulse`) may stand still for
 - `PATIENCE` times as long at the start, in the first step, an evaluation, a checkpoint or a callback;
 - any time while the process waits for other processes.
 
-Forked processes watch each other while they wait for each other (see `SharedWire`). Processes of a launcher wait inside
+The main process watches its forks while it waits for them (see `SharedWire`). Processes of a launcher wait inside
 torch, where they cannot watch others. So each such process starts this file as a script in a small watcher process,
 which kills the process if it hangs. Torch's elastic agent, the launcher and the membership server then see a crash.
 """
@@ -104,13 +104,12 @@ def stacks_of(pid: int, file: int, start: int = 0) -> str:
 
 
 @contextlib.contextmanager
-def shows_stacks(file: int, chain: bool = False) -> Iterator[None]:
+def shows_stacks(file: int) -> Iterator[None]:
     """A context in which `SIGNAL` makes this process write its stacks into `file`.
 
-    This also works if the process hangs in C code, because the signal's handler runs no Python code. If `chain` is
-    True, the handler then calls the previous handler.
+    This also works if the process hangs in C code, because the signal's handler runs no Python code.
     """
-    faulthandler.register(SIGNAL, file=file, all_threads=True, chain=chain)
+    faulthandler.register(SIGNAL, file=file, all_threads=True)
     try:
         yield
     finally:

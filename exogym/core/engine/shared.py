@@ -19,7 +19,7 @@ from exogym.errors import TrainingError
 
 HALF_BYTES = 8 << 20  # two halves in turn: processes may still read one while others write the other
 HEAD_BYTES = 64  # before the pulses; holds flags
-STOP, MAIN_HANGS, MAIN_KNOWS = range(3)  # all must stop; the main process hangs; it has noticed that
+STOP = 0  # the flag that asks all processes to stop
 TOKEN_BYTES = 8
 
 
@@ -53,7 +53,7 @@ class SharedWire(Wire):
         lines: the main process has a connected socket to each other process. Each other process has one, to the main
             process.
         native: sum each process's rows first, then these sums. This needs fewer copies, but rounds differently.
-        hang_s: seconds that another process's pulse may stand still. None means no limit.
+        hang_s: seconds that another process's pulse may stand still, for the main process. None means no limit.
     """
 
     def __init__(
@@ -73,10 +73,9 @@ class SharedWire(Wire):
         self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
         self._turn, self._first_byte = 0, pulse_byte(len(placement))
         self._patience: dict[int, Patience] = {}
-        others = range(1, len(placement)) if self.is_main else [0]
-        for other, line in zip(others, self.lines, strict=True):
+        for other, line in enumerate(self.lines, 1):
             line.settimeout(pulse.LOOK_S)
-            if hang_s is not None:
+            if hang_s is not None and self.is_main:
                 self._patience[other] = Patience(pulse.words_in(memory, pulse_byte(other)), hang_s)
 
     # Asking all processes to stop, without waiting for them

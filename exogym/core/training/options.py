@@ -69,8 +69,8 @@ class Placement:
             checkpoints while nodes compute. With False, nodes wait for such an average right after sending it, also in
             a simulation's clock, and for each checkpoint. The results have the same bits.
         hang_s: Seconds that a step may take before its process counts as hung. ExoGym kills such a process and handles
-            it like a crash (`max_restarts`). Only runs with several processes have this limit. If steps are split, the
-            limit holds for each micro-batch. The limit is six times as long for the start, the first step, each batch
+            it like a crash (`max_restarts`). Only forked and launched processes have this limit. If steps are split,
+            it holds for each micro-batch. The limit is six times as long for the start, the first step, each batch
             of an evaluation, a checkpoint, and a callback (between two calls of `loop.beat()`). If `hang_s` is None,
             there is no limit, for example for a process that a debugger holds.
         max_restarts: Restarts allowed after errors and crashes. All processes start again from the last checkpoint.
