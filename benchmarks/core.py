@@ -97,7 +97,7 @@ def clients_of(fraction: float, clients: int, rounds: int) -> list[list[int]]:
     """Return the clients that FedAvgStrategy draws, so that the hand-written loop trains the same clients."""
     if fraction == 1:
         return [list(range(clients))] * rounds
-    from exogym.core.base.draws import numpy_generator
+    from exogym.core.base.rng import numpy_generator
 
     size = max(math.ceil(fraction * clients), 1)
     return [

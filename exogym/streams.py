@@ -7,7 +7,6 @@ from exogym.core.base.lazy import lazily
 __all__ = ["generator", "numpy_generator"]
 
 if TYPE_CHECKING:
-    from exogym.core.base.draws import numpy_generator
-    from exogym.core.base.rng import generator
+    from exogym.core.base.rng import generator, numpy_generator
 else:
     __getattr__, __dir__ = lazily(__name__)

@@ -51,7 +51,7 @@ import numpy as np
 
 from exogym import LocalTrainer
 from exogym.callbacks import Every
-from exogym.core.base.draws import numpy_generator
+from exogym.core.base.rng import numpy_generator
 from exogym.core.training.loop import TrainingLoop
 from exogym.machines.distributed import probing
 from exogym.network import Network

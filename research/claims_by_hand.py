@@ -38,7 +38,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from exogym.core.base.draws import numpy_generator, stream_seed
+from exogym.core.base.rng import numpy_generator, stream_seed
 from exogym.data.partition import IID, parse_partitioner
 from research.atlas.claims import CENTRAL, Central, studies_at
 from research.atlas.halves import halved

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from exogym.core.base.draws import numpy_generator
+from exogym.core.base.rng import numpy_generator
 from exogym.core.communicator.messages import as_bytes, from_bytes
 from exogym.core.compress import Absmax, Compressor, Quantized, buckets
 from exogym.core.compress.compressor import Payload, through_shards

@@ -39,7 +39,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from exogym.core.base.draws import stream_seed
+from exogym.core.base.rng import stream_seed
 from exogym.core.communicator.wire import Wire
 from exogym.errors import ArgumentError, TrainingError, check_count
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from exogym.core.base import rng
-from exogym.core.base.draws import stream_seed
+from exogym.core.base.rng import stream_seed
 from exogym.core.fleet.fleet import Fleet
 from exogym.core.fleet.state import Stateful, Tensors
 from exogym.data.loading import joined

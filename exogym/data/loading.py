@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
-from exogym.core.base import draws, rng
+from exogym.core.base import rng
 from exogym.core.base.torch_private import end_workers
 from exogym.errors import ArgumentError, DataError, check_count, check_switch, nearest
 
@@ -155,7 +155,7 @@ class _Batches(Dataset[Any]):
         own = (home,) if self.private else ()
         examples = []
         for i in indices:
-            seed = draws.stream_seed(self.seed, "example", epoch, i, *own)
+            seed = rng.stream_seed(self.seed, "example", epoch, i, *own)
             rng.seed_python(seed)
             rng.seed_torch(seed, _CPU)
             try:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
-from exogym.core.base.draws import numpy_generator
+from exogym.core.base.rng import numpy_generator
 from exogym.errors import ArgumentError, DataError, check_count, check_number, checked, nearest
 
 REDRAWS = 100

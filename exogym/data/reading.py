@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from exogym.core.base import rng
-from exogym.core.base.draws import stream_seed
+from exogym.core.base.rng import stream_seed
 from exogym.core.fleet.state import Tensors
 from exogym.core.progress import notice
 from exogym.errors import DataError, check_count, checked

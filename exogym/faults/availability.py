@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from exogym.core.base.draws import numpy_generator
+from exogym.core.base.rng import numpy_generator
 from exogym.errors import ArgumentError, DataError, check_number, checked
 
 COLUMNS = ("client", "from", "to", "speed")

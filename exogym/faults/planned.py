@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from exogym.core.base.draws import numpy_generator
+from exogym.core.base.rng import numpy_generator
 from exogym.core.combinations import check
 from exogym.errors import ArgumentError, as_call, check_choice, check_count, check_number, checked
 from exogym.faults.availability import Availability, Trace

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from exogym.core.base.draws import numpy_generator
+from exogym.core.base.rng import numpy_generator
 from exogym.core.base.turns import turns_of
 from exogym.errors import ArgumentError, check_choice, check_count
 from exogym.network.costs import NAMES, Cost, MessageRound, algorithms_of, cost_among, line_of_server, price

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from exogym.core.base.draws import numpy_generator
+from exogym.core.base.rng import numpy_generator
 from exogym.errors import ArgumentError, check_choice
 
 GRAPHS = ("ring", "torus", "exponential", "random", "complete", "matching")

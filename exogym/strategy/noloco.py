@@ -30,7 +30,7 @@ from typing import Any, Unpack
 
 from torch import Tensor
 
-from exogym.core.base.draws import numpy_generator
+from exogym.core.base.rng import numpy_generator
 from exogym.core.fleet import Fleet
 from exogym.core.fleet.presence import rows_of
 from exogym.errors import check_count, check_number

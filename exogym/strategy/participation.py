@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from exogym.core.base.draws import numpy_generator
+from exogym.core.base.rng import numpy_generator
 from exogym.core.combinations import features_of
 from exogym.core.fleet import Fleet
 from exogym.errors import check_count, check_number

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from exogym.core.base import draws, rng
+from exogym.core.base import rng
 from exogym.data import IID, Source, cifar10, digits, label_skew, mnist, shakespeare
 from exogym.data.partition import partitioner_of
 from exogym.data.stream import is_iterable
@@ -75,7 +75,7 @@ class Task:
         """Return a new model with weights drawn from `seed`. The caller's random state does not change."""
         cpu = torch.device("cpu")
         with rng.preserved_state(cpu):
-            rng.seed_torch(draws.stream_seed(seed, "init"), cpu)
+            rng.seed_torch(rng.stream_seed(seed, "init"), cpu)
             return self.build()
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from exogym.core.base.draws import numpy_generator
+from exogym.core.base.rng import numpy_generator
 from exogym.errors import ArgumentError
 from exogym.strategy.traffic import Plan
 from exogym.study.advise import advise

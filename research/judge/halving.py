@@ -35,7 +35,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from exogym.core.base.draws import numpy_generator
+from exogym.core.base.rng import numpy_generator
 from exogym.errors import check_count
 from exogym.study.advise.beliefs import NEAR, REFERENCE, WORST, Belief, Choice, chosen, losses_of
 from exogym.study.compare.summary import Track

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from exogym.core.base.draws import numpy_generator
+from exogym.core.base.rng import numpy_generator
 from exogym.errors import ArgumentError
 from exogym.network import Network
 from exogym.strategy.traffic import ModelSize

@@ -10,7 +10,7 @@ import torch
 from problems import Regressor, fleet_of, plain, put, run_of, same, shards, train, unlike, vector
 from torch import Tensor, nn
 
-from exogym.core.base.draws import numpy_generator
+from exogym.core.base.rng import numpy_generator
 from exogym.errors import ArgumentError
 from exogym.strategy import (
     CHOCOStrategy,

@@ -11,7 +11,7 @@ import pytest
 import torch
 from problems import fleet_of, run_of
 
-from exogym.core.base.draws import numpy_generator, stream_seed
+from exogym.core.base.rng import numpy_generator, stream_seed
 from exogym.core.training.options import describe
 from exogym.errors import ArgumentError
 from exogym.faults import NEVER, Attendance, Faults

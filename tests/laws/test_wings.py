@@ -95,7 +95,7 @@ BEYOND: dict[str, str] = {
         exogym.strategy.registry: written_options
     """,
     "study": """
-        exogym.core.base: draws rng streams
+        exogym.core.base: rng streams
         exogym.core.base.devices: free_memory_bytes resolve_device
         exogym.core.base.lazy: lazily
         exogym.core.base.locks: LOCK Lock acquire
@@ -145,7 +145,7 @@ BEYOND: dict[str, str] = {
         exogym.study.sweep.run: estimate
     """,
 }
-MOST = {"home": 48, "mesh": 33, "clusters": 18, "ui": 37, "study": 62, "cli": 38}  # names of each wing in `BEYOND`
+MOST = {"home": 48, "mesh": 33, "clusters": 18, "ui": 37, "study": 61, "cli": 38}  # names of each wing in `BEYOND`
 
 
 # What may be imported
@@ -253,7 +253,7 @@ def test_a_wing_imports_public_names_and_seams(wing: str) -> None:
 
 
 def test_the_exceptions_become_fewer() -> None:
-    assert sum(MOST.values()) <= 237
+    assert sum(MOST.values()) <= 236
 
 
 def test_seams_are_there() -> None:

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from exogym import LocalTrainer
 from exogym.callbacks import Every
-from exogym.core.base.draws import numpy_generator
+from exogym.core.base.rng import numpy_generator
 from exogym.errors import ArgumentError
 from exogym.strategy import CommunicateOptimizeStrategy, DiLoCoStrategy, FedAvgStrategy, OptimSpec
 from exogym.strategy.federated_averaging import AveragingCommunicator

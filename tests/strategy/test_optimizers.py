@@ -229,7 +229,7 @@ def plain_start(dtype: torch.dtype, bias: bool) -> list[Tensor]:
 
 
 def seeds(node: int, step: int) -> None:
-    from exogym.core.base.draws import stream_seed
+    from exogym.core.base.rng import stream_seed
 
     torch.manual_seed(stream_seed(0, "step", node, step))
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from exogym.core.base.draws import stream_seed
+from exogym.core.base.rng import stream_seed
 from exogym.errors import ArgumentError, check_count, check_number, checked
 from exogym.network.units import parse_seconds
 

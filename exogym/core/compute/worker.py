@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 from exogym.core.base import pulse
 from exogym.core.base.batches import batch_examples, map_tensors, slice_batch
-from exogym.core.base.draws import stream_seed
 from exogym.core.base.modes import evaluation_mode
-from exogym.core.base.rng import seed_python, seed_torch
+from exogym.core.base.rng import seed_python, seed_torch, stream_seed
 from exogym.core.base.torch_private import own_buffers, scale_
 from exogym.core.compute.outputs import Loss
 from exogym.core.compute.pointer import Pointer

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from exogym.core.base.draws import stream_seed
-from exogym.core.base.rng import generator, seed_python, seed_torch
+from exogym.core.base.rng import generator, seed_python, seed_torch, stream_seed
 from exogym.core.combinations import check
 from exogym.core.compute.spans import Losses
 from exogym.core.fleet import Stateful

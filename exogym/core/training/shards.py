@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from exogym.core.base.draws import numpy_generator
+from exogym.core.base.rng import numpy_generator
 from exogym.data.stream import Stream
 from exogym.strategy.strategy import Run
 

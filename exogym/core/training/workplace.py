@@ -12,9 +12,8 @@ import torch
 from torch import nn
 
 from exogym.core.base.batches import batch_examples, slice_batch
-from exogym.core.base.draws import stream_seed
 from exogym.core.base.modes import evaluation_mode, normalizes, start_training
-from exogym.core.base.rng import seed_torch
+from exogym.core.base.rng import seed_torch, stream_seed
 from exogym.core.combinations import check
 from exogym.core.communicator import Wire, say
 from exogym.core.compute.first_step import look

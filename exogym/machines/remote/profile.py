@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from exogym.balance import Balance
-from exogym.core.base import draws, rng
+from exogym.core.base import rng
 from exogym.core.base.files import short_text
 from exogym.core.combinations import check, features_of
 from exogym.core.progress import notice
@@ -157,7 +157,7 @@ class RunProfile:
             )
         cpu = torch.device("cpu")
         with rng.preserved_state(cpu):
-            rng.seed_torch(draws.stream_seed(self.seed, "init"), cpu)
+            rng.seed_torch(rng.stream_seed(self.seed, "init"), cpu)
             return made[0](), made[1], made[2], None
 
     def fit_options(self, task: Task | None, evaluates: bool) -> dict[str, Any]:

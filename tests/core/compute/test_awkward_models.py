@@ -17,7 +17,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.data import TensorDataset
 
 from exogym import LocalTrainer
-from exogym.core.base.draws import stream_seed
+from exogym.core.base.rng import stream_seed
 from exogym.data.stream import Stream
 from exogym.errors import DataError, ModelError
 from exogym.strategy import DiLoCoStrategy, FedAvgStrategy, OptimSpec, SPARTAStrategy

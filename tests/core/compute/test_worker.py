@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 
 from exogym import LocalTrainer
 from exogym.callbacks import Every
-from exogym.core.base.draws import stream_seed
+from exogym.core.base.rng import stream_seed
 from exogym.core.compute.outputs import Loss, accuracy
 from exogym.core.fleet import Fleet
 from exogym.data.stream import Stream

@@ -13,7 +13,7 @@ from problems import BATCH, Regressor, examples, factory, loss_of, run_of, same,
 from torch import Tensor
 
 from exogym import LocalTrainer
-from exogym.core.base.draws import numpy_generator
+from exogym.core.base.rng import numpy_generator
 from exogym.core.training.by_clock import ByClock
 from exogym.core.training.shards import Shards
 from exogym.data.stream import Stream
