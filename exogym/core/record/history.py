@@ -159,10 +159,6 @@ class History(Sequence[Row]):
                 f"steps {steps[:5].tolist()}... of the stretch {span} must ascend within it and come after "
                 f"step {self._last}, the last recorded step: give each step once, in order"
             )
-        if np.any(epochs != np.floor(epochs)):
-            raise ArgumentError(f"epochs={epochs.tolist()[:5]}... must be whole numbers")
-        if len(set(nodes)) < len(ids):
-            raise ArgumentError(f"nodes={list(nodes)} names a node twice: give each node one row of losses")
 
         new = self._blank(len(steps))
         new["step"], new["epoch"], new["lr"] = steps, epochs, lr
@@ -330,34 +326,10 @@ class History(Sequence[Row]):
         if name == "node" or name not in self.columns:
             known = [column for column in self.columns if column != "node"]
             raise ArgumentError(f"column {name!r} is not in the history: {nearest(name, known)}")
-        lines = self._buffer[: self._size]
-        stretch = lines["block"] >= 0
-        if node is None:
-            there, losses = stretch.copy(), lines["train_loss"].copy()
-        else:
-            losses = np.full(self._size, np.nan)
-            rows = [
-                block[ids == node] if node in ids else np.full((1, block.shape[1]), np.nan)
-                for ids, block in self._blocks
-            ]
-            losses[stretch] = np.concatenate([row[0] for row in rows]) if rows else []
-            there = ~np.isnan(losses)
-        values = losses if name == "train_loss" else np.full(self._size, np.nan)
-        if name in ("step", *OF_THE_STEP):
-            values = lines[name].copy()
-        missing = np.isnan(values)
-        for step, evaluated in self._evaluations.items():
-            if node in evaluated:
-                line = self._line(step)
-                there[line] = True
-                if name in evaluated[node]:
-                    value = evaluated[node][name]
-                    missing[line] = value is None
-                    if isinstance(value, str):
-                        values = values.astype(object)
-                    values[line] = np.nan if value is None else value
-        keep = there & ~missing
-        return lines["step"][keep], values[keep]
+        known = [(row["step"], row[name]) for row in self.rows_after(-1, node) if row[name] is not None]
+        steps, values = zip(*known, strict=True) if known else ((), ())
+        kind = object if any(isinstance(value, str) for value in values) else LINE[name] if name in WHOLE else float
+        return np.array(steps, np.int64), np.array(values, kind)
 
     # ---------------------------------------------------------------- seeing
 

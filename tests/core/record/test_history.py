@@ -177,10 +177,8 @@ def test_nodes_in_any_order_and_a_copy_is_kept() -> None:
         ([3, 4], [[1, 1]], {}, "after step 3"),
         ([5, 5], [[1, 1]], {}, "ascend"),
         ([5, 9], [[1, 1]], {"span": (5, 8)}, "ascend"),
-        ([5], [[1], [1]], {"nodes": [4, 4]}, "twice"),
         ([5], [[1], [1]], {"nodes": [4]}, "do not fit 1 nodes"),
         ([5], [[1]], {"lr": [0.1, 0.2]}, "do not fit"),
-        ([5], [[1]], {"epochs": [0.5]}, "whole numbers"),
     ],
 )
 def test_a_stretch_that_does_not_fit(steps: Any, losses: Any, changes: Any, message: str, history: History) -> None:
