@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from exogym.core.base.files import make_folder
@@ -98,14 +99,16 @@ def in_json(value: Any) -> Any:
     return NOT_IN_JSON.get(repr(value), value) if isinstance(value, float) else value
 
 
-def check_writable(folder: str | os.PathLike[str], name: str = "path") -> None:
+def check_writable(folder: str | os.PathLike[str], name: str = "path") -> list[Path]:
     """Check that `folder` is writable: make it, write a file into it and remove the file.
+
+    Return the folders that the check has made, the deepest first.
 
     Raises:
         ArgumentError: the folder is not writable. The message begins with `name`, the caller's argument. Folders that
             the check has made are removed again.
     """
     try:
-        make_folder(folder)
+        return make_folder(folder)
     except (OSError, ValueError, RecursionError) as error:
         raise ArgumentError(f"{name}={str(folder)!r} cannot be written ({error}): choose another folder") from error

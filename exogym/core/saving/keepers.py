@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from exogym.core.base.files import make_folder
 from exogym.core.base.locks import Lock, acquire
 from exogym.core.communicator import Wire, gather, tell
 from exogym.errors import ArgumentError, ExoGymError
@@ -67,18 +66,6 @@ class Keepers:
         """Release the lock, so that other runs can use the folder."""
         if self.lock is not None:
             self.lock.release()
-
-
-def check_folder(path: str | Path) -> list[Path]:
-    """Make the folder, and test that this process can write there. Return the folders that it made, the deepest first.
-
-    Raises:
-        ArgumentError: this process cannot write in the folder.
-    """
-    try:
-        return make_folder(path)
-    except (OSError, ValueError, RecursionError) as error:
-        raise _unwritable(path, error) from error
 
 
 def one_keeper(folder: Path, wire: Wire) -> Keepers:
@@ -176,9 +163,6 @@ def _leave(mark: Path) -> None:
     try:
         mark.touch()
     except OSError as error:
-        raise _unwritable(mark.parent, error) from error
-
-
-def _unwritable(folder: str | Path, error: Exception) -> ArgumentError:
-    why = getattr(error, "strerror", None) or error
-    return ArgumentError(f"save_dir={str(folder)!r} cannot be written ({why}): choose another folder")
+        raise ArgumentError(
+            f"save_dir={str(mark.parent)!r} cannot be written ({error}): choose another folder"
+        ) from error

@@ -15,11 +15,12 @@ from exogym.core.combinations import check
 from exogym.core.communicator import Wire, gather, say
 from exogym.core.saving.checkpoint import differences, load_newest, remove_leftovers
 from exogym.core.saving.checkpoint_files import Snapshot, list_checkpoints
-from exogym.core.saving.keepers import Keepers, check_folder, everywhere, find_keepers, holding
+from exogym.core.saving.keepers import Keepers, everywhere, find_keepers, holding
 from exogym.core.saving.snapshots import check_counters, restore
 from exogym.core.training.loop import TrainingLoop
 from exogym.core.training.options import FitOptions
 from exogym.errors import ArgumentError, CheckpointError
+from exogym.logger.base import check_writable
 from exogym.strategy.schedule import Schedule
 from exogym.strategy.strategy import Strategy
 
@@ -104,7 +105,7 @@ def open_folder(folder: Path, resume: bool, wire: Wire, undo: contextlib.ExitSta
     """Prepare the checkpoint folder. Return its keepers: the processes that write files, one per separate folder."""
     made: list[Path] = []
     undo.callback(remove_folders, made)
-    everywhere(wire, lambda: made.extend([] if wire.is_hidden else check_folder(folder)))
+    everywhere(wire, lambda: made.extend([] if wire.is_hidden else check_writable(folder, "save_dir")))
     found = find_keepers(folder, wire)
     if len(wire.world.placement) > len(wire.placement) and not found.are_one:
         places = f"save_dir={str(folder)!r}, a folder of each host ({', '.join(dict.fromkeys(found.places))})"

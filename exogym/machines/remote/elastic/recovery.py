@@ -25,7 +25,7 @@ from exogym.core.fleet.state import Tensors
 from exogym.core.record.run_folder import RunFolder
 from exogym.core.saving.checkpoint import differences
 from exogym.core.saving.checkpoint_files import Snapshot
-from exogym.core.saving.keepers import check_folder, everywhere, find_keepers, holding
+from exogym.core.saving.keepers import everywhere, find_keepers, holding
 from exogym.core.saving.snapshots import put_back, snapshot_of
 from exogym.core.training.assembly import assemble
 from exogym.core.training.describing import constants
@@ -34,6 +34,7 @@ from exogym.core.training.options import FitOptions
 from exogym.core.training.resuming import FREE
 from exogym.errors import CheckpointError, ModelError, WorkerError
 from exogym.faults import Outages
+from exogym.logger.base import check_writable
 from exogym.machines.remote.elastic.member import Generation, Member
 from exogym.machines.remote.elastic.wire import ElasticWire, MemberLost
 from exogym.machines.remote.world import own_wire
@@ -121,7 +122,7 @@ class Assembly:
         loop = make(options=alone)
         if options.save_dir is not None:
             loop.save_into(Path(options.save_dir), options.checkpoint_interval)
-            check_folder(Path(options.save_dir))
+            check_writable(options.save_dir, "save_dir")
         described = loop.description
         wire.take_part(self.member.ready("alone"))
         recovery = Recovery(loop, wire)
@@ -279,7 +280,7 @@ class Recovery:
         self._note_present()
         if agenda.save_dir is not None:
             folder = Path(agenda.save_dir)
-            everywhere(self.wire, lambda: check_folder(folder))
+            everywhere(self.wire, lambda: check_writable(folder, "save_dir"))
             keepers = holding(folder, self.wire, find_keepers(folder, self.wire), agenda.keepers)
             self.loop.save_into(folder, agenda.checkpoint_interval, keepers)
 
