@@ -109,7 +109,7 @@ class Callback:
     @staticmethod
     def of(given: Callable[[Running], Any]) -> Callback:
         """Return `given` as a Callback. A plain function becomes a callback that is called after each evaluation."""
-        return given if isinstance(given, Callback) else _AtEvaluations(given)
+        return given if isinstance(given, Callback) else _Called(given)
 
     def __call__(self, loop: Running) -> Any:
         raise NotImplementedError(f"{type(self).__name__} needs a method __call__(loop)")
@@ -122,7 +122,15 @@ class Callback:
         """Load tensors that `state` returned. They are {} in a new run, or if the checkpoint has no such callback."""
 
 
-class Every(Callback):
+class _Called(Callback):
+    def __init__(self, function: Callable[[Running], Any]):
+        self.function = function
+
+    def __call__(self, loop: Running) -> Any:
+        return self.function(loop)
+
+
+class Every(_Called):
     """Call `function(loop)` after every step that `steps` divides. A stretch ends at each such step.
 
     Give `may_end=False` if the function never returns True. This saves communication between hosts (see `Callback`).
@@ -134,19 +142,9 @@ class Every(Callback):
     at_evaluations = False
 
     def __init__(self, steps: int, function: Callable[[Running], Any], *, may_end: bool = True):
+        super().__init__(function)
         check_count("steps", steps)
-        self.steps, self.function, self.may_end = steps, function, may_end
-
-    def __call__(self, loop: Running) -> Any:
-        return self.function(loop)
-
-
-class _AtEvaluations(Callback):
-    def __init__(self, function: Callable[[Running], Any]):
-        self.function = function
-
-    def __call__(self, loop: Running) -> Any:
-        return self.function(loop)
+        self.steps, self.may_end = steps, may_end
 
 
 class EvaluateNodes(Callback):
