@@ -219,10 +219,6 @@ def _begin_worker(parent: int | None, then: Callable[[int], None] | None, number
         os._exit(1)
     for name in (signal.SIGINT, signal.SIGTERM):
         with contextlib.suppress(ValueError):  # only a main thread may set handlers
-            signal.signal(name, _nothing)
+            signal.signal(name, lambda *_: None)  # programs that the data set starts would inherit SIG_IGN
     if then is not None:
         then(number)
-
-
-def _nothing(*args: Any) -> None:
-    """Do nothing. Programs that the data set starts don't inherit this handler, unlike SIG_IGN."""

@@ -23,7 +23,7 @@ import warnings
 import zipfile
 import zlib
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +41,7 @@ from exogym.errors import ArgumentError, CheckpointError, ExoGymError, ModelErro
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.metadata import Metadata
 
     from exogym.strategy.strategy import Strategy
 
@@ -299,20 +300,25 @@ class _Subject:
 
     def row(self, before: Mapping[str, Tensor], folder: Path, steps: int) -> dict[str, Tensor]:
         """Return a node's row after `steps` steps elsewhere: `before`, with the values of the DCP checkpoint."""
-        reader = _reader(folder)
-        sizes = _sizes(reader, folder)
+        from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
         wanted = {MODEL + slot.name: (tuple(slot.shape), layout.dtype) for layout in self.layouts for slot in layout}
         buffers = {key: x for key, x in before.items() if key.startswith("fleet.buffer.")}
         names = {key: MODEL + key.removeprefix("fleet.buffer.") for key in buffers}
         wanted |= {names[key]: (tuple(x.shape), x.dtype) for key, x in buffers.items()}
-        state = self._state_names(sizes)
-        wanted |= self._state_wanted(before, state, folder)
-        for name, (shape, dtype) in wanted.items():
-            if sizes.get(name) != (shape, dtype):
-                given = "nothing" if name not in sizes else f"{sizes[name][1]} {sizes[name][0]}"
-                raise CheckpointError(f"{folder}: {name!r} is {given}, wanted {dtype} {shape}")
-        _check_pieces(reader, folder, {*wanted, *state})
-        values = _read(reader, folder, {name: sizes[name] for name in (*wanted, *state)})
+        with _guarded(folder):
+            reader = _reader(folder)
+            index = reader.read_metadata()
+            tensors = {n: x for n, x in index.state_dict_metadata.items() if isinstance(x, TensorStorageMetadata)}
+            sizes = {name: (tuple(x.size), x.properties.dtype) for name, x in tensors.items()}
+            state = self._state_names(sizes)
+            wanted |= self._state_wanted(before, state, folder)
+            for name, (shape, dtype) in wanted.items():
+                if sizes.get(name) != (shape, dtype):
+                    given = "nothing" if name not in sizes else f"{sizes[name][1]} {sizes[name][0]}"
+                    raise CheckpointError(f"{folder}: {name!r} is {given}, wanted {dtype} {shape}")
+            _check_pieces(index, folder, {*wanted, *state})
+            values = _read(reader, {name: sizes[name] for name in (*wanted, *state)})
         result = {key: x for key, x in before.items() if not key.startswith("optimizer.")}
         for b, layout in enumerate(self.layouts):
             result[f"fleet.params.{b}"] = torch.cat([values[MODEL + slot.name].reshape(-1) for slot in layout])
@@ -405,8 +411,7 @@ def _reader(folder: Path) -> FileSystemReader:
     from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 
     file = folder / INDEX
-
-    def index() -> Metadata:
+    with _guarded(file):
         if not is_plain(file) or file.stat().st_size > INDEX_BYTES:
             raise CheckpointError(f"{file} is not a plain file of at most {INDEX_BYTES} bytes")
         with opened_plain(file) as opened:
@@ -424,9 +429,6 @@ def _reader(folder: Path) -> FileSystemReader:
                 raise CheckpointError(f"{file} names {info.relative_path!r}, which is no plain file in {folder}")
             if getattr(info, "transform_descriptors", None):
                 raise CheckpointError(f"{path} is compressed: save without extensions")
-        return found
-
-    found = _guarded(file, index)
 
     class Reader(FileSystemReader):
         """A reader that uses the checked index."""
@@ -435,18 +437,6 @@ def _reader(folder: Path) -> FileSystemReader:
             return found
 
     return Reader(folder)
-
-
-def _sizes(reader: FileSystemReader, folder: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Return shape and dtype of each tensor in the index, by name."""
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
-    def sizes() -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        every = reader.read_metadata().state_dict_metadata.items()
-        tensors = {name: x for name, x in every if isinstance(x, TensorStorageMetadata)}
-        return {name: (tuple(x.size), x.properties.dtype) for name, x in tensors.items()}
-
-    return _guarded(folder / INDEX, sizes)
 
 
 def _is_covered(size: tuple[int, ...], pieces: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
@@ -463,36 +453,31 @@ def _is_covered(size: tuple[int, ...], pieces: list[tuple[tuple[int, ...], tuple
     return bool(seen.all())  # and none twice, because the pieces have as many elements as the tensor
 
 
-def _check_pieces(reader: FileSystemReader, folder: Path, names: Collection[str]) -> None:
+def _check_pieces(index: Metadata, folder: Path, names: Collection[str]) -> None:
     """Raise CheckpointError if the files of `names` are damaged, or if the index gives two pieces the same bytes.
 
     The pieces of each of these tensors must cover it. The tensors have the sizes of the run's own.
     """
-
-    def check() -> None:
-        index = reader.read_metadata()
-        for name in names:
-            x: Any = index.state_dict_metadata[name]
-            if not _is_covered(tuple(x.size), [(tuple(c.offsets), tuple(c.sizes)) for c in x.chunks]):
-                raise CheckpointError(
-                    f"{folder / INDEX}: the pieces of {name!r} do not cover its {x.size.numel()} elements once each: "
-                    "save the nodes again"
-                )
-        places = defaultdict(list)
-        for key, info in index.storage_data.items():
-            places[info.relative_path].append((int(info.offset), int(info.length), key.fqn))
-        for file, pieces in places.items():
-            with opened_plain(folder / file) as opened:
-                end = 0
-                for offset, length, name in sorted(pieces):
-                    if offset < end or length < 0:
-                        raise CheckpointError(f"{folder / INDEX} gives {name!r} bytes of another tensor in {file}")
-                    end = offset + length
-                    if name in names:
-                        opened.seek(offset)
-                        _check_sums(opened.read(min(length, os.fstat(opened.fileno()).st_size)), folder / file, name)
-
-    _guarded(folder, check)
+    for name in names:
+        x: Any = index.state_dict_metadata[name]
+        if not _is_covered(tuple(x.size), [(tuple(c.offsets), tuple(c.sizes)) for c in x.chunks]):
+            raise CheckpointError(
+                f"{folder / INDEX}: the pieces of {name!r} do not cover its {x.size.numel()} elements once each: "
+                "save the nodes again"
+            )
+    places = defaultdict(list)
+    for key, info in index.storage_data.items():
+        places[info.relative_path].append((int(info.offset), int(info.length), key.fqn))
+    for file, pieces in places.items():
+        with opened_plain(folder / file) as opened:
+            end = 0
+            for offset, length, name in sorted(pieces):
+                if offset < end or length < 0:
+                    raise CheckpointError(f"{folder / INDEX} gives {name!r} bytes of another tensor in {file}")
+                end = offset + length
+                if name in names:
+                    opened.seek(offset)
+                    _check_sums(opened.read(min(length, os.fstat(opened.fileno()).st_size)), folder / file, name)
 
 
 def _check_sums(piece: bytes, file: Path, name: str) -> None:
@@ -510,21 +495,22 @@ def _check_sums(piece: bytes, file: Path, name: str) -> None:
         )
 
 
-def _read(reader: FileSystemReader, folder: Path, wanted: Mapping[str, Any]) -> dict[str, Tensor]:
+def _read(reader: FileSystemReader, wanted: Mapping[str, Any]) -> dict[str, Tensor]:
     import torch.distributed.checkpoint as dcp
 
     state: dict[str, Any] = {name: torch.full(shape, 0, dtype=dtype) for name, (shape, dtype) in wanted.items()}
     with _in_one_process():
-        _guarded(folder, lambda: dcp.load(state, storage_reader=reader, no_dist=True))
+        dcp.load(state, storage_reader=reader, no_dist=True)
     return state
 
 
-def _guarded(file: Path, read: Callable[[], Any]) -> Any:
-    """Return `read()`. Turn errors from wrong files into a CheckpointError that names the file."""
+@contextlib.contextmanager
+def _guarded(file: Path) -> Iterator[None]:
+    """Turn errors from wrong files into a CheckpointError that names the file."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
-        return read()
+        yield
     except ExoGymError:
         raise
     except (*WRONG, pickle.UnpicklingError, EOFError, ImportError, AssertionError, CheckpointException) as error:

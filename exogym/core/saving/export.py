@@ -96,7 +96,10 @@ def load_model(model: nn.Module, path: str | Path) -> nn.Module:
         ModelError: the file holds another model. The message lists the differences, and `model` stays as it was.
     """
     try:
-        files = _files_of(Path(path)) if os.path.isdir(path) else [Path(path)]
+        files = [Path(path)]
+        if os.path.isdir(path):  # in Hugging Face's layout
+            index = Path(path) / INDEX
+            files = indexed(index) if index.exists() else [Path(path) / WHOLE]
         for file in files:
             check_regular(file)
         tensors = {name: x for file in files for name, x in load_file(str(file)).items()}
@@ -115,13 +118,6 @@ def load_model(model: nn.Module, path: str | Path) -> nn.Module:
         raise ModelError(f"{str(path)!r} holds another model than this {type(model).__name__}:\n  {shown}")
     model.load_state_dict(tensors)
     return model
-
-
-def _files_of(folder: Path) -> list[Path]:
-    """Return the safetensors files of a folder in Hugging Face's layout."""
-    if not (folder / INDEX).exists():
-        return [folder / WHOLE]
-    return indexed(folder / INDEX)
 
 
 def split_history(history: History) -> tuple[dict[str, Tensor], dict[str, Any]]:
