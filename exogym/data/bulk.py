@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from exogym.core.base.batches import batch_examples
+from exogym.core.base.batches import batch_examples, beside_tensors, map_tensors, slice_batch, tensors_in
 from exogym.errors import DataError, check_count
 
 Take = Callable[[Tensor], Any]
@@ -35,7 +34,7 @@ class BulkDataset(Dataset, ABC):
     def __getitem__(self, index: int) -> Any:
         if not -len(self) <= index < len(self):
             raise IndexError(f"the data set has {len(self)} examples: index {index} does not exist")
-        return map_batch(lambda leaf: leaf[0], self.take(torch.tensor([index % len(self)])))
+        return map_tensors(self.take(torch.tensor([index % len(self)])), lambda leaf: leaf[0])
 
 
 class TokenWindows(BulkDataset):
@@ -106,18 +105,6 @@ def bulk_take(dataset: Any) -> Take | None:
     return None
 
 
-def map_batch(function: Callable[[Tensor], Any], batch: Any) -> Any:
-    """Return `batch` with `function` applied to each of its tensors."""
-    if isinstance(batch, Tensor):
-        return function(batch)
-    if isinstance(batch, dict):
-        return {name: map_batch(function, part) for name, part in batch.items()}
-    if isinstance(batch, (tuple, list)):
-        parts = [map_batch(function, part) for part in batch]
-        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
-    raise DataError(f"take() returned a {type(batch).__name__}; wanted a tensor, or a tuple, list or dict of tensors")
-
-
 def split_batch(batch: Any, size: int) -> Sequence[Any]:
     """Cut a batch along its first axis into views of `size` examples. The last view may have fewer."""
     if isinstance(batch, Tensor):
@@ -126,12 +113,12 @@ def split_batch(batch: Any, size: int) -> Sequence[Any]:
         return [list(row) for row in zip(*[split_batch(part, size) for part in batch], strict=True)]
     if type(batch) is tuple:
         return list(zip(*[split_batch(part, size) for part in batch], strict=True))
-    parts = [slice(first, first + size) for first in range(0, batch_examples(batch), size)]
-    return [map_batch(operator.itemgetter(part), batch) for part in parts]
+    return [slice_batch(batch, first, first + size) for first in range(0, batch_examples(batch), size)]
 
 
 def batch_bytes(batch: Any) -> int:
-    """Return how many bytes a batch's tensors have in all."""
-    sizes: list[int] = []
-    map_batch(lambda leaf: sizes.append(leaf.nbytes), batch)
-    return sum(sizes)
+    """Return how many bytes a batch's tensors have in all. Raise DataError for a batch that holds other things."""
+    if other := beside_tensors(batch):
+        kind = type(other[0]).__name__
+        raise DataError(f"take() returned a {kind}; wanted a tensor, or a tuple, list or dict of tensors")
+    return sum(x.nbytes for x in tensors_in(batch))

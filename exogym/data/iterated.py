@@ -16,7 +16,7 @@ import torch
 from exogym.core.base import rng
 from exogym.core.base.rng import stream_seed
 from exogym.core.fleet.fleet import Fleet
-from exogym.core.fleet.state import Stateful, Tensors
+from exogym.core.fleet.state import Shared, Stateful, Tensors
 from exogym.data.loading import joined
 from exogym.data.reading import AHEAD, Reader, bytes_of, described
 from exogym.errors import DataError
@@ -154,14 +154,14 @@ class Iterated:
         if not step:
             raise DataError(f"{reader.whose}: the iterable has no examples")
 
-    def begin(self, fleet: Fleet) -> Place:
+    def begin(self, fleet: Fleet) -> Stateful:
         """Read for the fleet's nodes from now on, from the start. Return what checkpoints must save of the iterables.
 
         Another node can still be asked for, at a cost.
         """
         self.close()
         self.here = list(fleet.ranks)
-        return Place(self, fleet)
+        return Places(self, fleet) if self.own else Shared(self.marks, self.load)
 
     @property
     def window(self) -> int:
@@ -235,22 +235,14 @@ class Iterated:
             return joined(examples, self.collate, which)
 
 
-class Place(Stateful):
-    """What checkpoints save of iterated data: each node's place in its own iterable, or the place in the one of all."""
+class Places(Stateful):
+    """What checkpoints save of iterated data if each node has its own iterable: the node's place there."""
 
     def __init__(self, iterated: Iterated, fleet: Fleet):
         self.iterated, self.fleet = iterated, fleet
 
     def row(self, row: int) -> Tensors:
-        return self.iterated.marks(self.fleet.ranks[row]) if self.iterated.own else {}
+        return self.iterated.marks(self.fleet.ranks[row])
 
     def load_row(self, row: int, tensors: Tensors) -> None:
-        if self.iterated.own:
-            self.iterated.load(tensors, self.fleet.ranks[row])
-
-    def shared(self) -> Tensors:
-        return {} if self.iterated.own else self.iterated.marks()
-
-    def load_shared(self, tensors: Tensors) -> None:
-        if not self.iterated.own:
-            self.iterated.load(tensors)
+        self.iterated.load(tensors, self.fleet.ranks[row])

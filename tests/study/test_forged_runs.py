@@ -301,7 +301,7 @@ def test_what_a_run_writes_is_what_the_schema_has(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run", 3, False, {"script": os.fsdecode(b"caf\xe9.py")})
     folder.start({"strategy": {"name": "X", "lr": float("inf")}})
     for step in range(3):
-        folder.record({"step": step, "node": None, "val_loss": float("nan"), "mine": "a text"})
+        folder.log({"step": step, "node": None, "val_loss": float("nan"), "mine": "a text"})
     folder.event({"kind": "done", "step": 3})
     folder.finish({"step": 3, "val_loss": float("inf"), "wall_s": 1.0})
     run = runs.load(tmp_path / "run")
