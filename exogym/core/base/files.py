@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import stat
 import tempfile
 import time
@@ -46,18 +47,26 @@ SHORT_BYTES = 1 << 20  # largest file that a person writes
 def beside(path: str | os.PathLike[str]) -> Iterator[Path]:
     """A context that yields a temporary path. If the block succeeds, the file at this temporary path replaces `path`.
 
-    If the block fails, the temporary file is removed.
+    If the block fails, the temporary file is removed. The block may also make a folder there, if `path` does not exist.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     made = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        made.unlink(missing_ok=True)  # from a killed process with the same number; a link there would lead elsewhere
+        _remove(made)  # from a killed process with the same number; a link there would lead elsewhere
         yield made
         os.replace(made, path)
     finally:
         with contextlib.suppress(OSError, ValueError):
-            made.unlink(missing_ok=True)
+            _remove(made)
+
+
+def _remove(path: Path) -> None:
+    """Remove a file, a link or a folder, if it exists."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

@@ -18,7 +18,6 @@ import math
 import os
 import pickle
 import pickletools
-import shutil
 import warnings
 import zipfile
 import zlib
@@ -30,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from exogym.core.base.files import is_plain, missing_folders, opened_plain
+from exogym.core.base.files import beside, is_plain, missing_folders, opened_plain, remove_folders
 from exogym.core.communicator import Wire
 from exogym.core.fleet.layout import hidden_matrices, layouts_of
 from exogym.core.saving.checkpoint import differences, load_newest, save
@@ -97,19 +96,14 @@ def export_dcp(
     if folder.exists() or folder.is_symlink():
         raise ArgumentError(f"folder={str(folder)!r} exists: name a new folder")
     wanted = {i: folder / f"node_{i}" for i in sorted(snapshot.rows)} if node is None else {node: folder}
-    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     made = missing_folders(folder.parent)
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        for i, target in wanted.items():
-            _write(subject.state(snapshot.rows[i]), temporary / target.relative_to(folder))
-        os.rename(temporary, folder)
+        with beside(folder) as temporary:
+            for i, target in wanted.items():
+                _write(subject.state(snapshot.rows[i]), temporary / target.relative_to(folder))
     except OSError as error:
-        for path in reversed(made):
-            shutil.rmtree(path, ignore_errors=True)
+        remove_folders(made)
         raise ArgumentError(f"folder={str(folder)!r} cannot be written ({error}): name another folder") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     return list(wanted.values())
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -72,9 +71,7 @@ def _save_shards(tensors: dict[str, Tensor], folder: Path, shard_bytes: int) -> 
     names = names if len(names) > 1 else [WHOLE]
     if folder.exists() or folder.is_symlink():
         raise ArgumentError(f"path={str(folder)!r} exists: name a new folder")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    made = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-    try:
+    with beside(folder) as made:
         made.mkdir()
         for name, shard in zip(names, shards, strict=True):
             save_file(shard, made / name, metadata={"format": "pt"})
@@ -82,9 +79,6 @@ def _save_shards(tensors: dict[str, Tensor], folder: Path, shard_bytes: int) -> 
             places = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
             total = {"total_size": sum(x.nbytes for x in tensors.values())}
             write_json(made / INDEX, {"metadata": total, "weight_map": places}, indent=2)
-        os.rename(made, folder)
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
     return folder
 
 
