@@ -197,8 +197,6 @@ def counted(made, *given, **options):
 # what looks at all of a node's row, of five nodes of which one is bad
 WARY = {
     "krum": {"robust": "krum"},
-    "geometric median": {"robust": "geometric_median"},
-    "centered clip": {"robust": "centered_clip"},
     "capped": {"robust": NormCap()},
     "capped at": {"robust": NormCap(0.05)},
 }

@@ -29,10 +29,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from exogym.contrib.quantized_reduce import through_shards
 from exogym.core.base.rng import numpy_generator
 from exogym.core.communicator.messages import as_bytes, from_bytes
 from exogym.core.compress import Absmax, Compressor, Quantized, buckets
-from exogym.core.compress.compressor import Payload, through_shards
+from exogym.core.compress.compressor import Payload
 from exogym.core.compress.quantize import pack, unpack
 from exogym.core.fleet import Block, Fleet
 from exogym.errors import check_count, check_number

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from exogym.core.compress.compressor import through_shards
+from exogym.contrib.quantized_reduce import through_shards
 from exogym.core.compress.quantize import pack, unpack
 from exogym.core.fleet import Fleet
 from exogym.core.fleet.layout import Layout

@@ -1,8 +1,8 @@
 """int8 all-reduce: data-parallel training in which nodes send gradients as codes of 8 bits.
 
 The codes are as in INTELLECT-1, arXiv:2412.01152, but symmetric. In each bucket, scale = max|x| / 127 and q = round(x /
-scale), with an error of at most scale / 2. A ring cannot add codes, so the mean has two stages (`mean_in_shards`). Q(x)
-is x, encoded and decoded. The gradient g_i of node i is cut into N shards, and node k averages shard k of all nodes:
+scale), with an error of at most scale / 2. A ring cannot add codes, so the mean has two stages. Q(x) is x, encoded and
+decoded. The gradient g_i of node i is cut into N shards, and node k averages shard k of all nodes:
 
     shard k of all nodes -> node k:  m_k = mean_i Q(g_i)_k in fp32;   all gather Q(m_k);   g = (Q(m_1), ..., Q(m_N))
     theta <- Opt(theta, clip(g))
@@ -17,9 +17,17 @@ tx = rx = 2 (N-1)/N S.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, Unpack
 
-from exogym.core.compress import Absmax, mean_in_shards
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from exogym.core.communicator import Communicator
+from exogym.core.communicator.messages import as_bytes, from_bytes
+from exogym.core.communicator.wire import reduce_rows
+from exogym.core.compress import Absmax, Quantized, buckets
 from exogym.core.fleet import Fleet
 from exogym.errors import check_count
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, GradientModule
@@ -27,6 +35,31 @@ from exogym.strategy.compressed_gradients import own_gradients
 from exogym.strategy.simple_reduce import broadcast_buffers, mark_used
 from exogym.strategy.strategy import InnerOptions
 from exogym.strategy.traffic import Traffic
+
+
+def through_shards(
+    comm: Communicator,
+    messages: Tensor,
+    decode: Callable[[Tensor], Tensor],
+    serve: Callable[[int, int, Tensor], Tensor],
+) -> Tensor:
+    """Let each of n nodes average its shard of all nodes' rows, and send the result to all.
+
+    The payload is n S bytes in an all-to-all, and S bytes in an all-gather. A node sends tx = 2 (n-1) S bytes and
+    receives rx = tx.
+
+    Args:
+        messages: (rows, n, S) bytes. A node's message k goes to node k.
+        decode: function of n messages for one shard, (n, S), that returns their numbers, (n, w).
+        serve: function (row, k, mean) that returns a message, (S,), for the mean (w,) of shard k, which node k in `row`
+            serves.
+
+    Returns:
+        (n, S): the messages of all shards.
+    """
+    arrived = enumerate(comm.all_to_all(messages))
+    means = [(row, reduce_rows(decode(given), comm.present, "mean")) for row, given in arrived]
+    return comm.all_gather(torch.stack([serve(row, comm.ranks[row], mean) for row, mean in means]))[0]
 
 
 class QuantizedAverage(GradientModule):
@@ -45,9 +78,25 @@ class QuantizedAverage(GradientModule):
     def transform(self, fleet: Fleet, step: int, lr: float) -> None:
         for block in fleet.blocks:
             g = own_gradients(fleet, block)
-            block.grads = mean_in_shards(fleet.comm, g, self.code, self.bucket).expand_as(g)
+            block.grads = self._mean(fleet, g).expand_as(g)
             mark_used(fleet, block)
         broadcast_buffers(fleet)
+
+    def _mean(self, fleet: Fleet, x: Tensor) -> Tensor:
+        """Return (1, P), the mean of `x` (rows, P), of which nodes send quantized numbers only."""
+        n, count = fleet.num_nodes, x.shape[1]
+        width, wide = -(-count // n), torch.promote_types(x.dtype, torch.float32)
+        shards = Quantized(self.code, buckets(width, self.bucket))
+        payload = shards.encode(pad(x, (0, n * width - count)).view(len(x) * n, width))
+
+        def decode(messages: Tensor) -> Tensor:
+            return shards.decode(*from_bytes(messages, payload)).to(wide)
+
+        def serve(row: int, k: int, mean: Tensor) -> Tensor:
+            return as_bytes(shards.encode(mean[None]))[0]
+
+        found = through_shards(fleet.comm, as_bytes(payload).unflatten(0, (len(x), n)), decode, serve)
+        return shards.decode(*from_bytes(found, payload)).to(x.dtype).reshape(1, -1)[:, :count]
 
 
 class QuantizedReduceStrategy(CommunicateOptimizeStrategy):

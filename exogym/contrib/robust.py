@@ -25,7 +25,7 @@ from exogym.contrib.rules import RULES, Rule, rule_of
 from exogym.core.combinations import check
 from exogym.core.communicator import Communicator
 from exogym.core.fleet import Fleet
-from exogym.errors import ArgumentError, check_choice
+from exogym.errors import ArgumentError, check_choice, retired
 from exogym.faults import Faults
 from exogym.strategy.averaging import Averaging
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy
@@ -60,8 +60,7 @@ def Robust(strategy: CommunicateOptimizeStrategy, rule: str | Rule | NormCap) ->
 
     Args:
         strategy: a strategy of modules.
-        rule: "median", "trimmed_mean", "krum", "bulyan", "geometric_median", "centered_clip", "norm_cap", or a
-            `Median`, `TrimmedMean`, `Krum`, `Bulyan`, `GeometricMedian`, `CenteredClip` or `NormCap` with your
+        rule: "median", "trimmed_mean", "krum", "norm_cap", or a `Median`, `TrimmedMean`, `Krum` or `NormCap` with your
             arguments.
 
     Raises:
@@ -118,6 +117,8 @@ class RobustAveraging(Averaging):
     def __post_init__(self) -> None:
         super().__post_init__()
         if isinstance(self.robust, str):
+            if (instead := retired(self.robust, "robust")) is not None:
+                raise ArgumentError(f"robust={self.robust!r}: {instead}")
             check_choice("robust", self.robust, [*RULES, "norm_cap"])
         elif not isinstance(self.robust, Rule | NormCap):
             raise ArgumentError(f"robust={self.robust!r} must be a name, such as 'median', or a rule, such as Krum()")

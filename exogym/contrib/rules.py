@@ -1,42 +1,25 @@
 """Robust means: rules that replace a mean over nodes if some nodes may send arbitrary values.
 
 Yin, Chen, Ramchandran, Bartlett, Byzantine-Robust Distributed Learning, arXiv:1803.01498 (median, trimmed mean);
-Blanchard, El Mhamdi, Guerraoui, Stainer, Machine Learning with Adversaries, arXiv:1703.02757 (Krum); El Mhamdi,
-Guerraoui, Rouault, The Hidden Vulnerability of Distributed Learning in Byzantium, arXiv:1802.07927 (Bulyan); Pillutla,
-Kakade, Harchaoui, Robust Aggregation for Federated Learning, arXiv:1912.13445 (geometric median); Karimireddy, He,
-Jaggi, Learning from History, arXiv:2012.10333 (centered clipping). n members have the vectors x_1, ..., x_n, and f
-members may be bad:
+Blanchard, El Mhamdi, Guerraoui, Stainer, Machine Learning with Adversaries, arXiv:1703.02757 (Krum). n members have
+the vectors x_1, ..., x_n, and f members may be bad:
 
     median        the middle value of each coordinate; if n is even, the mean of the two middle values
     trimmed mean  the mean of each coordinate without its f largest and f smallest values
     Krum          the vector x_i with the least s(i), the sum of |x_i - x_j|^2 over the n - f - 2 members j that are
                   closest to i; if several s(i) are equal, the vector with the lowest id
     multi-Krum    the mean of the m vectors with the least s
-    Bulyan        Krum chooses n - 2 f vectors, one after another, each among the vectors that are left. Each coordinate
-                  is the mean of the n - 4 f chosen values that are closest to the median of the chosen values
-    geometric     the vector v with the least sum of distances |x_i - v|, by T steps of
-    median        v <- sum_i w_i x_i / sum_i w_i,  w_i = 1 / max(|x_i - v|, nu)
-    centered      v <- v + (1/n) sum_i (x_i - v) min(1, r / |x_i - v|), T times, with the radius r
-    clipping
-
-Bulyan's n - 2 f and n - 4 f are the theta and beta of Flower's implementation of the paper. The authors' later code
-(LPD-EPFL/ByzantineMomentum) is Bulyan over multi-Krum: it chooses n - 2 f - 2 means instead.
-
-The geometric median and centered clipping start with v = the median of each coordinate. The papers leave the start
-open; centered clipping's authors start with the last round's result. A vector with a value that is not finite has the
-weight 0, and moves v by 0.
 
 All members have equal weight, because a bad member could claim any weight. The option `share` is the share of members
-that may be bad. f is floor(share n), but at least 1, and at most floor((n-1)/2), for Krum floor((n-3)/2), for Bulyan
-floor((n-3)/4). So f is 0 if n < 3, for Krum if n < 5, and for Bulyan if n < 7. The geometric median and centered
-clipping have no f. If n < 3, every rule is the mean, because two nodes cannot find out which of them is bad. Strategies
-refuse a rule whose f is 0 even if all members are present (`Rule.least`). If some members are absent, n is the number
-of present members.
+that may be bad. f is floor(share n), but at least 1, and at most floor((n-1)/2), for Krum floor((n-3)/2). So f is 0 if
+n < 3, and for Krum if n < 5. If n < 3, every rule is the mean, because two nodes cannot find out which of them is bad.
+Strategies refuse a rule whose f is 0 even if all members are present (`Rule.least`). If some members are absent, n is
+the number of present members.
 
 Bytes for a payload S: the median and the trimmed mean work slice by slice. Each member receives its slice of all
 vectors, (n-1)/n S, and then all members gather the results. So each member sends and receives 2(n-1)/n S, as in a ring
-all-reduce; this algorithm is called "exact". The other rules compare whole vectors, so every member receives all
-vectors in an all-gather: each member sends and receives (n-1) S. With a server, each member sends and receives S.
+all-reduce; this algorithm is called "exact". Krum compares whole vectors, so every member receives all vectors in an
+all-gather: each member sends and receives (n-1) S. With a server, each member sends and receives S.
 
 >>> from exogym.communicator import Wire
 >>> rule: Rule = rule_of("median")
@@ -55,11 +38,9 @@ from torch import Tensor
 
 from exogym.core.communicator import ALONE, Columns
 from exogym.core.communicator.wire import HALVES, Wire, reduce_rows, tree_sum
-from exogym.errors import ArgumentError, check_choice, check_count, check_number
+from exogym.errors import ArgumentError, check_choice, check_count
 
-__all__ = [
-    "RULES", "Bulyan", "CenteredClip", "GeometricMedian", "Krum", "Median", "Rule", "TrimmedMean", "rule_of",
-]  # fmt: skip
+__all__ = ["RULES", "Krum", "Median", "Rule", "TrimmedMean", "rule_of"]
 
 CHUNK = 1 << 20  # elements whose distances are summed at once
 
@@ -124,17 +105,8 @@ class TrimmedMean(Rule):
         return bad_among(n, self.share, (n - 1) // 2)
 
 
-class VectorRule(Rule):
-    """A rule that compares whole vectors. A subclass overrides `of_rows`."""
-
-    collective = ("all_gather", "ring")
-
-    def of(self, wire: Wire, x: Tensor, ids: Sequence[int], columns: Columns = ALONE) -> Tensor:
-        return self.of_rows(wire.rows(x, ids), ids, columns)
-
-
 @dataclass(frozen=True)
-class Krum(VectorRule):
+class Krum(Rule):
     """Krum's rule: the vector that is closest to its nearest neighbors, or the mean of the `keep` closest vectors.
 
     Args:
@@ -148,125 +120,28 @@ class Krum(VectorRule):
 
     share: float = 0.25
     keep: int = 1
+    collective = ("all_gather", "ring")
     least = 5
 
     def __post_init__(self) -> None:
         check_share(self.share)
         check_count("keep", self.keep)
 
+    def of(self, wire: Wire, x: Tensor, ids: Sequence[int], columns: Columns = ALONE) -> Tensor:
+        return self.of_rows(wire.rows(x, ids), ids, columns)
+
     def of_rows(self, members: Tensor, ids: Sequence[int], columns: Columns = ALONE) -> Tensor:
         n = len(members)
         if n < 3:
             return reduce_rows(members, ids, "mean")
         f = bad_among(n, self.share, (n - 3) // 2)
-        chosen = krum_scores(distances(members, columns), f).sort(stable=True).indices[: min(self.keep, n - f)]
-        return mean_of(members, chosen.sort().values.tolist())
-
-
-@dataclass(frozen=True)
-class Bulyan(VectorRule):
-    """Bulyan over Krum: Krum chooses n - 2 f vectors, then each coordinate is the mean of the values near the median.
-
-    Krum compares a vector with m - f - 2 of the m vectors that are left, and at least with one.
-
-    Args:
-        share: share of the members that may be bad, over 0 and under one half.
-
-    >>> Bulyan().of_rows(torch.tensor([[1.0], [2.0], [2.0], [2.0], [2.0], [3.0], [99.0]]), range(7))
-    tensor([2.])
-    """
-
-    share: float = 0.25
-    least = 7
-
-    def __post_init__(self) -> None:
-        check_share(self.share)
-
-    def of_rows(self, members: Tensor, ids: Sequence[int], columns: Columns = ALONE) -> Tensor:
-        n = len(members)
-        f = bad_among(n, self.share, (n - 3) // 4)
-        if f == 0:
-            return reduce_rows(members, ids, "mean")
-        left, chosen, apart = list(range(n)), [], distances(members, columns)
-        for _ in range(n - 2 * f):
-            best = left[int(krum_scores(apart[left][:, left], f).argmin())]
-            chosen.append(best)
-            left.remove(best)
-        ordered = members[sorted(chosen)].sort(0).values
-        away = (ordered - reduce_rows(ordered, range(len(chosen)), f"trimmed {Median().trimmed(len(chosen))}")).abs()
-        nearest = away.sort(dim=0, stable=True).indices[: n - 4 * f].sort(0).values
-        return mean_of(ordered.gather(0, nearest), range(n - 4 * f))
-
-
-@dataclass(frozen=True)
-class GeometricMedian(VectorRule):
-    """The vector with the least sum of distances to the members' vectors, by the smoothed Weiszfeld algorithm.
-
-    Args:
-        steps: T, the steps of the algorithm. The paper takes 3 to 5 steps.
-        smoothing: nu, over 0. A smaller distance counts as nu.
-
-    >>> GeometricMedian().of_rows(torch.tensor([[1.0], [2.0], [99.0]]), range(3))
-    tensor([2.])
-    """
-
-    steps: int = 8
-    smoothing: float = 1e-6
-
-    def __post_init__(self) -> None:
-        check_count("steps", self.steps)
-        check_number("smoothing", self.smoothing, over=0)
-
-    def of_rows(self, members: Tensor, ids: Sequence[int], columns: Columns = ALONE) -> Tensor:
-        v = reduce_rows(members, ids, f"trimmed {Median().trimmed(len(ids))}")
-        for _ in range(self.steps if len(ids) > 2 else 0):
-            apart = distances_to(v, members, columns)
-            if not (finite := apart.isfinite().nonzero().flatten().tolist()):
-                break
-            w = 1 / apart[finite].clamp(min=self.smoothing)
-            v = tree_sum(members[finite], range(len(finite)), w / w.sum())
-        return v
-
-
-@dataclass(frozen=True)
-class CenteredClip(VectorRule):
-    """Centered clipping: each vector moves the result by at most radius / n in a step.
-
-    Args:
-        radius: r, over 0. None means the median of the distances |x_i - v| (the lower of two middle values) in each
-            step. With `math.inf` the rule is the mean.
-        steps: T, the number of steps. The paper takes 1.
-
-    >>> CenteredClip(radius=1.0).of_rows(torch.tensor([[1.0], [2.0], [99.0]]), range(3))
-    tensor([2.])
-    """
-
-    radius: float | None = None
-    steps: int = 1
-
-    def __post_init__(self) -> None:
-        if self.radius is not None and self.radius != math.inf:
-            check_number("radius", self.radius, over=0)
-        check_count("steps", self.steps)
-
-    def of_rows(self, members: Tensor, ids: Sequence[int], columns: Columns = ALONE) -> Tensor:
-        n, exact = len(ids), torch.float32 if members.dtype in HALVES else members.dtype
-        v = reduce_rows(members, ids, f"trimmed {Median().trimmed(n)}").to(exact)
-        for _ in range(self.steps if n > 2 else 0):
-            apart = distances_to(v, members, columns)
-            if not (finite := apart.isfinite().nonzero().flatten().tolist()):
-                break
-            radius = float(apart.median()) if self.radius is None else self.radius
-            share = (radius / apart[finite]).nan_to_num(nan=1.0).clamp(max=1) / n
-            v = v + tree_sum(members[finite].to(exact) - v, range(len(finite)), share)
-        return v.to(members.dtype)
+        scores = distances(members, columns).sort(1).values[:, 1 : max(n - f - 1, 2)].sum(1)  # the closest is itself
+        chosen = scores.sort(stable=True).indices[: min(self.keep, n - f)].sort().values
+        return tree_sum(members[chosen], range(len(chosen)), None, len(chosen))
 
 
 # robust means by name
-RULES: dict[str, type[Rule]] = {
-    "median": Median, "trimmed_mean": TrimmedMean, "krum": Krum, "bulyan": Bulyan,
-    "geometric_median": GeometricMedian, "centered_clip": CenteredClip,
-}  # fmt: skip
+RULES: dict[str, type[Rule]] = {"median": Median, "trimmed_mean": TrimmedMean, "krum": Krum}
 
 
 def bad_among(n: int, share: float, most: int) -> int:
@@ -294,27 +169,6 @@ def rule_of(given: str | Rule) -> Rule:
         return given
     check_choice("robust", given, RULES)
     return RULES[given]()
-
-
-def krum_scores(apart: Tensor, f: int) -> Tensor:
-    """Return Krum's s(i) of n vectors, (n,), from their (n, n) squared distances `apart`."""
-    return apart.sort(1).values[:, 1 : max(len(apart) - f - 1, 2)].sum(1)  # the closest is the vector itself
-
-
-def mean_of(members: Tensor, chosen: Sequence[int]) -> Tensor:
-    """Return the mean of the rows `chosen` (ascending) of `members` (n, F), (F,)."""
-    return tree_sum(members[list(chosen)], range(len(chosen)), None, len(chosen))
-
-
-def distances_to(v: Tensor, members: Tensor, columns: Columns = ALONE) -> Tensor:
-    """Return the (n,) distances of the rows of `members` (n, F) from `v` (F,), in float64; see `distances`."""
-    out = torch.zeros(len(members), dtype=torch.float64)
-    exact = torch.float32 if members.dtype in HALVES else members.dtype
-    for start in range(0, len(v), CHUNK):
-        part = slice(start, start + CHUNK)
-        for i, row in enumerate(members):
-            out[i] += (row[part].to(exact) - v[part].to(exact)).double().square().sum().cpu()
-    return columns.sum(out).nan_to_num(nan=math.inf, posinf=math.inf).sqrt()
 
 
 def distances(members: Tensor, columns: Columns = ALONE) -> Tensor:

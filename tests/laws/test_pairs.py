@@ -65,9 +65,7 @@ class Everything(CommunicateOptimizeStrategy):
 
 # option: {name of a value: what the constructor or `fit` is given}
 OPTIONS: dict[str, dict[str, Any]] = {
-    "robust": {
-        name: name for name in ("median", "trimmed_mean", "krum", "geometric_median", "centered_clip", "norm_cap")
-    },
+    "robust": {name: name for name in ("median", "trimmed_mean", "krum", "norm_cap")},
     "privacy": {"privacy": DifferentialPrivacy(CLIP, 0.5)},
     "secure_aggregation": {"secure": True},
     "transport": {name: name for name in ("server", "ring", "tree")},
@@ -160,14 +158,7 @@ def middle(rule: str, x: Tensor) -> Tensor:
         f = min(max(1, n // 4), (n - 3) // 2)
         scores = [sorted(float((x[i] - x[j]).square().sum()) for j in range(n) if j != i) for i in range(n)]
         return x[min(range(n), key=lambda i: sum(scores[i][: n - f - 2]))]
-    v = middle("median", x) if rule in ("geometric_median", "centered_clip") else x.mean(0)
-    if rule == "centered_clip":
-        far = (x - v).norm(dim=1)
-        return v + ((x - v) * (far.sort().values[(n - 1) // 2] / far).clamp(max=1)[:, None]).mean(0)
-    for _ in range(8 if rule == "geometric_median" else 0):
-        w = 1 / (x - v).norm(dim=1).clamp(min=1e-6)
-        v = (w[:, None] * x).sum(0) / w.sum()
-    return v
+    return x.mean(0)
 
 
 def capped(u: dict[int, Tensor]) -> dict[int, Tensor]:

@@ -59,9 +59,6 @@ RETIRED: dict[str, str] = {
                 "Median",
                 "TrimmedMean",
                 "Krum",
-                "Bulyan",
-                "GeometricMedian",
-                "CenteredClip",
                 "rule_of",
                 "SecureAggregation",
             )
@@ -73,6 +70,14 @@ RETIRED: dict[str, str] = {
         for function in ("fit", "compare", "sweep", "estimate")
         for name in _PLACED
     },
+    **dict.fromkeys(
+        [
+            *(f"robust.{name}" for name in ("bulyan", "geometric_median", "centered_clip")),
+            *(f"communicator.{name}" for name in ("Bulyan", "GeometricMedian", "CenteredClip")),
+        ],
+        "use 'krum', 'median' or 'trimmed_mean'",
+    ),
+    "compress.mean_in_shards": "the strategy qreduce averages in this way",
     "activation": "the momentum acts once in a period",
     "delay_compensation": "rule='discount' weakens old updates",
     "AsyncDiLoCoStrategy.lookahead": "heloco takes it",

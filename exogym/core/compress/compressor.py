@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 
 from exogym.core.base.rng import generator
-from exogym.core.communicator import Communicator
-from exogym.core.communicator.wire import reduce_rows
 from exogym.core.compress.dct import Blocks
 from exogym.core.compress.quantize import Quantizer, pack, unpack
 from exogym.core.fleet import Fleet
@@ -233,81 +231,6 @@ def with_feedback(
     payload = compressor.encode(error, noise)
     error.sub_(compressor.decode(*payload))
     return payload
-
-
-def mean_in_shards(comm: Communicator, x: Tensor, quantizer: Quantizer, bucket: int) -> Tensor:
-    """Return the mean of `x` (rows, P) over the n present nodes, (1, P). Nodes send only quantized numbers.
-
-    A ring cannot add codes, so the columns are divided into n shards, one per node. Each node quantizes its row and
-    sends shard i to node i. Node i decodes the shards, averages them and quantizes the mean. Then all nodes gather the
-    quantized means. So each number is rounded twice, for every n.
-
-    With w = ceil(P / n) and codes of `bits` bits, the payload is S = n (ceil(w bits / 8) + 4 ceil(w / bucket)) bytes in
-    an all-to-all, and S / n bytes in an all-gather. A node sends tx = 2 (n-1)/n S bytes and receives the same number,
-    rx = tx.
-
-    Args:
-        bucket: numbers that share a scale.
-
-    >>> from exogym.compress import Absmax
-    >>> comm = Communicator(range(2), 2)
-    >>> mean_in_shards(comm, torch.tensor([[1.0, 127.0], [3.0, 127.0]]), Absmax(8), 512).tolist()
-    [[2.0, 127.0]]
-    """
-    members, count = comm.present, x.shape[1]
-    n, width = len(members), -(-count // len(members))
-    shards = Quantized(quantizer, buckets(width, bucket))
-    cut = torch.nn.functional.pad(x, (0, n * width - count)).view(len(x) * n, width)
-    packed = _as_bytes(shards.encode(cut)).unflatten(0, (len(x), n))
-    wide = torch.promote_types(x.dtype, torch.float32)
-
-    def decode(messages: Tensor) -> Tensor:
-        return shards.decode(*_from_bytes(shards, messages)).to(wide)
-
-    def serve(row: int, k: int, mean: Tensor) -> Tensor:
-        return _as_bytes(shards.encode(mean[None]))[0]
-
-    gathered = through_shards(comm, packed, decode, serve)
-    return shards.decode(*_from_bytes(shards, gathered)).to(x.dtype).reshape(1, -1)[:, :count]
-
-
-def through_shards(
-    comm: Communicator,
-    messages: Tensor,
-    decode: Callable[[Tensor], Tensor],
-    serve: Callable[[int, int, Tensor], Tensor],
-) -> Tensor:
-    """Let each of the n present nodes average its shard of all nodes' rows, and send the result to all.
-
-    The payload is n S bytes in an all-to-all, and S bytes in an all-gather. A node sends tx = 2 (n-1) S bytes and
-    receives rx = tx.
-
-    Args:
-        messages: (rows, n, S) bytes. A node's message k goes to the k-th present node.
-        decode: function of n messages for one shard, (n, S), that returns their numbers, (n, w).
-        serve: function (row, k, mean) that returns a message, (S,), for the mean (w,) of shard k. The node in `row` is
-            the k-th present node.
-
-    Returns:
-        (n, S): the messages of all shards.
-    """
-    members = comm.present
-    arrived, results = comm.all_to_all(messages), messages[:, 0].clone()
-    for row, rank in enumerate(comm.ranks):
-        if rank in members:
-            mean = reduce_rows(decode(arrived[row]), members, "mean", comm.share(members))
-            results[row] = serve(row, members.index(rank), mean)
-    return comm.all_gather(results)[0]
-
-
-def _as_bytes(payload: Payload) -> Tensor:
-    codes, tables = payload
-    return torch.cat([codes, tables.view(torch.uint8)], 1)
-
-
-def _from_bytes(shards: Quantized, packed: Tensor) -> Payload:
-    codes = -(-shards.count * shards.quantizer.bits // 8)
-    return [packed[:, :codes], packed[:, codes:].clone(memory_format=torch.contiguous_format).view(torch.float32)]
 
 
 def noise_of(fleet: Fleet, count: int, seed: int, purpose: str, *ids: int) -> Tensor:
