@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import re
 import shlex
 import sys
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from exogym.cli.live import print_table
 from exogym.cli.values import DATASETS, INTERRUPTED, Debug, check_dataset, numbers_of, processes_of
 from exogym.errors import ArgumentError
 from exogym.network import PRESETS
-from exogym.options import FitOptions, Placement, RunOptions, args_of, in_full, placed
+from exogym.options import FitOptions, Placement, RunOptions, descriptions, in_full, placed
 from exogym.progress import notice
 from exogym.strategy.registry import STRATEGIES
 from exogym.study.compare import DEFAULT_STRATEGIES, ComparisonInterrupted
@@ -36,17 +35,13 @@ NETWORK_HELP = (
 LISTS = ("seeds", "speeds", "step_seconds")  # arguments that may be lists of numbers in a folder
 
 
-@functools.cache
 def words_of(name: str) -> str:
     """Return the first sentence of an option's description.
 
     >>> words_of("num_nodes")
     'Number of nodes, N.'
     """
-    text = " " + " ".join(f"{args_of(FitOptions)} {args_of(Placement)}".split())
-    found = re.search(rf"(?<=[ ,]){name}(?:, \w+)*: (.*?\.)(?= |$)", text)
-    assert found is not None, name
-    return found[1]
+    return {**descriptions(Placement), **descriptions(FitOptions)}[name].partition(". ")[0].rstrip(".") + "."
 
 
 # Options of several commands. Parameters are named as in `fit`; the command line's names are shorter.

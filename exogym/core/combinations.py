@@ -10,9 +10,9 @@ features is checked as soon as it is known.
 A method of `exogym.contrib` promises less. With a feature in `UNTRIED` that its class does not list in `tried`, it is
 refused by one rule, so no row names such a method.
 
-To refuse another pair, add a row to `REFUSED`. Several features that are refused for one reason share a row. A new
-feature is returned by the `features()` of the class that has it. If it is not named like an option, add a line
-to `PROPERTIES`. A limit between two numbers is not a pair of features: check it in the code that uses the numbers.
+To refuse another pair, add a row to `REFUSED`. Several features that are refused for one reason share a row. An option
+of `fit` needs no more; another new feature must be returned by the `features()` of the class that has it. A limit
+between two numbers is not a pair of features: check it in the code that uses the numbers.
 
 >>> check({"privacy": "privacy", "robust": "robust='krum'"})
 Traceback (most recent call last):

@@ -1,63 +1,12 @@
-"""The table of features that cannot be combined: pairs, each with its reason and an alternative."""
+"""The table of features that cannot be combined: pairs, each with its reason and an alternative.
+
+An option that is given is a feature by its name (`delay`), and so is a text (`compute="vmap"`) or a missing option
+("no network"). To learn what another name means, search the package for the `features()` that returns it.
+"""
 
 from __future__ import annotations
 
 from typing import NamedTuple
-
-# What the features mean that are not named like an option ("delay"), a value (`compute="vmap"`) or a missing option
-# ("no network").
-PROPERTIES: dict[str, str] = {
-    # of strategies
-    'transport="ring" or "tree"': "`Averaging(transport=...)` with a route that sums values on the way",
-    "tuner of p_sparta": "a budget that chooses SPARTA's share",
-    "nothing to tune": "a strategy without the argument that a budget chooses",
-    'compression_method="indices" or "topk"': "SPARTA's `compression_method=` other than `'random'`",
-    "two kinds of steps": "a strategy that divides a round's steps between two models, or two parts of a model",
-    "H as a function": "`H=` as a function of the round",
-    "rounds of one length": "a strategy that plans its round in advance, such as Streaming DiLoCo or gossip",
-    "rounds of different lengths": "`H=` as a function of the round, or chosen by a budget",
-    "weights by examples": "`weighting='examples'` if nodes have unequal numbers of examples",
-    "gradient_modules": "modules that act on the gradients of all nodes at every step",
-    "corrections": "a module that corrects each node's own gradients",
-    "nodes that rest": "clients that are sampled, or take fewer steps in a round than others",
-    "packed values": "a strategy that sends packed values, indices or a node's own parameters, not only sums",
-    "its own mean": "a strategy or module that computes means without the communicator (`weighted_means`)",
-    "values right in the mean only": "a module that sends sparse entries or pieces of a mean, rounds by chance, or "
-    "has error feedback (`right_in_mean`)",
-    "acts_on left unsaid": "your own module without `acts_on`",
-    "an outer optimizer of whole tensors": "`outer_optim=` that needs whole tensors, such as Muon",
-    "its own clock": "a strategy whose nodes do not wait for each other",
-    "gradients at every step": "a strategy whose nodes meet at every step",
-    "no modules": "a strategy without modules: written for one node, or with its own clock",
-    "a server that asks nobody": "a strategy without a server that samples clients",
-    "stacked": "a strategy for one node with `stacked = True`",
-    "one node's strategy in processes": "a strategy for one node in a run of several processes",
-    # of the model and the data
-    "buffers that change": "a model whose buffers change in training, such as BatchNorm's",
-    "lazy modules": "a model with lazy modules that have no parameters yet",
-    "data factory": "a factory instead of a data set",
-    "factory of sampled clients": "a factory that makes sampled clients' data when they act",
-    "iterable data": "training data that are an iterable, or a factory of iterables",
-    "one iterable for all nodes": "an iterable as training data",
-    "iterable without a length": "training data that are an iterable without a length",
-    "iterables of unknown lengths": "a factory of iterables without a length",
-    "validation iterable without a length": "a `val_dataset` that is an iterable without a length",
-    # of the run
-    "node in several processes": "`fit(node=NodeMesh(...))` with a process for each device, or `attach(node=...)`",
-    "stages": "`fit(node=NodeMesh(stages=...))`",
-    "no forks": "a device other than the CPU, or a system other than Linux",
-    "processes of a launcher": "a script that torchrun, `python -m exogym.launch` or NetworkTrainer started",
-    "dataloader_kwargs except collate_fn": "`fit(dataloader_kwargs=...)` with more than `collate_fn`",
-    "no num_epochs or max_steps": "a fit without `num_epochs` and `max_steps`",
-    'balance="batch" or "steps"': "`fit(balance=...)` that weights nodes by their work",
-    "balance without speeds": "`fit(balance=...)` that measures speeds",
-    "planned faults": "`Faults` with absent, lost, slow, bad_nodes, drop_rate, lost_rate or forget",
-    "network without step_seconds": "`fit(network=...)` that measures step times",
-    "save_dir of each host": "`fit(save_dir=...)` that is a different folder on each host",
-    "attach": "`exogym.attach`, in a training loop of the user",
-    "NetworkTrainer": "a run on the hosts of a hosts file",
-    "a second fit": "a script that calls `fit` a second time",
-}
 
 # A strategy with `tried`, as each method of `exogym.contrib` has it, is refused with these features, except those that
 # `tried` names. What every run has is not here: data, seeds, evaluation, checkpoints, processes, networks.
@@ -88,39 +37,16 @@ class Refused(NamedTuple):
         return [(one, other) for one in ones for other in others]
 
 
-_ONE_CHANGES_ALL = (
-    "noise and epsilon assume a mean, which one client changes by at most C/(qN), for clip=C and qN clients in a "
-    "round. A rule takes the values of one or a few clients, so one client changes the result by about C, and the "
-    "reported epsilon would be false"
-)
-_PARTS = (
-    "a split node computes step by step, in one process or in one process per device (under python -m exogym.launch)"
-)
-
 # Checked from the top: the first row whose two features a run has makes the error.
 REFUSED: tuple[Refused, ...] = (
     # How means are taken
-    Refused("privacy", "robust", _ONE_CHANGES_ALL, "leave one of them out"),
     Refused(
         "privacy",
-        'robust="norm_cap"',
-        "privacy clips each update to C itself, and a cap from the clients' norms would reveal them without noise",
-        "leave robust out, and lower clip",
-    ),
-    Refused(
-        "privacy",
-        "tuner",
-        "the budget reads the number of clients without noise, and publishes its choice. Epsilon does not count that",
-        "leave ByteBudget out, and give H as a number or a function of the round",
-    ),
-    Refused(
-        "tuner",
-        "gradient_modules",
-        "gradients are sent at every step whatever H is, so the budget cannot be kept",
-        "leave ByteBudget out, or take a strategy without gradient modules",
-    ),
-    Refused(
-        "privacy", "island_size", "privacy needs a server's mean, and islands have no server", "leave island_size out"
+        ("robust", 'robust="norm_cap"', "tuner", "island_size"),
+        "epsilon counts a server's mean, which one client changes by at most C/(qN), for clip=C and qN clients in a "
+        "round. Rules, caps and budgets read more of the clients' values, islands have no server, and the reported "
+        "epsilon would be false",
+        "leave one of them out",
     ),
     Refused(
         ("robust", "secure_aggregation", "client_fraction", "privacy"),
@@ -212,8 +138,12 @@ REFUSED: tuple[Refused, ...] = (
         "only quantized values are rounded",
         "give quantization_bits, such as 8",
     ),
-    Refused("tuner", "nothing to tune", "the strategy has no such argument", "leave ByteBudget out"),
-    Refused("tuner", "H as a function", "the budget chooses H during the run", "give the first H as a number"),
+    Refused(
+        "tuner",
+        ("nothing to tune", "H as a function", "gradient_modules"),
+        "a budget changes H or p_sparta, a number, during the run, and all bytes must depend on it",
+        "leave ByteBudget out, or give the first H as a number and take a strategy without gradient modules",
+    ),
     Refused(
         "tuner of p_sparta",
         'compression_method="indices" or "topk"',
@@ -221,7 +151,12 @@ REFUSED: tuple[Refused, ...] = (
         "take compression_method='random'",
     ),
     # A node of several devices
-    Refused("node", ("compute", "processes", "engine"), _PARTS, "leave compute, processes and engine out"),
+    Refused(
+        "node",
+        ("compute", "processes", "engine"),
+        "a split node computes step by step, in one process or (under python -m exogym.launch) in one per device",
+        "leave compute, processes and engine out",
+    ),
     Refused(
         "stages",
         'precision="fp16"',
@@ -229,22 +164,10 @@ REFUSED: tuple[Refused, ...] = (
         "use 'bf16' or 'fp32'",
     ),
     Refused(
-        "node in several processes",
-        "secure_aggregation",
-        "secure_aggregation needs a node's whole row, and each process has only a part",
-        "leave secure_aggregation out, or train in one process",
-    ),
-    Refused(
         ("node in several processes", "min_hosts"),
         "max_memory_usage",
         "ExoGym measures a step's memory once, before a model is split and before another host joins",
         "give minibatch_size instead",
-    ),
-    Refused(
-        "node in several processes",
-        "no modules",
-        "ExoGym cannot know whether the strategy would compute the same on a part of each parameter",
-        "take a strategy that acts on rows (DDP, DiLoCo, FedAvg, SPARTA, ...), or leave node= out",
     ),
     Refused(
         "node in several processes",
@@ -255,9 +178,9 @@ REFUSED: tuple[Refused, ...] = (
     ),
     Refused(
         "node in several processes",
-        "an outer optimizer of whole tensors",
-        "each process has a part of every tensor",
-        "take an optimizer that treats each element separately ('sgd', 'adam', ...)",
+        ("secure_aggregation", "an outer optimizer of whole tensors"),
+        "it needs a node's whole row or whole tensors, and each process has only a part of them",
+        "leave secure_aggregation out, or take an optimizer that treats each element separately ('sgd', 'adam', ...)",
     ),
     Refused(
         "node in several processes",
@@ -298,10 +221,10 @@ REFUSED: tuple[Refused, ...] = (
     ),
     # Faults
     Refused(
-        "bad_nodes",
+        ("bad_nodes", "node in several processes", "min_hosts"),
         "no modules",
-        "bad nodes send wrong updates, and ExoGym cannot change this strategy's messages",
-        "take a strategy that acts on rows (DDP, DiLoCo, FedAvg, SPARTA, ...), or leave bad_nodes out",
+        "ExoGym cannot change, split or leave out the messages of a strategy without communication modules",
+        "leave it out, or take a strategy that acts on rows (DDP, DiLoCo, FedAvg, SPARTA, ...)",
     ),
     Refused(
         ('balance="batch" or "steps"', "faults"),
@@ -359,21 +282,15 @@ REFUSED: tuple[Refused, ...] = (
     # Data
     Refused(
         "partitioner",
-        "data factory",
-        "a factory already decides each node's data",
-        "give the whole data set, or leave out partitioner",
+        ("data factory", "iterable data"),
+        "a partitioner needs all examples at once, and a factory or an iterable gives them one after another",
+        "leave partitioner out, or give the whole data set",
     ),
     Refused(
         "factory of sampled clients",
         "no num_epochs or max_steps",
         "an epoch's length depends on all nodes' data, and a factory makes a client's data only when the client acts",
         "give max_steps; or num_epochs, which makes all data once",
-    ),
-    Refused(
-        "iterable data",
-        "partitioner",
-        "a partitioner needs all examples at once, and an iterable gives them one after another",
-        "leave partitioner out, or give a factory that returns an iterable for each node",
     ),
     Refused(
         "iterable data",
@@ -428,15 +345,9 @@ REFUSED: tuple[Refused, ...] = (
     # Attached loops
     Refused(
         "attach",
-        "its own clock",
-        "each process takes its steps when its own loop does, and no virtual clock orders them",
-        "simulate it with LocalTrainer, or take a strategy whose nodes wait for each other (DiLoCo with delay=)",
-    ),
-    Refused(
-        "attach",
-        "nodes that rest",
-        "your loop takes every step on every node, and could not rest",
-        "take a strategy in which all nodes take all steps, or train with LocalTrainer or NetworkTrainer",
+        ("its own clock", "nodes that rest"),
+        "your loops take every step on every node, could not rest, and no virtual clock orders them",
+        "take a strategy in which all nodes take all steps (DiLoCo with delay=), or train with LocalTrainer",
     ),
     # Hosts
     Refused(
@@ -445,12 +356,6 @@ REFUSED: tuple[Refused, ...] = (
         "the remaining hosts would have to split their models again",
         "leave min_hosts out, and give retries= and a save_dir that all hosts share: if a host is lost, all start "
         "again from the last checkpoint",
-    ),
-    Refused(
-        "min_hosts",
-        "no modules",
-        "only a strategy of communication modules can continue without lost nodes",
-        "leave min_hosts out, or take DiLoCo, FedAvg, SPARTA, DDP, ...",
     ),
     Refused(
         "min_hosts",
@@ -465,3 +370,4 @@ REFUSED: tuple[Refused, ...] = (
         "put each fit into its own script",
     ),
 )
+NAMES = frozenset(name for row in REFUSED for pair in row.pairs for name in pair).union(UNTRIED)

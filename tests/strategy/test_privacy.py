@@ -174,7 +174,7 @@ def test_no_layout_and_no_stop_changes_anything(secure: bool, tmp_path: Any) -> 
         ({"clip": 0.0}, "clip=0.0 must be a number over 0"),
         ({"z": -1}, "noise_multiplier=-1 must be a number of at least 0"),
         ({"delta": 1}, "delta=1 must be a number over 0 and under 1"),
-        ({"island_size": 2}, "leave island_size out"),
+        ({"island_size": 2}, "islands have no server"),
         ({"privacy": 3}, "privacy=3 must be a DifferentialPrivacy"),
         ({"transport": "ring"}, "next round's clients, which may not have averaged"),
     ],

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from exogym.core.combinations import check, features_of
+from exogym.core.combinations import check
 from exogym.core.communicator import Wire
 from exogym.core.compute.worker import Worker
 from exogym.core.progress import Progress, notice, warn
@@ -125,8 +125,7 @@ def _assemble(
 def _check(subject: Subject, options: FitOptions) -> None:
     """Raise ArgumentError or ModelError if the options do not fit the model or the data."""
     if subject.val_dataset is None:
-        of_validation = features_of(val_size=options.val_size, val_interval=options.val_interval)
-        check({"no val_dataset": "no val_dataset"} | of_validation)
+        check(options.features() | {"no val_dataset": "no val_dataset"})
     for name, x in [*subject.model.named_parameters(), *subject.model.named_buffers()]:
         if x.is_meta:
             raise ModelError(f"{name!r} is on the meta device and has no values: materialize the model first")

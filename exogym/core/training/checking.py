@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from exogym.core.base.retired import retired
 from exogym.core.combinations import check
@@ -19,16 +18,6 @@ from exogym.errors import ArgumentError, check_choice, check_count, check_number
 from exogym.faults import Faults
 from exogym.strategy.strategy import Strategy
 
-if TYPE_CHECKING:
-    from exogym.network import Network
-
-COUNTS = ("num_nodes", "batch_size", "gradient_accumulation", "log_interval")
-OPTIONAL_COUNTS = (
-    *("num_epochs", "max_steps", "minibatch_size", "val_batch_size", "val_interval", "val_size"),
-    "checkpoint_interval",
-)
-SWITCHES = ("shuffle", "final_sync", "resume", "timeline")
-FOLDERS = ("save_dir", "run_dir")
 CHOICES = {"compute": WAYS, "on_nonfinite": POLICIES, "precision": AUTOCAST}
 
 
@@ -39,25 +28,22 @@ def checked_options(asked: FitOptions) -> FitOptions:
         ArgumentError: a value has the wrong kind, is out of range, or contradicts another option.
     """
     _check_kinds(asked)
-    _check_numbers(asked)
+    _check_plain(asked)
     _check_values(asked)
     options = replace(
         asked, save_dir=_absolute(asked, folder_of_checkpoints(asked)), run_dir=_absolute(asked, asked.run_dir),
         balance=asked.sharing,
-        network=None if asked.network is None else _network(asked.network),
         node=None if asked.node is None else several_devices("fit").of(asked.node, asked.num_nodes),
     )  # fmt: skip
+    if asked.network is not None:
+        from exogym.network import Network
+
+        options = replace(options, network=Network.of(asked.network))
     if options.faults is not None and options.faults.bad_nodes:
         options = replace(options, strategy=options.strategy.beside(options.faults))
     check(options.features())
     _check_counts(options)
     return options
-
-
-def _network(given: Any) -> Network:
-    from exogym.network import Network
-
-    return Network.of(given)
 
 
 def _check_kinds(options: FitOptions) -> None:
@@ -84,13 +70,27 @@ def _check_kinds(options: FitOptions) -> None:
         )
 
 
+def _check_plain(options: FitOptions) -> None:
+    """Check each option whose declared type alone says which values are allowed: a switch, a count or a folder."""
+    for option in fields(options):
+        name, value, kind = option.name, getattr(options, option.name), option.type
+        if kind == "bool":
+            check_switch(name, value)
+        elif name == "seed":  # of any size, also below 0
+            if type(value) is not int:
+                raise ArgumentError(f"seed={value!r} must be a whole number")
+        elif kind == "int" or (kind == "int | None" and value is not None):
+            check_count(name, value)
+        elif kind == "str | Path | None" and (not isinstance(value, str | os.PathLike | None) or value == ""):
+            raise ArgumentError(f"{name}={value!r} must be the path of a folder")
+
+
 def _check_values(options: FitOptions) -> None:
-    """Check folders, switches and callbacks, each option alone."""
-    for name in FOLDERS:
-        if not isinstance(getattr(options, name), str | os.PathLike | None) or getattr(options, name) == "":
-            raise ArgumentError(f"{name}={getattr(options, name)!r} must be the path of a folder")
-    for name in SWITCHES:
-        check_switch(name, getattr(options, name))
+    """Check other numbers, and callbacks, each option alone."""
+    if options.processes != "auto":
+        check_count("processes", options.processes)
+    if options.max_memory_usage is not None:
+        check_number("max_memory_usage", options.max_memory_usage, over=0, most=1, more=", a share of the memory")
     if not isinstance(options.callbacks, Sequence) or isinstance(options.callbacks, str | bytes):
         raise ArgumentError(
             f"callbacks={options.callbacks!r} must be a list of functions that take one argument, the loop"
@@ -98,21 +98,6 @@ def _check_values(options: FitOptions) -> None:
     for callback in options.callbacks:
         if not callable(callback):
             raise ArgumentError(f"callbacks: {callback!r} cannot be called: wanted a function that takes the loop")
-
-
-def _check_numbers(options: FitOptions) -> None:
-    """Check numbers, each option alone."""
-    for name in COUNTS:
-        check_count(name, getattr(options, name))
-    for name in OPTIONAL_COUNTS:
-        if getattr(options, name) is not None:
-            check_count(name, getattr(options, name))
-    if options.processes != "auto":
-        check_count("processes", options.processes)
-    if type(options.seed) is not int:
-        raise ArgumentError(f"seed={options.seed!r} must be a whole number")
-    if options.max_memory_usage is not None:
-        check_number("max_memory_usage", options.max_memory_usage, over=0, most=1, more=", a share of the memory")
 
 
 def _check_counts(options: FitOptions) -> None:

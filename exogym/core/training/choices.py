@@ -80,9 +80,8 @@ def check_computed_in_parts(
     if asked is None:
         return
     wire = worker.fleet.comm.wire
-    if options.nodes is None or not wire.agree(
-        wire.devices.parts > 1
-    ):  # nodes may differ, but all take the same branch
+    is_split = options.nodes is not None and wire.agree(wire.devices.parts > 1)  # in some process: all do the same
+    if not is_split:
         looks = _looks(subject, options, stream, batch)
         if not on_main(wire, lambda: check_parts(worker, looks, *asked)):
             return

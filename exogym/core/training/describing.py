@@ -19,7 +19,8 @@ from exogym.data.stream import Stream
 def description_of(
     options: FitOptions, fleet: Fleet, stream: Stream, total_steps: int, device: torch.device
 ) -> dict[str, Any]:
-    rounds = _rounds(options, total_steps)
+    lengths = options.strategy.round_lengths(total_steps)  # of rounds, by module, if H is a function of the round
+    rounds = {"rounds": lengths} if lengths else {}
     layouts = [block.layout.whole or block.layout for block in fleet.blocks]
     model = [[slot.name, list(slot.shape), str(layout.dtype)] for layout in layouts for slot in layout]
     shards = hashlib.sha256(np.ascontiguousarray(stream.examples).tobytes()).hexdigest()[:16] if stream.total else ""
@@ -33,12 +34,6 @@ def description_of(
         "device": device.type, "model": model, "data": data, "limits": limits,
         "placement": {"processes": len(fleet.comm.wire.placement), "nodes": fleet.comm.wire.placement} | dealt,
     }  # fmt: skip
-
-
-def _rounds(options: FitOptions, total_steps: int) -> dict[str, Any]:
-    """Return the rounds' lengths in `total_steps` steps by module, if H is a function of the round."""
-    lengths = options.strategy.round_lengths(total_steps)
-    return {"rounds": lengths} if lengths else {}
 
 
 def constants(model: nn.Module, changing: Collection[str]) -> dict[str, Tensor]:

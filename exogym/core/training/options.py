@@ -2,7 +2,7 @@
 
 `FitOptions` defines all options. A trainer's `fit` takes its signature and descriptions from `FitOptions` (`takes`).
 Comparisons and sweeps pass `RunOptions` on to each of their runs. The command line shares some options with `fit`; it
-takes their types, defaults and descriptions from these classes (`written_as`, `args_of`).
+takes their types, defaults and descriptions from these classes (`written_as`, `descriptions`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 from exogym.balance import Balance
+from exogym.core.refusals import NAMES
 from exogym.errors import ArgumentError, check_choice, check_count, check_number, check_switch, checked
 
 if TYPE_CHECKING:  # none of this is needed to know the options
@@ -29,19 +30,14 @@ if TYPE_CHECKING:  # none of this is needed to know the options
 
 # What tools use, as `exogym.options`.
 __all__ = [
-    "LONG", "FitOptions", "Placement", "RunOptions", "args_of", "describe", "in_full", "placed", "takes", "written_as",
+    "LONG", "FitOptions", "Placement", "RunOptions", "describe", "descriptions", "in_full", "placed", "takes",
+    "written_as",
 ]  # fmt: skip
 
 DECISIVE = (
     *("num_nodes", "batch_size", "gradient_accumulation", "minibatch_size", "max_memory_usage", "shuffle", "precision"),
     *("seed", "compute", "reduction", "val_size"),
 )  # a resumed run must have the same values as its checkpoint
-SAID = (
-    *("compute", "precision", "processes", "engine", "cpus_per_process", "minibatch_size", "gradient_accumulation"),
-    *("max_memory_usage", "on_nonfinite", "network", "timeline", "checkpoint_interval", "resume", "max_restarts"),
-    "client_state_memory",
-)  # these options, with any value, exclude some others: they are features under their own names
-LEFT_OUT = ("save_dir", "network", "engine", "step_seconds")  # other options need these
 # The command line has shorter names for these: --nodes, --steps, --partition.
 LONG = {"nodes": "num_nodes", "steps": "max_steps", "partition": "partitioner"}
 
@@ -264,20 +260,17 @@ class FitOptions(RunOptions):
 
     def features(self) -> dict[str, str]:
         """Return the features that the run and its strategy use. Keys are names in `exogym.core.refusals`."""
-        values = self.values()
-        given = changed({name: values[name] for name in SAID})
-        found = self.strategy.features() | {name: f"{name}={value!r}" for name, value in given.items()}
-        found |= {f"no {name}": f"no {name}" for name in LEFT_OUT if values[name] is None}
-        chosen = given.keys() & {"compute", "precision", "on_nonfinite"}
-        found |= {f'{name}="{given[name]}"': found[name] for name in chosen}
-        if self.num_epochs is not None:
-            found["num_epochs"] = f"num_epochs={self.num_epochs}"
-        elif self.max_steps is None:
+        values, found = self.values(), self.strategy.features()
+        for name, value in changed(values).items():
+            texts = {name, f'{name}="{value}"'} if isinstance(value, str) else {name}
+            found |= {text: f"{name}={value!r}" for text in texts & NAMES}
+        found |= {f"no {name}": f"no {name}" for name, value in values.items() if value is None}
+        if self.num_epochs is None and self.max_steps is None:
             found["no num_epochs or max_steps"] = "no max_steps"
         if self.network is not None and self.step_seconds is None:
             found["network without step_seconds"] = "network= and no step_seconds"
-        if self.step_seconds is not None and not self.strategy.clients.asks_clients:
-            found["step_seconds"] = f"step_seconds={self.step_seconds!r}"
+        if self.strategy.clients.asks_clients:  # it needs the seconds, also without a network
+            found.pop("step_seconds", None)
         if self.nodes is not None:
             found |= self.nodes.features()
         if self.strategy.driven_by == "programs" and (
@@ -446,6 +439,21 @@ def args_of(options: Any) -> str:
     docs = [inspect.cleandoc(vars(kind).get("__doc__") or "") for kind in options.__mro__]
     found = [re.search(r"^Args:\n((?:    .*\n?|\n(?=    ))*)", doc, re.M) for doc in docs]
     return "\n".join(section[1].rstrip() for section in found if section is not None)
+
+
+@functools.cache
+def descriptions(options: Any) -> Mapping[str, str]:
+    """Return the description of each option in `args_of`, by name.
+
+    >>> descriptions(FitOptions)["log_interval"]
+    'Steps between records.'
+    """
+    found: dict[str, str] = {}
+    for entry in re.split(r"^    (?=\S)", args_of(options), flags=re.MULTILINE):
+        names, _, text = " ".join(entry.split()).partition(": ")
+        for name in names.split(", "):
+            found.setdefault(name, text)
+    return found
 
 
 @functools.cache

@@ -6,7 +6,6 @@ constructors' own errors. So nothing is written twice.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import re
 import sys
@@ -15,7 +14,7 @@ from typing import Any
 
 from exogym.core.training.checking import checked_options
 from exogym.errors import ALIASES, ArgumentError
-from exogym.options import FitOptions, args_of, placed
+from exogym.options import FitOptions, descriptions, placed
 from exogym.strategy import Averaging
 from exogym.strategy.registry import STRATEGIES, averages_of, parse_strategy, written_options
 from exogym.strategy.strategy import InnerOptions
@@ -60,8 +59,8 @@ def _entry(name: str, **instead: str) -> Entry:
     kind: Any = STRATEGIES[name]
     about = {"title": kind.title, "paper": kind.paper, "equation": kind.equation} | instead
     words = {
-        **_entries(kind),
-        **{name: text for name, text in _entries(Averaging).items() if name in averages_of(kind)},
+        **descriptions(kind),
+        **{name: text for name, text in descriptions(Averaging).items() if name in averages_of(kind)},
     }
     options = []
     for option in written_options(kind).values():
@@ -103,7 +102,7 @@ def _described(option: str, words: Mapping[str, str], depth: int = 3) -> str:
     text = words.get(option, "")
     for name in _REFERENCE.findall(text) if depth else ():
         there = _class_of(name.rpartition(".")[2])
-        if there is not None and option in (others := _entries(there)) and others is not words:
+        if there is not None and option in (others := descriptions(there)) and others is not words:
             return _described(option, others, depth - 1)
     return text
 
@@ -113,14 +112,3 @@ def _class_of(name: str) -> type | None:
     rooms = ("exogym.strategy.", "exogym.contrib.")
     homes = (module for path, module in sorted(sys.modules.items()) if path.startswith(rooms))
     return next((found for home in homes if inspect.isclass(found := vars(home).get(name))), None)
-
-
-@functools.cache
-def _entries(kind: Any) -> Mapping[str, str]:
-    """Return each argument's description in the "Args:" sections of a class and its base classes."""
-    found: dict[str, str] = {}
-    for entry in re.split(r"^    (?=\S)", args_of(kind), flags=re.MULTILINE):
-        names, _, text = " ".join(entry.split()).partition(": ")
-        for name in names.split(", "):
-            found.setdefault(name, text)
-    return found
