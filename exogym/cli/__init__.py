@@ -10,7 +10,8 @@ import re
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections import UserDict
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version as installed_version
 from typing import Annotated, Any
 
@@ -52,23 +53,11 @@ SETTINGS: dict[str, Any] = {"add_completion": False, "pretty_exceptions_enable":
 HELP = {"help_option_names": ["-h", "--help"]}
 
 
-class _Loaded(Mapping[str, Any]):
+class _Loaded(UserDict[str, Any]):
     """Commands by name. A command loads at its first use."""
 
-    def __init__(self, commands: Mapping[str, tuple[str, str]]):
-        self.commands = commands
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.commands)
-
-    def __len__(self) -> int:
-        return len(self.commands)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.commands
-
     def __getitem__(self, name: str) -> Any:
-        module = importlib.import_module(self.commands[name][0])
+        module = importlib.import_module(self.data[name][0])
         parent = typer.Typer(**SETTINGS, context_settings=HELP, callback=lambda: None)
         if hasattr(module, "app"):
             parent.add_typer(module.app, name=name)

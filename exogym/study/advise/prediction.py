@@ -157,21 +157,36 @@ def advise(
     >>> [(row.strategy, round(row.seconds_per_step, 2)) for row in advice.rows]
     [('diloco:H=100', 0.26), ('ddp', 6.15)]
     """
+    check_number("parameters", parameters, over=0)
+    check_number("bytes_per_element", bytes_per_element, over=0)
+    check_count("num_nodes", num_nodes)
     check_count("steps", steps)
+    check_choice("algorithm", algorithm, ("cheapest", "recorded"))
     if skew is not None:
         check_number("skew", skew, least=0, most=1)
-    found = predicted(
-        parameters=parameters, num_nodes=num_nodes, network=network, step_seconds=step_seconds, speeds=speeds,
-        bytes_per_element=bytes_per_element, strategies=strategies, algorithm=algorithm,
-    )  # fmt: skip
+    if step_seconds is None:
+        raise ArgumentError(
+            "give the time of a step: step_seconds='80ms', or step_seconds=Work(6e14, 'h100') for its operations"
+        )
+    work = step_seconds if isinstance(step_seconds, Work) else None
+    network = Network.of(network)
+    time = _step_time(step_seconds if work is None else work.seconds, speeds, num_nodes)
+    for name, count in (("network", network.num_nodes), ("step_seconds", time.num_nodes)):
+        if count is not None and count != num_nodes:
+            raise ArgumentError(f"{name} is for {count} nodes, wanted num_nodes={num_nodes}: give the same number")
+    plans, left_out = _plans(strategies or DEFAULT_STRATEGIES, parameters, num_nodes, bytes_per_element)
     alike, rows, beliefs = likeness(skew, known_skews()), [], {}
-    for row, plan in found.rows:
+    for plan in plans:
         method = plan.method or plan.name
-        belief = beliefs_of({method: period_of(plan)}, steps, known(), alike)[method]
-        beliefs[plan.name] = belief
+        belief = beliefs[plan.name] = beliefs_of({method: period_of(plan)}, steps, known(), alike)[method]
+        row = _row(plan, num_nodes, network, time, algorithm)
         rows.append(replace(row, ddp_steps=belief.steps, steps=math.ceil(steps * belief.steps)))
-    lines = [
-        *found.notes,
+    rows.sort(key=lambda row: (not row.can_train, row.seconds_per_step))
+    lines = _assumptions(parameters, num_nodes, network, time, bytes_per_element, algorithm)
+    if work is not None:
+        lines.insert(1, str(work))
+    lines += [
+        *_of_plans(plans, num_nodes, network, time),
         f"steps/DDP's: to the loss that DDP reaches after {steps} steps, from a rule of thumb and {len(known())} small "
         "tasks, not from yours" + ("" if skew is None else f"; tasks with a label skew near {skew:.2f} count most"),
     ]
@@ -179,13 +194,13 @@ def advise(
     if not able:
         best, because = None, "no strategy that can be trained here is among them"
     else:
-        own_pace = {plan.name for _, plan in found.rows if plan.local_steps is not None}
+        own_pace = {plan.name for plan in plans if plan.local_steps is not None}
         rare = {row.strategy: _LATE for row in able if row.strategy in own_pace and not row.keeps_up}
         rare |= {row.strategy: _SLOW for row in able if beliefs[row.strategy] == SAME and row.speedup < 1}
         best, because = _first_to_arrive(able, beliefs, rare, steps)
         if best.strategy not in rare:
             lines += [f"{name}: not recommended by formula, because {why}" for name, why in rare.items()]
-    return Advice(rows, best, because, lines, num_nodes=num_nodes, left_out=found.left_out)
+    return Advice(rows, best, because, lines, num_nodes=num_nodes, left_out=left_out)
 
 
 # Why a strategy is recommended only if there are no others.
@@ -193,63 +208,6 @@ _LATE = f"the slowest node computes for less than {UTILISATION:.0%} of the time,
 _SLOW = "the fastest node alone reaches the same loss sooner"
 _WORK = "give step_seconds=Work(...) with these three arguments"
 advise.__wrapped__.not_taken = dict.fromkeys(("flops", "device", "device_utilisation"), _WORK)  # type: ignore[attr-defined]
-
-
-@dataclass(frozen=True)
-class Predicted:
-    """What the formulas say: rows by time per step, each with its plan, and the assumptions."""
-
-    rows: list[tuple[Row, Plan]]
-    notes: list[str]
-    left_out: dict[str, str]
-
-
-def predicted(
-    *,
-    parameters: float,
-    num_nodes: int,
-    network: Network | str,
-    step_seconds: StepTime | Work | Any,
-    strategies: Sequence[str | Strategy | Plan] | None,
-    algorithm: str,
-    speeds: Sequence[float] | None = None,
-    bytes_per_element: float = 4,
-) -> Predicted:
-    """Return the predictions of `advise`, with the same arguments, but without a recommendation.
-
-    Raises:
-        ArgumentError: as in `advise`.
-    """
-    check_number("parameters", parameters, over=0)
-    check_number("bytes_per_element", bytes_per_element, over=0)
-    check_count("num_nodes", num_nodes)
-    check_choice("algorithm", algorithm, ("cheapest", "recorded"))
-    if step_seconds is None:
-        raise ArgumentError(
-            "give the time of a step: step_seconds='80ms', or step_seconds=Work(6e14, 'h100') for its operations"
-        )
-    work = step_seconds if isinstance(step_seconds, Work) else None
-    step_seconds = step_seconds if work is None else work.seconds
-    network = Network.of(network)
-    time = _step_time(step_seconds, speeds, num_nodes)
-    for name, count in (("network", network.num_nodes), ("step_seconds", time.num_nodes)):
-        if count is not None and count != num_nodes:
-            raise ArgumentError(f"{name} is for {count} nodes, wanted num_nodes={num_nodes}: give the same number")
-    plans, left_out = _plans(strategies or DEFAULT_STRATEGIES, parameters, num_nodes, bytes_per_element)
-    rows = [(_row(plan, num_nodes, network, time, algorithm), plan) for plan in plans]
-    rows.sort(key=lambda pair: (not pair[0].can_train, pair[0].seconds_per_step))
-    lines = _assumptions(parameters, num_nodes, network, time, bytes_per_element, algorithm)
-    lines += _of_probes(network, plans, num_nodes)
-    if any(map(_is_late, plans)):
-        lines.append(LATE)
-    lines += filter(None, [_bottleneck(plan, num_nodes, network, time) for plan in plans if plan.local_steps])
-    if any(plan.local_steps for plan in plans):
-        lines.append(
-            "asynchronous nodes wait only for a quorum or a full server line; N local steps are a step of the fleet"
-        )
-    if work is not None:
-        lines.insert(1, str(work))
-    return Predicted(rows, lines, left_out)
 
 
 def _step_time(step_seconds: StepTime | Any, speeds: Sequence[float] | None, num_nodes: int) -> StepTime:
@@ -337,6 +295,18 @@ def _assumptions(
         f"each collective by {how}; links are full duplex and carry nothing else; gradients follow the backward pass",
         f"left out: {', '.join(left_out)}, and what the model learns from an example",
     ]
+
+
+def _of_plans(plans: Sequence[Plan], num_nodes: int, network: Network, time: StepTime) -> list[str]:
+    """Return the notes that depend on the strategies' collectives."""
+    lines = _of_probes(network, plans, num_nodes)
+    lines += [LATE] * any(map(_is_late, plans))
+    lines += filter(None, [_bottleneck(plan, num_nodes, network, time) for plan in plans if plan.local_steps])
+    if any(plan.local_steps for plan in plans):
+        lines.append(
+            "asynchronous nodes wait only for a quorum or a full server line; N local steps are a step of the fleet"
+        )
+    return lines
 
 
 def _waits_unseen(network: Network) -> bool:

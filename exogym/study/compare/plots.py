@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -29,10 +29,9 @@ FEW_TICKS, SOME_TICKS, MANY_TICKS = [1, 2, 5], [1, 1.5, 2, 3, 4, 5, 7], [i / 10 
 UNITS = (("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.0), ("milliseconds", 1e-3), ("microseconds", 1e-6))
 UNITS_AT_LEAST = 3  # the fewest units on an axis
 FAR_APART = 8  # time has a logarithmic axis from this ratio of the runs' lengths on
-LABEL_POINTS, LETTER_POINTS, LINE_SPACING = 9.0, 5.4, 1.2
-End = tuple["Line2D", float | None, float]  # a curve and its end on the axes; None for a level line
-WIDEST_LABEL = 0.6  # share of the picture
-LEGEND_POINTS = 30  # length of the strokes beside the titles
+LABEL_POINTS, LETTER_POINTS = 9.0, 5.4
+WIDEST_LEGEND = 0.65  # share of the picture
+LEGEND_POINTS = 40  # width of a legend without titles: its strokes and spaces
 AXES = ("step", "bytes", "time", "wall")  # that a curve can be drawn against
 MOST_LETTERS = 36  # of a title in a picture
 
@@ -208,8 +207,8 @@ def _figure(
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     longest = max((len(curve.title) for curve in curves), default=0)
-    room = (10 + longest * LETTER_POINTS) / 72 / SIZE_INCHES[0]  # space right of the axes for the longest label
-    room = min(room, WIDEST_LABEL)  # a longer label is cut off
+    room = (LEGEND_POINTS + longest * LETTER_POINTS) / 72 / SIZE_INCHES[0]  # right of the axes, for the longest title
+    room = min(room, WIDEST_LEGEND)  # a longer title is cut off
     figure.subplots_adjust(left=0.09, right=0.99 - room, bottom=0.12, top=0.88)
     lines = _lines(axes, curves, places, logarithmic)
     if target_loss is not None:
@@ -224,17 +223,15 @@ def _figure(
     axes.grid(True, color="#E6E6E6", linewidth=0.7)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    if not _label(axes, lines):
-        figure.subplots_adjust(right=0.99 - room - LEGEND_POINTS / 72 / SIZE_INCHES[0])
-        _legend(axes, lines)
+    _legend(axes, lines)
     return figure
 
 
 def _lines(
     axes: Axes, curves: Sequence[Curve], places: Sequence[np.ndarray | None], logarithmic: bool
-) -> dict[str, End]:
-    """Draw the curves; return title to end. Of more than eight, those of the lowest final loss have colors."""
-    lines: dict[str, End] = {}
+) -> dict[str, tuple[Line2D, float]]:
+    """Draw the curves; return title to curve and last loss. Of more than eight, the lowest ends have colors."""
+    lines: dict[str, tuple[Line2D, float]] = {}
     ends = sorted(float(curve.losses.mean(0)[-1]) for curve in curves)
     most = ends[MOST_COLORED - 1] if len(ends) > MOST_COLORED else math.inf
     is_shown = [float(curve.losses.mean(0)[-1]) <= most for curve in curves]
@@ -256,7 +253,7 @@ def _lines(
             if len(curve.losses) > 1 and title != rest:
                 low, high = curve.losses.min(0)[shown], curve.losses.max(0)[shown]
                 axes.fill_between(x[shown], low, high, color=colour, alpha=0.15, linewidth=0)
-        lines[title] = line, None if x is None else float(x[-1]), float(mean[-1])
+        lines[title] = line, float(mean[-1])
     return lines
 
 
@@ -290,46 +287,9 @@ def _unit_of(longest_s: float) -> tuple[str, float]:
     return next(((name, size) for name, size in UNITS if longest_s >= UNITS_AT_LEAST * size), UNITS[-1])
 
 
-def _label(axes: Axes, lines: Mapping[str, End]) -> bool:
-    """Write each title to the right of its curve's end, moved up if titles would overlap.
-
-    Return whether no title lies on a curve or outside the picture. If one would, it writes none.
-    """
-    figure: Any = axes.figure
-    figure.draw_without_rendering()
-    line_height = LABEL_POINTS * LINE_SPACING / 72 * DOTS_PER_INCH
-    right = axes.get_xlim()[1]
-    spots = []
-    for title, (line, x, loss) in lines.items():
-        across, up = axes.transData.transform((right if x is None else x, loss))
-        spots.append((up, across, title, line.get_color()))
-    placed: list[list[float]] = []
-    labels = []
-    for up, across, title, colour in sorted(spots):
-        width, height = len(title) * LETTER_POINTS / 72 * DOTS_PER_INCH, up
-        for other_left, other_right, other_up in sorted(placed, key=lambda box: box[2]):
-            if across < other_right and other_left < across + width and height < other_up + line_height:
-                height = max(height, other_up + line_height)
-        placed.append([across, across + width, height])
-        offset = 6, (height - up) * 72 / DOTS_PER_INCH
-        # A fraction of the figure, because an SVG has other pixels.
-        place = across / figure.bbox.width, up / figure.bbox.height
-        label = axes.annotate(title, place, offset, "figure fraction", "offset points", annotation_clip=False)
-        label.set(color=colour, fontsize=LABEL_POINTS, va="center")
-        labels.append(label)
-    boxes = [label.get_window_extent() for label in labels]
-    ways = [line.get_transform().transform_path(line.get_path()) for line in axes.lines]
-    is_free = not any(way.intersects_bbox(box, filled=False) for way in ways for box in boxes)
-    is_free = is_free and all(box.x1 < figure.bbox.x1 and box.y1 < figure.bbox.y1 for box in boxes)
-    if not is_free:
-        for label in labels:
-            label.remove()
-    return is_free
-
-
-def _legend(axes: Axes, lines: Mapping[str, End]) -> None:
+def _legend(axes: Axes, lines: Mapping[str, tuple[Line2D, float]]) -> None:
     """Write the titles to the right of the axes, from the highest final loss to the lowest."""
-    order = sorted(lines, key=lambda title: -lines[title][2])
+    order = sorted(lines, key=lambda title: -lines[title][1])
     legend = axes.legend(
         [lines[title][0] for title in order], order, loc="upper left", bbox_to_anchor=(1.01, 1), borderaxespad=0,
         fontsize=LABEL_POINTS, frameon=False, handlelength=1.8,

@@ -6,7 +6,6 @@ import contextlib
 import inspect
 import os
 import time
-from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
 
@@ -30,7 +29,6 @@ from exogym.progress import notice
 from exogym.record import versions
 from exogym.strategy import Strategy
 from exogym.strategy.averaging import spread
-from exogym.study.cells import Standing
 from exogym.study.compare.asked import IN_A_FOLDER, OF_A_STEP, OF_NO_RESULT, ComparisonOptions
 from exogym.study.compare.comparison import Comparison, ComparisonInterrupted, write
 from exogym.study.compare.entries import OF_SEVERAL_NODES, entries_of, setting_of
@@ -244,13 +242,13 @@ def _carried_out(session: Session, description: dict[str, Any], asked: Compariso
     """Train and return the result. Finished runs are kept whatever happens."""
     folder = session.folder
     shown: Any = contextlib.nullcontext()
-    watch = asked.watch
+    watches = [asked.watch] if asked.watch is not None else []
     if is_shown(asked.progress):
         shown = LiveTable(session.entries, len(session.setting.seeds))
-        watch = _both(shown.update, asked.watch)
+        watches.insert(0, shown.update)
     try:
         with shown:
-            session.train_all(watch)
+            session.train_all(lambda standing: [watch(standing) for watch in watches])
     except BaseException as error:
         where = None if folder is None or folder.drop_if_empty() else folder.path
         stopped = isinstance(error, KeyboardInterrupt | SystemExit)
@@ -269,17 +267,6 @@ def _carried_out(session: Session, description: dict[str, Any], asked: Compariso
             folder.drop_if_empty()
         raise TrainingError(next(found.error for found in session.outcomes.values() if found.error))
     return _result(session, description, asked, "finished")
-
-
-def _both(show: Callable[[Standing], object], watch: Callable[[Standing], object] | None) -> Callable[..., object]:
-    """Return a function that shows a standing, then calls the user's `watch`."""
-
-    def call(standing: Standing) -> None:
-        show(standing)
-        if watch is not None:
-            watch(standing)
-
-    return call
 
 
 def _result(session: Session, description: dict[str, Any], asked: ComparisonOptions, state: str) -> Comparison:
