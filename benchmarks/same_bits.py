@@ -202,7 +202,6 @@ def runs() -> Runs:
         "scaffold sampled": (made("scaffold", lr=0.1, H=4, client_fraction=0.5), {}),
         "demo": (made("demo", lr=0.01, compression_topk=8, compression_chunk=16), {}),
         "async diloco": (made("async_diloco", lr=0.02, H=4), TIMED),
-        "async shards": (made("async_diloco", lr=0.02, H=4, shard_sampling=True, grace_s=0.1), TIMED),
         "async spoilt": (
             made("async_diloco", lr=0.02, H=4),
             {"on_nonfinite": "skip", "spoilt": True, "resumed": True} | TIMED,

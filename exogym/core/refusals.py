@@ -307,7 +307,7 @@ REFUSED: tuple[Refused, ...] = (
     ),
     Refused(
         "iterable without a length",
-        ("num_epochs", "no num_epochs or max_steps", "local_epochs", "shard_sampling"),
+        ("num_epochs", "no num_epochs or max_steps", "local_epochs"),
         "an epoch's length is unknown",
         "give max_steps, H or local_steps instead, or the length: exogym.data.IterableData(dataset, length=...)",
     ),

@@ -151,9 +151,6 @@ class AsyncDiLoCoStrategy(ClockedStrategy):
         rule: "delayed_nesterov", "nesterov" (naive), "discount" or "fedbuff"; see `exogym.strategy.async_diloco`.
         dylu: dynamic local updates. Node w takes H_w = max(1, floor(v_w / max v * H)) steps in a round, where v_w is
             its mean number of steps per second. So all nodes return at about the same time.
-        shard_sampling: for each round a node draws a shard of the data. The probability of shard i is proportional to
-            max(|D_i| / sum_j |D_j| - n_i / sum_j n_j, 0), where |D_i| is the shard's size, and n_i counts the examples
-            taken from the shard so far. So all shards are used evenly although some nodes are faster.
         grace_s: virtual seconds that the server waits for more nodes after an arrival. Then the server applies all
             arrived Delta one after the other, and the nodes pull the same theta. With 0 the server does not wait. With
             math.inf the server waits for all nodes.
@@ -162,12 +159,10 @@ class AsyncDiLoCoStrategy(ClockedStrategy):
         max_staleness: the server drops a Delta if theta was updated more than this number of times between the node's
             pull and its push. If None, the server drops no Delta.
         lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`. A learning rate schedule follows the fleet's
-            step, so the schedule ends at the same time for fast and slow nodes. With `shard_sampling` each shard has
-            its own schedule, which follows the steps taken on this shard.
+            step, so the schedule ends at the same time for fast and slow nodes.
 
     One step of the fleet is N local steps, whichever nodes take them. Every node draws examples from its own share of
-    the data, so a fast node goes through its share faster. With `shard_sampling` every node must be able to read all
-    shares; the bytes of these data are not counted.
+    the data, so a fast node goes through its share faster.
 
     At the end of training each node pushes the steps since its last push (`final_sync`). Each node that pushes then
     also pulls once more, so as many bytes go up as down. If fewer than K Delta then wait with rule="fedbuff", the
@@ -195,7 +190,6 @@ class AsyncDiLoCoStrategy(ClockedStrategy):
         outer_momentum: float = 0.9,
         rule: str = "delayed_nesterov",
         dylu: bool = False,
-        shard_sampling: bool = False,
         grace_s: float = 0.0,
         period: int | None = None,
         max_staleness: int | None = None,
@@ -211,7 +205,6 @@ class AsyncDiLoCoStrategy(ClockedStrategy):
         )  # fmt: skip
         super().__init__(inner_optim, **options)
         self.H, self.dylu, self.grace_s, self.max_staleness = H, dylu, grace_s, max_staleness
-        self.shard_sampling = shard_sampling
         self.rule, self.outer_lr, self.outer_momentum, self.period = rule, outer_lr, outer_momentum, period
 
     def server(self, fleet: Fleet) -> RuleServer:

@@ -95,7 +95,6 @@ class ClockedStrategy(Strategy):
         grace_s: virtual seconds that the server waits for more nodes once enough nodes have arrived.
         max_staleness: the server drops a Delta if theta was updated more than this number of times between the node's
             pull and its push. If None, the server drops no Delta.
-        shard_sampling: whether nodes draw a shard of the data for each round (`exogym.core.training.shards`).
         takes_parameters: whether the server gets theta minus the node's parameters, instead of Delta.
         island_size: the number of consecutive nodes in an island. Each island has its own server (`IslandServer`),
             below a global server. The last island may be smaller. None means that one server serves all nodes.
@@ -106,12 +105,8 @@ class ClockedStrategy(Strategy):
     dylu = False
     grace_s: float
     max_staleness: int | None = None
-    shard_sampling = False
     takes_parameters = False
     island_size: int | None = None
-
-    def features(self) -> dict[str, str]:
-        return super().features() | ({"shard_sampling": "shard_sampling=True"} if self.shard_sampling else {})
 
     def server(self, fleet: Fleet) -> ParameterServer:
         """Return a new server whose theta is the fleet's initial parameters; with islands, a server of one island."""

@@ -325,7 +325,6 @@ def own_with_positions(rank: int, num_nodes: int, is_train: bool) -> Any:
     ("strategy", "options"),
     [
         (AsyncDiLoCoStrategy(H=4, lr=0.01), {"network": "1Gbps,1ms", "step_seconds": [0.1, 0.2, 0.3, 0.1, 0.1, 0.5]}),
-        (AsyncDiLoCoStrategy(H=4, lr=0.01, shard_sampling=True), {}),
         (FedAvgStrategy(H=3, client_fraction=0.4, lr=0.01), {}),
         (FedAvgStrategy(local_epochs=1, lr=0.01), {}),
         (DiLoCoStrategy(H=5, lr=0.01), {"faults": Faults(slow={1: 0.5})}),

@@ -327,13 +327,12 @@ class Clock:
             row[flight.members] = True
         numbers = {handle: number for number, handles in self._on_their_way.items() for handle in handles}
         table = [[handle, f.cost, f.end, numbers.get(handle, -1)] for handle, f in self._flights.items()]
+        served = [[k, KINDS.index(kind), free] for (k, kind), free in self._server_free.items()]
+        tensors |= {"server_free": torch.tensor(served, dtype=torch.int64)} if served else {}
         return tensors | {
             "events": torch.tensor(self.events),
             "under_way": torch.tensor(table, dtype=torch.int64).reshape(-1, 4),
             "under_way_members": torch.from_numpy(members),
-            "server_free": torch.tensor(
-                [[k, KINDS.index(kind), free] for (k, kind), free in self._server_free.items()], dtype=torch.int64
-            ).reshape(-1, 3),
         }
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
@@ -351,8 +350,8 @@ class Clock:
             setattr(self, name, state[name.strip("_")].numpy().copy())
         self._parts = {name: state[f"part.{name}"].numpy().copy() for name in PARTS}
         self.events = int(state["events"])
-        served = state.get("server_free", torch.zeros(0, 3, dtype=torch.int64))  # missing in checkpoints of before
-        self._server_free = {(k, KINDS[kind]): free for k, kind, free in served.tolist()}
+        served = state["server_free"].tolist() if "server_free" in state else []
+        self._server_free = {(k, KINDS[kind]): free for k, kind, free in served}
         rows = zip(state["under_way"].tolist(), state["under_way_members"].numpy(), strict=True)
         self._flights, self._on_their_way = {}, {}
         for (handle, cost, end, number), of in rows:

@@ -58,9 +58,7 @@ class TrainNode:
         """The number of the node that now uses this row."""
         return self.worker.fleet.ranks[self.row]
 
-    def train(
-        self, count: int, at: np.ndarray | None = None, may_stop: bool = True, source: tuple[int, int] | None = None
-    ) -> Tensor:
+    def train(self, count: int, at: np.ndarray | None = None, may_stop: bool = True) -> Tensor:
         """Take `count` local steps and return their losses, (count,).
 
         If `may_stop` is true, a stop request ends the method after the current step, with fewer losses. Under
@@ -70,8 +68,6 @@ class TrainNode:
         Args:
             at: (count,) step numbers for the learning rate's schedule. Without `at`, the node's own step numbers are
                 used.
-            source: a pair (node, step). The steps take that node's batches, from that step on. Without `source`, the
-                steps take this node's own next batches.
 
         Raises:
             TrainingError: a loss or an update is not finite; the message names node, step and tensor.
@@ -82,7 +78,7 @@ class TrainNode:
         losses: list[Any] = []
         worker.point(row)
         inner.enter(row)
-        for k, batch in enumerate(self.stream.batches(*((self.rank, first) if source is None else source), count)):
+        for k, batch in enumerate(self.stream.batches(self.rank, first, count)):
             worker.reseed(self.rank, first + k)
             loss: Any = worker.gradient(batch, row)
             if watch.at_once:
@@ -168,7 +164,7 @@ class Loop:
         for span in spans:
             if may_stop and self.worker.should_stop():
                 return
-            taken = self.nodes[span.row].train(len(span.columns), span.at, may_stop, span.source)
+            taken = self.nodes[span.row].train(len(span.columns), span.at, may_stop)
             losses.add(span.row, span.columns, taken)
 
     def gradients(self, rows: Sequence[int]) -> Tensor:

@@ -26,14 +26,11 @@ class Span:
         row: the row's number in this process.
         columns: (K,) the columns of `Losses` that get the losses of the K steps.
         at: (K,) step numbers for the learning rate's schedule. Without `at`, the row's own step numbers are used.
-        source: a pair (node, step). The steps take that node's batches, from that step on. Without `source`, the steps
-            take the row's own next batches.
     """
 
     row: int
     columns: Sequence[int] | np.ndarray
     at: np.ndarray | None = None
-    source: tuple[int, int] | None = None
 
 
 class Losses(Stateful):

@@ -26,7 +26,6 @@ from exogym.core.fleet.state import Shared, Tensors
 from exogym.core.training.driver import Algorithm, Setting, meet
 from exogym.core.training.order import ARRIVAL, RELAY, STEP, Order, seconds_of_steps
 from exogym.core.training.relays import Relays
-from exogym.core.training.shards import Shards
 from exogym.core.training.timing import Timing
 from exogym.errors import ArgumentError
 from exogym.network import Network
@@ -85,10 +84,6 @@ class ByClock(Algorithm):
             self.way, self.relays = "island", Relays(self.islands, servers, top, fleet, self.order)
             fleet.state.register("global_server", Shared(top.state, top.load_state))
             fleet.state.register("relays", Shared(self.relays.state, self.relays.load_state))
-        self.shards: Shards | None = None
-        if strategy.shard_sampling:
-            self.shards = Shards(setting.stream, setting.run)
-            fleet.state.register("shards", Shared(self.shards.state, self.shards.load_state))
         self._give(range(fleet.num_nodes))
 
     # Called by the driver
@@ -188,18 +183,11 @@ class ByClock(Algorithm):
         self.computed = self.order.taken.copy()
 
     def _behind(self, losses: Losses) -> list[Span]:
-        """Return this process's counted but not computed steps. Rates follow the fleet's or a shard's step.
-
-        A node that pulls has computed all its steps, so a node's steps here are of one round.
-        """
+        """Return this process's counted but not computed steps. Rates follow the fleet's step."""
         spans = []
         for row, rank in enumerate(self.fleet.ranks):
             columns = np.repeat(np.arange(self.columns.shape[1]), self.columns[rank])[losses.done(row) :]
-            if len(columns) and self.shards is not None:
-                shard, first = self.shards.source(rank, int(self.order.done[rank]) - len(columns))
-                at = self.shards.rates_at(shard, first, len(columns))
-                spans.append(Span(row, columns, at, (shard, first)))
-            elif len(columns):
+            if len(columns):
                 spans.append(Span(row, columns, losses.first + columns))
         return spans
 
@@ -266,9 +254,6 @@ class ByClock(Algorithm):
         return sorted(groups.items())
 
     def _give(self, nodes: Sequence[int]) -> None:
-        if self.shards is not None:
-            for node in sorted(nodes):
-                self.shards.draw(node, int(self.order.work[node]))
         for island, mine in self._by_island(nodes):
             server, rows = self.servers[island], rows_of(self.fleet, mine)
             self.versions[mine] = server.version
