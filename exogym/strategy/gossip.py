@@ -21,7 +21,6 @@ from __future__ import annotations
 import math
 from typing import Any, Unpack
 
-import torch
 from torch import Tensor
 
 from exogym.core.fleet import Fleet
@@ -32,7 +31,7 @@ from exogym.strategy.communicate_optimize import (
     GradientModule,
     PeriodicModule,
 )
-from exogym.strategy.graphs import GRAPHS, Edges, edges_of, metropolis
+from exogym.strategy.graphs import GRAPHS, Edges, diameter, edges_of, metropolis
 from exogym.strategy.rounds import RoundLength, check_one_length
 from exogym.strategy.strategy import InnerOptions, Run
 from exogym.strategy.traffic import Traffic
@@ -65,13 +64,7 @@ class Neighbors:
         """
         if self.graph == "matching":
             return H * math.ceil(math.log2(max(N, 2)))
-        near = torch.eye(N, dtype=torch.bool)
-        for i, j in edges_of(self.graph, N):
-            near[i, j] = near[j, i] = True
-        reached, hops = near, 1
-        while not bool(reached.all()):
-            reached, hops = (reached.float() @ near.float()) > 0, hops + 1
-        return H * hops
+        return H * max(1, diameter(self.graph, N))
 
     def mix(self, fleet: Fleet, turn: int) -> None:
         """Mix the rows of the present nodes. `turn` counts the mixes from 0."""

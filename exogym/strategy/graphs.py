@@ -15,6 +15,7 @@ from exogym.core.base.rng import numpy_generator
 from exogym.errors import ArgumentError, check_choice
 
 GRAPHS = ("ring", "torus", "exponential", "random", "complete", "matching")
+ALIKE = ("ring", "torus", "exponential", "complete")  # graphs that look the same from each node
 Edges = frozenset[tuple[int, int]]
 
 
@@ -49,10 +50,15 @@ def _undirected(pairs: Iterable[tuple[int, int]]) -> Edges:
     return frozenset((min(i, j), max(i, j)) for i, j in pairs if i != j)
 
 
+def _nx() -> Any:
+    import networkx  # type: ignore[import-untyped]  # takes a while, and most runs need none
+
+    return networkx
+
+
 def check_graph(graph: Any, num_nodes: int, directed: bool) -> None:
     """Raise ArgumentError unless `graph` is a connected networkx graph of the nodes; `directed`: it may be directed."""
-    import networkx as nx  # type: ignore[import-untyped]  # takes a while, and most runs need none
-
+    nx = _nx()
     if not isinstance(graph, nx.Graph) or graph.is_multigraph():
         raise ArgumentError(f"graph={graph!r} must be one of {', '.join(map(repr, GRAPHS))} or a networkx graph")
     if set(graph.nodes) != set(range(num_nodes)):
@@ -80,23 +86,27 @@ def _named(graph: str, n: int, seed: int) -> Edges:
         draws = numpy_generator(seed, "graph", attempt).random((n, n))
         chance = min(1.0, 2 * math.log(n) / n) if n > 1 else 0.0
         edges = _undirected((i, j) for i in range(n) for j in range(i) if draws[i, j] < chance)
-        if len(_reached(edges, n)) == n:
+        if n == 1 or _nx().is_connected(_graph_of(edges, n)):
             return edges
     raise ArgumentError(f"no connected graph='random' over {n} nodes was drawn: take another seed")
 
 
-def _reached(edges: Edges, n: int) -> set[int]:
-    """Return the nodes that are connected with node 0."""
-    near: dict[int, set[int]] = {i: set() for i in range(n)}
-    for i, j in edges:
-        near[i].add(j)
-        near[j].add(i)
-    seen, left = {0}, [0]
-    while left:
-        new = near[left.pop()] - seen
-        seen |= new
-        left += new
-    return seen
+def diameter(graph: Any, num_nodes: int) -> int:
+    """Return the largest number of hops between two nodes of a graph as in `edges_of`, except "matching".
+
+    >>> diameter("ring", 9), diameter("torus", 9), diameter("complete", 9)
+    (4, 2, 1)
+    """
+    found = _graph_of(edges_of(graph, num_nodes), num_nodes)
+    alike = isinstance(graph, str) and graph in ALIKE
+    hops: int = _nx().eccentricity(found, 0) if alike else _nx().diameter(found, usebounds=True)
+    return hops
+
+
+def _graph_of(edges: Edges, n: int) -> Any:
+    graph = _nx().empty_graph(n)
+    graph.add_edges_from(edges)
+    return graph
 
 
 def hops_of(n: int) -> list[int]:

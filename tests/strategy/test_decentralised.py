@@ -27,7 +27,7 @@ from exogym.strategy import (
     SimpleReduceStrategy,
 )
 from exogym.strategy.diloco import DiLoCoCommunicator
-from exogym.strategy.graphs import GRAPHS, edges_of, metropolis
+from exogym.strategy.graphs import GRAPHS, diameter, edges_of, metropolis
 from exogym.strategy.noloco import NoLoCoCommunicator
 from exogym.study.advise import advise
 
@@ -243,6 +243,18 @@ def test_the_formulas_of_advise() -> None:
     assert rows["gossip"].tx_bytes_per_step == 8e6 and rows["noloco:H=50"].tx_bytes_per_step == pytest.approx(1.6e5)
     couples = [rows[name].couples_every for name in ("gossip", "gossip:graph=complete", "gossip:graph=matching")]
     assert couples == [4, 1, 3]
+
+
+@pytest.mark.parametrize("graph", [name for name in GRAPHS if name != "matching"] + [nx.path_graph])
+def test_the_diameter_is_the_power_that_fills_the_matrix(graph):
+    for n in (1, 2, 3, 4, 7, 12, 30):
+        given = graph(n) if callable(graph) else graph
+        near = torch.eye(n)
+        for i, j in edges_of(given, n):
+            near[i, j] = near[j, i] = 1
+        hops = diameter(given, n)
+        assert bool((torch.linalg.matrix_power(near, hops) > 0).all())
+        assert hops == 0 or not bool((torch.linalg.matrix_power(near, hops - 1) > 0).all())
 
 
 # Stochastic gradient push
