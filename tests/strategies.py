@@ -184,7 +184,6 @@ STRATEGIES: dict[str, Entry] = {  # of the core, and of users
         lambda: StreamingDiLoCoStrategy(lr=0.02, H=4, num_fragments=3, bits=4, outer_lr=0.4),
     ),
     "gossip": Entry(lambda: GossipStrategy("adamw", H=2, lr=0.02), lambda row, steps: 2 * row * steps / 2),
-    "gossip in the paper's order": Entry(lambda: GossipStrategy(graph="random", order="combine_then_adapt", lr=0.1)),
     "noloco": Entry(lambda: NoLoCoStrategy(H=4, lr=0.02), lambda row, steps: 2 * row * steps / 4),
     "noloco in threes": Entry(lambda: NoLoCoStrategy(H=4, group_size=3, lr=0.02)),
     "sparta": Entry(lambda: SPARTAStrategy(lr=0.02, p_sparta=0.1)),

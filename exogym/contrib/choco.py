@@ -27,14 +27,14 @@ from exogym.contrib.contractions import Contraction
 from exogym.core.compress import Compressor
 from exogym.core.fleet import Block, Fleet
 from exogym.errors import ArgumentError, check_number
-from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, PeriodicModule
-from exogym.strategy.gossip import Neighbors
+from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy
+from exogym.strategy.gossip import GossipCommunicator
 from exogym.strategy.rounds import RoundLength
 from exogym.strategy.strategy import InnerOptions, Run
 from exogym.strategy.traffic import Traffic
 
 
-class CompressedGossip(PeriodicModule):
+class CompressedGossip(GossipCommunicator):
     """Mix the neighbors' copies after every step divisible by H.
 
     Args:
@@ -45,22 +45,17 @@ class CompressedGossip(PeriodicModule):
     """
 
     def __init__(self, graph: Any, contraction: Contraction, gamma: float, H: RoundLength):
-        super().__init__()
-        self.take_rounds(H)
+        super().__init__(graph, H)
         if isinstance(graph, str) and graph == "matching":
             raise ArgumentError("graph='matching' draws new neighbors each round, who know no copies: take a graph")
         check_number("gamma", gamma, over=0, most=1, more=": the consensus step size")
-        self.neighbors, self.contraction, self.gamma = Neighbors(graph), contraction, gamma
+        self.contraction, self.gamma = contraction, gamma
 
     def traffic(self, P: float, N: int, b: float) -> list[Traffic]:
-        return self.neighbors.traffic(1.0, N, self.contraction.payload_bytes(P, b), self.interval_steps)
-
-    def couples_every(self, N: int) -> float:
-        return self.neighbors.couples_every(N, self.interval_steps)
+        return super().traffic(1.0, N, self.contraction.payload_bytes(P, b))
 
     def start(self, fleet: Fleet, run: Run) -> None:
         super().start(fleet, run)
-        self.neighbors.start(fleet, run.seed)
         self.compressors: list[Compressor] = [self.contraction.of(block.layout) for block in fleet.blocks]
         for b, block in enumerate(fleet.blocks):
             wide = torch.promote_types(block.params.dtype, torch.float32)
@@ -68,10 +63,10 @@ class CompressedGossip(PeriodicModule):
                 self.row_state[f"{name}.{b}"] = block.params.to(wide, copy=True)
 
     def communicate(self, fleet: Fleet, step: int) -> None:
-        W = self.neighbors.weights(fleet, self.round_of(step))
+        W = self.mixing(fleet, step)
         for b, block in enumerate(fleet.blocks):
             self._mix(fleet, block, b, W)
-        self.neighbors.mix_buffers(fleet, W)
+        self.mix_buffers(fleet, W)
 
     def _mix(self, fleet: Fleet, block: Block, b: int, W: torch.Tensor) -> None:
         x, s, compressor = self.row_state[f"copy.{b}"], self.row_state[f"sum.{b}"], self.compressors[b]

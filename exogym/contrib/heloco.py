@@ -108,7 +108,8 @@ class HeLoCoStrategy(ClockedStrategy):
         inner_optim: inner optimizer; each node keeps its optimizer state between rounds.
         H: inner steps of a node's round, or with `dylu` of the fastest node's round.
         outer_lr, outer_momentum: eta and mu of the outer step.
-        lookahead: a, how far ahead of theta the parameters lie that nodes pull; 1 in the paper, 0 means theta.
+        lookahead: a, how far ahead of theta the parameters lie that nodes pull; 1 in the paper, 0 means theta. The idea
+            is the momentum look-ahead of Ajanthan et al. (OpenReview 4O8nzTkHPI).
         arrival_weight: rho. None means 1 / sqrt(N) for N nodes, the paper's recommendation.
         c_ok: the cosine from which a tensor of Delta stays as it is, from -1 to 1. With -1 there is no correction.
         k_s, beta_max: strength and limit (s_max) of shrinking the part of Delta against m.

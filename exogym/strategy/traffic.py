@@ -9,7 +9,7 @@ from typing import Self
 
 import numpy as np
 
-from exogym.core.communicator.ledger import FACTORS
+from exogym.core.communicator.ledger import sent_factor
 
 
 class ModelSize(float):
@@ -70,12 +70,9 @@ class Traffic:
         (150.0, 25.0)
         """
         n = N if self.members is None else self.members
-        if self.kind in ("broadcast", "reduce"):
-            return self.payload_bytes * (n - 1) / n
-        way = self.algorithm or next((way for kind, way in FACTORS if kind == self.kind), "")
-        factor = FACTORS.get((self.kind, way), lambda n: 1.0)(n)  # point-to-point collectives send the payload itself
-        among = n / N if way in ("server", "island", "relay") else 1.0  # a server's clients are not all nodes
-        return self.payload_bytes * factor * among
+        served = self.algorithm in ("server", "island", "relay") or self.kind in ("push", "pull")
+        among = n / N if served else 1.0  # a server's clients are not all nodes
+        return self.payload_bytes * sent_factor(self.kind, self.algorithm, n) * among
 
 
 # (N,) seconds of a step -> round by round, the groups that average, and the least seconds that a server gives them for

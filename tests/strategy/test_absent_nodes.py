@@ -145,7 +145,7 @@ ANY: dict[str, Callable[[], CommunicateOptimizeStrategy]] = {
 SAMPLED: dict[str, Callable[[], CommunicateOptimizeStrategy]] = {
     "islands": lambda: FedAvgStrategy("sgd", H=3, island_size=2),
     "gossip": lambda: GossipStrategy("sgd", "ring"),
-    "gossip before": lambda: GossipStrategy("sgd", "random", order="combine_then_adapt", lr=RATE),
+    "gossip random": lambda: GossipStrategy("sgd", "random", lr=RATE),
     "clients": lambda: FedAvgStrategy("sgd", H=4, client_fraction=0.5),
     "clients in islands": lambda: FedAvgStrategy("sgd", H=3, client_fraction=0.7, island_size=2),
     "unequal work": lambda: FedAvgStrategy("sgd", H=4, local_steps=[4, 1, 2, 3]),

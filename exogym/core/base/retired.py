@@ -81,6 +81,7 @@ RETIRED: dict[str, str] = {
     "shard_sampling": "each node draws from its own share of the data",
     "activation": "the momentum acts once in a period",
     "delay_compensation": "rule='discount' weakens old updates",
+    "GossipStrategy.order": "nodes mix after the inner step",
     "AsyncDiLoCoStrategy.lookahead": "heloco takes it",
     "outer_restarts": "give outer_momentum=0 or outer_momentum_scheduler=, so that old rounds weigh less",
     **dict.fromkeys(
@@ -92,6 +93,7 @@ RETIRED: dict[str, str] = {
     **dict.fromkeys(("attach.network", "attach.step_seconds", "Adapter.network", "Adapter.step_seconds"), _SIMULATE),
     "distributed-train.dry_run": "exogym doctor checks the hosts and starts nothing",
     "distributed-train.network": "exogym doctor --measure and exogym advise --network predict the time of a step",
+    "communicator.FACTORS": "sent_factor(kind, algorithm, members)",
     "capabilities.HasOuterModel": "every communication module may define consensus(fleet)",
     **dict.fromkeys(("capabilities.Tunable", "module.tune"), "a ByteBudget sets H, or SPARTA's share"),
     "module.only_means": "set right_in_mean = True",

@@ -35,7 +35,7 @@ True
 ({'step': 3}, [1])
 >>> hand_over(wire, {0: x[0]}, [Parcel(0, 1, (2,), x.dtype, False)])[1].tolist()
 [0.0, 1.0]
->>> FACTORS["all_reduce", "ring"](4)  # payloads that a member sends
+>>> sent_factor("all_reduce", "ring", 4)  # payloads that a member sends
 1.5
 >>> barrier(wire)
 >>> say(wire, "not said", about="tests")
@@ -47,14 +47,13 @@ True
 """
 
 from exogym.core.communicator.communicator import TRANSPORTS, Communicator
-from exogym.core.communicator.ledger import FACTORS, Event, Ledger
+from exogym.core.communicator.ledger import Event, Ledger, sent_factor
 from exogym.core.communicator.messages import barrier, blank, described, gather, hand_over, say, ship, tell
 from exogym.core.communicator.wire import ALONE, CHUNK_ELEMENTS, Columns, Move, Parcel, Wire, reduce_rows, tree_sum
 
 __all__ = [
     "ALONE",
     "CHUNK_ELEMENTS",
-    "FACTORS",
     "TRANSPORTS",
     "Columns",
     "Communicator",
@@ -70,6 +69,7 @@ __all__ = [
     "hand_over",
     "reduce_rows",
     "say",
+    "sent_factor",
     "ship",
     "tell",
     "tree_sum",

@@ -127,7 +127,23 @@ FACTORS: dict[tuple[str, str], Callable[[int], float]] = {
     ("pull", "island"): lambda n: 0.0,
     ("push", "relay"): lambda n: 1.0,
     ("pull", "relay"): lambda n: 0.0,
+    ("broadcast", "tree"): lambda n: (n - 1) / n,  # in the mean, as also in a reduce: see `children`
+    ("reduce", "tree"): lambda n: (n - 1) / n,
 }
+
+
+def sent_factor(kind: str, algorithm: str | None, n: int) -> float:
+    """Return a member's sent bytes as a multiple of its payload, in the mean over the n members of a collective.
+
+    If the algorithm is None or not one of this collective, the collective's usual algorithm counts. A message from one
+    node to another is a payload.
+
+    >>> sent_factor("all_reduce", "ring", 4), sent_factor("all_reduce", "server", 4), sent_factor("exchange", None, 2)
+    (1.5, 1.0, 1.0)
+    """
+    ways = {way: factor for (known, way), factor in FACTORS.items() if known == kind}
+    usual = next(iter(ways.values()), lambda n: 1.0)
+    return ways.get(algorithm or "", usual)(n)
 
 
 def together(reports: Sequence[Sequence[Any]]) -> list[Event]:

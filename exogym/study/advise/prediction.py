@@ -43,7 +43,7 @@ from typing import Any
 import numpy as np
 
 from exogym.clock import DEVICES, Device, StepTime, seconds_of
-from exogym.communicator import FACTORS
+from exogym.communicator import sent_factor
 from exogym.core.clock.devices import DEFAULT_UTILISATION
 from exogym.errors import ArgumentError, check_choice, check_count, check_number, checked
 from exogym.network import Network, readable_bandwidth, readable_seconds
@@ -365,7 +365,7 @@ def _row_of_fleet(plan: Plan, num_nodes: int, network: Network, time: StepTime, 
             stalls += max(busy_s, cost_s - hidden_s) / traffic.every_steps
         of_all = float(busy.mean()) if traffic in asked else 1.0
         handed = times * traffic.payload_bytes * of_all / traffic.every_steps
-        sent += handed * _tx_factor(traffic.kind, way, count)
+        sent += handed * (sent_factor(traffic.kind, way, count) if count > 1 else 0.0)
         names += [f"{way or 'ring'} {traffic.kind}"] * times
     stalls += agreeing_s * _stretches(plan)
     seconds = step_s + stalls
@@ -611,15 +611,3 @@ def _slowest_step_s(time: StepTime, num_nodes: int, every: float) -> float:
     longest_s = ticks.reshape(samples, num_nodes, steps).sum(2).max(1).mean() / steps / TICKS_PER_S
     late_s = max(0.0, float(longest_s) - mean_s)
     return mean_s + late_s * math.sqrt(steps / max(every, steps))  # a mean's spread shrinks with the square root
-
-
-def _tx_factor(kind: str, algorithm: str | None, n: int) -> float:
-    """Return a member's sent bytes, mean over members, as a multiple of its payload."""
-    if n == 1:
-        return 0.0
-    if kind == "broadcast":
-        return (n - 1) / n
-    if kind in ("exchange", "mix", "send"):
-        return 1.0
-    ways = {way: factor for (known, way), factor in FACTORS.items() if known == kind}  # the usual algorithm first
-    return ways.get(algorithm or "", next(iter(ways.values())))(n) if ways else 1.0
