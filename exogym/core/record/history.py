@@ -326,8 +326,8 @@ class History(Sequence[Row]):
         if name == "node" or name not in self.columns:
             known = [column for column in self.columns if column != "node"]
             raise ArgumentError(f"column {name!r} is not in the history: {nearest(name, known)}")
-        known = [(row["step"], row[name]) for row in self.rows_after(-1, node) if row[name] is not None]
-        steps, values = zip(*known, strict=True) if known else ((), ())
+        there = [(row["step"], row[name]) for row in self.rows_after(-1, node) if row[name] is not None]
+        steps, values = zip(*there, strict=True) if there else ((), ())
         kind = object if any(isinstance(value, str) for value in values) else LINE[name] if name in WHOLE else float
         return np.array(steps, np.int64), np.array(values, kind)
 

@@ -22,7 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from exogym.core.base.files import is_plain, opened_plain
+from exogym.core.base.files import opened_plain
 from exogym.core.saving.parts import Parts, joined_pieces
 from exogym.errors import CheckpointError
 
@@ -162,7 +162,7 @@ def load(path: str | Path, ids: Collection[int] | None = None, others: range = r
 
 def _description(file: Path) -> dict[str, Any]:
     """Return a run.json's contents, after checking that it is as it was written."""
-    with _opened(file) as opened:
+    with opened_plain(file) as opened:
         text = opened.read(DESCRIPTION_BYTES + 1)
     if len(text) > DESCRIPTION_BYTES:
         raise CheckpointError(f"{file} has more than {DESCRIPTION_BYTES} bytes, so ExoGym did not write it")
@@ -204,20 +204,13 @@ def _check_names(file: Path, sums: Any) -> None:
         raise CheckpointError(f"{file} names {empty[0]}, which holds no rows")
 
 
-def _opened(file: Path) -> Any:
-    """Open a plain file for reading. Raises CheckpointError for a link, a pipe or a device."""
-    if not is_plain(file):
-        raise CheckpointError(f"{file} is a link, a folder, a pipe or a device: wanted a plain file")
-    return opened_plain(file)
-
-
 def file_sum(file: Path) -> str:
     """Return the SHA-256 of a plain file.
 
     Raises:
-        CheckpointError, OSError: the file is not a plain file, or cannot be read.
+        OSError: the file is not a plain file, or cannot be read.
     """
-    with _opened(file) as opened:
+    with opened_plain(file) as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
