@@ -34,7 +34,7 @@ from exogym.core.base.streams import printable
 from exogym.data.bulk import BulkDataset, shifted
 from exogym.data.sources import package_folder, places
 from exogym.data.tokens import encoded, text_of
-from exogym.errors import DataError, check_choice, check_count, checked
+from exogym.errors import DataError, check_count, checked
 
 __all__ = ["TextBlocks", "Texts", "find_texts", "texts"]
 
@@ -42,7 +42,6 @@ ENDINGS = (".txt", ".md", ".jsonl")
 HELD_OUT = 0.1  # share of the tokens that are held out if the folder does not name them
 LONGEST = 0.2  # share of the tokens above which a text is not held out whole
 TRAIN, OTHERS = "train", ("validation", "valid", "val", "test", "dev", "held_out")  # names of subfolders and splits
-SPLITS = ("auto", "files", "blocks")
 
 
 @dataclass(frozen=True)
@@ -107,7 +106,6 @@ def texts(
     *,
     block_size: int = 128,
     end: int | None = None,
-    split: str = "auto",
 ) -> Texts:
     """Read a folder of texts and cut them into blocks of `block_size` + 1 tokens.
 
@@ -118,10 +116,11 @@ def texts(
         encode: function that turns a text into token ids.
         block_size: tokens in x.
         end: token id to put after each text, or None.
-        split: "files" holds out whole texts, about a tenth of the tokens; a text with over a fifth of the tokens is
-            never held out. "blocks" holds out a tenth of the blocks. "auto" takes "files" if that gives a block,
-            otherwise "blocks". The choice is random and always the same. A folder can also name its parts: texts in its
-            subfolder `train` are for training, texts in `validation` or `test` are held out (in .jsonl: a key "split").
+
+    Whole texts are held out, about a tenth of the tokens. A text with over a fifth of the tokens is never held out. If
+    the held-out texts do not fill a block, a tenth of the blocks is held out instead. The choice is random and always
+    the same. A folder can also name its parts: texts in its subfolder `train` are for training, texts in `validation`
+    or `test` are held out (in .jsonl: a key "split").
 
     All texts of a part are joined before they are cut. The last tokens of a part that fill no block are left out.
 
@@ -130,7 +129,6 @@ def texts(
             or the training or held-out part is shorter than a block.
     """
     check_count("block_size", block_size)
-    check_choice("split", split, SPLITS)
     origin = os.fspath(data)
     documents = [document for document in _documents(Path(data).expanduser()) if document.text.strip()]
     if not documents:
@@ -138,20 +136,18 @@ def texts(
     ids = [encoded(encode, document.text, end, document.name, "int32").astype(np.int32) for document in documents]
     named = [document.held_out for document in documents]
     is_named = len({bool(held) for held in named}) == 2
-    if is_named and split != "auto":
-        raise DataError(f"data={origin!r} names its held-out texts, so split={split!r} does not apply: leave it out")
     held = [bool(held) for held in named] if is_named else _drawn([len(own) for own in ids])
     train, val = (
         _cut([(i, own) for i, own in enumerate(ids) if held[i] == part], block_size) for part in (False, True)
     )
-    if not is_named and (split == "blocks" or (split == "auto" and not len(val))):
+    if not is_named and not len(val):
         return _by_block(ids, block_size, origin)
     for blocks, part in ((train, "training"), (val, "held-out")):
         if not len(blocks):
             count = sum(len(own) for own, is_held in zip(ids, held, strict=True) if is_held == (part == "held-out"))
             raise DataError(
                 f"data={origin!r}: the {part} texts have {count} tokens, and a block needs {block_size + 1}: add "
-                "texts, or give a smaller block_size" + ("" if split == "auto" else " or split='blocks'")
+                "texts, or give a smaller block_size"
             )
     return Texts(train, val, origin, f"{sum(held)} of {len(held)} texts")
 

@@ -60,12 +60,11 @@ def language_task(
     block_size: int = 128,
     lora_rank: int | None = 8,
     gradient_checkpointing: bool = False,
-    split: str = "auto",
     val_blocks: int = 32,
 ) -> Task:
     """Fine-tune a causal language model with LoRA on a folder of your texts, or on Shakespeare's plays.
 
-    `data`, `block_size` and `split` are as in `exogym.data.text.texts`. `weights`, a folder or a GGUF file, is as in
+    `data` and `block_size` are as in `exogym.data.text.texts`. `weights`, a folder or a GGUF file, is as in
     `exogym.home.language.load_pretrained`. `lora_rank` and `gradient_checkpointing` are as in
     `exogym.home.language.LanguageModelWrapper`. An evaluation uses at most `val_blocks` held-out blocks, spread
     evenly.
@@ -83,7 +82,7 @@ def language_task(
             f"block_size={block_size} is longer than the model's context of {words.context} tokens: give at most "
             f"{words.context}"
         )
-    source = find_texts(data, words.encode, end=words.end, block_size=block_size, split=split)
+    source = find_texts(data, words.encode, end=words.end, block_size=block_size)
     val, part = _thinned(source.val, "val_blocks", val_blocks)
     build = functools.partial(
         LanguageModelWrapper.from_weights, found, lora_rank=lora_rank, gradient_checkpointing=gradient_checkpointing

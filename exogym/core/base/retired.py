@@ -25,6 +25,7 @@ RETIRED: dict[str, str] = {
     **dict.fromkeys(("advise.price",), _MONEY),
     **dict.fromkeys(("advise.within",), _LIMITS),
     **dict.fromkeys(("advise.simulate", "advise.target_loss"), "exogym compare --network trains on a virtual clock"),
+    **dict.fromkeys(("texts.split", "language_task.split"), "name the parts: the folders train and test"),
     "advise.judge": "a clone of the project has python -m research judge",
     **dict.fromkeys(("advise.run", "advise.Run"), "give advise(steps=..., skew=...)"),
     **dict.fromkeys(("advise.spot", "advise.Spot", "advise.failures", "advise.Failures"), _FAULTS),
