@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import numpy as np
 
 from exogym.core.base.files import replacing
-from exogym.core.record.views import caption_of, figure_of, table_of
+from exogym.core.record.views import figure_of
 from exogym.errors import ArgumentError, nearest, needs
 
 if TYPE_CHECKING:
@@ -349,10 +349,9 @@ class History(Sequence[Row]):
         return figure_of(self, columns, against)
 
     def __repr__(self) -> str:
-        return f"<History: {caption_of(self)}>"
-
-    def _repr_html_(self) -> str:
-        return table_of(self)
+        rows = self.rows(None)
+        step = rows[-1]["step"] if rows else 0
+        return f"<History: the averaged model: {len(rows)} rows of {len(self)}, up to step {step}>"
 
     # ---------------------------------------------------------------- files
 

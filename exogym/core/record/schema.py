@@ -147,16 +147,10 @@ _SETTING = _fields("an object whose seeds are whole numbers", {"seeds": SEEDS})
 _TIMING = _fields(
     "an object whose times and losses are finite", dict.fromkeys(("measured_step_s", "wanted_loss"), FINITE)
 )
-COMPARISON = (
-    _OF_SEVERAL
-    | {
-        "setting": _SETTING,
-        "timing": _TIMING,
-        "wanted_loss": FINITE,
-        "all_arguments": OBJECT,
-    }
-    | {"strategies": _labelled(ANY, MOST_LABELS), "titles": _labelled(WORD, MOST_LABELS)}
-)
+COMPARISON = _OF_SEVERAL | {
+    "setting": _SETTING, "timing": _TIMING, "wanted_loss": FINITE, "all_arguments": OBJECT,
+    "strategies": _labelled(ANY, MOST_LABELS), "titles": _labelled(WORD, MOST_LABELS),
+}  # fmt: skip
 _SHOWN = dict.fromkeys(("address", "device", "state"), WORD) | dict.fromkeys(
     ("restarts", "heard_s", "cores", "cpu_use", "memory_bytes", "memory_total_bytes", "run_memory_bytes", "rx_bps",
      "tx_bps"), FINITE,

@@ -1,8 +1,7 @@
-"""Show a history in a notebook: a short table, and curves."""
+"""Draw a history's curves."""
 
 from __future__ import annotations
 
-import html
 import io
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -16,36 +15,9 @@ if TYPE_CHECKING:
 
 History = Any  # it shows itself by what is here, so it cannot be known here
 
-FIRST_ROWS, LAST_ROWS = 3, 9  # of the table
+FEW = 18  # points of a curve: each gets a marker
 LOSSES = ("train_loss", "val_loss")
 WIDTH_INCHES, PANEL_INCHES = 6.4, 2.6
-
-
-def table_of(history: History) -> str:
-    """Return the averaged model's first and last rows as an HTML table, without empty columns."""
-    rows = history.rows(None)
-    shown: list[Any] = rows
-    if len(rows) > FIRST_ROWS + LAST_ROWS:
-        shown = [*rows[:FIRST_ROWS], None, *rows[-LAST_ROWS:]]
-    names = [name for name in history.columns if any(row is not None and row[name] is not None for row in shown)]
-    lines = ["".join(f"<th>{html.escape(name)}</th>" for name in names)]
-    for row in shown:
-        cells = ["&hellip;"] * len(names) if row is None else [_cell(row[name]) for name in names]
-        lines.append("".join(f"<td>{cell}</td>" for cell in cells))
-    body = "".join(f"<tr>{line}</tr>" for line in lines) if rows else ""
-    return f"<table><caption>{caption_of(history)}</caption>{body}</table>"
-
-
-def caption_of(history: History) -> str:
-    """Return one line of text: the number of the averaged model's rows, the number of all rows, and the last step."""
-    rows = history.rows(None)
-    return f"the averaged model: {len(rows)} rows of {len(history)}, up to step {rows[-1]['step'] if rows else 0}"
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return ""
-    return html.escape(f"{value:.6g}" if isinstance(value, float) else str(value))
 
 
 def picture(**options: Any) -> Figure:
@@ -77,7 +49,7 @@ def figure_of(history: History, columns: Sequence[str], against: str) -> Figure:
         for name in names:
             steps, values = _numbers(history, name)
             places = [bottom.get(step, np.nan) for step in steps.tolist()]
-            axes.plot(places, values, label=name, marker="." if len(steps) < 2 * LAST_ROWS else None)
+            axes.plot(places, values, label=name, marker="." if len(steps) < FEW else None)
         axes.set_ylabel(names[0] if len(names) == 1 else "loss")
         axes.grid(alpha=0.3)
         if len(names) > 1:

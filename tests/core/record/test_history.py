@@ -305,19 +305,6 @@ def test_rows_are_a_list_and_rows_after_come_one_at_a_time(history: History) -> 
     assert next(history.rows_after(2))["step"] == 3
 
 
-def test_a_notebook_shows_a_short_table(history: History) -> None:
-    table = history._repr_html_()
-    assert table.count("<tr>") == 1 + len(history.rows(None))
-    assert "<th>val_loss</th>" in table and "val_accuracy" not in table  # which has no value
-    for step in range(4, 2000):
-        history.add_evaluation(step, 0, {"<b>name": f"<i>{step}</i> & more"})
-    table = history._repr_html_()
-    assert table.count("<tr>") < 20 and len(table) < 10_000
-    assert "&lt;i&gt;1999&lt;/i&gt; &amp; more" in table and "&lt;b&gt;name" in table
-    assert "<i>" not in table and "<b>" not in table
-    assert "0 rows" in History()._repr_html_()
-
-
 def test_a_prompt_shows_how_much_it_holds(history: History) -> None:
     rows = history.rows(None)
     assert f"{len(rows)} rows of {len(history)}, up to step {rows[-1]['step']}" in repr(history)
