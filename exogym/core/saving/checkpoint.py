@@ -24,7 +24,6 @@ import hashlib
 import itertools
 import json
 import os
-import shlex
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -213,22 +212,26 @@ def load_newest(
     folder, wire = Path(folder), wire or Wire([])
     keepers = keepers or one_keeper(folder, wire)
     complaints: list[str] = []
-    advice = ""
+    apart = ""  # the newest checkpoint whose files are in several places
     held = _held(folder, wire, keepers)
     for name in sorted(set().union(*held.values()), key=_order, reverse=True):
-        copies: list[tuple[str, str]] = []
         if refused and name in refused:
             complaints.append(refused[name])
         elif without := [keepers.places[k] for k, names in held.items() if name not in names]:
             complaints.append(f"there is no {name} in {' and '.join(without)}")
-            copies = [(keepers.places[k], place) for place in without for k, names in held.items() if name in names]
+            apart = apart or name
         else:
-            found, complaint, copies = _load_in_all(folder / name, wire, keepers)
+            found, complaint, lacks_rows = _load_in_all(folder / name, wire, keepers)
             if found is not None:
                 return found, complaints
             complaints.append(complaint)
-        advice = advice or _advice(name, copies)
+            apart = apart or name * lacks_rows
     if complaints:
+        advice = apart and (
+            "\nWithout a shared file system each host holds only its own nodes' rows. Resume with the same hosts in "
+            "the same order, or copy the checkpoint's files together on each host, as by "
+            f"rsync -a OTHER_HOST:FOLDER/{apart}/ FOLDER/{apart}/"
+        )
         raise CheckpointError(
             f"no checkpoint in {folder} can be read (a new save_dir starts at step 0): {'; '.join(complaints)}{advice}"
         )
@@ -241,8 +244,8 @@ def _held(folder: Path, wire: Wire, keepers: Keepers) -> dict[int, set[str]]:
     return {k: set(names) for k, names in enumerate(gather(wire, mine)) if keepers.of[k] == k}
 
 
-def _load_in_all(path: Path, wire: Wire, keepers: Keepers) -> tuple[Snapshot | None, str, list[tuple[str, str]]]:
-    """Load a checkpoint if all processes can; otherwise return why not, and which files to copy: folders (from, to)."""
+def _load_in_all(path: Path, wire: Wire, keepers: Keepers) -> tuple[Snapshot | None, str, bool]:
+    """Load a checkpoint if all processes can; otherwise return why not, and whether a process lacks rows."""
     found, trouble, lacking, mark = None, None, [], ""
     try:
         found = load(path, wire.ranks, _others(wire)) if wire.is_shared else load(path)
@@ -255,14 +258,11 @@ def _load_in_all(path: Path, wire: Wire, keepers: Keepers) -> tuple[Snapshot | N
     if not troubles and len({mark for *_, mark in said}) > 1:
         places = " and ".join(keepers.places[k] for k in sorted(set(keepers.of)))
         troubles = [f"{path.name} belongs to different runs in {places}: remove the copies of other runs"]
-    copies: dict[tuple[str, str], None] = {}
-    for process, (_, files, _, _) in enumerate(said):
-        for file in files:
-            holders = [keepers.places[k] for k, (_, _, there, _) in enumerate(said) if file in there]
-            where = f"{file} is in {' and '.join(holders)}" if holders else f"no host of this run has {file}"
-            troubles += [] if where in troubles else [where]
-            copies |= dict.fromkeys((holder, keepers.places[process]) for holder in holders or ["OTHER_HOST:FOLDER"])
-    return (None if troubles else found), "; ".join(troubles), list(copies)
+    elsewhere = dict.fromkeys(file for _, files, _, _ in said for file in files)
+    for file in elsewhere:
+        holders = [keepers.places[k] for k, (_, _, there, _) in enumerate(said) if file in there]
+        troubles.append(f"{file} is in {' and '.join(holders)}" if holders else f"no host of this run has {file}")
+    return (None if troubles else found), "; ".join(troubles), bool(elsewhere)
 
 
 def _others(wire: Wire) -> range:
@@ -271,20 +271,6 @@ def _others(wire: Wire) -> range:
     With fewer rows than nodes, a run in another number of processes may have saved more rows.
     """
     return range(sum(map(len, wire.placement)) + wire.process, 1 << 62, len(wire.placement))
-
-
-def _advice(name: str, copies: list[tuple[str, str]]) -> str:
-    """Return advice on collecting a checkpoint's files from several hosts, by copying (from, to)."""
-    lines = []
-    for source, target in copies:
-        host, _, folder = target.partition(":")
-        lines.append(f"\n  on {host}: {shlex.join(['rsync', '-a', f'{source}/{name}/', f'{folder}/{name}/'])}")
-    if not lines:
-        return ""
-    return (
-        "\nWithout a shared file system each host holds only its own nodes' rows. Resume with the same hosts in the "
-        f"same order, or copy the checkpoint's files together:{''.join(lines)}"
-    )
 
 
 def differences(saved: dict[str, Any], current: dict[str, Any], path: str = "") -> list[str]:
