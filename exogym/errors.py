@@ -218,9 +218,7 @@ def bind(
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:
-        lacking = [] if "missing" not in str(error) else _lacking(signature, args, kwargs)
-        what = f"missing {', '.join(lacking)}" if len(lacking) > 1 else str(error)
-        raise ArgumentError(f"{where}(): {what}; arguments: {', '.join(names)}") from None
+        raise ArgumentError(f"{where}(): {error}; arguments: {', '.join(names)}") from None
     found: dict[str, Any] = {}
     for name, value in bound.arguments.items():
         if parameters[name].annotation in (bool, "bool"):
@@ -269,15 +267,6 @@ def without_aliases(given: dict[str, Any], names: Collection[str], kept: Collect
                 f"{alias}={asked!r} means {name}={value!r}, but {name}={given[name]!r} is given too: leave one out"
             )
     return given
-
-
-def _lacking(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
-    """Return the names of all required arguments that are missing."""
-    given = signature.bind_partial(*args, **kwargs).arguments
-    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return [
-        n for n, p in signature.parameters.items() if p.default is p.empty and p.kind not in several and n not in given
-    ]
 
 
 def check_choice(name: str, given: Any, choices: Iterable[str]) -> None:

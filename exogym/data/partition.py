@@ -297,13 +297,11 @@ def label_skew(partitioner: Partitioner, dataset: Any, num_nodes: int, seed: int
 def _check_enough(dataset: Any, num_nodes: int, min_examples: int = 1) -> None:
     """Raise DataError if there are too few examples for so many nodes, before dividing them takes time and memory."""
     if num_nodes * min_examples > len(dataset):
-        if min_examples == 1:
-            each, remedy = "", "use fewer nodes or more data"
-        else:
-            each, most = f" with min_examples={min_examples}", len(dataset) // min_examples
-            fewer = f"at most {most} nodes, or " if most else ""
-            remedy = f"use {fewer}a smaller min_examples (0 needs sampled clients)"
-        raise DataError(f"{len(dataset)} examples are too few for {num_nodes} nodes{each}: {remedy}")
+        each = f" with min_examples={min_examples}" if min_examples > 1 else ""
+        other = ", or a smaller min_examples (0 needs sampled clients)" if min_examples > 1 else ""
+        raise DataError(
+            f"{len(dataset)} examples are too few for {num_nodes} nodes{each}: use fewer nodes or more data{other}"
+        )
 
 
 def shards_of(

@@ -171,7 +171,7 @@ def test_more_shards_than_examples_are_refused_at_once() -> None:
     with pytest.raises(DataError, match="a shard needs an example"):
         LabelShards(2**53).split(DATA, N, 0)
     for partitioner in (Dirichlet(0.3, min_examples=2**53), QuantitySkew(min_examples=2**53)):
-        with pytest.raises(DataError, match="with min_examples=9007199254740992: use a smaller min_examples"):
+        with pytest.raises(DataError, match=r"with min_examples=9007199254740992: .*, or a smaller min_examples"):
             partitioner.split(DATA, N, 0)
 
 
@@ -182,7 +182,7 @@ def test_many_clients_of_few_labels() -> None:
         Dirichlet(0.1).split(data, 200, 0)
     with pytest.raises(DataError, match=r"all 200 nodes 2 examples .* smaller min_examples \(the best attempt gave 0;"):
         Dirichlet(0.1, min_examples=2).split(data, 200, 0)
-    with pytest.raises(DataError, match="use at most 700 nodes, or a smaller min_examples"):
+    with pytest.raises(DataError, match="use fewer nodes or more data, or a smaller min_examples"):
         QuantitySkew(min_examples=2).split(data, 701, 0)
     for partitioner in (Dirichlet(0.1, min_examples=0), QuantitySkew(0.1, min_examples=0)):
         sampled = Stream(data, 200, batch_size=4, partitioner=partitioner, may_be_empty=True)
