@@ -67,7 +67,7 @@ class Shards:
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._sharded: list[nn.Parameter] = []
         self._handles: list[Any] = []
-        whole = whole_layouts(model, "sharded")
+        whole = whole_layouts(model)
         self.parts = [[_room(even_part(layout, k, size), layout, size) for layout in whole] for k in range(size)]
         for slot in (slot for layout in self.parts[part] for slot in layout):
             p = named[slot.name]

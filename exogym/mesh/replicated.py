@@ -20,50 +20,25 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from exogym.communicator import ALONE
-from exogym.core.base.torch_private import Plain, hold_local, take_gradient
+from exogym.core.base.torch_private import hold_local, take_gradient
 from exogym.core.compute.outputs import Loss
 from exogym.errors import ModelError
-from exogym.mesh import NodeMesh
-from exogym.mesh.places import Places, box_shape, places_in
+from exogym.mesh.places import box_shape
 from exogym.mesh.sending import gather, hand_on, scatter_sums, sums
-from exogym.mesh.split import Context, Part, Split, passes, whole_layouts
-from exogym.mesh.tensors import cut_axes, split_layers
-from exogym.mesh.wire import NodeColumns
+from exogym.mesh.split import Context, Part, Placed, passes
 
 Numbers = Sequence[Sequence[int]]  # numbers of parameters, for each process on an axis
 
 
-class Replicated(Split):
+class Replicated(Placed):
     """A `Split` whose processes gather their parameters once for each gradient.
-
-    Args:
-        stages: {parameter's name: the stages that hold it} in a pipeline (`mesh.staged`), or None without a
-            pipeline.
 
     Attributes:
         handles: the parameters of the split model, in the row's order. A parameter's number is its index in this list.
         kinds: ranges of parameter numbers, one for each dtype.
         here: numbers of the parameters with which this process computes.
         first: for each parameter, the stage whose row holds it.
-        at: this process's coordinates on the mesh's axes.
-        devices: torch's device mesh with these axes.
-
-    Raises:
-        ModelError: a parameter has no axis, or torch cannot split the layers.
     """
-
-    def __init__(
-        self, model: nn.Module, mesh: NodeMesh, inside: NodeColumns, device: torch.device,
-        stages: dict[str, list[int]] | None = None,
-    ):  # fmt: skip
-        super().__init__(model, mesh, inside, device)
-        self.devices = inside.mesh({name: size for name, size in mesh.axes.items() if size > 1})
-        self.along = {n: inside.along(self.devices[n]) if size > 1 else ALONE for n, size in mesh.axes.items()}
-        self._wholes = whole_layouts(model, "shared out")
-        self._places = Places(mesh, self._wholes, cut_axes(model, mesh, self.devices), stages or {})
-        self.parts = [[self._places.layout(layout, k) for layout in self._wholes] for k in range(self.size)]
-        self.at = mesh.coordinates(self.part)
 
     @property
     def evaluated(self) -> tuple[int, int]:
@@ -71,28 +46,19 @@ class Replicated(Split):
 
     # The model's parameters
 
-    def split(self) -> None:
-        self._plain = Plain(self.model)
-        named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        self._homes = [(p, p.data) for p in named.values()]
-        places = places_in(self.model, named)
-        try:
-            split_layers(self.model, self.mesh, self.devices)
-            handles: dict[str, nn.Parameter] = {}
-            for (module, attribute), name in places.items():
-                if handles.setdefault(name, getattr(module, attribute)) is not getattr(module, attribute):
-                    raise ModelError(
-                        f"parameter {name!r} is in several modules, and {self.mesh} splits only some of them: give "
-                        "each module its own parameter, or do not split these layers, with NodeMesh(parallelize=)"
-                    )
-            if any(isinstance(module, FSDPModule) for module in self.model.modules()):
+    def _divide(self, named: dict[str, nn.Parameter], places: dict[tuple[nn.Module, str], str]) -> None:
+        handles: dict[str, nn.Parameter] = {}
+        for (module, attribute), name in places.items():
+            if handles.setdefault(name, getattr(module, attribute)) is not getattr(module, attribute):
                 raise ModelError(
-                    f"parallelize= has called fully_shard, but with zero={self.mesh.zero} and {self.mesh} ExoGym "
-                    "itself gathers the shards: let parallelize= only split layers, over the axis 'tensor'"
+                    f"parameter {name!r} is in several modules, and {self.mesh} splits only some of them: give each "
+                    "module its own parameter, or do not split these layers, with NodeMesh(parallelize=)"
                 )
-        except ModelError:
-            self.plain()
-            raise
+        if any(isinstance(module, FSDPModule) for module in self.model.modules()):
+            raise ModelError(
+                f"parallelize= has called fully_shard, but with zero={self.mesh.zero} and {self.mesh} ExoGym itself "
+                "gathers the shards: let parallelize= only split layers, over the axis 'tensor'"
+            )
         self.handles = [handles[slot.name] for layout in self._wholes for slot in layout]
         self._lay_out()
         for p, home in self._homes:
@@ -129,14 +95,6 @@ class Replicated(Split):
                     self._gives["tensor"][other] += [k] if other != dealt else []
             elif dealt is not None:
                 self._takes["tensor"][dealt].append(k)
-
-    def let_go(self) -> None:
-        self._homes = [(p, home.new_empty(0)) for p, home in self._homes]
-
-    def plain(self) -> None:
-        self._plain.restore()
-        for p, home in self._homes:
-            p.data, p.grad = home, None
 
     def lose(self, these: Iterable[int]) -> None:
         """Free the memory of the parameters whose numbers are in `these`, and keep their shapes."""

@@ -19,15 +19,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from exogym.core.base.torch_private import (
-    Plain,
     hold_local,
     hold_shard,
     sharded_parameters,
@@ -36,34 +33,22 @@ from exogym.core.base.torch_private import (
 from exogym.core.compute.outputs import Loss
 from exogym.errors import ModelError
 from exogym.fleet import Layout
-from exogym.mesh import NodeMesh
-from exogym.mesh.places import Places, box_shape, places_in
-from exogym.mesh.split import Context, Part, Split, whole_layouts
+from exogym.mesh.places import box_shape
+from exogym.mesh.sending import hand_on
+from exogym.mesh.split import Context, Part, Placed
 from exogym.mesh.split import passes as add_gradients
 from exogym.mesh.splits import blocks_of
-from exogym.mesh.tensors import cut_axes, split_layers, torchs_refusals
-from exogym.mesh.wire import NodeColumns
+from exogym.mesh.tensors import torchs_refusals
 
 WAYS = 999_983  # a prime; a double holds its square exactly
 
 
-class Sharded(Split):
-    """A `Split` that divides each parameter over the node's processes.
+class Sharded(Placed):
+    """A `Split` that divides each parameter over the node's processes."""
 
-    Raises:
-        ModelError: torch cannot split the model over this mesh.
-    """
-
-    def __init__(self, model: nn.Module, mesh: NodeMesh, inside: NodeColumns, device: torch.device):
-        super().__init__(model, mesh, inside, device)
-        self.devices = inside.mesh({name: size for name, size in mesh.axes.items() if size > 1})
-        self._whole_layouts = whole_layouts(model, "sharded")
-        self._places = Places(mesh, self._whole_layouts, cut_axes(model, mesh, self.devices))
-        self.parts = [[self._part(layout, k) for layout in self._whole_layouts] for k in range(self.size)]
-
-    def _part(self, layout: Layout, part: int) -> Layout:
-        found = self._places.layout(layout, part)
-        first = {slot.name: box_shape(self._places.held(slot, part % self.mesh.tensor)).numel() for slot in layout}
+    def _layout(self, whole: Layout, part: int) -> Layout:
+        found = super()._layout(whole, part)
+        first = {slot.name: box_shape(self._places.held(slot, part % self.mesh.tensor)).numel() for slot in whole}
         room = max(0, *(slot.start + first[slot.name] - found.numel for slot in found))
         return replace(found, room=room)  # torch gathers all shards with the size of the first, the largest
 
@@ -79,23 +64,13 @@ class Sharded(Split):
             self._go(p.grad is not None)
             p.grad = None
 
-    def split(self) -> None:
-        self._plain = Plain(self.model)
-        named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        self._whole = list(named.values())
-        frozen = {p for p in self.model.parameters() if not p.requires_grad}
-        places = places_in(self.model, named)
-        try:
-            split_layers(self.model, self.mesh, self.devices)
-            if self.mesh.shard > 1 and not isinstance(self.model, FSDPModule):
-                blocks = blocks_of(self.model)
-                _check_types(named, blocks)
-                with torchs_refusals(self.mesh):
-                    for block in [*blocks.values(), self.model]:
-                        fully_shard(block, mesh=self.devices["shard"], ignored_params=frozen)
-        except BaseException:
-            self._plain.restore()
-            raise
+    def _divide(self, named: dict[str, nn.Parameter], places: dict[tuple[nn.Module, str], str]) -> None:
+        if self.mesh.shard > 1 and not isinstance(self.model, FSDPModule):
+            blocks, frozen = blocks_of(self.model), {p for p in self.model.parameters() if not p.requires_grad}
+            _check_types(named, blocks)
+            with torchs_refusals(self.mesh):
+                for block in [*blocks.values(), self.model]:
+                    fully_shard(block, mesh=self.devices["shard"], ignored_params=frozen)
         self._slots = [slot for layout in self.parts[self.part] for slot in layout]
         handles = {places[module, attribute]: x for module, attribute, x in sharded_parameters(self.model)}
         now = {name: getattr(module, attribute) for (module, attribute), name in places.items()}
@@ -104,41 +79,38 @@ class Sharded(Split):
         for k, module in enumerate(self._modules, start=2):
             module.register_forward_pre_hook(lambda module, inputs, k=k: self._go(k))
         self._mirrors = {}  # this process's copies of elements in another process's row
-        for whole in (slot for layout in self._whole_layouts for slot in layout):
+        for whole in (slot for layout in self._wholes for slot in layout):
             if not self._places.owns(whole.name, self.part):
                 shape = box_shape(self._places.held(whole, self.part))
                 self._mirrors[whole.name] = torch.zeros(shape, dtype=named[whole.name].dtype, device=self.device)
 
     def let_go(self) -> None:
-        for p in self._whole:
-            p.data = p.data.new_empty(0)
-
-    def plain(self) -> None:
-        self._plain.restore()
+        super().let_go()
+        for p, home in self._homes:
+            p.data = home
 
     def point(self, views: Sequence[Tensor]) -> None:
         for module in self._modules:
             module.reshard()
-        self._views = dict(zip([slot.name for slot in self._slots], views, strict=True))
-        for slot, handle, view in zip(self._slots, self._handles, views, strict=True):
-            self._hold(handle, self._mirrors.get(slot.name, view))
+        self._held = [self._mirrors.get(slot.name, view) for slot, view in zip(self._slots, views, strict=True)]
+        for handle, held in zip(self._handles, self._held, strict=True):
+            if isinstance(handle, nn.Parameter):
+                hold_local(handle, held)
+            else:
+                hold_shard(handle, held)
 
     def refresh(self) -> None:
         self.way = 0
         if self.mesh.tensor == 1:
             return
-        group = self.devices["tensor"].get_group()
-        for owner in range(self.mesh.tensor):
-            names = [slot.name for slot in self._slots if self._places.dealt(slot.name) == owner]
-            for dtype in dict.fromkeys(self._views[name].dtype for name in names):
-                held = [self._mirrors.get(name, self._views[name]) for name in names]
-                held = [x for x in held if x.dtype == dtype]
-                told = torch.cat([x.reshape(-1) for x in held])
-                dist.broadcast(told, group_src=owner, group=group)
-                pieces = told.split([x.numel() for x in held])
-                if owner != self.devices["tensor"].get_local_rank():
-                    for x, piece in zip(held, pieces, strict=True):
-                        x.copy_(piece.view(x.shape))
+        owners, mine, held = [self._places.dealt(slot.name) for slot in self._slots], self.at["tensor"], self._held
+        for dtype in dict.fromkeys(x.dtype for x in held):
+            dealt = [k for k, owner in enumerate(owners) if owner is not None and held[k].dtype == dtype]
+            own = [k for k in dealt if owners[k] == mine]
+            gives = [own if other != mine else [] for other in range(self.mesh.tensor)]
+            takes = [[k for k in dealt if owners[k] == other != mine] for other in range(self.mesh.tensor)]
+            for k, told in hand_on(self.along["tensor"], dict(enumerate(held)), gives, takes):
+                held[k].copy_(told)
 
     def compute(self, loss: Loss, parts: Sequence[Part], scale: float, context: Context) -> Tensor:
         shards = self.mesh.shard  # torch averages over them
@@ -160,12 +132,6 @@ class Sharded(Split):
             mine = slot.name not in self._mirrors
             found.append(grad if grad is None or mine else grad.new_empty(slot.shape))
         return found
-
-    def _hold(self, handle: Any, view: Tensor) -> None:
-        if isinstance(handle, nn.Parameter):
-            hold_local(handle, view)
-        else:
-            hold_shard(handle, view)
 
 
 def _check_types(named: Mapping[str, nn.Parameter], blocks: Iterable[str]) -> None:

@@ -9,11 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from exogym.communicator import ALONE
 from exogym.core.base import pulse
+from exogym.core.base.torch_private import Plain
 from exogym.core.compute.outputs import Loss
 from exogym.core.fleet.layout import Layout, layouts_of
 from exogym.errors import ModelError
 from exogym.mesh import NodeMesh
+from exogym.mesh.places import Places, places_in
+from exogym.mesh.tensors import cut_axes, split_layers
 from exogym.mesh.wire import NodeColumns
 
 Part = tuple[Any, float]  # a part of a batch, and its share of the batch
@@ -110,8 +114,63 @@ class Split:
         raise NotImplementedError
 
 
-def whole_layouts(model: nn.Module, what: str) -> list[Layout]:
-    """Return the layouts of a model before its split; `what` completes the message "cannot be ...".
+class Placed(Split):
+    """Base class of splits whose processes store some elements of each parameter, and copies of what others store.
+
+    Args:
+        stages: {parameter's name: the stages that hold it} in a pipeline, or None without a pipeline.
+
+    Attributes:
+        devices: torch's device mesh with the mesh's axes.
+        along: the communication between the processes along each axis.
+        at: this process's coordinates on the axes.
+
+    Raises:
+        ModelError: a parameter has no axis, or torch cannot split the layers.
+    """
+
+    def __init__(
+        self, model: nn.Module, mesh: NodeMesh, inside: NodeColumns, device: torch.device,
+        stages: dict[str, list[int]] | None = None,
+    ):  # fmt: skip
+        super().__init__(model, mesh, inside, device)
+        self.devices = inside.mesh({name: size for name, size in mesh.axes.items() if size > 1})
+        self.along = {n: inside.along(self.devices[n]) if size > 1 else ALONE for n, size in mesh.axes.items()}
+        self.at = mesh.coordinates(self.part)
+        self._wholes = whole_layouts(model)
+        self._places = Places(mesh, self._wholes, cut_axes(model, mesh, self.devices), stages or {})
+        self.parts = [[self._layout(layout, k) for layout in self._wholes] for k in range(self.size)]
+
+    def _layout(self, whole: Layout, part: int) -> Layout:
+        return self._places.layout(whole, part)
+
+    def split(self) -> None:
+        self._plain = Plain(self.model)
+        named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        self._homes = [(p, p.data) for p in named.values()]
+        places = places_in(self.model, named)
+        try:
+            split_layers(self.model, self.mesh, self.devices)
+            self._divide(named, places)
+        except BaseException:
+            self.plain()
+            raise
+
+    def _divide(self, named: dict[str, nn.Parameter], places: dict[tuple[nn.Module, str], str]) -> None:
+        """Divide the parameters `named` over the processes, after the split of the layers; see `places_in`."""
+        raise NotImplementedError
+
+    def let_go(self) -> None:
+        self._homes = [(p, home.new_empty(0)) for p, home in self._homes]
+
+    def plain(self) -> None:
+        self._plain.restore()
+        for p, home in self._homes:
+            p.data, p.grad = home, None
+
+
+def whole_layouts(model: nn.Module) -> list[Layout]:
+    """Return the layouts of a model before its split.
 
     Raises:
         ModelError: a parameter has no axis.
@@ -121,7 +180,7 @@ def whole_layouts(model: nn.Module, what: str) -> list[Layout]:
         for slot in layout:
             if not slot.shape:
                 raise ModelError(
-                    f"parameter {slot.name!r} is one number without an axis and cannot be {what}: give it the shape "
+                    f"parameter {slot.name!r} is one number without an axis and cannot be divided: give it the shape "
                     "(1,)"
                 )
     return whole

@@ -15,16 +15,12 @@ from exogym.errors import ModelError
 from exogym.mesh import NodeMesh
 from exogym.mesh.splits import tensor_plan
 
-
-def styles(plan: dict[str, str]) -> dict[str, ParallelStyle]:
-    """Return torch's parallel styles for a plan of `exogym.mesh.splits.tensor_plan`."""
-    made: dict[str, ParallelStyle] = {
-        "colwise": ColwiseParallel(),
-        "colwise_rep": ColwiseParallel(output_layouts=Replicate()),
-        "rowwise": RowwiseParallel(),
-        "rowwise_rep": RowwiseParallel(input_layouts=Replicate()),
-    }
-    return {name: made[style] for name, style in plan.items()}
+PARALLEL_STYLES: dict[str, ParallelStyle] = {  # by their names in `exogym.mesh.splits.tensor_plan`
+    "colwise": ColwiseParallel(),
+    "colwise_rep": ColwiseParallel(output_layouts=Replicate()),
+    "rowwise": RowwiseParallel(),
+    "rowwise_rep": RowwiseParallel(input_layouts=Replicate()),
+}
 
 
 def split_layers(model: nn.Module, mesh: NodeMesh, devices: DeviceMesh) -> None:
@@ -37,7 +33,8 @@ def split_layers(model: nn.Module, mesh: NodeMesh, devices: DeviceMesh) -> None:
         mesh.parallelize(model, devices)  # its errors are the user's
     elif mesh.tensor > 1:
         with torchs_refusals(mesh):
-            parallelize_module(model, devices["tensor"], styles(tensor_plan(model)))
+            plan = {name: PARALLEL_STYLES[style] for name, style in tensor_plan(model).items()}
+            parallelize_module(model, devices["tensor"], plan)
 
 
 @contextlib.contextmanager
