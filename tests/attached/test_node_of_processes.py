@@ -237,7 +237,7 @@ def test_what_a_node_of_processes_cannot_be_is_refused(tmp_path):
         offloaded = fully_shard(line(), mesh=own, offload_policy=CPUOffloadPolicy(pin_memory=False))
         refused("without CPUOffloadPolicy", offloaded, error=ModelError)
         refused("does not say what it acts on", whole, strategy=CommunicateOptimizeStrategy("sgd", [Unsaid()], lr=0.1))
-        refused("ExoGym cannot know", whole, strategy=Strategy("sgd", lr=0.1))
+        refused("ExoGym cannot change, split", whole, strategy=Strategy("sgd", lr=0.1))
         outer = DiLoCoStrategy(H=2, outer_optim="muon", outer_lr=0.1)
         refused("treats each element separately", whole, strategy=outer)
         matrices = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))

@@ -230,11 +230,11 @@ keep(said)
     wanted = {
         "sizes": "3 processes run this script, and a node of shard=2 needs 2: to train 2 nodes start 2, 4",
         "batch": "batch_size=2 is smaller than shard=3",
-        "clock": "AsyncDiLoCoStrategy, which has no modules: ExoGym cannot know",
+        "clock": "AsyncDiLoCoStrategy, which has no modules: ExoGym cannot change, split",
         "balance": "give speeds",
         "dealt": "node= in several processes with balance='nodes'",
         "memory": "give minibatch_size instead",
-        "secure": "secure_aggregation needs a node's whole row",
+        "secure": "it needs a node's whole row or whole tensors",
         "optimizer": "looks at whole tensors",
         "module": "Own, which does not say what it acts on",
         "scalar": "parameter 'scale' is one number without an axis",
