@@ -220,8 +220,10 @@ def keep(found, name="found"):
 
 def split(folder, count, body):
     """Run `body`, with all of this file at hand, in a world of `count` ranks; return what it has kept."""
-    script = f"import sys; sys.path.insert(0, sys.argv[2])\nfrom splits import *\nfrom exogym import NodeMesh, Placement\n{body}"
-    status, log = processes.world(count, Path(folder), script)
+    script = (
+        "import sys; sys.path.insert(0, sys.argv[2])\nfrom splits import *\nfrom exogym import NodeMesh, Placement\n"
+    )
+    status, log = processes.world(count, Path(folder), script + body)
     assert status == 0, log
     return torch.load(Path(folder) / "found", weights_only=False)
 
