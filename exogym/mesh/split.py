@@ -115,7 +115,7 @@ class Split:
 
 
 class Placed(Split):
-    """Base class of splits whose processes store some elements of each parameter, and copies of what others store.
+    """Base class of splits whose processes store some elements of each parameter, and copies of other elements.
 
     Args:
         stages: {parameter's name: the stages that hold it} in a pipeline, or None without a pipeline.
