@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -78,10 +79,10 @@ def train(
         echo=watching is None,
     )  # fmt: skip
     folder = new_folder(Path(RUNS).absolute(), name.replace("/", "-"))
-    (folder / "profile.json").write_text(json.dumps(run.as_dict(), indent=1))
+    (folder / "profile.json").write_text(json.dumps(asdict(run), indent=1))
     with contextlib.nullcontext() if watching is None else watching(folder):
         code = carry_out(
-            launcher, folder, 1, JOB, json.dumps(run.as_dict()), module=True, shows_progress=STDERR.isatty(),
+            launcher, folder, 1, JOB, json.dumps(asdict(run)), module=True, shows_progress=STDERR.isatty(),
             save_dir=run.save_dir,
         )  # fmt: skip
     if code:

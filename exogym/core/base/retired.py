@@ -93,6 +93,7 @@ RETIRED: dict[str, str] = {
     **dict.fromkeys(("whisper_task.general", "whisper_task.replay"), "add running speech to the clips in data="),
     **dict.fromkeys(("attach.network", "attach.step_seconds", "Adapter.network", "Adapter.step_seconds"), _SIMULATE),
     "distributed-train.dry_run": "exogym doctor checks the hosts and starts nothing",
+    "init_process_group.store": "give init_method=; torch's own init_process_group takes a store",
     "distributed-train.network": "exogym doctor --measure and exogym advise --network predict the time of a step",
     "communicator.FACTORS": "sent_factor(kind, algorithm, members)",
     "capabilities.HasOuterModel": "every communication module may define consensus(fleet)",

@@ -9,7 +9,7 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -325,7 +325,7 @@ class Preparing:
         if profile.save_dir is not None:
             often = max(1, plan.steps // SAVES)
             profile = replace(profile, checkpoint_interval=often, max_restarts=RESTARTS)
-        return {name: x for name, x in profile.as_dict().items() if x or name == "seed"}
+        return {name: x for name, x in asdict(profile).items() if x or name == "seed"}
 
     def leave(self) -> None:
         """Remove the run's folder if the wizard made it."""

@@ -27,6 +27,7 @@ False
 0
 """
 
+from exogym.machines.distributed.bare import ReduceOp
 from exogym.machines.distributed.collectives import (
     all_gather,
     all_reduce,
@@ -50,7 +51,6 @@ from exogym.machines.distributed.group import (
     is_initialized,
 )
 from exogym.machines.distributed.measure import self_test, table
-from exogym.machines.distributed.operation import ReduceOp
 from exogym.machines.launch import DistributedLauncher, LaunchConfig, launch_distributed_training
 
 __all__ = [

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from exogym.errors import ArgumentError, check_count
 from exogym.machines.distributed import bare
+from exogym.machines.distributed.bare import ReduceOp, check_operation
 from exogym.machines.distributed.group import GroupError, get_world_size, require_group
-from exogym.machines.distributed.operation import ReduceOp, check_operation
 
 KINDS = ("barrier", "broadcast", "reduce", "all_reduce", "scatter", "gather", "all_gather", "reduce_scatter", "send")
 OPERATIONS = tuple(ReduceOp)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from exogym.core.engine.world import join_group, leave_group
 from exogym.core.progress import notice
 from exogym.errors import ArgumentError, ExoGymError, check_count, check_number, checked
-from exogym.machines.launch.backends import BACKEND_VARIABLE, available_backends, check_backend
+from exogym.machines.launch.config import BACKEND_VARIABLE, available_backends, check_backend
 
 
 class GroupError(ExoGymError, RuntimeError):
@@ -28,7 +28,6 @@ def init_process_group(
     rank: int | None = None,
     *,
     timeout_s: float | None = None,
-    store: dist.Store | None = None,
 ) -> None:
     """Join the process group. Every process calls this once, before any collective.
 
@@ -47,7 +46,6 @@ def init_process_group(
         rank: this process's rank, 0 to world_size - 1. If `rank` is None, the environment variable RANK is used.
         timeout_s: a collective fails if not all processes have called it within this many seconds. If `timeout_s` is
             None, torch's default applies.
-        store: a torch store through which the processes find each other, instead of `init_method`.
 
     Raises:
         ArgumentError: the backend is unknown or unusable, or a rank or address is missing or wrong.
@@ -63,14 +61,13 @@ def init_process_group(
     backend = choose_backend(backend)
     options = _timeout(timeout_s)
     if backend == "mpi":
-        if (init_method, world_size, rank, store) != (None, None, None, None):
+        if (init_method, world_size, rank) != (None, None, None):
             raise ArgumentError("backend='mpi', where mpirun sets ranks and world size: leave out all other arguments")
         join_group("mpi", **options)
         return
-    world_size, rank = _place(world_size, rank, through_environment=store is None and init_method in (None, "env://"))
-    if store is not None and init_method is not None:
-        raise ArgumentError(f"init_method={init_method!r} and store= cannot be combined: give only one")
-    if store is None and init_method in (None, "env://"):
+    in_environment, store = init_method in (None, "env://"), None
+    world_size, rank = _place(world_size, rank, in_environment)
+    if in_environment:
         init_method = "env://"
         if world_size == 1:
             store, init_method = dist.HashStore(), None
@@ -187,13 +184,13 @@ def _place(world_size: int | None, rank: int | None, through_environment: bool) 
             if given is not None and said is not None and given != said:
                 raise ArgumentError(
                     f"{name}={given}, but the launcher has set {said}: leave {name}= out (or, to join another "
-                    "group, give init_method= or store=)"
+                    "group, give init_method=)"
                 )
     if world_size == 1 and rank is None:
         rank = 0
     if world_size is None and rank is None and said_size is None and said_rank is None:
         if not through_environment:
-            raise ArgumentError("world_size= and rank= are needed with init_method= or store=")
+            raise ArgumentError("world_size= and rank= are needed with init_method=")
         notice("no launcher has set RANK and WORLD_SIZE: this process is alone in its group")
         return 1, 0
     world_size = said_size if world_size is None else world_size

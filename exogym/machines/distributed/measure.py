@@ -14,8 +14,8 @@ from torch import Tensor
 from exogym.core.progress import readable_bytes
 from exogym.errors import ArgumentError, check_count, checked
 from exogym.machines.distributed import bare, collectives
+from exogym.machines.distributed.bare import ReduceOp
 from exogym.machines.distributed.group import GroupError, require_group
-from exogym.machines.distributed.operation import ReduceOp
 
 Row = dict[str, Any]
 ITEM_BYTES = 4

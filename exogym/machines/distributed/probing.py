@@ -26,11 +26,11 @@ from torch import Tensor
 from exogym.core.communicator import Communicator
 from exogym.core.engine.wire import ProcessWire
 from exogym.core.engine.world import new_group
-from exogym.errors import DataError, check_choice, checked
+from exogym.errors import DataError, checked
 from exogym.machines.distributed import bare
+from exogym.machines.distributed.bare import ReduceOp
 from exogym.machines.distributed.group import require_group
 from exogym.machines.distributed.measure import ITEM_BYTES, Row, finish, seconds_of, self_test, slowest
-from exogym.machines.distributed.operation import ReduceOp
 from exogym.network.measured import never_falling
 
 NAME_BYTES = 256  # longest host name
@@ -65,7 +65,6 @@ def measure(
     step_s: float | None = None,
     task: str | None = None,
     evaluation_s: float | None = None,
-    kinds: Sequence[str] = KINDS,
 ) -> tuple[list[Row], dict[str, Any]]:
     """Check and time all collectives, and measure the link between each pair of processes.
 
@@ -88,7 +87,6 @@ def measure(
         step_s: seconds of a step of your model on this host. Give this value on all hosts or on none.
         task: the name of the task whose step was measured.
         evaluation_s: seconds of an evaluation on the task's validation set. Give this value on all hosts or on none.
-        kinds: collectives to probe, from `KINDS`.
 
     Returns:
         The rows of the self-test, and the fields of a file for `Network.of`, with one node per process.
@@ -97,12 +95,10 @@ def measure(
         GroupError, ArgumentError: for the same reasons as in `self_test`.
     """
     require_group("measure")
-    for kind in kinds:
-        check_choice("kind", kind, KINDS)
     rows = self_test([min(sizes_bytes)], repeats)
     unit = ITEM_BYTES * dist.get_world_size()
     sizes = sorted({-(-size // unit) * unit for size in (unit, *sizes_bytes)})
-    return rows, _fields(sizes, repeats, kinds, {"step_s": step_s, "evaluation_s": evaluation_s}, task)
+    return rows, _fields(sizes, repeats, {"step_s": step_s, "evaluation_s": evaluation_s}, task)
 
 
 def step_seconds(
@@ -136,13 +132,11 @@ def as_line(fields: dict[str, Any]) -> str:
     return json.dumps(fields)
 
 
-def _fields(
-    sizes: Sequence[int], repeats: int, kinds: Sequence[str], own_s: Mapping[str, float | None], task: str | None
-) -> dict[str, Any]:
+def _fields(sizes: Sequence[int], repeats: int, own_s: Mapping[str, float | None], task: str | None) -> dict[str, Any]:
     n = dist.get_world_size()
     calls = _calls(n)
     tables: dict[str, dict[float, float]] = {}
-    for kind in kinds:
+    for kind in KINDS:
         parts = n if kind in OF_ALL_PARTS else 1
         times = {size // parts: _times(calls[kind], _numbers(kind, size), repeats) for size in sizes}
         tables[kind] = never_falling({size: statistics.median(took) for size, took in times.items()})

@@ -19,8 +19,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from exogym.machines.launch.backends import BACKEND_VARIABLE, available_backends, check_backend
-    from exogym.machines.launch.config import LaunchConfig
+    from exogym.machines.launch.config import BACKEND_VARIABLE, LaunchConfig, available_backends, check_backend
     from exogym.machines.launch.launcher import DistributedLauncher, launch_distributed_training
 else:
     __getattr__, __dir__ = lazily(__name__)

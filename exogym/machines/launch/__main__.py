@@ -33,7 +33,6 @@ HELP = {
     "monitor_interval": (float, "seconds between two checks whether the processes still run"),
     "start_timeout": (int, "seconds within which the launchers of all machines must connect"),
     "log_dir": (str, "folder for each rank's output, which is appended to training_rank_{rank}.log"),
-    "first_rank": (int, "number to add to the printed ranks, if this launch is part of a larger run"),
 }
 ALIKE = 0.85  # a script's option this similar to a launcher's option counts as a typing error
 

@@ -13,7 +13,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from exogym.core.base.torch_private import failure_of
 from exogym.core.progress import notice
-from exogym.machines.launch.config import LaunchConfig
+from exogym.machines.launch.config import FIRST_RANK, LaunchConfig
 from exogym.machines.launch.output import RankOutput
 from exogym.machines.launch.rendezvous import Node
 from exogym.machines.launch.stopping import kill_what_is_left
@@ -37,7 +37,8 @@ class Attempts(DefaultLogsSpecs):
         super().__init__(log_dir=str(folder / "errors"))
         self.folder, self.output, self.node, self.environment = folder, output, node, environment
         self.config, self.record = config, AgentsRecord()
-        self.world_size, self.first_rank = 0, config.first_rank or 0
+        self.world_size = 0
+        self.first_rank = int(os.environ[FIRST_RANK]) if FIRST_RANK in os.environ else None
         self._error_files: dict[int, str] = {}  # error files of the last attempt
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
@@ -49,7 +50,7 @@ class Attempts(DefaultLogsSpecs):
         for local_rank, env in envs.items():
             env.update(self.environment)
             env["TORCHELASTIC_RESTART_COUNT"] = str(self.node.attempt)
-            self.output.ranks[local_rank] = self.first_rank + int(env["RANK"])
+            self.output.ranks[local_rank] = (self.first_rank or 0) + int(env["RANK"])
             self.world_size = int(env["WORLD_SIZE"])
         made = super().reify(envs)
         self.record.failed, self._error_files = None, made.error_files

@@ -1,4 +1,4 @@
-"""The class `LaunchConfig` holds the settings of a launch: its processes, machines and restarts."""
+"""The settings of a launch: its processes, machines and restarts, and the backends that work on this machine."""
 
 from __future__ import annotations
 
@@ -7,10 +7,15 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from exogym.errors import ArgumentError, check_count, check_number, check_port, nearest
-from exogym.machines.launch.backends import check_backend
+import torch
+import torch.distributed as dist
+
+from exogym.errors import ArgumentError, check_choice, check_count, check_number, check_port, nearest
 
 DEFAULT_PORT = 29500
+BACKENDS = ("gloo", "nccl", "mpi")
+BACKEND_VARIABLE = "EXOGYM_BACKEND"  # set by the launcher, read by init_process_group
+FIRST_RANK = "EXOGYM_FIRST_RANK"  # in the environment: this launch is part of a larger run, from this rank on
 
 
 @dataclass(frozen=True)
@@ -32,8 +37,6 @@ class LaunchConfig:
         start_timeout: whole seconds within which the launchers of all machines must connect.
         log_dir: folder for each rank's output, which is appended to `training_rank_{rank}.log`. If `log_dir` is None,
             no files are written.
-        first_rank: number to add to the ranks in the output and in the log files' names, if this launch is part of a
-            larger run.
 
     Raises:
         ArgumentError: a setting is invalid. The message names the setting and its allowed values.
@@ -56,7 +59,6 @@ class LaunchConfig:
     monitor_interval: float = 0.1
     start_timeout: int = 600
     log_dir: str | os.PathLike[str] | None = None
-    first_rank: int | None = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> LaunchConfig:
         names = [field.name for field in dataclasses.fields(cls)]
@@ -70,8 +72,6 @@ class LaunchConfig:
             check_count(name, getattr(self, name))
         for name in ("node_rank", "max_restarts"):
             check_count(name, getattr(self, name), least=0)
-        if self.first_rank is not None:
-            check_count("first_rank", self.first_rank, least=0)
         if self.node_rank >= self.nnodes:
             raise ArgumentError(f"node_rank={self.node_rank} is too large for nnodes={self.nnodes}: count from 0")
         if self.nnodes > 1 and self.master_addr is None:
@@ -105,3 +105,38 @@ class LaunchConfig:
     def endpoint(self) -> str:
         """Machine 0's address and port as one text, such as "10.0.0.1:29500"."""
         return f"[{self.address}]:{self.port}" if ":" in self.address else f"{self.address}:{self.port}"
+
+
+def _missing(backend: str) -> str | None:
+    """Return why `backend` does not work on this machine, or None if it works."""
+    if not dist.is_available():
+        return "this build of torch has no torch.distributed; install another build"
+    if not dist.is_backend_available(backend):
+        cure = {"mpi": "build torch with MPI", "nccl": "install a build of torch for CUDA"}
+        return f"this build of torch has no {backend}; {cure.get(backend, 'install another build')}"
+    if backend == "nccl" and not torch.cuda.is_available():
+        return "torch sees no CUDA GPU here"
+    return None
+
+
+def available_backends() -> list[str]:
+    """Return the backends that work on this machine.
+
+    >>> "gloo" in available_backends()
+    True
+    """
+    return [backend for backend in BACKENDS if _missing(backend) is None]
+
+
+def check_backend(backend: str) -> None:
+    """Raise ArgumentError unless `backend` is known and works on this machine.
+
+    >>> check_backend("glou")
+    Traceback (most recent call last):
+    ...
+    exogym.errors.ArgumentError: backend='glou' is not one of 'gloo', 'nccl', 'mpi': did you mean 'gloo'?
+    """
+    check_choice("backend", backend, BACKENDS)
+    if reason := _missing(backend):
+        usable = ", ".join(map(repr, available_backends())) or "none"
+        raise ArgumentError(f"backend={backend!r} cannot be used: {reason} (usable here: {usable})")

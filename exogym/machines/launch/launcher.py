@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 from exogym.core.base.files import temporary_folder
 from exogym.core.progress import notice
 from exogym.errors import ArgumentError, ExoGymError, TrainingError, checked
-from exogym.machines.launch.backends import BACKEND_VARIABLE
-from exogym.machines.launch.config import LaunchConfig
+from exogym.machines.launch.config import BACKEND_VARIABLE, LaunchConfig
 from exogym.machines.launch.door import SECRET, WrongSecret
 from exogym.machines.launch.output import RankOutput
 from exogym.machines.launch.stopping import RUNNING, Interrupted, ended_by, kill_what_is_left
@@ -127,8 +126,8 @@ class DistributedLauncher:
             return 0, None
         except ChildFailedError as failed:
             rank, failure = first_failure(failed.failures)
-            world_size = attempts.world_size if config.first_rank is None else None
-            return exit_code(failure), describe(attempts.first_rank + rank, failure, world_size, log_dir)
+            world_size = attempts.world_size if attempts.first_rank is None else None
+            return exit_code(failure), describe((attempts.first_rank or 0) + rank, failure, world_size, log_dir)
         except SignalException as stop:
             raise Interrupted(stop.sigval) from None
         except (RendezvousError, DistNetworkError, DistStoreError) as error:
@@ -209,7 +208,6 @@ def launch_distributed_training(
     monitor_interval: float = 0.1,
     start_timeout: int = 600,
     log_dir: str | os.PathLike[str] | None = None,
-    first_rank: int | None = None,
 ) -> int:
     """Run `script` with `args` in `nproc_per_node` processes on this machine, and return the exit code.
 
@@ -218,7 +216,7 @@ def launch_distributed_training(
     """
     config = LaunchConfig(
         nproc_per_node, nnodes, node_rank, master_addr, master_port, backend, max_restarts, monitor_interval,
-        start_timeout, log_dir, first_rank,
+        start_timeout, log_dir,
     )  # fmt: skip
     return DistributedLauncher(config).launch(script, *args)
 

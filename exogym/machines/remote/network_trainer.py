@@ -27,9 +27,9 @@ from exogym.errors import ArgumentError, WorkerError, check_count, checked
 from exogym.machines.launch.door import SECRET
 from exogym.machines.remote import results
 from exogym.machines.remote.elastic import recovery as elastic
-from exogym.machines.remote.elastic.engine import Elastic
 from exogym.machines.remote.elastic.member import membership
 from exogym.machines.remote.elastic.recovery import Assembly
+from exogym.machines.remote.elastic.wire import Elastic
 from exogym.machines.remote.hosts import HostsConfig
 from exogym.machines.remote.launcher import SSHLauncher, from_here
 from exogym.machines.remote.orders import RUNS

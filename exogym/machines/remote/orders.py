@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from exogym.errors import ArgumentError
+from exogym.machines.launch.config import FIRST_RANK
 from exogym.machines.launch.door import SECRET
 from exogym.machines.remote.hosts import Host, HostsConfig
 
 # Environment variables of a process on a host.
-MEMBERSHIP, SLOTS, FIRST_RANK = "EXOGYM_MEMBERSHIP", "EXOGYM_SLOTS", "EXOGYM_FIRST_RANK"
+MEMBERSHIP, SLOTS = "EXOGYM_MEMBERSHIP", "EXOGYM_SLOTS"
 NETWORK, FIT, RUN = "EXOGYM_NETWORK", "EXOGYM_NETWORK_FIT", "EXOGYM_NETWORK_RUN"
 PROGRESS, DEVICE, PROJECT = "EXOGYM_NETWORK_PROGRESS", "EXOGYM_DEVICE", "EXOGYM_PROJECT"
 RETRY, LAUNCH = "EXOGYM_NETWORK_RETRY", "EXOGYM_LAUNCH"
@@ -100,7 +101,6 @@ def orders(
         own = {"OMP_NUM_THREADS": "1", DEVICE: host.device}
         words = ["-m", "exogym.launch", "--nproc_per_node", str(host.slots)]
         if min_hosts is not None:
-            words += ["--first_rank", str(config.ranks(index)[0])]
             own[FIRST_RANK] = str(config.ranks(index)[0])
         else:
             words += ["--nnodes", str(len(config.hosts))]

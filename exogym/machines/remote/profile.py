@@ -19,7 +19,7 @@ import importlib
 import inspect
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -176,9 +176,6 @@ class RunProfile:
             "checkpoint_interval": self.checkpoint_interval, "resume": self.resume,
             "placement": Placement(max_restarts=self.max_restarts),
         }  # fmt: skip
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def val_interval(steps: int) -> int:

@@ -18,9 +18,9 @@ from exogym.core.engine.protocol import place
 from exogym.core.engine.wire import ProcessWire
 from exogym.core.engine.world import world_size
 from exogym.core.saving.checkpoint_files import list_checkpoints
+from exogym.machines.launch.config import FIRST_RANK
 from exogym.machines.remote.orders import (
     DEVICE,
-    FIRST_RANK,
     FIT,
     LAUNCH,
     MEMBERSHIP,

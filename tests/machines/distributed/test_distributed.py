@@ -511,7 +511,6 @@ def test_info_without_a_group(monkeypatch):
         ({"world_size": 2, "rank": 0}, {"MASTER_ADDR": "localhost"}, "no MASTER_PORT: start the script with"),
         ({"world_size": 2, "rank": 0}, {"RANK": "1", "WORLD_SIZE": "2"}, "rank=0, but the launcher has set 1"),
         ({"init_method": "tcp://localhost:1"}, {}, "world_size= and rank= are needed"),
-        ({"init_method": "env://", "store": dist.HashStore(), "world_size": 1}, {}, "give only one"),
         ({"timeout_s": 0}, {}, "timeout_s=0 must be a number over 0 seconds"),
     ],
 )
@@ -529,7 +528,7 @@ def test_ways_to_meet(tmp_path, monkeypatch):
     for arguments in (
         {"world_size": 1},
         {"init_method": f"file://{tmp_path / 'meet'}", "world_size": 1, "rank": 0},
-        {"store": dist.HashStore(), "world_size": 1, "rank": 0, "timeout_s": 5},
+        {"world_size": 1, "rank": 0, "timeout_s": 5},
     ):
         ed.init_process_group("gloo", **arguments)
         assert ed.get_world_size() == 1

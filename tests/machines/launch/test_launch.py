@@ -23,9 +23,10 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from exogym.errors import ArgumentError, TrainingError
-from exogym.machines.launch import DistributedLauncher, LaunchConfig, backends, launch_distributed_training
+from exogym.machines.launch import DistributedLauncher, LaunchConfig, launch_distributed_training
 from exogym.machines.launch.__main__ import main, split
 from exogym.machines.launch.attempts import Attempts, describe, exit_code, first_failure
+from exogym.machines.launch.config import FIRST_RANK
 from exogym.machines.launch.output import RankOutput
 from exogym.machines.launch.rendezvous import NAME, Node, check_address, register
 
@@ -314,11 +315,12 @@ def test_torch_by_itself_would_name_the_wrong_rank(tmp_path):
 # Restarting
 
 
-def test_the_rank_that_ended_an_attempt_is_named(tmp_path):
+def test_the_rank_that_ended_an_attempt_is_named(tmp_path, monkeypatch):
     """Torch's agent names the first that it saw; what the ranks wrote tells causes from consequences."""
+    monkeypatch.setenv(FIRST_RANK, "4")
 
     def said(nnodes: int, nproc: int, record: tuple[int, int, int] | None, *wrote: tuple[int, bool]) -> str:
-        config = LaunchConfig(nproc_per_node=nproc, nnodes=nnodes, master_addr="localhost", first_rank=4)
+        config = LaunchConfig(nproc_per_node=nproc, nnodes=nnodes, master_addr="localhost")
         attempts = Attempts(tmp_path, SimpleNamespace(ranks={0: 4, 1: 5}), None, {}, config)
         for rank, lost in wrote:
             failure(tmp_path, rank, 1, 100.0 + rank, lost)
@@ -673,7 +675,7 @@ def test_a_config_is_checked_when_it_is_made(options, message):
 
 
 def test_mpi_is_not_for_this_launcher(monkeypatch):
-    monkeypatch.setattr(backends, "_missing", lambda backend: None)
+    monkeypatch.setattr("exogym.machines.launch.config._missing", lambda backend: None)
     with pytest.raises(ArgumentError, match="cannot start MPI processes"):
         LaunchConfig(backend="mpi")
 

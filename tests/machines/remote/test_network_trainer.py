@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -572,7 +573,7 @@ def test_what_the_hosts_run_for_a_profile(
     await_fit(world, 1)
     profile = RunProfile("digits", "diloco", communication_interval=2, steps=4, nodes=2, batch_size=4, balance="steps")
     with pytest.raises(SystemExit) as ended:
-        job.main([json.dumps(profile.as_dict())])
+        job.main([json.dumps(asdict(profile))])
     assert ended.value.code == 0
     assert "balance='steps' changes nothing: one process holds all nodes" in capsys.readouterr().err
     history = results.facts_of(tmp_path / "runs" / "run", 1).history
