@@ -21,7 +21,7 @@ from processes import Started, python
 from exogym.errors import ArgumentError, ExoGymError
 from exogym.home.discovery import agent as room
 from exogym.home.discovery import announcing, enrol, find, login, pair
-from exogym.home.discovery.agent import Agent
+from exogym.home.discovery.agent import TRIES, WRONG_IN_A_ROW, Agent, Codes
 from exogym.home.discovery.announcing import Found, announced, name_at
 from exogym.home.discovery.channel import (
     AGENT,
@@ -33,7 +33,6 @@ from exogym.home.discovery.channel import (
     PairingError,
     typed_code,
 )
-from exogym.home.discovery.codes import TRIES, WRONG_IN_A_ROW, Codes
 from exogym.home.discovery.pairing import Paired, write_entry
 from exogym.machines.remote import HostsConfig
 from exogym.machines.remote.inquiry import ask

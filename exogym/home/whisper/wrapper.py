@@ -15,9 +15,8 @@ from exogym.core.base.modes import evaluation_mode
 from exogym.errors import ArgumentError, DataError, checked
 from exogym.home.whisper.decoding import WordErrors, greedy, unlooped
 from exogym.home.whisper.features import FRAMES_PER_SECOND, POSITIONS_PER_SECOND, SAMPLE_RATE, LogMel
-from exogym.home.whisper.folder import write_folder
 from exogym.home.whisper.tokens import Tokens
-from exogym.home.whisper.weights import Pretrained, load_pretrained, of_transformers
+from exogym.home.whisper.weights import Pretrained, load_pretrained, of_transformers, write_folder
 from exogym.models.pretrained import checkpointed, fill, merged, rank_of, read_trained, with_adapters
 
 NO_LABEL = -100
@@ -194,40 +193,23 @@ class WhisperModelWrapper(nn.Module):
         return found
 
     def _written(self, features: Tensor) -> list[str]:
-        return [self.tokens.decode(ids) for ids in self._ids(features)]
-
-    def _ids(self, features: Tensor) -> list[list[int]]:
         most = min(
             TOKENS_AT_LEAST + round(TOKENS_PER_SECOND * self.window_s),
             self.whisper_model.config.max_target_positions - len(self.tokens.prompt),
         )
         written = greedy(self.whisper_model, features, self.tokens, *self._suppressed, most)
-        return [unlooped(ids, most) for ids in written]
+        return [self.tokens.decode(unlooped(ids, most)) for ids in written]
 
     @torch.no_grad()
     def transcribe(self, clips: Sequence[Tensor | np.ndarray]) -> list[str]:
         """Return the transcript of each clip. A clip has samples (n,) at 16 kHz and is not longer than the window."""
-        return [self.tokens.decode(ids) for ids in self._of_clips(clips)]
-
-    @torch.no_grad()
-    def segments(self, clips: Sequence[Tensor | np.ndarray]) -> list[list[tuple[float, float, str]]]:
-        """Return the texts of each clip with their times, as a list of (start_s, end_s, text).
-
-        Raises:
-            ArgumentError: the wrapper was made without timestamps.
-        """
-        if not self.tokens.timestamps:
-            raise ArgumentError("segments() needs times: make the wrapper with timestamps=True")
-        return [self.tokens.segments(ids) for ids in self._of_clips(clips)]
-
-    def _of_clips(self, clips: Sequence[Tensor | np.ndarray]) -> list[list[int]]:
         place = next(self.parameters()).device
-        found: list[list[int]] = []
+        found: list[str] = []
         with evaluation_mode(self):
             for at in range(0, len(clips), AT_ONCE):
                 some = [torch.as_tensor(clip, dtype=torch.float32) for clip in clips[at : at + AT_ONCE]]
                 features = [self.features(clip[None].to(place)) for clip in some]
-                found += self._ids(torch.cat(features))
+                found += self._written(torch.cat(features))
         return found
 
     def errors_on(self, clips: Sequence[Tensor | np.ndarray], texts: Sequence[str]) -> WordErrors:
