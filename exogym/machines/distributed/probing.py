@@ -23,17 +23,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from exogym.core.communicator import Communicator
+from exogym.core.communicator import Communicator, gather
 from exogym.core.engine.wire import ProcessWire
 from exogym.core.engine.world import new_group
 from exogym.errors import DataError, checked
 from exogym.machines.distributed import bare
-from exogym.machines.distributed.bare import ReduceOp
 from exogym.machines.distributed.group import require_group
 from exogym.machines.distributed.measure import ITEM_BYTES, Row, finish, seconds_of, self_test, slowest
 from exogym.network.measured import never_falling
 
-NAME_BYTES = 256  # longest host name
 PAIR_BYTES = 1 << 20  # message that measures a pair's bandwidth
 ROUND_TRIPS = 20
 PROBED_BYTES = (1 << 12, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
@@ -134,7 +132,7 @@ def as_line(fields: dict[str, Any]) -> str:
 
 def _fields(sizes: Sequence[int], repeats: int, own_s: Mapping[str, float | None], task: str | None) -> dict[str, Any]:
     n = dist.get_world_size()
-    calls = _calls(n)
+    calls, wire = _calls(n), _wire(n)
     tables: dict[str, dict[float, float]] = {}
     for kind in KINDS:
         parts = n if kind in OF_ALL_PARTS else 1
@@ -142,8 +140,8 @@ def _fields(sizes: Sequence[int], repeats: int, own_s: Mapping[str, float | None
         tables[kind] = never_falling({size: statistics.median(took) for size, took in times.items()})
     fields: dict[str, Any] = {
         "num_nodes": n,
-        "hosts": _hosts(),
-        "pairs": _pairs(),
+        "hosts": gather(wire, socket.gethostname()),
+        "pairs": gather(wire, _links()),
         "collectives": {kind: {str(size): s for size, s in table.items()} for kind, table in tables.items()},
         "first": {kind: _first(kind, sizes[0], table) for kind, table in tables.items() if kind in COLD},
         "message_s": _message_s(),
@@ -153,9 +151,8 @@ def _fields(sizes: Sequence[int], repeats: int, own_s: Mapping[str, float | None
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }  # fmt: skip
     for name, own in own_s.items():
-        mine = torch.tensor([-1.0 if own is None else own], dtype=torch.float64, device=bare.device())
-        seconds = [float(x) for x in bare.all_gather_(mine)]
-        if min(seconds) >= 0:
+        seconds = gather(wire, own)
+        if None not in seconds:
             fields[name] = seconds
             fields["versions"] |= {"task": task}
     return fields
@@ -213,15 +210,6 @@ def _message_s() -> float:
     return statistics.median(_times(both, torch.zeros(1, 1, device=bare.device()), MESSAGES)) / 2
 
 
-def _hosts() -> list[str]:
-    """Return the name of each process's host."""
-    name = socket.gethostname().encode()[:NAME_BYTES]
-    own = torch.zeros(NAME_BYTES, dtype=torch.uint8)
-    own[: len(name)] = torch.frombuffer(bytearray(name), dtype=torch.uint8)
-    gathered = bare.all_gather_(own.to(bare.device()))
-    return [bytes(name.tolist()).rstrip(b"\0").decode("utf-8", "replace") for name in gathered]
-
-
 def _first(kind: str, size: int, table: Mapping[float, float]) -> float:
     """Return the seconds of the largest collective of `kind` if it is the first call in its group."""
     n = dist.get_world_size()
@@ -233,10 +221,10 @@ def _first(kind: str, size: int, table: Mapping[float, float]) -> float:
     return table[max(table)] + max(0.0, took - table[min(table)])
 
 
-def _pairs() -> list[list[list[float] | None]]:
-    """Return a matrix: [i][j] is [bits per second, latency] from process i to j; None if i equals j."""
+def _links() -> list[list[float] | None]:
+    """Return [bits per second, latency] from this process to each process, and None for itself."""
     n, rank = dist.get_world_size(), dist.get_rank()
-    found = torch.zeros(n, n, 2, dtype=torch.float64)
+    found: list[list[float] | None] = [None] * n
     small, large = (torch.zeros(size, dtype=torch.uint8, device=bare.device()) for size in (ITEM_BYTES, PAIR_BYTES))
     for i in range(n):
         for j in range(n):
@@ -247,9 +235,8 @@ def _pairs() -> list[list[list[float] | None]]:
                 longer_s = [_round_trip_s(i, j, large, small) - 2 * latency_s for _ in range(3)]
                 seconds = max(statistics.median(longer_s), latency_s / PAIR_BYTES)
                 if rank == i:
-                    found[i, j] = torch.tensor([8 * PAIR_BYTES / seconds, latency_s])
-    total = bare.all_reduce_(found.to(bare.device()), ReduceOp.SUM).cpu()
-    return [[None if i == j else total[i, j].tolist() for j in range(n)] for i in range(n)]
+                    found[j] = [8 * PAIR_BYTES / seconds, latency_s]
+    return found
 
 
 def _round_trip_s(i: int, j: int, message: Tensor, reply: Tensor) -> float:

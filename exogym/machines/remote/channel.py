@@ -120,15 +120,16 @@ class Channel:
 
     def beat(self) -> None:
         """Send the host a sign that the controller still runs."""
-        with self._lock, contextlib.suppress(OSError):
-            if self._input is not None:
-                os.write(self._input, b".")
+        self._send(b".")
 
     def dismiss(self) -> None:
         """Let the host end the command without a message, because the run no longer needs it."""
+        self._send(DISMISSED)
+
+    def _send(self, data: bytes) -> None:
         with self._lock, contextlib.suppress(OSError):
             if self._input is not None:
-                os.write(self._input, DISMISSED)
+                os.write(self._input, data)
 
     def stop(self) -> None:
         """Ask the host to end its processes of the run."""

@@ -22,7 +22,7 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -248,11 +248,7 @@ class _HostsReader:
         if "address" not in own:
             raise self._wrong(at, "is missing", "the address at which the other hosts reach this one")
         address = self._address(at, own["address"])
-        top = self.fields
-        user, key = self._pick(own, where, "user", "ssh_user"), self._pick(own, where, "key", "ssh_key_path")
-        port = self._pick(own, where, "port", "ssh_port")
-        python, path = self._pick(own, where, "python", "python_env"), self._pick(own, where, "path", "project_path")
-        config = top.get("ssh_config_path")
+        config = self.fields.get("ssh_config_path")
         slots = own.get("slots", 1)
         if isinstance(slots, bool) or not isinstance(slots, int) or slots < 1:
             raise ArgumentError(f"{self.name}: {where}.slots={_shown(slots)} must be a whole number of at least 1")
@@ -262,24 +258,31 @@ class _HostsReader:
         return Host(
             address=address,
             ssh_host=self._address(f"{where}.ssh_host", own["ssh_host"]) if "ssh_host" in own else address,
-            user=None if user[1] is None else self._match(*user, USER, "a user name of letters, digits and _ . @ + -"),
-            key=None if key[1] is None else self._local_file(*key),
-            port=None if port[1] is None else self._port(*port),
-            python=None if python[1] is None else self._python(*python),
-            path=None if path[1] is None else self._folder(*path),
+            user=self._pick(own, where, "user", "ssh_user", self._user),
+            key=self._pick(own, where, "key", "ssh_key_path", self._local_file),
+            port=self._pick(own, where, "port", "ssh_port", self._port),
+            python=self._pick(own, where, "python", "python_env", self._python),
+            path=self._pick(own, where, "path", "project_path", self._folder),
             device=self._match(f"{where}.device", own.get("device", "auto"), DEVICE, "auto, cpu, cuda, cuda:0 or mps"),
             slots=slots,
             ssh_config=None if config is None else self._local_file("ssh_config_path", config),
         )
 
-    def _pick(self, own: Mapping[str, Any], where: str, name: str, common: str) -> tuple[str, Any]:
-        """Return (name, value) of the host's own field, or of the common field. Value None: neither exists."""
-        field, value = (f"{where}.{name}", own[name]) if name in own else (common, self.fields.get(common))
-        if value is None and (name in own or common in self.fields):
+    def _pick(
+        self, own: Mapping[str, Any], where: str, name: str, common: str, checked: Callable[[str, Any], Any]
+    ) -> Any:
+        """Return the `checked` value of the host's own field, or of the common field; None if neither exists."""
+        if name not in own and common not in self.fields:
+            return None
+        field, value = (f"{where}.{name}", own[name]) if name in own else (common, self.fields[common])
+        if value is None:
             raise self._wrong(field, "=null", "a value, or no such field")
-        return field, value
+        return checked(field, value)
 
     # Values
+
+    def _user(self, field: str, value: Any) -> str:
+        return self._match(field, value, USER, "a user name of letters, digits and _ . @ + -")
 
     def _address(self, field: str, value: Any) -> str:
         wanted = "a host name or an IP address: letters, digits, dots and dashes"

@@ -215,7 +215,7 @@ class NetworkTrainer(Trainer):
         if part.fit is None or part.folder is None:
             return self.model
         if part.rank == 0:
-            self._leave_results(part.folder, number)
+            results.write(part.folder, number, self)
         raise SystemExit(0)
 
     def _write_run(self, part: LaunchedPart, number: int, given: dict[str, Any], is_new: bool = True) -> None:
@@ -224,10 +224,6 @@ class NetworkTrainer(Trainer):
             given["run_dir"] = folder = results.run_folder_of(part.folder, number)
             if is_new and not given["resume"]:
                 results.make_room(folder)
-
-    def _leave_results(self, folder: Path, number: int) -> None:
-        found = results.FitResults(self.history, self.description, self.traffic)
-        results.write(folder, number, self.model, found)
 
     def _as_a_member(self, part: LaunchedPart, number: int, given: dict[str, Any]) -> nn.Module:
         """Train with the hosts that are present."""
@@ -252,9 +248,9 @@ class NetworkTrainer(Trainer):
                 self._here(given, local)
             finally:
                 self.description["outages"] = assembly.outages()
-            member.finished()
+            member.tell("finished")
             if part.folder is not None and (assembly.is_main or part.local_rank == 0):
-                self._leave_results(part.folder if assembly.is_main else results.aside(part.folder, part.rank), number)
+                results.write(part.folder if assembly.is_main else results.aside(part.folder, part.rank), number, self)
         if part.fit is None:
             return self.model
         raise SystemExit(0)

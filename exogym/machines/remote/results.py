@@ -12,12 +12,14 @@ import torch
 from torch import nn
 
 from exogym.core.base.files import regular_text, write_json
+from exogym.core.communicator import ship, tell
 from exogym.core.record.history import History
 from exogym.core.record.schema import FILES
 from exogym.core.saving.export import load_history, load_model, save_history, save_model, split_history
 from exogym.errors import ExoGymError
 from exogym.machines.remote.orders import FIT, PROGRESS, RUN, RUNS
-from exogym.machines.remote.world import send, tell
+from exogym.machines.remote.world import own_wire
+from exogym.trainer import Trainer
 
 if TYPE_CHECKING:
     from exogym.machines.remote.launcher import SSHLauncher
@@ -43,13 +45,13 @@ class FitResults:
     traffic: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
-def write(folder: Path, fit: int, model: nn.Module, results: FitResults) -> None:
-    """Write a fit's results into `folder`, each file completely or not at all."""
+def write(folder: Path, fit: int, trainer: Trainer) -> None:
+    """Write the results of a trainer's fit into `folder`, each file completely or not at all."""
     model_name, history_name, facts_name = names(fit)
     folder.mkdir(parents=True, exist_ok=True)
-    save_model(model, folder / model_name)
-    save_history(results.history, folder / history_name)
-    write_json(folder / facts_name, {"description": results.description, "traffic": results.traffic}, indent=None)
+    save_model(trainer.model, folder / model_name)
+    save_history(trainer.history, folder / history_name)
+    write_json(folder / facts_name, {"description": trainer.description, "traffic": trainer.traffic}, indent=None)
 
 
 def run_folder_of(folder: Path, fit: int) -> Path:
@@ -162,13 +164,14 @@ def replay(folder: Path, fit: int, model: nn.Module) -> FitResults:
             first = read(folder, fit, model)
         except ExoGymError as error:
             failure = str(error)
-    if (failure := tell(failure)) is not None:
+    wire = own_wire()
+    if (failure := tell(wire, failure)) is not None:
         raise ExoGymError(str(failure))
     arrays, plain = split_history(first.history) if first else ({}, {})
     facts: Any = first and {"history": plain, "description": first.description, "traffic": first.traffic}
-    facts = tell(facts)
-    told = send(model.state_dict())
+    facts = tell(wire, facts)
+    told = ship(wire, {name: x.detach() for name, x in model.state_dict().items()}, 0)
     if first is None:
         model.load_state_dict(told)
-    state = facts["history"] | {name: x.numpy() for name, x in send(arrays).items()}
+    state = facts["history"] | {name: x.numpy() for name, x in ship(wire, arrays, 0).items()}
     return FitResults(History.from_state(state), facts["description"], facts["traffic"])

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from torch import Tensor
-
-from exogym.core import communicator
 from exogym.core.base.files import replacing
-from exogym.core.communicator import Wire, ship
+from exogym.core.communicator import Wire
 from exogym.core.engine.protocol import place
 from exogym.core.engine.wire import ProcessWire
 from exogym.core.engine.world import world_size
@@ -101,16 +96,6 @@ class LaunchedPart:
                     file.write(self.launch)
             return mark.read_text("utf-8") == self.launch
         return False
-
-
-def send(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Send rank 0's named `tensors` to all processes, and return them in every process."""
-    return ship(own_wire(), {name: x.detach() for name, x in tensors.items()}, 0)
-
-
-def tell(value: Any) -> Any:
-    """Send rank 0's `value`, which JSON can represent, to all processes, and return it in every process."""
-    return communicator.tell(own_wire(), value)
 
 
 def own_wire() -> Wire:

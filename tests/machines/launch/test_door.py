@@ -218,7 +218,7 @@ def test_a_rank_finds_its_way_in_while_300_connections_stand_there() -> None:
     first = Member("127.0.0.1", server.port, 0, "secret", timeout_s=PLACE_S)
     crowd += idle(server.port, 300)
     second = Member("127.0.0.1", server.port, 1, "secret", timeout_s=PLACE_S)
-    first.finished()
+    first.tell("finished")
     deadline = time.monotonic() + PLACE_S
     while second.over is None and time.monotonic() < deadline:
         time.sleep(0.01)

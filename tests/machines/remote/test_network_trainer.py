@@ -22,7 +22,6 @@ from torch import nn
 from exogym import LocalTrainer, NodeMesh, Placement
 from exogym.cli import main
 from exogym.core.engine.equal_start import sum_of
-from exogym.core.record.history import History
 from exogym.core.record.run_folder import FILES, read_status
 from exogym.errors import ArgumentError, ExoGymError
 from exogym.machines.remote import NetworkTrainer, SSHLauncher, check_hosts, job, network_trainer, results, ssh, watch
@@ -260,7 +259,7 @@ def test_the_script_that_is_running(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 def test_damaged_results_are_named(tmp_path: Path) -> None:
     model = nn.Linear(2, 1)
-    results.write(tmp_path, 1, model, results.FitResults(History()))
+    results.write(tmp_path, 1, LocalTrainer(model, [torch.ones(2)]))
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(results.names(1))
     (tmp_path / results.names(1)[1]).write_bytes(b"torn")
     with pytest.raises(ExoGymError, match="cannot be read"):

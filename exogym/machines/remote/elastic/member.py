@@ -143,17 +143,9 @@ class Member:
             time.sleep(RETRY_S * len(failed))
             planned = False  # a member was lost meanwhile; all stand where they stood
 
-    def training(self) -> None:
-        """Tell the membership server that training begins."""
-        self._say({"say": "training"})
-
-    def stopped(self) -> None:
-        """Tell the membership server that a user or a signal has stopped the run."""
-        self._say({"say": "stopped"})
-
-    def finished(self) -> None:
-        """Tell the membership server that the run has finished."""
-        self._say({"say": "finished"})
+    def tell(self, what: str) -> None:
+        """Tell the membership server what happens: "training" begins, the run was "stopped", or it has "finished"."""
+        self._say({"say": what})
 
     def _heard(self) -> bytes:
         try:
@@ -235,7 +227,7 @@ def membership(address: str, port: int, rank: int, secret: str) -> Iterator[Memb
         raise SystemExit(TRY_AGAIN) from error
     except (KeyboardInterrupt, SystemExit):
         if member is not None and member.over is None:
-            member.stopped()
+            member.tell("stopped")
         raise
     finally:
         if member is not None:

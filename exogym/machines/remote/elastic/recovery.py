@@ -151,7 +151,7 @@ class Recovery:
         if not self.joined:
             self._anchor()
             self._note_present()
-            self.member.training()
+            self.member.tell("training")
         while True:
             try:
                 if not self.joined:

@@ -42,7 +42,7 @@ class ElasticWire(Wire):
         super().__init__(nodes_of[member.rank], native)
         self.member, self.nodes_of, self.generation = member, [list(ids) for ids in nodes_of], generation
         self.asked_to_stop = lambda: member.lost
-        self._members: ProcessWire | None = None
+        self._members = Wire(nodes_of[member.rank], native)  # alone
         if generation is not None:
             self.take_part(generation)
 
@@ -68,8 +68,6 @@ class ElasticWire(Wire):
         return sorted(self.owner)
 
     def rows(self, x: Tensor, ids: Sequence[int]) -> Tensor:
-        if self._members is None:
-            return super().rows(x, ids)
         held = [i for i in ids if i in self.owner]
         if len(held) == len(ids):
             return self._members.rows(x, ids)
@@ -82,20 +80,16 @@ class ElasticWire(Wire):
     def reduce(
         self, x: Tensor, ids: Sequence[int], op: str, weights: Tensor | None = None, everywhere: bool = True
     ) -> Tensor:
-        return (
-            super().reduce(x, ids, op, weights, everywhere)
-            if self._members is None
-            else self._members.reduce(x, ids, op, weights, everywhere)
-        )
+        return self._members.reduce(x, ids, op, weights, everywhere)
 
     def agree(self, flag: bool) -> bool:
-        return super().agree(flag) if self._members is None else self._members.agree(flag)
+        return self._members.agree(flag)
 
     def all_to_all(self, x: Tensor, ids: Sequence[int]) -> Tensor:
-        return super().all_to_all(x, ids) if self._members is None else self._members.all_to_all(x, ids)
+        return self._members.all_to_all(x, ids)
 
     def carry(self, given: Mapping[int, Tensor], moves: Sequence[Move]) -> dict[int, Tensor]:
-        return super().carry(given, moves) if self._members is None else self._members.carry(given, moves)
+        return self._members.carry(given, moves)
 
     def or_lost(self, call: Callable[[], Result]) -> Result:
         """Run `call`, which needs all members, and return its result.
