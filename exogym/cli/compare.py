@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from exogym.cli.live import print_table
-from exogym.cli.values import DATASETS, INTERRUPTED, Debug, check_dataset, numbers_of, processes_of
+from exogym.cli.values import DATASETS, INTERRUPTED, Debug, check_dataset, numbers_of
 from exogym.errors import ArgumentError
 from exogym.network import PRESETS
 from exogym.options import FitOptions, Placement, RunOptions, descriptions, in_full, placed
@@ -125,7 +125,7 @@ def compare(
     partitioner: PartitionOption = None,
     val_size: ValSizeOption = None,
     val_interval: ValIntervalOption = None,
-    processes: Annotated[str, typer.Option(metavar="P", help=words_of("processes"))] = str(FitOptions.processes),
+    processes: Annotated[int, typer.Option(metavar="P", help=words_of("processes"))] = FitOptions.processes,
     device: DeviceOption = str(FitOptions.device),
     network: NetworkOption = None,
     step_seconds: StepSecondsOption = None,
@@ -165,7 +165,7 @@ def compare(
     """
     known = {*PASSED_AS_TEXT, *(field.name for field in fields(ComparisonOptions))} - {"out", "resume", "placement"}
     given = {name: value for name, value in context.params.items() if name in known}
-    given |= {"problem": dataset, "processes": processes_of(processes), "speeds": numbers_of("--speeds", speeds)}
+    given |= {"problem": dataset, "processes": processes, "speeds": numbers_of("--speeds", speeds)}
     if resume:
         given |= _as_before(context, out, given)
     for name in ("step_seconds", "speeds"):

@@ -65,6 +65,13 @@ def processes_of(text: str) -> int | str:
 
     Raises:
         ArgumentError: `text` is neither "auto" nor a whole number of at least 1.
+
+    >>> processes_of("auto"), processes_of("4")
+    ('auto', 4)
+    >>> processes_of("all")
+    Traceback (most recent call last):
+    ...
+    exogym.errors.ArgumentError: --processes='all' must be a whole number of at least 1, or auto
     """
     if text == "auto":
         return text

@@ -179,7 +179,6 @@ OPTIONS: dict[str, Option] = {
     # options of fit
     "vmap": given("compute", "rounding", compute="vmap"),
     "two processes": given("processes", "nothing", processes=2),
-    "auto processes": given("processes", "nothing", processes="auto"),
     "shards": given("node", node=NodeMesh(shard=2)),
     "stages": given("node", node=NodeMesh(stages=2, microbatches=2)),
     "micro-batches": given("minibatch_size", minibatch_size=3),

@@ -22,7 +22,6 @@ from battery import (
     outcome,
     plain_model,
     same_everywhere,
-    slow,
     train,
 )
 from paths import TESTS
@@ -511,31 +510,6 @@ def test_what_a_new_start_cannot_cure_is_not_tried_again(tmp_path, capfd):
     assert "starting again" not in capfd.readouterr().err
 
 
-# As many as pay
-
-
-@pytest.mark.parametrize(("step_s", "steps", "chosen"), [(0.01, 30, 2), (0.0, 2, 1)])
-def test_auto_takes_processes_where_they_pay(step_s, steps, chosen, monkeypatch, capfd, tmp_path):
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
-    options = {"max_steps": steps, "strategy": FedAvgStrategy("adamw", lr=0.02, H=2), "save_dir": tmp_path}
-    before = family()
-    trainer = train(**options, model=slow(step_s), processes="auto", max_memory_usage=0.9)
-    err = capfd.readouterr().err
-    assert f"processes='auto' chose {chosen} (a step of a node takes" in err
-    assert err.count("micro-batches of 8 examples fit") == 1  # the trial says nothing
-    assert trainer.description["placement"]["processes"] == chosen and family() == before
-    wanted = train(**options | {"save_dir": None}, model=slow(0))
-    assert outcome(trainer)[0] == outcome(wanted)[0]
-
-
-def test_auto_with_one_core_or_one_node_takes_one(monkeypatch, capfd):
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0})
-    assert train(**AVERAGES, processes="auto", max_steps=5).description["placement"]["processes"] == 1
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
-    assert train(**AVERAGES, processes="auto", max_steps=5, num_nodes=1).description["placement"]["processes"] == 1
-    assert capfd.readouterr().err.count("processes='auto' chose 1: more need two cores, two nodes") == 2
-
-
 class Trap:
     """Garbage in a cycle that only its own process may collect, as torch's process groups are."""
 
@@ -600,6 +574,5 @@ def test_an_engine_is_one_class_and_one_entry(monkeypatch):
     toy = InAThread()
     monkeypatch.setattr(engine, "ENGINES", [toy, *engine.ENGINES])
     assert outcome(train(**AVERAGES)) == wanted and toy.ran == 1
-    assert outcome(train(**AVERAGES, processes="auto")) == wanted and toy.ran == 2
     train(**AVERAGES | {"num_nodes": 3})  # the control: not its own
-    assert toy.ran == 2
+    assert toy.ran == 1

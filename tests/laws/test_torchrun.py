@@ -48,7 +48,7 @@ if world == 3:  # before the processes have met
             seen[name] = str(error)
 for name in NAMES:
     seen[name] = b.battery(name).outcome(max_steps=12, callbacks=())
-seen["nodes"] = b.outcome(b.train(**b.AVERAGES, callbacks=[EvaluateNodes()], processes="auto"))
+seen["nodes"] = b.outcome(b.train(**b.AVERAGES, callbacks=[EvaluateNodes()]))
 seen["uneven"] = b.outcome(b.train(**b.AVERAGES, num_nodes=5))
 if world == 3:
     b.train(**b.AVERAGES, save_dir=folder / "stopped", callbacks=[Every(4, lambda loop: True)])

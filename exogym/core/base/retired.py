@@ -79,6 +79,7 @@ RETIRED: dict[str, str] = {
         "use 'krum', 'median' or 'trimmed_mean'",
     ),
     "compress.mean_in_shards": "the strategy qreduce averages in this way",
+    "processes.auto": "give a number, such as processes=4 on four cores",
     "shard_sampling": "each node draws from its own share of the data",
     "activation": "the momentum acts once in a period",
     "delay_compensation": "rule='discount' weakens old updates",

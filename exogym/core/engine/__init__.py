@@ -64,10 +64,8 @@ def several_devices(where: str) -> Any:
     return getattr(importlib.import_module(home), kind)
 
 
-def engine_for(options: EngineOptions) -> Engine | None:
+def engine_for(options: EngineOptions) -> Engine:
     """Return a run's engine: the engine that its options name, otherwise the first engine that applies.
-
-    Returns None if no engine applies, because the number of processes is not chosen yet.
 
     >>> import torch
     >>> type(engine_for(EngineOptions(4, 2, torch.device("cpu")))).__name__
@@ -75,4 +73,4 @@ def engine_for(options: EngineOptions) -> Engine | None:
     """
     if options.engine is not None:
         return named_engine(options.engine)()
-    return next((engine for engine in ENGINES if engine.applies(options)), None)
+    return next(engine for engine in ENGINES if engine.applies(options))

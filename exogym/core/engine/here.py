@@ -35,10 +35,10 @@ class Forked:
     shares_memory, runs_again, keeps_rows, is_here = True, True, False, True
 
     def applies(self, options: EngineOptions) -> bool:
-        return options.processes not in (1, "auto")
+        return options.processes != 1
 
     def processes(self, options: EngineOptions) -> int:
-        return int(options.processes)
+        return options.processes
 
     def run(self, options: EngineOptions, body: Callable[[Wire], Result]) -> Result:
         from exogym.core.engine.forks import can_fork, run_forked
@@ -59,7 +59,7 @@ class Group:
 
     def processes(self, options: EngineOptions) -> int:
         world = world_size()
-        if options.processes not in (1, "auto", world):
+        if options.processes not in (1, world):
             launched = {"processes of a launcher": f"a script that runs as {world} processes"}
             check({"processes": f"processes={options.processes}"} | launched)
         return world if options.nodes is None else options.nodes.processes(world)

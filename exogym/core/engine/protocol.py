@@ -23,8 +23,7 @@ class EngineOptions:
     Attributes:
         num_nodes: number of rows. Each node has a row. If only some clients act at a time, each acting client has a
             row.
-        processes: number of processes that share the rows. "auto" means the fastest number, or all processes that
-            exist.
+        processes: number of processes that share the rows.
         device: this process's device.
         native: sum with torch's own operations instead of the exact tree.
         hang_s: seconds without progress after which a process counts as hung. None means no limit.
@@ -39,7 +38,7 @@ class EngineOptions:
     """
 
     num_nodes: int
-    processes: int | str
+    processes: int
     device: torch.device
     native: bool = False
     hang_s: float | None = None

@@ -55,8 +55,10 @@ def _check_kinds(options: FitOptions) -> None:
             "exogym.strategy.DiLoCoStrategy(H=100)"
             + (", or exogym.strategy.registry.parse_strategy of this text" if is_text else "")
         )
-    if str(options.compute) not in WAYS and (instead := retired(str(options.compute), "compute")) is not None:
-        raise ArgumentError(f"compute={options.compute!r}: {instead}")
+    for name in ("compute", "processes"):
+        value = getattr(options, name)
+        if isinstance(value, str) and (instead := retired(value, name)) is not None:
+            raise ArgumentError(f"{name}={value!r}: {instead}")
     for name, choices in CHOICES.items():
         check_choice(name, getattr(options, name), choices)
     engine = options.placement.engine
@@ -87,8 +89,6 @@ def _check_plain(options: FitOptions) -> None:
 
 def _check_values(options: FitOptions) -> None:
     """Check other numbers, and callbacks, each option alone."""
-    if options.processes != "auto":
-        check_count("processes", options.processes)
     if options.max_memory_usage is not None:
         check_number("max_memory_usage", options.max_memory_usage, over=0, most=1, more=", a share of the memory")
     if not isinstance(options.callbacks, Sequence) or isinstance(options.callbacks, str | bytes):

@@ -212,9 +212,8 @@ class FitOptions(RunOptions):
         seed: Seed of everything random in the run. The caller's random state stays as it was.
         device: "auto", or a torch device: cpu, cuda, cuda:1, mps. "auto" takes a GPU if there is one (CUDA, then
             Apple's MPS).
-        processes: Processes that share the nodes, or "auto". ExoGym forks them from this process (Linux, CPU). The
-            result has the same bits for every number of processes. "auto" runs a short trial, uses the machine's cores
-            if that is faster, and prints its choice. Do not give this option under `python -m exogym.launch` or
+        processes: Processes that share the nodes. ExoGym forks them from this process (Linux, CPU). The result has the
+            same bits for every number of processes. Do not give this option under `python -m exogym.launch` or
             torchrun, where the launched processes share the nodes.
         network: Predict the time on this network. Give text ("wifi", "100Mbps,20ms") or a `Network` (see
             `exogym.network`). `time_s` in the history and `trainer.clock` hold the predicted time.
@@ -246,7 +245,7 @@ class FitOptions(RunOptions):
     val_interval: int | None = None
     seed: int = 0
     device: str | torch.device = "auto"
-    processes: int | str = 1
+    processes: int = 1
     network: Network | str | None = None
     step_seconds: Any = None
     timeline: bool = False
@@ -273,9 +272,7 @@ class FitOptions(RunOptions):
             found.pop("step_seconds", None)
         if self.nodes is not None:
             found |= self.nodes.features()
-        if self.strategy.driven_by == "programs" and (
-            values["engine"] is not None or self.processes not in (1, "auto")
-        ):
+        if self.strategy.driven_by == "programs" and (values["engine"] is not None or self.processes != 1):
             found["one node's strategy in processes"] = f"{type(self.strategy).__name__} in several processes"
         if self.sharing is not None:
             what = found["balance"] = f"balance={self.sharing.kind!r}"

@@ -43,19 +43,12 @@ def run_placed(
         nodes=_in_processes(options),
     )  # fmt: skip
     found = engine or engine_for(engine_options)
-    if found is None or found.is_here:
-        memories = 1 if found is None or found.shares_memory else found.processes(engine_options)
+    if found.is_here:
+        memories = 1 if found.shares_memory else found.processes(engine_options)
         check_rows(
             subject.model, options.strategy, device, num_nodes=options.num_nodes, processes=memories,
             rows=rows_of_run(options, memories, found), is_cut=engine_options.nodes is not None,
         )  # fmt: skip
-    if found is None:  # processes="auto", and nobody else has started others
-        from exogym.core.training.trials import chosen_processes
-
-        processes = chosen_processes(subject, options, engine_options, rows_of_run(options, 1))
-        engine_options = replace(engine_options, processes=processes)
-        found = engine_for(engine_options)
-    assert found is not None
     dealt, weighed = _dealt(found, engine_options, options, subject)
     if not found.runs_again:
         _say_who_restarts(asked.max_restarts)

@@ -275,7 +275,7 @@ class NetworkTrainer(Trainer):
             check_one_fit(number)
         if options.nodes is not None:
             options.nodes.processes(slots)
-        if options.processes not in (1, "auto", slots):
+        if options.processes not in (1, slots):
             hosts = {"NetworkTrainer": f"a hosts file of {slots} slots"}
             check({"processes": f"processes={options.processes}"} | hosts)
         script, is_module = calling_script()

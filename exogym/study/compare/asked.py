@@ -129,7 +129,7 @@ class ComparisonOptions(StudyOptions):
 
     strategies: str | Sequence[str] | Mapping[str, str | Strategy] = DEFAULT_STRATEGIES
     _: KW_ONLY
-    processes: int | str = FitOptions.processes
+    processes: int = FitOptions.processes
     speeds: Sequence[float] | None = None
     target_loss: float | None = None
     progress: bool | None = FitOptions.progress

@@ -55,7 +55,7 @@ class Session:
     val: Any
     val_interval: int
     place: torch.device
-    processes: int | str
+    processes: int
     forecast: Forecast | None
     loss_fn: Callable[..., Tensor] | None
     metrics: dict[str, Metric] | None
