@@ -159,7 +159,7 @@ def noted(call: Any) -> Any:
     def noting(self: Any, every: bool = True) -> None:
         if every and self.step in (FIRST, LAST):
             comm = self.fleet.comm
-            comm.transfers.settle()
+            comm.settle()
             dist.barrier()
             if not SEEN:
                 RECORDED.clear()

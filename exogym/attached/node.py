@@ -161,7 +161,7 @@ class Node:
         worker.point(0)
         steps, size = self.total_steps or ENDLESS, 1 if self.stream is None else self.stream.batch_size
         self._examples = examples
-        fleet.comm.transfers.overlap = True
+        fleet.comm.overlap = True
         run = Run(num_nodes, self.seed, steps, np.array(examples), size)
         strategy = copy.deepcopy(self.strategy)
         stream: Any = self.stream  # the user's loop takes the batches

@@ -117,7 +117,7 @@ class GradientsUnderWay(GradientModule):
         self.kept[row] = {name: x.clone() for name, x in below("kept.", tensors).items()}
 
     def save_state(self) -> Tensors:
-        self.comm.transfers.settle(self.way)
+        self.comm.settle(self.way)
         return super().save_state()
 
 

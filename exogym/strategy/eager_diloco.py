@@ -73,7 +73,7 @@ class EagerCommunicator(OuterSteps):
             delta = theta - block.params
             with fleet.comm.on_its_way(self.flight):
                 mean = fleet.comm.all_reduce(delta, "mean", weights=self.weights)
-            is_carried = fleet.comm.transfers.are_under_way(self.flight)  # then delta is still being read
+            is_carried = fleet.comm.are_under_way(self.flight)  # then delta is still being read
             own = delta * share.to(delta) if is_carried else delta.mul_(share.to(delta))
             eager.append(others + own)
             if is_carried:
@@ -89,7 +89,7 @@ class EagerCommunicator(OuterSteps):
         fleet.synchronise_buffers()
 
     def _settle(self) -> None:
-        self.comm.transfers.settle(self.flight)
+        self.comm.settle(self.flight)
         self._take()
 
     def _take(self) -> None:

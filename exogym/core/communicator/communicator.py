@@ -168,9 +168,7 @@ class Communicator(Recorder):
     ) -> Tensor:
         waits = self._in_flight.pop(x.data_ptr(), None)
         if waits is None:
-            return self.transfers.result_of(
-                lambda wire: wire.reduce(x, group, op, share, everywhere=everywhere), x[0], flight
-            )
+            return self.result_of(lambda wire: wire.reduce(x, group, op, share, everywhere=everywhere), x[0], flight)
         with pulse.at(pulse.WAITING):
             for wait in waits:
                 wait()
@@ -222,7 +220,7 @@ class Communicator(Recorder):
             if like is None or rule is not None or not everyone:
                 reduced = found(self.wire)
             else:
-                reduced = self.transfers.result_of(found, like, self._flight)
+                reduced = self.result_of(found, like, self._flight)
         if own is None or everyone:
             return reduced.expand(len(self.ranks), *reduced.shape)
         result = own.clone()

@@ -202,47 +202,6 @@ def tree_factors(n: int) -> np.ndarray:
     return np.array([children(k, n) + float(k > 0) for k in range(n)])
 
 
-class Transfers:
-    """The transfers of a communicator that nobody has waited for.
-
-    Args:
-        wire: carries the rows.
-
-    Attributes:
-        overlap: carry the results of flights while nodes compute, if the wire can.
-    """
-
-    def __init__(self, wire: Wire):
-        self.wire, self.overlap = wire, False
-        self._begun: dict[int, list[Transfer]] = {}
-
-    def result_of(self, call: Callable[[Wire], Tensor], like: Tensor, flight: int | None) -> Tensor:
-        """Return the result of `call(wire)`, a tensor like `like`.
-
-        In a flight, the call may be under way when this method returns. Then the result's values are undefined until
-        `settle`.
-        """
-        if flight is None or not (self.overlap and self.wire.carries_behind):
-            return call(self.wire)
-        transfer = self.wire.start(call, like)
-        self._begun.setdefault(flight, []).append(transfer)
-        return transfer.result
-
-    def are_under_way(self, flight: int) -> bool:
-        """Return whether results of `flight` are undefined, because nobody has waited for them."""
-        return flight in self._begun
-
-    def settle(self, flight: int | None = None) -> None:
-        """Wait until the results of `flight` are complete. Without `flight`, wait for all flights.
-
-        No virtual time passes.
-        """
-        self.wire.launch()
-        for number in list(self._begun) if flight is None else [flight]:
-            for transfer in self._begun.pop(number, []):
-                transfer.wait()
-
-
 class Recorder:
     """Records each collective in `ledger`.
 
@@ -252,6 +211,9 @@ class Recorder:
     Args:
         wire: carries the rows between processes.
         num_nodes: nodes in the whole fleet.
+
+    Attributes:
+        overlap: whether the results of flights travel while nodes compute, if the wire can do this.
     """
 
     def __init__(self, wire: Wire, num_nodes: int):
@@ -261,7 +223,8 @@ class Recorder:
         self._tag = "parameters"
         self._held: list[Event] | None = None  # events of calls made `apart`
         self._numbers = 0  # of flights
-        self.transfers = Transfers(wire)
+        self.overlap = False
+        self._begun: dict[int, list[Transfer]] = {}  # transfers of flights that nobody has waited for
         self._flight: int | None = None  # the flight of current calls
 
     @contextlib.contextmanager
@@ -297,10 +260,36 @@ class Recorder:
 
     def arrive(self, flight: int) -> None:
         """Let the members of the collectives with the number `flight` wait for these collectives, from now on."""
-        self.transfers.settle(flight)
+        self.settle(flight)
         nothing = np.zeros(0)
         event = Event("arrive", "", (), 0.0, nothing, nothing, self._tag, (), flight=flight)
         self.ledger.tell(event) if self._held is None else self._held.append(event)
+
+    def result_of(self, call: Callable[[Wire], Tensor], like: Tensor, flight: int | None) -> Tensor:
+        """Return the result of `call(wire)`, a tensor like `like`.
+
+        In a flight, the call may be under way when this method returns. Then the result's values are undefined until
+        `settle`.
+        """
+        if flight is None or not (self.overlap and self.wire.carries_behind):
+            return call(self.wire)
+        transfer = self.wire.start(call, like)
+        self._begun.setdefault(flight, []).append(transfer)
+        return transfer.result
+
+    def are_under_way(self, flight: int) -> bool:
+        """Return whether results of `flight` are undefined, because nobody has waited for them."""
+        return flight in self._begun
+
+    def settle(self, flight: int | None = None) -> None:
+        """Wait until the results of `flight` are complete. Without `flight`, wait for all flights.
+
+        No virtual time passes.
+        """
+        self.wire.launch()
+        for number in list(self._begun) if flight is None else [flight]:
+            for transfer in self._begun.pop(number, []):
+                transfer.wait()
 
     # Calls that a node's processes make apart
 

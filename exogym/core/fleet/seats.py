@@ -257,16 +257,14 @@ class Seats:
         wire = fleet.comm.wire
         first = sum(map(len, wire.placement[: wire.process]))
         found: dict[int, Tensors] = {}
-        packs = Packs()
-        for node in self.store:
-            packs.add(node, self.store.get(node))
+        kept = {node: dict(self.store.get(node)) for node in self.store}
         for row, node in enumerate(fleet.ranks):
             found[first + row] = {"node": torch.tensor(node if node in working else -1)}
             if node in working:
                 found[first + row] |= fleet.state.row(row)
             elif mine := self._kept(row):
-                packs.add(node, mine)
-        found[first] |= packs.tensors()
+                kept[node] = mine
+        found[first] |= packed(kept)
         return found
 
     def load(self, rows: Mapping[int, Tensors]) -> None:
@@ -317,33 +315,26 @@ class Seats:
         return ship(wire, tensors, wire.placement[source][0], [wire.placement[target][0]])
 
 
-class Packs:
-    """Pack the state of many nodes into few tensors. The number of tensors does not depend on the number of nodes.
+def packed(kept: Mapping[int, Tensors]) -> Tensors:
+    """Pack the state of many nodes, {rank: tensors}, into few tensors. Each tensor leaves its dict once it is packed.
 
-    If nodes have tensors with the same names, shapes and dtypes, these become the rows of one tensor per name.
+    Nodes whose tensors have the same names, shapes and dtypes are a kind. For each kind the result has the ranks
+    (nodes,), and one tensor (nodes, ...) per name. So the number of tensors does not depend on the number of nodes.
     """
-
-    def __init__(self) -> None:
-        self._kinds: dict[Any, tuple[list[int], list[Tensors]]] = {}
-
-    def add(self, node: int, tensors: Tensors) -> None:
-        """Add the state of the node with rank `node`."""
+    kinds: dict[Any, list[int]] = {}
+    for node, tensors in kept.items():
         kind = tuple(sorted((name, str(x.dtype), tuple(x.shape)) for name, x in tensors.items()))
-        nodes, theirs = self._kinds.setdefault(kind, ([], []))
-        nodes.append(node)
-        theirs.append(dict(tensors))
-
-    def tensors(self) -> Tensors:
-        """Return, for each kind of node, the ranks (nodes,) and the tensors (nodes, ...). Release the added tensors."""
-        found = {}
-        for k, (nodes, theirs) in enumerate(self._kinds.values()):
-            found[f"kept.{k}.nodes"] = torch.tensor(nodes)
-            found |= {f"kept.{k}.of.{name}": torch.stack([x.pop(name) for x in theirs]) for name in list(theirs[0])}
-        return found
+        kinds.setdefault(kind, []).append(node)
+    found = {}
+    for k, nodes in enumerate(kinds.values()):
+        found[f"kept.{k}.nodes"] = torch.tensor(nodes)
+        for name in list(kept[nodes[0]]):
+            found[f"kept.{k}.of.{name}"] = torch.stack([kept[node].pop(name) for node in nodes])
+    return found
 
 
 def unpacked(tensors: Tensors) -> dict[int, Tensors]:
-    """Return each node's state, {rank: tensors}, as views of the `tensors` that `Packs.tensors` returned."""
+    """Return each node's state, {rank: tensors}, as views of the `tensors` that `packed` returned."""
     kinds = {name.split(".")[1] for name in tensors if name.startswith("kept.")}
     kept: dict[int, Tensors] = {}
     for k in kinds:

@@ -144,7 +144,7 @@ def _is_marked(name: str) -> bool:
 
 
 def _without_history(loop: Resumable) -> Snapshot:
-    loop.fleet.comm.transfers.settle()
+    loop.fleet.comm.settle()
     state = loop.fleet.state
     seats, shared = loop.seats, state.shared()
     rows = {rank: state.row(row) for row, rank in enumerate(loop.fleet.ranks)} if seats is None else seats.rows()

@@ -80,7 +80,7 @@ def _assemble(
     with contextlib.ExitStack() as undo:
         stream, worker, first_batch = workplace(subject, options, device, wire, undo)
         fleet = worker.fleet
-        fleet.comm.transfers.overlap = options.placement.overlap and options.faults is None
+        fleet.comm.overlap = options.placement.overlap and options.faults is None
         total_steps = bar.total_steps = options.total_steps(_steps_per_epoch(options, stream))
         observers = _observers(options, bar, total_steps) if wire.is_main else Observers()
         if (folder := os.environ.get("EXOGYM_STEPS")) is not None:  # this host is watched

@@ -169,18 +169,18 @@ def test_a_process_that_is_stopped_in_mid_flight_is_killed(tmp_path):
 def test_transfers_keep_their_order_and_leave_the_caller_free(tmp_path):
     def body(wire, x):
         comm = Communicator(wire.ranks, 4, wire)
-        comm.transfers.overlap = True
+        comm.overlap = True
         flights = [comm.new_flight() for _ in range(3)]
         means = []
         for k, flight in enumerate(flights):
             with comm.on_its_way(flight):
                 means.append(comm.all_reduce(x * k))
-            assert comm.transfers.are_under_way(flight)
+            assert comm.are_under_way(flight)
         main = wire.rows(x, range(4))  # meanwhile, over other connections
         assert wire.agree(wire.process == 0)
         for k, flight in reversed(list(enumerate(flights))):
             comm.arrive(flight)
-            assert not comm.transfers.are_under_way(flight)
+            assert not comm.are_under_way(flight)
             assert torch.equal(means[k], comm.all_reduce(x * k)) and len(main) == 4
         assert comm.ledger.tx_bytes[0] == 2 * 3 * 2 * 3 / 4 * x[0].nbytes  # recorded once each
         wire.leave()
