@@ -20,13 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from exogym.communicator import gather
-from exogym.core.base.torch_private import (
-    hold_shard,
-    in_this_process,
-    own_parameters,
-    sharded_parameters,
-    take_gradient,
-)
+from exogym.core.base.torch_private import in_this_process, own_parameters
 from exogym.core.compute.pointer import Pointer
 from exogym.core.engine.wire import ProcessWire
 from exogym.core.engine.world import join_world, world_size
@@ -36,6 +30,7 @@ from exogym.mesh import NodeMesh
 from exogym.mesh.devices import share_buffers
 from exogym.mesh.places import even_part
 from exogym.mesh.split import whole_layouts
+from exogym.mesh.torch_private import hold_shard, sharded_parameters, take_gradient
 from exogym.mesh.wire import MeshWire
 
 HOW = "shard it with fully_shard(model, mesh=...) on the mesh that you give as node="

@@ -24,12 +24,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from exogym.core.base.torch_private import (
-    hold_local,
-    hold_shard,
-    sharded_parameters,
-    take_gradient,
-)
 from exogym.core.compute.outputs import Loss
 from exogym.errors import ModelError
 from exogym.fleet import Layout
@@ -39,6 +33,12 @@ from exogym.mesh.split import Context, Part, Placed
 from exogym.mesh.split import passes as add_gradients
 from exogym.mesh.splits import blocks_of
 from exogym.mesh.tensors import torchs_refusals
+from exogym.mesh.torch_private import (
+    hold_local,
+    hold_shard,
+    sharded_parameters,
+    take_gradient,
+)
 
 WAYS = 999_983  # a prime; a double holds its square exactly
 

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from exogym.communicator import ALONE
 from exogym.core.base import pulse
-from exogym.core.base.torch_private import Plain
 from exogym.core.compute.outputs import Loss
 from exogym.core.fleet.layout import Layout, layouts_of
 from exogym.errors import ModelError
 from exogym.mesh import NodeMesh
 from exogym.mesh.places import Places, places_in
 from exogym.mesh.tensors import cut_axes, split_layers
+from exogym.mesh.torch_private import Plain
 from exogym.mesh.wire import NodeColumns
 
 Part = tuple[Any, float]  # a part of a batch, and its share of the batch

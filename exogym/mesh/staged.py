@@ -33,13 +33,14 @@ from torch.distributed import pipelining
 
 from exogym.core.base import pulse
 from exogym.core.base.batches import batch_examples, map_tensors
-from exogym.core.base.torch_private import Hollow, hold_local, in_this_process
+from exogym.core.base.torch_private import in_this_process
 from exogym.core.compute.outputs import Loss
 from exogym.errors import ModelError
 from exogym.mesh import NodeMesh
 from exogym.mesh.replicated import Replicated
 from exogym.mesh.split import Context, Part
 from exogym.mesh.splits import stages_holding, stages_of
+from exogym.mesh.torch_private import Hollow, hold_local
 from exogym.mesh.wire import NodeColumns
 
 SCHEDULES: dict[str, Any] = {"gpipe": pipelining.ScheduleGPipe, "1f1b": pipelining.Schedule1F1B}

@@ -29,11 +29,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from exogym.communicator import Columns, Move, Wire, barrier
 from exogym.core.base import pulse
-from exogym.core.base.torch_private import forget_groups
 from exogym.core.engine.sockets import ports_closed_afterwards
 from exogym.core.engine.wire import ProcessWire, as_bytes
 from exogym.core.engine.world import new_group
 from exogym.mesh import NodeMesh
+from exogym.mesh.torch_private import forget_groups
 
 
 class NodeColumns(Columns):

@@ -37,6 +37,7 @@ from torch.utils.data import DataLoader, Dataset
 from exogym.core.base import torch_private
 from exogym.core.base.torch_private import TRIED_WITH
 from exogym.errors import ModelError
+from exogym.mesh import torch_private as mesh_private
 
 TRIED: dict[str, str] = {}  # name in torch_private -> the part of torch behind it
 
@@ -47,9 +48,10 @@ def as_it_was(name: str, part: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        place = f"exogym/{'core/base' if hasattr(torch_private, name) else 'mesh'}/torch_private.py"
         raise AssertionError(
             f"{part} of torch {torch.__version__} is not what it was in torch {', '.join(TRIED_WITH)}: mend "
-            f"`{name}` in exogym/core/base/torch_private.py ({type(error).__name__}: {error})"
+            f"`{name}` in {place} ({type(error).__name__}: {error})"
         ) from error
 
 
@@ -82,7 +84,8 @@ def test_the_floor_is_the_oldest_torch_that_all_parts_were_tried_with() -> None:
 
 
 def test_each_part_has_a_test() -> None:
-    named = {n for n, x in vars(torch_private).items() if getattr(x, "__module__", "") == torch_private.__name__}
+    places = (torch_private, mesh_private)
+    named = {n for place in places for n, x in vars(place).items() if getattr(x, "__module__", "") == place.__name__}
     assert {name for name in named if not name.startswith("_")} == TRIED.keys() - {"AGENT_LOGGERS"}
 
 
@@ -381,7 +384,7 @@ def sharded(tmp_path: Path, body: Callable[[nn.Module, list[Any], int], None]) -
         with torch.no_grad():
             model[0].weight.copy_(torch.arange(6.0).view(3, 2))
         fully_shard(model, mesh=DeviceMesh.from_group(dist.group.WORLD, "cpu"))
-        body(model, torch_private.sharded_parameters(model), rank)
+        body(model, mesh_private.sharded_parameters(model), rank)
         dist.destroy_process_group()
 
     everywhere(2, member)
@@ -403,12 +406,12 @@ def test_a_shard_is_memory_of_our_own(tmp_path: Path) -> None:
             row = torch.full((9 + room,), 100.0)
             shard = row[3:7].view(2, 2) if rank == 0 else row[len(row) - room - 2 :][:2].view(1, 2)
             shard.copy_(torch.tensor([[1.0, 0.0], [0.0, 2.0]]) if rank == 0 else torch.tensor([[3.0, 3.0]]))
-            torch_private.hold_shard(found[0][2], shard)
+            mesh_private.hold_shard(found[0][2], shard)
             assert model(torch.ones(1, 2)).tolist() == [[1.0, 2.0, 6.0]]
             model.reshard()  # type: ignore[operator]
             shard.mul_(2)  # it sees what is done to the row
             if room or rank == 0:
-                torch_private.hold_shard(found[0][2], shard)
+                mesh_private.hold_shard(found[0][2], shard)
             assert model(torch.ones(1, 2))[0, :2].tolist() == [2.0, 4.0]
             model.reshard()  # type: ignore[operator]
 
@@ -418,11 +421,11 @@ def test_a_shard_is_memory_of_our_own(tmp_path: Path) -> None:
 @tries("take_gradient", "FSDPParam.sharded_param")
 def test_the_gradient_of_a_shard_is_taken(tmp_path: Path) -> None:
     def body(model: nn.Module, found: list[Any], rank: int) -> None:
-        assert torch_private.take_gradient(found[0][2].sharded_param) is None
+        assert mesh_private.take_gradient(found[0][2].sharded_param) is None
         (model(torch.full((1, 2), 1.0 + rank)).sum() * 2).backward()
-        grad = torch_private.take_gradient(found[0][2].sharded_param)
+        grad = mesh_private.take_gradient(found[0][2].sharded_param)
         assert type(grad) is torch.Tensor and grad.tolist() == [[3.0, 3.0]] * (2 - rank)
-        assert torch_private.take_gradient(found[0][2].sharded_param) is None
+        assert mesh_private.take_gradient(found[0][2].sharded_param) is None
 
     sharded(tmp_path, body)
 
@@ -436,7 +439,7 @@ def test_sharded_modules_are_made_plain_again(tmp_path: Path) -> None:
         model.register_forward_hook(lambda *_: calls.append(1))
         weight, kept = model[0].weight, set(vars(model))
         for _ in range(2):  # and can be sharded again
-            plain = torch_private.Plain(model)
+            plain = mesh_private.Plain(model)
             fully_shard(model[0], mesh=(mesh := DeviceMesh.from_group(dist.group.WORLD, "cpu")))
             fully_shard(model, mesh=mesh)
             model(torch.ones(1, 2)).sum().backward()
@@ -475,7 +478,7 @@ def test_what_is_here_of_a_parameter_is_memory_of_our_own(tmp_path: Path) -> Non
         shapes = [(2, 2), (1, 2), (1, 1)]
         held = [torch.full(shape, 1.0 + rank if k < 2 else 2.0) for k, shape in enumerate(shapes)]
         for p, local in zip(model.parameters(), held, strict=True):
-            torch_private.hold_local(p, local)
+            mesh_private.hold_local(p, local)
         assert model(torch.ones(1, 2)).item() == 2 * (2 * 2 * 1 * 1 + 2 * 2 * 2 * 2)
         held[2] *= 2  # it sees what is done to the memory
         assert model(torch.ones(1, 2)).item() == 80
@@ -489,7 +492,7 @@ def test_what_is_here_of_a_tensor_is_found(tmp_path: Path) -> None:
         for p in model.parameters():
             local = p.to_local() if isinstance(p, DTensor) else p
             assert torch_private.in_this_process(p).data_ptr() == local.data_ptr()
-            torch_private.hold_local(p, own := torch.ones(1, 1))
+            mesh_private.hold_local(p, own := torch.ones(1, 1))
             assert torch_private.in_this_process(p).detach().data_ptr() == own.data_ptr()
 
     with_layers(tmp_path, body)
@@ -500,10 +503,10 @@ def test_what_is_here_of_a_gradient_is_taken(tmp_path: Path) -> None:
     def body(model: nn.Module, rank: int) -> None:
         for p in model.parameters():
             local = p.to_local() if isinstance(p, DTensor) else p
-            torch_private.hold_local(p, torch.ones_like(local.detach()))
-        assert torch_private.take_gradient(next(model.parameters())) is None
+            mesh_private.hold_local(p, torch.ones_like(local.detach()))
+        assert mesh_private.take_gradient(next(model.parameters())) is None
         model(torch.ones(1, 2)).sum().backward()
-        found = [torch_private.take_gradient(p) for p in model.parameters()]
+        found = [mesh_private.take_gradient(p) for p in model.parameters()]
         assert [x.tolist() for x in found if type(x) is torch.Tensor] == [[[1.0, 1.0]] * 2, [[2.0, 2.0]], [[8.0]]]
         assert all(p.grad is None for p in model.parameters())
 
@@ -515,7 +518,7 @@ def test_a_mesh_is_not_taken_for_an_earlier_one_whose_processes_have_parted(tmp_
     def member(rank: int) -> None:
         dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 2), rank=rank, world_size=2)
         for _ in range(2):
-            torch_private.forget_groups(torch.device("cpu"))
+            mesh_private.forget_groups(torch.device("cpu"))
             model = nn.Linear(2, 4, bias=False)
             nn.init.ones_(model.weight)
             mesh = DeviceMesh.from_group(group := dist.new_group([0, 1]), "cpu", mesh_dim_names=("tensor",))
@@ -537,7 +540,7 @@ def test_a_pass_without_numbers_goes_through_layers_that_others_compute_too(tmp_
     def body(model: nn.Module, rank: int) -> None:
         model[2].weight.data = torch.zeros(()).expand(1, 1)
         if rank == 0:
-            with torch.no_grad(), torch_private.Hollow(model):
+            with torch.no_grad(), mesh_private.Hollow(model):
                 out = model(torch.ones(5, 2))
                 assert out.is_meta and out.shape == (5, 1) and not isinstance(out, DTensor)
 
@@ -548,13 +551,13 @@ def test_a_pass_without_numbers_goes_through_layers_that_others_compute_too(tmp_
 def test_a_pass_without_numbers_has_shapes() -> None:
     model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 3), nn.Dropout(0.5))
     x, state = torch.tensor([[0, 4], [1, 2]]), torch.get_rng_state()
-    with torch.no_grad(), torch_private.Hollow(model):
+    with torch.no_grad(), mesh_private.Hollow(model):
         out, real = model(x), x + 1
         assert out.is_meta and out.shape == (2, 2, 3) and real.tolist() == [[1, 5], [2, 3]]
         with pytest.raises(ModelError, match="reads values computed in an earlier stage"):
             bool(out.sum() > 0)
     assert torch.equal(torch.get_rng_state(), state) and not model(x).is_meta
-    with torch.no_grad(), torch_private.Hollow(model, watches=True) as hollow:
+    with torch.no_grad(), mesh_private.Hollow(model, watches=True) as hollow:
         first = model[0](x)
         then = hollow.cut(first, "0")
         assert model[1](then).shape == (2, 2, 3)
