@@ -26,7 +26,7 @@ from torch import Tensor
 
 from exogym.core.base.torch_private import add_
 from exogym.core.fleet import Fleet
-from exogym.core.fleet.presence import rows_of
+from exogym.core.fleet.fleet import rows_of
 from exogym.errors import check_number
 from exogym.strategy.capabilities import Corrects
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy

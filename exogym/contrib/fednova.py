@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from exogym.core.fleet import Fleet
-from exogym.core.fleet.presence import rows_of
+from exogym.core.fleet.fleet import rows_of
 from exogym.errors import ArgumentError
 from exogym.strategy.capabilities import Corrects
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from exogym.core.fleet import Fleet
-from exogym.core.fleet.presence import rows_of
+from exogym.core.fleet.fleet import rows_of
 from exogym.errors import TrainingError, check_number
 from exogym.strategy.capabilities import SeesLosses
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy

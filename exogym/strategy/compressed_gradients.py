@@ -24,8 +24,8 @@ from torch import Tensor
 
 from exogym.core.compress import Compressor, Quantized, noise_of, with_feedback
 from exogym.core.fleet import Block, Fleet
+from exogym.core.fleet.fleet import rows_of, shared_row, where_present
 from exogym.core.fleet.layout import Layout
-from exogym.core.fleet.presence import rows_of, shared_row, where_present
 from exogym.strategy.communicate_optimize import GradientModule
 from exogym.strategy.simple_reduce import broadcast_buffers, mark_used
 from exogym.strategy.strategy import Run

@@ -36,7 +36,7 @@ from torch import Tensor
 from exogym.core.compress import BlockDCT
 from exogym.core.compress.dct import Blocks
 from exogym.core.fleet import Block, Fleet
-from exogym.core.fleet.presence import rows_of, shared_row
+from exogym.core.fleet.fleet import rows_of, shared_row
 from exogym.errors import check_count, check_number
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, GradientModule
 from exogym.strategy.optim import OptimSpec

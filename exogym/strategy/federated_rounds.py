@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from exogym.core.fleet import Fleet
-from exogym.core.fleet.presence import shared_row
+from exogym.core.fleet.fleet import shared_row
 from exogym.strategy.capabilities import ChoosesClients
 from exogym.strategy.communicate_optimize import CommunicationModule
 from exogym.strategy.federated_averaging import AveragingCommunicator

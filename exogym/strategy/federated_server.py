@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from exogym.core.fleet import Fleet
-from exogym.core.fleet.presence import rows_of
+from exogym.core.fleet.fleet import rows_of
 from exogym.core.fleet.state import Tensors
 from exogym.strategy.personal import Personal
 from exogym.strategy.privacy import DifferentialPrivacy

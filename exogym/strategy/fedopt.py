@@ -28,7 +28,7 @@ from typing import Any, Unpack
 from torch import Tensor
 
 from exogym.core.fleet import Fleet
-from exogym.core.fleet.presence import rows_of, shared_row
+from exogym.core.fleet.fleet import rows_of, shared_row
 from exogym.errors import check_choice, check_number
 from exogym.strategy.averaging import FLAT, Averaging, averaging_of
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy

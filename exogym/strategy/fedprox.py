@@ -27,7 +27,7 @@ from torch import Tensor
 
 from exogym.core.base.torch_private import add_, differences
 from exogym.core.fleet import Fleet
-from exogym.core.fleet.presence import rows_of
+from exogym.core.fleet.fleet import rows_of
 from exogym.errors import check_number
 from exogym.strategy.averaging import FLAT, Averaging, averaging_of
 from exogym.strategy.capabilities import Corrects

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from exogym.core.base.rng import numpy_generator
 from exogym.core.fleet import Fleet
-from exogym.core.fleet.presence import rows_of
+from exogym.core.fleet.fleet import rows_of
 from exogym.errors import check_count, check_number
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, PeriodicModule
 from exogym.strategy.rounds import RoundLength

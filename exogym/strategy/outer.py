@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from exogym.core.fleet import Fleet
+from exogym.core.fleet.fleet import rows_of
 from exogym.core.fleet.layout import Cut, Layout, Slot
-from exogym.core.fleet.presence import rows_of
 from exogym.core.fleet.state import Tensors
 from exogym.errors import ArgumentError, check_choice
 from exogym.strategy.kernels import bare_step

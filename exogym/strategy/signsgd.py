@@ -30,7 +30,7 @@ from torch import Tensor
 from exogym.core.compress import Quantized, ScaledSign, tensors
 from exogym.core.compress.quantize import pack, unpack
 from exogym.core.fleet import Fleet
-from exogym.core.fleet.presence import shared_row
+from exogym.core.fleet.fleet import shared_row
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, GradientModule
 from exogym.strategy.compressed_gradients import CompressedMean, own_gradients
 from exogym.strategy.simple_reduce import broadcast_buffers, mark_used

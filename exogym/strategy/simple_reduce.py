@@ -18,7 +18,7 @@ from __future__ import annotations
 from typing import Any, Unpack
 
 from exogym.core.fleet import Block, Fleet
-from exogym.core.fleet.presence import all_present
+from exogym.core.fleet.fleet import all_present
 from exogym.errors import check_number, checked
 from exogym.strategy.averaging import FLAT, Averaging, averaging_of
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, GradientModule

@@ -38,7 +38,7 @@ from torch import Tensor
 from exogym.core.compress import ChunkTopK, Statistical, with_feedback
 from exogym.core.compress.compressor import chunked_bytes
 from exogym.core.fleet import Fleet
-from exogym.core.fleet.presence import rows_of, shared_row, where_present
+from exogym.core.fleet.fleet import rows_of, shared_row, where_present
 from exogym.errors import check_choice, check_count, check_number
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, PeriodicModule
 from exogym.strategy.rounds import RoundLength

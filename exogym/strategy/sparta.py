@@ -31,7 +31,7 @@ from exogym.core.base.rng import generator
 from exogym.core.combinations import refuse
 from exogym.core.compress import dequantize, noise_of, quantize
 from exogym.core.fleet import Block, Fleet
-from exogym.core.fleet.presence import rows_of, shared_row, where_present
+from exogym.core.fleet.fleet import rows_of, shared_row, where_present
 from exogym.errors import check_choice, check_count, check_number, checked
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, PeriodicModule
 from exogym.strategy.diloco import DiLoCoCommunicator

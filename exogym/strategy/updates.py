@@ -27,7 +27,7 @@ from torch import Tensor
 
 from exogym.core.base.rng import generator
 from exogym.core.fleet import Fleet
-from exogym.core.fleet.presence import rows_of
+from exogym.core.fleet.fleet import rows_of
 from exogym.faults import Faults
 from exogym.strategy.modules import Module
 from exogym.strategy.strategy import Run

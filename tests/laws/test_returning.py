@@ -19,7 +19,7 @@ from wrapped import made
 
 from exogym import LocalTrainer
 from exogym.callbacks import Every
-from exogym.core.fleet.presence import rows_of
+from exogym.core.fleet.fleet import rows_of
 from exogym.faults import Faults
 from exogym.strategy import FedAvgStrategy, FedOptStrategy, Strategy, communicate_optimize
 from exogym.strategy.registry import parse_strategy

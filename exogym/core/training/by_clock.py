@@ -21,7 +21,7 @@ from torch import Tensor
 
 from exogym.core.compute.spans import Losses, Span
 from exogym.core.fleet import Stateful
-from exogym.core.fleet.presence import rows_of
+from exogym.core.fleet.fleet import rows_of
 from exogym.core.fleet.state import Shared, Tensors
 from exogym.core.training.driver import Algorithm, Setting, meet
 from exogym.core.training.order import ARRIVAL, RELAY, STEP, Order, seconds_of_steps

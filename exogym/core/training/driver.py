@@ -21,7 +21,7 @@ from exogym.core.compute.inner import InnerOptimizer
 from exogym.core.compute.spans import Compute, Losses, Span, way_of
 from exogym.core.compute.worker import Worker
 from exogym.core.fleet import Fleet
-from exogym.core.fleet.presence import rows_of
+from exogym.core.fleet.fleet import rows_of
 from exogym.data.stream import Stream
 from exogym.strategy.capabilities import Corrects
 from exogym.strategy.strategy import Inner, Run, Strategy
