@@ -1,5 +1,5 @@
 """The private parts of torch that this package uses, each behind its own name. No other file uses private parts, except
-`exogym.mesh.torch_private`, which has those of a node of several devices.
+`exogym.mesh.torch_private`: the parts that a node of several devices needs.
 
 Torch's rule for its API says which names are private: names with an underscore anywhere in their path, and names that
 their module does not list in `__all__`. So `torch._foreach_mul_` and `nn.Module._buffers` are private. `torch.func` and
