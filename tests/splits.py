@@ -26,7 +26,7 @@ SGD, ADAM = 1e-6, 1e-4  # how far from the dense run's parameters may be
 MUON = 5e-3  # whose steps are in bf16, so rounding grows by a factor of 1e5 in each
 # of the table: where rounding may turn a choice, and with it an end
 CHOOSES = ["demo", "demo clipped", "topk", "qsgd", "signsgd", "ef-signsgd", "sparseloco"]
-CHOOSES += ["streaming diloco 4 bit", "sparta partitioned 4 bit", "sparta topk 8 bit", "sparta 4 bit stochastic"]
+CHOOSES += ["streaming diloco 4 bit", "sparta partitioned 4 bit", "sparta topk 8 bit"]
 MADE = {
     "diloco sgd": (lambda: DiLoCoStrategy("sgd", H=3, lr=0.1), SGD),
     "diloco clipped": (lambda: DiLoCoStrategy(H=3, lr=0.01, max_norm=0.5), ADAM),

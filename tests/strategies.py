@@ -199,9 +199,6 @@ STRATEGIES: dict[str, Entry] = {  # of the core, and of users
         lambda: SPARTAStrategy(lr=0.02, p_sparta=0.1, compression_method="topk", quantization_bits=8, interval=4),
         lambda row, steps: QUANTISED + 6 * 18 * 4 / NODES + row,  # one node in turn announces the indices
     ),
-    "sparta 4 bit stochastic": Entry(
-        lambda: SPARTAStrategy(lr=0.02, p_sparta=0.3, quantization_bits=4, rounding="stochastic")
-    ),
     "sparta diloco": Entry(lambda: SPARTADiLoCoStrategy(lr=0.02, p_sparta=0.1, H=6)),
     "fedavg": Entry(lambda: FedAvgStrategy("adamw", lr=0.02, H=5), lambda row, steps: row * math.ceil(steps / 5)),
     "fedavg islands": Entry(

@@ -48,7 +48,7 @@ class GradientsUnderWay(GradientModule):
     of each node, and Opt's state before an estimate that the node has not taken back.
     """
 
-    counters, inner_copies = ("taken",), 1
+    counters = ("taken",)
 
     def __init__(self, inner: Inner):
         super().__init__()

@@ -41,10 +41,10 @@ from exogym.errors import check_count, check_number
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy, PeriodicModule
 from exogym.strategy.fragments import fragments, layers_of
 from exogym.strategy.options import split
-from exogym.strategy.outer import OuterOptions, OuterRule
+from exogym.strategy.outer import OuterAndInnerOptions, OuterRule
 from exogym.strategy.outer_parameters import OuterFragments, OuterParameters
 from exogym.strategy.rounds import RoundLength
-from exogym.strategy.strategy import InnerOptions, Run
+from exogym.strategy.strategy import Run
 from exogym.strategy.traffic import Traffic
 
 
@@ -131,10 +131,6 @@ class LayerwisePenalty(OuterFragments, PeriodicModule):
         return torch.where(kept, shares, 0.0)
 
 
-class EDiTOptions(OuterOptions, InnerOptions, total=False):
-    """Options that `EDiTStrategy` shares with other strategies."""
-
-
 class EDiTStrategy(CommunicateOptimizeStrategy):
     """EDiT: DiLoCo by layers, without nodes whose outer gradient is unusually large, and with weights and clipping.
 
@@ -173,7 +169,7 @@ class EDiTStrategy(CommunicateOptimizeStrategy):
         clip: float | None = 10.0,
         memory: int = 10,
         decay: float = 0.02,
-        **options: Unpack[EDiTOptions],
+        **options: Unpack[OuterAndInnerOptions],
     ):
         rule, others = split(options, OuterRule)
         if isinstance(outer_optim, str) and outer_optim.lower() == "sgd" and rule.get("outer_momentum") is None:

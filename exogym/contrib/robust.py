@@ -15,6 +15,7 @@ average gradients, otherwise its parameters minus their values after its last sy
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -101,7 +102,10 @@ def wrapped(strategy: Any, kind: type[Averaging], **options: Any) -> Communicate
     averaging = modular(strategy).averaging
     if type(averaging) is not Averaging:
         raise ArgumentError(f"strategy={strategy!r} has another way of averaging already: wrap it once")
-    return strategy.with_averaging(kind(**averaging.given(), **options))
+    made, averaging = copy.copy(strategy), kind(**averaging.given(), **options)
+    vars(made)["given_arguments"] = vars(strategy)["given_arguments"] | {"averaging": averaging}
+    made.average_by(averaging)
+    return made
 
 
 @dataclass(frozen=True, repr=False)

@@ -133,12 +133,6 @@ REFUSED: tuple[Refused, ...] = (
         "leave one of them out",
     ),
     Refused(
-        'rounding="stochastic"',
-        "no quantization_bits",
-        "only quantized values are rounded",
-        "give quantization_bits, such as 8",
-    ),
-    Refused(
         "tuner",
         ("nothing to tune", "H as a function", "gradient_modules"),
         "a budget changes H or p_sparta, a number, during the run, and all bytes must depend on it",

@@ -23,7 +23,7 @@ from exogym.core.communicator import TRANSPORTS, Communicator
 from exogym.errors import ArgumentError, check_choice
 from exogym.faults import Faults
 from exogym.strategy.personal import Chosen, check_personal
-from exogym.strategy.privacy import DifferentialPrivacy
+from exogym.strategy.privacy import DifferentialPrivacy, check_privacy
 from exogym.strategy.traffic import Traffic
 from exogym.strategy.updates import Updates
 
@@ -66,10 +66,7 @@ class Averaging:
     def __post_init__(self) -> None:
         if self.transport is not None:
             check_choice("transport", self.transport, TRANSPORTS)
-        if not isinstance(self.privacy, DifferentialPrivacy | None):
-            raise ArgumentError(
-                f"privacy={self.privacy!r} must be a DifferentialPrivacy, as DifferentialPrivacy(1.0, 1.0)"
-            )
+        check_privacy(self.privacy)
         check_personal(self.personal)
 
     def __repr__(self) -> str:

@@ -61,7 +61,8 @@ class ParameterServer:
     def state(self) -> dict[str, Tensor]:
         tensors = {f"{name}.{b}": x for name in self.kept for b, x in enumerate(getattr(self, name))}
         counts = [getattr(self, name) for name in self.counted]
-        return tensors | {"counts": torch.tensor(counts, dtype=torch.float64)}
+        dtype = torch.float64 if any(isinstance(count, float) for count in counts) else torch.int64
+        return tensors | {"counts": torch.tensor(counts, dtype=dtype)}
 
     def load_state(self, tensors: dict[str, Tensor]) -> None:
         for name, x in self.state().items():

@@ -22,7 +22,7 @@ import contextlib
 import copy
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol, Self, Unpack
+from typing import Any, Protocol, Unpack
 
 import torch
 from torch import Tensor
@@ -117,21 +117,19 @@ class CommunicateOptimizeStrategy(Strategy):
         **options: Unpack[InnerOptions],
     ):
         self.inner = Inner.of(inner_optim, options)
-        for name, given in (("communication_modules", communication_modules), ("gradient_modules", gradient_modules)):
+        for kind, name, given in (
+            (CommunicationModule, "communication_modules", communication_modules),
+            (GradientModule, "gradient_modules", gradient_modules),
+        ):
             if not isinstance(given, list | tuple):
                 raise ArgumentError(f"{name}={given!r} must be a list of modules")
-        self.communication_modules = list(communication_modules)
-        self.gradient_modules = list(gradient_modules)
-        for kind, modules in (
-            (CommunicationModule, self.communication_modules),
-            (GradientModule, self.gradient_modules),
-        ):
-            for module in modules:
+            for module in given:
                 if not isinstance(module, kind):
                     raise ArgumentError(
                         f"{module!r} is not a {kind.__name__}: subclass {kind.__name__}, or take a module of "
                         "exogym.strategy"
                     )
+        self.communication_modules, self.gradient_modules = list(communication_modules), list(gradient_modules)
         self.faults: Faults | None = None
         self.tuning: Tuning | None = None
         self.average_by(Averaging())
@@ -157,17 +155,6 @@ class CommunicateOptimizeStrategy(Strategy):
         self.averaging = averaging
         self.updates = averaging.updates(self.faults, bool(self.communication_modules))
         check(self.features())
-
-    def with_averaging(self, averaging: Averaging) -> Self:
-        """Return a copy of this strategy that takes averages by `averaging`.
-
-        Raises:
-            ArgumentError: see `average_by`.
-        """
-        other = copy.copy(self)
-        vars(other)["given_arguments"] = vars(self)["given_arguments"] | {"averaging": averaging}
-        other.average_by(averaging)
-        return other
 
     def features(self) -> dict[str, str]:
         name, found = type(self).__name__, super().features()

@@ -48,7 +48,7 @@ from exogym.strategy.fragments import Piece
 from exogym.strategy.options import defined, split
 from exogym.strategy.participation import ClientDraws, Participation
 from exogym.strategy.personal import Chosen, Personal, check_personal
-from exogym.strategy.privacy import DifferentialPrivacy
+from exogym.strategy.privacy import DifferentialPrivacy, check_privacy
 from exogym.strategy.rounds import RoundLength
 from exogym.strategy.strategy import InnerOptions, Run
 from exogym.strategy.traffic import AskedRounds, Traffic
@@ -113,8 +113,7 @@ class AveragingCommunicator(PeriodicModule, ChoosesClients):
             check_count("each of local_steps", steps)
             if steps > self.interval_steps:
                 raise ArgumentError(f"local_steps holds {steps}, more than the H={H} steps of a round: raise H")
-        if not isinstance(privacy, DifferentialPrivacy | None):
-            raise ArgumentError(f"privacy={privacy!r} must be a DifferentialPrivacy, as DifferentialPrivacy(1.0, 1.0)")
+        check_privacy(privacy)
         self.draws = ClientDraws(client_fraction, island_size, privacy is not None)
         self.participation: Participation | None = None
         self.weighting = weighting

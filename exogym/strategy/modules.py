@@ -46,7 +46,6 @@ class Module(Stateful, ABC):
         name: the name of the module's state in checkpoints. None means the class name.
         weighted_means: whether all averages of the module are the communicator's means (`op="mean"`), which weight
             nodes by their work. If False, balance="batch" and balance="steps" are refused.
-        inner_copies: number of copies of the inner optimizer's state that the module keeps for each row.
         right_in_mean: whether only the mean of the nodes' messages is right, not each message alone. Examples: sparse
             entries, values rounded at random, values that are only partly sent (error feedback), or pieces of a mean
             (shards, factors). No robust rule can replace such a mean: the median of sparse entries is zero, and the
@@ -57,7 +56,6 @@ class Module(Stateful, ABC):
     acts_on = "elements"
     counters: tuple[str, ...] = ()
     weighted_means = right_in_mean = needs_length = False
-    inner_copies = 0
     name: str | None = None
 
     def __init_subclass__(cls) -> None:
@@ -231,14 +229,16 @@ class PeriodicModule(CommunicationModule):
             check_count("H", H)
             self.interval_steps = H
 
+    @property
+    def _rounds(self) -> Rounds:
+        return Rounds(self.interval_steps) if self.rounds is None else self.rounds
+
     def features(self) -> dict[str, str]:
         uneven = f"H={getattr(self.rounds, 'H', 'a function')!r}, in rounds of different lengths"
         return {} if self.rounds is None else {"rounds of different lengths": uneven}
 
     def next_event(self, step: int) -> int:
-        if self.rounds is not None:
-            return self.rounds.end_after(step)
-        return (step // self.interval_steps + 1) * self.interval_steps
+        return self._rounds.end_after(step)
 
     def couples_every(self, N: int) -> float:
         return self.interval_steps
@@ -248,11 +248,11 @@ class PeriodicModule(CommunicationModule):
 
     def round_of(self, step: int) -> int:
         """Return the round (from 0) in which step number `step` (from 1) is taken."""
-        return (step - 1) // self.interval_steps if self.rounds is None else self.rounds.of_step(step)
+        return self._rounds.of_step(step)
 
     def end_of(self, round_: int) -> int:
         """Return the step (from 1) that ends round `round_` (from 0)."""
-        return (round_ + 1) * self.interval_steps if self.rounds is None else sum(self.rounds.first(round_ + 1))
+        return sum(self._rounds.first(round_ + 1))
 
 
 def _as_tensor(value: bool | int | float) -> Tensor:

@@ -18,13 +18,8 @@ from typing import Any, Unpack
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy
 from exogym.strategy.diloco import DiLoCoCommunicator
 from exogym.strategy.options import split
-from exogym.strategy.outer import OuterOptions, OuterRule
+from exogym.strategy.outer import OuterAndInnerOptions, OuterRule
 from exogym.strategy.rounds import RoundLength
-from exogym.strategy.strategy import InnerOptions
-
-
-class MuLoCoOptions(OuterOptions, InnerOptions, total=False):
-    """Options that `MuLoCoStrategy` shares with other strategies."""
 
 
 class MuLoCoStrategy(CommunicateOptimizeStrategy):
@@ -59,7 +54,7 @@ class MuLoCoStrategy(CommunicateOptimizeStrategy):
         H: RoundLength = 30,
         *,
         weighting: str = "uniform",
-        **options: Unpack[MuLoCoOptions],
+        **options: Unpack[OuterAndInnerOptions],
     ):
         rule, others = split(options, OuterRule)
         if isinstance(outer_optim, str) and outer_optim.lower() == "sgd":

@@ -20,7 +20,7 @@ from exogym.strategy.options import defined, taking
 from exogym.strategy.packing import load_optimizer_state, optimizer_cut, optimizer_state
 from exogym.strategy.rounds import RoundLength
 from exogym.strategy.schedule import Schedule, Scheduler, check_schedule, forget_rates, set_rates
-from exogym.strategy.strategy import Run
+from exogym.strategy.strategy import InnerOptions, Run
 
 
 def outer_spec(outer_optim: Any, outer_lr: float | None, outer_momentum: float | None = None) -> OptimSpec:
@@ -127,6 +127,10 @@ class OuterOptions(OuterRates, total=False):
     """Arguments of `OuterRule`: the outer learning rate, its scheduler and warm-up, and the outer momentum."""
 
     outer_momentum: float | None
+
+
+class OuterAndInnerOptions(OuterOptions, InnerOptions, total=False):
+    """Options of strategies with an outer and an inner optimizer."""
 
 
 class OuterRuleOptions(OuterOptions, total=False):

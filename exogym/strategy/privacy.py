@@ -107,6 +107,12 @@ class DifferentialPrivacy:
         return (drawn * (self.noise_multiplier * self.clip / clients)).to(like.device, like.dtype)
 
 
+def check_privacy(given: Any) -> None:
+    """Raise ArgumentError unless `given` is a `DifferentialPrivacy` or None."""
+    if not isinstance(given, DifferentialPrivacy | None):
+        raise ArgumentError(f"privacy={given!r} must be a DifferentialPrivacy, as DifferentialPrivacy(1.0, 1.0)")
+
+
 def accounting() -> Any:
     """Import and return the module `dp_accounting`.
 

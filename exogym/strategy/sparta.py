@@ -8,7 +8,7 @@ set I_t that all nodes share:
 
 I_t has a share p of the P parameters, of b bytes each. All nodes draw the same index set from (seed, step), so no index
 is sent. Payload: p P b bytes per node and step, ring all-reduce. Values of q bits take p P q / 8 + 4 bytes, all-gather
-(nodes cannot add packed values on the way). Stochastic rounding costs no bytes. With top-k, one node announces k 4-byte
+(nodes cannot add packed values on the way). With top-k, one node announces k 4-byte
 indices (broadcast), then all nodes send k values as above.
 
 With absent nodes, the mean is over the n present nodes. In a ring tx = rx = 2 (n-1)/n times the payload, with
@@ -29,7 +29,7 @@ from torch import Tensor
 
 from exogym.core.base.rng import generator
 from exogym.core.combinations import refuse
-from exogym.core.compress import dequantize, noise_of, quantize
+from exogym.core.compress import dequantize, quantize
 from exogym.core.fleet import Block, Fleet
 from exogym.core.fleet.fleet import rows_of, shared_row, where_present
 from exogym.errors import check_choice, check_count, check_number, checked
@@ -42,7 +42,6 @@ from exogym.strategy.strategy import InnerOptions, Run
 from exogym.strategy.traffic import Traffic
 
 METHODS = ("random", "sequential", "partitioned", "topk")
-ROUNDINGS = ("nearest", "stochastic")
 
 
 def random_indices(total: int, p: float, g: torch.Generator) -> Tensor:
@@ -79,10 +78,8 @@ class SparseCommunicator(PeriodicModule):
                 parameters moved furthest from their last averaged values. Then all nodes average these indices.
         quantization_bits: with None or 32 nodes send full precision. With 2 to 8, or 16, nodes send absmax codes of
             this many bits, packed into bytes. The average of the decoded values is within scale / 2 of the exact
-            average, where scale is the distance between two codes.
-        rounding: how values are rounded to codes. "nearest" undoes every move of a parameter under scale / 2; if p is
-            near 1, such a parameter never moves. "stochastic" rounds up or down so that the expected value is exact;
-            its error is below scale. Each node draws its own random numbers from (seed, step, node).
+            average, where scale is the distance between two codes. Rounding undoes every move of a parameter under
+            scale / 2; if p is near 1, such a parameter never moves.
         interval: steps between averages.
         final_average: average all parameters once at the end of training (`final_sync`). The payload is P b bytes, for
             P parameters of b bytes.
@@ -99,7 +96,6 @@ class SparseCommunicator(PeriodicModule):
         compression_method: str = "random",
         quantization_bits: int | None = None,
         *,
-        rounding: str = "nearest",
         interval: int = 1,
         final_average: bool = True,
     ):
@@ -109,11 +105,8 @@ class SparseCommunicator(PeriodicModule):
         check_count("interval", interval)
         if quantization_bits not in (None, 32):
             quantize(torch.zeros(1, 1), quantization_bits)
-        check_choice("rounding", rounding, ROUNDINGS)
-        if rounding == "stochastic" and quantization_bits in (None, 32):
-            refuse({'rounding="stochastic"': "rounding='stochastic'", "no quantization_bits": "no quantization_bits"})
         self.p, self.method, self.interval_steps = sparsification_rate, compression_method, interval
-        self.bits, self.rounding = None if quantization_bits == 32 else quantization_bits, rounding
+        self.bits = None if quantization_bits == 32 else quantization_bits
         self.final_average = final_average
         self.acts_on = "elements" if self.bits is None and compression_method != "topk" else "row"
 
@@ -197,10 +190,8 @@ class SparseCommunicator(PeriodicModule):
     def _average(self, fleet: Fleet, values: Tensor, b: int, step: int) -> Tensor:
         if self.bits is None:
             return fleet.comm.all_reduce(values, "mean")
-        count, bits, noise = values.shape[1], self.bits, None
-        if self.rounding == "stochastic":
-            noise = noise_of(fleet, count, self.run.seed, "sparta rounding", b, step).to(values.device)
-        codes, scale = quantize(values, bits, noise)
+        count, bits = values.shape[1], self.bits
+        codes, scale = quantize(values, bits)
         mean = fleet.comm.sum_decoded((codes, scale), lambda c, s: dequantize(c, s, bits, count), "mean")
         return mean.to(values.dtype)
 
@@ -216,7 +207,7 @@ class SPARTAStrategy(CommunicateOptimizeStrategy):
 
     Args:
         p_sparta: p, the share of the parameters averaged at each step.
-        compression_method, quantization_bits, rounding, interval: see `SparseCommunicator`.
+        compression_method, quantization_bits, interval: see `SparseCommunicator`.
         inner_optim, lr, inner_lr, max_norm, lr_scheduler, warmup_steps: see `Strategy`.
 
     >>> strategy = SPARTAStrategy(p_sparta=0.001, inner_optim='adamw', lr=1e-4)
@@ -235,13 +226,10 @@ class SPARTAStrategy(CommunicateOptimizeStrategy):
         *,
         compression_method: str = "random",
         quantization_bits: int | None = None,
-        rounding: str = "nearest",
         interval: int = 1,
         **options: Unpack[InnerOptions],
     ):
-        sparta = SparseCommunicator(
-            p_sparta, compression_method, quantization_bits, rounding=rounding, interval=interval
-        )
+        sparta = SparseCommunicator(p_sparta, compression_method, quantization_bits, interval=interval)
         super().__init__(inner_optim, [sparta], **options)
 
 
@@ -264,7 +252,7 @@ class SPARTADiLoCoStrategy(CommunicateOptimizeStrategy):
     Absent nodes are handled as in SPARTA and DiLoCo. A node that was down returns with DiLoCo's theta, P b bytes.
 
     Args:
-        p_sparta, compression_method, quantization_bits, rounding: arguments of SPARTA; see `SPARTAStrategy`.
+        p_sparta, compression_method, quantization_bits: arguments of SPARTA; see `SPARTAStrategy`.
         sparta_interval: steps from one exchange of SPARTA to the next.
         outer_optim, H, outer_lr, outer_lr_scheduler, outer_warmup_rounds, weighting: arguments of DiLoCo; see
             `DiLoCoStrategy`.
@@ -290,13 +278,12 @@ class SPARTADiLoCoStrategy(CommunicateOptimizeStrategy):
         sparta_interval: int = 1,
         compression_method: str = "random",
         quantization_bits: int | None = None,
-        rounding: str = "nearest",
         weighting: str = "uniform",
         **options: Unpack[SPARTADiLoCoOptions],
     ):
         rule, others = split(options, OuterRule)
         sparta = SparseCommunicator(
-            p_sparta, compression_method, quantization_bits, rounding=rounding, interval=sparta_interval,
+            p_sparta, compression_method, quantization_bits, interval=sparta_interval,
             final_average=False,
         )  # fmt: skip
         diloco = DiLoCoCommunicator(H, outer_optim, weighting=weighting, **rule)

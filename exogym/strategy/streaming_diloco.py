@@ -37,10 +37,10 @@ from exogym.errors import ArgumentError, check_choice, check_count, check_number
 from exogym.strategy.communicate_optimize import CommunicateOptimizeStrategy
 from exogym.strategy.fragments import Piece, fragments
 from exogym.strategy.options import split
-from exogym.strategy.outer import OuterOptions, OuterRule
+from exogym.strategy.outer import OuterAndInnerOptions, OuterRule
 from exogym.strategy.outer_parameters import OuterFragments, OuterParameters
 from exogym.strategy.rounds import check_one_length
-from exogym.strategy.strategy import InnerOptions, Run
+from exogym.strategy.strategy import Run
 from exogym.strategy.traffic import Traffic
 
 QUANTIZERS = {4: E3M0, 8: lambda: Absmax(8)}
@@ -139,10 +139,6 @@ class StreamingCommunicator(OuterFragments):
                     fleet.synchronise_buffers()
 
 
-class StreamingOptions(OuterOptions, InnerOptions, total=False):
-    """Options that `StreamingDiLoCoStrategy` shares with other strategies."""
-
-
 class StreamingDiLoCoStrategy(CommunicateOptimizeStrategy):
     """Streaming DiLoCo: an outer step per fragment of the model. Averages may arrive late and be quantized.
 
@@ -197,7 +193,7 @@ class StreamingDiLoCoStrategy(CommunicateOptimizeStrategy):
         pattern: str = "strided",
         bits: int = 32,
         offsets: Sequence[int] | None = None,
-        **options: Unpack[StreamingOptions],
+        **options: Unpack[OuterAndInnerOptions],
     ):
         rule, others = split(options, OuterRule)
         streaming = StreamingCommunicator(

@@ -38,7 +38,7 @@ MAKERS = {name: entry.make for name, entry in STRATEGIES.items() if entry.on_row
     f"{name}:weight_decay": functools.partial(parse_strategy, f"{name}:weight_decay=0.5", lr=0.02)
     for name in ("onebit_adam", "demo")
 }
-ROUNDED = ("sparta partitioned 4 bit", "sparta 4 bit stochastic")  # averages of values that are rounded to few bits
+ROUNDED = ("sparta partitioned 4 bit",)  # averages of values that are rounded to few bits
 
 
 @pytest.mark.parametrize("name", [name for name in MAKERS if name not in ROUNDED])

@@ -110,8 +110,7 @@ def _computing(model: nn.Module, strategy: Strategy) -> dict[str, int]:
             ]
         except Exception:  # the run raises the error when it builds the optimizer
             kept = []
-    copies = sum(module.inner_copies for module in getattr(strategy, "modules", ()))
-    found["optimizer state"] = (1 + copies) * sum(kept)
+    found["optimizer state"] = sum(kept)
     return found | {"Python's objects": ROW_OBJECTS + TENSOR_OBJECTS * len(kept)}
 
 
