@@ -20,8 +20,7 @@ from exogym.core.base.modes import modes_of, set_modes
 from exogym.core.base.rng import preserved_state
 from exogym.core.base.streams import fill_in
 from exogym.core.record.history import History
-from exogym.core.training.options import FitOptions, takes
-from exogym.core.training.subject import Subject
+from exogym.core.training.options import FitOptions, Subject, takes
 from exogym.errors import ArgumentError, checked
 
 if TYPE_CHECKING:  # the first fit loads a run's parts
@@ -40,36 +39,35 @@ class _Turn:
     """
 
     def __init__(self) -> None:
-        self.lock, self.thread = threading.Lock(), 0
+        self.lock = threading.RLock()
         self.models: list[nn.Module] = []
 
     @contextlib.contextmanager
     def taken(self, model: nn.Module) -> Iterator[None]:
         if not self.lock.acquire(blocking=False):
-            if self.thread != threading.get_ident():
-                raise ArgumentError(
-                    "another thread of this process runs fit, and both threads would draw from the same random "
-                    "generators. Call one fit after the other, or run each fit in its own process. To use more cores "
-                    "for one fit, give this fit processes="
-                )
+            raise ArgumentError(
+                "another thread of this process runs fit, and both threads would draw from the same random "
+                "generators. Call one fit after the other, or run each fit in its own process. To use more cores "
+                "for one fit, give this fit processes="
+            )
+        self.models.append(model)
+        try:
             mine = {id(p) for p in model.parameters()}
-            if any(id(p) in mine for outer in self.models for p in outer.parameters()):
+            if any(id(p) in mine for outer in self.models[:-1] for p in outer.parameters()):
                 raise ArgumentError(
                     "the fit whose callback called this fit is already training this model. Train a "
                     "copy.deepcopy of the model, or train the model after that fit"
                 )
-        self.thread = threading.get_ident()
-        self.models.append(model)
-        try:
             yield
         finally:
             self.models.pop()
-            if not self.models:
-                self.lock.release()
+            self.lock.release()
 
     def forked(self) -> None:
         """Reset the lock in a forked process if another thread held it. The forked process lacks that thread."""
-        if self.thread != threading.get_ident():
+        if self.lock.acquire(blocking=False):
+            self.lock.release()
+        else:
             self.__init__()  # type: ignore[misc]
 
 
@@ -187,16 +185,12 @@ class LocalTrainer(Trainer):
         before. Parameters with `requires_grad=False` are not trained. To freeze or unfreeze parameters during training,
         train in two fits.
         """
-        from exogym.core.training.checking import asked_to_go_on, checked_options
-
-        self._start(checked_options(replace(asked, resume=asked_to_go_on(asked))))
-        return self.model
-
-    def _start(self, options: FitOptions) -> None:
-        fill_in()
         from exogym.core.engine.world import local_device
+        from exogym.core.training.checking import asked_to_go_on, checked_options
         from exogym.core.training.placement import run_placed
 
+        options = checked_options(replace(asked, resume=asked_to_go_on(asked)))
+        fill_in()
         is_here = options.placement.engine is None
         # With an engine elsewhere no process runs here: each chooses its own machine's device.
         device = resolve_device(local_device(options.device)) if is_here else torch.device("cpu")
@@ -211,6 +205,7 @@ class LocalTrainer(Trainer):
                     send(self, options, device)
             finally:
                 set_modes(self.model, modes)
+        return self.model
 
     def _train(self, device: torch.device, options: FitOptions, wire: Wire) -> None:
         """Train the rows that `wire` assigns to this process."""

@@ -19,8 +19,6 @@ from exogym.errors import ArgumentError, check_choice, check_count, checked
 from exogym.strategy import OptimSpec, SimpleReduceStrategy
 from exogym.trainer import LocalTrainer
 
-BACKENDS = ("auto", "nccl", "gloo")
-
 
 class DistributedTrainer:
     """Trains one model on `num_gpus` devices, like a `LocalTrainer` with one node of several devices.
@@ -71,9 +69,7 @@ class DistributedTrainer:
     ):
         if not isinstance(model, nn.Module):
             raise ArgumentError(f"model is a {type(model).__name__}, wanted a torch.nn.Module")
-        if backend == "mpi":
-            raise ArgumentError("backend='mpi': torch's own wheels have no MPI; give 'nccl', 'gloo' or 'auto'")
-        check_choice("backend", backend, BACKENDS)
+        check_choice("backend", backend, ("auto", "nccl", "gloo"))
         if num_gpus is not None:
             check_count("num_gpus", num_gpus)
         self.model, self.loss_fn, self.history = model, loss_fn, History()

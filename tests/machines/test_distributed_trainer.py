@@ -143,7 +143,7 @@ def stepped(model):
     [
         (lambda m: DistributedTrainer(m, sgd(m), 2, node=NodeMesh(shard=3)), "num_gpus=2, but node= has 3 devices"),
         (lambda m: DistributedTrainer(m, sgd(m), 0), "num_gpus=0 must be"),
-        (lambda m: DistributedTrainer(m, sgd(m), 2, "mpi"), "no MPI"),
+        (lambda m: DistributedTrainer(m, sgd(m), 2, "mpi"), "is not one of 'auto', 'nccl', 'gloo'"),
         (lambda m: DistributedTrainer(m, sgd(m), 2, "nccll"), "did you mean 'nccl'"),
         (lambda m: DistributedTrainer(m, sgd(LeNet5()), 2), "does not hold the model's trained parameters"),
         (lambda m: DistributedTrainer(m, stepped(m), 2), "has taken steps already"),

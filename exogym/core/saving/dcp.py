@@ -246,8 +246,8 @@ class _Subject:
 
     def check(self, snapshot: Snapshot) -> None:
         """Raise ModelError or ArgumentError if the checkpoint is of another model or strategy."""
-        from exogym.core.training.describing import sum_of_shared
         from exogym.core.training.options import describe
+        from exogym.core.training.resuming import sum_of_shared
 
         saved = snapshot.meta["description"]
         model = [[slot.name, list(slot.shape), str(layout.dtype)] for layout in self.layouts for slot in layout]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
@@ -14,17 +15,16 @@ import torch
 from exogym.core.combinations import check
 from exogym.core.communicator import Wire
 from exogym.core.compute.worker import Worker
+from exogym.core.fleet import Fleet
 from exogym.core.progress import Progress, notice, warn
 from exogym.core.record.history import History
 from exogym.core.record.metrics import Evaluator
 from exogym.core.record.observers import Observer, Observers, Showing, StepFile
 from exogym.core.training.agenda import Agenda
-from exogym.core.training.describing import description_of, sum_of_shared
 from exogym.core.training.driver import Driver
 from exogym.core.training.features import add_figures, make_driver
 from exogym.core.training.loop import TrainingLoop
-from exogym.core.training.options import FitOptions
-from exogym.core.training.subject import Subject
+from exogym.core.training.options import FitOptions, Subject
 from exogym.core.training.workplace import workplace
 from exogym.data.stream import Stream, is_factory
 from exogym.errors import ModelError
@@ -86,7 +86,7 @@ def _assemble(
         if (folder := os.environ.get("EXOGYM_STEPS")) is not None:  # this host is watched
             observers.all.append(StepFile(folder))
 
-        description = description_of(options, fleet, stream, total_steps, device)
+        description = _description(options, fleet, stream, total_steps, device)
         kept = None if options.save_dir is None else _kept(options, worker, description, refused, undo)
         is_fresh = kept is None or kept.snapshot is None
         if is_fresh:
@@ -122,6 +122,27 @@ def _assemble(
     return loop
 
 
+def _description(
+    options: FitOptions, fleet: Fleet, stream: Stream, total_steps: int, device: torch.device
+) -> dict[str, Any]:
+    """Return everything that decides the run's result. Checkpoints and the run folder store it."""
+    lengths = options.strategy.round_lengths(total_steps)  # of rounds, by module, if H is a function of the round
+    rounds = {"rounds": lengths} if lengths else {}
+    layouts = [block.layout.whole or block.layout for block in fleet.blocks]
+    model = [[slot.name, list(slot.shape), str(layout.dtype)] for layout in layouts for slot in layout]
+    shards = hashlib.sha256(np.ascontiguousarray(stream.examples).tobytes()).hexdigest()[:16] if stream.total else ""
+    data = {"examples": stream.total, "shards": shards}
+    data |= {} if stream.iterated is None else {"window": stream.iterated.window}
+    data |= {"drop_last": True} if stream.drops_last else {}
+    by_process = options.sharing is not None and options.sharing.kind == "nodes" and options.sharing.speeds
+    dealt = {"speeds": by_process} if by_process else {}
+    limits = {"num_epochs": options.num_epochs, "max_steps": options.max_steps, "total_steps": total_steps}
+    return options.description() | rounds | {
+        "device": device.type, "model": model, "data": data, "limits": limits,
+        "placement": {"processes": len(fleet.comm.wire.placement), "nodes": fleet.comm.wire.placement} | dealt,
+    }  # fmt: skip
+
+
 def _check(subject: Subject, options: FitOptions) -> None:
     """Raise ArgumentError or ModelError if the options do not fit the model or the data."""
     if subject.val_dataset is None:
@@ -136,7 +157,7 @@ def _kept(
     undo: contextlib.ExitStack,
 ) -> Kept:  # fmt: skip
     """Return the checkpoint folder, with the checkpoint to resume from."""
-    from exogym.core.training.resuming import Kept
+    from exogym.core.training.resuming import Kept, sum_of_shared
 
     kept = Kept(options, worker.fleet.comm.wire, undo)
     description["shared"] = sum_of_shared(worker.model, worker.fleet.buffers)

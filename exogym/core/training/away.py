@@ -16,9 +16,8 @@ from exogym.core.clock import Clock
 from exogym.core.communicator import Wire
 from exogym.core.compute.memory import check_rows
 from exogym.core.record.history import History
-from exogym.core.training.options import FitOptions
+from exogym.core.training.options import FitOptions, Subject
 from exogym.core.training.placement import run_placed
-from exogym.core.training.subject import Subject
 from exogym.errors import Stopped
 
 

@@ -24,8 +24,7 @@ from exogym.core.compute.worker import Worker
 from exogym.core.engine import Engine, EngineOptions
 from exogym.core.engine.protocol import place
 from exogym.core.progress import notice
-from exogym.core.training.options import FitOptions
-from exogym.core.training.subject import Subject
+from exogym.core.training.options import FitOptions, Subject
 from exogym.core.training.workplace import workplace
 from exogym.data.stream import Stream
 

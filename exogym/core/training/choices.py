@@ -17,8 +17,7 @@ from exogym.core.compute.parts import MOST_TRIED, Trials, check_parts
 from exogym.core.compute.worker import Worker
 from exogym.core.progress import notice
 from exogym.core.saving.keepers import on_main
-from exogym.core.training.options import FitOptions
-from exogym.core.training.subject import Subject
+from exogym.core.training.options import FitOptions, Subject
 from exogym.data.partition import stored_labels
 from exogym.data.stream import Stream, is_factory
 from exogym.errors import ArgumentError
@@ -128,11 +127,9 @@ def _looks(subject: Subject, options: FitOptions, stream: Stream, first_batch: A
     yield first_batch
     if stream.iterates:  # which are read in order
         return
-    steps = stream.steps_per_epoch
-    for step in (steps // 2, steps - 1):
-        if step > 0:
-            yield next(iter(stream.batches(stream.first, step, 1)))
-    if not is_factory(subject.train_dataset):
-        for node in (stream.num_nodes // 3, 2 * stream.num_nodes // 3, stream.num_nodes - 1):
-            if stream.length(node):
-                yield next(iter(stream.batches(node, 0, 1)))
+    steps, nodes = stream.steps_per_epoch, stream.num_nodes
+    places = [(stream.first, step) for step in (steps // 2, steps - 1) if step > 0]
+    if not is_factory(dataset):
+        places += [(node, 0) for node in (nodes // 3, 2 * nodes // 3, nodes - 1) if stream.length(node)]
+    for node, step in places:
+        yield next(iter(stream.batches(node, step, 1)))

@@ -21,8 +21,10 @@ from exogym.errors import ArgumentError, check_choice, check_count, check_number
 
 if TYPE_CHECKING:  # none of this is needed to know the options
     import torch
+    from torch import Tensor, nn
 
     from exogym.core.engine import Engine, Nodes
+    from exogym.core.record.metrics import Metric
     from exogym.data.partition import Partitioner
     from exogym.faults import Faults
     from exogym.network import Network
@@ -49,6 +51,17 @@ def in_full(options: Mapping[str, Any]) -> dict[str, Any]:
     {'num_nodes': 4, 'H': 5}
     """
     return {LONG.get(name, name): value for name, value in options.items()}
+
+
+@dataclass
+class Subject:
+    """What a run trains: the model, the data sets, the loss function and the metrics."""
+
+    model: nn.Module
+    train_dataset: Any
+    val_dataset: Any = None
+    loss_fn: Callable[..., Tensor] | None = None
+    metrics: dict[str, Metric] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,8 +18,7 @@ from exogym.core.engine import Engine, EngineOptions, Nodes, engine_for
 from exogym.core.engine.protocol import place
 from exogym.core.engine.world import world_size
 from exogym.core.progress import notice
-from exogym.core.training.options import FitOptions
-from exogym.core.training.subject import Subject
+from exogym.core.training.options import FitOptions, Subject
 
 Result = TypeVar("Result")
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import math
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor, nn
 
 from exogym.core.base.files import remove_folders
+from exogym.core.base.torch_private import in_this_process, strided_parts
 from exogym.core.combinations import check
 from exogym.core.communicator import Wire, gather, say
 from exogym.core.saving.checkpoint import differences, load_newest, remove_leftovers
@@ -219,3 +223,22 @@ def agree(wire: Wire, snapshot: Snapshot, check: Callable[[], None]) -> None:
     if troubles:
         assert snapshot.path is not None
         raise Unfit(snapshot.path.name, troubles[0])
+
+
+def constants(model: nn.Module, changing: Collection[str]) -> dict[str, Tensor]:
+    """Return the tensors that all nodes share and no row holds, by name: frozen parameters and constant buffers.
+
+    Rows hold the buffers `changing`, which training changes.
+    """
+    frozen = {name: in_this_process(p.detach()) for name, p in model.named_parameters() if not p.requires_grad}
+    return frozen | {name: x for name, x in model.named_buffers() if name not in changing}
+
+
+def sum_of_shared(model: nn.Module, changing: Collection[str]) -> str:
+    """Return a checksum of frozen parameters and constant buffers, which checkpoints do not hold."""
+    digest = hashlib.sha256()
+    for name, x in constants(model, changing).items():
+        digest.update(f"{name} {x.dtype} {tuple(x.shape)}".encode())
+        for part in () if x.is_meta else strided_parts(x):
+            digest.update(part.contiguous().view(-1).view(torch.uint8).cpu().numpy().data)
+    return digest.hexdigest()[:16]

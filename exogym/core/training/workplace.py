@@ -21,8 +21,7 @@ from exogym.core.compute.memory import check_rows
 from exogym.core.compute.outputs import Loss
 from exogym.core.compute.worker import Worker
 from exogym.core.fleet import Fleet
-from exogym.core.training.options import FitOptions
-from exogym.core.training.subject import Subject
+from exogym.core.training.options import FitOptions, Subject
 from exogym.data.stream import Stream, is_factory
 
 KEPT_DATA_SETS = 256  # of a factory, where few nodes act at a time: those last used

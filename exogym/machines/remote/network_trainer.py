@@ -160,17 +160,15 @@ class NetworkTrainer(Trainer):
             if node is None and max(devices) > 1:
                 node = given["node"] = several_devices("fit").sharing(devices)
             if node is not None and _sizes(node, world) != devices:
-                said = f"{node} is {node.size}" if hasattr(node, "size") else f"nodes of {_sizes(node, world)}"
                 raise ArgumentError(
-                    f"node={said} devices, but with nodes_per_host={self.nodes_per_host} the nodes have "
+                    f"node={_said(node, world)} devices, but with nodes_per_host={self.nodes_per_host} the nodes have "
                     f"{', '.join(map(str, devices))} slots: leave one of the two out"
                 )
         sizes = [1] * world if node is None else _sizes(node, world)
         if not {*itertools.accumulate(slots)} <= {*itertools.accumulate(sizes)}:
-            said = f"{node} is {node.size}" if hasattr(node, "size") else f"nodes of {sizes}"
             raise ArgumentError(
-                f"node={said} devices, but the hosts have {', '.join(map(str, slots))} slots, so a node would be on "
-                "two hosts: give node= so that each host's slots hold whole nodes"
+                f"node={_said(node, world)} devices, but the hosts have {', '.join(map(str, slots))} slots, so a node "
+                "would be on two hosts: give node= so that each host's slots hold whole nodes"
             )
         if given["num_nodes"] is None:
             given["num_nodes"] = len(sizes)
@@ -321,6 +319,10 @@ def _sizes(node: Any, world: int) -> list[int]:
         size = getattr(node, "size", 1)
         return [size] * (world // size)
     return [getattr(one, "size", 1) for one in node]  # what is none is refused with the options
+
+
+def _said(node: Any, world: int) -> str:
+    return f"{node} is {node.size}" if hasattr(node, "size") else f"nodes of {_sizes(node, world)}"
 
 
 def _in_a_world() -> bool:

@@ -13,7 +13,7 @@ import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,19 +28,15 @@ from exogym.core.saving.checkpoint_files import Snapshot
 from exogym.core.saving.keepers import everywhere, find_keepers, holding
 from exogym.core.saving.snapshots import put_back, snapshot_of
 from exogym.core.training.assembly import assemble
-from exogym.core.training.describing import constants
 from exogym.core.training.loop import TrainingLoop
-from exogym.core.training.options import FitOptions
-from exogym.core.training.resuming import FREE
+from exogym.core.training.options import FitOptions, Subject
+from exogym.core.training.resuming import FREE, constants
 from exogym.errors import CheckpointError, ModelError, WorkerError
 from exogym.faults import Outages
 from exogym.logger.base import check_writable
 from exogym.machines.remote.elastic.member import Generation, Member
 from exogym.machines.remote.elastic.wire import ElasticWire, MemberLost
 from exogym.machines.remote.world import own_wire
-
-if TYPE_CHECKING:
-    from exogym.core.training.subject import Subject
 
 ANCHOR_STEPS = 10  # fewest steps between two anchors, so that copies cost little
 KEPT_ANCHORS = 2  # no process is more than one anchor ahead of another
