@@ -120,12 +120,12 @@ class MatrixLinks:
         return self.bandwidth_bps[among][both].min(), self.latency_s[among][both].max()
 
 
-class LineLinks(MatrixLinks):
+class LineLinks:
     """Links of nodes with different lines. Two nodes communicate at the slower line's rate, all with one latency.
 
     Args:
         lines: each node's bandwidth, the same in both directions.
-        latency: from any node to any other node.
+        latency: from any node to any other node, and to a server.
     """
 
     def __init__(self, lines: Sequence[Any], latency: Any):
@@ -134,8 +134,24 @@ class LineLinks(MatrixLinks):
                 f"bandwidth={list(lines)!r} has the lines of {len(lines)} nodes: give at least two lines"
             )
         self.lines_bps = np.array([parse_bandwidth(line) for line in lines])
-        super().__init__(np.minimum.outer(self.lines_bps, self.lines_bps), parse_seconds(latency))
-        self.up_bps = self.down_bps = self.lines_bps
+        self.size, self.latency_s = len(lines), parse_seconds(latency)
+
+    def link(self, i: Any, j: Any) -> Pair:
+        return np.minimum(self.lines_bps[i], self.lines_bps[j]), self.latency_s
+
+    def crowd(self, i: np.ndarray, j: np.ndarray) -> Any:
+        return 1.0
+
+    def line(self, i: Any) -> Pair:
+        return self.lines_bps[i], self.lines_bps[i]
+
+    def outside(self, i: Any) -> tuple[Any, Any, Any]:
+        return self.lines_bps[i], self.lines_bps[i], self.latency_s
+
+    near = outside
+
+    def slowest(self, ids: np.ndarray) -> Pair:
+        return self.lines_bps[ids].min(), self.latency_s
 
 
 class GroupLinks:

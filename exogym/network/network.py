@@ -84,7 +84,7 @@ class Network(Pricing):
                     "rates, use Network.matrix"
                 )
             links = LineLinks(bandwidth, latency)
-            shape = {"bandwidth": links.lines_bps.tolist(), "latency": parse_seconds(latency)}
+            shape = {"bandwidth": links.lines_bps.tolist(), "latency": links.latency_s}
         else:
             ways = {name: bandwidth if given is None else given for name, given in (("up", up), ("down", down))}
             up_bps, down_bps = (
@@ -314,7 +314,7 @@ class Network(Pricing):
         if isinstance(links, LineLinks):
             lines = [readable_bandwidth(bps) for bps in links.lines_bps]
             shown = repr(lines if len(lines) < 9 else f"<{len(lines)} lines>")
-            return f"Network({shown}, {readable_seconds(float(links.latency_s[0, 1]))!r}{extra})"
+            return f"Network({shown}, {readable_seconds(links.latency_s)!r}{extra})"
         if isinstance(links, MatrixLinks):
             return f"Network.matrix(<{links.size} nodes>{extra})"
         if isinstance(links, GroupLinks):

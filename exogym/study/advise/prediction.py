@@ -70,7 +70,7 @@ SPREAD = {"formula": (1.0, 1.3), "measured": (0.9, 1.1)}
 STEPS = 1000  # of each node with DDP, if none are given
 UTILISATION = 0.9  # the share of its time that the slowest node should compute
 MEETINGS = 400  # groups drawn, over all turns, if groups meet and lines differ
-ARRIVALS = 1000  # arrivals at a server, or 8 per node if that is more, for the mean wait for a quorum
+ARRIVALS = 1000  # arrivals at all servers, or 8 per node if that is more, for the mean waits
 FULL = 0.98  # the share of its time from which a server's line counts as full
 NOTED_S = 0.001  # a latency from which predictions for hosts need tcp=True
 TICKS_PER_S = 10**9  # of `StepTime.ticks`, nanoseconds
@@ -520,15 +520,25 @@ def _own_rounds(
     T = time.mean_s(num_nodes)
     H = plan.local_steps(T)
     push, pull, *relays = plan.traffic
-    lines = range(num_nodes) if network.lines_differ else [0]
 
     def cost_s(t: Traffic, nodes: Sequence[int]) -> float:  # a server that runs on a node costs that node nothing
         return _cost_s(t, network, t.algorithm, math.inf, scale, nodes) if num_nodes > 1 else 0.0
 
-    work_s, push_s = H * T, np.array([cost_s(push, [node]) for node in lines])
-    own_s = work_s + push_s + np.array([cost_s(pull, [node]) for node in lines])
+    def alone_s(t: Traffic) -> np.ndarray:
+        lines = (network.links.near if t.algorithm == "island" else network.links.outside)(np.arange(num_nodes))
+        kinds = np.stack([np.broadcast_to(part, num_nodes) for part in lines])
+        _, first, kind = np.unique(kinds, axis=1, return_index=True, return_inverse=True)
+        return np.array([cost_s(t, [node]) for node in first.tolist()])[kind.ravel()]
+
+    work_s, push_s, pull_s = np.broadcast_to(H * T, num_nodes), alone_s(push), alone_s(pull)
+    own_s = work_s + push_s + pull_s
     if num_nodes == 1:
         return H, own_s, own_s, []
+
+    @lru_cache(maxsize=1 << 16)
+    def pulled_s(nodes: tuple[int, ...]) -> float:
+        return cost_s(pull, nodes) if len(nodes) > 1 else float(pull_s[nodes[0]])
+
     servers = _servers(plan, num_nodes, network, scale)
     round_s = np.zeros(num_nodes)
     for server in servers:
@@ -536,9 +546,7 @@ def _own_rounds(
         if plan.quorum == 1 and np.ptp(own_s) == 0:  # in turn, each after the one before
             round_s[own] = max(float(own_s[0]), len(own) * server.longest_s)
             continue
-        pulled_s = lru_cache(maxsize=1 << 16)(lambda nodes: cost_s(pull, nodes))
-        pushed_s = np.broadcast_to(push_s, num_nodes)[own]
-        round_s[own] = _rounds_at(server, work_s[own], pushed_s, pulled_s, plan.quorum)
+        round_s[own] = _rounds_at(server, work_s[own], push_s[own], pulled_s, plan.quorum, len(servers))
     if relays:
         everybody, rounds = range(num_nodes), relays[0].every_steps / push.every_steps
         relay_s = scale * network.server_s(relays[0].payload_bytes, everybody) / rounds
@@ -563,7 +571,12 @@ def _bottleneck(plan: Plan, num_nodes: int, network: Network, time: StepTime) ->
 
 
 def _rounds_at(
-    server: _Server, work_s: np.ndarray, push_s: np.ndarray, pull_s: Callable[[tuple[int, ...]], float], quorum: int
+    server: _Server,
+    work_s: np.ndarray,
+    push_s: np.ndarray,
+    pull_s: Callable[[tuple[int, ...]], float],
+    quorum: int,
+    servers: int,
 ) -> np.ndarray:
     """Return (n,) the mean seconds per round of a server's n nodes. Its line serves first who comes first, each way.
 
@@ -571,13 +584,14 @@ def _rounds_at(
         work_s, push_s: (n,) seconds for which each node computes in a round, and then pushes.
         pull_s: seconds that nodes take to pull together.
         quorum: the number of pushes for which the server waits.
+        servers: the number of servers of all nodes.
     """
     here: list[int] = []
     size, up_s, down_s = len(work_s), 0.0, 0.0  # from when on the line is free, up and down
     rounds, ends_s = np.zeros(size), np.zeros(size)
     coming = [(float(work_s[k]), False, k) for k in range(size)]  # time, whether its push has arrived, node
     heapq.heapify(coming)
-    for _ in range(2 * max(ARRIVALS, 8 * size)):
+    for _ in range(2 * max(ARRIVALS // servers, 8 * size)):
         now_s, has_arrived, k = heapq.heappop(coming)
         if not has_arrived:
             up_s = max(now_s, up_s)
