@@ -135,14 +135,8 @@ REFUSED: tuple[Refused, ...] = (
     Refused(
         "tuner",
         ("nothing to tune", "H as a function", "gradient_modules"),
-        "a budget changes H or p_sparta, a number, during the run, and all bytes must depend on it",
+        "a budget changes H, a number, during the run, and all bytes must depend on it",
         "leave ByteBudget out, or give the first H as a number and take a strategy without gradient modules",
-    ),
-    Refused(
-        "tuner of p_sparta",
-        'compression_method="indices" or "topk"',
-        "this method orders the indices for one fixed share, and the budget changes the share",
-        "take compression_method='random'",
     ),
     # A node of several devices
     Refused(

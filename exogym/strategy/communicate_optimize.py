@@ -64,9 +64,7 @@ NEVER = 2**62  # a step after all others
 
 
 class Tuning(Protocol):
-    """What changes an argument of the strategy during a run: a seam that a wrapper of the strategy fills."""
-
-    name: str  # of the argument
+    """What chooses H during a run: a seam that a wrapper of the strategy fills."""
 
     def features(self) -> dict[str, str]: ...
     def start(self, composition: Composition, run: Run) -> None:
@@ -217,9 +215,7 @@ class CommunicateOptimizeStrategy(Strategy):
 
     def plan(self, P: float, N: int, b: float) -> Plan:
         if self.tuning is not None:
-            raise ArgumentError(
-                f"a tuner chooses {self.tuning.name}, but a formula needs one value: leave the tuner out"
-            )
+            raise ArgumentError("a tuner chooses H, but a formula needs one value: leave the tuner out")
         if self.round_lengths(1):
             raise ArgumentError("H is a function of the round, but a formula needs one number: give a number or a Plan")
         given = [t for module in self.modules for t in module.traffic(P, N, b)]

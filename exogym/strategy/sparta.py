@@ -122,13 +122,6 @@ class SparseCommunicator(PeriodicModule):
     def couples_every(self, N: int) -> float:
         return self.interval_steps / self.p if self.p and N > 1 else math.inf
 
-    def take_share(self, p: float) -> None:
-        """Average the share `p` of the parameters from now on, as a budget of bytes chooses during a run."""
-        if self.method != "random":
-            method = f"compression_method={self.method!r}"
-            refuse({"tuner of p_sparta": "a ByteBudget", 'compression_method="indices" or "topk"': method})
-        self.p, self.counters = p, ("p",)
-
     def start(self, fleet: Fleet, run: Run) -> None:
         super().start(fleet, run)
         self._orders: dict[tuple[int, int], Tensor] = {}

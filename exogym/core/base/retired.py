@@ -99,7 +99,7 @@ RETIRED: dict[str, str] = {
     "distributed-train.network": "exogym doctor --measure and exogym advise --network predict the time of a step",
     "communicator.FACTORS": "sent_factor(kind, algorithm, members)",
     "capabilities.HasOuterModel": "every communication module may define consensus(fleet)",
-    **dict.fromkeys(("capabilities.Tunable", "module.tune"), "a ByteBudget sets H, or SPARTA's share"),
+    **dict.fromkeys(("capabilities.Tunable", "module.tune"), "a ByteBudget sets H"),
     "module.inner_copies": "keep what copies the inner optimizer's state in row_state",
     "module.only_means": "set right_in_mean = True",
     "module.skipped": "correct() is called for each step that a node takes",
