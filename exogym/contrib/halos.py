@@ -53,6 +53,7 @@ class MergingServer(RuleServer, IslandServer):
         merged: theta_r at the last merge, (P,) per block.
         arrivals: arrivals since the last merge.
 
+    >>> import torch
     >>> server = MergingServer([torch.zeros(1)], d=9, eta=0.1, beta=0.5, accumulation=2, alpha=0.5)
     >>> for _ in range(2):
     ...     server.apply([torch.ones(1)])

@@ -4,7 +4,6 @@
 nodes nothing changes: a strategy trains as if every node were one device.
 """
 
-from exogym.mesh.pipeline import PipelineParallel, Stage
-from exogym.mesh.value import SCHEDULES, NodeMesh
+from exogym.mesh.value import SCHEDULES, NodeMesh, PipelineParallel, Stage
 
 __all__ = ["SCHEDULES", "NodeMesh", "PipelineParallel", "Stage"]

@@ -10,9 +10,8 @@ from torch import nn
 
 from exogym.communicator import Wire
 from exogym.errors import ArgumentError
-from exogym.mesh.pipeline import PipelineParallel
 from exogym.mesh.splits import check_split
-from exogym.mesh.value import NodeMesh
+from exogym.mesh.value import NodeMesh, PipelineParallel
 
 if TYPE_CHECKING:
     from exogym.mesh.devices import NodeDevices

@@ -129,8 +129,10 @@ MOVED: dict[str, str] = {
     "exogym.core.communicator.inside": "exogym.core.communicator",
     "exogym.core.mesh": "exogym.mesh",
     **{f"exogym.core.mesh.{name}": f"exogym.mesh.{name}" for name in (
-        "pipeline", "probe", "splits", "traffic", "value",
+        "splits", "traffic", "value",
     )},
+    "exogym.core.mesh.pipeline": "exogym.mesh.value",
+    "exogym.core.mesh.probe": "exogym.mesh.probing",
     **{f"exogym.core.compute.{name}": f"exogym.mesh.{name}" for name in (
         "devices", "places", "probing", "recut", "replicated", "sending", "sharded", "split", "staged", "tensors",
     )},
