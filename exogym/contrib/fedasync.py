@@ -17,6 +17,7 @@ alpha is the mixing weight. s depends on tau, the number of updates of theta sin
 
 The paper's workers may also be held near the pulled theta by a quadratic term; this is left out.
 
+>>> import torch
 >>> server = MixingServer([torch.zeros(1)], FedAsyncStrategy(alpha=0.5, discount="polynomial", a=1.0))
 >>> server.apply([torch.tensor([-4.0])], staleness=1, steps=1, batch_size=1)  # theta - theta_w = -4
 >>> server.theta
