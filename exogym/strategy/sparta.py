@@ -28,7 +28,6 @@ import torch
 from torch import Tensor
 
 from exogym.core.base.rng import generator
-from exogym.core.combinations import refuse
 from exogym.core.compress import dequantize, quantize
 from exogym.core.fleet import Block, Fleet
 from exogym.core.fleet.fleet import rows_of, shared_row, where_present
