@@ -88,18 +88,13 @@ class RunFolder(OnDisk):
 
     def _check_nothing_is_lost(self) -> None:
         """For a run that starts at step 0: refuse to overwrite a run with results; print a notice for any other."""
-        state = read_status(self.folder).get("state")
-        if state == "done":
+        state, asked = read_status(self.folder).get("state"), os.environ.get(RESUME)
+        was_asked = asked is not None and os.path.realpath(asked) == os.path.realpath(self.folder)
+        if state == "done" or (state is not None and was_asked):
             raise ArgumentError(
-                f"run_dir={str(self.folder)!r} holds a finished run without a checkpoint to resume from: give another "
-                "folder"
-            )
-        asked = os.environ.get(RESUME)
-        if state is not None and asked is not None and os.path.realpath(asked) == os.path.realpath(self.folder):
-            raise ArgumentError(
-                f"run_dir={str(self.folder)!r} holds a run ({state}) without a checkpoint: resuming would start anew "
-                "and overwrite its records. Give another folder; with save_dir or checkpoint_interval a run saves "
-                "checkpoints"
+                f"run_dir={str(self.folder)!r} holds a run ({state}) without a checkpoint to resume from, so it would "
+                "start anew and overwrite its records: give another folder. With save_dir or checkpoint_interval a run "
+                "saves checkpoints"
             )
         if state is not None:
             notice(f"{self.folder} holds a run ({state}) without a checkpoint: starting at step 0")
@@ -135,7 +130,7 @@ class RunFolder(OnDisk):
             about = in_json(about | {"started_s": self._started} | self.more)
             schema.check("run.json", about)  # a run whose folder could not be read again must not start
             _write(self.folder / "run.json", about)
-        self.event({"kind": "start", "step": self._step} | ({"process": self._process}))
+        self.event({"kind": "start", "step": self._step, "process": self._process})
         self._say()
 
     def _check_same(self, now: Fields) -> None:
@@ -174,9 +169,6 @@ class RunFolder(OnDisk):
         if self._state == "running":  # no final event: the run failed before it started
             self._state = "failed"
         with self.writing(self.folder):
-            if self._events is not None:
-                self._events.close()
-        with self.writing(self.folder):
             self._lock.check()
             _write(self.folder / "summary.json", {"state": self._state, **summary})
         self._say()
@@ -202,7 +194,7 @@ class RunFolder(OnDisk):
 
     def _leave_events(self) -> None:
         if self._events is not None:
-            with contextlib.suppress(OSError):  # buffered lines cannot be written either
+            with contextlib.suppress(OSError):  # what is left of a line that could not be written
                 self._events.close()
             self._events = None
 
