@@ -36,19 +36,19 @@ _OURS = {
 }
 
 
-def check_dataloader_kwargs(given: dict[str, Any] | None) -> dict[str, Any]:
+def check_dataloader_kwargs(given: dict[str, Any]) -> dict[str, Any]:
     """Return the checked DataLoader arguments. Raise ArgumentError for arguments that ExoGym sets itself."""
-    if not isinstance(given, dict | None) or not all(isinstance(name, str) for name in given or {}):
+    if not isinstance(given, dict) or not all(isinstance(name, str) for name in given):
         raise ArgumentError(f"dataloader_kwargs={given!r} must be a dict of DataLoader's arguments, by name")
     known = set(inspect.signature(DataLoader.__init__).parameters) - {"self"}
-    for name in given or {}:
+    for name in given:
         if name in _OURS:
             raise ArgumentError(f"dataloader_kwargs must not hold {name!r}: {_OURS[name]}")
         if name not in known:
             raise ArgumentError(
                 f"dataloader_kwargs: DataLoader has no argument {name!r}: {nearest(name, known - set(_OURS))}"
             )
-    kwargs = dict(given or {})
+    kwargs = dict(given)
     check_switch("dataloader_kwargs: drop_last", kwargs.get("drop_last", False))
     workers = kwargs.get("num_workers", 0)
     check_count("dataloader_kwargs: num_workers", workers, least=0)

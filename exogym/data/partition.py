@@ -8,7 +8,6 @@ one example, except with `min_examples=0`. The shards depend only on (data set, 
 
 from __future__ import annotations
 
-import heapq
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -264,11 +263,10 @@ class ByKey(Partitioner):
         sizes = np.bincount(owner)
         mixed = numpy_generator(seed, "partition").permutation(len(names))
         home = np.empty(len(names), dtype=np.int64)
-        lightest = [(0, node) for node in range(num_nodes)]
+        loads = np.zeros(num_nodes, dtype=np.int64)
         for group in mixed[np.argsort(-sizes[mixed], kind="stable")]:
-            load, node = lightest[0]
-            home[group] = node
-            heapq.heapreplace(lightest, (load + int(sizes[group]), node))
+            home[group] = loads.argmin()
+            loads[home[group]] += sizes[group]
         return [np.flatnonzero(home[owner] == node) for node in range(num_nodes)]
 
 
