@@ -298,13 +298,11 @@ def _remove(path: Path) -> None:
         shutil.rmtree(gone)
 
 
-def remove_leftovers(folder: str | Path, wire: Wire | None = None, keepers: Keepers | None = None) -> None:
+def remove_leftovers(folder: Path, wire: Wire, keepers: Keepers) -> None:
     """Remove files that a killed run left in `folder` while it wrote or removed a checkpoint.
 
     If one host has already renamed a checkpoint, all hosts have written it. In this case the other hosts rename it now.
     """
-    folder, wire = Path(folder), wire or Wire([])
-    keepers = keepers or one_keeper(folder, wire)
     named = set().union(*_held(folder, wire, keepers).values())
     for path in folder.glob(".clients-*") if keepers.is_keeper else []:  # saved state of clients without a row
         shutil.rmtree(path, ignore_errors=True)

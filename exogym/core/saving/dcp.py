@@ -266,7 +266,8 @@ class _Subject:
 
     def state(self, row: Mapping[str, Tensor]) -> dict[str, Any]:
         """Return a node's flat state dict for DCP: parameters, buffers, and the inner optimizer's state and options."""
-        values = dict(self._parameters(row))
+        slots = [(b, slot) for b, layout in enumerate(self.layouts) for slot in layout]
+        values = {slot.name: slot.of(row[f"fleet.params.{b}"]) for b, slot in slots}
         known = {id(p): values[name] for name, p in self.named.items()}
         whole = self.model.state_dict(keep_vars=True)
         buffers = {name: row.get(f"fleet.buffer.{name}", x.detach()) for name, x in whole.items()}
@@ -286,11 +287,6 @@ class _Subject:
                 if key != "params":  # the same with flatten_optimizer_state_dict=True
                     found |= {f"{GROUPS}.{name}.{key}": value for name in group["params"]}
         return found
-
-    def _parameters(self, row: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        for b, layout in enumerate(self.layouts):
-            for slot in layout:
-                yield slot.name, slot.of(row[f"fleet.params.{b}"])
 
     def row(self, before: Mapping[str, Tensor], folder: Path, steps: int) -> dict[str, Tensor]:
         """Return a node's row after `steps` steps elsewhere: `before`, with the values of the DCP checkpoint."""
