@@ -29,6 +29,7 @@ class Logger(Observer):
 
     is_silent = False  # True: the run need not make records
     ended = "done"  # how the run ended: "done", "stopped" or "error"; known when `finish` is called
+    start, restore, finish = Observer.start, Observer.restore, Observer.finish  # for the reference
 
     @property
     def reads_records(self) -> bool:  # type: ignore[override]

@@ -34,13 +34,16 @@ class Observer:
 
         Args:
             run: a description of the run. If the run is resumed, run["resumed_step"] is the checkpoint's step.
+
+        Raises:
+            ArgumentError: the observer cannot write its file or folder.
         """
 
     def restore(self, records: Callable[[], Iterable[Fields]]) -> None:
         """Replace all earlier records of this run by `records()`. The run continues after these records.
 
         A resumed run calls this method after `start`, with the checkpoint's records up to `run["resumed_step"]`. A run
-        that lost a host and returns to a checkpoint calls this method, too.
+        that lost a host and returns to a checkpoint calls this method, too. The method of the base class does nothing.
         """
 
     def log(self, record: Fields) -> None:
