@@ -154,6 +154,9 @@ class Standing:
         if self.driver.attendance is not None:
             self.driver.meet(self.driver.attendance.up(self.step))
 
+    def take_history(self, history: History) -> None:
+        self.history = history
+
     def take_description(self, description: dict[str, Any]) -> None:
         self.agenda.description = description
 
