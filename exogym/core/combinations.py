@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from exogym.core.refusals import REFUSED, UNTRIED
+from exogym.core.refusals import PAIRS, UNTRIED
 from exogym.errors import ArgumentError
 
 
@@ -58,12 +58,11 @@ def check(features: Mapping[str, str]) -> None:
                 f"{method} with {given}: not tried together; use a strategy of the core (docs/promises.md), or leave "
                 f"{option} out"
             )
-    for row in REFUSED:
-        for one, other in row.pairs:
-            if one in features and other in features:
-                what = features[other]
-                both = f"needs {what[3:]}" if what.startswith("no ") else f"with {what}"
-                raise ArgumentError(f"{features[one]} {both}: {row.reason}; {row.instead}")
+    for one, other, row in PAIRS:
+        if one in features and other in features:
+            what = features[other]
+            both = f"needs {what[3:]}" if what.startswith("no ") else f"with {what}"
+            raise ArgumentError(f"{features[one]} {both}: {row.reason}; {row.instead}")
 
 
 def refuse(features: Mapping[str, str]) -> NoReturn:

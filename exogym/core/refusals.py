@@ -358,4 +358,5 @@ REFUSED: tuple[Refused, ...] = (
         "put each fit into its own script",
     ),
 )
-NAMES = frozenset(name for row in REFUSED for pair in row.pairs for name in pair).union(UNTRIED)
+PAIRS = tuple((one, other, row) for row in REFUSED for one, other in row.pairs)
+NAMES = frozenset(name for one, other, _ in PAIRS for name in (one, other)).union(UNTRIED)

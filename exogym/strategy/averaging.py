@@ -66,8 +66,10 @@ class Averaging:
     def __post_init__(self) -> None:
         if self.transport is not None:
             check_choice("transport", self.transport, TRANSPORTS)
-        check_privacy(self.privacy)
-        check_personal(self.personal)
+        if self.privacy is not None:
+            check_privacy(self.privacy)
+        if self.personal is not None:
+            check_personal(self.personal)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.given().items())})"
